@@ -1,0 +1,45 @@
+# Two commands set everything up: `make demo` and `make test`. Both create .venv when it is missing.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test lint type bench notebooks slow gpu smollm2 clean
+
+demo: $(STAMP)
+	$(BIN)/replaylens demo
+
+test: $(STAMP) lint type
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,notebooks,cluster,gguf]"
+	touch $(STAMP)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(STAMP)
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.run
+
+notebooks: $(STAMP)
+	$(BIN)/python -m pytest -q --nbmake notebooks
+
+slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow
+
+gpu: $(STAMP)
+	$(BIN)/python -m pytest -q -m gpu
+
+smollm2: $(STAMP)
+	$(BIN)/replaylens fetch smollm2
+	$(BIN)/python -m pytest -q -m slow tests/engine/test_smollm2.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""The deterministic, branching inference engine."""

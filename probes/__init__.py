@@ -1,0 +1,1 @@
+"""Probes over dumps and branches."""

@@ -1,0 +1,5 @@
+"""`python -m replaylens` is the `replaylens` command."""
+
+from replaylens.cli import main
+
+main()

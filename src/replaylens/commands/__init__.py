@@ -1,0 +1,1 @@
+"""One file per group of shell commands; `replaylens.cli` assembles them."""
