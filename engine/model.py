@@ -1,0 +1,187 @@
+"""`Decoder`: one config-driven transformer over packed rows. Wiring only: the arithmetic is in `Ops`."""
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from replaylens.engine.config import ModelConfig
+from replaylens.engine.ops import AttentionSpec, Linear, Norm, Ops, softcap
+from replaylens.engine.rotary import rotary_table
+
+
+class Tap(Protocol):
+    """Sees, and may replace, what flows through the named sites."""
+
+    def wants(self, site: str) -> bool:
+        """Whether `__call__` should be called at all; asked once per site and pass."""
+        ...
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        """The value to go on with: [rows, ...]. Must not change `value` in place."""
+        ...
+
+
+def tapped(tap: Tap | None, site: str, value: Tensor) -> Tensor:
+    return tap(site, value) if tap is not None and tap.wants(site) else value
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; q, k and v come from one product."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.d_head
+        self.heads, self.kv_heads, self.width = heads, kv_heads, width
+        self.site = f"blocks.{layer}.attn."
+        self.spec = AttentionSpec.of(config, layer)
+        self.qkv = Linear(config.d_model, (heads + 2 * kv_heads) * width, config.qkv_bias)
+        self.o = Linear(heads * width, config.d_model, config.out_bias)
+        self.q_norm = Norm(width, "rms", config.norm_eps) if config.qk_norm else None
+        self.k_norm = Norm(width, "rms", config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, rotary: Tensor | None, ops: Ops, tap: Tap | None) -> Tensor:
+        qkv = ops.linear(x, self.qkv).view(len(x), -1, self.width)  # [rows, heads + 2 kv_heads, d_head]
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        q = tapped(tap, self.site + "q.hook_out", q)
+        k = tapped(tap, self.site + "k.hook_out", k)
+        v = tapped(tap, self.site + "v.hook_out", v)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = ops.norm(q, self.q_norm), ops.norm(k, self.k_norm)
+        if rotary is not None:
+            q = tapped(tap, self.site + "hook_rot_q", ops.rotate(q, rotary))
+            k = tapped(tap, self.site + "hook_rot_k", ops.rotate(k, rotary))
+        pattern_site = self.site + "hook_pattern"
+        observe: Callable[[Tensor], object] | None = None
+        if tap is not None and tap.wants(pattern_site):
+            observe = lambda pattern: tap(pattern_site, pattern)  # noqa: E731
+        z = tapped(tap, self.site + "o.hook_in", ops.attend(q, k, v, self.spec, observe))
+        return tapped(tap, self.site + "hook_out", ops.linear(z.reshape(len(x), -1), self.o))
+
+
+class Mlp(nn.Module):
+    """Gated or plain MLP; gate and up come from one product."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.gated, self.kind, self.d_mlp = config.gated_mlp, config.activation, config.d_mlp
+        self.site = f"blocks.{layer}.mlp."
+        self.up = Linear(config.d_model, config.d_mlp * (2 if config.gated_mlp else 1), config.mlp_bias)
+        self.down = Linear(config.d_mlp, config.d_model, config.mlp_bias)
+
+    def forward(self, x: Tensor, ops: Ops, tap: Tap | None) -> Tensor:
+        pre = ops.linear(x, self.up)
+        if (
+            self.gated
+            and tap is not None
+            and (tap.wants(self.site + "gate.hook_out") or tap.wants(self.site + "in.hook_out"))
+        ):
+            gate = tapped(tap, self.site + "gate.hook_out", pre[:, : self.d_mlp])
+            pre = torch.cat([gate, tapped(tap, self.site + "in.hook_out", pre[:, self.d_mlp :])], dim=-1)
+        elif not self.gated:
+            pre = tapped(tap, self.site + "in.hook_out", pre)
+        post = tapped(tap, self.site + "out.hook_in", ops.activate(pre, self.kind, self.gated))
+        return tapped(tap, self.site + "hook_out", ops.linear(post, self.down))
+
+
+class Block(nn.Module):
+    """One layer: what attention and MLP write is added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        norm = lambda: Norm(config.d_model, config.norm, config.norm_eps)  # noqa: E731
+        self.parallel = config.parallel_residual
+        self.site = f"blocks.{layer}."
+        self.ln1, self.attn = norm(), Attention(config, layer)
+        self.ln2, self.mlp = norm(), Mlp(config, layer)
+        self.ln1_post = norm() if config.post_norms else None
+        self.ln2_post = norm() if config.post_norms else None
+
+    def forward(self, x: Tensor, rotary: Tensor | None, ops: Ops, tap: Tap | None) -> Tensor:
+        site = self.site
+        x = tapped(tap, site + "hook_in", x)
+        wrote = self.attn(tapped(tap, site + "ln1.hook_out", ops.norm(x, self.ln1)), rotary, ops, tap)
+        if self.ln1_post is not None:
+            wrote = tapped(tap, site + "ln1_post.hook_out", ops.norm(wrote, self.ln1_post))
+        middle = x + wrote
+        source = x if self.parallel else tapped(tap, site + "ln2.hook_in", middle)
+        if not self.parallel:
+            middle = source
+        wrote = self.mlp(tapped(tap, site + "ln2.hook_out", ops.norm(source, self.ln2)), ops, tap)
+        if self.ln2_post is not None:
+            wrote = tapped(tap, site + "ln2_post.hook_out", ops.norm(wrote, self.ln2_post))
+        return tapped(tap, site + "hook_out", middle + wrote)
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm, unembedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        self.pos_embed = (
+            nn.Parameter(torch.empty(config.max_positions, config.d_model)) if config.learned_positions else None
+        )
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.ln_final = Norm(config.d_model, config.norm, config.norm_eps)
+        self.unembed = None if config.tied_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
+        self._ropes = sorted({config.rope_of(layer) for layer in range(config.num_layers)}, key=repr)
+        self._rope_index = [self._ropes.index(config.rope_of(layer)) for layer in range(config.num_layers)]
+        for i, rope in enumerate(self._ropes if config.rotary_dim else ()):
+            self.register_buffer(
+                f"rotary_{i}", rotary_table(rope, config.rotary_dim, config.max_positions), persistent=False
+            )
+
+    def embedding(self, tokens: Tensor, positions: Tensor, tap: Tap | None = None) -> Tensor:
+        """tokens, positions [rows] -> the residual stream entering block 0 [rows, d_model]"""
+        x = self.embed[tokens]
+        if self.config.embed_scale != 1.0:
+            x = x * self.config.embed_scale
+        x = tapped(tap, "embed.hook_out", x)
+        if self.pos_embed is not None:
+            x = x + tapped(tap, "pos_embed.hook_out", self.pos_embed[positions])
+        return x
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, ops: Ops, tap: Tap | None = None, stop_at_layer: int | None = None
+    ) -> Tensor:
+        """The residual stream after the last block (or entering block `stop_at_layer`): [rows, d_model]."""
+        x = self.embedding(tokens, positions, tap)
+        return self.run_blocks(
+            x, positions, ops, tap, 0, self.config.num_layers if stop_at_layer is None else stop_at_layer
+        )
+
+    def run_blocks(self, x: Tensor, positions: Tensor, ops: Ops, tap: Tap | None, first: int, end: int) -> Tensor:
+        """Blocks [first, end) over rows x [rows, d_model] at `positions` [rows]."""
+        rotary = (
+            [getattr(self, f"rotary_{i}")[positions] for i in range(len(self._ropes))]
+            if self.config.rotary_dim
+            else None
+        )
+        for layer in range(first, end):
+            x = self.blocks[layer](x, rotary[self._rope_index[layer]] if rotary else None, ops, tap)
+        return x
+
+    def logits(self, x: Tensor, ops: Ops, tap: Tap | None = None) -> Tensor:
+        """Residual stream [rows, d_model] -> logits [rows, vocab]. Any layer's residual gives that layer's lens."""
+        x = tapped(tap, "ln_final.hook_out", ops.norm(x, self.ln_final))
+        out = ops.unembed(x, self.embed) if self.unembed is None else ops.linear(x, self.unembed)
+        return tapped(tap, "unembed.hook_out", softcap(out, self.config.logit_softcap))
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> "Decoder":
+        """Random weights for training from scratch, a function of the seed and the config. Returns self."""
+        generator = torch.Generator().manual_seed(seed)
+        writes = 2 * self.config.num_layers
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif ".ln" in name or "_norm" in name or name.startswith("ln_final"):
+                parameter.fill_(1.0)
+            else:
+                spread = 0.02 / math.sqrt(writes) if name.endswith(("attn.o.weight", "mlp.down.weight")) else 0.02
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+        return self
