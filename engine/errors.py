@@ -22,3 +22,74 @@ class UnknownSite(EngineError, KeyError):
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return str(self.args[0])
+
+
+class KVCorruption(EngineError):
+    """The cache does not hold what a branch thinks it holds (found by the canary)."""
+
+
+class EngineBug(EngineError, AssertionError):
+    """The engine broke a rule of its own. Please report it with the trace."""
+
+
+class NotCertified(EngineError, RuntimeError):
+    """This device was not shown to give canonical bits; the engine will not claim them."""
+
+
+class IntegrityError(EngineError, RuntimeError):
+    """`check_integrity` found a fault of our own: the text names the first one with its numbers. Please report it."""
+
+
+class BadPoolSize(EngineError, ValueError):
+    """A page pool without pages, or with pages without slots."""
+
+
+class BadRange(EngineError, ValueError):
+    """Positions that the table, branch or index does not have."""
+
+
+class BadPage(EngineError, ValueError):
+    """A page that is not in use (freed twice, never handed out) or is the null page."""
+
+
+class ClosedTable(EngineError, RuntimeError):
+    """A page table used, or released once more, after its release."""
+
+
+class OutOfPages(EngineError, RuntimeError):
+    """More pages are needed than are free. Nothing was changed; `needed` and `free` say how many are missing."""
+
+    def __init__(self, needed: int, free: int, total: int) -> None:
+        super().__init__(
+            f"{needed} pages needed, {free} of {total} free: evict from the prefix index, roll back or release "
+            f"branches, wait for others to finish, or make the pool larger"
+        )
+        self.needed = needed
+        self.free = free
+
+
+class UnknownBranch(EngineError, KeyError):
+    """A branch id that was never given out, or was forgotten."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0])
+
+
+class ClosedBranch(EngineError, RuntimeError):
+    """A finished, rejected or released branch asked to change in a way that its status forbids."""
+
+
+class BranchInUse(EngineError, RuntimeError):
+    """A branch that cannot be forgotten yet."""
+
+
+class BadTransition(EngineError, ValueError):
+    """A token state that may not follow the present one, or may not stand at that place."""
+
+
+class BadRollback(EngineError, ValueError):
+    """A rollback into the prompt or beyond the tip."""
+
+
+class BadRequest(EngineError, ValueError):
+    """A prompt, a sampling parameter or an option that cannot be served; nothing was started."""

@@ -169,7 +169,7 @@ class Decoder(nn.Module):
         """Residual stream [rows, d_model] -> logits [rows, vocab]. Any layer's residual gives that layer's lens."""
         x = tapped(tap, "ln_final.hook_out", ops.norm(x, self.ln_final))
         out = ops.unembed(x, self.embed) if self.unembed is None else ops.linear(x, self.unembed)
-        return tapped(tap, "unembed.hook_out", softcap(out, self.config.logit_softcap))
+        return softcap(tapped(tap, "unembed.hook_out", out), self.config.logit_softcap)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> "Decoder":

@@ -9,7 +9,7 @@ Z  the lens distribution at every S (not a tensor of the pass: see `lens`)
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from replaylens.engine.config import ModelConfig
@@ -57,6 +57,7 @@ class Site:
     shape: tuple[int, ...]
     """of one row; the pattern's last dimension is the number of keys, given here as 0"""
     aliases: tuple[str, ...]
+    """legacy names that resolve to this site"""
 
 
 class SiteTable:
@@ -77,6 +78,8 @@ class SiteTable:
             for layer in range(config.num_layers):
                 self._by_alias[f"blocks.{layer}.mlp.hook_pre_linear"] = f"blocks.{layer}.mlp.in.hook_out"
                 self._by_alias[f"blocks.{layer}.mlp.hook_pre"] = f"blocks.{layer}.mlp.gate.hook_out"
+        for name, site in self.sites.items():
+            self.sites[name] = replace(site, aliases=tuple(a for a, of in self._by_alias.items() if of == name))
 
     def _has(self, name: str) -> bool:
         config = self.config
@@ -101,7 +104,7 @@ class SiteTable:
             vocab=c.vocab_size,
             keys=0,
         )
-        self.sites[name] = Site(name, layer, tuple(sizes[word] for word in shape.split()), (alias,) if alias else ())
+        self.sites[name] = Site(name, layer, tuple(sizes[word] for word in shape.split()), ())
         if alias:  # later entries win: with post-norms, what attention writes is what the post-norm gives out
             self._by_alias[alias] = name
 

@@ -1,0 +1,67 @@
+"""`Certificate`: which shapes of which ops were shown to give canonical bits on this device."""
+
+import json
+from dataclasses import asdict, dataclass
+
+from replaylens.engine.batch import TILE
+from replaylens.engine.cpu import RowCounts
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison of bits."""
+
+    op: str
+    shape: str
+    check: str
+    equal: bool
+    wanted: bool = True
+    """what the contract asks for; None of the wanted differences is a failure only for controls (see `control`)"""
+    control: bool = False
+    """a negative control: `equal` should be False for at least one shape, or the comparison has no teeth"""
+
+    @property
+    def passed(self) -> bool:
+        return self.control or self.equal == self.wanted
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What the doctor found. The engine uses only what stands here."""
+
+    row_counts: RowCounts
+    """per product shape: row counts that give the bits of the reference tile, largest first"""
+    query_rows: tuple[int, ...]
+    """query rows per attention piece that give the bits of the reference piece, smallest first"""
+    findings: tuple[Finding, ...]
+    threads: int
+
+    @property
+    def failures(self) -> list[Finding]:
+        return [f for f in self.findings if not f.passed]
+
+    @property
+    def has_teeth(self) -> bool:
+        """Whether some negative control differed, as it must."""
+        return any(f.control and not f.equal for f in self.findings)
+
+    @property
+    def certified(self) -> bool:
+        return not self.failures and self.has_teeth
+
+    def direct_rows(self) -> int:
+        """The smallest number of rows a canonical pass computes."""
+        return TILE
+
+    def to_json(self) -> str:
+        counts = {f"{k}x{n}": list(c) for (k, n), c in sorted(self.row_counts.items())}
+        return json.dumps(
+            {
+                "certified": self.certified,
+                "threads": self.threads,
+                "row_counts": counts,
+                "query_rows": list(self.query_rows),
+                "findings": [asdict(f) | {"passed": f.passed} for f in self.findings],
+            },
+            indent=1,
+        )

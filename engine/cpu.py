@@ -1,0 +1,158 @@
+"""The canonical arithmetic on a CPU, and the fast path beside it.
+
+What makes an op canonical here:
+* products run on zero-padded tiles of 16 rows; larger row counts are used only where the certificate shows that the
+  library gives the same bits (it may split K between threads at some sizes);
+* attention sums over fixed blocks of 64 keys from absolute position 0, one after the other; the maximum is exact, so it
+  may be taken over all keys at once;
+* transcendental functions are built from exp, tanh and erf, which give an element the same bits wherever it stands;
+  the library's silu and tanh-gelu do not (their vector body and scalar tail round differently).
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.batch import KV_BLOCK, TILE, Batch
+from replaylens.engine.config import Activation
+from replaylens.engine.kv_cache import KVCache
+from replaylens.engine.ops import AttentionSpec, Linear, TorchOps, softcap
+
+RowCounts = dict[tuple[int, int], tuple[int, ...]]
+"""(inputs, outputs) of a product -> row counts, largest first, that give the bits of the 16-row tile"""
+
+
+def tiled(x: Tensor, out: Tensor, counts: tuple[int, ...], product: Callable[[Tensor, Tensor], object]) -> Tensor:
+    """Run `product(rows of x, rows of out)` over pieces whose sizes are among `counts` (largest first, ending in 16)."""
+    done = 0
+    while done < len(x):
+        count = next(c for c in counts if c <= len(x) - done)
+        product(x[done : done + count], out[done : done + count])
+        done += count
+    return out
+
+
+class CachedOps(TorchOps):
+    """Attention through the paged cache; what a product is, the child says."""
+
+    def __init__(self, batch: Batch, cache: KVCache) -> None:
+        self.batch, self.cache = batch, cache
+
+    def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
+        if not gated:
+            return activate(x, kind)
+        gate, up = x.chunk(2, dim=-1)
+        return activate(gate, kind) * up
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, observe: Callable[[Tensor], object] | None
+    ) -> Tensor:
+        batch, data = self.batch, self.cache.data[spec.layer]
+        self.cache.write(spec.layer, batch.write_slots, k[: batch.num_rows], v[: batch.num_rows])
+        out = torch.zeros(batch.padded + 1, *q.shape[1:], dtype=q.dtype)  # the extra row swallows padding queries
+        q = torch.cat([q * spec.scale, q.new_zeros(1, *q.shape[1:])])
+        patterns = []
+        for group in batch.groups:
+            keys = data[0].index_select(1, group.slots)
+            values = data[1].index_select(1, group.slots)
+            z, pattern = attend_blocks(
+                q[group.rows], keys, values, group.hidden(spec.window), spec.softcap, observe is not None
+            )
+            out[group.rows] = z
+            patterns.append(pattern)
+        if observe is not None:
+            observe(self._assemble(patterns, q.shape[1]))
+        return out[:-1]
+
+    def _assemble(self, patterns: list[Tensor], heads: int) -> Tensor:
+        """One pattern tensor [padded rows, heads, most keys] from the groups' pieces."""
+        groups = self.batch.groups
+        out = torch.zeros(self.batch.padded + 1, heads, max(g.num_keys for g in groups))
+        for group, pattern in zip(groups, patterns, strict=True):
+            out[group.rows, :, : group.num_keys] = pattern
+        return out[:-1]
+
+
+def attend_blocks(
+    q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, cap: float, want_pattern: bool
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of scaled queries over gathered keys.
+
+    q [pieces, rows, heads, d], keys and values [kv_heads, pieces * n, d], hidden [pieces, rows, 1, n]
+    -> ([pieces, rows, heads, d], pattern [pieces, rows, heads, n] or an empty tensor)
+    """
+    pieces, rows, heads, d = q.shape
+    kv_heads = len(keys)
+    group, n = heads // kv_heads, keys.shape[1] // pieces
+    folded = q.view(pieces, rows, kv_heads, group, d).permute(2, 0, 1, 3, 4).reshape(kv_heads * pieces, rows * group, d)
+    keys, values = keys.view(kv_heads * pieces, n, d), values.view(kv_heads * pieces, n, d)
+    scores = softcap(torch.bmm(folded, keys.transpose(1, 2)), cap)
+    scores.view(kv_heads, pieces, rows, group, n).masked_fill_(hidden, -math.inf)
+    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+    total = weights[..., :KV_BLOCK].sum(-1, keepdim=True)
+    out = torch.bmm(weights[..., :KV_BLOCK], values[:, :KV_BLOCK])
+    for first in range(KV_BLOCK, n, KV_BLOCK):  # in order: this is the reduction that must not move
+        block = weights[..., first : first + KV_BLOCK]
+        total += block.sum(-1, keepdim=True)
+        out += torch.bmm(block, values[:, first : first + KV_BLOCK])
+    out /= total
+    back = lambda x: x.view(kv_heads, pieces, rows, group, -1).permute(1, 2, 0, 3, 4).reshape(pieces, rows, heads, -1)  # noqa: E731
+    return back(out), back(weights / total) if want_pattern else out.new_empty(0)
+
+
+class CanonicalCpuOps(CachedOps):
+    """The arithmetic of committed rows."""
+
+    def __init__(self, batch: Batch, cache: KVCache, counts: RowCounts) -> None:
+        super().__init__(batch, cache)
+        self.counts = counts
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        return canonical_linear(x, linear, self.counts)
+
+    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
+        return canonical_unembed(x, table, self.counts)
+
+
+def canonical_linear(x: Tensor, linear: Linear, counts: RowCounts) -> Tensor:
+    """x [rows, inputs], rows a multiple of 16 -> [rows, outputs]"""
+    weight = linear.weight
+    out = x.new_empty(len(x), weight.shape[1])
+    tiled(x, out, counts.get((weight.shape[0], weight.shape[1]), (TILE,)), lambda a, b: torch.mm(a, weight, out=b))
+    return out if linear.bias is None else out.add_(linear.bias)
+
+
+def canonical_unembed(x: Tensor, table: Tensor, counts: RowCounts) -> Tensor:
+    """x [rows, d], rows a multiple of 16, with a tied table [vocab, d] -> [rows, vocab]"""
+    out = x.new_empty(len(x), len(table))
+    transposed = table.t()
+    return tiled(x, out, counts.get((table.shape[1], len(table)), (TILE,)), lambda a, b: torch.mm(a, transposed, out=b))
+
+
+class FastCpuOps(CachedOps):
+    """The draft path: products at whatever row count there is, a matrix-vector product for a single row."""
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        if len(x) == 1:
+            out = torch.mv(linear.weight.t(), x[0])
+            return (out if linear.bias is None else out.add_(linear.bias))[None]
+        return super().linear(x, linear)
+
+    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
+        return torch.mv(table, x[0])[None] if len(x) == 1 else super().unembed(x, table)
+
+
+def activate(x: Tensor, kind: Activation) -> Tensor:
+    """Position-independent activations; see the head of the file."""
+    match kind:
+        case "silu":
+            return x / torch.neg(x).exp_().add_(1)
+        case "gelu_tanh":
+            inner = (x * x * x).mul_(0.044715).add_(x).mul_(math.sqrt(2 / math.pi))
+            return inner.tanh_().add_(1).mul_(x).mul_(0.5)
+        case "gelu":
+            return (x * math.sqrt(0.5)).erf_().add_(1).mul_(x).mul_(0.5)
+        case "relu":
+            return x.relu()

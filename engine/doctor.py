@@ -1,0 +1,206 @@
+"""The doctor: shows on this device that every op gives a row the same bits whatever stands around it.
+
+For each op and shape of the loaded model it compares a row alone, in a batch, at another offset, with other
+neighbours, on one thread and on all; for attention also decode against prefill and a window cut elsewhere. A negative
+control that must differ (matrix-vector products, the library's own activation) shows that the comparison has teeth.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from replaylens.engine import cpu
+from replaylens.engine.batch import KV_BLOCK, TILE
+from replaylens.engine.certificate import Certificate, Finding
+from replaylens.engine.errors import NotCertified
+from replaylens.engine.model import Decoder
+from replaylens.engine.ops import Linear, Norm, TorchOps, visible
+
+_COUNTS = (512, 256, 128, 64, 32)
+_QUERY_ROWS = (1, 2, 4, 8, 32, 64, 128)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def examine(model: Decoder) -> Certificate:
+    """Examine every op and shape of the model. Does not raise: the certificate says what failed."""
+    generator = torch.Generator().manual_seed(2024)
+    findings: list[Finding] = []
+    counts = _examine_products(model, generator, findings)
+    _examine_rowwise(model, generator, findings)
+    query_rows = _examine_attention(model, generator, findings)
+    return Certificate(counts, query_rows, tuple(findings), torch.get_num_threads())
+
+
+def require(certificate: Certificate) -> Certificate:
+    """The certificate, or NotCertified naming the first op and shape that failed."""
+    if certificate.failures:
+        bad = certificate.failures[0]
+        raise NotCertified(
+            f"{bad.op} {bad.shape}: '{bad.check}' gave other bits ({len(certificate.failures)} findings in all). This device cannot "
+            "give canonical results with this build of torch; run `replaylens doctor` for the table, or ask for deterministic=False."
+        )
+    if not certificate.has_teeth:
+        raise NotCertified(
+            "no negative control differed, so the comparison proves nothing here; run `replaylens doctor`"
+        )
+    return certificate
+
+
+def _products(model: Decoder) -> dict[tuple[int, int], tuple[str, Callable[[Tensor, cpu.RowCounts], Tensor], Tensor]]:
+    """One product of every shape: (name, the canonical function, the weight as [inputs, outputs])."""
+    found: dict[tuple[int, int], tuple[str, Callable[[Tensor, cpu.RowCounts], Tensor], Tensor]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            shape = (module.weight.shape[0], module.weight.shape[1])
+            found.setdefault(
+                shape, (name, lambda x, counts, m=module: cpu.canonical_linear(x, m, counts), module.weight)
+            )
+    if model.unembed is None:
+        table = model.embed
+        found[(table.shape[1], len(table))] = (
+            "unembed",
+            lambda x, counts: cpu.canonical_unembed(x, table, counts),
+            table.t(),
+        )
+    return found
+
+
+def _examine_products(model: Decoder, generator: torch.Generator, findings: list[Finding]) -> cpu.RowCounts:
+    allowed: cpu.RowCounts = {}
+    for (inputs, outputs), (name, product, weight) in _products(model).items():
+        shape, only_tile = f"[{inputs}, {outputs}]", {(inputs, outputs): (TILE,)}
+        most = 512 if inputs * outputs < 8e6 else 128
+        x = torch.randn(most, inputs, generator=generator)
+        reference = product(x, only_tile)
+        note = lambda check, equal, **more: findings.append(Finding(name, shape, check, equal, **more))  # noqa: E731, B023
+        order = torch.randperm(TILE, generator=generator)
+        note(
+            "row at another offset of the tile",
+            torch.equal(product(x[:TILE][order], only_tile), reference[:TILE][order]),
+        )
+        alone = torch.zeros(TILE, inputs)
+        alone[0] = x[3]
+        note("row alone in a zero-padded tile", torch.equal(product(alone, only_tile)[0], reference[3]))
+        with _threads(1):
+            note("one thread", torch.equal(product(x[: 2 * TILE], only_tile), reference[: 2 * TILE]))
+        bias = (
+            reference[:1] - product(x[:TILE], only_tile)[:1]
+        )  # zero; keeps the control comparable for biased products
+        fast = torch.mv(weight.t(), x[0]) + bias[0]
+        note("control: matrix-vector product", torch.equal(fast, torch.mm(x[:TILE], weight)[0]), control=True)
+        same = [
+            c
+            for c in _COUNTS
+            if c <= most and torch.equal(product(x[:c], {(inputs, outputs): (c, TILE)}), reference[:c])
+        ]
+        for count in same:  # a row count is kept only if single-threaded products agree as well
+            with _threads(1):
+                if not torch.equal(product(x[:count], {(inputs, outputs): (count, TILE)}), reference[:count]):
+                    same = [c for c in same if c != count]
+        allowed[(inputs, outputs)] = (*same, TILE)
+    return allowed
+
+
+def _examine_rowwise(model: Decoder, generator: torch.Generator, findings: list[Finding]) -> None:
+    """Norms, activations, rotary: each must give a row the same bits in any number of rows."""
+    c, ops = model.config, TorchOps()
+    norms = {(m.weight.shape[0], m.kind): (name, m) for name, m in model.named_modules() if isinstance(m, Norm)}
+    for (width, kind), (name, norm) in norms.items():
+        _compare_rows(
+            f"{kind} norm ({name})",
+            torch.randn(64, width, generator=generator),
+            lambda x, m=norm: ops.norm(x, m),
+            findings,
+        )
+    wide = torch.randn(64, c.d_mlp, generator=generator) * 3
+    _compare_rows(f"activation {c.activation}", wide, lambda x: cpu.activate(x, c.activation), findings)
+    logits = torch.randn(64, c.vocab_size, generator=generator) * 3
+    _compare_rows("log-softmax", logits, lambda x: x.log_softmax(-1), findings)
+    if c.rotary_dim:
+        heads = torch.randn(64, c.num_heads, c.d_head, generator=generator)
+        table = torch.randn(1, 2, c.rotary_dim // 2, generator=generator)
+        _compare_rows("rotary", heads, lambda x: ops.rotate(x, table.expand(len(x), -1, -1)), findings)
+
+
+def _compare_rows(op: str, x: Tensor, f: Callable[[Tensor], Tensor], findings: list[Finding]) -> None:
+    whole, shape = f(x.clone()), str(list(x.shape[1:]))
+    alone = torch.cat([f(x[i : i + 1].clone()) for i in range(5)])
+    findings.append(Finding(op, shape, "row alone", torch.equal(alone, whole[:5])))
+    findings.append(
+        Finding(op, shape, "row at another offset, odd row count", torch.equal(f(x[3:10].clone()), whole[3:10]))
+    )
+    with _threads(1):
+        findings.append(Finding(op, shape, "one thread", torch.equal(f(x.clone()), whole)))
+
+
+def _examine_attention(model: Decoder, generator: torch.Generator, findings: list[Finding]) -> tuple[int, ...]:
+    """Which piece sizes agree with pieces of 16 queries; and that the cut of windows and the padding do not matter."""
+    c = model.config
+    length, keys = 128, 3 * KV_BLOCK
+    shape = f"{c.num_heads} heads of {c.d_head}, {c.num_kv_heads} kv heads"
+    q = torch.randn(length, c.num_heads, c.d_head, generator=generator) * c.scale
+    k, v = (torch.randn(c.num_kv_heads, keys, c.d_head, generator=generator) for _ in range(2))
+    positions = torch.arange(keys - length, keys)
+
+    def pieces(size: int, first: int = 0, padded: int = keys) -> Tensor:
+        """Attention of queries [first, length) in pieces of `size`, with room for `padded` keys."""
+        out = []
+        room = torch.zeros(c.num_kv_heads, padded - keys, c.d_head)
+        for at in range(first, length - size + 1, size):
+            hidden = ~visible(positions[at : at + size], padded, 0)[None, :, None, :]
+            out.append(
+                cpu.attend_blocks(
+                    q[None, at : at + size],
+                    torch.cat([k, room], 1),
+                    torch.cat([v, room], 1),
+                    hidden,
+                    c.attn_softcap,
+                    False,
+                )[0][0]
+            )
+        return torch.cat(out)
+
+    reference = pieces(TILE)
+    note = lambda check, equal, **more: findings.append(Finding("attention", shape, check, equal, **more))  # noqa: E731
+    note("window cut elsewhere", torch.equal(pieces(TILE, first=7), reference[7 : 7 + (length - 7) // TILE * TILE]))
+    note("more padding keys", torch.equal(pieces(TILE, padded=keys + KV_BLOCK), reference))
+    with _threads(1):
+        note("one thread", torch.equal(pieces(TILE), reference))
+    several = _several_sequences(q, k, v, positions, c.attn_softcap)
+    note("beside other sequences", torch.equal(several, reference[:TILE]))
+    note(
+        "control: one product over all keys",
+        torch.equal(_unblocked(q, k, v, positions, c.attn_softcap), reference),
+        control=True,
+    )
+    same = [size for size in _QUERY_ROWS if torch.equal(pieces(size), reference)]
+    return tuple(sorted([*same, TILE]))
+
+
+def _several_sequences(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cap: float) -> Tensor:
+    """The first 16 queries, computed as the second of three sequences."""
+    others = [torch.flip(x, (1,)) for x in (k, v)]
+    keys, values = (torch.cat([o, x, o], dim=1) for o, x in zip(others, (k, v), strict=True))
+    hidden = ~visible(positions[:TILE], k.shape[1], 0)[None, :, None, :].expand(3, -1, -1, -1)
+    queries = torch.stack([q[TILE : 2 * TILE], q[:TILE], q[:TILE]])
+    return cpu.attend_blocks(queries, keys, values, hidden, cap, False)[0][1]
+
+
+def _unblocked(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cap: float) -> Tensor:
+    """What a library does: softmax, then one product over all keys."""
+    group = q.shape[1] // len(k)
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = cpu.softcap(q.transpose(0, 1) @ k.transpose(1, 2), cap)
+    hidden = ~visible(positions, k.shape[1], 0)
+    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)

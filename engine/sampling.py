@@ -1,0 +1,123 @@
+"""`Sampling`: how the next token follows from logits and path. No state: rollback has nothing to restore.
+
+Seeded draws are Gumbel-max: argmax of scaled logits plus noise, where the noise of a token is a hash of (seed, position,
+token id) and nothing else. Keyed by the id, never by a rank: near-ties may swap ranks without changing the draw. A
+drafter that uses the same noise agrees more often, and the output does not depend on the drafter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylens.engine.errors import BadRequest
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Choice of the next token. The default is greedy."""
+
+    temperature: float = 0.0
+    """0: greedy"""
+    top_k: int = 0
+    """keep the k likeliest tokens; 0: all"""
+    top_p: float = 1.0
+    """keep the likeliest tokens that together reach this probability"""
+    min_p: float = 0.0
+    """keep tokens at least this fraction as likely as the likeliest"""
+    repetition_penalty: float = 1.0
+    """divides positive (multiplies negative) logits of tokens that occur in the path"""
+    presence_penalty: float = 0.0
+    """subtracted once from the logit of every token generated so far"""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """added to single logits"""
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    """end once the generated text contains one of these"""
+    stop_tokens: tuple[int, ...] = ()
+    """end after one of these; the tokenizer's EOS is added unless `ignore_eos`"""
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature must be at least 0": self.temperature >= 0,
+            "top_k must be at least 0": self.top_k >= 0,
+            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
+            "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
+            "repetition_penalty must be above 0": self.repetition_penalty > 0,
+            "seed must be in [0, 2**64)": 0 <= self.seed < 2**64,
+            "a stop string must not be empty": all(self.stop) and not isinstance(self.stop, str),
+        }
+        for message, fine in checks.items():
+            if not fine:
+                raise BadRequest(f"{message}: {self}")
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether the choice is the bare argmax."""
+        return not (self.temperature or self.logit_bias or self.presence_penalty) and self.repetition_penalty == 1.0
+
+    def choose(self, logits: NDArray[np.float32], path: Sequence[int], num_prompt: int) -> int:
+        """The token after `path`, whose last row gave `logits` [vocab]. A pure function of its arguments."""
+        scores = logits.astype(np.float64)
+        if not self.plain_greedy:
+            scores = self._adjusted(scores, path, num_prompt)
+        if self.temperature == 0.0:
+            return int(scores.argmax())  # numpy takes the lowest id among equals
+        scores = self._filtered(scores / self.temperature)
+        return int((scores + gumbel(self.seed, len(path), len(scores))).argmax())
+
+    def _adjusted(self, scores: NDArray[np.float64], path: Sequence[int], num_prompt: int) -> NDArray[np.float64]:
+        if self.repetition_penalty != 1.0:
+            seen = np.unique(np.asarray(path, dtype=np.int64))
+            factor = self.repetition_penalty
+            scores[seen] = np.where(scores[seen] > 0, scores[seen] / factor, scores[seen] * factor)
+        if self.presence_penalty and len(path) > num_prompt:
+            scores[np.unique(np.asarray(path[num_prompt:], dtype=np.int64))] -= self.presence_penalty
+        for token, bias in self.logit_bias.items():
+            if not 0 <= token < len(scores):
+                raise BadRequest(f"logit_bias names token {token}; the vocabulary has {len(scores)} tokens")
+            scores[token] += bias
+        return scores
+
+    def _filtered(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Tokens outside top-k, top-p and min-p at -inf. Ties in rank go to the lower id."""
+        if not (self.top_k or self.top_p < 1.0 or self.min_p):
+            return scores
+        order = np.argsort(-scores, kind="stable")
+        probabilities = np.exp(scores[order] - scores[order[0]])
+        keep = np.ones(len(order), dtype=bool)
+        if self.top_k:
+            keep[self.top_k :] = False
+        if self.min_p:
+            keep &= probabilities >= self.min_p
+        if self.top_p < 1.0:
+            probabilities = np.where(keep, probabilities, 0.0)
+            before = np.cumsum(probabilities) - probabilities
+            keep &= before < self.top_p * probabilities.sum()
+        out = np.full_like(scores, -np.inf)
+        out[order[keep]] = scores[order[keep]]
+        return out
+
+
+def hash_bits(seed: int, position: int, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """64 random bits for each token id: two rounds of a counter-based mixer."""
+    stream = _mix(np.asarray([seed], dtype=np.uint64) + _GOLDEN * np.asarray([position + 1], dtype=np.uint64))
+    return _mix(stream + _GOLDEN * (ids + np.uint64(1)))
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * _MIX1
+    x = (x ^ (x >> np.uint64(27))) * _MIX2
+    return x ^ (x >> np.uint64(31))
+
+
+def gumbel(seed: int, position: int, vocab: int) -> NDArray[np.float64]:
+    """Gumbel noise for the token at `position`: [vocab], float64."""
+    bits = hash_bits(seed, position, np.arange(vocab, dtype=np.uint64)) >> np.uint64(11)
+    uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53
+    return -np.log(-np.log(uniform))

@@ -1,0 +1,305 @@
+"""Training of small decoders from scratch on task texts: deterministic, resumable, the same code on CPU and GPU.
+
+Everything random is a pure function of the recipe and the step number: initial weights, texts, and which texts make
+up a batch. So a resumed run needs no generator state, and gives the bits of an uninterrupted one.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from replaylens import tasks
+from replaylens.engine.config import ModelConfig
+from replaylens.engine.errors import EngineError
+from replaylens.engine.model import Decoder
+from replaylens.engine.ops import SequenceOps
+from replaylens.tasks import Example, Task, TaskError, WordTokenizer
+
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.01
+GRADIENT_NORM = 1.0
+"""Gradients longer than this are shortened to it."""
+FINAL_LR = 0.02
+"""The learning rate ends at this share of its peak."""
+STATE_KEY = "replaylens"
+
+
+class BadRecipe(EngineError, ValueError):
+    """A recipe that cannot be followed, or a saved run that belongs to another recipe."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One share of the training texts: a task with some of its knobs set. Its length knob belongs to the trainer."""
+
+    task: str
+    weight: float
+    """how often a batch is drawn from this part, relative to the other parts"""
+    knobs: tuple[tuple[str, Any], ...] = ()
+
+    def of_length(self, length: int, seed: int) -> Task[Any]:
+        """The task whose examples have exactly `length` steps."""
+        kind = tasks.get(self.task)
+        return kind(**dict(self.knobs), **{kind.length_knob: length}, seed=seed)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that determines a trained model, but for the machine. Immutable; checked when made."""
+
+    config: ModelConfig
+    parts: tuple[Part, ...]
+    longest: int
+    """training texts have 1 to this many steps"""
+    steps: int
+    batch: int
+    lr: float
+    """peak learning rate"""
+    seed: int
+    warmup: int = 100
+    """steps in which the learning rate rises from 0"""
+    curriculum: float = 0.5
+    """share of the run in which the longest text grows from 1 step to `longest`; after it, all lengths are drawn"""
+    completion_weight: float = 10.0
+    """a completion's tokens count this much in the loss; a prompt's tokens, mostly names nobody can guess, count 1"""
+    pool: int = 4096
+    """examples per part and length; batches are drawn from these with replacement"""
+
+    def __post_init__(self) -> None:
+        for name in ("longest", "steps", "batch", "pool"):
+            _demand(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("lr", "completion_weight"):
+            value = getattr(self, name)
+            _demand(math.isfinite(value) and value > 0, f"{name} must be a positive number, not {value}")
+        _demand(0 <= self.curriculum <= 1, f"curriculum is a share of the run, from 0 to 1, not {self.curriculum}")
+        _demand(0 <= self.warmup <= self.steps, f"warmup {self.warmup} must lie between 0 and the {self.steps} steps")
+        _demand(self.seed >= 0, f"seed must be a whole number from 0 up, not {self.seed}")
+        _demand(bool(self.parts), "parts is empty: there is nothing to train on")
+        _demand(
+            all(part.weight > 0 for part in self.parts), "every part needs a weight above 0; leave it out otherwise"
+        )
+        try:
+            texts = [part.of_length(self.longest, self.seed) for part in self.parts]
+        except TaskError as error:
+            raise BadRecipe(f"a part of the recipe names no possible task: {error}") from error
+        words = self.tokenizer().vocab_size
+        _demand(
+            self.config.vocab_size == words,
+            f"the config's vocab_size is {self.config.vocab_size}, the tasks' words and special tokens are {words}",
+        )
+        del texts
+
+    def tokenizer(self) -> WordTokenizer:
+        """The words of all tasks of the recipe, whatever their knobs."""
+        words = chain.from_iterable(tasks.get(part.task).vocabulary() for part in self.parts)
+        return WordTokenizer(sorted(set(words)))
+
+    def to_json(self) -> str:
+        """A stable text form: equal recipes give equal bytes."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def _demand(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise BadRecipe(otherwise)
+
+
+def is_held_out(example: Example) -> bool:
+    """Whether an example is kept from training: one prompt in eight, chosen by the prompt itself.
+
+    The choice does not depend on seeds or indices, so no example drawn anywhere can slip from one side to the other.
+    """
+    return int(example.root[0], 16) < 2
+
+
+class Texts:
+    """The training texts of a recipe, tokenised once, and the batches drawn from them."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.recipe = recipe
+        self.shares = torch.tensor([part.weight for part in recipe.parts], dtype=torch.float64)
+        tokenizer = recipe.tokenizer()
+        rows = [[list(_rows(recipe, part, n, tokenizer)) for n in self._lengths()] for part in recipe.parts]
+        self.widths = [[max(len(tokens) for tokens, _ in cell) for cell in cells] for cells in rows]
+        self.tables = [_table(list(chain.from_iterable(cells)), recipe, device) for cells in rows]
+
+    def _lengths(self) -> range:
+        return range(1, self.recipe.longest + 1)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens [batch, width] and their weights in the loss [batch, width]; padding weighs 0.
+
+        One part per batch: renderings differ in length, and a mixed batch would be mostly padding.
+        """
+        recipe = self.recipe
+        generator = torch.Generator().manual_seed(_hash(recipe.seed, step))
+        part = int(torch.multinomial(self.shares, 1, generator=generator))
+        lengths = torch.randint(longest_at(recipe, step), (recipe.batch,), generator=generator)  # 0 stands for 1
+        row = lengths * recipe.pool + torch.randint(recipe.pool, (recipe.batch,), generator=generator)
+        width = max(self.widths[part][length] for length in lengths.tolist())
+        tokens, weights = self.tables[part]
+        row = row.to(tokens.device)
+        return tokens[row, :width].long(), weights[row, :width]
+
+
+def _rows(recipe: Recipe, part: Part, length: int, tokenizer: WordTokenizer) -> Iterator[tuple[list[int], int]]:
+    """Token ids of `pool` training texts of one part and length, each with the number of its prompt's tokens."""
+    task, found = part.of_length(length, recipe.seed), 0
+    for index in count():
+        if found == recipe.pool:
+            return
+        example = task.example(index)
+        if is_held_out(example):
+            continue
+        prompt = tokenizer.encode(example.prompt)
+        ids = [*prompt, *tokenizer.encode(example.completion), tokenizer.eos_id]
+        _demand(
+            len(ids) <= recipe.config.max_positions,
+            f"a text of {length} steps has {len(ids)} tokens, the config has {recipe.config.max_positions} positions",
+        )
+        found += 1
+        yield ids, len(prompt)
+
+
+def _table(rows: list[tuple[list[int], int]], recipe: Recipe, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Right-padded tokens and loss weights, both [rows, longest text]. Padding comes last, so causality hides it."""
+    width = max(len(ids) for ids, _ in rows)
+    tokens = torch.full((len(rows), width), WordTokenizer.pad_id, dtype=torch.int32)
+    weights = torch.zeros(len(rows), width)
+    for i, (ids, prompt) in enumerate(rows):
+        tokens[i, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        weights[i, :prompt] = 1.0
+        weights[i, prompt : len(ids)] = recipe.completion_weight
+    return tokens.to(device), weights.to(device)
+
+
+def _hash(seed: int, step: int) -> int:
+    """A generator seed for one step, unrelated to those of the steps and seeds next to it."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
+
+
+def longest_at(recipe: Recipe, step: int) -> int:
+    """The curriculum: the longest text that step `step` may draw."""
+    rising = recipe.curriculum * recipe.steps
+    return recipe.longest if step >= rising else 1 + int(step / rising * recipe.longest)
+
+
+def lr_at(recipe: Recipe, step: int) -> float:
+    """Linear warm-up to the peak, then half a cosine down to `FINAL_LR` of it."""
+    if step < recipe.warmup:
+        return recipe.lr * (step + 1) / recipe.warmup
+    done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return recipe.lr * (FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def weighted_loss(model: Decoder, tokens: Tensor, weights: Tensor) -> Tensor:
+    """Mean next-token loss over all positions, each weighted by the weight of the token it has to predict."""
+    sequences, width = tokens.shape
+    positions = torch.arange(width, device=tokens.device).repeat(sequences)
+    ops = SequenceOps([width] * sequences)
+    logits = model.logits(model(tokens.flatten(), positions, ops), ops).view(sequences, width, -1)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    wanted = weights[:, 1:].flatten()
+    return (loss * wanted).sum() / wanted.sum()
+
+
+def train(
+    recipe: Recipe,
+    device: str = "cpu",
+    state: Path | None = None,
+    save_every: int = 500,
+    after_step: Callable[[int, float], None] | None = None,
+) -> Decoder:
+    """Follow the recipe; the trained decoder, on the CPU.
+
+    `state`: a file that holds the run so far. If it is there, the run goes on from it; it is written every
+    `save_every` steps. `after_step` is told the number of steps done and the last loss (0.0 before the first step of
+    a resumed run); what it raises ends the run.
+    """
+    with deterministic(device):
+        model = Decoder(recipe.config).initialize(recipe.seed).to(device)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=recipe.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+        )
+        first = load_state(state, recipe, model, optimizer) if state is not None and state.exists() else 0
+        texts = Texts(recipe, torch.device(device))
+        for step in range(first, recipe.steps):
+            loss = _step(model, optimizer, texts.batch(step), lr_at(recipe, step))
+            if state is not None and (step + 1) % save_every == 0:
+                save_state(state, recipe, model, optimizer, step + 1)
+            if after_step is not None:
+                after_step(step + 1, float(loss))
+    return model.cpu().requires_grad_(False).eval()
+
+
+def _step(model: Decoder, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], lr: float) -> Tensor:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    loss = weighted_loss(model, *batch)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+    optimizer.step()
+    return loss.detach()
+
+
+@contextmanager
+def deterministic(device: str) -> Iterator[None]:
+    """PyTorch's deterministic algorithms, for the time of the block."""
+    before, variable = torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG"
+    if device != "cpu":
+        os.environ.setdefault(variable, ":4096:8")  # cuBLAS reads it when first used, and is not repeatable without it
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def save_state(path: Path, recipe: Recipe, model: Decoder, optimizer: torch.optim.Optimizer, done: int) -> None:
+    """Write weights, optimizer moments, recipe and step count as one safetensors file, in place of an older one.
+
+    The file appears under its name only when complete, so a crash leaves the older one.
+    """
+    tensors = {f"model.{name}": x.detach().contiguous() for name, x in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        tensors |= {f"adam.{name}.{key}": x for key, x in optimizer.state[parameter].items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    save_file(tensors, unfinished, metadata={STATE_KEY: json.dumps({"done": done, "recipe": recipe.to_json()})})
+    with open(unfinished, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+@torch.no_grad()
+def load_state(path: Path, recipe: Recipe, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
+    """Put a saved run's weights and moments in place; the number of steps done. BadRecipe if it is another recipe's."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            saved = json.loads(file.metadata()[STATE_KEY])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise BadRecipe(f"{path} is not a saved training run ({error}); delete it to start anew") from error
+    if saved["recipe"] != recipe.to_json():
+        raise BadRecipe(f"{path} belongs to another recipe; give another folder, or delete it to start anew")
+    moments = optimizer.state_dict()
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        parameter.copy_(tensors[f"model.{name}"])
+        prefix = f"adam.{name}."
+        moments["state"][i] = {key[len(prefix) :]: x for key, x in tensors.items() if key.startswith(prefix)}
+    optimizer.load_state_dict(moments)
+    return int(saved["done"])

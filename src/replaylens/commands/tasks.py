@@ -1,0 +1,141 @@
+"""`replaylens tasks`: list the tasks, and show examples with their labels under the tokens."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from replaylens import tasks
+from replaylens.tasks.errors import TaskError, UnknownLabel
+from replaylens.tasks.example import Example
+from replaylens.tasks.script import NEXT_ACTION
+from replaylens.tasks.task import AnyTask
+from replaylens.tasks.tokenizer import WordTokenizer
+
+app = typer.Typer(help="Tasks with exact ground truth: list them, look at their examples.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_tasks() -> None:
+    """Every task with its knobs, their defaults and what they do."""
+    console = Console()
+    for name in tasks.names():
+        task = tasks.get(name)
+        console.print(f"[bold]{name}[/bold]  {task.description}")
+        table = Table(box=None, show_header=False, padding=(0, 2))
+        for spec in sorted(fields(task.knobs_class), key=lambda spec: spec.name == "seed"):
+            table.add_row(f"  {spec.name}", _shown(spec.default), spec.metadata["help"])
+        console.print(table)
+
+
+@app.command()
+def show(
+    name: Annotated[str, typer.Argument(help="A task's name; see `replaylens tasks list`.")],
+    n: Annotated[int, typer.Option("--n", min=1, help="How many examples.")] = 3,
+    knob: Annotated[list[str] | None, typer.Option("--knob", help="key=value; may be given several times.")] = None,
+    labels: Annotated[str | None, typer.Option(help="Labels to show, with commas between; or 'all'.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Examples of a task, each with its labels aligned under the tokens."""
+    try:
+        task = tasks.get(name)(**dict(_setting(given) for given in knob or []))
+        wanted = _wanted(task, labels)
+        examples = task.examples(n)
+    except TaskError as error:
+        _fail(str(error))
+    tokenizer = WordTokenizer(task.vocabulary())
+    if as_json:
+        typer.echo(json.dumps([_record(example, tokenizer, wanted) for example in examples], indent=1))
+        return
+    console = Console(highlight=False)
+    for example in examples:
+        console.print(f"[bold]{task.name} {example.index}[/bold]  answer:{example.answer}  root {example.root}")
+        for line in _aligned(example, tokenizer, wanted, console.width):
+            console.print(line, no_wrap=True, overflow="ellipsis")
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True, highlight=False).print(Text(f"error: {message}"), soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def _setting(given: str) -> tuple[str, Any]:
+    key, equals, value = given.partition("=")
+    if not equals:
+        raise TaskError(f"--knob wants key=value, not {given!r}")
+    parts = [_value(part) for part in value.split(",")]
+    return key.strip(), parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text.strip()
+
+
+def _shown(default: Any) -> str:
+    return ",".join(str(part) for part in default) if isinstance(default, tuple) else str(default)
+
+
+def _wanted(task: AnyTask, labels: str | None) -> list[str]:
+    if labels is None:
+        return list(dict.fromkeys((task.state_label, *task.claims, NEXT_ACTION)))
+    if labels == "all":
+        return list(task.label_names)
+    wanted = [label.strip() for label in labels.split(",")]
+    for label in wanted:
+        if label not in task.label_names:
+            raise UnknownLabel(label, task.label_names)
+    return wanted
+
+
+def _record(example: Example, tokenizer: WordTokenizer, wanted: list[str]) -> dict[str, Any]:
+    ids, offsets = tokenizer.encode_with_offsets(example.text)
+    return {
+        "task": example.task,
+        "knobs": json.loads(example.knobs),
+        "index": example.index,
+        "root": example.root,
+        "digest": example.digest,
+        "prompt": example.prompt,
+        "completion": example.completion,
+        "answer": example.answer,
+        "events": [asdict(event) for event in example.events],
+        "tokens": [tokenizer.token(token) for token in ids],
+        "offsets": offsets,
+        "labels": example.labels_at(offsets, wanted),
+    }
+
+
+def _aligned(example: Example, tokenizer: WordTokenizer, wanted: list[str], width: int) -> Iterator[Text]:
+    """Lines of tokens, as many as fit the width, each with one line per label below it."""
+    ids, offsets = tokenizer.encode_with_offsets(example.text)
+    labels = example.labels_at(offsets, wanted)
+    rows = {"": [tokenizer.token(token).strip() for token in ids]}
+    rows |= {name: ["-" if value is None else str(value) for value in labels[name]] for name in wanted}
+    margin = max(map(len, rows)) + 2
+    widths = [max(len(row[place]) for row in rows.values()) + 1 for place in range(len(ids))]
+    for start, stop in _lines(widths, width - margin):
+        for name, row in rows.items():
+            cells = "".join(row[place].ljust(widths[place]) for place in range(start, stop))
+            yield Text.assemble((name.ljust(margin), "dim"), (cells.rstrip(), "" if name else "bold"))
+        yield Text()
+
+
+def _lines(widths: list[int], room: int) -> Iterator[tuple[int, int]]:
+    """Cut columns into lines [start, stop) that fit the room; a column wider than that gets a line of its own."""
+    start = used = 0
+    for place, width in enumerate(widths):
+        if used + width > room and place > start:
+            yield start, place
+            start, used = place, 0
+        used += width
+    yield start, len(widths)

@@ -1,0 +1,25 @@
+"""Registry: every task by its name."""
+
+from replaylens.tasks.boxes import Boxes
+from replaylens.tasks.coin import Coin
+from replaylens.tasks.coin_resets import CoinResets
+from replaylens.tasks.coins import Coins
+from replaylens.tasks.errors import UnknownTask
+from replaylens.tasks.fork import Fork
+from replaylens.tasks.shell import Shell
+from replaylens.tasks.task import AnyTask
+from replaylens.tasks.words import Words
+
+_TASKS: dict[str, type[AnyTask]] = {task.name: task for task in (Coin, Coins, CoinResets, Shell, Words, Fork, Boxes)}
+
+
+def names() -> tuple[str, ...]:
+    """The names of all tasks."""
+    return tuple(_TASKS)
+
+
+def get(name: str) -> type[AnyTask]:
+    """The task class of this name. Raises UnknownTask, which lists the names."""
+    if name not in _TASKS:
+        raise UnknownTask(name, _TASKS)
+    return _TASKS[name]

@@ -1,0 +1,128 @@
+"""Splits: what a model or a probe is fitted on, and what it is tested on.
+
+Sides are told apart by the root, a hash of the prompt: every prompt belongs to the train side or to the test side of
+ALL splits, whatever the task's knobs. So no prompt, and no branch of one, is ever on both sides.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from replaylens.tasks.errors import BadSplit
+from replaylens.tasks.example import Example
+from replaylens.tasks.task import AnyTask
+
+_TEST_SHARE = 5  # one root in five is a test root
+_PATIENCE = 200  # indices tried per example wanted, before a side counts as too small
+
+
+def is_test_root(root: str) -> bool:
+    """Whether the prompt with this root id is on the test side."""
+    return int(root, 16) % _TEST_SHARE == 0
+
+
+@dataclass(frozen=True)
+class Side:
+    """The first `count` examples of a task whose roots lie on this side."""
+
+    task: AnyTask
+    count: int
+    test: bool
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise BadSplit(f"each side needs at least one example, not {self.count}")
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Example]:
+        found = 0
+        for index in range(_PATIENCE * self.count):
+            example = self.task.example(index)
+            if is_test_root(example.root) == self.test:
+                yield example
+                found += 1
+                if found == self.count:
+                    return
+        raise BadSplit(
+            f"only {found} of {self.count} examples found: {self.task!r} has too few different prompts; "
+            f"widen its knobs or ask for fewer"
+        )
+
+    def examples(self) -> list[Example]:
+        """The examples, in the order of their indices."""
+        return list(self)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A train side and one or more test sides by name. Checked on construction: no two sides can share a root."""
+
+    name: str
+    train: Side
+    tests: Mapping[str, Side]
+
+    def __post_init__(self) -> None:
+        if not self.tests:
+            raise BadSplit(f"split {self.name!r} has no test side")
+        if self.train.test or not all(side.test for side in self.tests.values()):
+            raise BadSplit(f"split {self.name!r} mixes its sides: train takes train roots, tests take test roots")
+
+
+def iid(task: AnyTask, *, train: int = 1000, test: int = 200) -> Split:
+    """The same task on both sides."""
+    return _split("iid", task, {"iid": task}, train, test)
+
+
+def length(task: AnyTask, *, longest: int | None = None, train: int = 1000, test: int = 200) -> Split:
+    """Train on up to N = `longest` steps (the task's own maximum unless told), test on 2N and on 4N."""
+    least, most = getattr(task.knobs, task.length_knob)
+    longest = most if longest is None else longest
+    if longest < least:
+        raise BadSplit(f"longest={longest} is below the task's least length, {least}; raise it")
+    short = task.with_knobs(**{task.length_knob: (least, longest)})
+    tests = {f"{k}N": task.with_knobs(**{task.length_knob: k * longest}) for k in (2, 4)}
+    return _split("length", short, tests, train, test)
+
+
+def names(task: AnyTask, *, train: int = 1000, test: int = 200) -> Split:
+    """Train on one pool of names, test on the other."""
+    _need(task, "names", "names")
+    tests = {"held-out": task.with_knobs(names="held-out")}
+    return _split("names", task.with_knobs(names="train"), tests, train, test)
+
+
+def phrasing(task: AnyTask, *, train: int = 1000, test: int = 200) -> Split:
+    """Hold out the negation: train on "leaves it alone", test on "does not flip"."""
+    _need(task, "phrasing", "phrasing")
+    tests = {"standard": task.with_knobs(phrasing="standard")}
+    return _split("phrasing", task.with_knobs(phrasing="idle"), tests, train, test)
+
+
+def p_shift(task: AnyTask, *, p: float, train: int = 1000, test: int = 200) -> Split:
+    """Train at the task's own flip rate, test at `p`."""
+    _need(task, "p_shift", "p")
+    if p == task.knobs.p:
+        raise BadSplit(f"p={p} is the task's own rate, so nothing shifts; choose another")
+    return _split("p_shift", task, {f"p={p}": task.with_knobs(p=p)}, train, test)
+
+
+def branch_depth(task: AnyTask, *, deepest: int | None = None, train: int = 1000, test: int = 200) -> Split:
+    """Train on branches of up to `deepest` roads, test on branches of twice that depth."""
+    _need(task, "branch_depth", "depth")
+    least, most = task.knobs.depth
+    deepest = most if deepest is None else deepest
+    if deepest < least:
+        raise BadSplit(f"deepest={deepest} is below the task's least depth, {least}; raise it")
+    shallow = task.with_knobs(depth=(least, deepest))
+    return _split("branch_depth", shallow, {"2x": task.with_knobs(depth=2 * deepest)}, train, test)
+
+
+def _split(name: str, train: AnyTask, tests: Mapping[str, AnyTask], train_count: int, test_count: int) -> Split:
+    sides = {key: Side(task, test_count, test=True) for key, task in tests.items()}
+    return Split(name, Side(train, train_count, test=False), sides)
+
+
+def _need(task: AnyTask, split: str, knob: str) -> None:
+    if not hasattr(task.knobs, knob):
+        raise BadSplit(f"the split {split!r} turns the knob {knob!r}, which the task {task.name!r} does not have")

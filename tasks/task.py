@@ -1,0 +1,163 @@
+"""Task: makes examples, and reads any text of its kind back into events and labels."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
+
+from replaylens.tasks.draws import Draws
+from replaylens.tasks.errors import BadIndex, UnknownKnob
+from replaylens.tasks.example import Example
+from replaylens.tasks.knobs import Knobs
+from replaylens.tasks.reading import Event, Reading
+from replaylens.tasks.script import NEXT_ACTION, SHUFFLED, Scene, read_script
+
+K = TypeVar("K", bound=Knobs)
+
+
+class KnownZero(NamedTuple):
+    """A label that nothing in the text tells: a probe for it must sit at chance."""
+
+    label: str
+    chance: float
+    """Accuracy of the best guess, exactly: the probability of the most likely value."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Story:
+    """What a task writes for one index: the text in two parts, the answer within it, the events behind it."""
+
+    prompt: str
+    completion: str
+    answer: str
+    events: tuple[Event, ...]
+
+
+class Task(ABC, Generic[K]):
+    """A family of texts with exact ground truth. `Task(**knobs)`; an unknown or impossible knob is an error.
+
+    A subclass names itself, declares its knobs, and implements `write`, `scene`, `vocabulary`, `answers` and
+    `next_action_chance`. Tasks hold nothing but their knobs: equal knobs, equal task.
+    """
+
+    name: ClassVar[str]
+    description: ClassVar[str]
+    knobs_class: ClassVar[type[Knobs]]
+    length_knob: ClassVar[str]
+    """The knob that says how many steps a text has; the length split turns it."""
+
+    state_label: ClassVar[str]
+    """The label that is the task's true state."""
+    claims: ClassVar[tuple[str, str]]
+    """Two labels to compare: the truth, and what the text says about it. They part where the text lies."""
+
+    knobs: K
+
+    def __init__(self, **knobs: Any) -> None:
+        self.knobs = self._settings(knobs)
+
+    @classmethod
+    def _settings(cls, knobs: dict[str, Any]) -> Any:
+        specs = {spec.name: spec for spec in fields(cls.knobs_class)}
+        for given in knobs:
+            if given not in specs:
+                raise UnknownKnob(cls.name, given, specs)
+        converts = {name: specs[name].metadata["convert"] for name in knobs}
+        return cls.knobs_class(**{n: converts[n](n, v) if converts[n] else v for n, v in knobs.items()})
+
+    @abstractmethod
+    def write(self, draws: Draws) -> Story:
+        """Tell the story of one index; all choices come from `draws`."""
+
+    @abstractmethod
+    def scene(self) -> Scene:
+        """A fresh scene whose script reads this task's texts."""
+
+    @classmethod
+    @abstractmethod
+    def vocabulary(cls) -> tuple[str, ...]:
+        """Every word any text or thought of the task can hold, whatever the knobs; sorted, leading spaces included."""
+
+    @abstractmethod
+    def answers(self) -> tuple[str, ...]:
+        """Every answer an example can have, with its leading space."""
+
+    @abstractmethod
+    def next_action_chance(self) -> float:
+        """Probability of the most likely next action, wherever the label is given."""
+
+    def example(self, index: int) -> Example:
+        """The example of this index: a pure function of (task, knobs, seed, index)."""
+        story = self.write(self._draws(index))
+        return Example(
+            task=self.name,
+            knobs=self._knobs_line,
+            index=index,
+            prompt=story.prompt,
+            completion=story.completion,
+            answer=story.answer,
+            events=story.events,
+            maker=self,
+        )
+
+    def examples(self, which: int | Iterable[int]) -> list[Example]:
+        """The first `which` examples, or those of the given indices (a range, say)."""
+        return [self.example(index) for index in (range(which) if isinstance(which, int) else which)]
+
+    def read(self, text: str, index: int | None = None) -> Reading:
+        """Events and labels of any text path: a prompt with any continuation, cut anywhere, right or wrong.
+
+        `index`: the example it grew from; without it the label `shuffled` is None. Raises UnreadableText when the
+        text does not even begin like one of this task.
+        """
+        shuffled = None if index is None else self._draws(index).below(2, SHUFFLED)
+        return read_script(self.scene(), text, f"task {self.name!r}", shuffled)
+
+    def thoughts(self, example: Example) -> list[tuple[int, str]]:
+        """For each step of the example: (characters read when the new state can be inferred, the state in words)."""
+        return example.thoughts
+
+    @cached_property
+    def label_names(self) -> tuple[str, ...]:
+        """Every label a text of this task gets."""
+        return (*self.scene().label_names, NEXT_ACTION, SHUFFLED)
+
+    @property
+    def known_zero(self) -> tuple[KnownZero, ...]:
+        """The labels that no probe may read, with the exact accuracy of guessing."""
+        return (
+            KnownZero(NEXT_ACTION, self.next_action_chance(), "drawn without regard to anything told before"),
+            KnownZero(SHUFFLED, 0.5, "a fair coin per example, drawn apart from its text"),
+        )
+
+    def with_knobs(self, **changes: Any) -> Self:
+        """The same task with some knobs changed."""
+        return type(self)(**{spec.name: getattr(self.knobs, spec.name) for spec in fields(self.knobs)} | changes)
+
+    def _draws(self, index: int) -> Draws:
+        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            raise BadIndex(index)
+        return Draws(self._key, index)
+
+    @cached_property
+    def _key(self) -> str:
+        return f"{self.name}\n{self.knobs.canonical(events_only=True)}"
+
+    @cached_property
+    def _knobs_line(self) -> str:
+        return self.knobs.canonical()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Task) and self.name == other.name and self.knobs == other.knobs
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.knobs))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{spec.name}={getattr(self.knobs, spec.name)!r}" for spec in fields(self.knobs))
+        return f"{type(self).__name__}({shown})"
+
+
+AnyTask = Task[Any]

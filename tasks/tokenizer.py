@@ -1,0 +1,133 @@
+"""WordTokenizer: one token per word, for the small models we train ourselves.
+
+A space belongs to the word after it (" heads" and "heads" are two tokens), punctuation stands alone, and nothing is
+ever normalised: decoding what was encoded gives back the same text, character for character.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Self
+
+from replaylens.tasks.errors import BadTokenizer, UnknownToken, UnknownWord
+from replaylens.tasks.reading import Offset
+
+PAD = "<pad>"
+EOS = "<eos>"
+SPECIALS = (PAD, EOS)
+
+_FORMAT = "replaylens-words-1"
+# A word with inner apostrophes, or one other visible character, each with at most one space before it; or one space.
+_WORD = re.compile(r" ?[A-Za-z0-9]+(?:'[A-Za-z0-9]+)*| ?[^\sA-Za-z0-9]|\s")
+
+
+def words_in(text: str) -> list[str]:
+    """Cut a text into words; joined again they give the text."""
+    return _WORD.findall(text)
+
+
+def vocabulary_of(literals: Iterable[str]) -> tuple[str, ...]:
+    """The sorted words of some literals. Texts made of the literals hold no other words if each literal begins with
+    a space or a punctuation mark, or begins the text."""
+    return tuple(sorted({word for literal in literals for word in words_in(literal)}))
+
+
+class WordTokenizer:
+    """Text to token ids and back. Immutable; ids are the specials, then the words in the order given."""
+
+    pad_id = SPECIALS.index(PAD)
+    eos_id = SPECIALS.index(EOS)
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._tokens = (*SPECIALS, *words)
+        self._ids = {word: number for number, word in enumerate(self._tokens) if word not in SPECIALS}
+        if len(self._ids) != len(words):
+            raise BadTokenizer("a word stands twice in the vocabulary, or is the name of a special token")
+        for word in words:
+            if words_in(word) != [word]:
+                raise BadTokenizer(f"{word!r} is not one word: the tokenizer would cut it into {words_in(word)}")
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, specials included."""
+        return len(self._tokens)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The vocabulary without the specials, in id order."""
+        return self._tokens[len(SPECIALS) :]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of the text; no special token is added. Raises UnknownWord with the word and its offset."""
+        return self.encode_with_offsets(text)[0]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[Offset]]:
+        """Token ids, and for each the characters [start, end) it covers, leading space included."""
+        ids: list[int] = []
+        offsets: list[Offset] = []
+        end = 0
+        for word in words_in(text):
+            start, end = end, end + len(word)
+            if word not in self._ids:
+                raise UnknownWord(word, start)
+            ids.append(self._ids[word])
+            offsets.append((start, end))
+        return ids, offsets
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids. Special tokens have no text."""
+        return "".join(token for token in map(self.token, ids) if token not in SPECIALS)
+
+    def token(self, token_id: int) -> str:
+        """The word or special with this id."""
+        if not 0 <= token_id < len(self._tokens):
+            raise UnknownToken(token_id, len(self._tokens))
+        return self._tokens[token_id]
+
+    def id(self, word: str) -> int:
+        """The id of one word, leading space included. Raises UnknownWord."""
+        if word not in self._ids:
+            raise UnknownWord(word, 0)
+        return self._ids[word]
+
+    def to_json(self) -> str:
+        """The tokenizer as JSON, the same bytes each time."""
+        return json.dumps({"format": _FORMAT, "specials": SPECIALS, "words": self.words}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, content: str) -> Self:
+        """Rebuild from `to_json`. Raises BadTokenizer when the content is anything else."""
+        try:
+            data = json.loads(content)
+        except json.JSONDecodeError as error:
+            raise BadTokenizer(f"a word tokenizer's file is JSON; this is not ({error})") from error
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise BadTokenizer(f"not a word tokenizer's file: its 'format' should be {_FORMAT!r}")
+        if data.get("specials") != list(SPECIALS):
+            raise BadTokenizer(f"the special tokens should be {list(SPECIALS)}, not {data.get('specials')}")
+        words = data.get("words")
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise BadTokenizer("'words' should be a list of strings")
+        return cls(words)
+
+    def save(self, path: str | Path) -> None:
+        """Write `to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file written by `save`."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WordTokenizer) and self._tokens == other._tokens
+
+    def __hash__(self) -> int:
+        return hash(self._tokens)
+
+    def __repr__(self) -> str:
+        return f"WordTokenizer({self.vocab_size} tokens)"

@@ -1,0 +1,70 @@
+"""Task variants that every general test runs over, and a way to wander through any task's grammar."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from replaylens import tasks
+from replaylens.tasks.task import AnyTask
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("coin", {}),
+    ("coin", {"distractors": 2, "phrasing": "mixed", "names": "all", "p": 0.3}),
+    ("coin", {"rendering": "states", "distractors": 1}),
+    ("coin", {"rendering": "states", "phrasing": "idle", "names": "held-out"}),
+    ("coin", {"rendering": "wei"}),
+    ("coin", {"rendering": "wei", "verb": "turn", "phrasing": "mixed", "start": "tails"}),
+    ("coin", {"rendering": "symbols", "flips": 12}),
+    ("coin", {"rendering": "steps", "distractors": 1}),
+    ("coins", {}),
+    ("coins", {"coins": 6, "names": "held-out", "p": 0.8}),
+    ("coin-resets", {}),
+    ("shell", {}),
+    ("shell", {"cups": 5, "start": "fixed", "p": 0.6}),
+    ("words", {}),
+    ("words", {"group": "Z60", "seed": 3}),
+    ("words", {"group": "A4xZ5", "length": 6}),
+    ("fork", {}),
+    ("fork", {"depth": 8}),
+    ("boxes", {}),
+    ("boxes", {"boxes": 7, "moves": 12}),
+]
+
+
+def _id(variant: tuple[str, dict[str, Any]]) -> str:
+    return "-".join((variant[0], *(f"{key}={value}" for key, value in variant[1].items())))
+
+
+@pytest.fixture(params=VARIANTS, ids=_id)
+def task(request: pytest.FixtureRequest) -> AnyTask:
+    name, knobs = request.param
+    return tasks.get(name)(**knobs)
+
+
+@pytest.fixture(params=tasks.names())
+def plain_task(request: pytest.FixtureRequest) -> AnyTask:
+    return tasks.get(request.param)()
+
+
+Wander = Callable[[AnyTask, Callable[[Sequence[str]], str], int], str]
+
+
+@pytest.fixture(scope="session")
+def wander() -> Wander:
+    """Any text the task's grammar allows, true or not: at each place `choose` takes one of the pieces on offer."""
+
+    def walk(task: AnyTask, choose: Callable[[Sequence[str]], str], pieces: int) -> str:
+        script = task.scene().script()
+        offered: Sequence[str] = next(script)
+        text = ""
+        for _ in range(pieces):
+            piece = choose(offered)
+            text += piece
+            try:
+                offered = script.send(piece)
+            except StopIteration:
+                break
+        return text
+
+    return walk

@@ -1,0 +1,83 @@
+"""Labels through other tokenizers: a byte-level BPE that cuts words, and token paths that cut them otherwise."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from replaylens import tasks
+from replaylens.tasks.errors import BadTokenizer
+from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    """A small byte-level BPE, trained here, with a token at the beginning as Llama's has."""
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], initial_alphabet=alphabet)
+    core.train_from_iterator(["A coin's state is heads. Alice flips the coin, then"] * 3, trainer)
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>")
+
+
+def test_labels_of_a_fast_tokenizer_agree_with_the_characters(bpe, task) -> None:
+    for example in task.examples(5):
+        offsets = offsets_of(bpe, example.text)
+        assert len(offsets) == len(bpe(example.text, add_special_tokens=False)["input_ids"])
+        assert "".join(example.text[start:end] for start, end in offsets) == example.text
+        labels = label_tokens(example, offsets)
+        for place, (_, end) in enumerate(offsets):
+            row = {name: values[place] for name, values in labels.items()}
+            assert row == dict(example.reading.labels_after(end))
+
+
+def test_a_word_in_pieces_changes_the_label_at_its_last_piece(bpe) -> None:
+    example = tasks.get("coin")(flips=1, p=1, names="held-out").example(0)
+    offsets = offsets_of(bpe, example.text)
+    faces = label_tokens(example, offsets, ["face"])["face"]
+    verb = example.text.index(" flips") + len(" flips")
+    before = [face for face, (_, end) in zip(faces, offsets, strict=True) if end < verb and face]
+    after = [face for face, (_, end) in zip(faces, offsets, strict=True) if end >= verb]
+    assert len(set(before)) == len(set(after)) == 1 and before[0] != after[0]
+
+
+def test_special_tokens_have_no_labels(bpe) -> None:
+    example = tasks.get("coin")().example(0)
+    plain, special = offsets_of(bpe, example.text), offsets_of(bpe, example.text, add_special_tokens=True)
+    assert special == [(0, 0), *plain]
+    labels = label_tokens(example, special)
+    assert all(values[0] is None for values in labels.values())
+    assert {name: values[1:] for name, values in labels.items()} == label_tokens(example, plain)
+
+
+def test_path_offsets_of_a_path_cut_otherwise(bpe) -> None:
+    text = "A coin's state is heads. Alice flips."
+    usual = bpe(text, add_special_tokens=False)["input_ids"]
+    bytewise = [bpe.convert_tokens_to_ids(piece) for piece in text.replace(" ", "\u0120")]
+    for ids in (usual, bytewise, [bpe.bos_token_id, *bytewise]):
+        decoded, offsets = path_offsets(bpe, ids)
+        assert decoded == text and len(offsets) == len(ids)
+        assert label_tokens(tasks.get("coin")().read(decoded), offsets, ["face"])["face"][-1] is not None
+    assert path_offsets(bpe, usual)[1] == offsets_of(bpe, text)
+    assert path_offsets(bpe, [bpe.bos_token_id, *usual])[1][0] == (0, 0)
+
+
+def test_path_offsets_of_the_word_tokenizer() -> None:
+    tokenizer = tasks.WordTokenizer(tasks.get("coin").vocabulary())
+    example = tasks.get("coin")().example(0)
+    ids = tokenizer.encode(example.text)
+    text, offsets = path_offsets(tokenizer, [*ids, tokenizer.eos_id])
+    assert text == example.text
+    assert offsets == [*offsets_of(tokenizer, text), (len(text), len(text))]
+    assert path_offsets(tokenizer, []) == ("", [])
+
+
+def test_a_slow_tokenizer_is_refused() -> None:
+    class SlowTokenizer:
+        is_fast = False
+
+    with pytest.raises(BadTokenizer, match=r"SlowTokenizer gives no offsets.*path_offsets"):
+        offsets_of(SlowTokenizer(), "A coin's")
