@@ -93,3 +93,19 @@ class BadRollback(EngineError, ValueError):
 
 class BadRequest(EngineError, ValueError):
     """A prompt, a sampling parameter or an option that cannot be served; nothing was started."""
+
+
+class NonFinite(EngineError, ArithmeticError):
+    """A pass gave NaN or infinity; nothing of it was committed."""
+
+
+class BadTrace(EngineError, ValueError):
+    """A trace file that is damaged, or of another format."""
+
+
+class OtherFingerprint(EngineError, ValueError):
+    """Made by other weights, another device or another version: the bits cannot be compared."""
+
+
+class ReplayMismatch(EngineError, RuntimeError):
+    """A replay came to another result than the trace: the promise is broken. Run `replaylens doctor`."""

@@ -49,7 +49,7 @@ def take(model: Decoder) -> Fingerprint:
         weights=weights_hash(model),
         config=hashlib.sha256(model.config.to_json().encode()).hexdigest(),
         dtype=str(model.embed.dtype).removeprefix("torch."),
-        device=_device_name(device),
+        device=device_name(device),
         torch=torch.__version__,
         triton=_triton_version() if device.type == "cuda" else "none",
         replaylens=replaylens.__version__,
@@ -57,9 +57,10 @@ def take(model: Decoder) -> Fingerprint:
     )
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The device model, as far as arithmetic depends on it."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return torch.cuda.getdevice_name(device)
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_model()}"
 
 

@@ -90,17 +90,16 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(num_pages=st.integers(-1, 6))
     def evict(self, num_pages: int) -> None:
         before, held = self.pool.num_free, {page for table in self.tables for page in table.pages}
+        page_of = {self.contents[page]: page for page in self.index.pages()}
         num_freed = self.index.evict(num_pages)
         assert self.pool.num_free - before == num_freed <= max(0, num_pages)
-        left = self.index._entries.values()
         if num_freed < num_pages:  # nothing is left that could be freed
-            assert all(entry.page in held or entry.num_children for entry in left)
+            assert all(entry.page in held or entry.num_children for entry in self.index._entries.values())
         if self.hash_bytes == 32:
-            now = {self.contents[entry.page] for entry in left}
-            gone = set(self.indexed) - now
-            for path in gone:  # a child goes before its parent, and nothing used later went first
-                assert not any(other[: len(path)] == path for other in now)
-            self.indexed = {path: used for path, used in self.indexed.items() if path in now}
+            for _ in range(num_freed):
+                leaves = [path for path in self.indexed if not any(path == other[:-1] for other in self.indexed)]
+                oldest = min((self.indexed[path], path) for path in leaves if page_of[path] not in held)
+                del self.indexed[oldest[1]]
 
     @rule()
     def clear(self) -> None:

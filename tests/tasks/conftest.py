@@ -20,6 +20,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("coins", {}),
     ("coins", {"coins": 6, "names": "held-out", "p": 0.8}),
     ("coin-resets", {}),
+    ("coin-resets", {"reset": 0.6}),
     ("shell", {}),
     ("shell", {"cups": 5, "start": "fixed", "p": 0.6}),
     ("words", {}),
@@ -27,8 +28,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("words", {"group": "A4xZ5", "length": 6}),
     ("fork", {}),
     ("fork", {"depth": 8}),
-    ("boxes", {}),
-    ("boxes", {"boxes": 7, "moves": 12}),
+    ("boxes", {"boxes": 7}),
+    ("boxes", {"boxes": 3, "moves": 10}),
 ]
 
 

@@ -4,13 +4,17 @@ from collections import Counter, defaultdict
 from math import sqrt
 
 import pytest
+from scipy.stats import binom
 
 from replaylens import tasks
+from replaylens.tasks.example import Example
 from replaylens.tasks.script import NEXT_ACTION, SHUFFLED
 from replaylens.tasks.task import AnyTask
 
 COUNT = 400
-SIGMAS = 4.5  # about a thousand comparisons below; each goes wrong for a true zero three times in a million
+SIGMAS = 4.5
+ALARM = 1e-8  # about 2,000 groups below, up to 60 values in each: a true zero raises it once in a thousand seeds
+FEATURES = {"no feature", "last_action", "actions", "last words", "empty boxes", SHUFFLED}
 
 
 def chance_of(task: AnyTask, label: str) -> float:
@@ -18,29 +22,48 @@ def chance_of(task: AnyTask, label: str) -> float:
 
 
 def assert_at_chance(values: list[object], chance: float) -> None:
-    top = Counter(values).most_common(1)[0][1] / len(values)
-    assert top <= chance + SIGMAS * sqrt(chance * (1 - chance) / len(values)), (top, chance, len(values))
+    """Exact: no value comes up more often than one of probability `chance` could."""
+    value, top = Counter(values).most_common(1)[0]
+    assert binom.sf(top - 1, len(values), chance) > ALARM, (value, top, len(values), chance)
+
+
+def places_of(example: Example, state: str) -> list[dict[str, object]]:
+    """The labels just before each step is told, with what a cheap predictor could go by."""
+    places = []
+    for step in example.steps:
+        labels = example.reading.labels_after(step.reveals)
+        words = " ".join(example.text[: step.reveals].split()[-2:])
+        places.append({**labels, "last words": words, "empty boxes": str(labels[state]).count("nothing")})
+    return places
 
 
 def test_next_action_and_shuffled_sit_at_chance(task: AnyTask) -> None:
-    """One place per example, so that the places are independent; then the same within each value of other labels."""
-    rows = []
-    for example in task.examples(COUNT):
-        places = [example.reading.labels_after(step.reveals) for step in example.steps]
-        places = [place for place in places if place[NEXT_ACTION] is not None] or places
-        rows.append(places[example.index % len(places)])
-    for label in (NEXT_ACTION, SHUFFLED):
-        chance = chance_of(task, label)
-        given = [row for row in rows if row[label] is not None]
+    """Over all, and within each value of what a predictor could go by.
+
+    Actions are independent of each other, so every place counts; `shuffled` is drawn once per example, and so is read.
+    """
+    examples = [places_of(example, task.state_label) for example in task.examples(COUNT)]
+    rows = {
+        NEXT_ACTION: [place for places in examples for place in places if place[NEXT_ACTION] is not None],
+        SHUFFLED: [places[number % len(places)] for number, places in enumerate(examples)],
+    }
+    for label, given in rows.items():
         assert len(given) > COUNT / 2
-        assert_at_chance([row[label] for row in given], chance)
-        for other in (task.state_label, "last_action", "actions", SHUFFLED, task.label_names[0]):
+        for feature in (
+            "no feature",
+            task.state_label,
+            "last_action",
+            "actions",
+            "last words",
+            "empty boxes",
+            SHUFFLED,
+        ):
             groups = defaultdict(list)
             for row in given:
-                groups[row.get(other)].append(row[label])
+                groups[row.get(feature)].append(row[label])
             for values in groups.values():
-                if other != label and len(values) >= 60:
-                    assert_at_chance(values, chance)
+                if feature != label and len(values) >= 60:
+                    assert_at_chance(values, chance_of(task, label))
 
 
 def test_chance_is_reached(plain_task: AnyTask) -> None:

@@ -1,0 +1,138 @@
+"""`Branch`: the handle that users hold of one path in the tree."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from replaylens.engine.branches import BranchStatus, TokenState
+from replaylens.engine.capture import Recording
+from replaylens.engine.errors import BadRequest, ClosedBranch
+from replaylens.engine.lane import Job, Lane, Statistics
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+
+
+class Branch:
+    """One token path with its KV. Forks share pages; nothing is copied before it is written."""
+
+    def __init__(self, engine: "Engine", lane: Lane) -> None:
+        self.engine, self.lane = engine, lane
+        self.id = lane.branch
+        self.statistics = Statistics()
+        self.rejected_ids: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"Branch({self.id}, {self.length} tokens, {self.status.value}, {self.text[-40:]!r})"
+
+    # ---- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> list[int]:
+        """The whole path, prompt included. A copy."""
+        return self.engine.tree.path(self.id)
+
+    @property
+    def length(self) -> int:
+        return len(self.engine.tree.branch(self.id).tokens)
+
+    @property
+    def root_length(self) -> int:
+        """How many tokens the prompt has."""
+        return self.engine.tree.branch(self.id).root_length
+
+    @property
+    def text(self) -> str:
+        return self.engine.text.decode(self.tokens)
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[self.root_length :]
+
+    @property
+    def states(self) -> list[TokenState]:
+        return list(self.engine.tree.branch(self.id).states)
+
+    @property
+    def status(self) -> BranchStatus:
+        return self.engine.tree.branch(self.id).status
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "eos" or "stop" where the branch ended; None where it can go on."""
+        return self.engine.tree.branch(self.id).finish_reason
+
+    @property
+    def certified(self) -> bool:
+        """Whether every token, KV entry and captured row of it is canonical."""
+        return self.lane.exact
+
+    @property
+    def activations(self) -> Recording:
+        """Captured rows by site, in order of position."""
+        if self.lane.recording is None:
+            raise BadRequest(
+                "nothing was captured on this branch: ask for sites when making it, e.g. prompt(..., sites='STC')"
+            )
+        return self.lane.recording
+
+    @property
+    def rejected(self) -> list["Branch"]:
+        """Rejected drafts that hang off this branch and kept rows or pages, in order."""
+        return [
+            Branch(self.engine, self.engine.loop.lanes[i]) for i in self.rejected_ids if i in self.engine.loop.lanes
+        ]
+
+    def kv(self) -> Tensor:
+        """A copy of the committed KV: [positions, layers, 2, kv_heads, d_head]."""
+        self._check_open()
+        runner = self.engine.runner
+        return runner.cache.rows(runner.pool.slots(self.lane.table, 0, self.lane.computed))
+
+    # ---- what can be done with it -------------------------------------------------------------------------------
+
+    def fork(self, n: int = 1, at: int | None = None) -> list["Branch"]:
+        """`n` new branches with this path (up to `at`). They share its pages; release them when done."""
+        if n < 1:
+            raise BadRequest(f"fork({n}): give at least 1")
+        self._check_open()
+        return [self.engine._fork(self, self.length if at is None else at) for _ in range(n)]
+
+    def force(self, tokens: str | Sequence[int]) -> "Branch":
+        """Append given tokens, whatever the model thinks of them, and compute their rows. Returns self."""
+        self._check_open()
+        ids = self.engine.text.encode(tokens, special=False) if isinstance(tokens, str) else list(tokens)
+        self.engine._force(self, ids)
+        return self
+
+    def generate(self, n: int, **options: Any) -> "Branch":
+        """Generate up to `n` tokens; options as in `Engine.generate`. Returns self."""
+        self.engine.generate([self], n, **options)
+        return self
+
+    def stream(self, n: int, **options: Any) -> Iterator[int]:
+        """Generate up to `n` tokens and yield each once it is committed; closing the iterator cancels the rest."""
+        return self.engine.stream(self, n, **options)
+
+    def rollback(self, to: int) -> "Branch":
+        """Cut the path back to its first `to` tokens: tokens, KV, captured rows and finish state together. Returns self."""
+        self._check_open()
+        self.engine._rollback(self, to)
+        return self
+
+    def release(self) -> None:
+        """Give the pages back and close the branch. Its forks live on."""
+        self._check_open()
+        self.engine._release(self)
+
+    def _check_open(self) -> None:
+        if self.status is BranchStatus.RELEASED:
+            raise ClosedBranch(f"branch {self.id} was released; use a live branch, or prompt again")
+
+    def _absorb(self, job: Job) -> None:
+        """Mutates: take over what a finished job counted."""
+        for name, value in vars(job.statistics).items():
+            setattr(self.statistics, name, getattr(self.statistics, name) + value)
+        self.rejected_ids += job.rejected

@@ -1,0 +1,126 @@
+"""`CaptureSpec` and `Recording`: which rows of which sites are kept, in the same transaction as tokens and KV."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import UnknownSite
+
+Rows = dict[str, Tensor]
+"""site -> [rows, ...]"""
+
+
+@dataclass(frozen=True)
+class CaptureSpec:
+    """What to keep of every committed row."""
+
+    sites: tuple[str, ...]
+    """resolved site names"""
+    lens: "LensSpec | None" = None
+    rejected: bool = False
+    """keep the rows of rejected drafts too, with their branch"""
+
+    def needed(self) -> frozenset[str]:
+        """Sites that a pass must show."""
+        return frozenset(self.sites) | (frozenset(self.lens.sites) if self.lens else frozenset())
+
+    @property
+    def lag(self) -> int:
+        """How many rows at the tip wait: Z says how likely the *next* token was, so it must be known first."""
+        return 1 if self.lens else 0
+
+
+@dataclass(frozen=True)
+class LensSpec:
+    """How Z, the lens distribution at every layer, is stored."""
+
+    sites: tuple[str, ...]
+    """the residual streams it reads, in layer order; the last is the model's own output"""
+    top_k: int = 8
+    targets: tuple[int, ...] = ()
+    """token ids whose log-probs are kept at every layer"""
+    full: bool = False
+    """keep whole distributions"""
+
+
+@dataclass
+class Chunk:
+    """Captured rows of consecutive positions [start, start + n)."""
+
+    start: int
+    rows: Rows
+
+    @property
+    def end(self) -> int:
+        return self.start + len(next(iter(self.rows.values())))
+
+
+class Recording:
+    """Captured rows of one branch, keyed by position. Rolls back with the branch; a fork shares what both have."""
+
+    def __init__(self, base: int = 0, chunks: Iterable[Chunk] = ()) -> None:
+        self.base = base
+        """the first position that is wanted"""
+        self.chunks = list(chunks)
+
+    @property
+    def end(self) -> int:
+        """Positions [base, end) are captured."""
+        return self.chunks[-1].end if self.chunks else self.base
+
+    def append(self, start: int, rows: Rows) -> None:
+        """Mutates: rows of positions [start, ...) replace what was there (a row computed again has the same bits)."""
+        skipped = max(0, self.base - start)
+        if skipped < len(next(iter(rows.values()))):
+            self.truncate(start)
+            self.chunks.append(Chunk(start + skipped, {site: x[skipped:] for site, x in rows.items()}))
+
+    def truncate(self, length: int) -> None:
+        """Mutates: forget positions from `length` on."""
+        self.chunks = _cut(self.chunks, length)
+
+    def fork(self, length: int) -> "Recording":
+        """A recording of the first `length` positions that shares their tensors."""
+        return Recording(self.base, _cut(self.chunks, length))
+
+    def sites(self) -> list[str]:
+        return list(self.chunks[0].rows) if self.chunks else []
+
+    def positions(self) -> list[int]:
+        return [p for chunk in self.chunks for p in range(chunk.start, chunk.end)]
+
+    def __getitem__(self, site: str) -> Tensor:
+        """All rows of a site, in order of position: [rows, ...]."""
+        if not self.chunks or site not in self.chunks[0].rows:
+            raise UnknownSite(f"{site!r} was not captured; captured: {', '.join(self.sites()) or 'nothing'}")
+        pieces = [chunk.rows[site] for chunk in self.chunks]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _cut(chunks: list[Chunk], length: int) -> list[Chunk]:
+    kept = [chunk for chunk in chunks if chunk.start < length]
+    if kept and kept[-1].end > length:
+        last = kept[-1]
+        kept[-1] = Chunk(last.start, {site: x[: length - last.start] for site, x in last.rows.items()})
+    return kept
+
+
+class PassTap:
+    """Keeps the values of wanted sites of one pass, by reference: the decoder never changes them in place."""
+
+    def __init__(self, wanted: frozenset[str]) -> None:
+        self.wanted = wanted
+        self.values: Rows = {}
+
+    def wants(self, site: str) -> bool:
+        return site in self.wanted
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        self.values[site] = value
+        return value
+
+    def rows(self, sites: Iterable[str], start: int, end: int) -> Rows:
+        """A copy of packed rows [start, end) of these sites."""
+        return {site: self.values[site][start:end].clone() for site in sites}

@@ -1,0 +1,69 @@
+"""Certificates are examined once per model shape, device and version, and kept: in the process, and on disk."""
+
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+import replaylens
+from replaylens.engine import doctor
+from replaylens.engine.certificate import Certificate
+from replaylens.engine.fingerprint import CANONICAL_VERSION, device_name
+from replaylens.engine.model import Decoder
+
+_EXAMINED: dict[str, Certificate] = {}
+
+
+def cache_folder() -> Path:
+    """Where certificates and fetched models are kept: $REPLAYLENS_CACHE, or the user's cache folder."""
+    return Path(os.environ.get("REPLAYLENS_CACHE") or Path.home() / ".cache" / "replaylens")
+
+
+def certificate_for(model: Decoder) -> Certificate:
+    """A certificate for this model on this device; NotCertified names the op and shape that failed."""
+    key = _key(model)
+    if key not in _EXAMINED:
+        _EXAMINED[key] = _from_disk(key) or _to_disk(key, doctor.require(doctor.examine(model)))
+    return _EXAMINED[key]
+
+
+def _key(model: Decoder) -> str:
+    """All that the examination depends on: shapes, not weights."""
+    parts = [
+        model.config.to_json(),
+        str(model.embed.dtype),
+        device_name(model.embed.device),
+        str(torch.get_num_threads()),
+        torch.__version__,
+        replaylens.__version__,
+        str(CANONICAL_VERSION),
+        platform.machine(),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _path(key: str) -> Path:
+    return cache_folder() / "certificates" / f"{key[:32]}.json"
+
+
+def _from_disk(key: str) -> Certificate | None:
+    """A certificate of an earlier process; anything unreadable counts as absent, and is examined again."""
+    try:
+        return Certificate.from_json(_path(key).read_text())
+    except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError):
+        return None
+
+
+def _to_disk(key: str, certificate: Certificate) -> Certificate:
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(certificate.to_json())
+        temporary.replace(path)
+    except OSError:
+        pass  # a read-only home only means that the next process examines again
+    return certificate

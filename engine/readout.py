@@ -1,0 +1,54 @@
+"""Z: what each layer would say next, read through the final norm and the unembedding.
+
+Stored compactly: top-k ids and log-probs, entropy, KL to the model's own output, log-prob of the token that came next
+and of chosen target tokens; the whole distribution only on request. The last entry is the model's own distribution: its
+logits are bitwise those that the token was chosen from, because both are the same canonical function of the same row.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.capture import LensSpec, Rows
+
+
+@torch.inference_mode()
+def read(spec: LensSpec, logits_of: Callable[[Tensor], Tensor], rows: Rows, emitted: list[int]) -> Rows:
+    """Z of captured residual rows.
+
+    rows[site] [n, d] for every site of the spec; `emitted[i]` is the token that follows row i (-1: none yet)
+    -> {"Z.entropy": [n, layers], "Z.kl": [n, layers], "Z.emitted": ..., "Z.top_ids": [n, layers, k], ...}
+    """
+    stacked = torch.stack([rows[site] for site in spec.sites], dim=1)  # [n, layers, d]
+    n, layers, d = stacked.shape
+    parts: dict[str, list[Tensor]] = {}
+    step = max(1, 4096 // layers)
+    for first in range(0, n, step):
+        block = stacked[first : first + step]
+        log_p = logits_of(block.reshape(-1, d)).log_softmax(-1).view(len(block), layers, -1)
+        for name, value in _statistics(spec, log_p, emitted[first : first + step]).items():
+            parts.setdefault(name, []).append(value)
+    return {name: torch.cat(pieces) for name, pieces in parts.items()}
+
+
+def _statistics(spec: LensSpec, log_p: Tensor, emitted: list[int]) -> Rows:
+    """log_p [n, layers, vocab] -> the compact record of each."""
+    p = log_p.exp()
+    final = log_p[:, -1:, :]
+    top = log_p.topk(min(spec.top_k, log_p.shape[-1]), dim=-1)
+    next_token = torch.tensor(emitted).clamp_min(0)[:, None, None].expand(-1, log_p.shape[1], 1)
+    out = {
+        "Z.entropy": -(p * log_p).sum(-1),
+        "Z.kl": (final.exp() * (final - log_p)).sum(-1),  # how much the final layer would lose by this layer's word
+        "Z.emitted": log_p.gather(-1, next_token).squeeze(-1),
+        "Z.top_ids": top.indices.to(torch.int32),
+        "Z.top_logprobs": top.values,
+    }
+    missing = torch.tensor(emitted) < 0
+    out["Z.emitted"][missing] = float("nan")
+    if spec.targets:
+        out["Z.targets"] = log_p[..., list(spec.targets)]
+    if spec.full:
+        out["Z.full"] = log_p
+    return out

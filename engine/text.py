@@ -1,0 +1,56 @@
+"""`Text`: the one face that the engine sees of a tokenizer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from replaylens.engine.errors import BadRequest
+
+
+class Text:
+    """Wraps our `WordTokenizer` or a Hugging Face tokenizer; without one, tokens are numbers and text is refused."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self.tokenizer = tokenizer
+        self._ours = tokenizer is not None and hasattr(tokenizer, "encode_with_offsets")
+
+    @property
+    def eos_id(self) -> int | None:
+        if self.tokenizer is None:
+            return None
+        found = self.tokenizer.eos_id if self._ours else self.tokenizer.eos_token_id
+        return None if found is None else int(found)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids. `special`: with whatever the tokenizer puts before a prompt."""
+        if self.tokenizer is None:
+            raise BadRequest("this engine has no tokenizer: give token ids instead of text, or load it with one")
+        if self._ours:
+            return list(self.tokenizer.encode(text))
+        return list(self.tokenizer.encode(text, add_special_tokens=special))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; without a tokenizer, the ids themselves."""
+        if self.tokenizer is None:
+            return " ".join(map(str, ids))
+        if self._ours:
+            return str(self.tokenizer.decode(ids))
+        return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def token(self, token_id: int) -> str:
+        """How one token reads."""
+        return self.decode([token_id])
+
+
+def load_text(folder: Path) -> Text:
+    """The tokenizer that lies in a model folder, if any."""
+    ours, theirs = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if theirs.exists():
+        from transformers import AutoTokenizer
+
+        return Text(AutoTokenizer.from_pretrained(folder))
+    if ours.exists():
+        from replaylens.tasks.tokenizer import WordTokenizer
+
+        return Text(WordTokenizer.load(ours))
+    return Text(None)

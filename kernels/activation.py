@@ -1,0 +1,62 @@
+"""Activations of the MLP, plain and gated: elementwise, hence canonical.
+
+    plain  y = f(x)                    gated  y = f(gate) * up,   x = [gate | up]
+
+Everything is float32 inside with one rounding at the end. `activate` is shared with the product that has the gated
+activation in its epilogue (`matmul.gated_matmul`): both round gate and up to the storage dtype first, so the fused and
+the separate road give the same bits, and a captured gate is what the product really used.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replaylens.kernels.launch import EXACT, ceil_div, require, require_float, require_rows
+
+KINDS = ("silu", "gelu", "gelu_tanh", "relu")
+_BLOCK = 1024
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    """f(x) in float32. exp is taken as exp2, the instruction the device has."""
+    if KIND == "silu":
+        return x / (1.0 + tl.exp2(x * -1.4426950408889634))
+    elif KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        # 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)): one division, no overflow for large |u|
+        u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return x / (1.0 + tl.exp2(u * -2.8853900817779268))
+    else:
+        return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def _activation_kernel(X, OUT, width, stride_x, stride_o, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    x = tl.load(X + row * stride_x + column, mask=mask, other=0.0).to(tl.float32)
+    y = activate(x, KIND)
+    if GATED:
+        y = y * tl.load(X + row * stride_x + width + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(OUT + row * stride_o + column, y.to(OUT.dtype.element_ty), mask=mask)
+
+
+def activation(x: Tensor, kind: str, gated: bool, out: Tensor | None = None) -> Tensor:
+    """[rows, width] -> f(x), or gated: [rows, gate | up] -> f(gate) * up [rows, width / 2]."""
+    require(kind in KINDS, f"no activation {kind!r}; known: {', '.join(KINDS)}")
+    require_float("x", x)
+    require_rows("x", x)
+    require(x.dim() == 2, f"x has shape {tuple(x.shape)}; expected [rows, width]")
+    require(not gated or x.shape[1] % 2 == 0, f"a gated x needs an even width, not {x.shape[1]}")
+    rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
+    if out is None:
+        out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    if rows:
+        _activation_kernel[(rows, ceil_div(width, _BLOCK))](
+            x, out, width, x.stride(0), out.stride(0), kind, gated, _BLOCK, num_warps=4, **EXACT
+        )
+    return out

@@ -1,0 +1,337 @@
+"""Canonical attention over pages: one order of summation for a row, however the row came to be computed.
+
+    s[j] = q . k[j] * scale        (softcap: s <- c tanh(s / c))        out = sum_j softmax(s)[j] v[j],   j <= position
+
+**The order.** Keys are taken in blocks of `KV_BLOCK` counted from position 0, never from the window's or the batch's start.
+Every `KV_SPLIT` keys form a partial result (max m, sum l, sum a) of their own, and partials are merged from the first to
+the last. That tree depends on the row's position alone. A masked key has p = 0 and a block or split without visible keys
+leaves m, l and a as they are, to the bit (exp2(0) = 1, x * 1 + 0 = x), so it does not matter which neighbours share a tile
+or whether such a block is skipped: decode, a window cut anywhere and a full prefill agree.
+
+**Row sums are dots with ones**, on the same rounded p that multiplies v. A `tl.sum` over a tile axis adds in an order that
+depends on the thread layout, hence on the tile; a dot does not. Maxima are safe in any order.
+
+**Two roads, same bits.** With few tiles each split gets a program of its own (`split` below); the one that finishes last
+merges all partials in order. With many tiles one program walks the splits and merges as it goes.
+
+**Pages.** Row of key j of sequence s: `page_table[s, j // page_size] * page_size + j % page_size`. Page 0 is the null page, all
+zeros, never written; a table may hold 0 wherever no row looks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replaylens.kernels.launch import (
+    EXACT,
+    KV_BLOCK,
+    KV_SPLIT,
+    PAGE_SIZE,
+    AttentionTile,
+    attention_tile,
+    ceil_div,
+    next_power_of_2,
+    num_multiprocessors,
+    require,
+    require_float,
+    require_rows,
+    require_same,
+    require_shape,
+)
+
+
+@triton.jit
+def _merge(m, l, a, m1, l1, a1):
+    """Join two partial softmaxes; the order of the arguments is part of the canonical order."""
+    top = tl.maximum(m, m1)
+    safe = tl.where(top == float("-inf"), 0.0, top)  # both empty: exp2(-inf - 0) = 0, not NaN
+    x, x1 = tl.exp2(m - safe), tl.exp2(m1 - safe)
+    return top, l * x + l1 * x1, a * x[:, None] + a1 * x1[:, None]
+
+
+@triton.jit
+def _block(
+    q, m, l, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Take in the keys [start, start + BLOCK)."""
+    j = start + tl.arange(0, BLOCK)
+    reach = tl.max(position, 0)
+    page = tl.load(TABLE + j // PAGE, mask=j <= reach, other=0).to(tl.int64)
+    slot = (page * PAGE + j % PAGE) * kv_stride
+    if HEAD == HEAD_BLOCK:
+        k = tl.load(K + slot[:, None] + d[None, :])
+        v = tl.load(V + slot[:, None] + d[None, :])
+    else:
+        k = tl.load(K + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
+        v = tl.load(V + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
+    s = tl.dot(q, k.T, input_precision="ieee") * scale
+    if CAPPED:  # tanh(u) = 1 - 2 / (1 + exp(2u)); here scale holds 2 log2(e) / cap and softcap holds cap log2(e)
+        s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s))
+    seen = j[None, :] <= position[:, None]
+    if WINDOWED:
+        seen = seen & (j[None, :] > position[:, None] - window)
+    s = tl.where(seen, s, float("-inf"))
+    top = tl.maximum(m, tl.max(s, 1))
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    shrink = tl.exp2(m - safe)
+    p = tl.exp2(s - safe[:, None]).to(v.dtype)
+    ones = tl.full((BLOCK, 16), 1.0, v.dtype)
+    row_sum = tl.max(tl.dot(p, ones, input_precision="ieee"), 1)  # sixteen equal columns
+    a = tl.dot(p, v, a * shrink[:, None], input_precision="ieee")
+    return top, l * shrink + row_sum, a
+
+
+@triton.jit
+def _walk(
+    q, K, V, TABLE, first, end, position, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """The partial result of the keys [first, end); `first` is a multiple of BLOCK."""
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    l = tl.zeros((ROWS,), tl.float32)
+    a = tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
+    for start in tl.range(first, end, BLOCK):
+        m, l, a = _block(
+            q, m, l, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window,
+            PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
+        )  # fmt: skip
+    return m, l, a
+
+
+@triton.jit
+def _attention_kernel(
+    Q, K, V, OUT, PARTIAL, COUNT, TILES, SEQUENCE, POSITION, TABLES,
+    stride_qr, stride_qh, kv_stride, head_stride, stride_or, stride_oh, stride_t,
+    scale, softcap, window, max_splits,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr, TILED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, SPLIT_GRID: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """One tile: up to ROWS (row, query head) pairs of one sequence and one key-value head."""
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    if TILED:
+        first_row, num_rows = tl.load(TILES + tile * 2), tl.load(TILES + tile * 2 + 1)
+    else:
+        first_row, num_rows = tile, 1
+    if num_rows == 0:
+        return
+    pair = tl.arange(0, ROWS)
+    valid = pair < num_rows * GROUP
+    row = (first_row + pair // GROUP).to(tl.int64)
+    head = kv_head * GROUP + pair % GROUP
+    position = tl.load(POSITION + row, mask=valid, other=-1)
+    d = tl.arange(0, HEAD_BLOCK)
+    mask = valid[:, None] & (d[None, :] < HEAD)
+    q = tl.load(Q + row[:, None] * stride_qr + head[:, None] * stride_qh + d[None, :], mask=mask, other=0.0)
+    TABLE = TABLES + tl.load(SEQUENCE + first_row).to(tl.int64) * stride_t
+    K += kv_head * head_stride
+    V += kv_head * head_stride
+
+    end = tl.max(position, 0) + 1
+    first = 0
+    if WINDOWED:  # the first key that any row of the tile sees
+        first = tl.maximum(tl.min(tl.where(valid, position, 2147483647), 0) - window + 1, 0) // BLOCK * BLOCK
+    low, high = first // SPLIT, tl.cdiv(end, SPLIT)
+    write = high > low
+    if SPLIT_GRID:
+        split = low + tl.program_id(2)
+        if split >= high:
+            return
+        m, l, a = _walk(
+            q, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position, d,
+            kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
+        )  # fmt: skip
+        if high - low > 1:
+            work = (tile * tl.num_programs(1) + kv_head).to(tl.int64)
+            PARTIAL += work * max_splits * ROWS * (HEAD_BLOCK + 2)
+            _store_partial(PARTIAL, split - low, m, l, a, pair, d, valid, mask, ROWS, HEAD_BLOCK)
+            tl.debug_barrier()  # every thread's part of the partial is on its way before the count says so
+            write = tl.atomic_add(COUNT + work, 1, sem="acq_rel") == high - low - 1
+            if write:  # last of all: merge
+                tl.store(COUNT + work, 0)
+                m, l, a = _load_partial(PARTIAL, 0, pair, d, valid, mask, ROWS, HEAD_BLOCK)
+                for i in tl.range(1, high - low):
+                    m1, l1, a1 = _load_partial(PARTIAL, i, pair, d, valid, mask, ROWS, HEAD_BLOCK)
+                    m, l, a = _merge(m, l, a, m1, l1, a1)
+    else:
+        m = tl.full((ROWS,), float("-inf"), tl.float32)
+        l = tl.zeros((ROWS,), tl.float32)
+        a = tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
+        for split in tl.range(low, high):
+            m1, l1, a1 = _walk(
+                q, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position, d,
+                kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
+            )  # fmt: skip
+            m, l, a = _merge(m, l, a, m1, l1, a1)  # merging into nothing gives back the partial, to the bit
+    if write:
+        out = OUT + row[:, None] * stride_or + head[:, None] * stride_oh + d[None, :]
+        l = tl.where(valid, l, 1.0)  # pairs that only fill the tile saw no key
+        tl.store(out, (a / l[:, None]).to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_partial(P, i, m, l, a, pair, d, valid, mask, ROWS: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+    P += i * ROWS * (HEAD_BLOCK + 2)
+    tl.store(P + pair, m, mask=valid)
+    tl.store(P + ROWS + pair, l, mask=valid)
+    tl.store(P + 2 * ROWS + pair[:, None] * HEAD_BLOCK + d[None, :], a, mask=mask)
+
+
+@triton.jit
+def _load_partial(P, i, pair, d, valid, mask, ROWS: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+    """Read past the first-level cache, which may hold what another program has since replaced."""
+    P += i * ROWS * (HEAD_BLOCK + 2)
+    m = tl.load(P + pair, mask=valid, other=float("-inf"), cache_modifier=".cg")
+    l = tl.load(P + ROWS + pair, mask=valid, other=0.0, cache_modifier=".cg")
+    a = tl.load(P + 2 * ROWS + pair[:, None] * HEAD_BLOCK + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+    return m, l, a
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a pass and where their keys lie. Immutable; the tensors may be refilled in place between graph replays."""
+
+    sequence: Tensor
+    """[rows] int32: line of `page_table`"""
+    position: Tensor
+    """[rows] int32"""
+    page_table: Tensor
+    """[sequences, pages] int32"""
+    tiles: Tensor | None = None
+    """[tiles, 2] int32 (first row, number of rows), from `plan_tiles`; None: every row on its own"""
+    max_keys: int = 0
+    """upper bound on position + 1; 0: as many as the page table can hold"""
+
+    def __post_init__(self) -> None:
+        require_shape("position", self.position, tuple(self.sequence.shape))
+        require(self.sequence.dim() == 1, f"sequence has shape {tuple(self.sequence.shape)}; expected [rows]")
+        require(self.page_table.dim() == 2, f"page_table has shape {tuple(self.page_table.shape)}; expected [sequences, pages]")
+        for name in ("sequence", "position", "page_table", "tiles"):
+            x = getattr(self, name)
+            if x is not None:
+                require(x.dtype == torch.int32, f"{name} is {x.dtype}; expected int32")
+                require(x.is_contiguous(), f"{name} must be contiguous")
+                require(x.device == self.sequence.device, f"{name} is on {x.device}, sequence on {self.sequence.device}")
+
+
+def rows_per_tile(heads: int, kv_heads: int, d_head: int, dtype: torch.dtype, longest: int) -> int:
+    """How many rows of one sequence share a tile, when the longest run of rows of a sequence has `longest`."""
+    group = heads // kv_heads
+    return max(1, attention_tile(longest * group, d_head, dtype).rows // group)
+
+
+def plan_tiles(sequences: list[int], per_tile: int, capacity: int = 0) -> Tensor:
+    """Cut packed rows into tiles of one sequence each: [tiles, 2] int32 on the CPU, padded with empty tiles to `capacity`.
+
+    `sequences` names each row's sequence. Longest-reaching tiles come last in a run, so the plan is reversed: the programs
+    with most keys start first.
+    """
+    tiles: list[tuple[int, int]] = []
+    for i, sequence in enumerate(sequences):
+        if tiles and tiles[-1][1] < per_tile and sequences[i - 1] == sequence:
+            tiles[-1] = (tiles[-1][0], tiles[-1][1] + 1)
+        else:
+            tiles.append((i, 1))
+    require(not capacity or len(tiles) <= capacity, f"{len(tiles)} tiles do not fit a plan of {capacity}")
+    tiles = tiles[::-1] + [(0, 0)] * (capacity - len(tiles))
+    return torch.tensor(tiles, dtype=torch.int32).reshape(-1, 2)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Partial results of the split road. One per stream: two passes at a time must not share one."""
+
+    partial: Tensor
+    """float32"""
+    count: Tensor
+    """int32, all zero between launches"""
+
+    @classmethod
+    def of(cls, tiles: int, kv_heads: int, splits: int, tile_rows: int, d_head: int, device: torch.device) -> "Workspace":
+        work = tiles * kv_heads
+        size = work * splits * tile_rows * (next_power_of_2(d_head) + 2)
+        return cls(
+            torch.empty(size, dtype=torch.float32, device=device), torch.zeros(work, dtype=torch.int32, device=device)
+        )
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Rows,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    out: Tensor | None = None,
+    workspace: Workspace | None = None,
+    page_size: int = PAGE_SIZE,
+    tile: AttentionTile | None = None,
+    split: bool | None = None,
+    kv_block: int = KV_BLOCK,
+    kv_split: int = KV_SPLIT,
+) -> Tensor:
+    """q [rows, heads, d_head], caches [slots, kv_heads, d_head] -> [rows, heads, d_head].
+
+    The rows' own keys and values must be in the cache. `softcap`, `window` (positions seen back, the row included): 0 for
+    none. `tile` and `split` choose a road and change no bit; `kv_block` and `kv_split` are canonical: other values than the
+    defaults are for tests that show the bits move.
+    """
+    num_rows, heads, d_head = q.shape
+    kv_heads = _check_caches(q, k_cache, v_cache)
+    require_shape("rows.sequence", rows.sequence, (num_rows,))
+    require(kv_split % kv_block == 0, f"kv_split {kv_split} is not a multiple of kv_block {kv_block}")
+    require(scale > 0 and softcap >= 0 and window >= 0, f"scale {scale} > 0, softcap {softcap} >= 0, window {window} >= 0")
+    group = heads // kv_heads
+    if out is None:
+        out = torch.empty(num_rows, heads, d_head, dtype=q.dtype, device=q.device)
+    require_shape("out", out, q.shape)
+    require_rows("out", out)
+    if not num_rows:
+        return out
+    num_tiles = num_rows if rows.tiles is None else rows.tiles.shape[0]
+    tile = tile or attention_tile(group if rows.tiles is None else 128, d_head, q.dtype)
+    require(tile.rows >= group, f"a tile of {tile.rows} cannot hold the {group} query heads of a key-value head")
+    keys = rows.max_keys or rows.page_table.shape[1] * page_size
+    if window:
+        keys = min(keys, window + kv_split + (0 if rows.tiles is None else tile.rows))
+    splits = ceil_div(keys, kv_split) + (1 if window else 0)
+    if split is None:
+        split = splits > 1 and num_tiles * kv_heads < 4 * num_multiprocessors(q.device)
+    if split and workspace is None:
+        workspace = Workspace.of(num_tiles, kv_heads, splits, tile.rows, d_head, q.device)
+    partial, count = (workspace.partial, workspace.count) if split and workspace is not None else (q, q)
+    log2e = 1.4426950408889634
+    _attention_kernel[(num_tiles, kv_heads, splits if split else 1)](
+        q, k_cache, v_cache, out, partial, count, rows.tiles if rows.tiles is not None else rows.position,
+        rows.sequence, rows.position, rows.page_table,
+        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1),
+        rows.page_table.stride(0), 2 * log2e * scale / softcap if softcap else log2e * scale, softcap * log2e, window, splits,
+        group, d_head, next_power_of_2(max(d_head, 16)), tile.rows, rows.tiles is not None,
+        page_size, kv_block, kv_split, split, softcap > 0, window > 0,
+        num_warps=tile.warps, num_stages=tile.stages, **EXACT,
+    )  # fmt: skip
+    return out
+
+
+def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
+    """The number of key-value heads, or an error that says what does not fit."""
+    require(q.dim() == 3, f"q has shape {tuple(q.shape)}; expected [rows, heads, d_head]")
+    require_float("q", q)
+    require_rows("q", q)
+    heads, d_head = q.shape[1:]
+    require(d_head <= 256, f"d_head {d_head} is more than 256")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        require_shape(name, cache, (k_cache.shape[0], k_cache.shape[1], d_head))
+        require_same(name, cache, q)
+        require_rows(name, cache)
+        require(cache.stride() == k_cache.stride(), f"{name} has strides {cache.stride()}, k_cache {k_cache.stride()}")
+    kv_heads = k_cache.shape[1]
+    require(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} key-value heads")
+    return kv_heads

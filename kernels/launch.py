@@ -1,0 +1,170 @@
+"""Launch tables: which tile a kernel runs with. Nothing here is tuned at run time.
+
+Two kinds of constants live here, and the difference is the whole point:
+
+* **Canonical constants** take part in a reduction order. Change one and bits move; `CANONICAL_VERSION` must go up.
+* **Tiles** decide speed only. The tests prove that they do not move bits, so they may depend on the number of rows.
+
+All kernels are compiled without contraction of `a * b + c` (`EXACT`): the compiler may fuse such a pair in one variant of
+a kernel and not in another, and the two would then round differently. Where one rounding is wanted, the code says
+`tl.fma`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CANONICAL_VERSION = 1
+"""goes into the fingerprint of a result; raise it with any change that can move a bit"""
+
+PAGE_SIZE = 16
+"""positions per page of the key-value cache (layout only: takes part in no reduction)"""
+KV_BLOCK = 64
+"""canonical: keys per step of the softmax, counted from position 0"""
+KV_SPLIT = 512
+"""canonical: keys per independent partial softmax, counted from position 0; partials are merged in order"""
+VOCAB_TILE = 128
+"""canonical: vocabulary entries per partial log-sum-exp of the lens"""
+GRAM_CHUNK = 512
+"""canonical: rows per partial sum of a Gram matrix, counted from the first row"""
+
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+"""compile options of every kernel whose arithmetic is not all inside `tl.dot`"""
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """How one product is cut up. Every tile gives the same bits."""
+
+    rows: int
+    columns: int
+    depth: int
+    """of one step along the reduction"""
+    warps: int
+    stages: int
+    persistent: bool = False
+    """one program per multiprocessor walks many tiles, fed by the bulk tensor copy engine"""
+    specialize: bool = False
+    """a group of warps of its own feeds the copy engine; the compiler adds those warps to `warps`"""
+
+    def shared_bytes(self, item: int) -> int:
+        """Shared memory that the pipeline needs."""
+        return (self.rows + self.columns) * self.depth * item * self.stages
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """How many (row, query head) pairs one program of the attention takes. Every tile gives the same bits."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+def gemm_tile(rows: int, depth: int, columns: int, dtype: torch.dtype) -> GemmTile:
+    """The tile for x [rows, depth] @ w [depth, columns]."""
+    if dtype == torch.float32:  # no tensor cores: plain multiply-adds
+        return GemmTile(16, 64, 32, 4, 3) if rows <= 16 else GemmTile(64, 64, 32, 4, 3)
+    if rows <= 16:
+        return GemmTile(16, 32, 128, 4, 6) if columns <= 8192 else GemmTile(16, 64, 128, 4, 5)
+    if rows <= 32:
+        return GemmTile(32, 32, 128, 4, 5) if columns <= 8192 else GemmTile(32, 64, 128, 4, 4)
+    if rows <= 64:
+        return GemmTile(64, 32, 128, 4, 5) if columns <= 8192 else GemmTile(64, 64, 128, 4, 4)
+    if rows <= 128:
+        return GemmTile(64, 64, 128, 4, 4) if columns <= 8192 else GemmTile(128, 128, 64, 8, 4)
+    return GemmTile(128, 128, 64, 8, 4)
+
+
+def gated_tile(rows: int, depth: int, columns: int, dtype: torch.dtype) -> GemmTile:
+    """The tile for a product with gate and up side by side, `columns` each: two accumulators per element."""
+    if dtype == torch.float32:
+        return GemmTile(16, 64, 32, 4, 3) if rows <= 16 else GemmTile(32, 64, 32, 4, 3)
+    if rows <= 64:
+        return GemmTile(max(16, next_power_of_2(rows)), 32, 128, 4, 4)
+    return GemmTile(128, 64, 64, 8, 4)
+
+
+def attention_tile(pairs: int, d_head: int, dtype: torch.dtype) -> AttentionTile:
+    """The tile for at most `pairs` (row, query head) pairs of one sequence and key-value head."""
+    if dtype == torch.float32:
+        return AttentionTile(16, 4, 1)
+    if pairs <= 16:
+        return AttentionTile(16, 4, 3 if d_head <= 128 else 2)
+    if pairs <= 64 or d_head > 128:
+        return AttentionTile(64, 4, 2)
+    return AttentionTile(128, 8, 2)
+
+
+@dataclass(frozen=True)
+class NormShape:
+    """Rows per program and warps: canonical, since a sum over a tile depends on its thread layout."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+def norm_shape(width: int) -> NormShape:
+    """The one launch shape for rows of this width."""
+    block = next_power_of_2(width)
+    if block <= 512:
+        return NormShape(2048 // block if block >= 128 else 16, block, 4)
+    return NormShape(1, block, min(16, max(4, block // 512)))
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def ceil_div(n: int, by: int) -> int:
+    """How many pieces of size `by` cover n."""
+    return -(-n // by)
+
+
+@lru_cache(maxsize=16)
+def num_multiprocessors(device: torch.device) -> int:
+    """How many programs run at once; 1 on a CPU, where the interpreter runs them one by one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache(maxsize=16)
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether the device has the bulk tensor copy engine (Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with `message` unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_float(name: str, x: Tensor) -> None:
+    """`x` has a dtype that the kernels compute with."""
+    require(x.dtype in FLOATS, f"{name} is {x.dtype}; the kernels take bfloat16, float16 or float32")
+
+
+def require_shape(name: str, x: Tensor, shape: Sequence[int | None]) -> None:
+    """`x` has this shape; None leaves a dimension free."""
+    fits = x.dim() == len(shape) and all(want is None or want == have for want, have in zip(shape, x.shape, strict=True))
+    wanted = ", ".join("any" if s is None else str(s) for s in shape)
+    require(fits, f"{name} has shape {tuple(x.shape)}; expected ({wanted})")
+
+
+def require_same(name: str, x: Tensor, other: Tensor) -> None:
+    """`x` has the dtype and device of `other`."""
+    same = x.dtype == other.dtype and x.device == other.device
+    require(same, f"{name} is {x.dtype} on {x.device}; expected {other.dtype} on {other.device}")
+
+
+def require_rows(name: str, x: Tensor) -> None:
+    """The last dimension of `x` is contiguous."""
+    require(x.shape[-1] <= 1 or x.stride(-1) == 1, f"the last dimension of {name} must be contiguous (strides {x.stride()})")

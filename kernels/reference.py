@@ -1,0 +1,172 @@
+"""The meaning of every kernel, in plain PyTorch. Nothing here is fast; everything computes in the dtype of its inputs.
+
+Tests give float64 inputs and compare a kernel's output with the result. Only the integer hash of `sample` is compared bit
+for bit.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# matmul, activation
+
+
+def matmul(x: Tensor, w: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """x @ w + bias + residual"""
+    y = x @ w
+    y = y if bias is None else y + bias
+    return y if residual is None else y + residual
+
+
+def activation(x: Tensor, kind: str, gated: bool) -> Tensor:
+    """f(x), or f(gate) * up for x = [gate | up]"""
+    if gated:
+        gate, up = x.chunk(2, dim=-1)
+        return activation(gate, kind, False) * up
+    match kind:
+        case "silu":
+            return F.silu(x)
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "relu":
+            return F.relu(x)
+    raise ValueError(f"no activation {kind!r}")
+
+
+# norm
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> Tensor:
+    """RMSNorm ("rms") or LayerNorm ("layer") over the last dimension"""
+    if kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    return y if bias is None else y + bias
+
+
+# rope
+
+
+def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """x [rows, heads, d_head] turned by table [positions, 2, rotary / 2]; dimensions past `rotary` stay"""
+    half = table.shape[-1]
+    cos, sin = table[positions.long()].to(x.dtype).unbind(1)
+    cos, sin = cos[:, None], sin[:, None]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], dim=-1)
+
+
+def slots(sequence: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
+    """Where the key of each row lies in the cache: [rows] int64"""
+    page = page_table[sequence.long(), positions.long() // page_size].long()
+    return page * page_size + positions.long() % page_size
+
+
+# attention
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    sequence: Tensor,
+    positions: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> Tensor:
+    """q [rows, heads, d_head] over the keys 0..position of each row's sequence -> [rows, heads, d_head]"""
+    out = torch.empty_like(q)
+    group = q.shape[1] // k_cache.shape[1]
+    for i, (s, position) in enumerate(zip(sequence.tolist(), positions.tolist(), strict=True)):
+        first = max(0, position + 1 - window) if window else 0
+        keys = torch.arange(first, position + 1, device=q.device)
+        slot = slots(torch.full_like(keys, s), keys, page_table, page_size)
+        k = k_cache[slot].repeat_interleave(group, dim=1)  # [keys, heads, d_head]
+        v = v_cache[slot].repeat_interleave(group, dim=1)
+        score = torch.einsum("hd,khd->hk", q[i], k) * scale
+        if softcap:
+            score = torch.tanh(score / softcap) * softcap
+        out[i] = torch.einsum("hk,khd->hd", score.softmax(-1), v)
+    return out
+
+
+# sample
+
+_MIX_1, _MIX_2 = -4658895280553007687, -7723592293110705685  # 0xbf58476d1ce4e5b9, 0x94d049bb133111eb as int64
+_GOLDEN = -7046029254386353131  # 0x9e3779b97f4a7c15
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Logical shift to the right of int64."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def mix64(x: Tensor) -> Tensor:
+    """splitmix64's finaliser, a bijection of 64-bit integers (held as int64)"""
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def hash64(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """64 well-mixed bits of (seed, position, token id), broadcast; int64"""
+    row = mix64(mix64(seed.long() + _GOLDEN) + position.long() * _GOLDEN)
+    return mix64(row + token.long() * _GOLDEN)
+
+
+def gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """-log(-log u) in float64, u uniform on the 2^52 midpoints of (0, 1)"""
+    u = (_shift(hash64(seed, position, token), 12).double() + 0.5) * 2.0**-52
+    return -torch.log(-torch.log(u))
+
+
+def sample(logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor) -> Tensor:
+    """Gumbel-max over [rows, vocab]: [rows] int64. Temperature 0: the largest logit. Ties: the smallest token id."""
+    token = torch.arange(logits.shape[1], device=logits.device)
+    noise = gumbel(seed[:, None], position[:, None], token[None, :])
+    t = temperature.double()[:, None]
+    score = torch.where(t > 0, logits.double() / torch.where(t > 0, t, 1.0) + noise, logits.double())
+    best = score.max(-1, keepdim=True).values
+    return torch.where(score == best, token, logits.shape[1]).min(-1).values
+
+
+# lens
+
+
+def lens(logits: Tensor, final_logits: Tensor | None, targets: Tensor, k: int) -> dict[str, Tensor]:
+    """Statistics of softmax(logits) [rows, vocab].
+
+    log_sum_exp, entropy, kl (to softmax of `final_logits`, when given) [rows]; top_ids, top_log_probs [rows, k], largest
+    first, ties by smallest id; target_log_probs like `targets` [rows, n].
+    """
+    log_sum_exp = logits.logsumexp(-1)
+    log_p = logits - log_sum_exp[:, None]
+    p = log_p.exp()
+    found = {"log_sum_exp": log_sum_exp, "entropy": -(p * log_p).sum(-1)}
+    if final_logits is not None:
+        found["kl"] = (p * (log_p - final_logits.log_softmax(-1))).sum(-1)
+    order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
+    found["top_ids"], found["top_log_probs"] = order, log_p.gather(1, order)
+    found["target_log_probs"] = log_p.gather(1, targets.long())
+    return found
+
+
+# gram
+
+
+def gram(x: Tensor, y: Tensor | None = None) -> Tensor:
+    """X^T X [d, d], or X^T Y [d, t]"""
+    return x.T @ (x if y is None else y)
+
+
+# capture
+
+
+def gather(x: Tensor, rows: Tensor) -> Tensor:
+    """The chosen rows of a site"""
+    return x[rows.long()]

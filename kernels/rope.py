@@ -1,0 +1,169 @@
+"""Turn q and k by their positions and write k and v to their pages, in one launch.
+
+    (a, b) -> (a cos - b sin, b cos + a sin),  a = x[:rotary / 2], b = x[rotary / 2 : rotary];  the rest of the head stays
+
+float32 inside, one rounding at the end; elementwise, hence canonical. The table is indexed by position, so a row's angle does not
+depend on its neighbours. Rows whose page is 0, the null page, are not written: padding rows of a captured graph point there, and the
+null page must stay zero because the attention reads it for keys that do not exist.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replaylens.kernels.attention import Rows
+from replaylens.kernels.launch import (
+    EXACT,
+    PAGE_SIZE,
+    ceil_div,
+    next_power_of_2,
+    require,
+    require_float,
+    require_rows,
+    require_same,
+    require_shape,
+)
+
+_HEADS = 8  # per program
+
+
+@triton.jit
+def _turn(X, OUT, head, live, cos, sin, half_mask, e, stride_xh, stride_oh, HALF: tl.constexpr):
+    """Rotate the first 2 HALF dimensions of some heads."""
+    at, to = X + head[:, None] * stride_xh + e[None, :], OUT + head[:, None] * stride_oh + e[None, :]
+    mask = live[:, None] & half_mask[None, :]
+    a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, (a * cos - b * sin).to(OUT.dtype.element_ty), mask=mask)
+    tl.store(to + HALF, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _copy(X, OUT, head, live, d, keep, stride_xh, stride_oh):
+    """Copy some dimensions of some heads as they are."""
+    mask = live[:, None] & keep[None, :]
+    x = tl.load(X + head[:, None] * stride_xh + d[None, :], mask=mask, other=0.0)
+    tl.store(OUT + head[:, None] * stride_oh + d[None, :], x, mask=mask)
+
+
+@triton.jit
+def _rope_kernel(
+    Q, K, V, Q_OUT, K_OUT, K_CACHE, V_CACHE, TABLE, SEQUENCE, POSITION, PAGES,
+    stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, kv_stride, head_stride, stride_p,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    STORE: tl.constexpr, KEEP_K: tl.constexpr,
+):  # fmt: skip
+    """Program (row, i): query heads first, then key and value heads, HEADS at a time."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(POSITION + row)
+    e, d = tl.arange(0, HALF_BLOCK), tl.arange(0, HEAD_BLOCK)
+    turned, rest = e < HALF, (d >= 2 * HALF) & (d < HEAD)
+    angle = TABLE + position.to(tl.int64) * 2 * HALF + e
+    cos = tl.load(angle, mask=turned, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(angle + HALF, mask=turned, other=0.0).to(tl.float32)[None, :]
+    query_parts = (QUERY_HEADS + HEADS - 1) // HEADS
+    if part < query_parts:
+        head = part * HEADS + tl.arange(0, HEADS)
+        live = head < QUERY_HEADS
+        to = Q_OUT + row * QUERY_HEADS * HEAD
+        _turn(Q + row * stride_q, to, head, live, cos, sin, turned, e, stride_qh, HEAD, HALF)
+        if 2 * HALF < HEAD:
+            _copy(Q + row * stride_q, to, head, live, d, rest, stride_qh, HEAD)
+    else:
+        head = (part - query_parts) * HEADS + tl.arange(0, HEADS)
+        live = head < KV_HEADS
+        if KEEP_K:
+            to = K_OUT + row * KV_HEADS * HEAD
+            _turn(K + row * stride_k, to, head, live, cos, sin, turned, e, stride_kh, HEAD, HALF)
+            if 2 * HALF < HEAD:
+                _copy(K + row * stride_k, to, head, live, d, rest, stride_kh, HEAD)
+        if STORE:
+            page = tl.load(PAGES + tl.load(SEQUENCE + row).to(tl.int64) * stride_p + position // PAGE).to(tl.int64)
+            slot = (page * PAGE + position % PAGE) * kv_stride
+            live = live & (page > 0)
+            _turn(K + row * stride_k, K_CACHE + slot, head, live, cos, sin, turned, e, stride_kh, head_stride, HALF)
+            if 2 * HALF < HEAD:
+                _copy(K + row * stride_k, K_CACHE + slot, head, live, d, rest, stride_kh, head_stride)
+            _copy(V + row * stride_v, V_CACHE + slot, head, live, d, d < HEAD, stride_vh, head_stride)
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    rows: Rows,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    keep_k: bool = False,
+    page_size: int = PAGE_SIZE,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate q and k, write k and v of every row to its slot; returns (rotated q, rotated k if `keep_k`).
+
+    q [rows, heads, d_head], k and v [rows, kv_heads, d_head] may be views of one packed product. table [positions, 2, rotary / 2]
+    float32; None: nothing is rotated, the heads are only stored.
+    """
+    return _launch(q, k, v, table, rows, (k_cache, v_cache), keep_k, page_size)
+
+
+def rotate(x: Tensor, table: Tensor, rows: Rows) -> Tensor:
+    """x [rows, heads, d_head] rotated: the arithmetic of `rotate_and_store` without the pages."""
+    return _launch(x, x[:, :0], x[:, :0], table, rows, None, False, PAGE_SIZE)[0]
+
+
+def store(k: Tensor, v: Tensor, rows: Rows, k_cache: Tensor, v_cache: Tensor, page_size: int = PAGE_SIZE) -> None:
+    """Write k and v [rows, kv_heads, d_head] to their slots as they are."""
+    _launch(k[:, :0], k, v, None, rows, (k_cache, v_cache), False, page_size)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    rows: Rows,
+    caches: tuple[Tensor, Tensor] | None,
+    keep_k: bool,
+    page_size: int,
+) -> tuple[Tensor, Tensor | None]:
+    num_rows, heads, d_head = q.shape
+    kv_heads, half = k.shape[1], 0 if table is None else table.shape[2]
+    _check(q, k, v, table, rows, caches)
+    q_out = torch.empty(num_rows, heads, d_head, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(num_rows, kv_heads, d_head, dtype=q.dtype, device=q.device) if keep_k else None
+    parts = ceil_div(heads, _HEADS) + ceil_div(kv_heads, _HEADS)
+    if num_rows:
+        k_cache, v_cache = caches or (k, v)
+        _rope_kernel[(num_rows, parts)](
+            q, k, v, q_out, k_out if k_out is not None else k, k_cache, v_cache,
+            table if table is not None else q, rows.sequence, rows.position, rows.page_table,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            k_cache.stride(0), k_cache.stride(1), rows.page_table.stride(0),
+            heads, kv_heads, d_head, next_power_of_2(d_head), half, next_power_of_2(max(half, 1)), page_size, _HEADS,
+            caches is not None, keep_k, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return q_out, k_out
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, rows: Rows, caches: tuple[Tensor, Tensor] | None
+) -> None:
+    num_rows, _, d_head = q.shape
+    require_float("q", q)
+    require_shape("rows.position", rows.position, (num_rows,))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        require_shape(name, x, (num_rows, q.shape[1] if name == "q" else k.shape[1], d_head))
+        require_same(name, x, q)
+        require_rows(name, x)
+    if table is not None:
+        require_shape("table", table, (None, 2, None))
+        require(table.dtype == torch.float32 and table.is_contiguous(), "the rotary table must be contiguous float32")
+        require(2 * table.shape[2] <= d_head, f"the table turns {2 * table.shape[2]} of {d_head} dimensions")
+    for name, cache in zip(("k_cache", "v_cache"), caches or (), strict=False):
+        require_shape(name, cache, (None, k.shape[1], d_head))
+        require_same(name, cache, q)
+        require_rows(name, cache)
+        assert caches is not None
+        require(cache.stride() == caches[0].stride(), "k_cache and v_cache must have the same strides")

@@ -1,0 +1,21 @@
+"""`replaylens fetch`: real models for the tests and the notebooks, kept in a cache folder."""
+
+from typing import Annotated
+
+import typer
+
+from replaylens.engine import smollm2
+from replaylens.engine.errors import EngineError
+
+MODELS = {"smollm2": smollm2.fetch}
+
+
+def fetch(name: Annotated[str, typer.Argument(help=f"Which model: {' or '.join(MODELS)}.")]) -> None:
+    """Download a model once and keep it; says where. Does nothing when it is there already."""
+    if name not in MODELS:
+        raise typer.BadParameter(f"no model {name!r} to fetch; known: {', '.join(MODELS)}")
+    try:
+        MODELS[name](typer.echo)
+    except EngineError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error

@@ -1,0 +1,205 @@
+"""The package's own files agree with each other: ranges and pins, make targets and CI, skips and their reasons."""
+
+import ast
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+TARGETS = {"demo", "test", "lint", "type", "bench", "notebooks", "slow", "gpu", "smollm2", "clean"}
+QUARANTINES = ROOT / "tests" / "QUARANTINES.md"
+
+
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def pins(text: str) -> dict[str, str]:
+    """Package -> version of a constraints file; anything but an exact pin is an error."""
+    out: dict[str, str] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, exact, version = line.partition("==")
+            assert exact and re.fullmatch(r"[\w.]+", version), f"not an exact pin: {line!r}"
+            assert canonicalize_name(name) not in out, f"pinned twice: {name}"
+            out[canonicalize_name(name)] = version
+    return out
+
+
+def unmet(requirements: list[str], pinned: dict[str, str]) -> list[str]:
+    """The requirements that no pin satisfies."""
+    wanted = [Requirement(text) for text in requirements]
+    return [str(r) for r in wanted if not r.specifier.contains(pinned.get(canonicalize_name(r.name), "0.dev0"))]
+
+
+# Pins
+
+
+def test_pins_satisfy_the_ranges() -> None:
+    """Every package that pyproject asks for, in any extra, is pinned to a version within its range."""
+    project = pyproject()["project"]
+    wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    assert len(wanted) > 20
+    assert unmet(wanted, pins((ROOT / "constraints.txt").read_text())) == []
+
+
+def test_pins_control() -> None:
+    """Negative control: a pin outside its range, and a package without a pin, are found."""
+    assert unmet(["a>=2", "b>=1", "c_d<3"], {"a": "1.9", "c-d": "2.0"}) == ["a>=2", "b>=1"]
+    for line in ("a>=2", "a==1\nA==2", "a==1.*"):
+        with pytest.raises(AssertionError):
+            pins(line)
+
+
+def test_torch_and_its_triton_are_pinned() -> None:
+    """The pair that the bits depend on; the Makefile installs the same torch."""
+    pinned = pins((ROOT / "constraints.txt").read_text())
+    assert (pinned["torch"], pinned["triton"]) == ("2.13.0", "3.7.1")
+    named = re.findall(r"torch==([\w.]+)", (ROOT / "Makefile").read_text())
+    assert set(named) == {"2.13.0"}
+
+
+def test_version_is_told_once() -> None:
+    """pyproject and the package tell the same version."""
+    import replaylens
+
+    assert pyproject()["project"]["version"] == replaylens.__version__
+
+
+# Make and CI
+
+
+def make_targets(text: str) -> set[str]:
+    """The plain targets that have a rule."""
+    return {m[1] for line in text.splitlines() if (m := re.match(r"([a-z][\w-]*)\s*:(?!=)", line))}
+
+
+def test_makefile_has_its_targets() -> None:
+    """Every promised target has a rule, and all of them are phony; so make never takes a folder for done."""
+    text = (ROOT / "Makefile").read_text()
+    assert make_targets(text) >= TARGETS
+    phony = re.search(r"^\.PHONY:(.*)$", text, re.MULTILINE)
+    assert phony and set(phony[1].split()) >= TARGETS
+    assert make_targets("a: b\n\tc\nB := 3\nd-e:\n") == {"a", "d-e"}
+
+
+def test_make_test_lints_types_and_tests() -> None:
+    """`make -n test` would run ruff, the type checker and pytest, on whatever machine."""
+    plan = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert all(word in plan for word in ("ruff check", "ruff format --check", "mypy", "pytest"))
+
+
+def test_ci_runs_make_test() -> None:
+    """CI runs what a user runs, and nothing else; the script is executable and stops at the first error."""
+    script = ROOT / ".ci" / "run"
+    lines = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
+    assert lines == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "exec make test"]
+    assert script.stat().st_mode & 0o111
+
+
+# What must not be in the files
+
+
+def tracked() -> list[Path]:
+    """The files of the repository, without links and binaries."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [ROOT / name for name in listed.split("\0") if name]
+    return [f for f in files if f.is_file() and not f.is_symlink() and b"\0" not in f.read_bytes()[:4096]]
+
+
+HOSTS = [".".join(words) for words in (("pypi", "org"), ("pythonhosted", "org"), ("download", "pytorch", "org"))]
+INDEX = re.compile("|".join([*map(re.escape, HOSTS), "--(extra-)?index" + "-url", "--find" + "-links", "--trusted" + "-host"]))
+"""package indexes by name or by option, put together here so that this file does not hold one"""
+
+
+def test_no_package_index_is_named() -> None:
+    """Which index serves the packages is the user's business: no file names one."""
+    wrong = {str(f.relative_to(ROOT)): m[0] for f in tracked() if (m := INDEX.search(f.read_text(errors="replace")))}
+    assert wrong == {}
+
+
+def test_index_control() -> None:
+    """Negative control: the pattern finds an address and an option."""
+    for planted in ("https://" + HOSTS[0] + "/simple", "files." + HOSTS[1], "pip install --index" + "-url x y"):
+        assert INDEX.search(planted)
+    assert not INDEX.search("pip install -c constraints.txt torch==2.13.0")
+
+
+# Skips
+
+
+def skips(source: str) -> Iterator[str]:
+    """The tests of a module that may be skipped, by any means: marks, also by another name, and calls."""
+    tree = ast.parse(source)
+    marks = {"skip", "skipif", "xfail", "importorskip"}
+    marks |= {  # fetched = pytest.mark.skipif(...)
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and marks & _names(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    if "pytestmark" in marks or any(isinstance(n, ast.Expr) and marks & _names(n) for n in tree.body):
+        yield "*"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and marks & _names(node):
+            yield node.name
+
+
+def _names(node: ast.AST) -> set[str]:
+    """Every name and attribute under a node."""
+    return {n.attr if isinstance(n, ast.Attribute) else n.id for n in ast.walk(node) if isinstance(n, ast.Attribute | ast.Name)}
+
+
+def unlisted(file: str, source: str, quarantines: str) -> list[str]:
+    """The skips of a file that the quarantine table has no line for; a line names `file::test`."""
+    return [name for name in skips(source) if f"{file}::{name}" not in quarantines]
+
+
+def test_every_skip_has_its_line() -> None:
+    """No test may be skipped without a line in QUARANTINES.md that says when and why."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    text = QUARANTINES.read_text()
+    wrong = {name: bad for f in files if (bad := unlisted(name := str(f.relative_to(ROOT / "tests")), f.read_text(), text))}
+    assert wrong == {}
+
+
+def test_quarantine_lines_are_about_tests_that_exist() -> None:
+    """A line outlives its test only by mistake; every line has a condition and a reason."""
+    for line in QUARANTINES.read_text().splitlines():
+        if line.startswith("| `"):
+            test, when, why = (cell.strip() for cell in line.strip("|").split("|"))
+            file, _, name = test.strip("`").partition("::")
+            assert when and why and (ROOT / "tests" / file).is_file(), line
+            assert name in set(skips((ROOT / "tests" / file).read_text())), line
+
+
+PLANTED = {
+    "mark": "@pytest.mark.skip(reason='x')\ndef test_a(): ...",
+    "condition": "@pytest.mark.skipif(True, reason='x')\ndef test_a(): ...",
+    "expected failure": "@pytest.mark.xfail\ndef test_a(): ...",
+    "call": "def test_a():\n    pytest.skip('x')",
+    "missing package": "def test_a():\n    x = pytest.importorskip('x')",
+    "by another name": "gone = pytest.mark.skipif(True, reason='x')\n@gone\ndef test_a(): ...",
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_skip_control(plant: str) -> None:
+    """Negative control: each way to skip is found, and is silent once it has its line."""
+    assert unlisted("test_x.py", PLANTED[plant], "") == ["test_a"]
+    assert unlisted("test_x.py", PLANTED[plant], "| `test_x.py::test_a` | never | no reason |") == []
+    assert unlisted("test_x.py", "def test_a(): assert 1", "") == []
+
+
+def test_skip_of_a_whole_module_control() -> None:
+    """A module-wide mark or importorskip counts for the whole module."""
+    assert unlisted("test_x.py", "pytestmark = pytest.mark.skipif(True, reason='x')", "") == ["*"]
+    assert unlisted("test_x.py", "pytest.importorskip('x')\ndef test_a(): ...", "") == ["*"]
