@@ -73,17 +73,13 @@ class Branch:
     def activations(self) -> Recording:
         """Captured rows by site, in order of position."""
         if self.lane.recording is None:
-            raise BadRequest(
-                "nothing was captured on this branch: ask for sites when making it, e.g. prompt(..., sites='STC')"
-            )
+            raise BadRequest("nothing was captured on this branch: ask for sites when making it, e.g. prompt(..., sites='STC')")
         return self.lane.recording
 
     @property
     def rejected(self) -> list["Branch"]:
         """Rejected drafts that hang off this branch and kept rows or pages, in order."""
-        return [
-            Branch(self.engine, self.engine.loop.lanes[i]) for i in self.rejected_ids if i in self.engine.loop.lanes
-        ]
+        return [Branch(self.engine, self.engine.loop.lanes[i]) for i in self.rejected_ids if i in self.engine.loop.lanes]
 
     def kv(self) -> Tensor:
         """A copy of the committed KV: [positions, layers, 2, kv_heads, d_head]."""

@@ -173,14 +173,16 @@ class BranchTree:
     def fork(self, branch_id: int, length: int | None = None) -> int:
         """A new open branch with the first `length` tokens (default: all) and their states. The caller releases it.
 
-        The parent may be open or finished and is not changed; the child has no finish reason, it must be derived anew.
+        The parent may be open, finished or rejected and is not changed; the child has no finish reason, it must be
+        derived anew. Tokens that were rejected in the parent are accepted in the child: whoever forks there wants them.
         """
-        parent = self._changeable(branch_id, BranchStatus.OPEN, BranchStatus.FINISHED)
+        parent = self._changeable(branch_id, BranchStatus.OPEN, BranchStatus.FINISHED, BranchStatus.REJECTED)
         length = len(parent.tokens) if length is None else length
         if not 0 <= length <= len(parent.tokens):
             raise BadRange(f"branch {branch_id} has {len(parent.tokens)} tokens: cannot fork it at {length}")
         root_length = min(parent.root_length, length)
-        return self._add(branch_id, length, parent.tokens[:length], parent.states[:length], root_length)
+        states = [ACCEPTED if state is REJECTED else state for state in parent.states[:length]]
+        return self._add(branch_id, length, parent.tokens[:length], states, root_length)
 
     def rollback(self, branch_id: int, length: int, keep: bool = False) -> int | None:
         """Cut the tokens from `length` on. Mutates the branch: it is open again and has no finish reason, even where
@@ -339,9 +341,7 @@ def _check_tokens(branch: Branch) -> None:
         f"{len(tokens)} tokens but {len(states)} states": len(tokens) != len(states),
         f"fork position {left_at} of {len(tokens)} tokens": not 0 <= left_at <= len(tokens),
         f"its first {left_at} tokens are not those it left with": branch.prefix_hash != hash(tuple(tokens[:left_at])),
-        f"root length {branch.root_length}, {states.count(PROMPT)} prompt tokens": (
-            branch.root_length != states.count(PROMPT)
-        ),
+        f"root length {branch.root_length}, {states.count(PROMPT)} prompt tokens": (branch.root_length != states.count(PROMPT)),
         f"status {status.value} with {num_rejected} rejected tokens, forked at {left_at} of {len(tokens)}": (
             (not released and (status is BranchStatus.REJECTED) != (num_rejected > 0))
             or num_rejected not in (0, len(tokens) - left_at)
@@ -356,6 +356,4 @@ def _check_tokens(branch: Branch) -> None:
             raise IntegrityError(f"branch {branch.id}: {text}")
     for position, (left, right) in enumerate(pairwise(states)):
         if _ORDER[left] > _ORDER[right] or left is right is PENDING:
-            raise IntegrityError(
-                f"branch {branch.id}: {left.value} at {position} before {right.value} at {position + 1}"
-            )
+            raise IntegrityError(f"branch {branch.id}: {left.value} at {position} before {right.value} at {position + 1}")

@@ -21,7 +21,7 @@ class Outcome:
 
 
 class Committer:
-    """Carries outcomes into tree, pages and recordings. `lanes` gets an entry for every rejected branch that keeps something."""
+    """Carries outcomes into tree, pages and recordings. A rejected branch that keeps something gets an entry in `lanes`."""
 
     def __init__(self, runner: Runner, tree: BranchTree, lanes: dict[int, Lane]) -> None:
         self.runner, self.tree, self.lanes = runner, tree, lanes
@@ -108,6 +108,8 @@ class Committer:
         if job.keep_rejected:
             other.computed = turn.end + len(chain)
             other.table = self.runner.pool.fork(turn.tables[index], other.computed)
+            slots = self.runner.pool.slots(other.table, 0, other.computed)
+            self.runner.cache.seal(self.tree.branch(kept).tokens, slots, turn.start)
         if other.recording is not None or job.keep_rejected:
             self.lanes[kept] = other
 

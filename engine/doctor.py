@@ -47,13 +47,11 @@ def require(certificate: Certificate) -> Certificate:
     if certificate.failures:
         bad = certificate.failures[0]
         raise NotCertified(
-            f"{bad.op} {bad.shape}: '{bad.check}' gave other bits ({len(certificate.failures)} findings in all). This device cannot "
-            "give canonical results with this build of torch; run `replaylens doctor` for the table, or ask for deterministic=False."
+            f"{bad.op} {bad.shape}: '{bad.check}' gave other bits ({len(certificate.failures)} findings in all). This device "
+            "cannot give canonical results with this build of torch; `replaylens doctor` prints the whole table."
         )
     if not certificate.has_teeth:
-        raise NotCertified(
-            "no negative control differed, so the comparison proves nothing here; run `replaylens doctor`"
-        )
+        raise NotCertified("no negative control differed, so the comparison proves nothing here; run `replaylens doctor`")
     return certificate
 
 
@@ -63,9 +61,7 @@ def _products(model: Decoder) -> dict[tuple[int, int], tuple[str, Callable[[Tens
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             shape = (module.weight.shape[0], module.weight.shape[1])
-            found.setdefault(
-                shape, (name, lambda x, counts, m=module: cpu.canonical_linear(x, m, counts), module.weight)
-            )
+            found.setdefault(shape, (name, lambda x, counts, m=module: cpu.canonical_linear(x, m, counts), module.weight))
     if model.unembed is None:
         table = model.embed
         found[(table.shape[1], len(table))] = (
@@ -79,7 +75,8 @@ def _products(model: Decoder) -> dict[tuple[int, int], tuple[str, Callable[[Tens
 def _examine_products(model: Decoder, generator: torch.Generator, findings: list[Finding]) -> cpu.RowCounts:
     allowed: cpu.RowCounts = {}
     for (inputs, outputs), (name, product, weight) in _products(model).items():
-        shape, only_tile = f"[{inputs}, {outputs}]", {(inputs, outputs): (TILE,)}
+        shape = f"[{inputs}, {outputs}]"
+        only_tile: cpu.RowCounts = {(inputs, outputs): (TILE,)}
         most = 512 if inputs * outputs < 8e6 else 128
         x = torch.randn(most, inputs, generator=generator)
         reference = product(x, only_tile)
@@ -94,16 +91,10 @@ def _examine_products(model: Decoder, generator: torch.Generator, findings: list
         note("row alone in a zero-padded tile", torch.equal(product(alone, only_tile)[0], reference[3]))
         with _threads(1):
             note("one thread", torch.equal(product(x[: 2 * TILE], only_tile), reference[: 2 * TILE]))
-        bias = (
-            reference[:1] - product(x[:TILE], only_tile)[:1]
-        )  # zero; keeps the control comparable for biased products
+        bias = reference[:1] - product(x[:TILE], only_tile)[:1]  # zero; keeps the control comparable for biased products
         fast = torch.mv(weight.t(), x[0]) + bias[0]
         note("control: matrix-vector product", torch.equal(fast, torch.mm(x[:TILE], weight)[0]), control=True)
-        same = [
-            c
-            for c in _COUNTS
-            if c <= most and torch.equal(product(x[:c], {(inputs, outputs): (c, TILE)}), reference[:c])
-        ]
+        same = [c for c in _COUNTS if c <= most and torch.equal(product(x[:c], {(inputs, outputs): (c, TILE)}), reference[:c])]
         for count in same:  # a row count is kept only if single-threaded products agree as well
             with _threads(1):
                 if not torch.equal(product(x[:count], {(inputs, outputs): (count, TILE)}), reference[:count]):
@@ -137,9 +128,7 @@ def _compare_rows(op: str, x: Tensor, f: Callable[[Tensor], Tensor], findings: l
     whole, shape = f(x.clone()), str(list(x.shape[1:]))
     alone = torch.cat([f(x[i : i + 1].clone()) for i in range(5)])
     findings.append(Finding(op, shape, "row alone", torch.equal(alone, whole[:5])))
-    findings.append(
-        Finding(op, shape, "row at another offset, odd row count", torch.equal(f(x[3:10].clone()), whole[3:10]))
-    )
+    findings.append(Finding(op, shape, "row at another offset, odd row count", torch.equal(f(x[3:10].clone()), whole[3:10])))
     with _threads(1):
         findings.append(Finding(op, shape, "one thread", torch.equal(f(x.clone()), whole)))
 

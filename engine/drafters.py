@@ -169,7 +169,8 @@ class ModelDrafter:
     def __init__(self, runner: Runner, vocab_size: int) -> None:
         if runner.model.config.vocab_size != vocab_size:
             raise BadRequest(
-                f"the draft model has {runner.model.config.vocab_size} tokens, the model {vocab_size}: they must share a tokenizer"
+                f"the draft model has {runner.model.config.vocab_size} tokens, the model {vocab_size}: "
+                "they must share a tokenizer"
             )
         self.runner = runner
         self._known: dict[int, tuple[PageTable, list[int]]] = {}  # branch -> its KV here, and the path it holds

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
@@ -32,7 +32,9 @@ from replaylens.engine.sampling import Sampling
 from replaylens.engine.text import Text, load_text
 from replaylens.engine.trace import Trace
 
-DRAFTERS = ("self", "model", "lens", "ngram", "tree", "forced")
+if TYPE_CHECKING:
+    from replaylens.engine.run import Run
+    from replaylens.tasks import Example
 
 
 class Engine:
@@ -61,9 +63,7 @@ class Engine:
         canary: bool = False,
     ) -> None:
         if cache_tokens < page_size or page_size < 1:
-            raise BadRequest(
-                f"a cache of {cache_tokens} tokens in pages of {page_size}: give room for at least one page"
-            )
+            raise BadRequest(f"a cache of {cache_tokens} tokens in pages of {page_size}: give room for at least one page")
         if max_rows < 16:
             raise BadRequest(f"max_rows {max_rows}: a pass has at least 16 rows")
         self.model, self.config = model, model.config
@@ -127,7 +127,7 @@ class Engine:
         paths = [self._check_tokens(self.text.encode(t) if isinstance(t, str) else list(t)) for t in texts]
         capture = self.capture_spec(sites, rejected=keep_rejected, **lens) if sites else None
         branches = [self._plant(path, capture) for path in paths]
-        self._run([Job(branch.lane) for branch in branches])
+        self._compute(*branches)
         return branches
 
     def generate(
@@ -185,8 +185,7 @@ class Engine:
         try:
             while True:
                 tokens = self.tree.branch(branch.id).tokens
-                for token in tokens[shown:]:
-                    yield token
+                yield from tokens[shown:]
                 shown = len(tokens)
                 if job.done:
                     break
@@ -203,6 +202,14 @@ class Engine:
         self.loop.end(job)
         self.loop.jobs = [other for other in self.loop.jobs if other is not job]
 
+    def replay(self, what: "Trace | Iterable[Example]", **options: Any) -> "Run | dict[int, Branch]":
+        """Replay task examples into a `Run` (see `run.replay_examples`), or a recorded `Trace` into its branches."""
+        from replaylens.engine import replayer, run
+
+        if isinstance(what, Trace):
+            return replayer.replay_trace(self, what, **options)
+        return run.replay_examples(self, list(what), **options)
+
     def check_integrity(self) -> list[str]:
         """Recount pages, tree and prefix index; raises IntegrityError naming the first fault. The lines say what was counted."""
         tables = [lane.table for lane in self.loop.lanes.values()]
@@ -213,9 +220,7 @@ class Engine:
         ]
         for lane in self.loop.lanes.values():
             if lane.computed > lane.table.length or lane.computed > len(self.tree.branch(lane.branch).tokens):
-                raise IntegrityError(
-                    f"branch {lane.branch}: {lane.computed} computed positions, but {lane.table.length} slots"
-                )
+                raise IntegrityError(f"branch {lane.branch}: {lane.computed} computed positions, but {lane.table.length} slots")
         return lines
 
     def capture_spec(
@@ -238,26 +243,33 @@ class Engine:
     def _plant(self, path: list[int], capture: CaptureSpec | None) -> Branch:
         table = PageTable() if capture else self.prefix.adopt(path, limit=len(path) - 1)
         lane = Lane(self.tree.plant(path), table, computed=table.length)
-        self._start_capture(lane, capture)
+        if capture is not None:
+            lane.capture, lane.recording = capture, Recording()
         self.loop.lanes[lane.branch] = lane
         self.trace.add("plant", branch=lane.branch, tokens=path, capture=_capture_json(capture))
         return Branch(self, lane)
 
-    def _start_capture(self, lane: Lane, capture: CaptureSpec | None) -> None:
-        if capture is not None:
-            lane.capture, lane.recording = capture, Recording()
+    def _compute(self, *branches: Branch) -> None:
+        """Bring the branches' KV and captured rows up to their tokens."""
+        self._run([Job(branch.lane, exact=branch.lane.exact) for branch in branches])
 
     def _fork(self, parent: Branch, at: int) -> Branch:
         lane = parent.lane
-        new = Lane(
-            self.tree.fork(parent.id, at), self.runner.pool.fork(lane.table, min(at, lane.computed)), exact=lane.exact
-        )
+        new = Lane(self.tree.fork(parent.id, at), self.runner.pool.fork(lane.table, min(at, lane.computed)), exact=lane.exact)
         new.computed, new.capture = new.table.length, lane.capture
         if lane.recording is not None and lane.capture is not None:
-            new.recording = lane.recording.fork(at - lane.capture.lag)
+            new.recording = self._whole_recording(lane, lane.recording).fork(at - lane.capture.lag)
         self.loop.lanes[new.branch] = new
         self.trace.add("fork", branch=parent.id, child=new.branch, at=at)
         return Branch(self, new)
+
+    def _whole_recording(self, lane: Lane, recording: Recording) -> Recording:
+        """A rejected branch records its own suffix only; what comes before is on the branch it was cut from."""
+        parent = self.tree.branch(lane.branch).parent
+        main = self.loop.lanes[parent].recording if parent in self.loop.lanes and recording.base else None
+        if main is None or main.end < recording.base:
+            return recording
+        return Recording(main.base, [*main.fork(recording.base).chunks, *recording.chunks])
 
     def _force(self, branch: Branch, ids: list[int]) -> None:
         if not ids:
@@ -265,7 +277,7 @@ class Engine:
         self._check_tokens(ids, branch.length)
         self.tree.append(branch.id, ids, TokenState.DRAFT)
         self.trace.add("force", branch=branch.id, tokens=ids)
-        self._run([Job(branch.lane, exact=branch.lane.exact)])
+        self._compute(branch)
 
     def _rollback(self, branch: Branch, to: int) -> None:
         lane = branch.lane
@@ -305,9 +317,7 @@ class Engine:
         if window is not None and window < 1:
             raise BadRequest(f"window {window}: give at least 1 (1 decodes directly)")
         if branch.length + n > self.config.max_positions:
-            raise BadRequest(
-                f"{branch.length} tokens and {n} more exceed the model's {self.config.max_positions} positions"
-            )
+            raise BadRequest(f"{branch.length} tokens and {n} more exceed the model's {self.config.max_positions} positions")
         if branch.finish_reason:
             self.tree.append(branch.id, [0], TokenState.PENDING)  # raises ClosedBranch with advice
         stop = (
@@ -321,13 +331,8 @@ class Engine:
 
     def _submit(self, job: Job) -> None:
         if job.new_tokens:
-            details = {
-                "n": job.new_tokens,
-                "sampling": asdict(job.sampling),
-                "deterministic": job.exact,
-                "final": job.final,
-            }
-            self.trace.add("generate", branch=job.lane.branch, **details)
+            options = {"deterministic": job.exact, "final": job.final, "keep_rejected": job.keep_rejected}
+            self.trace.add("generate", branch=job.lane.branch, n=job.new_tokens, sampling=asdict(job.sampling), **options)
         self.loop.submit(job)
 
     def _run(self, jobs: list[Job], progress: bool = False) -> None:
@@ -340,9 +345,14 @@ class Engine:
         self.loop.run(jobs)
 
     def _listen(self, event: dict[str, Any]) -> None:
+        """Trace what the loop does. A fast-path request's tokens are noted: they could not be computed again."""
+        details = {key: value for key, value in event.items() if key != "event"}
         if event["event"] in ("draft", "verdict"):
-            details = {key: value for key, value in event.items() if key != "event"}
             self.trace.add(event["event"], **details)
+        elif event["event"] == "finish" and self.loop.lanes[event["branch"]].exact is False:
+            self.trace.add("finish", **details, tokens=self.tree.path(event["branch"]))
+        elif event["event"] == "finish":
+            self.trace.add("finish", **details)
 
     def _make_drafters(self, draft_model: Decoder | None, layer: int, width: int) -> dict[str, Drafter]:
         runner = self.runner

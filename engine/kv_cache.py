@@ -74,8 +74,8 @@ class KVCache:
             link = _next_link(link, token, position)
             if self.chain.get(slot) != link:
                 raise KVCorruption(
-                    f"slot {slot} (page {slot // self.pool.page_size}) does not hold position {position}, token {token} of this path: "
-                    "a page-table entry, a rollback or a prefix entry is wrong"
+                    f"slot {slot} (page {slot // self.pool.page_size}) does not hold position {position}, token {token} "
+                    "of this path: a page-table entry, a rollback or a prefix entry is wrong"
                 )
             if self.digest[slot] != self._bytes_digest(slot):
                 raise KVCorruption(

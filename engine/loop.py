@@ -113,11 +113,14 @@ class Loop:
                 logits = result.logits[logit_of[packed]].numpy()
                 return job.sampling.choose(logits, path + turn.chains[chain][:row], num_prompt)
 
-            verdict = judge(turn.chains, choose)
-            outcome = self._take(turn, verdict, path)
-            if any(turn.chains):
-                self._tell("verdict", job, chain=verdict.chain, accepted=outcome.accepted, token=verdict.token)
+            outcome = self._take(turn, judge(turn.chains, choose), path)
+        rejected_before = len(job.rejected)
         self.committer.commit(turn, outcome, tap, result)
+        if any(turn.chains):
+            rejected = job.rejected[rejected_before:]
+            self._tell(
+                "verdict", job, chain=outcome.chain, accepted=outcome.accepted, pending=outcome.pending, rejected=rejected
+            )
         if job.finish_reason in ("eos", "stop") and not self.tree.branch(job.lane.branch).finish_reason:
             self.tree.finish(job.lane.branch, job.finish_reason)
         self._close_if_done(job)
@@ -178,9 +181,7 @@ class Loop:
         return min(window, job.remaining) - 1
 
     def _width(self, job: Job, at: int) -> int:
-        return (
-            len(job.forced_drafts.get(at, [[]])) if job.forced_drafts is not None else self.drafters[job.drafter].width
-        )
+        return len(job.forced_drafts.get(at, [[]])) if job.forced_drafts is not None else self.drafters[job.drafter].width
 
     def _call(self, turn: Turn) -> DraftCall:
         job, record = turn.job, self.tree.branch(turn.job.lane.branch)
@@ -261,7 +262,7 @@ class Loop:
     def end(self, job: Job, error: Exception | None = None) -> None:
         """Stop a job where it stands: cancelled, or failed. What was committed stays."""
         job.done, job.error = True, error
-        self._tell("finish", job, reason="error" if error else "cancelled")
+        self._tell("finish", job, reason="error" if error else "cancelled", generated=job.generated)
 
     def _close_if_done(self, job: Job) -> None:
         allowed = 1 if job.new_tokens and not job.final else 0  # a generated token's own row may stay pending
@@ -269,7 +270,7 @@ class Loop:
             lane, job.done = job.lane, True
             if lane.exact:
                 self.prefix.offer(lane.table, self.tree.branch(lane.branch).tokens, lane.computed)
-            self._tell("finish", job, reason=job.finish_reason)
+            self._tell("finish", job, reason=job.finish_reason, generated=job.generated)
 
     def _fail(self, job: Job) -> None:
         """Nobody could have a turn: the oldest job can never be served."""

@@ -73,11 +73,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, ops: Ops, tap: Tap | None) -> Tensor:
         pre = ops.linear(x, self.up)
-        if (
-            self.gated
-            and tap is not None
-            and (tap.wants(self.site + "gate.hook_out") or tap.wants(self.site + "in.hook_out"))
-        ):
+        if self.gated and tap is not None and (tap.wants(self.site + "gate.hook_out") or tap.wants(self.site + "in.hook_out")):
             gate = tapped(tap, self.site + "gate.hook_out", pre[:, : self.d_mlp])
             pre = torch.cat([gate, tapped(tap, self.site + "in.hook_out", pre[:, self.d_mlp :])], dim=-1)
         elif not self.gated:
@@ -122,18 +118,14 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
-        self.pos_embed = (
-            nn.Parameter(torch.empty(config.max_positions, config.d_model)) if config.learned_positions else None
-        )
+        self.pos_embed = nn.Parameter(torch.empty(config.max_positions, config.d_model)) if config.learned_positions else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.ln_final = Norm(config.d_model, config.norm, config.norm_eps)
         self.unembed = None if config.tied_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
         self._ropes = sorted({config.rope_of(layer) for layer in range(config.num_layers)}, key=repr)
         self._rope_index = [self._ropes.index(config.rope_of(layer)) for layer in range(config.num_layers)]
         for i, rope in enumerate(self._ropes if config.rotary_dim else ()):
-            self.register_buffer(
-                f"rotary_{i}", rotary_table(rope, config.rotary_dim, config.max_positions), persistent=False
-            )
+            self.register_buffer(f"rotary_{i}", rotary_table(rope, config.rotary_dim, config.max_positions), persistent=False)
 
     def embedding(self, tokens: Tensor, positions: Tensor, tap: Tap | None = None) -> Tensor:
         """tokens, positions [rows] -> the residual stream entering block 0 [rows, d_model]"""
@@ -150,17 +142,11 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """The residual stream after the last block (or entering block `stop_at_layer`): [rows, d_model]."""
         x = self.embedding(tokens, positions, tap)
-        return self.run_blocks(
-            x, positions, ops, tap, 0, self.config.num_layers if stop_at_layer is None else stop_at_layer
-        )
+        return self.run_blocks(x, positions, ops, tap, 0, self.config.num_layers if stop_at_layer is None else stop_at_layer)
 
     def run_blocks(self, x: Tensor, positions: Tensor, ops: Ops, tap: Tap | None, first: int, end: int) -> Tensor:
         """Blocks [first, end) over rows x [rows, d_model] at `positions` [rows]."""
-        rotary = (
-            [getattr(self, f"rotary_{i}")[positions] for i in range(len(self._ropes))]
-            if self.config.rotary_dim
-            else None
-        )
+        rotary = [getattr(self, f"rotary_{i}")[positions] for i in range(len(self._ropes))] if self.config.rotary_dim else None
         for layer in range(first, end):
             x = self.blocks[layer](x, rotary[self._rope_index[layer]] if rotary else None, ops, tap)
         return x

@@ -77,18 +77,14 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def match(
-        self, tokens: Sequence[int], edit_keys: Sequence[bytes] | None = None, limit: int | None = None
-    ) -> list[int]:
+    def match(self, tokens: Sequence[int], edit_keys: Sequence[bytes] | None = None, limit: int | None = None) -> list[int]:
         """The pages of the longest indexed prefix of `tokens`, whole pages within `limit` positions only.
 
         Changes nothing and takes no reference: the pages are good until the next `evict` or `clear`.
         """
         return [entry.page for entry in self._walk(tokens, edit_keys, limit)]
 
-    def adopt(
-        self, tokens: Sequence[int], edit_keys: Sequence[bytes] | None = None, limit: int | None = None
-    ) -> PageTable:
+    def adopt(self, tokens: Sequence[int], edit_keys: Sequence[bytes] | None = None, limit: int | None = None) -> PageTable:
         """A new table that shares the pages of `match`; empty where nothing matches. The caller releases it.
 
         Marks these pages as used just now. Give limit = len(tokens) - 1 where the last token's logits are wanted, for
@@ -98,9 +94,7 @@ class PrefixIndex:
         self._touch(entries)
         return self.pool.share([entry.page for entry in entries], len(entries) * self.pool.page_size)
 
-    def offer(
-        self, table: PageTable, tokens: Sequence[int], upto: int, edit_keys: Sequence[bytes] | None = None
-    ) -> int:
+    def offer(self, table: PageTable, tokens: Sequence[int], upto: int, edit_keys: Sequence[bytes] | None = None) -> int:
         """Index the whole pages of the first `upto` positions and return how many were new.
 
         Precondition: these positions hold the canonical KV of `tokens` under `edit_keys`. The table is not changed

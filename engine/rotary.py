@@ -24,9 +24,7 @@ def _stretch_long_waves(frequency: Tensor, rope: Rope) -> Tensor:
     wavelength = 2 * math.pi / frequency
     longest = rope.original_positions / rope.low_freq_factor
     shortest = rope.original_positions / rope.high_freq_factor
-    blend = (rope.original_positions / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
+    blend = (rope.original_positions / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - blend) * frequency / rope.factor + blend * frequency
     slowed = torch.where(wavelength > longest, frequency / rope.factor, frequency)
     return torch.where((wavelength <= longest) & (wavelength >= shortest), blended, slowed)

@@ -31,15 +31,13 @@ class PassResult:
 class Runner:
     """Passes of one decoder over its paged cache. Prefill, verify, forced tokens and direct decode are all `exact`."""
 
-    def __init__(
-        self, model: Decoder, certificate: Certificate, num_pages: int, page_size: int, canary: bool = False
-    ) -> None:
+    def __init__(self, model: Decoder, certificate: Certificate, num_pages: int, page_size: int, canary: bool = False) -> None:
         self.model, self.certificate = model, certificate
         self.pool = PagePool(num_pages, page_size)
         self.cache = KVCache(model.config, self.pool, model.embed.dtype, canary=canary)
 
     def reserve(self, table: PageTable, start: int, end: int) -> None:
-        """Make [start, end) of `table` writable, copying shared pages. Mutates table, pool and cache; OutOfPages: nothing changed."""
+        """Make [start, end) of `table` writable, copying shared pages. Mutates table, pool and cache, or raises OutOfPages."""
         self.cache.copy(self.pool.reserve(table, start, end))
 
     @torch.inference_mode()
@@ -84,7 +82,5 @@ class _Stateless(CanonicalCpuOps):
 def _finite(logits: Tensor) -> Tensor:
     """NaN in a row would reach its neighbours in the cache's blocks: refuse before anything is committed."""
     if not bool(torch.isfinite(logits).all()):
-        raise NonFinite(
-            "the model gave NaN or infinite logits; nothing of this pass was committed. Check edits and weights."
-        )
+        raise NonFinite("the model gave NaN or infinite logits; nothing of this pass was committed. Check edits and weights.")
     return logits

@@ -1,8 +1,8 @@
 """`Trace`: every event of an engine, enough to reproduce each committed and rejected row bit for bit.
 
 One JSON object per line. The first line holds the format version and the fingerprint; each other line one event:
-plant, fork, force, generate, draft, verdict, rollback, release, capture. Timings, batches and page numbers are not in it:
-nothing depends on them.
+plant, fork, force, generate, draft, verdict, finish, rollback, release. Timings, batches and page numbers are not in
+it: nothing depends on them.
 """
 
 import json
@@ -14,7 +14,7 @@ from replaylens.engine.errors import BadTrace, OtherFingerprint
 from replaylens.engine.fingerprint import Fingerprint
 
 FORMAT = 1
-EVENTS = ("plant", "fork", "force", "generate", "draft", "verdict", "rollback", "release")
+EVENTS = ("plant", "fork", "force", "generate", "draft", "verdict", "finish", "rollback", "release")
 
 
 @dataclass

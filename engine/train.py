@@ -88,9 +88,7 @@ class Recipe:
         _demand(0 <= self.warmup <= self.steps, f"warmup {self.warmup} must lie between 0 and the {self.steps} steps")
         _demand(self.seed >= 0, f"seed must be a whole number from 0 up, not {self.seed}")
         _demand(bool(self.parts), "parts is empty: there is nothing to train on")
-        _demand(
-            all(part.weight > 0 for part in self.parts), "every part needs a weight above 0; leave it out otherwise"
-        )
+        _demand(all(part.weight > 0 for part in self.parts), "every part needs a weight above 0; leave it out otherwise")
         try:
             texts = [part.of_length(self.longest, self.seed) for part in self.parts]
         except TaskError as error:
@@ -231,9 +229,7 @@ def train(
     """
     with deterministic(device):
         model = Decoder(recipe.config).initialize(recipe.seed).to(device)
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=recipe.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
         first = load_state(state, recipe, model, optimizer) if state is not None and state.exists() else 0
         texts = Texts(recipe, torch.device(device))
         for step in range(first, recipe.steps):

@@ -97,9 +97,7 @@ class Source:
     def get(self, name: str) -> Tensor:
         name = self.prefix + name
         if name not in self.names:
-            raise BadWeights(
-                f"tensor {name!r} is missing from the checkpoint; is it complete, and of this architecture?"
-            )
+            raise BadWeights(f"tensor {name!r} is missing from the checkpoint; is it complete, and of this architecture?")
         tensor: Tensor = self.read(name)
         return tensor.detach()
 
@@ -169,6 +167,4 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> Decoder:
 
     if not path.exists():
         raise UnsupportedModel(f"{path} does not exist")
-    return _load_live(
-        AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32), dtype
-    )
+    return _load_live(AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32), dtype)

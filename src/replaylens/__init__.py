@@ -9,10 +9,16 @@ from typing import Any
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Branch": "replaylens.engine.branch:Branch",
+    "Engine": "replaylens.engine.engine:Engine",
+    "Run": "replaylens.engine.run:Run",
+    "Sampling": "replaylens.engine.sampling:Sampling",
+    "Trace": "replaylens.engine.trace:Trace",
+    "errors": "replaylens.engine.errors",
     "tasks": "replaylens.tasks",
 }
 
-__all__ = ["__version__", *sorted(_WHERE)]
+__all__ = ["Branch", "Engine", "Run", "Sampling", "Trace", "__version__", "errors", "tasks"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,125 @@
+"""Replaying a trace: every committed and rejected row comes out again, bit for bit, in any process."""
+
+from typing import TYPE_CHECKING, Any
+
+from replaylens.engine.branch import Branch
+from replaylens.engine.capture import CaptureSpec, LensSpec
+from replaylens.engine.errors import BadTrace, ReplayMismatch
+from replaylens.engine.sampling import Sampling
+from replaylens.engine.trace import Trace
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+
+
+def replay_trace(engine: "Engine", trace: Trace, sites: str | None = None) -> dict[int, Branch]:
+    """The trace's branches by their recorded ids, rejected ones that kept rows or pages included.
+
+    `sites`: capture these instead of what was captured then. Raises OtherFingerprint before anything runs, and
+    ReplayMismatch should a verification come out otherwise than recorded.
+    """
+    trace.require(engine.fingerprint)
+    return _Replayer(engine, trace, sites).run()
+
+
+class _Replayer:
+    def __init__(self, engine: "Engine", trace: Trace, sites: str | None) -> None:
+        self.engine, self.trace = engine, trace
+        self.capture = engine.capture_spec(sites, rejected=True) if sites else None
+        self.branches: dict[int, Branch] = {}
+
+    def run(self) -> dict[int, Branch]:
+        for number, event in enumerate(self.trace.events):
+            try:
+                self._apply(number, event)
+            except (KeyError, TypeError) as e:
+                raise BadTrace(f"event {number} ({event['event']}) does not fit what came before: {e!r}") from e
+        return self.branches
+
+    def _apply(self, number: int, event: dict[str, Any]) -> None:
+        branch = self.branches.get(event["branch"])
+        match event["event"]:
+            case "plant":
+                self.branches[event["branch"]] = self._plant(event)
+            case "generate":
+                self._generate(number, event)
+            case "fork" if branch is not None:
+                self.branches[event["child"]] = self.engine._fork(branch, event["at"])
+            case "force" if branch is not None:
+                branch.force(event["tokens"])
+            case "rollback" if branch is not None:
+                branch.rollback(event["to"])
+            case "release" if branch is not None:
+                branch.release()
+            case "draft" | "verdict" | "finish":
+                pass  # part of the generate event that they belong to
+            case other:
+                raise BadTrace(f"event {number} ({other}) names branch {event['branch']}, which was never made")
+
+    def _plant(self, event: dict[str, Any]) -> Branch:
+        capture = self.capture or _capture(event["capture"])
+        branch = self.engine._plant(self.engine._check_tokens(event["tokens"]), capture)
+        self.engine._compute(branch)
+        return branch
+
+    def _generate(self, number: int, event: dict[str, Any]) -> None:
+        """One request again: the same drafts are verified, and must fare the same."""
+        branch = self.branches[event["branch"]]
+        mine = self._own_events(number, event["branch"])
+        end = next((e for e in mine if e["event"] == "finish"), None)
+        if end is not None and "tokens" in end:  # fast-path tokens: nothing to verify, they are taken as they were
+            branch.lane.exact = False
+            branch.force(end["tokens"][branch.length :])
+            return
+        count = end["generated"] if end is not None and end["reason"] in ("cancelled", "error") else event["n"]
+        if not count:
+            return
+        drafts = {e["at"]: e["chains"] for e in mine if e["event"] == "draft"}
+        before = len(self.engine.trace.events)
+        branch.generate(
+            count,
+            sampling=_sampling(event["sampling"]),
+            drafter="forced",
+            drafts=drafts,
+            final=event["final"],
+            keep_rejected=event["keep_rejected"],
+        )
+        self._compare(mine, [e for e in self.engine.trace.events[before:] if e["event"] == "verdict"])
+
+    def _own_events(self, number: int, branch: int) -> list[dict[str, Any]]:
+        """The draft, verdict and finish events of the request that event `number` started."""
+        mine = []
+        for event in self.trace.events[number + 1 :]:
+            if event["branch"] == branch:
+                if event["event"] not in ("draft", "verdict", "finish"):
+                    break
+                mine.append(event)
+                if event["event"] == "finish":
+                    break
+        return mine
+
+    def _compare(self, recorded: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
+        then = [e for e in recorded if e["event"] == "verdict"]
+        for old, new in zip(then, now, strict=False):
+            if (old["chain"], old["accepted"], list(old["pending"])) != (new["chain"], new["accepted"], list(new["pending"])):
+                raise ReplayMismatch(f"branch {old['branch']}: recorded {old}, replayed {new}")
+            for old_id, new_id in zip(old["rejected"], new["rejected"], strict=True):
+                if new_id in self.engine.loop.lanes:
+                    self.branches[old_id] = Branch(self.engine, self.engine.loop.lanes[new_id])
+        if len(then) != len(now):
+            raise ReplayMismatch(f"{len(then)} verifications recorded, {len(now)} replayed")
+
+
+def _capture(raw: dict[str, Any] | None) -> CaptureSpec | None:
+    if raw is None:
+        return None
+    lens = raw["lens"]
+    if lens is not None:
+        lens = LensSpec(tuple(lens["sites"]), lens["top_k"], tuple(lens["targets"]), lens["full"])
+    return CaptureSpec(tuple(raw["sites"]), lens, raw["rejected"])
+
+
+def _sampling(raw: dict[str, Any]) -> Sampling:
+    bias = {int(token): value for token, value in raw["logit_bias"].items()}
+    fixed = {"logit_bias": bias, "stop": tuple(raw["stop"]), "stop_tokens": tuple(raw["stop_tokens"])}
+    return Sampling(**{**raw, **fixed})

@@ -1,0 +1,167 @@
+"""`Run`: task examples replayed on an engine, with everything that was captured on the way."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+from replaylens.engine.branch import Branch
+from replaylens.engine.capture import Recording
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.lane import Statistics
+from replaylens.engine.sampling import Sampling
+from replaylens.tasks import Example
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class RejectedPath:
+    """Drafts that did not stand: tokens from `fork_position` on, with canonical rows of their own."""
+
+    branch: int
+    tokens: list[int]
+    fork_position: int
+    activations: Recording | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One example's path."""
+
+    example: Example
+    branch: int
+    tokens: list[int]
+    text: str
+    num_prompt: int
+    finish_reason: str | None
+    correct: bool
+    """whether the generated text ends in the right answer"""
+    statistics: Statistics
+    rejected: list[RejectedPath]
+    recording: Recording | None
+
+    @property
+    def activations(self) -> Recording:
+        """Captured rows by site, in order of position."""
+        if self.recording is None:
+            raise BadRequest("nothing was captured: replay with sites='STCZ' or site names")
+        return self.recording
+
+
+class Run(Sequence[Result]):
+    """Results in the order of the examples."""
+
+    def __init__(self, engine: "Engine", results: list[Result]) -> None:
+        self.engine, self.results = engine, results
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.results[index]
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self.results)
+
+    def __repr__(self) -> str:
+        return f"Run({len(self)} examples, {self.accuracy:.1%} correct, {self.acceptance:.1%} of drafts accepted)"
+
+    @property
+    def accuracy(self) -> float:
+        return sum(r.correct for r in self.results) / len(self.results) if self.results else float("nan")
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafts that stood, over all examples."""
+        drafted = sum(r.statistics.drafted for r in self.results)
+        return sum(r.statistics.accepted for r in self.results) / drafted if drafted else float("nan")
+
+    def tree(self, index: int) -> str:
+        """The branch tree of one example as text: its path, and the rejected drafts hanging off it."""
+        return self.engine.tree.render(self.results[index].branch)
+
+
+def replay_examples(
+    engine: "Engine",
+    examples: list[Example],
+    *,
+    sites: str | Sequence[str] | None = None,
+    drafter: str = "self",
+    window: int | None = None,
+    seed: int = 0,
+    sampling: Sampling | None = None,
+    max_new: int | None = None,
+    rejected: bool = True,
+    batch: int = 32,
+    progress: bool = False,
+) -> Run:
+    """Prompt with each example, generate its answer, capture every row of the path.
+
+    seed      of the sampling; example i draws from seed + i's own stream by its index
+    max_new   tokens to generate at most; default: the length of the right completion and a little more
+    rejected  keep the rows of rejected drafts
+    batch     examples worked on together; no influence on any bit
+    """
+    if batch < 1:
+        raise BadRequest(f"batch {batch}: give at least 1")
+    sampling = sampling or Sampling(seed=seed)
+    results: list[Result] = []
+    with tqdm(total=len(examples), unit="example", disable=not progress) as bar:
+        for first in range(0, len(examples), batch):
+            some = examples[first : first + batch]
+            branches = engine.prompts([e.prompt for e in some], sites=sites, keep_rejected=rejected)
+            for n, group in _by_length(engine, some, branches, max_new).items():
+                seeded = sampling if not sampling.temperature else None
+                for example, branch in group if seeded is None else []:
+                    own = replace(sampling, seed=(sampling.seed + example.index) % 2**64)
+                    engine.generate([branch], n, sampling=own, drafter=drafter, window=window, final=True)
+                if seeded is not None:
+                    engine.generate([b for _, b in group], n, sampling=seeded, drafter=drafter, window=window, final=True)
+            for example, branch in zip(some, branches, strict=True):
+                results.append(_result(engine, example, branch))
+                branch.release()
+            bar.update(len(some))
+    return Run(engine, results)
+
+
+def _by_length(
+    engine: "Engine", examples: list[Example], branches: list[Branch], max_new: int | None
+) -> dict[int, list[tuple[Example, Branch]]]:
+    """Pairs by how many tokens they may generate."""
+    groups: dict[int, list[tuple[Example, Branch]]] = {}
+    for example, branch in zip(examples, branches, strict=True):
+        n = max_new or len(engine.text.encode(example.completion, special=False)) + 2
+        n = min(n, engine.config.max_positions - branch.length)
+        if n < 1:
+            raise BadRequest(f"example {example.index}: its prompt of {branch.length} tokens leaves no room to generate")
+        groups.setdefault(n, []).append((example, branch))
+    return groups
+
+
+def _result(engine: "Engine", example: Example, branch: Branch) -> Result:
+    answer = engine.text.decode(branch.generated)
+    rejected = [
+        RejectedPath(other.id, other.tokens, engine.tree.branch(other.id).fork_position, other.lane.recording)
+        for other in branch.rejected
+    ]
+    return Result(
+        example=example,
+        branch=branch.id,
+        tokens=branch.tokens,
+        text=branch.text,
+        num_prompt=branch.root_length,
+        finish_reason=branch.finish_reason,
+        correct=_last_word(answer) == _last_word(example.completion),
+        statistics=branch.statistics,
+        rejected=rejected,
+        recording=branch.lane.recording,
+    )
+
+
+def _last_word(text: str) -> str:
+    """The last word without its punctuation: in every rendering, the answer."""
+    words = text.replace(".", " ").split()
+    return words[-1] if words else ""
