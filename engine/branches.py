@@ -174,14 +174,19 @@ class BranchTree:
         """A new open branch with the first `length` tokens (default: all) and their states. The caller releases it.
 
         The parent may be open, finished or rejected and is not changed; the child has no finish reason, it must be
-        derived anew. Tokens that were rejected in the parent are accepted in the child: whoever forks there wants them.
+        derived anew. Tokens that were rejected in the parent are accepted in the child, for whoever forks there wants
+        them; they are drafts where something before them is not committed yet.
         """
         parent = self._changeable(branch_id, BranchStatus.OPEN, BranchStatus.FINISHED, BranchStatus.REJECTED)
         length = len(parent.tokens) if length is None else length
         if not 0 <= length <= len(parent.tokens):
             raise BadRange(f"branch {branch_id} has {len(parent.tokens)} tokens: cannot fork it at {length}")
         root_length = min(parent.root_length, length)
-        states = [ACCEPTED if state is REJECTED else state for state in parent.states[:length]]
+        states = parent.states[:length]
+        if states and states[-1] is REJECTED:
+            cut = parent.fork_position
+            committed = cut == 0 or states[cut - 1] in (PROMPT, ACCEPTED)
+            states[cut:] = [ACCEPTED if committed else DRAFT] * (length - cut)
         return self._add(branch_id, length, parent.tokens[:length], states, root_length)
 
     def rollback(self, branch_id: int, length: int, keep: bool = False) -> int | None:
@@ -323,7 +328,7 @@ class BranchTree:
         if branch.status not in allowed:
             advice = {
                 BranchStatus.FINISHED: "roll it back or fork it to go on",
-                BranchStatus.REJECTED: f"fork branch {branch.parent} at {branch.fork_position} and force its tokens",
+                BranchStatus.REJECTED: "fork it to go on with its tokens",
             }.get(branch.status, "it was released; use a live branch")
             raise ClosedBranch(f"branch {branch_id} is {branch.status.value}: {advice}")
         return branch

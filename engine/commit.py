@@ -52,8 +52,8 @@ class Committer:
         self.runner.pool.truncate(lane.table, lane.computed)
 
     def _drop_drafts(self, turn: Turn) -> None:
-        if len(self.tree.branch(turn.job.lane.branch).tokens) > turn.end:
-            self.tree.rollback(turn.job.lane.branch, turn.end)
+        if turn.complete and len(self.tree.branch(turn.job.lane.branch).tokens) > turn.end:
+            self.tree.rollback(turn.job.lane.branch, turn.end)  # what follows the rows of a chunk are no drafts
 
     def _accept_rows(self, turn: Turn) -> None:
         branch = turn.job.lane.branch

@@ -113,16 +113,19 @@ class ModelConfig:
     @classmethod
     def from_json(cls, text: str) -> "ModelConfig":
         """Inverse of `to_json`; an unknown or missing field is an error."""
-        raw: dict[str, Any] = json.loads(text)
+        try:
+            raw: dict[str, Any] = dict(json.loads(text))
+        except (ValueError, TypeError) as e:
+            raise BadConfig(f"the model config is not a JSON object: {e}") from None
         known = {f.name for f in fields(cls)}
         if unknown := set(raw) - known:
             raise BadConfig(f"unknown config fields {sorted(unknown)}; this version knows {sorted(known)}")
-        for name in ("rope", "local_rope"):
-            if isinstance(raw.get(name), dict):
-                raw[name] = Rope(**raw[name])
-        if "windows" in raw:
-            raw["windows"] = tuple(raw["windows"])
         try:
+            for name in ("rope", "local_rope"):
+                if isinstance(raw.get(name), dict):
+                    raw[name] = Rope(**raw[name])
+            if "windows" in raw:
+                raw["windows"] = tuple(raw["windows"])
             return cls(**raw)
         except TypeError as e:
-            raise BadConfig(f"incomplete model config: {e}") from None
+            raise BadConfig(f"incomplete or malformed model config: {e}") from None

@@ -212,7 +212,7 @@ def _neox_tensors(config: ModelConfig, get: Get) -> Tensors:
 
     out: Tensors = {"embed": get("gpt_neox.embed_in.weight")}
     if not config.tied_embeddings:
-        out["unembed.weight"] = get("lm_head.weight" if config.family == "gpt_neox" else "embed_out.weight").T
+        out["unembed.weight"] = get("lm_head.weight").T
     norms = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
     products = {
         "attn.qkv": "attention.query_key_value",

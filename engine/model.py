@@ -141,8 +141,10 @@ class Decoder(nn.Module):
         self, tokens: Tensor, positions: Tensor, ops: Ops, tap: Tap | None = None, stop_at_layer: int | None = None
     ) -> Tensor:
         """The residual stream after the last block (or entering block `stop_at_layer`): [rows, d_model]."""
-        x = self.embedding(tokens, positions, tap)
-        return self.run_blocks(x, positions, ops, tap, 0, self.config.num_layers if stop_at_layer is None else stop_at_layer)
+        end = self.config.num_layers if stop_at_layer is None else stop_at_layer
+        if not 0 <= end <= self.config.num_layers:
+            raise ValueError(f"stop_at_layer {end} is not between 0 and {self.config.num_layers}")
+        return self.run_blocks(self.embedding(tokens, positions, tap), positions, ops, tap, 0, end)
 
     def run_blocks(self, x: Tensor, positions: Tensor, ops: Ops, tap: Tap | None, first: int, end: int) -> Tensor:
         """Blocks [first, end) over rows x [rows, d_model] at `positions` [rows]."""

@@ -25,7 +25,7 @@ from replaylens import tasks
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.errors import EngineError
 from replaylens.engine.model import Decoder
-from replaylens.engine.ops import SequenceOps
+from replaylens.engine.ops import AttentionSpec, SequenceOps, TorchOps
 from replaylens.tasks import Example, Task, TaskError, WordTokenizer
 
 BETAS = (0.9, 0.95)
@@ -35,6 +35,9 @@ GRADIENT_NORM = 1.0
 FINAL_LR = 0.02
 """The learning rate ends at this share of its peak."""
 STATE_KEY = "replaylens"
+
+Batch = list[tuple[Tensor, Tensor]]
+"""For each part of a recipe: tokens [sequences, width], and their weights in the loss; padding weighs 0."""
 
 
 class BadRecipe(EngineError, ValueError):
@@ -47,7 +50,7 @@ class Part:
 
     task: str
     weight: float
-    """how often a batch is drawn from this part, relative to the other parts"""
+    """this part's share of every batch, relative to the other parts"""
     knobs: tuple[tuple[str, Any], ...] = ()
 
     def of_length(self, length: int, seed: int) -> Task[Any]:
@@ -75,6 +78,8 @@ class Recipe:
     """share of the run in which the longest text grows from 1 step to `longest`; after it, all lengths are drawn"""
     completion_weight: float = 10.0
     """a completion's tokens count this much in the loss; a prompt's tokens, mostly names nobody can guess, count 1"""
+    init_scale: float = 2.0
+    """factor on the initial matrices"""
     pool: int = 4096
     """examples per part and length; batches are drawn from these with replacement"""
 
@@ -99,6 +104,14 @@ class Recipe:
             f"the config's vocab_size is {self.config.vocab_size}, the tasks' words and special tokens are {words}",
         )
         del texts
+
+    def sequences(self) -> list[int]:
+        """How many sequences of a batch each part gets; they sum to `batch`."""
+        whole, ends = sum(part.weight for part in self.parts), [0]
+        for part in self.parts:
+            ends.append(ends[-1] + part.weight)
+        cuts = [round(end / whole * self.batch) for end in ends]
+        return [cuts[i + 1] - cuts[i] for i in range(len(self.parts))]
 
     def tokenizer(self) -> WordTokenizer:
         """The words of all tasks of the recipe, whatever their knobs."""
@@ -128,7 +141,7 @@ class Texts:
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.recipe = recipe
-        self.shares = torch.tensor([part.weight for part in recipe.parts], dtype=torch.float64)
+        self.numbers = recipe.sequences()
         tokenizer = recipe.tokenizer()
         rows = [[list(_rows(recipe, part, n, tokenizer)) for n in self._lengths()] for part in recipe.parts]
         self.widths = [[max(len(tokens) for tokens, _ in cell) for cell in cells] for cells in rows]
@@ -137,16 +150,16 @@ class Texts:
     def _lengths(self) -> range:
         return range(1, self.recipe.longest + 1)
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens [batch, width] and their weights in the loss [batch, width]; padding weighs 0.
-
-        One part per batch: renderings differ in length, and a mixed batch would be mostly padding.
-        """
+    def batch(self, step: int) -> Batch:
+        """What step `step` trains on: from every part its share of the sequences, of lengths up to the curriculum's."""
         recipe = self.recipe
         generator = torch.Generator().manual_seed(_hash(recipe.seed, step))
-        part = int(torch.multinomial(self.shares, 1, generator=generator))
-        lengths = torch.randint(longest_at(recipe, step), (recipe.batch,), generator=generator)  # 0 stands for 1
-        row = lengths * recipe.pool + torch.randint(recipe.pool, (recipe.batch,), generator=generator)
+        longest = longest_at(recipe, step)
+        return [self._draw(part, number, longest, generator) for part, number in enumerate(self.numbers)]
+
+    def _draw(self, part: int, number: int, longest: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        lengths = torch.randint(longest, (number,), generator=generator)  # 0 stands for a text of one step
+        row = lengths * self.recipe.pool + torch.randint(self.recipe.pool, (number,), generator=generator)
         width = max(self.widths[part][length] for length in lengths.tolist())
         tokens, weights = self.tables[part]
         row = row.to(tokens.device)
@@ -203,15 +216,33 @@ def lr_at(recipe: Recipe, step: int) -> float:
     return recipe.lr * (FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def weighted_loss(model: Decoder, tokens: Tensor, weights: Tensor) -> Tensor:
+class PartsOps(TorchOps):
+    """Arithmetic over groups of sequences, each group with a width of its own.
+
+    Padding all parts to one width would nearly double the work: a chain of thought is twice as long as an answer.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.groups = [SequenceOps([tokens.shape[1]] * len(tokens)) for tokens, _ in batch]
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, observe: Callable[[Tensor], object] | None
+    ) -> Tensor:
+        rows = [sum(group.lengths) for group in self.groups]
+        pieces = zip(self.groups, q.split(rows), k.split(rows), v.split(rows), strict=True)
+        return torch.cat([group.attend(q, k, v, spec, observe) for group, q, k, v in pieces])
+
+
+def weighted_loss(model: Decoder, batch: Batch) -> Tensor:
     """Mean next-token loss over all positions, each weighted by the weight of the token it has to predict."""
-    sequences, width = tokens.shape
-    positions = torch.arange(width, device=tokens.device).repeat(sequences)
-    ops = SequenceOps([width] * sequences)
-    logits = model.logits(model(tokens.flatten(), positions, ops), ops).view(sequences, width, -1)
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    wanted = weights[:, 1:].flatten()
-    return (loss * wanted).sum() / wanted.sum()
+    tokens = torch.cat([part.flatten() for part, _ in batch])
+    positions = torch.cat([torch.arange(part.shape[1], device=part.device).repeat(len(part)) for part, _ in batch])
+    # Row i predicts token i + 1; the last row of a sequence would predict the next sequence's first token: weight 0.
+    weights = torch.cat([F.pad(part[:, 1:], (0, 1)).flatten() for _, part in batch])
+    ops = PartsOps(batch)
+    logits = model.logits(model(tokens, positions, ops), ops)
+    loss = F.cross_entropy(logits, tokens.roll(-1), reduction="none")
+    return (loss * weights).sum() / weights.sum()
 
 
 def train(
@@ -228,7 +259,7 @@ def train(
     a resumed run); what it raises ends the run.
     """
     with deterministic(device):
-        model = Decoder(recipe.config).initialize(recipe.seed).to(device)
+        model = initial(recipe).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
         first = load_state(state, recipe, model, optimizer) if state is not None and state.exists() else 0
         texts = Texts(recipe, torch.device(device))
@@ -241,10 +272,20 @@ def train(
     return model.cpu().requires_grad_(False).eval()
 
 
-def _step(model: Decoder, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], lr: float) -> Tensor:
+@torch.no_grad()
+def initial(recipe: Recipe) -> Decoder:
+    """The decoder before the first step."""
+    model = Decoder(recipe.config).initialize(recipe.seed)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:  # not the norms
+            parameter.mul_(recipe.init_scale)
+    return model
+
+
+def _step(model: Decoder, optimizer: torch.optim.Optimizer, batch: Batch, lr: float) -> Tensor:
     for group in optimizer.param_groups:
         group["lr"] = lr
-    loss = weighted_loss(model, *batch)
+    loss = weighted_loss(model, batch)
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)

@@ -5,6 +5,7 @@ Whatever the source, the tensors are checked the same way before anything runs: 
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from replaylens.engine.config import ModelConfig
-from replaylens.engine.errors import BadWeights, UnsupportedModel
+from replaylens.engine.errors import BadConfig, BadWeights, UnsupportedModel
 from replaylens.engine.families import FAMILIES, Tensors, family_of
 from replaylens.engine.model import Decoder
 
 CONFIG_FILE = "replaylens.json"
 WEIGHTS_FILE = "model.safetensors"
+_SPELLINGS = (("lm_head.", "embed_out."), ("model.", ""), ("transformer.", ""), ("gpt_neox.", ""))
+"""other names for the same tensor: GPT-NeoX files, and files of a bare transformer without its head (GPT-2's own)"""
+_NO_WEIGHT = re.compile(
+    r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$|^(lm_head|embed_out)\.weight$"
+)
+"""constants that older checkpoints store, and the second copy of a tied embedding"""
 
 
 def load(source: Any, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -68,8 +75,8 @@ def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> Decoder:
     for name, shape in wanted.items():
         if name in tensors and tuple(tensors[name].shape) != shape:
             faults.append(f"{name} has shape {tuple(tensors[name].shape)}, the config asks for {shape}")
-        elif name in tensors and not bool(torch.isfinite(tensors[name]).all()):
-            faults.append(f"{name} holds NaN or infinity")
+        elif name in tensors and not bool(torch.isfinite(tensors[name].to(dtype)).all()):
+            faults.append(f"{name} holds NaN or infinity as {dtype}")
     if faults:
         shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
         raise BadWeights(f"weights do not fit the config: {shown}. Check that config and weights belong together.")
@@ -79,27 +86,49 @@ def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> Decoder:
 
 
 def from_hugging_face(raw_config: dict[str, Any], source: "Source", dtype: torch.dtype) -> Decoder:
-    """Translate a Hugging Face config and its tensors."""
+    """Translate a Hugging Face config and its tensors. A tensor that nothing reads is an error, never dropped."""
     read_config, read_tensors = FAMILIES[family_of(raw_config)]
     try:
         config = read_config(raw_config)
     except KeyError as e:
         raise UnsupportedModel(f"the {raw_config['model_type']} config lacks {e}") from None
-    return build(config, read_tensors(config, source.get), dtype)
+    try:
+        tensors = read_tensors(config, source.get)
+    except RuntimeError as e:  # q, k and v, or gate and up, that cannot be joined
+        near = ", ".join(f"{name} {shape}" for name, shape in list(source.shapes.items())[-3:])
+        raise BadWeights(f"these do not fit together or the config: {near}. Do config and weights match? ({e})") from e
+    if extra := source.unread():
+        raise BadWeights(
+            f"the checkpoint holds {len(extra)} tensors that a {config.family} model does not have, such as "
+            f"{', '.join(extra[:4])}; leaving them out would change what it computes. Is the config the right one?"
+        )
+    return build(config, tensors, dtype)
 
 
 class Source:
     """Hands out tensors by name, and names the ones that are not there."""
 
-    def __init__(self, names: Iterable[str], read: Any, prefix: str = "") -> None:
-        self.names, self.read, self.prefix = set(names), read, prefix
+    def __init__(self, names: Iterable[str], read: Any, prefix: str = "", holds_copies: bool = False) -> None:
+        self.names, self.read, self.prefix, self.holds_copies = set(names), read, prefix, holds_copies
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """of every tensor handed out so far, in order"""
 
     def get(self, name: str) -> Tensor:
         name = self.prefix + name
-        if name not in self.names:
+        others = (new + name.removeprefix(old) for old, new in _SPELLINGS if name.startswith(old))
+        found = next((known for known in (name, *others) if known in self.names), None)
+        if found is None:
             raise BadWeights(f"tensor {name!r} is missing from the checkpoint; is it complete, and of this architecture?")
-        tensor: Tensor = self.read(name)
+        tensor: Tensor = self.read(found)
+        self.shapes[found] = tuple(tensor.shape)
         return tensor.detach()
+
+    def unread(self) -> list[str]:
+        """Weights that were never handed out; none are told where the source keeps copies under further names."""
+        if self.holds_copies:
+            return []
+        mine = (name for name in self.names - set(self.shapes) if name.startswith(self.prefix))
+        return sorted(name for name in mine if not _NO_WEIGHT.search(name.removeprefix(self.prefix)))
 
 
 def _load_path(path: Path, dtype: torch.dtype) -> Decoder:
@@ -113,24 +142,45 @@ def _load_path(path: Path, dtype: torch.dtype) -> Decoder:
         return build(config, {name: source.get(name) for name in source.names}, dtype)
     if not (path / "config.json").exists():
         raise UnsupportedModel(f"{path} holds neither {CONFIG_FILE} nor config.json")
-    from transformers import AutoConfig  # normalises the many spellings of older configs
-
-    config_object = AutoConfig.from_pretrained(path)
-    raw = getattr(config_object, "text_config", config_object).to_dict()
+    raw = _read_config(path)
     source = _safetensors(path)
     if f"language_model.{'model.embed_tokens.weight'}" in source.names:  # the text part of a multimodal checkpoint
         source.prefix = "language_model."
     return from_hugging_face(raw, source, dtype)
 
 
+def _read_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json in today's spelling."""
+    file = folder / "config.json"
+    try:
+        written = json.loads(file.read_text())
+    except ValueError as e:
+        raise BadConfig(f"{file} is not valid JSON: {e}; copy it again from where the model comes from") from None
+    if not isinstance(written, dict):
+        raise BadConfig(f"{file} holds no JSON object; copy it again from where the model comes from")
+    if "text_config" not in written:
+        family_of(written)  # refuse by our own list, before transformers refuses by its own
+    from transformers import AutoConfig  # normalises the many spellings of older configs
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as e:
+        raise BadConfig(f"transformers cannot read {file}: {e}") from e
+    raw: dict[str, Any] = getattr(config, "text_config", config).to_dict()
+    return raw
+
+
 def _safetensors(folder: Path) -> Source:
     """All tensors of a folder, one file or sharded by an index."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        where: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        if bad := [name for name in set(where.values()) if Path(name).name != name]:
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            bad = [name for name in files if Path(name).name != name]
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise BadWeights(f"{index} is not an index of shards ({e!r}); copy it again") from None
+        if bad:
             raise BadWeights(f"{index} points outside its folder: {bad}")
-        files = sorted(set(where.values()))
     else:
         files = [WEIGHTS_FILE]
     owner: dict[str, Any] = {}
@@ -152,10 +202,16 @@ def _load_live(model: nn.Module, dtype: torch.dtype) -> Decoder:
 
 
 def _load_bridge(bridge: Any, dtype: torch.dtype) -> Decoder:
-    """A bridge renames the modules of the model it wraps by nesting them under `_original_component`."""
+    """A bridge nests the modules of the model it wraps under `_original_component`, and keeps more copies of them."""
+    if getattr(bridge, "_weights_processed", False):  # norms folded into products, weights centred
+        raise UnsupportedModel(
+            "this TransformerBridge has processed its weights (enable_compatibility_mode): they are no longer the "
+            "model's. Load the model before that, or call enable_compatibility_mode(no_processing=True)"
+        )
     model = bridge.original_model
     state = {name.replace("._original_component", ""): x for name, x in model.state_dict().items()}
-    return from_hugging_face(model.config.to_dict(), Source(state, state.__getitem__), dtype)
+    source = Source(state, state.__getitem__, holds_copies=True)
+    return from_hugging_face(model.config.to_dict(), source, dtype)
 
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> Decoder:
@@ -167,4 +223,8 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> Decoder:
 
     if not path.exists():
         raise UnsupportedModel(f"{path} does not exist")
-    return _load_live(AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32), dtype)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    except Exception as e:
+        raise BadWeights(f"transformers cannot read {path} as a GGUF model: {e}") from e
+    return _load_live(model, dtype)

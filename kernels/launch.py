@@ -27,8 +27,6 @@ KV_BLOCK = 64
 """canonical: keys per step of the softmax, counted from position 0"""
 KV_SPLIT = 512
 """canonical: keys per independent partial softmax, counted from position 0; partials are merged in order"""
-VOCAB_TILE = 128
-"""canonical: vocabulary entries per partial log-sum-exp of the lens"""
 GRAM_CHUNK = 512
 """canonical: rows per partial sum of a Gram matrix, counted from the first row"""
 
@@ -117,6 +115,39 @@ def norm_shape(width: int) -> NormShape:
     if block <= 512:
         return NormShape(2048 // block if block >= 128 else 16, block, 4)
     return NormShape(1, block, min(16, max(4, block // 512)))
+
+
+def gram_tile(dtype: torch.dtype) -> GemmTile:
+    """The square tile for sums over rows of this dtype; every tile gives the same bits."""
+    if dtype in (torch.float32, torch.float64):
+        return GemmTile(64, 64, 16, 4, 2)
+    return GemmTile(128, 128, 64, 8, 3)
+
+
+@dataclass(frozen=True)
+class LensShape(GemmTile):
+    """The lens's tile: canonical, since it sums over the vocabulary within a tile."""
+
+    top_rows: int = 64
+    """(row, tile) pairs per program of the top-k (speed only)"""
+    top_warps: int = 8
+
+    @property
+    def vocab_tile(self) -> int:
+        """Vocabulary entries per partial result: half of the columns that a program multiplies at once."""
+        return self.columns // 2
+
+    @property
+    def copy(self) -> bool:
+        """Whether tiles come through the copy engine."""
+        return self.persistent
+
+
+def lens_shape(dtype: torch.dtype) -> LensShape:
+    """The one tile of the lens, whatever the number of rows."""
+    if dtype == torch.float32:
+        return LensShape(32, 64, 32, 4, 3, top_rows=16, top_warps=4)
+    return LensShape(128, 256, 64, 4, 3, persistent=True, specialize=True)
 
 
 def next_power_of_2(n: int) -> int:

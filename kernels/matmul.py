@@ -179,7 +179,7 @@ def _gated_rows_kernel(
         inside = k < K - start
         a = tl.load(x, mask=x_mask & inside[None, :], other=0.0)
         b = tl.load(w, mask=w_mask & inside[:, None], other=0.0)
-        c = tl.load(w + F.to(tl.int64) * stride_wn, mask=w_mask & inside[:, None], other=0.0)
+        c = tl.load(w + tl.cast(F, tl.int64) * stride_wn, mask=w_mask & inside[:, None], other=0.0)
         gate = tl.dot(a, b, gate, input_precision="ieee")
         up = tl.dot(a, c, up, input_precision="ieee")
         x += DEPTH

@@ -43,10 +43,15 @@ def hugging_face(name: str) -> Any:
             vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=0
         ),
         "neox": lambda: tf.GPTNeoXConfig(**SHAPE, bos_token_id=0, eos_token_id=0),
-        "neox-sequential": lambda: tf.GPTNeoXConfig(
-            **SHAPE, use_parallel_residual=False, bos_token_id=0, eos_token_id=0
+        "neox-sequential": lambda: tf.GPTNeoXConfig(**SHAPE, use_parallel_residual=False, bos_token_id=0, eos_token_id=0),
+        "gemma2": lambda: tf.Gemma2Config(
+            **GROUPED,
+            head_dim=16,
+            sliding_window=7,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=2.0,  # the default 50 would not show at the size of these scores
+            final_logit_softcapping=3.0,
         ),
-        "gemma2": lambda: tf.Gemma2Config(**GROUPED, head_dim=16, sliding_window=7, query_pre_attn_scalar=24),
         "gemma3": lambda: tf.Gemma3TextConfig(
             **GROUPED,
             head_dim=16,

@@ -64,7 +64,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.forgotten: list[int] = []
 
     def pick(self, data: st.DataObject, *statuses: str) -> tuple[int, Naive, bool]:
-        branch_id = data.draw(st.sampled_from(sorted(self.model)))
+        branch_id = data.draw(st.sampled_from(sorted(self.model)[-5:]))  # few, so that deep histories happen
         return branch_id, self.model[branch_id], self.model[branch_id].status in statuses
 
     def made(self, branch_id: int | None, record: Naive) -> None:
@@ -78,7 +78,7 @@ class TreeMachine(RuleBasedStateMachine):
         with pytest.raises(error):
             call(*args)
 
-    @precondition(lambda self: len(self.model) < 8)
+    @precondition(lambda self: len(self.model) < 3)
     @rule(tokens=st.lists(st.integers(0, 3), max_size=5))
     def plant(self, tokens: list[int]) -> None:
         self.made(self.tree.plant(tokens), Naive(None, 0, [(token, "P") for token in tokens]))
@@ -112,12 +112,14 @@ class TreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: 0 < len(self.model) < 12)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        branch_id, record, allowed = self.pick(data, "open", "finished")
+        branch_id, record, allowed = self.pick(data, "open", "finished", "rejected")
         if not allowed:
             return self.refused(ClosedBranch, self.tree.fork, branch_id)
         length = data.draw(st.none() | st.integers(0, len(record.pairs)))
         left_at = len(record.pairs) if length is None else length
-        self.made(self.tree.fork(branch_id, length), Naive(branch_id, left_at, record.pairs[:left_at]))
+        wanted = "D" if "~" in record.text or "D" in record.text else "A"
+        pairs = [(token, letter.replace("R", wanted)) for token, letter in record.pairs[:left_at]]
+        self.made(self.tree.fork(branch_id, length), Naive(branch_id, left_at, pairs))
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), keep=st.booleans())
@@ -283,6 +285,26 @@ def test_rollback_of_a_parent_below_a_fork_does_not_hurt_the_child() -> None:
     tree.check_integrity()
 
 
+def test_a_rejected_branch_can_be_forked_and_gone_on_with() -> None:
+    tree, root, _, _ = drafted()
+    tree.mark(root, 3, 5, ACCEPTED)
+    rejected = tree.rollback(root, 5, keep=True)
+    assert rejected is not None
+    whole, part, before = tree.fork(rejected), tree.fork(rejected, 6), tree.fork(rejected, 4)
+    assert [letters(tree.branch(child)) for child in (whole, part, before)] == ["PPPAAAA", "PPPAAA", "PPPA"]
+    tree.append(whole, [14], PENDING)
+    assert letters(tree.branch(rejected)) == "PPPAARR" and tree.rejected_of(root) == [rejected]
+    tree.check_integrity()
+
+
+def test_a_fork_of_what_was_rejected_unverified_starts_with_drafts() -> None:
+    tree, root, _, _ = drafted()
+    rejected = tree.rollback(root, 5, keep=True)  # T0 is still pending, T1' still a draft
+    assert rejected is not None
+    assert letters(tree.branch(tree.fork(rejected))) == "PPP~DDD"
+    tree.check_integrity()
+
+
 # Refusals
 
 
@@ -295,6 +317,23 @@ def test_rollback_stays_between_prompt_and_tip() -> None:
             tree.rollback(root, length)
     child = tree.fork(root, 1)  # leaving within the prompt is a fork
     assert tree.branch(child).root_length == 1
+
+
+def test_tokens_are_accepted_from_the_left() -> None:
+    tree = BranchTree()
+    root = tree.plant([1])
+    tree.append(root, [2], PENDING)
+    tree.append(root, [3, 4], DRAFT)
+    for start, left in ((2, "position 1 is still pending"), (3, "position 2 is still draft")):
+        with pytest.raises(BadTransition, match=left):
+            tree.mark(root, start, 4, ACCEPTED)
+    with pytest.raises(BadTransition, match="position 0: prompt cannot become accepted"):
+        tree.mark(root, 0, 4, ACCEPTED)
+    with pytest.raises(BadTransition, match="position 1: pending cannot become rejected"):
+        tree.mark(root, 1, 2, REJECTED)
+    with pytest.raises(BadTransition, match="1 accepted tokens cannot follow a draft token"):
+        tree.append(root, [9], ACCEPTED)
+    assert letters(tree.branch(root)) == "P~DD"
 
 
 def test_ranges_are_checked() -> None:
@@ -318,8 +357,8 @@ def test_closed_and_unknown_branches() -> None:
     tree.append(root, [2], DRAFT)
     rejected = tree.rollback(root, 1, keep=True)
     assert rejected is not None
-    with pytest.raises(ClosedBranch, match="fork branch 0 at 1 and force its tokens"):
-        tree.fork(rejected)
+    with pytest.raises(ClosedBranch, match="rejected: fork it to go on with its tokens"):
+        tree.append(rejected, [3], DRAFT)
     tree.release(root)
     with pytest.raises(ClosedBranch, match="released"):
         tree.fork(root)

@@ -122,9 +122,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(len(contents) >= self.pool.page_size for _, contents in self.tables))
     @rule(data=st.data())
     def retain(self, data: st.DataObject) -> None:
-        table, contents = data.draw(
-            st.sampled_from([pair for pair in self.tables if len(pair[1]) >= self.pool.page_size])
-        )
+        table, contents = data.draw(st.sampled_from([pair for pair in self.tables if len(pair[1]) >= self.pool.page_size]))
         index = data.draw(st.integers(0, len(contents) // self.pool.page_size - 1))
         self.pool.retain(table.pages[index])
         whole = contents[index * self.pool.page_size : (index + 1) * self.pool.page_size]

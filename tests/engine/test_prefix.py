@@ -139,9 +139,7 @@ TestPrefix.settings = settings(max_examples=80, stateful_step_count=30, deadline
 TestOneBitHash.settings = TestNoHash.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-def indexed(
-    index: PrefixIndex, tokens: list[int], edit_keys: list[bytes] | None = None, keep: bool = False
-) -> PageTable:
+def indexed(index: PrefixIndex, tokens: list[int], edit_keys: list[bytes] | None = None, keep: bool = False) -> PageTable:
     """Offer freshly computed pages of `tokens`; release the table unless told to keep it."""
     table = PageTable()
     index.pool.reserve(table, 0, len(tokens))
@@ -159,9 +157,7 @@ def test_whole_pages_within_the_limit() -> None:
     assert index.match([0, 1, 2, 3, 4, 5, 6, 99, 8]) == [1]
     assert index.match([1, 2, 3, 4]) == index.match([]) == index.match(list(range(8)), limit=0) == []
     assert index.match([4, 5, 6, 7]) == []  # the same tokens, but not at the beginning
-    assert str(index.check_integrity()) == (
-        "prefix index: 2 pages on 1 paths, 2 used by nobody else, 0 shared with tables"
-    )
+    assert str(index.check_integrity()) == ("prefix index: 2 pages on 1 paths, 2 used by nobody else, 0 shared with tables")
 
 
 def test_adopted_pages_are_shared_and_never_written() -> None:

@@ -1,0 +1,206 @@
+"""Seeded sampling by Gumbel-max over vocabulary tiles: neither noise nor logits are ever in memory.
+
+    token = argmax_v  logit[v] / temperature + g(seed, position, v),      g = -log(-log u),   u = hash64(...) mapped to (0, 1)
+
+**The noise is keyed by token id**, never by rank, tile or row: the draw of a token does not depend on which other tokens
+are near, how the vocabulary is cut, or which drafter proposed what. `hash64` is integer arithmetic, so its bits are the same
+on every device (`reference.hash64`). u takes the 2^52 midpoints of (0, 1), exact in float64; logarithms and scores are
+float64, so that the far tail of the noise is not cut off as it is with 24-bit uniforms, and ties are as good as impossible. Where
+they happen (greedy rows), the smallest id wins. A maximum is the same in any order: canonical.
+
+Logits are the float32 accumulators of the canonical product, not rounded to the storage dtype: rounding to bf16 makes ties
+common. `sample` multiplies and draws in one kernel; `sample_logits` draws from logits that someone already has, with the
+same result for the same logits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replaylens.kernels.launch import (
+    EXACT,
+    GemmTile,
+    ceil_div,
+    gemm_tile,
+    next_power_of_2,
+    require,
+    require_float,
+    require_rows,
+    require_same,
+    require_shape,
+)
+from replaylens.kernels.matmul import dot_tile
+
+_LOGIT_TILE = 4096
+
+
+@triton.jit
+def mix64(x):
+    """splitmix64's finaliser."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def hash64(seed, position, token):
+    """64 well-mixed bits of three integers."""
+    row = mix64(mix64(seed.to(tl.uint64) + 0x9E3779B97F4A7C15) + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
+    return mix64(row + token.to(tl.uint64) * 0x9E3779B97F4A7C15)
+
+
+@triton.jit
+def softcap(z, cap):
+    """cap tanh(z / cap) as one exponential and one division."""
+    return cap - 2.0 * cap / (1.0 + tl.exp2(z * (2.8853900817779268 / cap)))
+
+
+@triton.jit
+def _best(z, row, column, mask, SEED, POSITION, TEMPERATURE, M, NOISY: tl.constexpr):
+    """Per row of a tile of logits z: (score, token, logit) of the winner."""
+    score = z.to(tl.float64)
+    if NOISY:
+        seed = tl.load(SEED + row, mask=row < M, other=0)
+        position = tl.load(POSITION + row, mask=row < M, other=0)
+        t = tl.load(TEMPERATURE + row, mask=row < M, other=1.0).to(tl.float64)
+        u = (hash64(seed[:, None], position[:, None], column[None, :]) >> 12).to(tl.float64)
+        noise = -tl.log(-tl.log((u + 0.5) * 2.220446049250313e-16))
+        score = tl.where(t[:, None] > 0, score / tl.where(t > 0, t, 1.0)[:, None] + noise, score)
+    score = tl.where(mask, score, float("-inf"))
+    best = tl.max(score, 1)
+    token = tl.min(tl.where((score == best[:, None]) & mask, column[None, :], 2147483647), 1)
+    logit = tl.max(tl.where(column[None, :] == token[:, None], z, float("-inf")), 1)
+    return best, token, logit
+
+
+@triton.jit
+def _sample_kernel(
+    X, W, SEED, POSITION, TEMPERATURE, SCORE, TOKEN, LOGIT, M, N, K, stride_xm, stride_wk, stride_wn, cap, tiles,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    NOISY: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    z = dot_tile(X, W, row, column, M, N, K, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH, EVEN_K, EVEN_N)
+    if CAPPED:
+        z = softcap(z, cap)
+    mask = (row[:, None] < M) & (column[None, :] < N)
+    best, token, logit = _best(z, row, column, mask, SEED, POSITION, TEMPERATURE, M, NOISY)
+    at = row.to(tl.int64) * tiles + tl.program_id(1)
+    tl.store(SCORE + at, best, mask=row < M)
+    tl.store(TOKEN + at, token, mask=row < M)
+    tl.store(LOGIT + at, logit, mask=row < M)
+
+
+@triton.jit
+def _sample_logits_kernel(
+    Z, SEED, POSITION, TEMPERATURE, SCORE, TOKEN, LOGIT, M, N, stride_z, tiles,
+    COLUMNS: tl.constexpr, NOISY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) + tl.arange(0, 1)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row[:, None] < M) & (column[None, :] < N)
+    z = tl.load(Z + row.to(tl.int64)[:, None] * stride_z + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    best, token, logit = _best(z, row, column, mask, SEED, POSITION, TEMPERATURE, M, NOISY)
+    at = row.to(tl.int64) * tiles + tl.program_id(1)
+    tl.store(SCORE + at, best)
+    tl.store(TOKEN + at, token)
+    tl.store(LOGIT + at, logit)
+
+
+@triton.jit
+def _pick_kernel(SCORE, TOKEN, LOGIT, OUT_TOKEN, OUT_LOGIT, tiles, BLOCK: tl.constexpr):
+    """The best of a row's tiles."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    score = tl.load(SCORE + row * tiles + i, mask=i < tiles, other=float("-inf"))
+    token = tl.load(TOKEN + row * tiles + i, mask=i < tiles, other=2147483647)
+    token = tl.where(score == tl.max(score, 0), token, 2147483647)
+    best = tl.min(token, 0)
+    logit = tl.load(LOGIT + row * tiles + i, mask=i < tiles, other=float("-inf"))
+    tl.store(OUT_TOKEN + row, best.to(tl.int64))
+    tl.store(OUT_LOGIT + row, tl.max(tl.where(token == best, logit, float("-inf")), 0))
+
+
+def sample(
+    x: Tensor,
+    w: Tensor,
+    seed: Tensor | None = None,
+    position: Tensor | None = None,
+    temperature: Tensor | None = None,
+    softcap: float = 0.0,
+    tile: GemmTile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row from softmax(x @ w / temperature): (tokens [rows] int64, their logits [rows] float32).
+
+    x [rows, d] is already normalised; w [d, vocab] may be a transposed view. seed [rows] int64, position [rows] int32 or
+    int64 (of the token that is drawn), temperature [rows] float32, 0 for greedy; all three None: greedy.
+    """
+    require(x.dim() == 2, f"x has shape {tuple(x.shape)}; expected [rows, d]")
+    require_float("x", x)
+    require_rows("x", x)
+    require_shape("w", w, (x.shape[1], None))
+    require_same("w", w, x)
+    noisy = _check_noise(x.shape[0], seed, position, temperature)
+    (rows, depth), columns = x.shape, w.shape[1]
+    tile = tile or gemm_tile(rows, depth, columns, x.dtype)
+    tiles = ceil_div(columns, tile.columns)
+    found = _partials(rows, tiles, x.device)
+    noise = (seed, position, temperature) if noisy else (x, x, x)
+    if rows:
+        _sample_kernel[(ceil_div(rows, tile.rows), tiles)](
+            x, w, *noise, *found, rows, columns, depth, x.stride(0), w.stride(0), w.stride(1), softcap or 1.0, tiles,
+            tile.rows, tile.columns, tile.depth, depth % tile.depth == 0, columns % tile.columns == 0,
+            noisy, softcap > 0, num_warps=tile.warps, num_stages=tile.stages, **EXACT,
+        )  # fmt: skip
+    return _pick(rows, tiles, found)
+
+
+def sample_logits(
+    logits: Tensor, seed: Tensor | None = None, position: Tensor | None = None, temperature: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`sample` for logits [rows, vocab] that are already there."""
+    require(logits.dim() == 2, f"logits have shape {tuple(logits.shape)}; expected [rows, vocab]")
+    require_float("logits", logits)
+    require_rows("logits", logits)
+    noisy = _check_noise(logits.shape[0], seed, position, temperature)
+    rows, columns = logits.shape
+    width = min(_LOGIT_TILE, next_power_of_2(columns))
+    tiles = ceil_div(columns, width)
+    found = _partials(rows, tiles, logits.device)
+    noise = (seed, position, temperature) if noisy else (logits, logits, logits)
+    if rows:
+        _sample_logits_kernel[(rows, tiles)](
+            logits, *noise, *found, rows, columns, logits.stride(0), tiles, width, noisy, num_warps=8, **EXACT
+        )
+    return _pick(rows, tiles, found)
+
+
+def _check_noise(rows: int, seed: Tensor | None, position: Tensor | None, temperature: Tensor | None) -> bool:
+    """Whether rows draw noise at all; an error when the three do not belong together."""
+    given = [x is not None for x in (seed, position, temperature)]
+    require(all(given) or not any(given), "seed, position and temperature go together; leave all three out for greedy")
+    if seed is None or position is None or temperature is None:
+        return False
+    require(seed.dtype == torch.int64, f"seed is {seed.dtype}; expected int64")
+    require(position.dtype in (torch.int32, torch.int64), f"position is {position.dtype}; expected int32 or int64")
+    require(temperature.dtype == torch.float32, f"temperature is {temperature.dtype}; expected float32")
+    for name, x in (("seed", seed), ("position", position), ("temperature", temperature)):
+        require_shape(name, x, (rows,))
+        require(x.is_contiguous(), f"{name} must be contiguous")
+    return True
+
+
+def _partials(rows: int, tiles: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Score, token and logit of the winner of every tile."""
+    make = lambda dtype: torch.empty(rows, tiles, dtype=dtype, device=device)  # noqa: E731
+    return make(torch.float64), make(torch.int32), make(torch.float32)
+
+
+def _pick(rows: int, tiles: int, found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    tokens = torch.empty(rows, dtype=torch.int64, device=found[0].device)
+    logits = torch.empty(rows, dtype=torch.float32, device=found[0].device)
+    if rows:
+        _pick_kernel[(rows,)](*found, tokens, logits, tiles, next_power_of_2(tiles), num_warps=4, **EXACT)
+    return tokens, logits

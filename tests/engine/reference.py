@@ -1,0 +1,140 @@
+"""The slow truth that the engine is held against: every row of a path computed by itself, in a pass of its own.
+
+No batches, no windows, no drafts, no pages of more than one position, no rollbacks: a row follows from its token and the
+rows before it, and is kept by its path. Whatever the engine did on the way, what it commits must have these bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from replaylens.engine import certificates, readout, sites, weights
+from replaylens.engine.batch import Segment
+from replaylens.engine.branch import Branch
+from replaylens.engine.capture import LensSpec, PassTap, Rows
+from replaylens.engine.model import Decoder
+from replaylens.engine.runner import Runner
+from replaylens.engine.sampling import Sampling
+from tests.families import hugging_face
+
+GREEDY = Sampling()
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a path's last token has."""
+
+    page: int
+    kv: Tensor
+    """[layers, 2, kv_heads, d_head]"""
+    sites: Rows
+    """S, T and C: [1, d_model] each"""
+    logits: Tensor
+    """[vocab]"""
+
+
+class Reference:
+    """All rows of one model, computed when they are asked for."""
+
+    def __init__(self, model: Decoder, num_rows: int = 60_000) -> None:
+        table = sites.table(model.config)
+        self.runner = Runner(model, certificates.certificate_for(model), num_rows, page_size=1)
+        self.sites, _ = table.select("STC")
+        self.lens = LensSpec(tuple(table.letter("S")))
+        self._rows: dict[Path, Row] = {}
+        self._lenses: dict[tuple[Path, int], Rows] = {}
+
+    def row(self, path: Path) -> Row:
+        """The last row of a path."""
+        if path not in self._rows:
+            for end in range(1, len(path)):  # from the left, so that no recursion grows with the path
+                self.row(path[:end]) if path[:end] not in self._rows else None
+            self._rows[path] = self._compute(path)
+        return self._rows[path]
+
+    def _compute(self, path: Path) -> Row:
+        runner, last = self.runner, len(path) - 1
+        table = runner.pool.share([self._rows[path[:end]].page for end in range(1, len(path))], last)
+        runner.reserve(table, last, len(path))
+        tap = PassTap(frozenset(self.sites))
+        logits = runner.exact([Segment(table, last, [path[-1]], num_logits=1)], tap).logits[0]
+        page = table.pages[-1]
+        runner.pool.retain(page)
+        runner.pool.release(table)
+        return Row(page, runner.cache.rows([page])[0], tap.rows(self.sites, 0, 1), logits)
+
+    def kv(self, path: Sequence[int]) -> Tensor:
+        """[positions, layers, 2, kv_heads, d_head]"""
+        path = tuple(path)
+        if not path:
+            return self.runner.cache.rows([])
+        return torch.stack([self.row(path[:end]).kv for end in range(1, len(path) + 1)])
+
+    def captured(self, path: Sequence[int], start: int, end: int) -> Rows:
+        """S, T, C and Z of positions [start, end): Z looks at the path's next token, where there is one."""
+        path = tuple(path)
+        rows = [self._captured(path[: p + 1], path[p + 1] if p + 1 < len(path) else -1) for p in range(start, end)]
+        return {site: torch.cat([row[site] for row in rows]) for site in rows[0]} if rows else {}
+
+    def _captured(self, path: Path, following: int) -> Rows:
+        row = self.row(path)
+        if (path, following) not in self._lenses:
+            self._lenses[path, following] = readout.read(self.lens, self.runner.logits, row.sites, [following])
+        return row.sites | self._lenses[path, following]
+
+    def continuation(self, path: Sequence[int], n: int, sampling: Sampling = GREEDY, num_prompt: int | None = None) -> list[int]:
+        """The next `n` tokens, one at a time; fewer where a stop token comes."""
+        path, new = list(path), []
+        num_prompt = len(path) if num_prompt is None else num_prompt
+        while len(new) < n and not (new and new[-1] in sampling.stop_tokens):
+            new.append(sampling.choose(self.row((*path, *new)).logits.numpy(), path + new, num_prompt))
+        return new
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    """Equal shapes, types and bytes: NaN equals itself, and the two zeros differ."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+def differences(branch: Branch, reference: Reference) -> list[str]:
+    """Everything on a branch that is not what its path says: empty, or the promise is broken."""
+    path, found = branch.tokens, []
+    if not same_bits(branch.kv(), reference.kv(path[: branch.lane.computed])):
+        found.append(f"KV of branch {branch.id}")
+    recording = branch.lane.recording
+    if recording is None:
+        return found
+    if recording.positions() != list(range(recording.base, recording.end)):
+        return [*found, f"positions {recording.positions()} of branch {branch.id}"]
+    truth = reference.captured(path, recording.base, recording.end)
+    found += [f"sites of branch {branch.id}"] * (recording.sites() != list(truth))
+    return found + [f"{site} of branch {branch.id}" for site, rows in truth.items() if not same_bits(recording[site], rows)]
+
+
+@cache
+def decoder(family: str) -> Decoder:
+    """The tiny random model of a family."""
+    return weights.load(hugging_face(family), torch.float32)
+
+
+@cache
+def reference_of(family: str) -> Reference:
+    """Shared by all tests of a process: rows once computed stay."""
+    return Reference(decoder(family))
+
+
+@cache
+def perturbed(family: str) -> Decoder:
+    """A model that mostly thinks alike: a drafter whose drafts are sometimes right."""
+    model = weights.load(hugging_face(family), torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
+    return model

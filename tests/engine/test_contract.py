@@ -1,0 +1,288 @@
+"""The contract: what a request commits is a function of its token path, whatever happens around it.
+
+Each theorem runs the same requests under other circumstances and holds every token, every KV entry and every captured
+row (S, T, C, Z; of rejected drafts too) against the slow reference, byte by byte. The last theorem shows that the
+comparison has teeth: with the fast path in the canonical pass's place it fails.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from replaylens.engine import zoo
+from replaylens.engine.batch import Batch, Segment
+from replaylens.engine.branch import Branch
+from replaylens.engine.config import ModelConfig
+from replaylens.engine.cpu import FastCpuOps
+from replaylens.engine.engine import Engine
+from replaylens.engine.model import Decoder
+from replaylens.engine.runner import PassResult, Runner
+from replaylens.engine.sampling import Sampling
+from replaylens.engine.trace import Trace
+from tests.engine.reference import GREEDY, Reference, decoder, differences, perturbed, reference_of
+from tests.families import NAMES
+
+NEW = 12
+WINDOWS = (1, 2, 3, 8, 16)
+DRAFTERS = ("self", "model", "lens", "ngram", "tree")
+REPRODUCIBLE = ("model", "lens", "ngram", "tree", "forced")
+CUTS = {"pages of 4, 16 rows": (4, 16), "pages of 16, 17 rows": (16, 17), "pages of 64, 33 rows": (64, 33)}
+CUTS |= {"pages of 4, 512 rows": (4, 512), "pages of 64, 512 rows": (64, 512)}
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "warm": Sampling(temperature=1.0, seed=7),
+    "filtered": Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=2**64 - 1),
+    "penalised": Sampling(temperature=0.5, repetition_penalty=1.3, presence_penalty=0.4, logit_bias={5: 1.5}, seed=3),
+    "careful": Sampling(repetition_penalty=1.2, presence_penalty=0.3),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What somebody asks of the engine."""
+
+    prompt: tuple[int, ...]
+    drafter: str = "self"
+    window: int | None = None
+    sampling: Sampling = GREEDY
+    n: int = NEW
+    drafts: dict[int, list[list[int]]] | None = field(default=None, compare=False)
+
+    def options(self) -> dict[str, Any]:
+        return {"drafter": self.drafter, "window": self.window, "sampling": self.sampling, "drafts": self.drafts}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model under test."""
+
+    name: str
+    model: Decoder
+    draft_model: Decoder
+    reference: Reference
+
+    def engine(self, **options: Any) -> Engine:
+        return Engine(self.model, draft_model=self.draft_model, **options)
+
+    def prompt(self, length: int, seed: int = 0) -> tuple[int, ...]:
+        """Tokens that repeat a little, so that the n-gram drafter has something to say."""
+        draw = random.Random(f"{self.name} {length} {seed}")
+        tokens = [draw.randrange(self.model.config.vocab_size) for _ in range(length)]
+        for start in range(5, length - 3, 9):
+            tokens[start : start + 3] = tokens[:3]
+        return tuple(tokens)
+
+    def answer(self, request: Request) -> list[int]:
+        return self.reference.continuation(request.prompt, request.n, request.sampling)
+
+    def forced(self, prompt: tuple[int, ...], right: int, sampling: Sampling = GREEDY) -> Request:
+        """Drafts of six tokens for every position: the first `right` of each chain are right, the others wrong."""
+        path = [*prompt, *self.reference.continuation(prompt, NEW, sampling)]
+        vocab, drafts = self.model.config.vocab_size, {}
+        for at in range(len(prompt), len(path)):
+            chain = path[at : at + 6]
+            drafts[at] = [[token if i < right else (token + 1) % vocab for i, token in enumerate(chain)]]
+        return Request(prompt, "forced", None, sampling, drafts=drafts)
+
+
+def embedded() -> list[str]:
+    return [name for name in zoo.names() if (zoo.CHECKPOINTS / name).is_dir()]
+
+
+def coin(name: str) -> Subject:
+    model, _ = zoo.load_embedded(name)
+    return Subject(name, model, model, Reference(model))
+
+
+@pytest.fixture(scope="module", params=[*NAMES, *embedded()])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Every family, and every embedded model that is there."""
+    name = request.param
+    if name in NAMES:
+        return Subject(name, decoder(name), perturbed(name), reference_of(name))
+    return coin(name)
+
+
+def run_together(engine: Engine, requests: Sequence[Request], sites: str | None = "STCZ") -> list[Branch]:
+    """All requests at once, each with its own options; every token's row computed."""
+    branches = [engine.prompt(r.prompt, sites=sites, keep_rejected=bool(sites)) for r in requests]
+    return go_on(engine, branches, requests)
+
+
+def go_on(engine: Engine, branches: list[Branch], requests: Sequence[Request]) -> list[Branch]:
+    pairs = zip(branches, requests, strict=True)
+    for stream in [branch.stream(r.n, final=True, **r.options()) for branch, r in pairs]:
+        for _ in stream:
+            pass
+    engine.check_integrity()
+    return branches
+
+
+def rejected(branch: Branch) -> list[tuple[int, list[int]]]:
+    """Where drafts did not stand, and what they were: in order."""
+    tree = branch.engine.tree
+    return [(tree.branch(i).fork_position, tree.path(i)) for i in branch.rejected_ids]
+
+
+def broken(subject: Subject, branches: list[Branch], requests: Sequence[Request]) -> list[str]:
+    """Which promises do not hold: tokens, KV, captured rows, and those of all rejected drafts."""
+    found = []
+    for branch, request in zip(branches, requests, strict=True):
+        found += [f"tokens of {request}"] * (branch.generated != subject.answer(request))
+        found += [f"computed positions of {request}"] * (branch.lane.computed != branch.length)
+        for one in (branch, *branch.rejected):
+            found += [f"{what}: {request}" for what in differences(one, subject.reference)]
+        if branch.lane.recording is not None:
+            found += [f"captured positions of {request}"] * (branch.activations.positions() != [*range(branch.length)])
+            found += [f"rejected branches of {request}"] * (len(branch.rejected) != len(branch.rejected_ids))
+    return found
+
+
+def mixed(subject: Subject) -> list[Request]:
+    """Requests of other lengths, drafters, windows and samplings."""
+    s, short = SAMPLINGS, subject.prompt(9)
+    return [
+        Request(subject.prompt(21), "lens", 3, s["warm"]),
+        Request(subject.prompt(1), "self", 8),
+        Request(subject.prompt(70), "tree", 3, s["filtered"]),
+        Request(short, "ngram", 8, s["careful"]),
+        Request(subject.prompt(40), "model", None, s["penalised"]),
+        subject.forced(short, right=3),
+    ]
+
+
+# ---- the theorems ---------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_computed_at_once_has_the_rows_of_one_row_at_a_time(subject: Subject) -> None:
+    path = subject.prompt(150)
+    branch = subject.engine().prompt(path, sites="STCZ")
+    assert branch.lane.computed == len(path) and branch.activations.end == len(path) - 1
+    assert differences(branch, subject.reference) == []
+
+
+def test_no_drafter_and_no_window_changes_anything(subject: Subject) -> None:
+    """All drafters in all windows, all at once, over three prompts; and the rejected drafts do not depend on the batch."""
+    prompts = [subject.prompt(length) for length in (1, 14, 62)]
+    samplings = list(SAMPLINGS.values())
+    pairs = [(drafter, window) for drafter in DRAFTERS for window in (*WINDOWS, None)]
+    requests = [Request(prompts[i % 3], *pair, samplings[i % 5]) for i, pair in enumerate(pairs)]
+    requests += [subject.forced(prompt, right, s) for prompt in prompts for right in (0, 3, 6) for s in samplings[:2]]
+    branches = run_together(subject.engine(), requests)
+    assert broken(subject, branches, requests) == []
+    again = run_together(subject.engine(page_size=4, max_rows=65), requests[::-1])[::-1]
+    for one, other, request in zip(branches, again, requests, strict=True):
+        if request.drafter in REPRODUCIBLE:
+            assert rejected(one) == rejected(other), request
+    assert any(branch.statistics.rejected for branch in branches) and any(branch.statistics.accepted for branch in branches)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_no_chunk_no_page_and_no_neighbour_changes_anything(subject: Subject, cut: str) -> None:
+    page_size, max_rows = CUTS[cut]
+    requests = mixed(subject)
+    requests = [r for r in requests if r.drafter != "tree" or max_rows > 16]
+    branches = run_together(subject.engine(page_size=page_size, max_rows=max_rows), requests)
+    assert broken(subject, branches, requests) == []
+
+
+def test_alone_and_together_reject_the_same_drafts(subject: Subject) -> None:
+    requests = mixed(subject)
+    together = run_together(subject.engine(), requests)
+    for request, other in zip(requests, together, strict=True):
+        (alone,) = run_together(subject.engine(), [request])
+        assert broken(subject, [alone], [request]) == []
+        assert alone.tokens == other.tokens
+        assert rejected(alone) == rejected(other) or request.drafter not in REPRODUCIBLE
+
+
+def test_a_rejected_draft_has_the_rows_of_the_same_tokens_forced(subject: Subject) -> None:
+    request = Request(subject.prompt(21), "tree", 4)
+    (branch,) = run_together(subject.engine(), [request])
+    assert branch.rejected
+    for draft in branch.rejected[:4]:
+        start, path = draft.activations.base, draft.tokens
+        forced = subject.engine().prompt(path[:start], sites="STCZ").force(path[start:])
+        forced_rows = forced.activations
+        for site in draft.activations.sites():
+            ours, theirs = draft.activations[site], forced_rows[site][start:]
+            assert torch.equal(ours[: len(theirs)], theirs), site  # the tip's own row waits for its successor
+
+
+def test_forks_rollbacks_and_cancels_leave_no_mark(subject: Subject) -> None:
+    """A random past on the same engine, and on the very branches that the requests then run on."""
+    engine, draw = subject.engine(page_size=4), random.Random(subject.name)
+    requests = mixed(subject)
+    branches = [engine.prompt(r.prompt, sites="STCZ", keep_rejected=True) for r in requests]
+    for _ in range(3):
+        for branch, request in zip(branches, requests, strict=True):
+            meddle(draw, branch, subject.model.config.vocab_size)
+            branch.rollback(len(request.prompt))
+            branch.rejected_ids.clear()
+    assert broken(subject, go_on(engine, branches, requests), requests) == []
+
+
+def meddle(draw: random.Random, branch: Branch, vocab: int) -> None:
+    """Fork, force, generate and cancel at random, from a branch that stays usable."""
+    (child,) = branch.fork(at=draw.randrange(1, branch.length + 1))
+    child.force([draw.randrange(vocab) for _ in range(draw.randrange(1, 7))])
+    stream = child.stream(9, drafter=draw.choice(DRAFTERS), window=draw.choice(WINDOWS), keep_rejected=True)
+    for _ in range(draw.randrange(1, 5)):
+        next(stream)
+    stream.close()
+    branch.generate(draw.randrange(1, 6), drafter=draw.choice(DRAFTERS), sampling=draw.choice(list(SAMPLINGS.values())))
+    branch.force([draw.randrange(vocab)])
+    if draw.random() < 0.5:
+        child.release()
+
+
+def test_preemption_leaves_no_mark(subject: Subject) -> None:
+    """Twelve requests in a cache for two of them: pages are taken and rows computed again, to the same bits."""
+    requests = [*mixed(subject), *mixed(subject)]
+    engine = subject.engine(cache_tokens=192, page_size=8)
+    preempted: list[int] = []
+    engine.loop.listeners.append(lambda event: preempted.append(event["branch"]) if event["event"] == "preempt" else None)
+    branches = run_together(engine, requests)
+    assert preempted
+    plenty = run_together(subject.engine(), requests)
+    for branch, other, request in zip(branches, plenty, requests, strict=True):
+        assert branch.generated == subject.answer(request)
+        assert rejected(branch) == rejected(other) or request.drafter not in REPRODUCIBLE, request
+        for one in (branch, *branch.rejected):
+            assert differences(one, subject.reference) == []
+
+
+def test_a_shared_prefix_is_the_same_as_none(subject: Subject) -> None:
+    engine, prompt = subject.engine(page_size=4), subject.prompt(40)
+    requests = [Request((*prompt[:end], *subject.prompt(3, seed=end)), "lens") for end in (40, 40, 39, 17, 4, 3)]
+    run_together(engine, requests[:1], sites=None)
+    adopted = [engine.prefix.adopt(r.prompt, limit=len(r.prompt) - 1) for r in requests[1:]]
+    assert [table.length for table in adopted] == [40, 36, 16, 4, 0]
+    for table in adopted:
+        engine.runner.pool.release(table)
+    for sites in (None, "STCZ"):
+        assert broken(subject, run_together(engine, requests, sites), requests) == []
+
+
+def test_a_replayed_trace_reproduces_every_row(subject: Subject, tmp_path: Path) -> None:
+    """Committed and rejected rows, of forks and after rollbacks, on a fresh engine of another cut."""
+    engine, requests = subject.engine(), mixed(subject)
+    branches = run_together(engine, requests)
+    (child,) = branches[0].fork(at=25)
+    child.force([1, 2, 3]).generate(5, drafter="tree", window=4, keep_rejected=True)
+    branches[2].rollback(72).generate(4, drafter="self", window=3)
+    branches[3].release()
+    engine.trace.save(tmp_path / "trace.jsonl")
+    replayed = subject.engine(page_size=8, max_rows=100).replay(Trace.load(tmp_path / "trace.jsonl"))
+    assert isinstance(replayed, dict)
+    for old in (child, *branches[:3], *branches[4:]):
+        for one in (old, *old.rejected):
+            new = replayed[one.id]
+            assert new.tokens == one.tokens and new.states == one.states
+            assert new.activations.positions() == one.activations.positions()
+            assert differences(new, subject.reference) == []
