@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,6 +10,9 @@ from torch import Tensor
 from replaylens.engine.errors import EngineBug
 from replaylens.engine.ops import visible
 from replaylens.engine.pages import PagePool, PageTable
+
+if TYPE_CHECKING:
+    from replaylens.engine.edits import Hook, PlacedEdit
 
 TILE = 16
 """rows of the reference tile: the canonical product is defined on zero-padded tiles of this many rows"""
@@ -28,6 +32,8 @@ class Segment:
     tokens: list[int]
     num_logits: int = 0
     """how many of the last rows need logits"""
+    edits: "tuple[PlacedEdit, ...]" = ()
+    hooks: "tuple[Hook, ...]" = ()
 
     @property
     def end(self) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from replaylens.engine.branches import BranchStatus, TokenState
 from replaylens.engine.capture import Recording
+from replaylens.engine.edits import Edit, Hook
 from replaylens.engine.errors import BadRequest, ClosedBranch
 from replaylens.engine.lane import Job, Lane, Statistics
 
@@ -67,7 +68,7 @@ class Branch:
     @property
     def certified(self) -> bool:
         """Whether every token, KV entry and captured row of it is canonical."""
-        return self.lane.exact
+        return self.lane.certified
 
     @property
     def activations(self) -> Recording:
@@ -89,12 +90,18 @@ class Branch:
 
     # ---- what can be done with it -------------------------------------------------------------------------------
 
-    def fork(self, n: int = 1, at: int | None = None) -> list["Branch"]:
-        """`n` new branches with this path (up to `at`). They share its pages; release them when done."""
+    def fork(
+        self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()
+    ) -> list["Branch"]:
+        """`n` new branches with this path (up to `at`). They share its pages; release them when done.
+
+        edits  added to those of this branch; KV is shared up to the first edited position
+        hooks  TransformerLens-style (site, function) pairs; such a branch shares nothing and is not certified
+        """
         if n < 1:
             raise BadRequest(f"fork({n}): give at least 1")
         self._check_open()
-        return [self.engine._fork(self, self.length if at is None else at) for _ in range(n)]
+        return [self.engine._fork(self, self.length if at is None else at, edits, hooks) for _ in range(n)]
 
     def force(self, tokens: str | Sequence[int]) -> "Branch":
         """Append given tokens, whatever the model thinks of them, and compute their rows. Returns self."""

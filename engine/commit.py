@@ -100,7 +100,7 @@ class Committer:
         assert kept is not None  # chain[stood:] is not empty
         self.tree.rollback(lane.branch, turn.end)
         job.rejected.append(kept)
-        other = Lane(kept, PageTable(), exact=lane.exact)
+        other = Lane(kept, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks)
         if lane.capture is not None and lane.capture.rejected:
             first = result.batch.row(turn.segments[index], turn.end + stood)
             other.capture, other.recording = lane.capture, Recording(base=turn.end + stood)

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from replaylens.engine.batch import Segment
+from replaylens.engine.edits import Hook, PlacedEdit
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.pages import PageTable
 from replaylens.engine.runner import Runner
@@ -31,6 +32,12 @@ class DraftCall:
     branch: int
     """whose branch it is; drafters with a cache of their own go by it"""
     recorded: Chains | None = None
+    edits: tuple[PlacedEdit, ...] = ()
+    hooks: tuple[Hook, ...] = ()
+
+    def segment(self, table: int, start: int, tokens: list[int]) -> Segment:
+        """Rows of this branch for a draft pass that wants the last row's logits."""
+        return Segment(self.tables[table], start, tokens, 1, self.edits, self.hooks)
 
     def choose(self, logits: "np.ndarray", extra: list[int]) -> int:
         return self.sampling.choose(logits, self.path + extra, self.num_prompt)
@@ -99,7 +106,7 @@ class TreeDrafter:
         self.lens, self.width = LensDrafter(runner, layer), width
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
-        firsts = self.lens.step([Segment(c.tables[0], len(c.path) - 1, c.path[-1:], 1) for c in calls])
+        firsts = self.lens.step([call.segment(0, len(call.path) - 1, call.path[-1:]) for call in calls])
         flat, tables, chains = [], [], []
         for call, logits in zip(calls, firsts, strict=True):
             for i, token in enumerate(self._best(call, logits)):
@@ -133,7 +140,7 @@ def extend_together(
             call, last = calls[i], len(calls[i].path) - 1
             tokens = chains[i][-1:] if started[i] else call.path[-1:] + chains[i]
             start = last + len(chains[i]) if started[i] else last
-            segments.append(Segment(call.tables[table[i]], start, tokens, 1))
+            segments.append(call.segment(table[i], start, tokens))
             started[i] = True
         for i, logits in zip(growing, step(segments), strict=True):
             chains[i].append(calls[i].choose(logits, chains[i]))
@@ -176,7 +183,7 @@ class ModelDrafter:
         self._known: dict[int, tuple[PageTable, list[int]]] = {}  # branch -> its KV here, and the path it holds
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
-        mine = [replace(call, tables=[self._catch_up(call)]) for call in calls]
+        mine = [replace(call, tables=[self._catch_up(call)], edits=(), hooks=()) for call in calls]  # edits are not its own
         return [[c] for c in extend_together(mine, [0] * len(mine), [[] for _ in mine], self._step)]
 
     def _step(self, segments: list[Segment]) -> "np.ndarray":

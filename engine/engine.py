@@ -21,6 +21,7 @@ from replaylens.engine.drafters import (
     SelfDrafter,
     TreeDrafter,
 )
+from replaylens.engine.edits import Edit, Hook, PlacedEdit, page_keys, place
 from replaylens.engine.errors import BadRequest, IntegrityError
 from replaylens.engine.lane import Job, Lane
 from replaylens.engine.loop import Loop
@@ -103,16 +104,9 @@ class Engine:
 
     # ---- branches -----------------------------------------------------------------------------------------------
 
-    def prompt(
-        self,
-        text: str | Sequence[int],
-        *,
-        sites: str | Sequence[str] | None = None,
-        keep_rejected: bool = False,
-        **lens: Any,
-    ) -> Branch:
-        """A new root branch, its prompt computed. `sites`: what to capture ("STCZ" or names) on it and its forks."""
-        (branch,) = self.prompts([text], sites=sites, keep_rejected=keep_rejected, **lens)
+    def prompt(self, text: str | Sequence[int], **options: Any) -> Branch:
+        """A new root branch, its prompt computed. Options as in `prompts`."""
+        (branch,) = self.prompts([text], **options)
         return branch
 
     def prompts(
@@ -121,12 +115,22 @@ class Engine:
         *,
         sites: str | Sequence[str] | None = None,
         keep_rejected: bool = False,
+        edits: Sequence[Edit] = (),
+        hooks: Sequence[Hook] = (),
         **lens: Any,
     ) -> list[Branch]:
-        """Several root branches, computed together."""
+        """Several root branches, computed together.
+
+        sites          what to capture on them and their forks: "STCZ", or site names
+        keep_rejected  capture the rows of rejected drafts too
+        edits, hooks   interventions, as in `Branch.fork`
+        lens           how Z is stored: top_k, targets, full (see `capture_spec`)
+        """
         paths = [self._check_tokens(self.text.encode(t) if isinstance(t, str) else list(t)) for t in texts]
         capture = self.capture_spec(sites, rejected=keep_rejected, **lens) if sites else None
-        branches = [self._plant(path, capture) for path in paths]
+        placed = [tuple(p for edit in edits for p in place(edit, self.sites, len(path))) for path in paths]
+        resolved = tuple((self.sites.resolve(name), hook) for name, hook in hooks)
+        branches = [self._plant(path, capture, own, resolved) for path, own in zip(paths, placed, strict=True)]
         self._compute(*branches)
         return branches
 
@@ -211,7 +215,7 @@ class Engine:
         return run.replay_examples(self, list(what), **options)
 
     def check_integrity(self) -> list[str]:
-        """Recount pages, tree and prefix index; raises IntegrityError naming the first fault. The lines say what was counted."""
+        """Recount pages, tree and prefix index: lines that say what was counted, or IntegrityError naming the first fault."""
         tables = [lane.table for lane in self.loop.lanes.values()]
         lines = [
             str(self.runner.pool.check_integrity(tables, self.prefix.pages())),
@@ -240,27 +244,40 @@ class Engine:
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _plant(self, path: list[int], capture: CaptureSpec | None) -> Branch:
-        table = PageTable() if capture else self.prefix.adopt(path, limit=len(path) - 1)
-        lane = Lane(self.tree.plant(path), table, computed=table.length)
+    def _plant(
+        self, path: list[int], capture: CaptureSpec | None, edits: tuple[PlacedEdit, ...] = (), hooks: tuple[Hook, ...] = ()
+    ) -> Branch:
+        table = PageTable()
+        if capture is None and not hooks:  # rows that are to be captured must be computed, even if their KV is known
+            keys = page_keys(edits, len(path) // self.runner.pool.page_size, self.runner.pool.page_size)
+            table = self.prefix.adopt(path, keys, limit=len(path) - 1)
+        lane = Lane(self.tree.plant(path), table, computed=table.length, edits=edits, hooks=hooks)
         if capture is not None:
             lane.capture, lane.recording = capture, Recording()
         self.loop.lanes[lane.branch] = lane
-        self.trace.add("plant", branch=lane.branch, tokens=path, capture=_capture_json(capture))
+        self.trace.add("plant", branch=lane.branch, tokens=path, capture=_capture_json(capture), **_edits_json(edits, hooks))
         return Branch(self, lane)
 
     def _compute(self, *branches: Branch) -> None:
         """Bring the branches' KV and captured rows up to their tokens."""
         self._run([Job(branch.lane, exact=branch.lane.exact) for branch in branches])
 
-    def _fork(self, parent: Branch, at: int) -> Branch:
+    def _fork(self, parent: Branch, at: int, edits: Sequence[Edit], hooks: Sequence[Hook]) -> Branch:
+        placed = tuple(p for edit in edits for p in place(edit, self.sites, at))
+        resolved = tuple((self.sites.resolve(name), hook) for name, hook in hooks)
+        return self._fork_placed(parent, at, placed, resolved)
+
+    def _fork_placed(self, parent: Branch, at: int, edits: tuple[PlacedEdit, ...], hooks: tuple[Hook, ...]) -> Branch:
         lane = parent.lane
-        new = Lane(self.tree.fork(parent.id, at), self.runner.pool.fork(lane.table, min(at, lane.computed)), exact=lane.exact)
+        same = 0 if hooks else min([at, *(edit.first for edit in edits)])  # below this position nothing changes
+        child = self.tree.fork(parent.id, at)
+        new = Lane(child, self.runner.pool.fork(lane.table, min(same, lane.computed)), exact=lane.exact)
         new.computed, new.capture = new.table.length, lane.capture
+        new.edits, new.hooks = lane.edits + edits, lane.hooks + hooks
         if lane.recording is not None and lane.capture is not None:
-            new.recording = self._whole_recording(lane, lane.recording).fork(at - lane.capture.lag)
-        self.loop.lanes[new.branch] = new
-        self.trace.add("fork", branch=parent.id, child=new.branch, at=at)
+            new.recording = self._whole_recording(lane, lane.recording).fork(min(same, at - lane.capture.lag))
+        self.loop.lanes[child] = new
+        self.trace.add("fork", branch=parent.id, child=child, at=at, **_edits_json(edits, hooks))
         return Branch(self, new)
 
     def _whole_recording(self, lane: Lane, recording: Recording) -> Recording:
@@ -386,6 +403,12 @@ class Engine:
         if len(ids) != 1:
             raise BadRequest(f"target {target!r} is {len(ids)} tokens; a target must be one token")
         return ids[0]
+
+
+def _edits_json(edits: tuple[PlacedEdit, ...], hooks: tuple[Hook, ...]) -> dict[str, Any]:
+    """Trace fields; absent where there are no edits. Of hooks only that they were there: functions are not written down."""
+    out: dict[str, Any] = {"edits": [edit.to_json() for edit in edits]} if edits else {}
+    return out | ({"hooks": len(hooks)} if hooks else {})
 
 
 def _capture_json(capture: CaptureSpec | None) -> dict[str, Any] | None:

@@ -99,6 +99,10 @@ class NonFinite(EngineError, ArithmeticError):
     """A pass gave NaN or infinity; nothing of it was committed."""
 
 
+class BadEdit(EngineError, ValueError):
+    """An edit that cannot be: unknown operation, wrong shape, no positions."""
+
+
 class BadTrace(EngineError, ValueError):
     """A trace file that is damaged, or of another format."""
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from replaylens.engine.capture import CaptureSpec, Recording
+from replaylens.engine.edits import Hook, PlacedEdit
 from replaylens.engine.pages import PageTable
 from replaylens.engine.sampling import Sampling
 
@@ -24,7 +25,14 @@ class Lane:
     """False once a fast-path token or KV entry is in it: nothing of it is promised then"""
     recording: Recording | None = None
     capture: CaptureSpec | None = None
+    edits: tuple[PlacedEdit, ...] = ()
+    hooks: tuple[Hook, ...] = ()
     last_used: int = 0
+
+    @property
+    def certified(self) -> bool:
+        """Whether its bits are a function of weights, path and edits. A hook function could be anything."""
+        return self.exact and not self.hooks
 
     def first_missing(self, num_tokens: int, final: bool) -> int:
         """The first position that a pass has to compute so that all `num_tokens` have KV and captured rows.

@@ -8,6 +8,7 @@ from replaylens.engine.branches import BranchTree, TokenState
 from replaylens.engine.capture import PassTap
 from replaylens.engine.commit import Committer, Outcome
 from replaylens.engine.drafters import DraftCall, Drafter
+from replaylens.engine.edits import page_keys
 from replaylens.engine.errors import BadRequest, EngineError, OutOfPages
 from replaylens.engine.lane import Job, Lane
 from replaylens.engine.pages import PageTable
@@ -89,7 +90,9 @@ class Loop:
             self._check_canary(turn)
             for table, chain in zip(turn.tables, turn.chains, strict=False):
                 turn.segments.append(len(segments))
-                segments.append(Segment(table, turn.start, turn.rows + chain, len(chain) + 1 if turn.deciding else 0))
+                num_logits = len(chain) + 1 if turn.deciding else 0
+                lane = turn.job.lane
+                segments.append(Segment(table, turn.start, turn.rows + chain, num_logits, lane.edits, lane.hooks))
         tap = PassTap(frozenset().union(*(turn.job.lane.capture.needed() for turn in turns if turn.job.lane.capture)))
         try:
             with self.planner.timing("exact" if exact else "fast", sum(len(s.tokens) for s in segments)):
@@ -156,8 +159,12 @@ class Loop:
         start = self._first_row(job)
         rows = tokens[start : start + budget]
         turn = Turn(job, start, rows, complete=start + len(rows) == len(tokens))
-        if turn.deciding and len(rows) == 1 and job.exact:
-            turn.num_drafts = self._num_drafts(job, turn.end)
+        if turn.deciding and job.exact:
+            num_drafts = self._num_drafts(job, turn.end)
+            if len(rows) > 1:  # the lane lost its KV, and catches up
+                reproducible = num_drafts and self.drafters[job.drafter].reproducible
+                return Turn(job, start, rows[:-1], complete=False) if reproducible else turn  # same windows as without
+            turn.num_drafts = num_drafts
             if 1 + turn.num_drafts * self._width(job, turn.end) > budget:
                 return None  # a window is never cut for lack of room: the rejected branches would depend on the load
         return turn
@@ -187,7 +194,15 @@ class Loop:
         job, record = turn.job, self.tree.branch(turn.job.lane.branch)
         recorded = job.forced_drafts.get(turn.end) if job.forced_drafts is not None else None
         return DraftCall(
-            list(record.tokens), record.root_length, turn.num_drafts, job.sampling, turn.tables, record.id, recorded
+            path=list(record.tokens),
+            num_prompt=record.root_length,
+            count=turn.num_drafts,
+            sampling=job.sampling,
+            tables=turn.tables,
+            branch=record.id,
+            recorded=recorded,
+            edits=job.lane.edits,
+            hooks=job.lane.hooks,
         )
 
     # ---- pages --------------------------------------------------------------------------------------------------
@@ -268,8 +283,9 @@ class Loop:
         allowed = 1 if job.new_tokens and not job.final else 0  # a generated token's own row may stay pending
         if job.remaining == 0 and self._num_waiting(job) <= allowed:
             lane, job.done = job.lane, True
-            if lane.exact:
-                self.prefix.offer(lane.table, self.tree.branch(lane.branch).tokens, lane.computed)
+            if lane.certified:
+                keys = page_keys(lane.edits, len(lane.table.pages), self.runner.pool.page_size)
+                self.prefix.offer(lane.table, self.tree.branch(lane.branch).tokens, lane.computed, keys)
             self._tell("finish", job, reason=job.finish_reason, generated=job.generated)
 
     def _fail(self, job: Job) -> None:

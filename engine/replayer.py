@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from replaylens.engine.branch import Branch
 from replaylens.engine.capture import CaptureSpec, LensSpec
+from replaylens.engine.edits import PlacedEdit
 from replaylens.engine.errors import BadTrace, ReplayMismatch
 from replaylens.engine.sampling import Sampling
 from replaylens.engine.trace import Trace
@@ -44,7 +45,7 @@ class _Replayer:
             case "generate":
                 self._generate(number, event)
             case "fork" if branch is not None:
-                self.branches[event["child"]] = self.engine._fork(branch, event["at"])
+                self.branches[event["child"]] = self.engine._fork_placed(branch, event["at"], _edits(event), ())
             case "force" if branch is not None:
                 branch.force(event["tokens"])
             case "rollback" if branch is not None:
@@ -58,7 +59,7 @@ class _Replayer:
 
     def _plant(self, event: dict[str, Any]) -> Branch:
         capture = self.capture or _capture(event["capture"])
-        branch = self.engine._plant(self.engine._check_tokens(event["tokens"]), capture)
+        branch = self.engine._plant(self.engine._check_tokens(event["tokens"]), capture, _edits(event))
         self.engine._compute(branch)
         return branch
 
@@ -108,6 +109,14 @@ class _Replayer:
                     self.branches[old_id] = Branch(self.engine, self.engine.loop.lanes[new_id])
         if len(then) != len(now):
             raise ReplayMismatch(f"{len(then)} verifications recorded, {len(now)} replayed")
+
+
+def _edits(event: dict[str, Any]) -> tuple[PlacedEdit, ...]:
+    if event.get("hooks"):
+        raise BadTrace(
+            f"branch {event['branch']} had hook functions, which a trace cannot hold; use edits to make it replayable"
+        )
+    return tuple(PlacedEdit.from_json(raw) for raw in event.get("edits", ()))
 
 
 def _capture(raw: dict[str, Any] | None) -> CaptureSpec | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from replaylens.engine.batch import TILE, Batch, Segment
 from replaylens.engine.certificate import Certificate
 from replaylens.engine.cpu import CanonicalCpuOps, FastCpuOps
+from replaylens.engine.edits import EditTap
 from replaylens.engine.errors import NonFinite
 from replaylens.engine.kv_cache import KVCache
 from replaylens.engine.model import Decoder, Tap
@@ -45,7 +46,7 @@ class Runner:
         """The canonical pass: every row's bits depend on its own path alone. Mutates the cache at the segments' rows."""
         batch = Batch(segments, self.pool, self.certificate.query_rows)
         ops = CanonicalCpuOps(batch, self.cache, self.certificate.row_counts)
-        residual = self.model(batch.tokens, batch.positions, ops, tap, stop_at_layer)
+        residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap), stop_at_layer)
         rows = batch.logit_rows()
         logits = self.logits(residual[rows]) if rows else residual.new_empty(0, self.model.config.vocab_size)
         return PassResult(batch, residual, _finite(logits))
@@ -55,7 +56,7 @@ class Runner:
         """The same function in whatever arithmetic is quickest: for drafts and for requests that asked for no more."""
         batch = Batch(segments, self.pool, _ANY_SIZE, tile=1)
         ops = FastCpuOps(batch, self.cache)
-        residual = self.model(batch.tokens, batch.positions, ops, tap)
+        residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap))
         rows = batch.logit_rows()
         logits = self.model.logits(residual[rows], ops) if rows else residual.new_empty(0, self.model.config.vocab_size)
         return PassResult(batch, residual, _finite(logits))
@@ -70,6 +71,10 @@ class Runner:
             padded[: len(piece)] = piece
             out.append(self.model.logits(padded, ops)[: len(piece)])
         return torch.cat(out)
+
+
+def _edited(batch: Batch, tap: Tap | None) -> Tap | None:
+    return EditTap(batch, tap) if any(s.edits or s.hooks for s in batch.segments) else tap
 
 
 class _Stateless(CanonicalCpuOps):

@@ -50,8 +50,6 @@ def _gram_kernel(
             inside = start + r[:, None] < rows
             a = tl.load(x, mask=inside & (i[None, :] < width_x), other=0.0)
             b = tl.load(y, mask=inside & (j[None, :] < width_y), other=0.0)
-            if DOUBLE:
-                a, b = a.to(tl.float64), b.to(tl.float64)
             acc = tl.dot(a.T, b, acc, input_precision="ieee", out_dtype=inner)
             x += DEPTH * stride_xr
             y += DEPTH * stride_yr
@@ -72,12 +70,14 @@ def gram(
     """X^T X [d, d] or X^T Y [d, t] of x [rows, d], y [rows, t]; with a leading batch dimension, one matrix per entry.
 
     `out` is added to and returned (a new one starts at zero in `dtype`). `inner`: float32 sums within a chunk, or float64
-    for products and sums in double precision.
+    for products and sums in double precision (narrower rows are converted first, which takes memory for a copy).
     """
     require(x.dim() in (2, 3), f"x has shape {tuple(x.shape)}; expected [rows, d] or [batch, rows, d]")
     require(x.dtype.is_floating_point, f"x is {x.dtype}; expected a float")
     require(inner in (torch.float32, torch.float64), f"inner is {inner}; expected float32 or float64")
     require(x.dtype != torch.float64 or inner == torch.float64, "float64 rows need inner=torch.float64")
+    if inner == torch.float64:
+        x, y = x.double(), None if y is None else y.double()
     y_ = x if y is None else y
     if x.dim() == 2:
         return gram(x[None], None if y is None else y[None], None if out is None else out[None], dtype, inner)[0]
@@ -91,7 +91,7 @@ def gram(
     require_shape("out", out, (batch, width, y_.shape[2]))
     require(out.dtype in (torch.float32, torch.float64), f"out is {out.dtype}; expected float32 or float64")
     require_rows("out", out)
-    tile = gram_tile(x.dtype if inner == torch.float32 else torch.float64)
+    tile = gram_tile(x.dtype, out.dtype)
     if batch and rows:
         _gram_kernel[(ceil_div(width, tile.rows), ceil_div(y_.shape[2], tile.rows), batch)](
             x, y_, out, rows, width, y_.shape[2], x.stride(0), x.stride(1), y_.stride(0), y_.stride(1),

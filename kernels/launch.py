@@ -117,11 +117,11 @@ def norm_shape(width: int) -> NormShape:
     return NormShape(1, block, min(16, max(4, block // 512)))
 
 
-def gram_tile(dtype: torch.dtype) -> GemmTile:
-    """The square tile for sums over rows of this dtype; every tile gives the same bits."""
+def gram_tile(dtype: torch.dtype, total: torch.dtype) -> GemmTile:
+    """The square tile for sums over rows of `dtype` with totals in `total`; every tile gives the same bits."""
     if dtype in (torch.float32, torch.float64):
         return GemmTile(64, 64, 16, 4, 2)
-    return GemmTile(128, 128, 64, 8, 3)
+    return GemmTile(64, 64, 64, 4, 4) if total == torch.float64 else GemmTile(128, 128, 64, 8, 3)
 
 
 @dataclass(frozen=True)

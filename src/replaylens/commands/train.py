@@ -42,3 +42,41 @@ def train(
     (folder / CARD_FILE).write_text(card(name, recipe, model, device, seconds), encoding="utf-8")
     (folder / STATE_FILE).unlink(missing_ok=True)
     typer.echo(f"{folder}: weights {weights_hash(model)}")
+
+
+def changed(recipe: Recipe, steps: int | None, seed: int | None) -> Recipe:
+    """The recipe with another number of steps or another seed. A short run warms up for a tenth of it at most."""
+    steps = recipe.steps if steps is None else steps
+    return replace(
+        recipe, steps=steps, warmup=min(recipe.warmup, steps // 10), seed=recipe.seed if seed is None else seed
+    )
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not here, before any work is done."""
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"no device {device!r}; choose cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("PyTorch sees no CUDA device here; use --device cpu")
+
+
+def check_folder(folder: Path, resume: bool) -> None:
+    """Neither start over a run that could go on, nor claim to go on where there is none."""
+    there = (folder / STATE_FILE).exists()
+    if there and not resume:
+        raise typer.BadParameter(f"{folder} holds an unfinished run; add --resume, or give another --out")
+    if resume and not there:
+        raise typer.BadParameter(f"{folder} holds no unfinished run; leave out --resume")
+
+
+def run(recipe: Recipe, device: str, state: Path, name: str) -> tuple[Decoder, float]:
+    """Train with a progress bar; the model, and the seconds it took in this process."""
+    start = time.monotonic()
+    with tqdm(total=recipe.steps, desc=name, unit="step") as bar:
+
+        def show(done: int, loss: float) -> None:
+            bar.update(done - bar.n)
+            bar.set_postfix(loss=f"{loss:.4f}", longest=trainer.longest_at(recipe, done - 1), refresh=False)
+
+        model = trainer.train(recipe, device, state, after_step=show)
+    return model, time.monotonic() - start

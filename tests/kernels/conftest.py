@@ -1,0 +1,80 @@
+"""Where the kernel tests run: in Triton's interpreter on a CPU (float32), and on a GPU (marker `gpu`) in every dtype."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():  # Triton decides when it is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+    triton = sys.modules.get("triton")
+    if triton is not None and type(triton.language.sum).__name__ == "JITFunction":
+        raise pytest.UsageError(
+            "Triton was imported before tests/kernels could ask for its interpreter; set TRITON_INTERPRET=1 for this run"
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A device and a dtype, and what the tests need to know about them."""
+
+    device: str
+    dtype: torch.dtype
+
+    def randn(self, *shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+        """Fresh random values; the same for the same seed."""
+        draw = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+        return draw.to(self.dtype).to(self.device)
+
+    def ints(self, *shape: int, below: int, seed: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(self.device)
+
+    def tensor(self, values: list, dtype: torch.dtype = torch.int32) -> Tensor:  # type: ignore[type-arg]
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def poison(self, *shape: int) -> Tensor:
+        """An output to write to: an element that stays unwritten is NaN, and NaN never passes."""
+        return torch.full(shape, float("nan"), dtype=self.dtype, device=self.device)
+
+    @property
+    def gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def close(self, got: Tensor, want: Tensor, slack: float = 1.0) -> None:
+        """|got - want| / |want| is within the rounding of the dtype. `want` is float64."""
+        bound = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 8e-3}[self.dtype]
+        error = ((got.double() - want).norm() / want.norm()).item()
+        assert error <= bound * slack, f"relative error {error:.2e}, allowed {bound * slack:.1e}"
+
+
+CASES = [
+    pytest.param(Case("cpu", torch.float32), id="interpreter"),
+    *(
+        pytest.param(Case("cuda", dtype), id=f"gpu-{name}", marks=pytest.mark.gpu)
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32))
+    ),
+]
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.param
+    if found.gpu != torch.cuda.is_available():
+        pytest.skip("no GPU" if found.gpu else "the interpreter is for machines without a GPU")
+    return found
+
+
+@pytest.fixture
+def same() -> Callable[[Tensor, Tensor], None]:
+    """Equal to the bit, with the number of differences when not."""
+
+    def check(a: Tensor, b: Tensor) -> None:
+        assert a.shape == b.shape
+        assert not a.isnan().any(), "unwritten or broken elements"
+        assert torch.equal(a, b), f"{(a != b).sum().item()} of {a.numel()} elements differ"
+
+    return check

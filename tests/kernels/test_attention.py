@@ -1,0 +1,175 @@
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens.kernels import reference
+from replaylens.kernels.attention import Rows, Workspace, attention, plan_tiles
+from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile
+
+PAGE = 16
+
+
+@dataclass
+class Setting:
+    """Sequences scattered over pages, and one query row for every position of each."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sequences: list[int]
+    rows: Rows
+    blocks: dict[str, int]
+
+    def attend(self, chosen=None, per_tile=0, **options):
+        """All rows, or those with the given numbers; tiles of up to `per_tile` rows of a sequence (0: rows alone)."""
+        index = torch.arange(len(self.sequences)) if chosen is None else torch.tensor(chosen)
+        sequences = [self.sequences[i] for i in index.tolist()]
+        index = index.to(self.q.device)
+        tiles = plan_tiles(sequences, per_tile).to(self.q.device) if per_tile else None
+        rows = Rows(self.rows.sequence[index], self.rows.position[index], self.rows.page_table, tiles)
+        out = torch.full_like(self.q[index], float("nan"))
+        return attention(self.q[index], self.k, self.v, rows, 0.3, out=out, **{**self.blocks, **options})
+
+
+def setting(case, lengths, heads=4, kv_heads=2, d_head=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    pages = [-(-n // PAGE) for n in lengths]
+    free = (torch.randperm(sum(pages), generator=generator) + 1).tolist()
+    table = torch.zeros(len(lengths), max(pages) + 1, dtype=torch.int32)
+    for s, n in enumerate(pages):
+        table[s, :n] = torch.tensor([free.pop() for _ in range(n)])
+    sequences = [s for s, n in enumerate(lengths) for _ in range(n)]
+    positions = [p for n in lengths for p in range(n)]
+    cache = lambda i: case.randn((sum(pages) + 1) * PAGE, kv_heads, d_head, seed=seed + i)  # noqa: E731
+    k, v = cache(1), cache(2)
+    k[:PAGE], v[:PAGE] = 0, 0
+    # the interpreter walks small blocks: many blocks and splits at few keys
+    blocks = {} if case.gpu else {"kv_block": 16, "kv_split": 32}
+    rows = Rows(case.tensor(sequences), case.tensor(positions), table.to(case.device))
+    return Setting(case.randn(len(sequences), heads, d_head, seed=seed + 3), k, v, sequences, rows, blocks)
+
+
+def lengths(case):
+    return [1300, 9, 600] if case.gpu else [70, 3, 37]
+
+
+def some(case):
+    """Row numbers: first and last of sequences, around block and split boundaries, in no order."""
+    return [1299, 0, 511, 512, 513, 63, 64, 1300, 1308, 1309, 1908, 1024] if case.gpu else [69, 0, 31, 32, 70, 72, 109]
+
+
+@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (5.0, 0), (0.0, 19), (5.0, 600)])
+def test_agrees_with_float64(case, softcap, window):
+    s = setting(case, lengths(case))
+    chosen = some(case)
+    got = s.attend(chosen, softcap=softcap, window=window)
+    want = reference.attention(
+        s.q[chosen].double(), s.k.double(), s.v.double(), s.rows.sequence[chosen], s.rows.position[chosen],
+        s.rows.page_table, PAGE, 0.3, softcap, window,
+    )  # fmt: skip
+    case.close(got, want)
+
+
+@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (5.0, 19), (0.0, 600)])
+def test_decode_window_and_prefill_agree(case, same, softcap, window):
+    s = setting(case, lengths(case))
+    options = dict(softcap=softcap, window=window)
+    full = s.attend(per_tile=8, tile=AttentionTile(16, 4, 1), split=False, **options)
+    chosen = some(case)
+    for split in (False, True):
+        same(s.attend(chosen, split=split, **options), full[chosen])  # decode: every row alone, in any order
+    start, count = (300, 400) if case.gpu else (13, 22)
+    window_rows = list(range(start, start + count))  # a window cut anywhere
+    same(s.attend(window_rows, per_tile=8, tile=AttentionTile(32, 4, 1), split=True, **options), full[window_rows])
+
+
+def test_every_tile_gives_the_same_bits(case, same):
+    s = setting(case, lengths(case), heads=6, kv_heads=2, d_head=24)
+    first = s.attend(per_tile=5, tile=AttentionTile(16, 4, 1), split=False)
+    tiles = [(10, AttentionTile(32, 8, 1))]
+    if case.gpu:
+        tiles = [(5, AttentionTile(16, 8, 2)), (10, AttentionTile(32, 4, 2)), (21, AttentionTile(64, 4, 1))]
+    if case.gpu and case.dtype != torch.float32:
+        tiles += [(21, AttentionTile(64, 8, 3)), (42, AttentionTile(128, 8, 2)), (42, AttentionTile(128, 4, 2))]
+    for per_tile, tile in tiles:
+        for split in (False, True):
+            same(s.attend(per_tile=per_tile, tile=tile, split=split), first)
+
+
+@pytest.mark.parametrize("d_head", [16, 64, 80, 128, 256])
+def test_head_sizes(case, same, d_head):
+    heads, kv_heads = (14, 2) if d_head <= 80 else (4, 1)
+    s = setting(case, [700, 70] if case.gpu else [40, 5], heads, kv_heads, d_head)
+    chosen = [699, 0, 701, 511, 512] if case.gpu else [39, 41]
+    got = s.attend(chosen)
+    want = reference.attention(
+        s.q[chosen].double(), s.k.double(), s.v.double(), s.rows.sequence[chosen], s.rows.position[chosen],
+        s.rows.page_table, PAGE, 0.3,
+    )  # fmt: skip
+    case.close(got, want)
+    if case.gpu:
+        same(s.attend(per_tile=4 if d_head <= 80 else 16, tile=AttentionTile(64, 8, 2))[chosen], got)
+
+
+def test_pages_may_lie_anywhere(case, same):
+    a = setting(case, lengths(case)[:2])
+    b = setting(case, lengths(case)[:2])
+    order = torch.randperm(len(b.k) // PAGE - 1, generator=torch.Generator().manual_seed(9)).to(case.device) + 1
+    move = torch.cat([order.new_zeros(1), order])  # new page of each old page; the null page stays
+    b.rows = Rows(b.rows.sequence, b.rows.position, move[b.rows.page_table.long()].to(torch.int32))
+    for cache in (b.k, b.v):
+        cache.view(-1, PAGE, *cache.shape[1:])[move] = cache.clone().view(-1, PAGE, *cache.shape[1:])
+    chosen = some(case)[:5]
+    same(b.attend(chosen), a.attend(chosen))
+
+
+def test_stale_slots_are_never_read(case, same):
+    """What lies after a row's position in its last page, or on pages nobody owns, does not matter, not even NaN."""
+    s = setting(case, [21, 5])
+    chosen = [20, 23]
+    before = s.attend(chosen)
+    owned = reference.slots(s.rows.sequence, s.rows.position, s.rows.page_table, PAGE)
+    stale = torch.ones(len(s.k), dtype=torch.bool, device=case.device)
+    stale[owned], stale[:PAGE] = False, False
+    s.k[stale], s.v[stale] = float("nan"), float("nan")
+    same(s.attend(chosen)[:1], before[:1])
+
+
+def test_empty_tiles_and_a_shared_workspace(case, same):
+    s = setting(case, lengths(case))
+    chosen = some(case)[:3]
+    index = torch.tensor(chosen, device=case.device)
+    tiles = plan_tiles([s.sequences[i] for i in chosen], 1, capacity=5).to(case.device)
+    rows = Rows(s.rows.sequence[index], s.rows.position[index], s.rows.page_table, tiles)
+    space = Workspace.of(5, 2, 64, 16, 16, torch.device(case.device))
+    for _ in range(2):  # the counters are back at zero after a launch
+        out = attention(
+            s.q[index], s.k, s.v, rows, 0.3, workspace=space, tile=AttentionTile(16, 4, 1), split=True, **s.blocks
+        )
+        same(out, s.attend(chosen))
+    assert not space.count.any()
+
+
+def test_the_canonical_constants_matter(case):
+    """Negative controls: another block or another split is another sum."""
+    s = setting(case, lengths(case))
+    chosen = some(case)
+    block, split = s.blocks.get("kv_block", KV_BLOCK), s.blocks.get("kv_split", KV_SPLIT)
+    canonical = s.attend(chosen)
+    assert not torch.equal(s.attend(chosen, kv_block=2 * block, kv_split=max(split, 2 * block)), canonical)
+    assert not torch.equal(s.attend(chosen, kv_split=2 * split), canonical)
+
+
+def test_errors_say_what_is_wrong(case):
+    s = setting(case, [5])
+    with pytest.raises(ValueError, match="not a multiple of 2 key-value heads"):
+        attention(s.q[:, :3].contiguous(), s.k, s.v, s.rows, 0.3)
+    with pytest.raises(ValueError, match="position is torch.int64; expected int32"):
+        Rows(s.rows.sequence, s.rows.position.long(), s.rows.page_table)
+    with pytest.raises(ValueError, match="cannot hold the 2 query heads"):
+        attention(s.q, s.k, s.v, s.rows, 0.3, tile=AttentionTile(1, 4, 1))
+    with pytest.raises(ValueError, match="3 tiles do not fit a plan of 2"):
+        plan_tiles([0, 1, 2], 4, capacity=2)
+    assert plan_tiles([0, 0, 0, 1], 2).tolist() == [[3, 1], [2, 1], [0, 2]]

@@ -1,0 +1,117 @@
+import pytest
+import torch
+
+from replaylens.kernels import reference
+from replaylens.kernels.activation import activation
+from replaylens.kernels.launch import GemmTile
+from replaylens.kernels.matmul import certify_cublas, gated_matmul, matmul
+
+# rows, depth, columns: one row, odd numbers, a depth that no block divides, more columns than one tile
+SHAPES = [(1, 96, 64), (3, 40, 33), (17, 200, 80), (129, 72, 48)]
+LARGE = [(1, 4096, 1024), (3, 576, 1000), (17, 1000, 1536), (129, 4104, 640), (700, 1536, 520)]
+
+CPU_TILES = [GemmTile(16, 16, 32, 4, 3), GemmTile(64, 64, 32, 4, 3), GemmTile(32, 32, 32, 4, 3, persistent=True)]
+FP32_TILES = [GemmTile(16, 32, 16, 4, 2), GemmTile(32, 64, 32, 4, 3), GemmTile(64, 64, 16, 4, 3)]
+GPU_TILES = [
+    GemmTile(16, 32, 64, 4, 4),
+    GemmTile(16, 64, 128, 4, 4),
+    GemmTile(32, 64, 64, 4, 4),
+    GemmTile(64, 64, 128, 4, 3),
+    GemmTile(128, 128, 64, 8, 3),
+    GemmTile(128, 256, 64, 8, 3, persistent=True),
+    GemmTile(128, 128, 64, 8, 4, persistent=True),
+    GemmTile(128, 256, 64, 4, 3, persistent=True, specialize=True),
+]
+
+
+def tiles_of(case):
+    return CPU_TILES if not case.gpu else FP32_TILES if case.dtype == torch.float32 else GPU_TILES
+
+
+def problem(case, rows, depth, columns):
+    return case.randn(rows, depth, seed=rows), case.randn(depth, columns, seed=1, scale=depth**-0.5)
+
+
+def test_agrees_with_float64(case):
+    for rows, depth, columns in LARGE if case.gpu else SHAPES:
+        x, w = problem(case, rows, depth, columns)
+        bias, residual = case.randn(columns, seed=2), case.randn(rows, columns, seed=3)
+        want = reference.matmul(x.double(), w.double(), bias.double(), residual.double())
+        case.close(matmul(x, w, bias, residual, out=case.poison(rows, columns)), want)
+        case.close(matmul(x, w.T.contiguous().T, out=case.poison(rows, columns)), x.double() @ w.double())
+
+
+def test_a_row_does_not_know_its_batch(case, same):
+    rows, depth, columns = (700, 4104, 1032) if case.gpu else (129, 72, 48)
+    x, w = problem(case, rows, depth, columns)
+    full = matmul(x, w)
+    pieces = [(0, 1), (5, 1), (rows - 1, 1), (2, 3), (40, 17), (0, 64)] + [(11, 129), (0, 300)] * case.gpu
+    for start, count in pieces:
+        same(matmul(x[start : start + count], w, out=case.poison(count, columns)), full[start : start + count])
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).to(case.device)
+    same(matmul(x[order], w), full[order])
+
+
+def test_every_tile_gives_the_same_bits(case, same):
+    rows, depth, columns = (129, 1000, 1032) if case.gpu else (35, 72, 48)
+    x, w = problem(case, rows, depth, columns)
+    full = matmul(x, w)
+    for tile in tiles_of(case):
+        same(matmul(x, w, out=case.poison(rows, columns), tile=tile), full)
+        same(matmul(x, w.T.contiguous().T, tile=tile), full)
+
+
+def test_fusing_moves_no_bits(case, same):
+    rows, depth, columns = (129, 1000, 1032) if case.gpu else (17, 72, 48)
+    x, w = problem(case, rows, depth, columns)
+    bias, residual, wrote = case.randn(columns, seed=2), case.randn(rows, columns, seed=3), case.poison(rows, columns)
+    for tile in [None, *tiles_of(case)]:
+        out = matmul(x, w, bias, residual, wrote=wrote, tile=tile)
+        same(wrote, matmul(x, w, bias, tile=tile))
+        same(out, (residual.float() + wrote.float()).to(case.dtype))
+    in_place = residual.clone()
+    same(matmul(x, w, bias, in_place, out=in_place), out)
+    same(matmul(x, w, out_dtype=torch.float32).to(case.dtype), matmul(x, w))
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_gated_is_product_then_activation(case, same, kind):
+    rows, depth, columns = (129, 1000, 1032) if case.gpu else (17, 72, 40)
+    x, w = problem(case, rows, depth, columns)
+    bias = case.randn(columns, seed=2)
+    want = activation(matmul(x, w, bias), kind, gated=True, out=case.poison(rows, columns // 2))
+    case.close(want, reference.activation(reference.matmul(x.double(), w.double(), bias.double()), kind, True), slack=2)
+    same(gated_matmul(x, w, kind, bias, out=case.poison(rows, columns // 2)), want)
+    same(gated_matmul(x[3:4], w, kind, bias), want[3:4])
+    if case.dtype != torch.float32:
+        for tile in (GemmTile(128, 128, 64, 8, 3, persistent=True), GemmTile(32, 32, 128, 4, 3)):
+            same(gated_matmul(x, w, kind, bias, tile=tile), want)
+
+
+def test_splitting_the_depth_moves_bits(case):
+    """Negative control: what libraries do at few rows is not the canonical sum."""
+    x, w = problem(case, 16, 512, 64)
+    halves = [matmul(x[:, s], w[s], out_dtype=torch.float32) for s in (slice(0, 256), slice(256, 512))]
+    assert not torch.equal(halves[0] + halves[1], matmul(x, w, out_dtype=torch.float32))
+
+
+def test_errors_say_what_is_wrong(case):
+    x, w = problem(case, 3, 40, 33)
+    with pytest.raises(ValueError, match=r"w has shape \(40, 33\); expected \(39, any\)"):
+        matmul(x[:, :39].contiguous(), w)
+    with pytest.raises(ValueError, match="w is torch.float64"):
+        matmul(x, w.double())
+    with pytest.raises(ValueError, match="the kernels take bfloat16, float16 or float32"):
+        matmul(x.double(), w.double())
+    with pytest.raises(ValueError, match="bias has shape"):
+        matmul(x, w, bias=x[0])
+    with pytest.raises(ValueError, match="known: silu"):
+        gated_matmul(x, w, "swish")
+    assert matmul(x[:0], w).shape == (0, 33)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_library_is_certified_only_where_it_agrees():
+    assert certify_cublas(4096, 4096, 1024, torch.bfloat16)
+    assert not certify_cublas(14336, 4096, 16, torch.bfloat16)  # the library splits K here

@@ -1,0 +1,62 @@
+import pytest
+import torch
+
+from replaylens.kernels import reference
+from replaylens.kernels.norm import add_norm, norm
+
+KINDS = ["rms", "layer"]
+
+
+def weights(case, width, kind):
+    return case.randn(width, seed=1), case.randn(width, seed=2) if kind == "layer" else None
+
+
+def double(x):
+    return None if x is None else x.double()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [24, 576, 4096])
+def test_agrees_with_float64_and_rows_stand_alone(case, same, kind, width):
+    rows = 129 if case.gpu else 17
+    x = case.randn(rows, width, scale=3.0) + 1
+    weight, bias = weights(case, width, kind)
+    got = norm(x, weight, bias, 1e-5, kind, out=case.poison(rows, width))
+    case.close(got, reference.norm(x.double(), weight.double(), double(bias), 1e-5, kind))
+    for start, count in ((0, 1), (3, 3), (rows - 1, 1)):
+        same(norm(x[start : start + count], weight, bias, 1e-5, kind), got[start : start + count])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adding_first_moves_no_bits(case, same, kind):
+    x, residual = case.randn(17, 200), case.randn(17, 200, seed=5)
+    weight, bias = weights(case, 200, kind)
+    y, total = add_norm(x, residual, weight, bias, 1e-5, kind, out=case.poison(17, 200))
+    same(total, (x.float() + residual.float()).to(case.dtype))
+    same(y, norm(total, weight, bias, 1e-5, kind))
+
+
+def test_heads_of_a_packed_product(case, same):
+    packed = case.randn(5, 7, 64)
+    weight, _ = weights(case, 64, "rms")
+    same(norm(packed[:, 1:4], weight), norm(packed[:, 1:4].contiguous(), weight))
+    same(norm(packed[:, 1:4], weight)[:, 1], norm(packed[:, 2].contiguous(), weight))
+
+
+def test_a_large_mean_costs_nothing(case):
+    """Squares are summed after the mean is gone."""
+    if case.dtype != torch.float32:
+        pytest.skip("a large mean leaves no digits in 16 bits")
+    x = case.randn(3, 512) + 1000
+    weight, bias = weights(case, 512, "layer")
+    case.close(norm(x, weight, bias, 1e-5, "layer"), reference.norm(x.double(), weight.double(), bias.double(), 1e-5, "layer"), slack=50)
+
+
+def test_errors_say_what_is_wrong(case):
+    x, w = case.randn(2, 8), case.randn(8)
+    with pytest.raises(ValueError, match="known: rms, layer"):
+        norm(x, w, kind="batch")
+    with pytest.raises(ValueError, match="weight has shape"):
+        norm(x, w[:4])
+    with pytest.raises(ValueError, match="residual has shape"):
+        add_norm(x, x[:1], w)
