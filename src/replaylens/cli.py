@@ -1,18 +1,48 @@
 """The `replaylens` command: assembles the groups of `replaylens.commands`."""
 
-import typer
+import sys
+from typing import Annotated
 
-from replaylens.commands import tasks as tasks_commands
+import typer
+from rich.console import Console
+
+import replaylens
+import replaylens.commands.tasks
+from replaylens.commands.demo import demo
+from replaylens.commands.fetch import fetch
+from replaylens.commands.train import train
+from replaylens.engine.errors import EngineError
+from replaylens.tasks.errors import TaskError
 
 app = typer.Typer(
     name="replaylens",
     help="Replay reasoning tasks on a deterministic, branching engine; capture, dump and probe what the model thinks.",
     no_args_is_help=True,
-    pretty_exceptions_show_locals=False,
+    pretty_exceptions_enable=False,
 )
-app.add_typer(tasks_commands.app, name="tasks")
+app.command()(demo)
+app.command()(train)
+app.command()(fetch)
+app.add_typer(replaylens.commands.tasks.app, name="tasks")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(replaylens.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Replay reasoning tasks on a deterministic, branching engine; capture, dump and probe what the model thinks."""
 
 
 def main() -> None:
-    """Entry point of the `replaylens` script."""
-    app()
+    """Entry point of the `replaylens` script. An error that we raise on purpose is one line and exit code 2."""
+    try:
+        app()
+    except (EngineError, TaskError) as error:
+        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
