@@ -98,8 +98,8 @@ class Branch:
         edits  added to those of this branch; KV is shared up to the first edited position
         hooks  TransformerLens-style (site, function) pairs; such a branch shares nothing and is not certified
         """
-        if n < 1:
-            raise BadRequest(f"fork({n}): give at least 1")
+        if type(n) is not int or n < 1 or not isinstance(at, int | None):
+            raise BadRequest(f"fork({n}, at={at}): give whole numbers, and at least 1 fork")
         self._check_open()
         return [self.engine._fork(self, self.length if at is None else at, edits, hooks) for _ in range(n)]
 
@@ -122,6 +122,10 @@ class Branch:
     def rollback(self, to: int) -> "Branch":
         """Cut the path back to its first `to` tokens: tokens, KV, captured rows and finish state together. Returns self."""
         self._check_open()
+        if type(to) is not int:
+            raise BadRequest(f"rollback(to={to!r}): give a whole number of tokens")
+        if any(job.lane is self.lane for job in self.engine.loop.jobs):
+            raise BadRequest(f"branch {self.id} is being worked on: finish or close its stream first")
         self.engine._rollback(self, to)
         return self
 

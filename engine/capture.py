@@ -8,6 +8,9 @@ from torch import Tensor
 
 from replaylens.engine.errors import UnknownSite
 
+HEAD_SITES = ("ln_final.hook_out", "unembed.hook_out")
+"""sites after the last block: computed for captured rows only, from the residual stream that leaves it"""
+
 Rows = dict[str, Tensor]
 """site -> [rows, ...]"""
 
@@ -22,9 +25,13 @@ class CaptureSpec:
     rejected: bool = False
     """keep the rows of rejected drafts too, with their branch"""
 
+    last: str = ""
+    """the residual stream that leaves the last block"""
+
     def needed(self) -> frozenset[str]:
         """Sites that a pass must show."""
-        return frozenset(self.sites) | (frozenset(self.lens.sites) if self.lens else frozenset())
+        shown = {self.last if site in HEAD_SITES else site for site in self.sites}
+        return frozenset(shown) | (frozenset(self.lens.sites) if self.lens else frozenset())
 
     @property
     def lag(self) -> int:
@@ -43,6 +50,8 @@ class LensSpec:
     """token ids whose log-probs are kept at every layer"""
     full: bool = False
     """keep whole distributions"""
+    tuned: str | None = None
+    """digest of the tuned lens it is read through; None: the plain lens"""
 
 
 @dataclass
@@ -96,6 +105,9 @@ class Recording:
         if not self.chunks or site not in self.chunks[0].rows:
             raise UnknownSite(f"{site!r} was not captured; captured: {', '.join(self.sites()) or 'nothing'}")
         pieces = [chunk.rows[site] for chunk in self.chunks]
+        if len({piece.shape[1:] for piece in pieces}) > 1:  # attention patterns: later rows have room for more keys
+            most = max(piece.shape[-1] for piece in pieces)
+            pieces = [torch.nn.functional.pad(piece, (0, most - piece.shape[-1])) for piece in pieces]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 

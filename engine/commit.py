@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from replaylens.engine import readout
 from replaylens.engine.branches import BranchTree, TokenState
-from replaylens.engine.capture import PassTap, Recording, Rows
+from replaylens.engine.capture import HEAD_SITES, PassTap, Recording, Rows
 from replaylens.engine.lane import Lane
 from replaylens.engine.pages import PageTable
 from replaylens.engine.runner import PassResult, Runner
+from replaylens.engine.tuned_lens import TunedLens
 from replaylens.engine.turn import Turn
 
 
@@ -25,10 +26,13 @@ class Committer:
 
     def __init__(self, runner: Runner, tree: BranchTree, lanes: dict[int, Lane]) -> None:
         self.runner, self.tree, self.lanes = runner, tree, lanes
+        self.lenses: dict[str, TunedLens] = {}
+        """tuned lenses that captures may ask for, by digest"""
 
     def commit(self, turn: Turn, outcome: Outcome, tap: PassTap, result: PassResult) -> None:
         """Mutates tree, lane, pages and recording. Precondition: the pass over the turn's segments has been run."""
-        self._drop_drafts(turn)
+        turn.closed = True
+        self.drop_drafts(turn)
         self._accept_rows(turn)
         for i, chain in enumerate(turn.chains):
             if i != outcome.chain and chain:
@@ -37,21 +41,25 @@ class Committer:
         if len(followed) > outcome.accepted:
             self._reject(turn, outcome.chain, outcome.accepted, tap, result)
         branch = turn.job.lane.branch
-        self.tree.append(branch, followed[: outcome.accepted], TokenState.DRAFT)
-        self.tree.mark(branch, turn.end, turn.end + outcome.accepted, TokenState.ACCEPTED)
-        self.tree.append(branch, outcome.pending, TokenState.PENDING)
+        if outcome.accepted:
+            self.tree.append(branch, followed[: outcome.accepted], TokenState.DRAFT)
+            self.tree.mark(branch, turn.end, turn.end + outcome.accepted, TokenState.ACCEPTED)
+        if outcome.pending:  # a finished branch takes no tokens, not even none
+            self.tree.append(branch, outcome.pending, TokenState.PENDING)
         self._accept_kv(turn, outcome)
         self._record(turn, outcome, tap, result)
 
     def abandon(self, turn: Turn) -> None:
         """Undo a turn whose pass failed: the branch stands where it stood. Mutates tree, lane and pages."""
         lane = turn.job.lane
-        self._drop_drafts(turn)
+        self.drop_drafts(turn)
         self._release_forks(turn)
         lane.computed = min(lane.computed, turn.start)
         self.runner.pool.truncate(lane.table, lane.computed)
+        turn.closed = True
 
-    def _drop_drafts(self, turn: Turn) -> None:
+    def drop_drafts(self, turn: Turn) -> None:
+        """Cut the turn's drafts from the tree. Mutates the tree only."""
         if turn.complete and len(self.tree.branch(turn.job.lane.branch).tokens) > turn.end:
             self.tree.rollback(turn.job.lane.branch, turn.end)  # what follows the rows of a chunk are no drafts
 
@@ -117,7 +125,11 @@ class Committer:
         """Packed rows [first, first + len(emitted)) as the lane's capture wants them."""
         spec, end = lane.capture, first + len(emitted)
         assert spec is not None
-        rows = tap.rows(spec.sites, first, end)
+        rows = tap.rows([site for site in spec.sites if site not in HEAD_SITES], first, end)
+        if head := [site for site in spec.sites if site in HEAD_SITES]:
+            rows |= self.runner.head(tap.rows([spec.last], first, end)[spec.last], head)
         if spec.lens is not None:
-            rows |= readout.read(spec.lens, self.runner.logits, tap.rows(spec.lens.sites, first, end), emitted)
+            residuals = tap.rows(spec.lens.sites, first, end)
+            tuned = self.lenses[spec.lens.tuned] if spec.lens.tuned else None
+            rows |= readout.read(spec.lens, self.runner.logits, residuals, emitted, tuned)
         return rows

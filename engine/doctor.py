@@ -7,6 +7,7 @@ control that must differ (matrix-vector products, the library's own activation) 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,15 +62,23 @@ def _products(model: Decoder) -> dict[tuple[int, int], tuple[str, Callable[[Tens
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             shape = (module.weight.shape[0], module.weight.shape[1])
-            found.setdefault(shape, (name, lambda x, counts, m=module: cpu.canonical_linear(x, m, counts), module.weight))
+            found.setdefault(shape, (name, partial(_linear, module), module.weight))
     if model.unembed is None:
         table = model.embed
         found[(table.shape[1], len(table))] = (
             "unembed",
-            lambda x, counts: cpu.canonical_unembed(x, table, counts),
+            partial(_unembed, table),
             table.t(),
         )
     return found
+
+
+def _linear(linear: Linear, x: Tensor, counts: cpu.RowCounts) -> Tensor:
+    return cpu.canonical_linear(x, linear, counts)
+
+
+def _unembed(table: Tensor, x: Tensor, counts: cpu.RowCounts) -> Tensor:
+    return cpu.canonical_unembed(x, table, counts)
 
 
 def _examine_products(model: Decoder, generator: torch.Generator, findings: list[Finding]) -> cpu.RowCounts:
@@ -111,7 +120,7 @@ def _examine_rowwise(model: Decoder, generator: torch.Generator, findings: list[
         _compare_rows(
             f"{kind} norm ({name})",
             torch.randn(64, width, generator=generator),
-            lambda x, m=norm: ops.norm(x, m),
+            partial(ops.norm, norm=norm),
             findings,
         )
     wide = torch.randn(64, c.d_mlp, generator=generator) * 3

@@ -11,7 +11,7 @@ import numpy as np
 
 from replaylens.engine.batch import Segment
 from replaylens.engine.edits import Hook, PlacedEdit
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadRequest, EngineError, OutOfPages
 from replaylens.engine.pages import PageTable
 from replaylens.engine.runner import Runner
 from replaylens.engine.sampling import Sampling, gumbel
@@ -183,36 +183,57 @@ class ModelDrafter:
         self._known: dict[int, tuple[PageTable, list[int]]] = {}  # branch -> its KV here, and the path it holds
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
-        mine = [replace(call, tables=[self._catch_up(call)], edits=(), hooks=()) for call in calls]  # edits are not its own
-        return [[c] for c in extend_together(mine, [0] * len(mine), [[] for _ in mine], self._step)]
+        """In groups that fit into the draft model's pages together: sharing none, it may have room for fewer branches."""
+        proposals: list[Chains] = []
+        while len(proposals) < len(calls):
+            mine = self._next_group(calls[len(proposals) :])
+            proposals += [[c] for c in extend_together(mine, [0] * len(mine), [[] for _ in mine], self._step)]
+        return proposals
+
+    def _next_group(self, calls: list[DraftCall]) -> list[DraftCall]:
+        """The first calls with tables here. One whose path is too long for this model or its pages asks for nothing."""
+        group: list[DraftCall] = []
+        for call in calls:
+            room = self.runner.model.config.max_positions + 1 - len(call.path)  # the last draft's own row is never run
+            own = replace(call, count=max(0, min(call.count, room)), edits=(), hooks=())  # edits are the large model's
+            table = self._catch_up(own, {other.branch for other in group}) if own.count else None
+            if table is None and group:
+                break
+            group.append(replace(own, tables=[table]) if table else replace(own, count=0))
+        return group
 
     def _step(self, segments: list[Segment]) -> "np.ndarray":
         return self.runner.exact(segments).logits.numpy()
 
-    def _catch_up(self, call: DraftCall) -> PageTable:
-        """The branch's table with KV for all of the path but its last token, and room for the drafts."""
+    def _catch_up(self, call: DraftCall, busy: set[int]) -> PageTable | None:
+        """The branch's table with KV for all of the path but its last token, and room for the drafts. None: no pages."""
         pool, needed = self.runner.pool, len(call.path) + call.count
-        if call.branch not in self._known:
-            self._known[call.branch] = (PageTable(), [])
-        table, held = self._known[call.branch]
+        table, held = self._known.pop(call.branch, None) or (PageTable(), [])
         common = next(
             (i for i, (a, b) in enumerate(zip(held, call.path[:-1], strict=False)) if a != b),
             min(len(held), len(call.path) - 1),
         )
         pool.truncate(table, common)
-        while pool.num_needed(table, common, needed) > pool.num_free:
-            self._drop_oldest(besides=call.branch)
-        self.runner.reserve(table, common, needed)
-        if common < len(call.path) - 1:
-            self.runner.exact([Segment(table, common, call.path[common:-1])])
+        try:
+            while pool.num_needed(table, common, needed) > pool.num_free and self._drop_oldest(busy):
+                pass
+            self.runner.reserve(table, common, needed)
+            if common < len(call.path) - 1:
+                self.runner.exact([Segment(table, common, call.path[common:-1])])
+        except EngineError as error:
+            pool.release(table)
+            if isinstance(error, OutOfPages):
+                return None
+            raise
         self._known[call.branch] = (table, call.path[:-1])
         return table
 
-    def _drop_oldest(self, besides: int) -> None:
-        victim = next((branch for branch in self._known if branch != besides), None)
-        if victim is None:
-            raise BadRequest("the draft model's page pool is too small for this path; give it more pages")
-        self.runner.pool.release(self._known.pop(victim)[0])
+    def _drop_oldest(self, busy: set[int]) -> bool:
+        """Forget the branch that was drafted for longest ago. False: all that are left are busy."""
+        victim = next((branch for branch in self._known if branch not in busy), None)
+        if victim is not None:
+            self.runner.pool.release(self._known.pop(victim)[0])
+        return victim is not None
 
 
 class ForcedDrafter:

@@ -72,9 +72,7 @@ class PlacedEdit:
         """Whether any position of [first, end) is edited."""
         if self.picks:
             return any(first <= p < end for p in self.picks)
-        return (
-            first < (end if self.stop is None else self.stop) and end > self.start and (self.stop is None or self.stop > first)
-        )
+        return self.start < end and (self.stop is None or self.stop > first)
 
     @property
     def first(self) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from replaylens.engine import certificates, fingerprint, sites, weights
@@ -32,6 +33,7 @@ from replaylens.engine.runner import Runner
 from replaylens.engine.sampling import Sampling
 from replaylens.engine.text import Text, load_text
 from replaylens.engine.trace import Trace
+from replaylens.engine.tuned_lens import TunedLens
 
 if TYPE_CHECKING:
     from replaylens.engine.run import Run
@@ -227,6 +229,12 @@ class Engine:
                 raise IntegrityError(f"branch {lane.branch}: {lane.computed} computed positions, but {lane.table.length} slots")
         return lines
 
+    def run_with_cache(self, tokens: Any, names_filter: Any = None, pos_slice: slice | int | None = None) -> tuple[Tensor, Any]:
+        """TransformerLens' verb: logits and an `ActivationCache`; see `interop.run_with_cache`."""
+        from replaylens.engine import interop
+
+        return interop.run_with_cache(self, tokens, names_filter, pos_slice)
+
     def capture_spec(
         self,
         sites: str | Sequence[str],
@@ -235,12 +243,23 @@ class Engine:
         top_k: int = 8,
         targets: Sequence[str | int] = (),
         full: bool = False,
+        lens: TunedLens | None = None,
     ) -> CaptureSpec:
-        """Resolve what to capture; an unknown site is an UnknownSite error that lists the nearest names."""
-        names, lens = self.sites.select(sites if isinstance(sites, str) else list(sites))
-        ids = tuple(self._target(t) for t in targets)
-        spec = LensSpec(tuple(self.sites.letter("S")), top_k, ids, full) if lens else None
-        return CaptureSpec(names, spec, rejected)
+        """Resolve what to capture; an unknown site is an UnknownSite error that lists the nearest names.
+
+        rejected  keep the rows of rejected drafts too
+        top_k     how many of the likeliest tokens Z keeps; targets: tokens whose log-probs it keeps; full: all of them
+        lens      read Z through this tuned lens instead of the plain one
+        """
+        names, wants_lens = self.sites.select(sites if isinstance(sites, str) else list(sites))
+        residuals = tuple(self.sites.letter("S"))
+        spec = None
+        if wants_lens:
+            if lens is not None:
+                self.loop.committer.lenses[lens.digest] = lens.require(self.model)
+            ids = tuple(self._target(t) for t in targets)
+            spec = LensSpec(residuals, top_k, ids, full, None if lens is None else lens.digest)
+        return CaptureSpec(names, spec, rejected, residuals[-1])
 
     # ---- inside -------------------------------------------------------------------------------------------------
 

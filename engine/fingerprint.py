@@ -60,7 +60,7 @@ def take(model: Decoder) -> Fingerprint:
 def device_name(device: torch.device) -> str:
     """The device model, as far as arithmetic depends on it."""
     if device.type == "cuda":
-        return torch.cuda.getdevice_name(device)
+        return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_model()}"
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from replaylens.engine.capture import CaptureSpec, Recording
 from replaylens.engine.edits import Hook, PlacedEdit
+from replaylens.engine.errors import BadRequest
 from replaylens.engine.pages import PageTable
 from replaylens.engine.sampling import Sampling
 
@@ -93,6 +94,11 @@ class Job:
     statistics: Statistics = field(default_factory=Statistics)
     rejected: list[int] = field(default_factory=list)
     """branches of rejected drafts, in order"""
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("n", self.new_tokens, 0), ("window", self.window, 1)):
+            if value is not None and (type(value) is not int or value < least):
+                raise BadRequest(f"{name}={value!r}: give a whole number of at least {least}")
 
     @property
     def remaining(self) -> int:

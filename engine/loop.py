@@ -4,17 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 from replaylens.engine.batch import Segment
-from replaylens.engine.branches import BranchTree, TokenState
+from replaylens.engine.branches import BranchStatus, BranchTree, TokenState
 from replaylens.engine.capture import PassTap
 from replaylens.engine.commit import Committer, Outcome
-from replaylens.engine.drafters import DraftCall, Drafter
+from replaylens.engine.drafters import Chains, DraftCall, Drafter
 from replaylens.engine.edits import page_keys
-from replaylens.engine.errors import BadRequest, EngineError, OutOfPages
+from replaylens.engine.errors import BadRequest, ClosedBranch, EngineError, NonFinite, OutOfPages
 from replaylens.engine.lane import Job, Lane
 from replaylens.engine.pages import PageTable
 from replaylens.engine.planner import Planner
 from replaylens.engine.prefix import PrefixIndex
 from replaylens.engine.runner import PassResult, Runner
+from replaylens.engine.trace import path_digest
 from replaylens.engine.turn import Turn
 from replaylens.engine.verify import Verdict, judge
 
@@ -45,49 +46,56 @@ class Loop:
 
     def step(self) -> None:
         """One round for every job that can have one. A job's failure stays its own."""
-        turns = self.draft(self.admit())
-        for exact in (True, False):
-            if some := [turn for turn in turns if turn.job.exact is exact]:
-                self.verify(some, exact)
+        turns = self.admit()
+        try:
+            self.draft(turns)
+            for exact in (True, False):
+                if some := [turn for turn in turns if turn.job.exact is exact]:
+                    self.verify(some, exact)
+        except BaseException as error:  # an interrupt, or a bug: no draft may stay behind and pass for a token
+            self._abandon([turn for turn in turns if not turn.closed], error)
+            self._end_all(error)
+            raise
         self.jobs = [job for job in self.jobs if not job.done]
 
     def admit(self) -> list[Turn]:
-        """Turns for as many jobs as rows and pages allow; those that wait for one token before long prefills."""
+        """Turns for as many jobs as rows and pages allow; those that wait for one token before long prefills.
+
+        Nobody starves: the oldest job comes before all others if it had no turn in the last step.
+        """
         self._clock += 1
         budget, turns = self.max_rows, []
-        for job in sorted(self.jobs, key=lambda job: self._num_waiting(job) > 1):
+        for job in sorted(self.jobs, key=self._rank):
             turn = self._plan(job, budget) if budget > 0 and not job.done else None
             if turn is not None and self._make_room(turn):
-                budget -= len(turn.rows) + turn.num_drafts * len(turn.tables)
+                budget -= (len(turn.rows) + turn.num_drafts) * len(turn.tables)
                 turn.job.lane.last_used = self._clock
                 turns.append(turn)
-        if not turns and self.jobs:
-            self._fail(self.jobs[0])
-        return turns
+        return turns or [turn for job in self.jobs[:1] if (turn := self._last_resort(job))]
 
     def draft(self, turns: list[Turn]) -> list[Turn]:
         """Fill in the chains of turns that want drafts. Draft KV goes to slots that the verification overwrites."""
-        alive = [turn for turn in turns if not turn.num_drafts]
         for name in sorted({turn.job.drafter for turn in turns if turn.num_drafts}):
             mine = [turn for turn in turns if turn.num_drafts and turn.job.drafter == name]
-            try:
-                with self.planner.timing("draft", len(mine), steps=max(turn.num_drafts for turn in mine)):
-                    proposals = self.drafters[name].propose([self._call(turn) for turn in mine])
-            except EngineError as error:
-                self._abandon(mine, error)
-                continue
-            for turn, chains in zip(mine, proposals, strict=True):
+            for turn, chains in zip(mine, self._propose(name, mine), strict=True):
                 turn.chains = [chain for chain in chains if chain] or [[]]
                 self.tree.append(turn.job.lane.branch, turn.chains[0], TokenState.DRAFT)
                 self._tell("draft", turn.job, at=turn.end, chains=turn.chains)
-            alive += mine
-        return alive
+        return turns
+
+    def _propose(self, name: str, turns: list[Turn]) -> list[Chains]:
+        """The drafter's chains. A turn for which it fails goes without: no drafter can fail a request."""
+        try:
+            with self.planner.timing("draft", len(turns), steps=max(turn.num_drafts for turn in turns)):
+                return self.drafters[name].propose([self._call(turn) for turn in turns])
+        except EngineError:
+            return [[[]]] if len(turns) == 1 else [self._propose(name, [turn])[0] for turn in turns]
 
     def verify(self, turns: list[Turn], exact: bool) -> None:
         """One pass over all turns' rows and drafts; then each turn is judged and committed on its own."""
-        segments = []
+        segments: list[Segment] = []
         for turn in turns:
-            self._check_canary(turn)
+            turn.segments = []
             for table, chain in zip(turn.tables, turn.chains, strict=False):
                 turn.segments.append(len(segments))
                 num_logits = len(chain) + 1 if turn.deciding else 0
@@ -95,14 +103,29 @@ class Loop:
                 segments.append(Segment(table, turn.start, turn.rows + chain, num_logits, lane.edits, lane.hooks))
         tap = PassTap(frozenset().union(*(turn.job.lane.capture.needed() for turn in turns if turn.job.lane.capture)))
         try:
+            for turn in turns:
+                self._check_canary(turn)
             with self.planner.timing("exact" if exact else "fast", sum(len(s.tokens) for s in segments)):
                 result = self.runner.exact(segments, tap) if exact else self.runner.fast(segments, tap)
+            _require_finite(result)
         except EngineError as error:
-            self._abandon(turns, error)
+            self._isolate(turns, exact, error)
             return
         logit_of = {row: i for i, row in enumerate(result.batch.logit_rows())}
         for turn in turns:
             self._conclude(turn, result, logit_of, tap)
+
+    def _isolate(self, turns: list[Turn], exact: bool, error: EngineError) -> None:
+        """A pass failed. Whose rows were to blame shows when each turn runs alone, and then without its drafts."""
+        if len(turns) > 1:
+            for turn in turns:
+                self.verify([turn], exact)
+        elif any(turns[0].chains):
+            self.committer.drop_drafts(turns[0])
+            turns[0].chains = [[]]
+            self.verify(turns, exact)
+        else:
+            self._abandon(turns, error)
 
     def _conclude(self, turn: Turn, result: PassResult, logit_of: dict[int, int], tap: PassTap) -> None:
         """Judge and commit one turn."""
@@ -145,11 +168,14 @@ class Loop:
     def _ends(self, job: Job, token: int, path: list[int], generated: int) -> str | None:
         if token in job.sampling.stop_tokens:
             return "eos"
-        if job.sampling.stop:
-            text = self.decode(path[self.tree.branch(job.lane.branch).root_length :])
-            if any(stop in text for stop in job.sampling.stop):
-                return "stop"
+        if job.sampling.stop and self._completes(job.sampling.stop, path[self.tree.branch(job.lane.branch).root_length :]):
+            return "stop"
         return "length" if generated == job.new_tokens else None
+
+    def _completes(self, stops: tuple[str, ...], tokens: list[int]) -> bool:
+        """Whether the last token completes a stop string; one that stood in forced text before does not count."""
+        text, before = self.decode(tokens), self.decode(tokens[:-1]).rstrip("\ufffd")  # half a character is no text yet
+        return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in stops)
 
     # ---- what a job needs next ----------------------------------------------------------------------------------
 
@@ -165,7 +191,7 @@ class Loop:
                 reproducible = num_drafts and self.drafters[job.drafter].reproducible
                 return Turn(job, start, rows[:-1], complete=False) if reproducible else turn  # same windows as without
             turn.num_drafts = num_drafts
-            if 1 + turn.num_drafts * self._width(job, turn.end) > budget:
+            if num_drafts and (1 + num_drafts) * self._width(job, turn.end) > budget:
                 return None  # a window is never cut for lack of room: the rejected branches would depend on the load
         return turn
 
@@ -174,6 +200,10 @@ class Loop:
         num_tokens = len(self.tree.branch(job.lane.branch).tokens)
         first = job.lane.first_missing(num_tokens, job.final and job.remaining == 0)
         return min(first, num_tokens - 1) if job.remaining else first
+
+    def _rank(self, job: Job) -> int:
+        passed_over = job is self.jobs[0] and job.lane.last_used < self._clock - 1
+        return 0 if passed_over else 2 if self._num_waiting(job) > 1 else 1
 
     def _num_waiting(self, job: Job) -> int:
         return len(self.tree.branch(job.lane.branch).tokens) - self._first_row(job)
@@ -185,6 +215,7 @@ class Loop:
         if window is None:
             deciding = sum(other.exact and other.remaining > 0 for other in self.jobs)
             window = self.planner.window(self.drafters[job.drafter].reproducible, deciding, job.statistics)
+            window = min(window, self.max_rows // self.drafters[job.drafter].width)
         return min(window, job.remaining) - 1
 
     def _width(self, job: Job, at: int) -> int:
@@ -219,6 +250,7 @@ class Loop:
         except OutOfPages:
             for table in turn.tables[1:]:
                 pool.release(table)
+            lane.computed = min(lane.computed, turn.start)  # a private copy of a page has no KV from there on
             pool.truncate(lane.table, min(lane.table.length, lane.computed))
             return False
         return True
@@ -261,10 +293,33 @@ class Loop:
     # ---- jobs ---------------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """Queue a job; `step` works on it."""
+        """Queue a job; `step` works on it. One that can never be served ends at once, with an error."""
         self._tell("submit", job)
-        self.jobs.append(job)
-        self._close_if_done(job)
+        if refusal := self._refusal(job):
+            self.end(job, refusal)
+        else:
+            self._close_if_done(job)
+        self.jobs += [] if job.done else [job]
+
+    def _refusal(self, job: Job) -> EngineError | None:
+        """Why a job cannot be served, whatever the others do."""
+        record, vocab = self.tree.branch(job.lane.branch), self.runner.model.config.vocab_size
+        if any(other.lane is job.lane for other in self.jobs):
+            return BadRequest(f"branch {record.id} is being worked on: finish or close its stream first")
+        if record.status is BranchStatus.REJECTED:
+            return ClosedBranch(f"branch {record.id} is rejected: fork it to go on with its tokens")
+        if not record.tokens:
+            return BadRequest(f"branch {record.id} has no tokens: force at least one before generating")
+        drafts = job.forced_drafts or {}
+        named = [*job.sampling.logit_bias, *(t for chains in drafts.values() for chain in chains for t in chain)]
+        if bad := [t for t in named if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]:
+            return BadRequest(f"token {bad[0]!r} in logit_bias or drafts is not in the vocabulary of {vocab}")
+        width = self.drafters[job.drafter].width if job.new_tokens else 1
+        rows = [min(job.window or 1, job.new_tokens) * width]
+        rows += [min(1 + max(map(len, chains)), job.new_tokens) * len(chains) for chains in drafts.values() if chains]
+        if max(rows) > self.max_rows:
+            return BadRequest(f"a window of {max(rows)} rows does not fit into a pass of {self.max_rows}: take a smaller one")
+        return None
 
     def run(self, jobs: list[Job]) -> None:
         """Step until these jobs are done; others go on beside them. Raises the first error among them."""
@@ -275,9 +330,12 @@ class Loop:
                 raise job.error
 
     def end(self, job: Job, error: Exception | None = None) -> None:
-        """Stop a job where it stands: cancelled, or failed. What was committed stays."""
+        """Stop a job where it stands: cancelled, or failed. What was committed stays; forced tokens without KV go."""
         job.done, job.error = True, error
-        self._tell("finish", job, reason="error" if error else "cancelled", generated=job.generated)
+        record = self.tree.branch(job.lane.branch)
+        if TokenState.DRAFT in record.states:
+            self.tree.rollback(record.id, record.states.index(TokenState.DRAFT))
+        self._finish(job, "error" if error else "cancelled")
 
     def _close_if_done(self, job: Job) -> None:
         allowed = 1 if job.new_tokens and not job.final else 0  # a generated token's own row may stay pending
@@ -286,24 +344,43 @@ class Loop:
             if lane.certified:
                 keys = page_keys(lane.edits, len(lane.table.pages), self.runner.pool.page_size)
                 self.prefix.offer(lane.table, self.tree.branch(lane.branch).tokens, lane.computed, keys)
-            self._tell("finish", job, reason=job.finish_reason, generated=job.generated)
+            self._finish(job, job.finish_reason)
 
-    def _fail(self, job: Job) -> None:
-        """Nobody could have a turn: the oldest job can never be served."""
+    def _last_resort(self, job: Job) -> Turn | None:
+        """Nobody could have a turn, not even the oldest job with all pages to itself: it goes without drafts, or fails."""
         turn, pool = self._plan(job, self.max_rows), self.runner.pool
-        if turn is None:
-            self.end(job, BadRequest(f"a window of {job.window} rows does not fit into a pass of {self.max_rows}"))
-        else:
-            needed = pool.num_needed(job.lane.table, turn.start, turn.end)
-            self.end(job, OutOfPages(needed, pool.num_free, pool.num_pages))
-        self.jobs = [job for job in self.jobs if not job.done]
+        assert turn is not None  # `submit` refused windows larger than a pass
+        turn.num_drafts = 0
+        if self._make_room(turn):
+            return turn
+        needed = pool.num_needed(job.lane.table, turn.start, turn.end)
+        self.end(job, OutOfPages(needed, pool.num_free, pool.num_pages))
+        return None
 
-    def _abandon(self, turns: list[Turn], error: EngineError) -> None:
+    def _abandon(self, turns: list[Turn], error: BaseException) -> None:
         """A pass failed: nothing of it is committed, the branches stand where they stood, the jobs end with the error."""
         for turn in turns:
             self.committer.abandon(turn)
-            self.end(turn.job, error)
+            self.end(turn.job, error if isinstance(error, Exception) else None)
+
+    def _end_all(self, error: BaseException) -> None:
+        for job in self.jobs:
+            if not job.done:
+                self.end(job, error if isinstance(error, Exception) else None)
+        self.jobs = []
+
+    def _finish(self, job: Job, reason: str | None) -> None:
+        tokens = self.tree.branch(job.lane.branch).tokens
+        self._tell("finish", job, reason=reason, generated=job.generated, length=len(tokens), path=path_digest(tokens))
 
     def _tell(self, event: str, job: Job, **details: Any) -> None:
         for listener in self.listeners:
             listener({"event": event, "branch": job.lane.branch, **details})
+
+
+def _require_finite(result: PassResult) -> None:
+    """NaN in one row would reach its neighbours in the cache's blocks, and the prefix index: refuse before it is committed."""
+    if not bool(result.residual[: result.batch.num_rows].isfinite().all()):
+        raise NonFinite(
+            "the model gave NaN or infinite activations; nothing of this pass was committed. Check edits and weights."
+        )

@@ -11,16 +11,21 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.capture import LensSpec, Rows
+from replaylens.engine.tuned_lens import TunedLens
 
 
 @torch.inference_mode()
-def read(spec: LensSpec, logits_of: Callable[[Tensor], Tensor], rows: Rows, emitted: list[int]) -> Rows:
+def read(
+    spec: LensSpec, logits_of: Callable[[Tensor], Tensor], rows: Rows, emitted: list[int], tuned: TunedLens | None = None
+) -> Rows:
     """Z of captured residual rows.
 
     rows[site] [n, d] for every site of the spec; `emitted[i]` is the token that follows row i (-1: none yet)
     -> {"Z.entropy": [n, layers], "Z.kl": [n, layers], "Z.emitted": ..., "Z.top_ids": [n, layers, k], ...}
     """
     stacked = torch.stack([rows[site] for site in spec.sites], dim=1)  # [n, layers, d]
+    if tuned is not None:
+        stacked = tuned.translate(stacked)
     n, layers, d = stacked.shape
     parts: dict[str, list[Tensor]] = {}
     step = max(1, 4096 // layers)

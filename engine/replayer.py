@@ -6,8 +6,9 @@ from replaylens.engine.branch import Branch
 from replaylens.engine.capture import CaptureSpec, LensSpec
 from replaylens.engine.edits import PlacedEdit
 from replaylens.engine.errors import BadTrace, ReplayMismatch
+from replaylens.engine.lane import Job
 from replaylens.engine.sampling import Sampling
-from replaylens.engine.trace import Trace
+from replaylens.engine.trace import Trace, path_digest
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
@@ -33,7 +34,9 @@ class _Replayer:
         for number, event in enumerate(self.trace.events):
             try:
                 self._apply(number, event)
-            except (KeyError, TypeError) as e:
+            except BadTrace:
+                raise
+            except (KeyError, TypeError, ValueError, AttributeError) as e:
                 raise BadTrace(f"event {number} ({event['event']}) does not fit what came before: {e!r}") from e
         return self.branches
 
@@ -41,13 +44,15 @@ class _Replayer:
         branch = self.branches.get(event["branch"])
         match event["event"]:
             case "plant":
-                self.branches[event["branch"]] = self._plant(event)
+                self.branches[event["branch"]] = self._plant(number, event)
             case "generate":
                 self._generate(number, event)
             case "fork" if branch is not None:
                 self.branches[event["child"]] = self.engine._fork_placed(branch, event["at"], _edits(event), ())
             case "force" if branch is not None:
-                branch.force(event["tokens"])
+                failed = self._failure(number, event["branch"])  # then as far as it came
+                if tokens := event["tokens"][: failed["length"] - branch.length if failed else None]:
+                    branch.force(tokens)
             case "rollback" if branch is not None:
                 branch.rollback(event["to"])
             case "release" if branch is not None:
@@ -57,11 +62,16 @@ class _Replayer:
             case other:
                 raise BadTrace(f"event {number} ({other}) names branch {event['branch']}, which was never made")
 
-    def _plant(self, event: dict[str, Any]) -> Branch:
+    def _plant(self, number: int, event: dict[str, Any]) -> Branch:
         capture = self.capture or _capture(event["capture"])
         branch = self.engine._plant(self.engine._check_tokens(event["tokens"]), capture, _edits(event))
-        self.engine._compute(branch)
+        if not self._failure(number, event["branch"]):
+            self.engine._compute(branch)
         return branch
+
+    def _failure(self, number: int, branch: int) -> dict[str, Any] | None:
+        """The error in which the work of event `number` ended, if so."""
+        return next((e for e in self._own_events(number, branch) if e["event"] == "finish" and e["reason"] == "error"), None)
 
     def _generate(self, number: int, event: dict[str, Any]) -> None:
         """One request again: the same drafts are verified, and must fare the same."""
@@ -70,30 +80,35 @@ class _Replayer:
         end = next((e for e in mine if e["event"] == "finish"), None)
         if end is not None and "tokens" in end:  # fast-path tokens: nothing to verify, they are taken as they were
             branch.lane.exact = False
-            branch.force(end["tokens"][branch.length :])
-            return
-        count = end["generated"] if end is not None and end["reason"] in ("cancelled", "error") else event["n"]
-        if not count:
+            if more := end["tokens"][branch.length :]:
+                branch.force(more)
             return
         drafts = {e["at"]: e["chains"] for e in mine if e["event"] == "draft"}
+        sampling, keep, final = _sampling(event["sampling"]), event["keep_rejected"], event["final"]
+        job = self.engine._job(branch, event["n"], sampling, "forced", None, True, keep, drafts, final)
         before = len(self.engine.trace.events)
-        branch.generate(
-            count,
-            sampling=_sampling(event["sampling"]),
-            drafter="forced",
-            drafts=drafts,
-            final=event["final"],
-            keep_rejected=event["keep_rejected"],
-        )
+        stop = end["generated"] if end is not None and end["reason"] in ("cancelled", "error") else None
+        self._run(job, stop)
+        branch._absorb(job)
         self._compare(mine, [e for e in self.engine.trace.events[before:] if e["event"] == "verdict"])
+        if end is not None and (end["generated"], end["path"]) != (job.generated, path_digest(branch.tokens)):
+            raise ReplayMismatch(f"branch {event['branch']}: {end['generated']} tokens recorded; other ones came out: {branch}")
+
+    def _run(self, job: Job, stop: int | None) -> None:
+        """To the job's end, or to where it was stopped: after `stop` tokens, with its window as it was."""
+        self.engine._submit(job)
+        while not job.done and (stop is None or job.generated < stop):
+            self.engine.loop.step()
+        if not job.done:
+            self.engine.cancel(job)
+        if job.error is not None:
+            raise job.error
 
     def _own_events(self, number: int, branch: int) -> list[dict[str, Any]]:
-        """The draft, verdict and finish events of the request that event `number` started."""
+        """The draft, verdict and finish events of the work that event `number` started; others may stand between."""
         mine = []
         for event in self.trace.events[number + 1 :]:
-            if event["branch"] == branch:
-                if event["event"] not in ("draft", "verdict", "finish"):
-                    break
+            if event["branch"] == branch and event["event"] in ("draft", "verdict", "finish"):
                 mine.append(event)
                 if event["event"] == "finish":
                     break
@@ -103,6 +118,8 @@ class _Replayer:
         then = [e for e in recorded if e["event"] == "verdict"]
         for old, new in zip(then, now, strict=False):
             if (old["chain"], old["accepted"], list(old["pending"])) != (new["chain"], new["accepted"], list(new["pending"])):
+                raise ReplayMismatch(f"branch {old['branch']}: recorded {old}, replayed {new}")
+            if len(old["rejected"]) != len(new["rejected"]):
                 raise ReplayMismatch(f"branch {old['branch']}: recorded {old}, replayed {new}")
             for old_id, new_id in zip(old["rejected"], new["rejected"], strict=True):
                 if new_id in self.engine.loop.lanes:
@@ -124,8 +141,8 @@ def _capture(raw: dict[str, Any] | None) -> CaptureSpec | None:
         return None
     lens = raw["lens"]
     if lens is not None:
-        lens = LensSpec(tuple(lens["sites"]), lens["top_k"], tuple(lens["targets"]), lens["full"])
-    return CaptureSpec(tuple(raw["sites"]), lens, raw["rejected"])
+        lens = LensSpec(tuple(lens["sites"]), lens["top_k"], tuple(lens["targets"]), lens["full"], lens["tuned"])
+    return CaptureSpec(tuple(raw["sites"]), lens, raw["rejected"], raw["last"])
 
 
 def _sampling(raw: dict[str, Any]) -> Sampling:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.batch import TILE, Batch, Segment
+from replaylens.engine.capture import PassTap, Rows
 from replaylens.engine.certificate import Certificate
 from replaylens.engine.cpu import CanonicalCpuOps, FastCpuOps
 from replaylens.engine.edits import EditTap
@@ -61,15 +62,28 @@ class Runner:
         logits = self.model.logits(residual[rows], ops) if rows else residual.new_empty(0, self.model.config.vocab_size)
         return PassResult(batch, residual, _finite(logits))
 
-    @torch.inference_mode()
     def logits(self, residual: Tensor) -> Tensor:
         """Canonical logits of any residual rows [rows, d_model]: the model's own, or a layer's lens."""
+        return self._head(residual, PassTap(frozenset()))
+
+    def head(self, residual: Tensor, sites: list[str]) -> Rows:
+        """The sites after the last block, of residual rows that left it: `ln_final.hook_out`, `unembed.hook_out`."""
+        tap = PassTap(frozenset(sites))
+        pieces: dict[str, list[Tensor]] = {site: [] for site in sites}
+        for piece in residual.split(LENS_ROWS):
+            self._head(piece, tap)
+            for site in sites:
+                pieces[site].append(tap.values[site][: len(piece)])
+        return {site: torch.cat(values) for site, values in pieces.items()}
+
+    @torch.inference_mode()
+    def _head(self, residual: Tensor, tap: PassTap) -> Tensor:
         ops = _Stateless(self.certificate)
         out = []
         for piece in residual.split(LENS_ROWS):
             padded = torch.zeros(-(-len(piece) // TILE) * TILE, piece.shape[1], dtype=piece.dtype)
             padded[: len(piece)] = piece
-            out.append(self.model.logits(padded, ops)[: len(piece)])
+            out.append(self.model.logits(padded, ops, tap)[: len(piece)])
         return torch.cat(out)
 
 

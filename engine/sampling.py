@@ -5,6 +5,7 @@ token id) and nothing else. Keyed by the id, never by a rank: near-ties may swap
 drafter that uses the same noise agrees more often, and the output does not depend on the drafter.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from replaylens.engine.errors import BadRequest
 
+COLDEST = 1e-6
+"""the smallest temperature above 0; at a much smaller one the scaled logits overflow"""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -43,18 +46,33 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         checks = {
-            "temperature must be at least 0": self.temperature >= 0,
+            f"temperature must be 0 (greedy) or at least {COLDEST}": self.temperature == 0 or self.temperature >= COLDEST,
             "top_k must be at least 0": self.top_k >= 0,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
             "repetition_penalty must be above 0": self.repetition_penalty > 0,
             "seed must be in [0, 2**64)": 0 <= self.seed < 2**64,
-            "a stop string must not be empty": all(self.stop) and not isinstance(self.stop, str),
+            "a stop string must not be empty": all(self.stop),
         }
         for message, fine in checks.items():
             if not fine:
                 raise BadRequest(f"{message}: {self}")
+
+    def _check_types(self) -> None:
+        names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
+        numbers = {name: getattr(self, name) for name in names}
+        if not isinstance(self.logit_bias, dict):
+            raise BadRequest(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
+        numbers |= {f"logit_bias of token {token}": bias for token, bias in self.logit_bias.items()}
+        for name, number in numbers.items():
+            if not isinstance(number, int | float) or not math.isfinite(number):
+                raise BadRequest(f"{name} must be a finite number, not {number!r} (a bias of -1e9 rules a token out)")
+        if type(self.top_k) is not int or type(self.seed) is not int:
+            raise BadRequest(f"top_k and seed must be whole numbers: {self}")
+        if not isinstance(self.stop, tuple | list) or not all(isinstance(stop, str) for stop in self.stop):
+            raise BadRequest(f"stop must be a tuple of strings, not {self.stop!r}")
 
     @property
     def plain_greedy(self) -> bool:
@@ -105,9 +123,9 @@ class Sampling:
 
 
 def hash_bits(seed: int, position: int, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """64 random bits for each token id: two rounds of a counter-based mixer."""
-    stream = _mix(np.asarray([seed], dtype=np.uint64) + _GOLDEN * np.asarray([position + 1], dtype=np.uint64))
-    return _mix(stream + _GOLDEN * (ids + np.uint64(1)))
+    """64 random bits for each token id: rounds of a counter-based mixer. `kernels.reference.hash64` has the same bits."""
+    stream = _mix(_mix(np.asarray([seed], dtype=np.uint64) + _GOLDEN) + _GOLDEN * np.asarray([position], dtype=np.uint64))
+    return _mix(stream + _GOLDEN * ids)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -118,6 +136,6 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def gumbel(seed: int, position: int, vocab: int) -> NDArray[np.float64]:
     """Gumbel noise for the token at `position`: [vocab], float64."""
-    bits = hash_bits(seed, position, np.arange(vocab, dtype=np.uint64)) >> np.uint64(11)
-    uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53
+    bits = hash_bits(seed, position, np.arange(vocab, dtype=np.uint64)) >> np.uint64(12)
+    uniform = (bits.astype(np.float64) + 0.5) * 2.0**-52  # exact: never 0 and never 1, so the noise is finite
     return -np.log(-np.log(uniform))

@@ -24,6 +24,8 @@ class Turn:
     chains: list[list[int]] = field(default_factory=lambda: [[]])
     segments: list[int] = field(default_factory=list)
     """index of each chain's segment in the packed pass"""
+    closed: bool = False
+    """whether it was committed or abandoned"""
 
     @property
     def end(self) -> int:

@@ -38,7 +38,7 @@ RECIPES = {
             d_head=32,
             d_mlp=384,
             vocab_size=106,
-            max_positions=256,
+            max_positions=512,
             rotary_dim=32,
         ),
         parts=(_coin("picture", 4), _coin("steps", 2), _coin("states", 2), _coin("wei", 2)),

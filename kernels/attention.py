@@ -104,7 +104,7 @@ def _walk(
     return m, l, a
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "max_splits", "stride_t"])
 def _attention_kernel(
     Q, K, V, OUT, PARTIAL, COUNT, TILES, SEQUENCE, POSITION, TABLES,
     stride_qr, stride_qh, kv_stride, head_stride, stride_or, stride_oh, stride_t,
@@ -256,9 +256,7 @@ class Workspace:
     def of(cls, tiles: int, kv_heads: int, splits: int, tile_rows: int, d_head: int, device: torch.device) -> "Workspace":
         work = tiles * kv_heads
         size = work * splits * tile_rows * (next_power_of_2(d_head) + 2)
-        return cls(
-            torch.empty(size, dtype=torch.float32, device=device), torch.zeros(work, dtype=torch.int32, device=device)
-        )
+        return cls(torch.empty(size, dtype=torch.float32, device=device), torch.zeros(work, dtype=torch.int32, device=device))
 
 
 def attention(

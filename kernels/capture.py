@@ -65,7 +65,9 @@ class CaptureRing:
         """Open a slot for the pass that is about to run on the current stream."""
         require(self._open is None, "the last pass's capture was not committed")
         if not self._free:
-            raise RuntimeError(f"all {len(self.host)} capture slots hold unread rows: read and release one, or ask for more slots")
+            raise RuntimeError(
+                f"all {len(self.host)} capture slots hold unread rows: read and release one, or ask for more slots"
+            )
         self._open = self._free.pop(0)
         self._slot.fill_(self._open)
 

@@ -26,7 +26,7 @@ from replaylens.kernels.launch import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gram_kernel(
     X, Y, OUT, rows, width_x, width_y, stride_xb, stride_xr, stride_yb, stride_yr, stride_ob, stride_o,
     CHUNK: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, DOUBLE: tl.constexpr, SYMMETRIC: tl.constexpr,

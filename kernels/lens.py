@@ -87,7 +87,7 @@ def _tile_stats(
         tl.store(APART + at, tl.where(is_final, 0.0, u), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "layers", "final", "row_tiles"])
 def _stats_kernel(
     X, W, MAX, SUM, SHIFTED, APART, SCRATCH, rows, vocab, K, stride_xm, stride_wk, stride_wn, layers, final, cap,
     tiles, row_tiles,
@@ -130,7 +130,7 @@ def _stats_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _merge_kernel(
     MAX, SUM, SHIFTED, APART, LSE, ENTROPY, KL_OUT, TOP_TILES, tiles, k, BLOCK: tl.constexpr, KL: tl.constexpr
 ):  # fmt: skip
@@ -138,7 +138,7 @@ def _merge_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     at, live = row * tiles + i, i < tiles
-    m = tl.load(MAX + at, mask=live, other=float("-inf"))
+    m = tl.load(MAX + at, mask=live, other=-3.0e38)
     s = tl.load(SUM + at, mask=live, other=0.0)
     t = tl.load(SHIFTED + at, mask=live, other=0.0)
     top = tl.max(m, 0)
@@ -157,7 +157,7 @@ def _merge_kernel(
         m = tl.where(i == where, float("-inf"), m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_rows", "k", "pairs_per_row"])
 def _top_kernel(
     X, W, PAIR, BLOCK_TILE, BLOCK_START, TILE_END, VALUES, IDS, vocab, K, k, pairs_per_row,
     stride_xm, stride_wk, stride_wn, cap, x_rows,
@@ -186,7 +186,7 @@ def _top_kernel(
         z = tl.where(column[None, :] == token[:, None], float("-inf"), z)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "candidates"])
 def _choose_kernel(VALUES, IDS, LSE, TOP_IDS, TOP_LOG_PROBS, candidates, k, BLOCK: tl.constexpr):
     """One row: the k best of the candidates from its tiles."""
     row = tl.program_id(0).to(tl.int64)
@@ -202,7 +202,7 @@ def _choose_kernel(VALUES, IDS, LSE, TOP_IDS, TOP_LOG_PROBS, candidates, k, BLOC
         z = tl.where(token == chosen, float("-inf"), z)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "targets", "layers"])
 def _target_kernel(
     X, W, TARGETS, LSE, OUT, rows, vocab, K, targets, layers, stride_xm, stride_wk, stride_wn, cap,
     LAYERS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, CAPPED: tl.constexpr,
@@ -319,9 +319,7 @@ def _stats(
     return found
 
 
-def _merge(
-    stats: tuple[Tensor, Tensor, Tensor, Tensor], k: int, kl: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _merge(stats: tuple[Tensor, Tensor, Tensor, Tensor], k: int, kl: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """log_sum_exp, entropy, kl without the final layer's log_sum_exp, the k most promising tiles of every row."""
     total, tiles = stats[0].shape
     make = lambda: torch.empty(total, dtype=torch.float32, device=stats[0].device)  # noqa: E731

@@ -100,7 +100,7 @@ def _finish(
     tl.store(OUT + row[:, None] * stride_o + column[None, :], y, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # one binary for every number of rows
 def _rows_kernel(
     X, W, BIAS, RESIDUAL, WROTE, OUT, M, N, K,
     stride_xm, stride_wk, stride_wn, stride_r, stride_w, stride_o,
@@ -130,7 +130,7 @@ def tile_at(index, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.co
     return (first + within % height) * ROWS, (within // height) * COLUMNS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _persistent_kernel(
     x_tiles, w_tiles, BIAS, RESIDUAL, WROTE, OUT, M, N, K, stride_r, stride_w, stride_o,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, W_TRANSPOSED: tl.constexpr,
@@ -162,7 +162,7 @@ def _gate(gate, up, row, column, M, F, OUT, stride_o, KIND: tl.constexpr):
     tl.store(OUT + row.to(tl.int64)[:, None] * stride_o + column[None, :], y.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _gated_rows_kernel(
     X, W, BIAS, OUT, M, F, K, stride_xm, stride_wk, stride_wn, stride_o,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
@@ -190,7 +190,7 @@ def _gated_rows_kernel(
     _gate(gate, up, row, column, M, F, OUT, stride_o, KIND)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _gated_persistent_kernel(
     x_tiles, w_tiles, BIAS, OUT, M, F, K, stride_o,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, W_TRANSPOSED: tl.constexpr,

@@ -26,7 +26,7 @@ from replaylens.kernels.launch import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "inner"])
 def _norm_kernel(
     X, RESIDUAL, WEIGHT, BIAS, SUM, OUT, rows, inner, width, eps,
     stride_xo, stride_xi, stride_r, stride_s, stride_o,

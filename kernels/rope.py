@@ -47,7 +47,7 @@ def _copy(X, OUT, head, live, d, keep, stride_xh, stride_oh):
     tl.store(OUT + head[:, None] * stride_oh + d[None, :], x, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_p"])
 def _rope_kernel(
     Q, K, V, Q_OUT, K_OUT, K_CACHE, V_CACHE, TABLE, SEQUENCE, POSITION, PAGES,
     stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, kv_stride, head_stride, stride_p,
@@ -147,9 +147,7 @@ def _launch(
     return q_out, k_out
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, rows: Rows, caches: tuple[Tensor, Tensor] | None
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, rows: Rows, caches: tuple[Tensor, Tensor] | None) -> None:
     num_rows, _, d_head = q.shape
     require_float("q", q)
     require_shape("rows.position", rows.position, (num_rows,))

@@ -74,7 +74,7 @@ def _best(z, row, column, mask, SEED, POSITION, TEMPERATURE, M, NOISY: tl.conste
     return best, token, logit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _sample_kernel(
     X, W, SEED, POSITION, TEMPERATURE, SCORE, TOKEN, LOGIT, M, N, K, stride_xm, stride_wk, stride_wn, cap, tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
@@ -93,7 +93,7 @@ def _sample_kernel(
     tl.store(LOGIT + at, logit, mask=row < M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _sample_logits_kernel(
     Z, SEED, POSITION, TEMPERATURE, SCORE, TOKEN, LOGIT, M, N, stride_z, tiles,
     COLUMNS: tl.constexpr, NOISY: tl.constexpr,

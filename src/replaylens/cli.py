@@ -34,7 +34,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def top(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
     """Replay reasoning tasks on a deterministic, branching engine; capture, dump and probe what the model thinks."""
 

@@ -13,12 +13,18 @@ def problem(case, rotary=16):
     q, k, v = packed.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
     pages = torch.zeros(4, 4, dtype=torch.int32)
     pages[:3] = torch.randperm(12, generator=torch.Generator().manual_seed(0)).view(3, 4) + 1  # the last sequence: null page
-    rows = Rows(
-        case.tensor([0, 0, 0, 1, 1, 2, 2, 2, 3]), case.tensor([0, 3, 17, 5, 40, 2, 31, 32, 1]), pages.to(case.device)
-    )
+    rows = Rows(case.tensor([0, 0, 0, 1, 1, 2, 2, 2, 3]), case.tensor([0, 3, 17, 5, 40, 2, 31, 32, 1]), pages.to(case.device))
     angle = torch.rand(64, rotary // 2, generator=torch.Generator().manual_seed(1)) * 6
     table = torch.stack([angle.cos(), angle.sin()], dim=1).to(case.device)
-    return q, k, v, rows, table, case.randn(13 * PAGE, KV_HEADS, D_HEAD, scale=0), case.randn(13 * PAGE, KV_HEADS, D_HEAD, scale=0)
+    return (
+        q,
+        k,
+        v,
+        rows,
+        table,
+        case.randn(13 * PAGE, KV_HEADS, D_HEAD, scale=0),
+        case.randn(13 * PAGE, KV_HEADS, D_HEAD, scale=0),
+    )
 
 
 @pytest.mark.parametrize("rotary", [16, D_HEAD])

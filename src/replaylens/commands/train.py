@@ -1,6 +1,5 @@
 """`replaylens train`: make one of the embedded models anew."""
 
-import platform
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -47,9 +46,7 @@ def train(
 def changed(recipe: Recipe, steps: int | None, seed: int | None) -> Recipe:
     """The recipe with another number of steps or another seed. A short run warms up for a tenth of it at most."""
     steps = recipe.steps if steps is None else steps
-    return replace(
-        recipe, steps=steps, warmup=min(recipe.warmup, steps // 10), seed=recipe.seed if seed is None else seed
-    )
+    return replace(recipe, steps=steps, warmup=min(recipe.warmup, steps // 10), seed=recipe.seed if seed is None else seed)
 
 
 def check_device(device: str) -> None:

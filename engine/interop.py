@@ -1,0 +1,117 @@
+"""TransformerLens' verbs on our engine: `run_with_cache`, and what an `ActivationCache` wants to know of a model."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import BadRequest
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+
+NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
+
+
+def run_with_cache(
+    engine: "Engine",
+    tokens: str | Sequence[int] | Sequence[Sequence[int]] | Tensor,
+    names_filter: NamesFilter = None,
+    pos_slice: slice | int | None = None,
+) -> tuple[Tensor, Any]:
+    """Logits [batch, positions, vocab] and a TransformerLens `ActivationCache` of the named sites.
+
+    names_filter  a name, several, or a function of the name, as in TransformerLens; None: every site
+    pos_slice     which positions the cache holds; the logits are of all
+    Every value is canonical: the same bits as in a replay, a fork or a dump.
+    """
+    from transformer_lens import ActivationCache
+
+    paths = _paths(engine, tokens)
+    names = _chosen(engine, names_filter)
+    last = f"blocks.{engine.config.num_layers - 1}.hook_out"
+    branches = engine.prompts(paths, sites=[*names, last])
+    try:
+        logits = torch.stack([engine.runner.logits(branch.activations[last]) for branch in branches])
+        values = {name: torch.stack([_rows(branch.activations[name], len(paths[0])) for branch in branches]) for name in names}
+    finally:
+        for branch in branches:
+            branch.release()
+    where = (
+        slice(None)
+        if pos_slice is None
+        else pos_slice
+        if isinstance(pos_slice, slice)
+        else slice(pos_slice, pos_slice + 1 or None)
+    )
+    cache: dict[str, Tensor] = {}
+    for name, value in values.items():
+        value = value[:, where]
+        if name.endswith("hook_pattern"):
+            value = value.transpose(1, 2)  # [batch, heads, queries, keys], as TransformerLens has it
+        for alias in (name, *engine.sites.sites[name].aliases):
+            cache[alias] = value
+    return logits, ActivationCache(cache, CacheModel(engine))
+
+
+def _paths(engine: "Engine", tokens: str | Sequence[int] | Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
+    if isinstance(tokens, str):
+        return [engine.text.encode(tokens)]
+    raw: Any = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+    paths = [list(path) for path in raw] if raw and isinstance(raw[0], list | tuple) else [raw]
+    if len({len(path) for path in paths}) != 1:
+        raise BadRequest("run_with_cache gives one tensor per site, so all sequences must have one length; prompts() takes any")
+    return paths
+
+
+def _chosen(engine: "Engine", names_filter: NamesFilter) -> list[str]:
+    every = engine.sites.in_order()
+    if names_filter is None:
+        return every
+    if callable(names_filter):
+        return [name for name in every if any(names_filter(n) for n in (name, *engine.sites.sites[name].aliases))]
+    wanted = [names_filter] if isinstance(names_filter, str) else list(names_filter)
+    return sorted({engine.sites.resolve(name) for name in wanted}, key=every.index)
+
+
+def _rows(value: Tensor, length: int) -> Tensor:
+    """Attention patterns come with room for whole blocks of keys: cut them to the sequence."""
+    return value[..., :length] if value.dim() == 3 and value.shape[-1] > length and value.shape[0] == length else value
+
+
+class CacheModel:
+    """The part of a model that `ActivationCache`'s methods ask for."""
+
+    def __init__(self, engine: "Engine") -> None:
+        c = engine.config
+        self._engine = engine
+        self.cfg = SimpleNamespace(
+            n_layers=c.num_layers,
+            n_heads=c.num_heads,
+            d_model=c.d_model,
+            d_mlp=c.d_mlp,
+            d_head=c.d_head,
+            attn_only=False,
+            normalization_type="RMS" if c.norm == "rms" else "LN",
+            device="cpu",
+        )
+        self.ln_final = engine.model.ln_final
+        self.blocks = engine.model.blocks
+
+    @property
+    def unembed_matrix(self) -> Tensor:
+        """[d_model, vocab]"""
+        model = self._engine.model
+        return model.embed.t() if model.unembed is None else model.unembed.weight
+
+    def to_single_token(self, text: str) -> int:
+        return self._engine._target(text)
+
+    def tokens_to_residual_directions(self, tokens: str | int | Tensor) -> Tensor:
+        """The unembedding columns of tokens."""
+        if isinstance(tokens, str):
+            tokens = self.to_single_token(tokens)
+        columns = self.unembed_matrix.t()[tokens]
+        return columns

@@ -1,0 +1,89 @@
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from replaylens.kernels import reference
+from replaylens.kernels.launch import GemmTile
+from replaylens.kernels.matmul import matmul
+from replaylens.kernels.sample import hash64, sample, sample_logits
+
+
+@triton.jit
+def _hash_kernel(SEED, POSITION, TOKEN, OUT, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    found = hash64(tl.load(SEED + i), tl.load(POSITION + i), tl.load(TOKEN + i))
+    tl.store(OUT + i, found.to(tl.int64, bitcast=True))
+
+
+def noise(case, rows):
+    temperature = torch.tensor([0.0, 0.5, 1.0, 2.0] * rows)[:rows].to(case.device)
+    seed = case.ints(rows, below=2**62, seed=1, dtype=torch.int64) * 2 - 2**62
+    return seed, case.ints(rows, below=5000, seed=2), temperature
+
+
+def problem(case):
+    rows, depth, vocab = (129, 576, 5003) if case.gpu else (9, 64, 300)
+    return case.randn(rows, depth), case.randn(depth, vocab, seed=1, scale=2 * depth**-0.5)
+
+
+def test_hash_bits_are_the_references(case, same):
+    seed = case.ints(64, below=2**62, seed=1, dtype=torch.int64) * 2 - 2**62
+    position, token = case.ints(64, below=9000, seed=2), case.ints(64, below=200_000, seed=3)
+    out = torch.zeros(64, dtype=torch.int64, device=case.device)
+    _hash_kernel[(1,)](seed, position, token, out, 64)
+    same(out, reference.hash64(seed, position, token))
+    assert reference.hash64(*torch.tensor([1, 2, 3])).item() == 8566811186491711777, "the noise of stored runs would change"
+
+
+def test_draws_the_references_tokens(case, same):
+    x, w = problem(case)
+    seed, position, temperature = noise(case, len(x))
+    logits = matmul(x, w, out_dtype=torch.float32)
+    want = reference.sample(logits, seed, position, temperature)
+    tokens, chosen = sample(x, w, seed, position, temperature)
+    same(tokens, want)
+    same(chosen, logits.gather(1, want[:, None])[:, 0])
+    for got, expected in zip(sample_logits(logits, seed, position, temperature), (tokens, chosen), strict=True):
+        same(got, expected)
+    capped = reference.sample(torch.tanh(logits.double() / 3) * 3, seed, position, temperature)
+    same(sample(x, w, seed, position, temperature, softcap=3.0)[0], capped)
+
+
+def test_a_row_does_not_know_its_batch_or_tile(case, same):
+    x, w = problem(case)
+    seed, position, temperature = noise(case, len(x))
+    tokens, _ = sample(x, w, seed, position, temperature)
+    for i in (0, 3, 8):
+        same(sample(x[i : i + 1], w, *(y[i : i + 1].clone() for y in (seed, position, temperature)))[0], tokens[i : i + 1])
+    same(sample(x, w, seed, position, temperature, tile=GemmTile(32, 32, 32, 4, 2))[0], tokens)
+    same(sample(x, w.T.contiguous().T, seed, position, temperature)[0], tokens)
+
+
+def test_greedy_takes_the_largest_and_the_smallest_id_of_a_tie(case, same):
+    x, w = problem(case)
+    same(sample(x, w)[0], matmul(x, w, out_dtype=torch.float32).argmax(1))
+    w = torch.cat([w[:, :40], w[:, :40]], dim=1).contiguous()  # every logit twice
+    assert (sample(x, w)[0] < 40).all()
+
+
+def test_frequencies_are_the_softmax(case):
+    """Draws from a known distribution: within five standard errors."""
+    rows, vocab = 4096 if case.gpu else 128, 16
+    logits = torch.linspace(-2, 1, vocab).expand(rows, vocab).contiguous().to(case.device)
+    seed, position = torch.arange(rows, device=case.device), case.tensor([7] * rows)
+    tokens, _ = sample_logits(logits, seed, position, torch.ones(rows, device=case.device))
+    p = logits[0].softmax(0).cpu()
+    seen = torch.bincount(tokens.cpu(), minlength=vocab) / rows
+    assert ((seen - p).abs() <= 5 * (p * (1 - p) / rows).sqrt()).all()
+
+
+def test_errors_say_what_is_wrong(case):
+    x, w = problem(case)
+    seed, position, temperature = noise(case, len(x))
+    with pytest.raises(ValueError, match="go together"):
+        sample(x, w, seed)
+    with pytest.raises(ValueError, match="seed is torch.int32; expected int64"):
+        sample(x, w, seed.int(), position, temperature)
+    with pytest.raises(ValueError, match="temperature has shape"):
+        sample(x, w, seed, position, temperature[:1])
