@@ -105,9 +105,7 @@ class Branch:
 
     def force(self, tokens: str | Sequence[int]) -> "Branch":
         """Append given tokens, whatever the model thinks of them, and compute their rows. Returns self."""
-        self._check_open()
-        ids = self.engine.text.encode(tokens, special=False) if isinstance(tokens, str) else list(tokens)
-        self.engine._force(self, ids)
+        self.engine.force_all([self], [tokens])
         return self
 
     def generate(self, n: int, **options: Any) -> "Branch":

@@ -168,6 +168,19 @@ class Engine:
             branch._absorb(job)
         return list(branches)
 
+    def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:
+        """Append given tokens to each branch, whatever the model thinks of them, and compute all their rows together."""
+        paths = [self.text.encode(t, special=False) if isinstance(t, str) else list(t) for t in tokens]
+        for branch, ids in zip(branches, paths, strict=True):
+            branch._check_open()
+            if not ids:
+                raise BadRequest("force: give at least one token")
+            self._check_tokens(ids, branch.length)
+        for branch, ids in zip(branches, paths, strict=True):
+            self._append_forced(branch, ids)
+        self._compute(*branches)
+        return list(branches)
+
     def stream(self, branch: Branch, n: int, **options: Any) -> Iterator[int]:
         """Committed tokens of one branch as they come; other submitted work goes on beside it."""
         defaults = {
@@ -307,13 +320,9 @@ class Engine:
             return recording
         return Recording(main.base, [*main.fork(recording.base).chunks, *recording.chunks])
 
-    def _force(self, branch: Branch, ids: list[int]) -> None:
-        if not ids:
-            raise BadRequest("force: give at least one token")
-        self._check_tokens(ids, branch.length)
+    def _append_forced(self, branch: Branch, ids: list[int]) -> None:
         self.tree.append(branch.id, ids, TokenState.DRAFT)
         self.trace.add("force", branch=branch.id, tokens=ids)
-        self._compute(branch)
 
     def _rollback(self, branch: Branch, to: int) -> None:
         lane = branch.lane

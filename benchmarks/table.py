@@ -1,0 +1,49 @@
+"""`Table`: rows of a benchmark, printed for people and saved for machines."""
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def seconds(work: Callable[[], Any], repeats: int = 5, warm: int = 1) -> float:
+    """Median time of `work` after `warm` runs that do not count."""
+    for _ in range(warm):
+        work()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+@dataclass
+class Table:
+    """One benchmark's outcome. Numbers are ratios measured in one run; absolute times say little on shared machines."""
+
+    name: str
+    about: str
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, what: str, *, ratio: float | None = None, aim: str = "", met: bool | None = None, **numbers: Any) -> None:
+        """Mutates: one more line, printed at once."""
+        self.rows.append({"what": what, "ratio": ratio, "aim": aim, "met": met, **numbers})
+        shown = "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in numbers.items())
+        verdict = "" if met is None else "met" if met else "MISSED"
+        print(f"{what:58s} {'' if ratio is None else f'{ratio:6.2f}x':>8s}  {aim:10s} {verdict:6s}  {shown}", flush=True)
+
+    def save(self) -> None:
+        """Write benchmarks/results/<name>.json."""
+        RESULTS.mkdir(exist_ok=True)
+        machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
+        body = {"name": self.name, "about": self.about, "machine": machine, "rows": self.rows}
+        (RESULTS / f"{self.name}.json").write_text(json.dumps(body, indent=1) + "\n")
