@@ -1,6 +1,7 @@
 """`Batch`: rows of any number of branches packed for one pass."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -66,22 +67,32 @@ class AttentionGroup:
 class Batch:
     """Packed rows. Padding rows carry token 0 at position 0, write no KV and are seen by nobody."""
 
-    def __init__(self, segments: list[Segment], pool: PagePool, query_rows: tuple[int, ...], tile: int = TILE) -> None:
+    def __init__(
+        self, segments: list[Segment], pool: PagePool, query_rows: tuple[int, ...], tile: int = TILE, device: str = "cpu"
+    ) -> None:
         if not segments or not all(s.tokens for s in segments):
             raise EngineBug("a batch needs at least one row in every segment")
-        self.segments = segments
+        self.segments, self.pool, self.query_rows = segments, pool, query_rows
         tokens = [t for s in segments for t in s.tokens]
         positions = [p for s in segments for p in range(s.start, s.end)]
         self.num_rows = len(tokens)
         self.padded = -(-self.num_rows // tile) * tile
         pad = self.padded - self.num_rows
-        self.tokens = torch.tensor(tokens + [0] * pad)
-        self.positions = torch.tensor(positions + [0] * pad)
-        self.write_slots = torch.tensor([slot for s in segments for slot in pool.slots(s.table, s.start, s.end)])
+        self.tokens = torch.tensor(tokens + [0] * pad).to(device, non_blocking=True)
+        self.positions = torch.tensor(positions + [0] * pad).to(device, non_blocking=True)
         self.offsets = [0]
         for s in segments:
             self.offsets.append(self.offsets[-1] + len(s.tokens))
-        self.groups = self._attention_groups(pool, query_rows)
+
+    @cached_property
+    def write_slots(self) -> Tensor:
+        """Where every row's KV goes: [rows]."""
+        return torch.tensor([slot for s in self.segments for slot in self.pool.slots(s.table, s.start, s.end)])
+
+    @cached_property
+    def groups(self) -> list[AttentionGroup]:
+        """How the attention of the CPU is cut up."""
+        return self._attention_groups(self.pool, self.query_rows)
 
     def row(self, segment: int, position: int) -> int:
         """Packed row of a segment's position."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import UnknownSite
+from replaylens.engine.errors import IntegrityError, UnknownSite
 
 HEAD_SITES = ("ln_final.hook_out", "unembed.hook_out")
 """sites after the last block: computed for captured rows only, from the residual stream that leaves it"""
@@ -69,30 +69,45 @@ class Chunk:
 class Recording:
     """Captured rows of one branch, keyed by position. Rolls back with the branch; a fork shares what both have."""
 
-    def __init__(self, base: int = 0, chunks: Iterable[Chunk] = ()) -> None:
+    def __init__(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> None:
         self.base = base
         """the first position that is wanted"""
         self.chunks = list(chunks)
+        self.open_end = open_end
+        """whether the last row was read before its successor was known: once there is one, it must be read again"""
 
     @property
     def end(self) -> int:
         """Positions [base, end) are captured."""
         return self.chunks[-1].end if self.chunks else self.base
 
-    def append(self, start: int, rows: Rows) -> None:
+    def append(self, start: int, rows: Rows, open_end: bool = False) -> None:
         """Mutates: rows of positions [start, ...) replace what was there (a row computed again has the same bits)."""
         skipped = max(0, self.base - start)
         if skipped < len(next(iter(rows.values()))):
             self.truncate(start)
             self.chunks.append(Chunk(start + skipped, {site: x[skipped:] for site, x in rows.items()}))
+            self.open_end = open_end
 
     def truncate(self, length: int) -> None:
         """Mutates: forget positions from `length` on."""
+        self.open_end = self.open_end and length >= self.end
         self.chunks = _cut(self.chunks, length)
 
     def fork(self, length: int) -> "Recording":
         """A recording of the first `length` positions that shares their tensors."""
-        return Recording(self.base, _cut(self.chunks, length))
+        return Recording(self.base, _cut(self.chunks, length), self.open_end and length >= self.end)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError naming the first captured row that is missing. Changes nothing."""
+        expected = self.base
+        for chunk in self.chunks:
+            if chunk.start != expected:
+                raise IntegrityError(f"captured rows: after position {expected - 1} comes {chunk.start}, not {expected}")
+            for site, x in chunk.rows.items():
+                if chunk.start + len(x) != chunk.end:
+                    raise IntegrityError(f"captured rows of {site}: {len(x)} for positions [{chunk.start}, {chunk.end})")
+            expected = chunk.end
 
     def sites(self) -> list[str]:
         return list(self.chunks[0].rows) if self.chunks else []
@@ -134,5 +149,5 @@ class PassTap:
         return value
 
     def rows(self, sites: Iterable[str], start: int, end: int) -> Rows:
-        """A copy of packed rows [start, end) of these sites."""
-        return {site: self.values[site][start:end].clone() for site in sites}
+        """A copy of packed rows [start, end) of these sites, on the CPU."""
+        return {site: self.values[site][start:end].to("cpu", copy=True) for site in sites}

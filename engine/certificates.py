@@ -26,8 +26,17 @@ def certificate_for(model: Decoder) -> Certificate:
     """A certificate for this model on this device; NotCertified names the op and shape that failed."""
     key = _key(model)
     if key not in _EXAMINED:
-        _EXAMINED[key] = _from_disk(key) or _to_disk(key, doctor.require(doctor.examine(model)))
+        _EXAMINED[key] = _from_disk(key) or _to_disk(key, doctor.require(examine(model)))
     return _EXAMINED[key]
+
+
+def examine(model: Decoder) -> Certificate:
+    """A fresh examination on the model's own device."""
+    if model.embed.device.type == "cuda":
+        from replaylens.engine import doctor_cuda  # its kernels need triton
+
+        return doctor_cuda.examine(model)
+    return doctor.examine(model)
 
 
 def _key(model: Decoder) -> str:

@@ -94,10 +94,12 @@ class Committer:
         tokens = self.tree.branch(lane.branch).tokens
         ended = job.final and job.remaining == 0 and lane.computed == len(tokens)
         end = lane.computed if ended else min(lane.computed, len(tokens) - lane.capture.lag)
-        if end > turn.start:
-            first = result.batch.row(turn.segments[outcome.chain], turn.start)
-            emitted = [*tokens[turn.start + 1 : end + 1], -1][: end - turn.start]
-            lane.recording.append(turn.start, self._rows(lane, tap, first, emitted))
+        start = max(turn.start, lane.recording.end - lane.recording.open_end)  # while KV is computed again, rows stay
+        if end > start:
+            first = result.batch.row(turn.segments[outcome.chain], start)
+            emitted = [*tokens[start + 1 : end + 1], -1][: end - start]
+            open_end = end == len(tokens) and lane.capture.lag > 0
+            lane.recording.append(start, self._rows(lane, tap, first, emitted), open_end)
 
     def _reject(self, turn: Turn, index: int, stood: int, tap: PassTap, result: PassResult) -> None:
         """File chain[stood:] as a rejected branch, with its own canonical rows and, where asked, its pages."""

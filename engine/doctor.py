@@ -33,6 +33,7 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@torch.inference_mode()
 def examine(model: Decoder) -> Certificate:
     """Examine every op and shape of the model. Does not raise: the certificate says what failed."""
     generator = torch.Generator().manual_seed(2024)

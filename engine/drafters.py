@@ -13,7 +13,7 @@ from replaylens.engine.batch import Segment
 from replaylens.engine.edits import Hook, PlacedEdit
 from replaylens.engine.errors import BadRequest, EngineError, OutOfPages
 from replaylens.engine.pages import PageTable
-from replaylens.engine.runner import Runner
+from replaylens.engine.runner import PassResult, Runner
 from replaylens.engine.sampling import Sampling, gumbel
 
 Chains = list[list[int]]
@@ -38,9 +38,6 @@ class DraftCall:
     def segment(self, table: int, start: int, tokens: list[int]) -> Segment:
         """Rows of this branch for a draft pass that wants the last row's logits."""
         return Segment(self.tables[table], start, tokens, 1, self.edits, self.hooks)
-
-    def choose(self, logits: "np.ndarray", extra: list[int]) -> int:
-        return self.sampling.choose(logits, self.path + extra, self.num_prompt)
 
     def ends(self, chain: list[int]) -> bool:
         """Whether nothing can follow the chain."""
@@ -72,8 +69,8 @@ class SelfDrafter:
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
         return [[chain] for chain in extend_together(calls, [0] * len(calls), [[] for _ in calls], self._step)]
 
-    def _step(self, segments: list[Segment]) -> "np.ndarray":
-        return self.runner.fast(segments).logits.numpy()
+    def _step(self, segments: list[Segment]) -> PassResult:
+        return self.runner.fast(segments)
 
 
 class LensDrafter:
@@ -91,8 +88,8 @@ class LensDrafter:
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
         return [[chain] for chain in extend_together(calls, [0] * len(calls), [[] for _ in calls], self.step)]
 
-    def step(self, segments: list[Segment]) -> "np.ndarray":
-        return self.runner.exact(segments, stop_at_layer=self.layer).logits.numpy()
+    def step(self, segments: list[Segment]) -> PassResult:
+        return self.runner.exact(segments, stop_at_layer=self.layer)
 
 
 class TreeDrafter:
@@ -106,7 +103,8 @@ class TreeDrafter:
         self.lens, self.width = LensDrafter(runner, layer), width
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
-        firsts = self.lens.step([call.segment(0, len(call.path) - 1, call.path[-1:]) for call in calls])
+        segments = [call.segment(0, len(call.path) - 1, call.path[-1:]) for call in calls]
+        firsts = self.lens.step(segments).logits.float().cpu().numpy()
         flat, tables, chains = [], [], []
         for call, logits in zip(calls, firsts, strict=True):
             for i, token in enumerate(self._best(call, logits)):
@@ -124,7 +122,7 @@ class TreeDrafter:
 
 
 def extend_together(
-    calls: list[DraftCall], table: list[int], chains: Chains, step: Callable[[list[Segment]], "np.ndarray"]
+    calls: list[DraftCall], table: list[int], chains: Chains, step: Callable[[list[Segment]], PassResult]
 ) -> Chains:
     """Grow every call's chain to its `count`, one packed step for all that still grow.
 
@@ -142,8 +140,10 @@ def extend_together(
             start = last + len(chains[i]) if started[i] else last
             segments.append(call.segment(table[i], start, tokens))
             started[i] = True
-        for i, logits in zip(growing, step(segments), strict=True):
-            chains[i].append(calls[i].choose(logits, chains[i]))
+        result = step(segments)
+        for row, i in enumerate(growing):
+            call = calls[i]
+            chains[i].append(result.choose(row, call.sampling, call.path + chains[i], call.num_prompt))
 
 
 class NgramDrafter:
@@ -202,8 +202,8 @@ class ModelDrafter:
             group.append(replace(own, tables=[table]) if table else replace(own, count=0))
         return group
 
-    def _step(self, segments: list[Segment]) -> "np.ndarray":
-        return self.runner.exact(segments).logits.numpy()
+    def _step(self, segments: list[Segment]) -> PassResult:
+        return self.runner.exact(segments)
 
     def _catch_up(self, call: DraftCall, busy: set[int]) -> PageTable | None:
         """The branch's table with KV for all of the path but its last token, and room for the drafts. None: no pages."""

@@ -91,11 +91,11 @@ class PlacedEdit:
             case "zero":
                 return torch.zeros_like(rows)
             case "project_out":
-                return _project_out(rows, self._value)
+                return _project_out(rows, self._value.to(rows))
             case "resample":
                 draws = [int(hash_bits(self.seed, p, np.zeros(1, dtype=np.uint64))[0] % len(self._value)) for p in positions]
-                return self._value[draws].to(rows.dtype)
-        value = self._value.to(rows.dtype)
+                return self._value[draws].to(rows)
+        value = self._value.to(rows)
         if value.dim() == rows.dim():  # a row for each edited position
             value = value[[self.index(p) for p in positions]]
         return value.expand_as(rows) if self.op == "set" else rows + value * self.factor

@@ -83,26 +83,35 @@ class Engine:
         self.loop.listeners.append(self._listen)
 
     @classmethod
-    def load(cls, source: Any, *, dtype: torch.dtype = torch.float32, **options: Any) -> "Engine":
-        """From an embedded model's name, a folder, a .gguf file, a transformers model, a TransformerBridge or a Decoder."""
+    def load(
+        cls, source: Any, *, device: str = "cpu", dtype: torch.dtype | None = None, draft_model: Any = None, **options: Any
+    ) -> "Engine":
+        """From an embedded model's name, a folder, a .gguf file, a transformers model, a TransformerBridge or a Decoder.
+
+        device  "cpu" (float32) or "cuda" (bfloat16 unless said otherwise)
+        """
         from replaylens.engine import zoo
 
-        if dtype is not torch.float32:
+        if device not in ("cpu", "cuda"):
+            raise BadRequest(f"device {device!r}: give cpu or cuda")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise BadRequest("no CUDA device is to be had here; load with device='cpu'")
+        dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+        if device == "cpu" and dtype is not torch.float32:
             raise BadRequest(f"{dtype} on a CPU is emulated and slow: the CPU engine computes in float32")
-        if isinstance(source, str) and source in zoo.names():
-            model, tokenizer = zoo.load_embedded(source)
-            if source == "coin-plain" and "draft_model" not in options:
-                options["draft_model"] = zoo.load_embedded("coin-draft")[0]
-            return cls(model, options.pop("tokenizer", tokenizer), **options)
-        text = (
-            load_text(Path(source))
-            if isinstance(source, str | Path) and Path(source).is_dir()
-            else Text(getattr(source, "tokenizer", None))
-        )
-        tokenizer = options.pop("tokenizer", text)
-        if isinstance(options.get("draft_model"), str | Path):
-            options["draft_model"] = weights.load(options["draft_model"])
-        return cls(weights.load(source, dtype), tokenizer, **options)
+        embedded = isinstance(source, str) and source in zoo.names()
+        if embedded:
+            model, text = zoo.load_embedded(source)[0], Text(zoo.load_embedded(source)[1])
+            draft_model = "coin-draft" if draft_model is None and source == "coin-plain" else draft_model
+            model = weights.load(model, dtype)
+        else:
+            is_folder = isinstance(source, str | Path) and Path(source).is_dir()
+            text = load_text(Path(source)) if is_folder else Text(getattr(source, "tokenizer", None))
+            model = weights.load(source, dtype)
+        if draft_model is not None:
+            draft = zoo.load_embedded(draft_model)[0] if draft_model in zoo.names() else draft_model
+            options["draft_model"] = weights.load(draft, dtype).to(device)
+        return cls(model.to(device), options.pop("tokenizer", text), **options)
 
     # ---- branches -----------------------------------------------------------------------------------------------
 

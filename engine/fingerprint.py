@@ -53,8 +53,17 @@ def take(model: Decoder) -> Fingerprint:
         torch=torch.__version__,
         triton=_triton_version() if device.type == "cuda" else "none",
         replaylens=replaylens.__version__,
-        canonical=f"{CANONICAL_VERSION}:tile{TILE}:block{KV_BLOCK}",
+        canonical=_canonical(device),
     )
+
+
+def _canonical(device: torch.device) -> str:
+    """The version of the arithmetic, with the constants that take part in it."""
+    if device.type == "cuda":
+        from replaylens.kernels import launch
+
+        return f"cuda{launch.CANONICAL_VERSION}:block{launch.KV_BLOCK}:split{launch.KV_SPLIT}"
+    return f"{CANONICAL_VERSION}:tile{TILE}:block{KV_BLOCK}"
 
 
 def device_name(device: torch.device) -> str:

@@ -15,7 +15,8 @@ _MIX = 0x5851F42D4C957F2D  # odd multiplier of a 64-bit congruential generator
 class KVCache:
     """Keys and values of every layer in slots; a page is `page_size` consecutive slots, page 0 stays zero.
 
-    Layout [layers, 2, kv_heads, slots, d_head]: a gather of slots gives each head a contiguous block.
+    Layout on a CPU [layers, 2, kv_heads, slots, d_head]: a gather of slots gives each head a contiguous block. On a CUDA device
+    [layers, 2, slots, kv_heads, d_head]: the kernels read a page's entries where they lie.
 
     With `canary=True` every slot also carries a hash chained over (token, position, previous slot's hash) and a hash of
     its bytes; `check` recomputes both and names the first slot that does not hold what its branch thinks it holds.
@@ -25,9 +26,10 @@ class KVCache:
         self, config: ModelConfig, pool: PagePool, dtype: torch.dtype, device: str = "cpu", canary: bool = False
     ) -> None:
         slots = (pool.num_pages + 1) * pool.page_size
-        shape = (config.num_layers, 2, config.num_kv_heads, slots, config.d_head)
-        self.pool = pool
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.slot_dim = 3 if device == "cpu" else 2
+        inner = (config.num_kv_heads, slots) if device == "cpu" else (slots, config.num_kv_heads)
+        self.pool, self.num_heads = pool, config.num_heads
+        self.data = torch.zeros(config.num_layers, 2, *inner, config.d_head, dtype=dtype, device=device)
         self.chain: dict[int, int] | None = {} if canary else None
         self.digest: dict[int, bytes] = {}
 
@@ -36,7 +38,7 @@ class KVCache:
         return self.data.numel() * self.data.element_size()
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Mutates: k and v [rows, kv_heads, d_head] go to `slots` [rows]."""
+        """Mutates: k and v [rows, kv_heads, d_head] go to `slots` [rows]. CPU only: on CUDA a kernel writes."""
         self.data[layer, 0].index_copy_(1, slots, k.transpose(0, 1))
         self.data[layer, 1].index_copy_(1, slots, v.transpose(0, 1))
 
@@ -45,7 +47,7 @@ class KVCache:
         size = self.pool.page_size
         for copy in copies:
             source, target, n = copy.source * size, copy.target * size, copy.num_slots
-            self.data[:, :, :, target : target + n] = self.data[:, :, :, source : source + n]
+            self.data.narrow(self.slot_dim, target, n).copy_(self.data.narrow(self.slot_dim, source, n))
             if self.chain is not None:
                 for i in range(n):
                     self.chain[target + i] = self.chain[source + i]
@@ -53,7 +55,8 @@ class KVCache:
 
     def rows(self, slots: list[int]) -> Tensor:
         """A copy of the entries in `slots`: [rows, layers, 2, kv_heads, d_head]."""
-        return self.data[:, :, :, slots].permute(3, 0, 1, 2, 4).contiguous()
+        index = torch.tensor(slots, dtype=torch.int64, device=self.data.device)
+        return self.data.index_select(self.slot_dim, index).movedim(self.slot_dim, 0).contiguous()
 
     def seal(self, tokens: list[int], slots: list[int], start: int) -> None:
         """Mutates: note what positions [start, len(tokens)) now hold. No-op without a canary."""
@@ -83,7 +86,7 @@ class KVCache:
                 )
 
     def _bytes_digest(self, slot: int) -> bytes:
-        raw = self.data[:, :, :, slot].contiguous().view(-1).view(torch.uint8)
+        raw = self.data.select(self.slot_dim, slot).contiguous().view(-1).view(torch.uint8)
         return hashlib.blake2b(raw.cpu().numpy().tobytes(), digest_size=8).digest()
 
 

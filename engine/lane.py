@@ -43,7 +43,15 @@ class Lane:
         if self.recording is None or self.capture is None:
             return self.computed
         wanted = num_tokens if final else num_tokens - self.capture.lag
-        return min(self.computed, self.recording.end) if self.recording.end < wanted else self.computed
+        end = self.recording.end
+        if self.recording.open_end and num_tokens > end:
+            end -= 1
+        return min(self.computed, end) if end < wanted else self.computed
+
+    def tokens_gone(self, num_tokens: int) -> None:
+        """Mutates: tokens from `num_tokens` on are no more; captured rows that looked at them go too."""
+        if self.recording is not None and self.capture is not None and not self.recording.open_end:
+            self.recording.truncate(num_tokens - self.capture.lag)
 
 
 @dataclass

@@ -136,8 +136,7 @@ class Loop:
 
             def choose(chain: int, row: int) -> int:
                 packed = result.batch.row(turn.segments[chain], turn.end - 1 + row)
-                logits = result.logits[logit_of[packed]].numpy()
-                return job.sampling.choose(logits, path + turn.chains[chain][:row], num_prompt)
+                return result.choose(logit_of[packed], job.sampling, path + turn.chains[chain][:row], num_prompt)
 
             outcome = self._take(turn, judge(turn.chains, choose), path)
         rejected_before = len(job.rejected)
@@ -289,6 +288,8 @@ class Loop:
             tokens = self.tree.branch(turn.job.lane.branch).tokens[: turn.start]
             for table in turn.tables:
                 self.runner.cache.check(tokens, self.runner.pool.slots(table, 0, turn.start))
+            if turn.job.lane.recording is not None:
+                turn.job.lane.recording.check_integrity()
 
     # ---- jobs ---------------------------------------------------------------------------------------------------
 
@@ -335,6 +336,7 @@ class Loop:
         record = self.tree.branch(job.lane.branch)
         if TokenState.DRAFT in record.states:
             self.tree.rollback(record.id, record.states.index(TokenState.DRAFT))
+            job.lane.tokens_gone(len(record.tokens))
         self._finish(job, "error" if error else "cancelled")
 
     def _close_if_done(self, job: Job) -> None:

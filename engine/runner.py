@@ -1,6 +1,8 @@
 """`Runner`: one model with its cache on one device, and the two kinds of pass over packed rows."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,7 +15,9 @@ from replaylens.engine.edits import EditTap
 from replaylens.engine.errors import NonFinite
 from replaylens.engine.kv_cache import KVCache
 from replaylens.engine.model import Decoder, Tap
+from replaylens.engine.ops import Ops
 from replaylens.engine.pages import PagePool, PageTable
+from replaylens.engine.sampling import Sampling
 
 _ANY_SIZE = (1, 2, 4, 8, 16, 32, 64, 128)
 LENS_ROWS = 256
@@ -29,6 +33,21 @@ class PassResult:
     logits: Tensor
     """of `batch.logit_rows()`, in that order: [rows, vocab]"""
 
+    @cached_property
+    def greedy(self) -> list[int]:
+        """The likeliest token of every logits row; the lowest id among equals. Found where the logits are."""
+        if self.logits.device.type == "cpu":
+            return [int(i) for i in self.logits.numpy().argmax(-1)]
+        from replaylens.kernels.sample import sample_logits
+
+        return [int(i) for i in sample_logits(self.logits)[0].tolist()]
+
+    def choose(self, row: int, sampling: Sampling, path: list[int], num_prompt: int) -> int:
+        """The token after `path`, whose logits are row `row`."""
+        if sampling.plain_greedy and not sampling.temperature:
+            return self.greedy[row]
+        return sampling.choose(self.logits[row].float().cpu().numpy(), path, num_prompt)
+
 
 class Runner:
     """Passes of one decoder over its paged cache. Prefill, verify, forced tokens and direct decode are all `exact`."""
@@ -36,7 +55,8 @@ class Runner:
     def __init__(self, model: Decoder, certificate: Certificate, num_pages: int, page_size: int, canary: bool = False) -> None:
         self.model, self.certificate = model, certificate
         self.pool = PagePool(num_pages, page_size)
-        self.cache = KVCache(model.config, self.pool, model.embed.dtype, canary=canary)
+        self.device = model.embed.device.type
+        self.cache = KVCache(model.config, self.pool, model.embed.dtype, self.device, canary)
 
     def reserve(self, table: PageTable, start: int, end: int) -> None:
         """Make [start, end) of `table` writable, copying shared pages. Mutates table, pool and cache, or raises OutOfPages."""
@@ -45,8 +65,8 @@ class Runner:
     @torch.inference_mode()
     def exact(self, segments: list[Segment], tap: Tap | None = None, stop_at_layer: int | None = None) -> PassResult:
         """The canonical pass: every row's bits depend on its own path alone. Mutates the cache at the segments' rows."""
-        batch = Batch(segments, self.pool, self.certificate.query_rows)
-        ops = CanonicalCpuOps(batch, self.cache, self.certificate.row_counts)
+        batch = Batch(segments, self.pool, self.certificate.query_rows, TILE if self.device == "cpu" else 1, self.device)
+        ops = self._ops(batch, exact=True)
         residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap), stop_at_layer)
         rows = batch.logit_rows()
         logits = self.logits(residual[rows]) if rows else residual.new_empty(0, self.model.config.vocab_size)
@@ -55,12 +75,27 @@ class Runner:
     @torch.inference_mode()
     def fast(self, segments: list[Segment], tap: Tap | None = None) -> PassResult:
         """The same function in whatever arithmetic is quickest: for drafts and for requests that asked for no more."""
-        batch = Batch(segments, self.pool, _ANY_SIZE, tile=1)
-        ops = FastCpuOps(batch, self.cache)
+        batch = Batch(segments, self.pool, _ANY_SIZE, tile=1, device=self.device)
+        ops = self._ops(batch, exact=False)
         residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap))
         rows = batch.logit_rows()
         logits = self.model.logits(residual[rows], ops) if rows else residual.new_empty(0, self.model.config.vocab_size)
         return PassResult(batch, residual, _finite(logits))
+
+    def _ops(self, batch: Batch, exact: bool) -> Ops:
+        if self.device == "cpu":
+            return CanonicalCpuOps(batch, self.cache, self.certificate.row_counts) if exact else FastCpuOps(batch, self.cache)
+        from replaylens.engine import cuda  # its kernels need triton, which a CPU machine may lack
+
+        rows = cuda.device_rows(batch, self.pool, self.cache)
+        return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(batch, self.cache, rows)
+
+    def _head_ops(self) -> Ops:
+        if self.device == "cpu":
+            return _Stateless(self.certificate)
+        from replaylens.engine import cuda
+
+        return cast(Ops, cuda.HeadOps())  # the head of a model neither rotates nor attends
 
     def logits(self, residual: Tensor) -> Tensor:
         """Canonical logits of any residual rows [rows, d_model]: the model's own, or a layer's lens."""
@@ -78,10 +113,9 @@ class Runner:
 
     @torch.inference_mode()
     def _head(self, residual: Tensor, tap: PassTap) -> Tensor:
-        ops = _Stateless(self.certificate)
-        out = []
-        for piece in residual.split(LENS_ROWS):
-            padded = torch.zeros(-(-len(piece) // TILE) * TILE, piece.shape[1], dtype=piece.dtype)
+        ops, tile, out = self._head_ops(), TILE if self.device == "cpu" else 1, []
+        for piece in residual.to(self.device).split(LENS_ROWS):
+            padded = torch.zeros(-(-len(piece) // tile) * tile, piece.shape[1], dtype=piece.dtype, device=piece.device)
             padded[: len(piece)] = piece
             out.append(self.model.logits(padded, ops, tap)[: len(piece)])
         return torch.cat(out)

@@ -18,7 +18,6 @@ from replaylens.engine.errors import BadWeights, OtherFingerprint
 from replaylens.engine.model import Decoder
 from replaylens.engine.ops import TorchOps
 
-
 _ROWS = 32
 """rows translated together: bounds the memory, has no influence on any bit"""
 

@@ -80,7 +80,9 @@ def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> Decoder:
     if faults:
         shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
         raise BadWeights(f"weights do not fit the config: {shown}. Check that config and weights belong together.")
-    model = Decoder(config).to(dtype)
+    model = Decoder(config)
+    for parameter in model.parameters():  # not the rotary tables: their angles stay in float32
+        parameter.data = parameter.data.to(dtype)
     model.load_state_dict({name: x.to(dtype) for name, x in tensors.items()})
     return model.requires_grad_(False).eval()
 

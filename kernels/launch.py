@@ -147,7 +147,7 @@ def lens_shape(dtype: torch.dtype) -> LensShape:
     """The one tile of the lens, whatever the number of rows."""
     if dtype == torch.float32:
         return LensShape(32, 64, 32, 4, 3, top_rows=16, top_warps=4)
-    return LensShape(128, 256, 64, 4, 3, persistent=True, specialize=True)
+    return LensShape(128, 256, 64, 8, 3, persistent=True)
 
 
 def next_power_of_2(n: int) -> int:

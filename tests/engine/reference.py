@@ -15,6 +15,7 @@ from replaylens.engine import certificates, readout, sites, weights
 from replaylens.engine.batch import Segment
 from replaylens.engine.branch import Branch
 from replaylens.engine.capture import LensSpec, PassTap, Rows
+from replaylens.engine.config import ModelConfig
 from replaylens.engine.model import Decoder
 from replaylens.engine.runner import Runner
 from replaylens.engine.sampling import Sampling
@@ -47,13 +48,15 @@ class Reference:
         self.lens = LensSpec(tuple(table.letter("S")))
         self._rows: dict[Path, Row] = {}
         self._lenses: dict[tuple[Path, int], Rows] = {}
+        self.kv = cache(self._kv)
+        self.captured = cache(self._captured)
 
     def row(self, path: Path) -> Row:
         """The last row of a path."""
         if path not in self._rows:
-            for end in range(1, len(path)):  # from the left, so that no recursion grows with the path
-                self.row(path[:end]) if path[:end] not in self._rows else None
-            self._rows[path] = self._compute(path)
+            for end in range(1, len(path) + 1):
+                if path[:end] not in self._rows:
+                    self._rows[path[:end]] = self._compute(path[:end])
         return self._rows[path]
 
     def _compute(self, path: Path) -> Row:
@@ -67,20 +70,18 @@ class Reference:
         runner.pool.release(table)
         return Row(page, runner.cache.rows([page])[0], tap.rows(self.sites, 0, 1), logits)
 
-    def kv(self, path: Sequence[int]) -> Tensor:
+    def _kv(self, path: Path) -> Tensor:
         """[positions, layers, 2, kv_heads, d_head]"""
-        path = tuple(path)
         if not path:
             return self.runner.cache.rows([])
         return torch.stack([self.row(path[:end]).kv for end in range(1, len(path) + 1)])
 
-    def captured(self, path: Sequence[int], start: int, end: int) -> Rows:
+    def _captured(self, path: Path, start: int, end: int) -> Rows:
         """S, T, C and Z of positions [start, end): Z looks at the path's next token, where there is one."""
-        path = tuple(path)
-        rows = [self._captured(path[: p + 1], path[p + 1] if p + 1 < len(path) else -1) for p in range(start, end)]
+        rows = [self._lens(path[: p + 1], path[p + 1] if p + 1 < len(path) else -1) for p in range(start, end)]
         return {site: torch.cat([row[site] for row in rows]) for site in rows[0]} if rows else {}
 
-    def _captured(self, path: Path, following: int) -> Rows:
+    def _lens(self, path: Path, following: int) -> Rows:
         row = self.row(path)
         if (path, following) not in self._lenses:
             self._lenses[path, following] = readout.read(self.lens, self.runner.logits, row.sites, [following])
@@ -104,7 +105,7 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
 
 def differences(branch: Branch, reference: Reference) -> list[str]:
     """Everything on a branch that is not what its path says: empty, or the promise is broken."""
-    path, found = branch.tokens, []
+    path, found = tuple(branch.tokens), []
     if not same_bits(branch.kv(), reference.kv(path[: branch.lane.computed])):
         found.append(f"KV of branch {branch.id}")
     recording = branch.lane.recording
@@ -137,4 +138,15 @@ def perturbed(family: str) -> Decoder:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
+    return model
+
+
+def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:
+    """A model of any shape whose layers all matter."""
+    model, generator = Decoder(config), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * noise if "ln" in name or "norm" in name else noise / parameter.shape[0] ** 0.5)
+        model.embed.mul_(config.vocab_size**0.5)  # rows of unit size: an embedding is not summed over the vocabulary
     return model

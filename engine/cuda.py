@@ -1,0 +1,86 @@
+"""The canonical arithmetic on a CUDA device, from the kernels, and the fast path beside it.
+
+Every kernel gives a row the same bits at any number of rows and any tile, so nothing is padded and the decode step itself is
+canonical. The fast path takes the library's products, which may split a sum differently at every size.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.batch import Batch
+from replaylens.engine.config import Activation
+from replaylens.engine.errors import UnsupportedModel
+from replaylens.engine.kv_cache import KVCache
+from replaylens.engine.ops import AttentionSpec, Linear, Norm
+from replaylens.engine.pages import PagePool
+from replaylens.kernels.activation import activation
+from replaylens.kernels.attention import Rows, attention, plan_tiles, rows_per_tile
+from replaylens.kernels.matmul import matmul
+from replaylens.kernels.norm import norm as norm_kernel
+from replaylens.kernels.rope import rotate, store
+
+
+class HeadOps:
+    """Products and norms: all that is needed outside a pass."""
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        return matmul(x, linear.weight, linear.bias)
+
+    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
+        return matmul(x, table.t())
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return norm_kernel(x, norm.weight, norm.bias, norm.eps, norm.kind)
+
+    def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
+        return activation(x, kind, gated)
+
+
+class CanonicalCudaOps(HeadOps):
+    """The arithmetic of committed rows."""
+
+    def __init__(self, batch: Batch, cache: KVCache, rows: Rows) -> None:
+        self.batch, self.cache, self.rows = batch, cache, rows
+        own = torch.arange(batch.num_rows, dtype=torch.int32, device=rows.position.device)
+        self.gathered = Rows(rows.sequence, own, rows.page_table)  # the decoder hands out rotary rows already gathered
+
+    def rotate(self, x: Tensor, table: Tensor) -> Tensor:
+        return rotate(x, table, self.gathered)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, observe: Callable[[Tensor], object] | None
+    ) -> Tensor:
+        if observe is not None:
+            raise UnsupportedModel("attention patterns are not captured on CUDA: the kernel never holds them; use a CPU engine")
+        keys, values = self.cache.data[spec.layer]
+        size = self.cache.pool.page_size
+        store(k, v, self.rows, keys, values, size)
+        return attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
+
+
+class FastCudaOps(CanonicalCudaOps):
+    """The draft path: the library's products."""
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)
+
+    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
+        return x @ table.t()
+
+
+def device_rows(batch: Batch, pool: PagePool, cache: KVCache) -> Rows:
+    """Where every row's keys lie, on the cache's device."""
+    heads = cache.num_heads
+    most = max(len(s.table.pages) for s in batch.segments)
+    pages = [s.table.pages + [0] * (most - len(s.table.pages)) for s in batch.segments]
+    sequences = [i for i, s in enumerate(batch.segments) for _ in s.tokens]
+    longest = max(len(s.tokens) for s in batch.segments)
+    kv_heads, d_head = cache.data.shape[3:]
+    per_tile = rows_per_tile(heads, kv_heads, d_head, cache.data.dtype, longest)
+    device = cache.data.device
+    as_int = lambda values: torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)  # noqa: E731
+    tiles = plan_tiles(sequences, per_tile).to(device, non_blocking=True) if longest > 1 else None
+    max_keys = max(s.end for s in batch.segments)
+    return Rows(as_int(sequences), batch.positions.to(torch.int32), as_int(pages), tiles, max_keys)

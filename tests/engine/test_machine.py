@@ -1,0 +1,241 @@
+"""Random sessions on the public API against the slow reference: whatever was done before, a branch is its path.
+
+After every step the pages, the tree and the prefix index are recounted, and every live branch's KV and captured rows
+are compared byte by byte with the rows of its path computed one at a time, alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from replaylens.engine.branch import Branch
+from replaylens.engine.branches import TokenState
+from replaylens.engine.config import ModelConfig
+from replaylens.engine.engine import Engine
+from replaylens.engine.sampling import Sampling
+from tests.engine.reference import Reference, differences, random_decoder
+
+VOCAB = 13
+CONFIG = ModelConfig(
+    num_layers=2,
+    d_model=32,
+    num_heads=4,
+    num_kv_heads=2,
+    d_head=8,
+    d_mlp=48,
+    vocab_size=VOCAB,
+    max_positions=128,
+    rotary_dim=8,
+    windows=(0, 9),
+    tied_embeddings=False,
+)
+LONG = tuple((i * i + i // 3) % VOCAB for i in range(61))
+"""ends before the first block of keys does, so that branches cross its border"""
+LONGEST = 80
+MOST = 8
+"""live branches at a time"""
+
+picks = st.integers(0, 10**6)
+tokens = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5)
+samplings = st.sampled_from(
+    [
+        Sampling(),
+        Sampling(stop_tokens=(3,)),
+        Sampling(temperature=1.0, seed=5),
+        Sampling(temperature=0.7, top_k=6, top_p=0.95, seed=11, stop_tokens=(7,)),
+        Sampling(temperature=0.4, repetition_penalty=1.2, presence_penalty=0.5, min_p=0.02, logit_bias={2: 1.0}),
+    ]
+)
+options = st.fixed_dictionaries(
+    {
+        "sampling": samplings,
+        "drafter": st.sampled_from(["self", "model", "lens", "ngram", "tree"]),
+        "window": st.sampled_from([None, 1, 2, 3, 5]),
+        "final": st.booleans(),
+        "keep_rejected": st.booleans(),
+    }
+)
+
+
+@dataclass
+class Known:
+    """What the machine knows of a branch, without asking the engine."""
+
+    branch: Branch
+    path: list[int]
+    num_prompt: int
+    exact: bool = True
+    ended: bool = False
+
+
+class Sessions(RuleBasedStateMachine):
+    """Prompts, forks, forced tokens, generations, cancels, rollbacks and releases in any order, in a cache too small."""
+
+    model = random_decoder(CONFIG)
+    reference: Reference | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: list[Known] = []
+        self.rejected: list[Known] = []
+
+    @initialize(page_size=st.sampled_from([1, 4, 16]), max_rows=st.sampled_from([16, 21, 512]))
+    def begin(self, page_size: int, max_rows: int) -> None:
+        cls = type(self)
+        cls.reference = cls.reference or Reference(self.model)
+        self.truth = cls.reference
+        self.engine = Engine(
+            self.model, cache_tokens=112, page_size=page_size, max_rows=max_rows, draft_model=self.model, canary=True
+        )
+
+    # ---- what users do --------------------------------------------------------------------------------------------
+
+    @rule(start=st.integers(0, 3), length=st.integers(1, len(LONG) - 3), captured=st.booleans())
+    @precondition(lambda self: len(self.known) < MOST)
+    def prompt(self, start: int, length: int, captured: bool) -> None:
+        path = list(LONG[start : start + length])
+        sites = "STCZ" if captured else None
+        self.known.append(Known(self.engine.prompt(path, sites=sites, keep_rejected=captured), path, length))
+
+    @rule(pick=picks, at=picks)
+    @precondition(lambda self: 0 < len(self.known) < MOST)
+    def fork(self, pick: int, at: int) -> None:
+        self.known.append(self.child(self.pick(pick), at))
+
+    @rule(pick=picks, at=picks)
+    @precondition(lambda self: self.rejected and len(self.known) < MOST)
+    def fork_a_rejected_draft(self, pick: int, at: int) -> None:
+        self.known.append(self.child(self.rejected[pick % len(self.rejected)], at))
+
+    @rule(pick=picks, new=tokens)
+    @precondition(lambda self: self.open())
+    def force(self, pick: int, new: list[int]) -> None:
+        one = self.pick_open(pick)
+        one.branch.force(new)
+        one.path += new
+        assert one.branch.states[-1] in (TokenState.ACCEPTED, TokenState.PROMPT)
+        assert one.branch.lane.computed == len(one.path)
+
+    @rule(pick=picks, n=st.integers(1, 9), how=options)
+    @precondition(lambda self: self.open())
+    def generate(self, pick: int, n: int, how: dict[str, Any]) -> None:
+        one = self.pick_open(pick)
+        one.branch.generate(n, **how)
+        self.settle(one, n, how)
+
+    @rule(picked=st.lists(picks, min_size=2, max_size=5), n=st.integers(1, 6), how=st.lists(options, min_size=5, max_size=5))
+    @precondition(lambda self: len(self.open()) > 1)
+    def generate_together(self, picked: list[int], n: int, how: list[dict[str, Any]]) -> None:
+        some = list({id(one): one for one in map(self.pick_open, picked)}.values())
+        streams = [one.branch.stream(n, **own) for one, own in zip(some, how, strict=False)]
+        for stream in streams:
+            for _ in stream:
+                pass
+        for one, own in zip(some, how, strict=False):
+            self.settle(one, n, own)
+
+    @rule(pick=picks, n=st.integers(2, 9), seen=st.integers(1, 4), how=options)
+    @precondition(lambda self: self.open())
+    def stream_and_close(self, pick: int, n: int, seen: int, how: dict[str, Any]) -> None:
+        one = self.pick_open(pick)
+        stream = one.branch.stream(n, **how)
+        shown = [token for _, token in zip(range(seen), stream, strict=False)]
+        stream.close()
+        before = len(one.path)
+        self.settle(one, n, how, cancelled=True)
+        assert shown == one.path[before : before + len(shown)]
+
+    @rule(pick=picks, n=st.integers(1, 5))
+    @precondition(lambda self: self.open())
+    def generate_without_promise(self, pick: int, n: int) -> None:
+        one = self.pick_open(pick)
+        one.branch.generate(n, deterministic=False)
+        one.exact, one.path = False, one.branch.tokens
+        assert not one.branch.certified
+
+    @rule(pick=picks, to=picks)
+    @precondition(lambda self: self.known)
+    def rollback(self, pick: int, to: int) -> None:
+        one = self.pick(pick)
+        length = one.num_prompt + to % (len(one.path) - one.num_prompt + 1)
+        one.branch.rollback(length)
+        one.ended = False
+        del one.path[length:]
+
+    @rule(pick=picks)
+    @precondition(lambda self: len(self.known) > 2)
+    def release(self, pick: int) -> None:
+        one = self.known.pop(pick % len(self.known))
+        one.branch.release()
+
+    @rule()
+    @precondition(lambda self: len(self.rejected) > 12)
+    def release_rejected_drafts(self) -> None:
+        for one in self.rejected:
+            one.branch.release()
+        self.rejected.clear()
+
+    # ---- what must hold -------------------------------------------------------------------------------------------
+
+    @invariant()
+    def nothing_is_lost_or_owned_twice(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check_integrity()
+            assert not self.engine.loop.jobs
+
+    @invariant()
+    def every_branch_is_its_path(self) -> None:
+        for one in self.known + self.rejected:
+            assert one.branch.tokens == one.path
+            assert one.branch.root_length == one.num_prompt
+            assert one.branch.certified == one.exact
+            if one.exact:
+                assert differences(one.branch, self.truth) == []
+
+    # ---- helpers --------------------------------------------------------------------------------------------------
+
+    def pick(self, number: int) -> Known:
+        return self.known[number % len(self.known)]
+
+    def open(self) -> list[Known]:
+        """Branches that can go on."""
+        return [one for one in self.known if not one.ended and len(one.path) < LONGEST]
+
+    def pick_open(self, number: int) -> Known:
+        some = self.open()
+        return some[number % len(some)]
+
+    def child(self, parent: Known, at: int) -> Known:
+        length = 1 + at % len(parent.path)
+        (branch,) = parent.branch.fork(at=length)
+        return Known(branch, parent.path[:length], min(parent.num_prompt, length), parent.exact)
+
+    def settle(self, one: Known, n: int, how: dict[str, Any], cancelled: bool = False) -> None:
+        """The branch has the reference's tokens, all of them unless it was cancelled; then note its rejected drafts."""
+        branch, before = one.branch, len(one.path)
+        if one.exact:
+            truth = self.truth.continuation(one.path, n, how["sampling"], one.num_prompt)
+            assert branch.tokens[before:] == (truth[: branch.length - before] if cancelled else truth)
+        one.path, one.ended = branch.tokens, branch.finish_reason is not None
+        assert one.ended == (one.path[-1] in how["sampling"].stop_tokens and len(one.path) > before)
+        if how["final"] and not cancelled:
+            assert branch.lane.computed == len(one.path)
+        noted = {other.branch.id for other in self.rejected}
+        for other in branch.rejected:
+            if other.id not in noted:
+                self.rejected.append(Known(other, other.tokens, one.num_prompt, one.exact))
+        branch.rejected_ids.clear()
+
+
+Sessions.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=50,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestSessions = Sessions.TestCase

@@ -1,0 +1,287 @@
+"""Decode - verify - rollback, phase by phase: the two worked examples of the protocol, with page contents and token states."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replaylens.engine.batch import Segment
+from replaylens.engine.branch import Branch
+from replaylens.engine.branches import ACCEPTED, DRAFT, PENDING, PROMPT, REJECTED, BranchStatus
+from replaylens.engine.engine import Engine
+from replaylens.engine.lane import Job
+from replaylens.engine.turn import Turn
+from tests.engine.packed import one_thread  # noqa: F401
+from tests.toy_model import VOCAB, Reference, continuation, engine, toy
+
+P = [3, 1, 4, 1, 5, 9]
+N = len(P)
+SITES = ("blocks.0.hook_in", "blocks.1.attn.hook_out", "blocks.1.mlp.hook_out")
+
+
+@pytest.fixture(scope="module")
+def t() -> list[int]:
+    """T0, T1, ...: what follows the prompt, each from its whole path computed anew."""
+    return continuation(toy(), P, 8)
+
+
+def other(token: int) -> int:
+    """Some token that is not this one."""
+    return (token + 1) % VOCAB
+
+
+class Stage:
+    """A deterministic request with given drafts after T0, between another deterministic one and an ordinary one."""
+
+    def __init__(self, drafts: list[list[int]], keep_pages: bool = False, drafter: str = "forced") -> None:
+        self.engine: Engine = engine()
+        self.branch = self.engine.prompt(P, sites=SITES, keep_rejected=True)
+        self.beside = self.engine.prompt([2, 7, 1, 8, 2])
+        self.ordinary = self.engine.prompt([8, 2, 8])
+        given = {N + 1: drafts} if drafter == "forced" else None
+        self.job = Job(self.branch.lane, 8, drafter=drafter, window=4, forced_drafts=given, keep_rejected=keep_pages)
+        self.jobs = [
+            Job(self.beside.lane, 8, drafter="lens", window=4),
+            self.job,
+            Job(self.ordinary.lane, 8, exact=False),
+        ]
+        for job in self.jobs:
+            self.engine.loop.submit(job)
+        self.passes: list[list[Segment]] = []
+        exact = self.engine.runner.exact
+
+        def counted(segments: list[Segment], tap: object = None, stop_at_layer: int | None = None) -> object:
+            if stop_at_layer is None:
+                self.passes.append(segments)
+            return exact(segments, tap, stop_at_layer)  # type: ignore[arg-type]
+
+        self.engine.runner.exact = counted  # type: ignore[assignment,method-assign]
+
+    def t0(self) -> None:
+        """Decode T0: the step that the prefill ends with."""
+        self.verify(self.engine.loop.draft(self.engine.loop.admit()))
+
+    def admit(self) -> list[Turn]:
+        return self.engine.loop.admit()
+
+    def draft(self, turns: list[Turn]) -> list[Turn]:
+        return self.engine.loop.draft(turns)
+
+    def verify(self, turns: list[Turn]) -> None:
+        for exact in (True, False):
+            self.engine.loop.verify([turn for turn in turns if turn.job.exact is exact], exact)
+        self.engine.check_integrity()
+
+    def to_the_verdict(self) -> None:
+        self.t0()
+        self.verify(self.draft(self.admit()))
+
+    def slots(self) -> list[int]:
+        table = self.branch.lane.table
+        return self.engine.runner.pool.slots(table, 0, table.length)
+
+
+def colours(branch: Branch) -> list[str]:
+    return [state.colour for state in branch.states]
+
+
+def assert_canonical(branch: Branch, num_rows: int) -> None:
+    """The pages hold `num_rows` rows, bit for bit those of a fresh engine and of the path computed in one pass."""
+    assert branch.lane.computed == branch.lane.table.length == num_rows
+    assert torch.equal(branch.kv(), Reference(toy(), branch.tokens[:num_rows]).kv)
+    assert torch.equal(branch.kv(), engine(page_size=16).prompt(branch.tokens[:num_rows]).kv())
+
+
+def assert_captured(branch: Branch, positions: range) -> None:
+    truth = Reference(toy(), branch.tokens, SITES).rows
+    assert branch.activations.positions() == list(positions)
+    for site in SITES:
+        assert torch.equal(branch.activations[site], truth[site][positions.start : positions.stop])
+
+
+def test_prefill_yields_t0_pending_and_the_cache_holds_the_prompt(t: list[int]) -> None:
+    stage = Stage([t[1:4]])
+    assert colours(stage.branch) == ["blue"] * N
+    assert_canonical(stage.branch, N)
+    stage.t0()
+    assert stage.branch.tokens == [*P, t[0]]
+    assert stage.branch.states == [PROMPT] * N + [PENDING]
+    assert colours(stage.branch) == ["blue"] * N + ["checkered"]
+    assert_canonical(stage.branch, N)
+
+
+def test_drafts_stand_in_reserved_slots_and_nothing_is_promised_yet(t: list[int]) -> None:
+    stage = Stage([[t[1], other(t[2]), t[3]]])
+    stage.t0()
+    turns = stage.admit()
+    assert len(stage.slots()) == N + 4, "room for T0 and three drafts"
+    assert len(set(stage.slots())) == N + 4
+    stage.draft(turns)
+    assert stage.branch.tokens == [*P, t[0], t[1], other(t[2]), t[3]]
+    assert stage.branch.states == [PROMPT] * N + [PENDING] + [DRAFT] * 3
+    assert colours(stage.branch) == ["blue"] * N + ["checkered"] + ["yellow"] * 3
+    assert stage.branch.lane.computed == N
+    assert torch.equal(stage.branch.kv(), Reference(toy(), P).kv)
+
+
+def test_the_fast_path_drafts_into_the_slots_that_verification_overwrites(t: list[int]) -> None:
+    stage = Stage([], drafter="self")
+    stage.t0()  # the window starts at once: T0 to T2 are drafted
+    turns = stage.draft(stage.admit())
+    drafted = stage.engine.runner.cache.rows(stage.slots()[N:])
+    assert drafted[:-1].abs().amax((1, 2, 3, 4)).min() > 0, "yellow: the draft step wrote KV (but for its last token)"
+    stage.verify(turns)
+    assert_canonical(stage.branch, stage.branch.length - 1)
+    assert not torch.equal(drafted, stage.branch.kv()[N : N + len(drafted)]), "control: the fast path has other bits"
+
+
+def test_one_pass_verifies_t0_and_the_drafts_beside_everybody_else(t: list[int]) -> None:
+    stage = Stage([[t[1], other(t[2]), t[3]]])
+    stage.t0()
+    before = len(stage.passes)
+    stage.verify(stage.draft(stage.admit()))
+    assert len(stage.passes) == before + 1
+    mine = [s for s in stage.passes[-1] if s.table is stage.branch.lane.table]
+    assert [(s.start, s.tokens, s.num_logits) for s in mine] == [(N, [t[0], t[1], other(t[2]), t[3]], 4)]
+    assert len(stage.passes[-1]) == 2, "the other deterministic request is in the same pass; the ordinary one is not"
+
+
+def test_all_match(t: list[int]) -> None:
+    """Seed 001: T1 T2 T3 are accepted, T4 comes free and is pending; the cache holds the prompt and T0 to T3."""
+    stage = Stage([t[1:4]])
+    stage.to_the_verdict()
+    assert stage.branch.tokens == P + t[:5]
+    assert stage.branch.states == [PROMPT] * N + [ACCEPTED] * 4 + [PENDING]
+    assert colours(stage.branch) == ["blue"] * N + ["green"] * 4 + ["checkered"]
+    assert_canonical(stage.branch, N + 4)
+    assert_captured(stage.branch, range(N + 4))
+    assert stage.job.rejected == []
+    statistics = stage.job.statistics
+    assert (statistics.drafted, statistics.accepted, statistics.rejected, statistics.tokens) == (3, 3, 0, 5)
+
+
+@pytest.mark.parametrize("keep_pages", [False, True])
+def test_a_mismatch_rolls_back_to_the_last_accepted_token(t: list[int], keep_pages: bool) -> None:
+    """Seeds 000, 002, 003: T2' is wrong. T1 is accepted, the verifier's T2 is pending, T2' and T3' are rejected."""
+    wrong = [t[1], other(t[2]), t[3]]
+    stage = Stage([wrong], keep_pages)
+    stage.to_the_verdict()
+    assert stage.branch.tokens == P + t[:3]
+    assert stage.branch.states == [PROMPT] * N + [ACCEPTED] * 2 + [PENDING]
+    assert colours(stage.branch) == ["blue"] * N + ["green"] * 2 + ["checkered"]
+    assert_canonical(stage.branch, N + 2)  # restored to the last accepted token, T1
+    assert_captured(stage.branch, range(N + 2))
+    statistics = stage.job.statistics
+    assert (statistics.drafted, statistics.accepted, statistics.rejected, statistics.tokens) == (3, 1, 2, 3)
+
+    stage.branch._absorb(stage.job)
+    (rejected,) = stage.branch.rejected
+    assert rejected.tokens == [*P, t[0], *wrong]
+    assert rejected.states == [PROMPT] * N + [ACCEPTED] * 2 + [REJECTED] * 2
+    assert colours(rejected) == ["blue"] * N + ["green"] * 2 + ["red"] * 2
+    assert rejected.status is BranchStatus.REJECTED
+    assert stage.engine.tree.branch(rejected.id).fork_position == N + 2
+    assert_captured(rejected, range(N + 2, N + 4))  # with canonical rows of its own
+    if keep_pages:
+        assert torch.equal(rejected.kv(), Reference(toy(), rejected.tokens).kv)
+    else:
+        assert rejected.lane.table.pages == []
+
+
+def test_pages_of_the_rejected_part_are_free_again(t: list[int]) -> None:
+    """With a mismatch at T1' only T0 stays; the page that T1' to T3' began goes back to the pool."""
+    stage = Stage([[other(t[1]), t[2], t[3]]])
+    stage.t0()
+    pages = list(stage.branch.lane.table.pages)
+    turns = stage.draft(stage.admit())
+    grown = list(stage.branch.lane.table.pages)
+    assert len(grown) == len(pages) + 1
+    stage.verify(turns)
+    assert len(stage.branch.lane.table.pages) == len(pages)
+    assert stage.engine.runner.pool.refcount(grown[-1]) == 0
+    assert_canonical(stage.branch, N + 1)
+
+
+def test_a_rejected_branch_can_be_continued(t: list[int]) -> None:
+    stage = Stage([[t[1], other(t[2]), t[3]]], keep_pages=True)
+    stage.to_the_verdict()
+    stage.branch._absorb(stage.job)
+    for job in stage.jobs:
+        stage.engine.cancel(job)
+    (fork,) = stage.branch.rejected[0].fork()
+    fork.generate(5)
+    assert fork.generated[4:] == continuation(toy(), [*P, t[0], t[1], other(t[2]), t[3]], 5)
+    assert_canonical(fork, fork.length - 1)
+
+
+def test_siblings_are_verified_in_one_pass_and_the_right_one_is_followed(t: list[int]) -> None:
+    chains = [[other(t[1]), t[2], t[3]], [t[1], t[2], other(t[3])], [other(other(t[1])), t[2]]]
+    stage = Stage(chains)
+    stage.to_the_verdict()
+    assert stage.branch.tokens == P + t[:4]
+    assert stage.branch.states == [PROMPT] * N + [ACCEPTED] * 3 + [PENDING]
+    assert_canonical(stage.branch, N + 3)
+    assert_captured(stage.branch, range(N + 3))
+    stage.branch._absorb(stage.job)
+    left = {tuple(r.tokens[N + 1 :]): r for r in stage.branch.rejected}
+    assert set(left) == {tuple(chain) for chain in chains}
+    for chain, at in zip(chains, (N + 1, N + 3, N + 1), strict=True):
+        assert_captured(left[tuple(chain)], range(at, N + 1 + len(chain)))
+
+
+@pytest.mark.parametrize("draft", ["right", "wrong"])
+def test_the_others_are_untouched(t: list[int], draft: str) -> None:
+    """Whatever happens to one request, its neighbours have the tokens, states and KV that they have alone."""
+    stage = Stage([t[1:4] if draft == "right" else [t[1], other(t[2]), t[3]]])
+    stage.to_the_verdict()
+    prompt = [2, 7, 1, 8, 2]
+    assert stage.beside.generated == continuation(toy(), prompt, 8)[: len(stage.beside.generated)]
+    assert_canonical(stage.beside, stage.beside.length - 1)
+    assert stage.beside.certified
+
+    alone = engine().prompt([8, 2, 8]).generate(2, deterministic=False)
+    assert stage.ordinary.tokens == alone.tokens
+    assert torch.equal(stage.ordinary.kv(), alone.kv())
+    assert stage.ordinary.states == [PROMPT] * 3 + [ACCEPTED, PENDING]
+    assert not stage.ordinary.certified
+
+
+def test_with_the_fast_path_for_a_verifier_the_page_contents_differ(t: list[int]) -> None:
+    """Control: `assert_canonical` finds out, even where the tokens are the same."""
+    subject = engine(canary=False)
+    branch = subject.prompt(P)
+    runner = subject.runner
+    runner.exact = lambda segments, tap=None: runner.fast(segments, tap)  # type: ignore[assignment,method-assign,misc]
+    branch.generate(8, window=1)
+    assert branch.tokens == P + t
+    with pytest.raises(AssertionError):
+        assert_canonical(branch, N + 7)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Engine:
+    return engine()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_every_pass_gains_at_least_one_token(shared: Engine, t: list[int], data: st.DataObject) -> None:
+    """Whatever is drafted, each pass adds a token, and the tokens are the same."""
+    token = st.sampled_from(t) | st.integers(0, VOCAB - 1)
+    chains = st.lists(st.lists(token, max_size=6), min_size=1, max_size=3, unique_by=lambda chain: chain[0] if chain else None)
+    drafts = data.draw(st.fixed_dictionaries({at: chains for at in range(N, N + 8)}))
+    branch = shared.prompt(P)
+    job = Job(branch.lane, 8, drafter="forced", forced_drafts=drafts)
+    shared.loop.submit(job)
+    steps = 0
+    while not job.done:
+        before = branch.length
+        shared.loop.step()
+        steps += 1
+        assert branch.length > before
+        assert branch.tokens == (P + t)[: branch.length]
+        assert branch.states[-1] in (PENDING, ACCEPTED)
+    assert steps <= 8 and branch.generated == t
+    assert torch.equal(branch.kv(), Reference(toy(), branch.tokens).kv[: branch.lane.computed])
+    shared.check_integrity()
+    branch.release()

@@ -1,0 +1,69 @@
+"""The engine's contract on a CUDA device: the same request gives the same bits however it is run."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from replaylens.engine import weights
+from replaylens.engine.engine import Engine
+from replaylens.engine.sampling import Sampling
+from tests.families import NAMES, hugging_face
+
+pytestmark = pytest.mark.gpu
+PROMPT = torch.randint(1, 97, (75,), generator=torch.Generator().manual_seed(5)).tolist()
+OTHERS = [torch.randint(1, 97, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 9, 10, 40, 130)]
+Outcome = tuple[list[int], torch.Tensor, dict[str, torch.Tensor]]
+
+
+def engine(name: str, dtype: torch.dtype, **options: Any) -> Engine:
+    model = weights.load(hugging_face(name), dtype).to("cuda")
+    draft = weights.load(hugging_face("llama"), dtype).to("cuda")
+    return Engine(model, draft_model=draft, cache_tokens=8192, **options)
+
+
+def outcome(served: Engine, beside: list[list[int]] = (), **options: Any) -> Outcome:
+    """Tokens, KV and captured rows of one request, run beside others."""
+    branches = served.prompts([*beside, PROMPT], sites="STCZ", keep_rejected=True)
+    served.generate(branches, 24, final=True, **options)
+    mine = branches[-1]
+    rows = {site: mine.activations[site] for site in mine.activations.sites()}
+    found = mine.tokens, mine.kv().cpu(), rows
+    served.check_integrity()
+    for branch in branches:
+        branch.release()
+    return found
+
+
+def same(a: Outcome, b: Outcome) -> bool:
+    bits = lambda x: x.contiguous().view(torch.uint8)  # noqa: E731 (NaN marks a row without successor)
+    return a[0] == b[0] and torch.equal(a[1], b[1]) and all(torch.equal(bits(a[2][s]), bits(b[2][s])) for s in a[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_depend_on_the_path_alone(name: str, dtype: torch.dtype) -> None:
+    """Batch, chunking, page size, drafter, window: none of them moves a bit."""
+    served = engine(name, dtype)
+    assert served.certificate.certified
+    for sampling in (Sampling(), Sampling(temperature=0.8, top_k=40, seed=11)):
+        reference = outcome(served, window=1, sampling=sampling)
+        assert same(outcome(served, OTHERS, window=1, sampling=sampling), reference)
+        for drafter in ("self", "lens", "tree", "ngram", "model"):
+            assert same(outcome(served, OTHERS[:2], drafter=drafter, window=6, sampling=sampling), reference), drafter
+        assert same(outcome(engine(name, dtype, max_rows=17, page_size=64), OTHERS, sampling=sampling), reference)
+
+
+def test_the_fast_path_would_fail_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with the library's products in place of the canonical ones, company moves bits."""
+    from replaylens.engine.config import ModelConfig
+    from replaylens.engine.model import Decoder
+    from replaylens.engine.runner import Runner
+
+    config = ModelConfig(2, 4096, 32, 8, 128, 14336, 97, 512, rotary_dim=128)
+    model = weights.build(config, dict(Decoder(config).initialize(0).state_dict()), torch.bfloat16).to("cuda")
+    served = Engine(model, cache_tokens=4096)
+    honest = outcome(served, window=1)
+    assert same(outcome(served, OTHERS, window=1), honest)
+    monkeypatch.setattr(Runner, "exact", lambda self, segments, tap=None, stop_at_layer=None: self.fast(segments, tap))
+    assert not same(outcome(served, OTHERS, window=1), outcome(served, window=1))
