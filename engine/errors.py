@@ -113,3 +113,31 @@ class OtherFingerprint(EngineError, ValueError):
 
 class ReplayMismatch(EngineError, RuntimeError):
     """A replay came to another result than the trace: the promise is broken. Run `replaylens doctor`."""
+
+
+class BadDump(EngineError, ValueError):
+    """A folder that is no dump, or a dump that is damaged, edited or of another format. Nothing of it was used."""
+
+
+class UnfinishedDump(BadDump):
+    """A dump that is still being written, or whose writing was cut short: resume it."""
+
+
+class DumpExists(EngineError, FileExistsError):
+    """The place already holds a dump, and nobody said to resume it."""
+
+
+class DumpLocked(EngineError, RuntimeError):
+    """Somebody else is writing the same shards of the same dump."""
+
+
+class OtherPlan(EngineError, ValueError):
+    """The unfinished dump was begun with other options: it can only be resumed with its own."""
+
+
+class DumpWriteFailed(EngineError, OSError):
+    """The store took no more (disk full, no permission). Whole shards are kept: resume once there is room."""
+
+
+class ClusterFailed(EngineError, RuntimeError):
+    """The Ray cluster could not be reached, or its workers died again and again on the same shard."""
