@@ -1,0 +1,303 @@
+"""Sampling: a pure function of logits, path and parameters, so that a rollback has nothing to restore."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from replaylens.engine import sampling as module
+from replaylens.engine.branches import BranchStatus
+from replaylens.engine.errors import ClosedBranch
+from replaylens.engine.sampling import Sampling, gumbel, hash_bits
+from replaylens.kernels import reference as kernels
+from tests.engine.packed import one_thread  # noqa: F401
+from tests.toy_model import VOCAB, continuation, engine, scripted_model, toy
+
+EVERYTHING = Sampling(
+    temperature=1.3,
+    top_k=20,
+    top_p=0.97,
+    min_p=0.001,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    logit_bias={3: 0.5, 17: -2.0},
+    seed=11,
+)
+
+
+def softmax(logits: Sequence[float], temperature: float) -> list[float]:
+    top = max(logits)
+    weights = [math.exp((x - top) / temperature) for x in logits]
+    return [w / math.fsum(weights) for w in weights]
+
+
+# ---- greedy ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 0.5000001]), min_size=1, max_size=40))
+def test_greedy_takes_the_largest_and_among_equals_the_lowest_id(values: list[float]) -> None:
+    logits = np.asarray(values, dtype=np.float32)
+    expected = min(i for i, x in enumerate(logits) if x == max(logits))
+    assert Sampling().choose(logits, [0], 1) == expected
+
+
+def test_the_logits_are_not_changed() -> None:
+    logits = np.linspace(-1, 1, VOCAB, dtype=np.float32)
+    before = logits.copy()
+    EVERYTHING.choose(logits, [1, 2, 3, 1], 2)
+    assert np.array_equal(logits, before)
+
+
+# ---- the noise ------------------------------------------------------------------------------------------------------
+
+
+def test_hash_bits_are_pinned() -> None:
+    """Integer arithmetic: a platform on which these differ would draw other tokens from the same seed."""
+    ids = np.arange(3, dtype=np.uint64)
+    assert [hex(x) for x in hash_bits(0, 0, ids)] == ["0x33fe8bd4f9c57863", "0x568a9b0b1a2c05ec", "0x44e5b8b147ef718b"]
+    assert [hex(x) for x in hash_bits(2**64 - 1, 12345, ids)] == [
+        "0x64345ab7d06a86d",
+        "0x694fb16d33ee6a35",
+        "0xce026cb9740570ff",
+    ]
+
+
+def test_draws_are_pinned() -> None:
+    logits = np.linspace(-1, 1, 11, dtype=np.float32)
+    drawn = [Sampling(temperature=1.0, seed=5).choose(logits, [0] * length, 0) for length in range(24)]
+    assert drawn == [7, 9, 3, 10, 9, 7, 8, 2, 4, 6, 8, 8, 5, 5, 4, 10, 4, 10, 10, 8, 3, 9, 8, 8]
+
+
+@given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 10**6))
+def test_the_noise_is_that_of_the_kernels(seed: int, position: int) -> None:
+    """One hash, and u on the same midpoints: a draw on a GPU and one on a CPU are the same draw."""
+    signed = torch.tensor([seed - 2**64 if seed >= 2**63 else seed])
+    theirs = kernels.hash64(signed, torch.tensor([position]), torch.arange(9))
+    mine = hash_bits(seed, position, np.arange(9, dtype=np.uint64))
+    assert [x % 2**64 for x in theirs.tolist()] == mine.tolist()
+    noise = kernels.gumbel(signed, torch.tensor([position]), torch.arange(9)).numpy()
+    np.testing.assert_allclose(gumbel(seed, position, 9), noise, rtol=1e-12)  # the logarithms are two libraries'
+
+
+@given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 10**6))
+def test_the_noise_of_a_token_depends_on_seed_position_and_id_alone(seed: int, position: int) -> None:
+    """Not on the size of the vocabulary, hence not on its place in any sorted or filtered list."""
+    assert np.array_equal(gumbel(seed, position, 50)[:7], gumbel(seed, position, 7))
+    assert not np.array_equal(gumbel(seed, position, 7), gumbel(seed, position + 1, 7))
+    assert not np.array_equal(gumbel(seed, position, 7), gumbel((seed + 1) % 2**64, position, 7))
+    assert len(set(gumbel(seed, position, 50))) == 50
+
+
+@pytest.mark.parametrize("bits", [0, 2**64 - 1, 2**63, 2**12 - 1])
+def test_the_noise_is_finite_whatever_the_hash(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """u = 0 or u = 1 would be infinite, and an infinite score wins whatever the logits say."""
+    monkeypatch.setattr(module, "hash_bits", lambda seed, position, ids: np.full(len(ids), bits, dtype=np.uint64))
+    assert np.isfinite(gumbel(0, 0, 4)).all()
+
+
+@given(data=st.data())
+def test_near_ties_may_swap_ranks_without_changing_the_draw(data: st.DataObject) -> None:
+    """Only the winner's margin counts: what happens among the others moves nothing."""
+    logits = np.asarray(data.draw(st.lists(st.floats(-3, 3, width=32), min_size=6, max_size=12)), dtype=np.float32)
+    sampling, path = Sampling(temperature=0.9, seed=data.draw(st.integers(0, 1000))), [0] * data.draw(st.integers(1, 50))
+    drawn = sampling.choose(logits, path, 1)
+    losers = [i for i in range(len(logits)) if i != drawn]
+    lowered = logits.copy()
+    for i in data.draw(st.lists(st.sampled_from(losers), unique=True)):
+        lowered[i] -= np.float32(data.draw(st.floats(0, 2, width=32)))
+    assert sampling.choose(lowered, path, 1) == drawn
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_are_distributed_like_the_softmax(temperature: float) -> None:
+    """Over positions of one seed, and over seeds of one position. Fixed seeds: the p-value is a constant."""
+    logits = np.asarray([0.3, -1.0, 1.2, 0.0, 0.9, -0.4], dtype=np.float32)
+    expected = np.asarray(softmax([float(x) for x in logits], temperature)) * 4000
+    over_positions = Counter(Sampling(temperature=temperature, seed=3).choose(logits, [0] * n, 0) for n in range(4000))
+    over_seeds = Counter(Sampling(temperature=temperature, seed=s).choose(logits, [0] * 9, 0) for s in range(4000))
+    for counts in (over_positions, over_seeds):
+        assert chisquare([counts[i] for i in range(6)], expected).pvalue > 0.01
+    control = np.roll(expected, 1)
+    assert chisquare([over_seeds[i] for i in range(6)], control).pvalue < 1e-9
+
+
+def test_successive_draws_are_independent() -> None:
+    """Pairs of neighbouring positions fill the square evenly."""
+    logits = np.zeros(4, dtype=np.float32)
+    drawn = [Sampling(temperature=1.0, seed=8).choose(logits, [0] * n, 0) for n in range(4001)]
+    pairs = Counter(zip(drawn, drawn[1:], strict=False))
+    assert chisquare([pairs[a, b] for a in range(4) for b in range(4)]).pvalue > 0.01
+
+
+# ---- filters and penalties, against plain code ------------------------------------------------------------------------
+
+
+def plain_choice(s: Sampling, logits: Sequence[float], path: Sequence[int], num_prompt: int) -> int:
+    """What `Sampling.choose` means, one token at a time."""
+    scores = [float(x) for x in logits]
+    for token in set(path):
+        if s.repetition_penalty != 1.0:
+            scores[token] *= 1 / s.repetition_penalty if scores[token] > 0 else s.repetition_penalty
+    for token in set(path[num_prompt:]):
+        scores[token] -= s.presence_penalty
+    for token, bias in s.logit_bias.items():
+        scores[token] += bias
+    if s.temperature == 0:
+        return scores.index(max(scores))
+    probabilities = softmax(scores, s.temperature)
+    order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
+    kept = order[: s.top_k] if s.top_k else order
+    kept = [token for token in kept if probabilities[token] >= s.min_p * probabilities[order[0]]]
+    nucleus: list[int] = []
+    for token in kept:  # until they reach top_p of what the other filters left
+        if nucleus and math.fsum(probabilities[t] for t in nucleus) >= s.top_p * math.fsum(probabilities[t] for t in kept):
+            break
+        nucleus.append(token)
+    noise = gumbel(s.seed, len(path), len(scores))
+    return max(nucleus, key=lambda token: (scores[token] / s.temperature + noise[token], -token))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_every_parameter_means_what_it_says(data: st.DataObject) -> None:
+    """Random parameters on random logits with ties, against the plain code above."""
+    vocab = data.draw(st.integers(2, 12))
+    grid = st.sampled_from([x / 4 for x in range(-12, 13)])
+    logits = np.asarray(data.draw(st.lists(grid, min_size=vocab, max_size=vocab)), dtype=np.float32)
+    path = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=10))
+    sampling = Sampling(
+        temperature=data.draw(st.sampled_from([0.0, 0.37, 1.0, 1.7])),
+        top_k=data.draw(st.sampled_from([0, 1, 2, 5, 100])),
+        top_p=data.draw(st.sampled_from([0.03, 0.41, 0.77, 0.93, 1.0])),
+        min_p=data.draw(st.sampled_from([0.0, 0.13, 0.55])),
+        repetition_penalty=data.draw(st.sampled_from([1.0, 0.7, 1.9])),
+        presence_penalty=data.draw(st.sampled_from([0.0, 0.6, -0.6])),
+        logit_bias=data.draw(st.dictionaries(st.integers(0, vocab - 1), st.sampled_from([-1e9, -0.9, 0.9]), max_size=3)),
+        seed=data.draw(st.integers(0, 2**64 - 1)),
+    )
+    num_prompt = data.draw(st.integers(0, len(path)))
+    expected = plain_choice(sampling, logits.tolist(), path, num_prompt)
+    assert sampling.choose(logits, path, num_prompt) == expected
+
+
+def drawable(sampling: Sampling, logits: Sequence[float]) -> set[int]:
+    """All tokens that some seed draws."""
+    values = np.asarray(logits, dtype=np.float32)
+    seeds = range(600)
+    return {Sampling(**{**vars(sampling), "seed": seed}).choose(values, [0], 1) for seed in seeds}
+
+
+def test_filters_keep_exactly_what_they_should() -> None:
+    logits = np.log([0.4, 0.3, 0.2, 0.06, 0.04])
+    assert drawable(Sampling(temperature=1.0), logits) == {0, 1, 2, 3, 4}
+    assert drawable(Sampling(temperature=1.0, top_k=2), logits) == {0, 1}
+    assert drawable(Sampling(temperature=1.0, top_p=0.5), logits) == {0, 1}
+    assert drawable(Sampling(temperature=1.0, top_p=0.39), logits) == {0}
+    assert drawable(Sampling(temperature=1.0, min_p=0.45), logits) == {0, 1, 2}
+    assert drawable(Sampling(temperature=1.0, logit_bias={0: -1e9, 1: -1e9}), logits) == {2, 3, 4}
+    assert drawable(Sampling(temperature=1.0, top_k=2), [1.0, 1.0, 1.0]) == {0, 1}, "ties in rank go to the lower id"
+
+
+# ---- on branches ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0, seed=4), EVERYTHING], ids=["greedy", "plain", "all"]
+)
+def test_generation_follows_choose_and_survives_rollback(sampling: Sampling) -> None:
+    """Generate, roll back, generate again, in other steps and with other drafters: the same tokens."""
+    truth = continuation(toy(), [5, 6, 7], 12, sampling)
+    subject = engine()
+    branch = subject.prompt([5, 6, 7])
+    for to, drafter, window in ((3, "self", 4), (3, "lens", 3), (8, "ngram", None), (14, "tree", 4), (4, "self", 1)):
+        branch.rollback(to) if branch.length > 3 else None
+        branch.generate(15 - branch.length, sampling=sampling, drafter=drafter, window=window)
+        assert branch.generated == truth
+    (fork,) = branch.fork(at=7)
+    while fork.length < 15:
+        fork.generate(1, sampling=sampling)
+    assert fork.generated == truth
+    subject.check_integrity()
+
+
+def test_another_seed_gives_another_continuation() -> None:
+    """Control for the test above: the draws do matter."""
+    hot = [continuation(toy(), [5, 6, 7], 12, Sampling(temperature=1.0, seed=s)) for s in range(4)]
+    assert len({tuple(tokens) for tokens in hot}) == 4
+
+
+# ---- ends -------------------------------------------------------------------------------------------------------------
+
+
+class Pieces:
+    """A tokenizer in the manner of byte-level ones: token i is a piece of bytes, which need not be whole characters."""
+
+    eos_token_id = 9
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces = pieces
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, ids: list[int], clean_up_tokenization_spaces: bool) -> str:
+        return b"".join(self.pieces[i % len(self.pieces)] for i in ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("window", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("stop", "generated"),
+    [
+        (("bc",), [1, 2]),  # over two tokens
+        (("xyz", "bcde"), [1, 2, 3]),  # over three, and the second of two strings
+        (("é",), [1, 2, 3, 4, 5]),  # a character whose bytes are two tokens
+        (("ed", "ef"), [1, 2, 3, 4, 5, 6, 7, 8]),  # never
+    ],
+)
+def test_stop_strings_across_token_boundaries(stop: tuple[str, ...], generated: list[int], window: int) -> None:
+    """0 1 2 ... reads "ab cd e é ...": the branch ends with the token that completes a stop string, not before."""
+    text = Pieces(b"?", b"ab", b"cd", b"e", "é".encode()[:1], "é".encode()[1:], b"g", b"h", b"i")
+    subject = engine(scripted_model({}), tokenizer=text)
+    branch = subject.prompt([0]).generate(8, sampling=Sampling(stop=stop), window=window)
+    assert branch.generated == generated
+    assert branch.finish_reason == ("stop" if len(generated) < 8 else None)
+    if branch.finish_reason:
+        with pytest.raises(ClosedBranch, match="roll it back or fork it"):
+            branch.generate(1)
+        before = branch.length
+        branch.rollback(before - 1)
+        assert branch.generate(8, sampling=Sampling(stop=stop)).generated == generated, "and again after a rollback"
+
+
+def test_a_stop_string_in_the_prompt_does_not_count() -> None:
+    text = Pieces(b"?", b"ab", b"cd", b"e")
+    subject = engine(scripted_model({}), tokenizer=text)
+    branch = subject.prompt([1, 2]).generate(3, sampling=Sampling(stop=("bc", "de")))
+    assert (branch.text[:4], branch.generated, branch.finish_reason) == ("abcd", [3, 4, 5], None), "de lies half in the prompt"
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_eos_ends_a_branch_unless_it_is_ignored(window: int) -> None:
+    subject = engine(scripted_model({}), tokenizer=Pieces(b"a", b"b"))
+    branch = subject.prompt([5, 6]).generate(8, window=window)
+    assert (branch.generated, branch.finish_reason, branch.status) == ([7, 8, 9], "eos", BranchStatus.FINISHED)
+    through = subject.prompt([5, 6]).generate(8, window=window, sampling=Sampling(ignore_eos=True))
+    assert (through.generated, through.finish_reason) == ([7, 8, 9, 10, 11, 12, 13, 14], None)
+    own = subject.prompt([5, 6]).generate(8, window=window, sampling=Sampling(stop_tokens=(12,), ignore_eos=True))
+    assert (own.generated, own.finish_reason) == ([7, 8, 9, 10, 11, 12], "eos")
+
+
+def test_generating_in_pieces_is_generating_at_once() -> None:
+    """Stop strings, penalties and draws look at the path, not at the call."""
+    sampling = Sampling(temperature=0.8, seed=2, presence_penalty=0.5, stop=("5 1",))
+    at_once = engine().prompt([1, 2]).generate(20, sampling=sampling)
+    pieces = engine().prompt([1, 2])
+    while pieces.length < at_once.length:
+        pieces.generate(min(3, at_once.length - pieces.length), sampling=sampling)
+    assert pieces.tokens == at_once.tokens and pieces.finish_reason == at_once.finish_reason
