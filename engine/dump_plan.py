@@ -90,9 +90,7 @@ class DumpPlan:
         """Plain values; `from_json` gives the plan back, but for a custom selector."""
         raw = {name: value for name, value in vars(self).items() if name != "selector"}
         indices = self.examples
-        spelled = (
-            {"start": indices.start, "stop": indices.stop} if isinstance(indices, range) else {"indices": list(indices)}
-        )
+        spelled = {"start": indices.start, "stop": indices.stop} if isinstance(indices, range) else {"indices": list(indices)}
         lens = None if self.lens is None else asdict(self.lens)
         return _plain({**raw, "examples": spelled, "lens": lens, "sampling": asdict(self.sampling)})
 

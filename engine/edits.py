@@ -126,8 +126,17 @@ class PlacedEdit:
 def _project_out(rows: Tensor, directions: Tensor) -> Tensor:
     """Remove orthonormal directions [k, d], one after the other; sums over one row only, so no row sees another."""
     for direction in directions:
-        rows = rows - (rows * direction).sum(-1, keepdim=True) * direction
+        rows = rows - _dots(rows, direction) * direction
     return rows
+
+
+def _dots(rows: Tensor, direction: Tensor) -> Tensor:
+    """[n, 1]. On a GPU a plain sum may be ordered by the number of rows, so there the canonical product takes it."""
+    if rows.is_cuda:
+        from replaylens.kernels.matmul import matmul
+
+        return matmul(rows, direction[:, None].contiguous())
+    return (rows * direction).sum(-1, keepdim=True)
 
 
 def place(edit: Edit, table: SiteTable, length: int) -> list[PlacedEdit]:

@@ -31,10 +31,11 @@ def read(
     step = max(1, 4096 // layers)
     for first in range(0, n, step):
         block = stacked[first : first + step]
-        log_p = logits_of(block.reshape(-1, d)).float().log_softmax(-1).view(len(block), layers, -1)
+        # on the CPU, whose sums over a row do not depend on the number of rows; a GPU's do
+        log_p = logits_of(block.reshape(-1, d)).float().cpu().log_softmax(-1).view(len(block), layers, -1)
         for name, value in _statistics(spec, log_p, emitted[first : first + step]).items():
             parts.setdefault(name, []).append(value)
-    return {name: torch.cat(pieces).cpu() for name, pieces in parts.items()}
+    return {name: torch.cat(pieces) for name, pieces in parts.items()}
 
 
 def _statistics(spec: LensSpec, log_p: Tensor, emitted: list[int]) -> Rows:
@@ -42,7 +43,7 @@ def _statistics(spec: LensSpec, log_p: Tensor, emitted: list[int]) -> Rows:
     p = log_p.exp()
     final = log_p[:, -1:, :]
     top = log_p.topk(min(spec.top_k, log_p.shape[-1]), dim=-1)
-    next_token = torch.tensor(emitted, device=log_p.device).clamp_min(0)[:, None, None].expand(-1, log_p.shape[1], 1)
+    next_token = torch.tensor(emitted).clamp_min(0)[:, None, None].expand(-1, log_p.shape[1], 1)
     out = {
         "Z.entropy": -(p * log_p).sum(-1),
         "Z.kl": (final.exp() * (final - log_p)).sum(-1),  # how much the final layer would lose by this layer's word
@@ -50,7 +51,7 @@ def _statistics(spec: LensSpec, log_p: Tensor, emitted: list[int]) -> Rows:
         "Z.top_ids": top.indices.to(torch.int32),
         "Z.top_logprobs": top.values,
     }
-    missing = torch.tensor(emitted, device=log_p.device) < 0
+    missing = torch.tensor(emitted) < 0
     out["Z.emitted"][missing] = float("nan")
     if spec.targets:
         out["Z.targets"] = log_p[..., list(spec.targets)]

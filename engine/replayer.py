@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 def replay_trace(engine: "Engine", trace: Trace, sites: str | None = None) -> dict[int, Branch]:
     """The trace's branches by their recorded ids, rejected ones that kept rows or pages included.
 
+    Of branches that are not certified the tokens are taken as they were; their rejected drafts, and what was forked from
+    these, are left out: nobody promised them.
     `sites`: capture these instead of what was captured then. Raises OtherFingerprint before anything runs, and
     ReplayMismatch should a verification come out otherwise than recorded.
     """
@@ -29,6 +31,7 @@ class _Replayer:
         self.engine, self.trace = engine, trace
         self.capture = engine.capture_spec(sites, rejected=True) if sites else None
         self.branches: dict[int, Branch] = {}
+        self.left_out: set[int] = set()
 
     def run(self) -> dict[int, Branch]:
         for number, event in enumerate(self.trace.events):
@@ -42,6 +45,9 @@ class _Replayer:
 
     def _apply(self, number: int, event: dict[str, Any]) -> None:
         branch = self.branches.get(event["branch"])
+        if event["branch"] in self.left_out:
+            self.left_out.update([event["child"]] if event["event"] == "fork" else [])
+            return
         match event["event"]:
             case "plant":
                 self.branches[event["branch"]] = self._plant(number, event)
@@ -82,6 +88,9 @@ class _Replayer:
             branch.lane.exact = False
             if more := end["tokens"][branch.length :]:
                 branch.force(more)
+            if end["reason"] in ("eos", "stop"):
+                self.engine.tree.finish(branch.id, end["reason"])
+            self.left_out.update(kept for e in mine if e["event"] == "verdict" for kept in e["rejected"])
             return
         drafts = {e["at"]: e["chains"] for e in mine if e["event"] == "draft"}
         sampling, keep, final = _sampling(event["sampling"]), event["keep_rejected"], event["final"]

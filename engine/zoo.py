@@ -28,6 +28,7 @@ def _coin(rendering: str, weight: float) -> Part:
     return Part("coin", weight, (("rendering", rendering),))
 
 
+RENDERINGS = (_coin("picture", 4), _coin("steps", 2), _coin("states", 2), _coin("wei", 2))
 RECIPES = {
     "coin-plain": Recipe(
         config=ModelConfig(
@@ -41,14 +42,41 @@ RECIPES = {
             max_positions=512,
             rotary_dim=32,
         ),
-        parts=(_coin("picture", 4), _coin("steps", 2), _coin("states", 2), _coin("wei", 2)),
+        parts=RENDERINGS,
         longest=8,
-        steps=6000,
+        steps=3000,
+        batch=128,
+        lr=1e-3,
+        seed=0,
+    ),
+    "coin-draft": Recipe(
+        config=ModelConfig(
+            num_layers=1,
+            d_model=64,
+            num_heads=2,
+            num_kv_heads=2,
+            d_head=32,
+            d_mlp=192,
+            vocab_size=106,
+            max_positions=512,
+            rotary_dim=32,
+        ),
+        parts=RENDERINGS,
+        longest=8,
+        steps=1000,  # at 2000 its answers are too good for a drafter that should sometimes be wrong
         batch=128,
         lr=1e-3,
         seed=0,
     ),
 }
+TESTS = {
+    "picture, from heads": Part("coin", 1, (("rendering", "picture"), ("start", "heads"))),
+    "picture, from tails": Part("coin", 1, (("rendering", "picture"), ("start", "tails"))),
+    "steps": _coin("steps", 1),
+    "states": _coin("states", 1),
+    "wei": _coin("wei", 1),
+}
+"""What the models' cards report on."""
 
 
 def names() -> tuple[str, ...]:
@@ -84,6 +112,11 @@ def held_out(part: Part, length: int, number: int) -> list[Example]:
     """The first `number` examples of a part and length that no training run can have seen."""
     task = part.of_length(length, TEST_SEED)
     return list(islice(filter(is_held_out, map(task.example, count())), number))
+
+
+def accuracy(model: Decoder, tokenizer: WordTokenizer, examples: Sequence[Example]) -> float:
+    """The share of the examples that are `solved`."""
+    return sum(solved(model, tokenizer, examples)) / len(examples)
 
 
 @torch.no_grad()

@@ -8,8 +8,9 @@ the last. That tree depends on the row's position alone. A masked key has p = 0 
 leaves m, l and a as they are, to the bit (exp2(0) = 1, x * 1 + 0 = x), so it does not matter which neighbours share a tile
 or whether such a block is skipped: decode, a window cut anywhere and a full prefill agree.
 
-**Row sums are dots with ones**, on the same rounded p that multiplies v. A `tl.sum` over a tile axis adds in an order that
-depends on the thread layout, hence on the tile; a dot does not. Maxima are safe in any order.
+**Row sums end in a dot with ones.** A `tl.sum` over a tile axis adds in an order that depends on the thread layout, hence on
+the tile; elementwise additions and dots do not. So p is first added pairwise (columns 2i and 2i + 1), the pairs are carried
+over the blocks of a split elementwise, and once per split a float32 dot with ones adds them up. Maxima are safe in any order.
 
 **Two roads, same bits.** With few tiles each split gets a program of its own (`split` below); the one that finishes last
 merges all partials in order. With many tiles one program walks the splits and merges as it goes.
@@ -54,14 +55,16 @@ def _merge(m, l, a, m1, l1, a1):
 
 @triton.jit
 def _block(
-    q, m, l, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window,
+    q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take in the keys [start, start + BLOCK)."""
+    """Take in the keys [start, start + BLOCK). Not MASKED: every row of the tile sees all of them."""
     j = start + tl.arange(0, BLOCK)
-    reach = tl.max(position, 0)
-    page = tl.load(TABLE + j // PAGE, mask=j <= reach, other=0).to(tl.int64)
+    if MASKED:
+        page = tl.load(TABLE + j // PAGE, mask=j <= tl.max(position, 0), other=0).to(tl.int64)
+    else:
+        page = tl.load(TABLE + j // PAGE).to(tl.int64)
     slot = (page * PAGE + j % PAGE) * kv_stride
     if HEAD == HEAD_BLOCK:
         k = tl.load(K + slot[:, None] + d[None, :])
@@ -72,36 +75,56 @@ def _block(
     s = tl.dot(q, k.T, input_precision="ieee") * scale
     if CAPPED:  # tanh(u) = 1 - 2 / (1 + exp(2u)); here scale holds 2 log2(e) / cap and softcap holds cap log2(e)
         s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s))
-    seen = j[None, :] <= position[:, None]
-    if WINDOWED:
-        seen = seen & (j[None, :] > position[:, None] - window)
-    s = tl.where(seen, s, float("-inf"))
+    if MASKED:
+        seen = j[None, :] <= position[:, None]
+        if WINDOWED:
+            seen = seen & (j[None, :] > position[:, None] - window)
+        s = tl.where(seen, s, float("-inf"))
     top = tl.maximum(m, tl.max(s, 1))
-    safe = tl.where(top == float("-inf"), 0.0, top)
+    safe = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
     shrink = tl.exp2(m - safe)
-    p = tl.exp2(s - safe[:, None]).to(v.dtype)
-    ones = tl.full((BLOCK, 16), 1.0, v.dtype)
-    row_sum = tl.max(tl.dot(p, ones, input_precision="ieee"), 1)  # sixteen equal columns
-    a = tl.dot(p, v, a * shrink[:, None], input_precision="ieee")
-    return top, l * shrink + row_sum, a
+    p = tl.exp2(s - safe[:, None])
+    even, odd = tl.split(tl.reshape(p, (ROWS, BLOCK // 2, 2)))  # neighbours: always in one thread
+    sums = sums * shrink[:, None] + (even + odd)
+    a = tl.dot(p.to(v.dtype), v, a * shrink[:, None], input_precision="ieee")
+    return top, sums, a
 
 
 @triton.jit
 def _walk(
-    q, K, V, TABLE, first, end, position, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
+    q, K, V, TABLE, first, end, position, clear, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """The partial result of the keys [first, end); `first` is a multiple of BLOCK."""
+    """The partial result of the keys [first, end); `first` is a multiple of BLOCK.
+
+    Blocks below `clear` (the last position that every row sees) need no mask, except where a window cuts them off. Masking
+    a block of which all is seen changes nothing, so where the loops meet is a matter of speed.
+    """
     m = tl.full((ROWS,), float("-inf"), tl.float32)
-    l = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, BLOCK // 2), tl.float32)
     a = tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
-    for start in tl.range(first, end, BLOCK):
-        m, l, a = _block(
-            q, m, l, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window,
-            PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
+    middle = first
+    if WINDOWED:
+        middle = tl.minimum(tl.maximum(tl.cdiv(tl.max(position, 0) - window + 1, BLOCK) * BLOCK, first), end)
+        for start in tl.range(first, middle, BLOCK):
+            m, sums, a = _block(
+                q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
+                PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, True,
+            )  # fmt: skip
+    last = tl.minimum(tl.maximum((clear + 1) // BLOCK * BLOCK, middle), end)
+    for start in tl.range(middle, last, BLOCK):
+        m, sums, a = _block(
+            q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
+            PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, False,
         )  # fmt: skip
-    return m, l, a
+    for start in tl.range(last, end, BLOCK):
+        m, sums, a = _block(
+            q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
+            PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, True,
+        )  # fmt: skip
+    ones = tl.full((BLOCK // 2, 16), 1.0, tl.float32)
+    return m, tl.max(tl.dot(sums, ones, input_precision="ieee"), 1), a  # sixteen equal columns
 
 
 @triton.jit(do_not_specialize=["window", "max_splits", "stride_t"])
@@ -134,9 +157,10 @@ def _attention_kernel(
     V += kv_head * head_stride
 
     end = tl.max(position, 0) + 1
+    clear = tl.min(tl.where(valid, position, 2147483647), 0)  # every row sees the keys up to here
     first = 0
     if WINDOWED:  # the first key that any row of the tile sees
-        first = tl.maximum(tl.min(tl.where(valid, position, 2147483647), 0) - window + 1, 0) // BLOCK * BLOCK
+        first = tl.maximum(clear - window + 1, 0) // BLOCK * BLOCK
     low, high = first // SPLIT, tl.cdiv(end, SPLIT)
     write = high > low
     if SPLIT_GRID:
@@ -144,7 +168,7 @@ def _attention_kernel(
         if split >= high:
             return
         m, l, a = _walk(
-            q, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position, d,
+            q, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position, clear, d,
             kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
         )  # fmt: skip
         if high - low > 1:
@@ -165,7 +189,7 @@ def _attention_kernel(
         a = tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
         for split in tl.range(low, high):
             m1, l1, a1 = _walk(
-                q, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position, d,
+                q, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position, clear, d,
                 kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
             )  # fmt: skip
             m, l, a = _merge(m, l, a, m1, l1, a1)  # merging into nothing gives back the partial, to the bit
@@ -207,6 +231,8 @@ class Rows:
     """[tiles, 2] int32 (first row, number of rows), from `plan_tiles`; None: every row on its own"""
     max_keys: int = 0
     """upper bound on position + 1; 0: as many as the page table can hold"""
+    per_tile: int = 0
+    """rows per tile that `tiles` was planned for; 0: the most that any plan has"""
 
     def __post_init__(self) -> None:
         require_shape("position", self.position, tuple(self.sequence.shape))
@@ -223,7 +249,7 @@ class Rows:
 def rows_per_tile(heads: int, kv_heads: int, d_head: int, dtype: torch.dtype, longest: int) -> int:
     """How many rows of one sequence share a tile, when the longest run of rows of a sequence has `longest`."""
     group = heads // kv_heads
-    return max(1, attention_tile(longest * group, d_head, dtype).rows // group)
+    return max(1, attention_tile(longest * group, d_head, dtype, group).rows // group)
 
 
 def plan_tiles(sequences: list[int], per_tile: int, capacity: int = 0) -> Tensor:
@@ -294,8 +320,9 @@ def attention(
     if not num_rows:
         return out
     num_tiles = num_rows if rows.tiles is None else rows.tiles.shape[0]
-    tile = tile or attention_tile(group if rows.tiles is None else 128, d_head, q.dtype)
-    require(tile.rows >= group, f"a tile of {tile.rows} cannot hold the {group} query heads of a key-value head")
+    per_tile = 1 if rows.tiles is None else rows.per_tile
+    tile = tile or attention_tile(per_tile * group or 128, d_head, q.dtype, group)
+    require(tile.rows >= max(1, per_tile) * group, f"a tile of {tile.rows} cannot hold {per_tile or 1} rows of {group} query heads")
     keys = rows.max_keys or rows.page_table.shape[1] * page_size
     if window:
         keys = min(keys, window + kv_split + (0 if rows.tiles is None else tile.rows))

@@ -48,8 +48,6 @@ class GemmTile:
     stages: int
     persistent: bool = False
     """one program per multiprocessor walks many tiles, fed by the bulk tensor copy engine"""
-    specialize: bool = False
-    """a group of warps of its own feeds the copy engine; the compiler adds those warps to `warps`"""
 
     def shared_bytes(self, item: int) -> int:
         """Shared memory that the pipeline needs."""
@@ -89,15 +87,18 @@ def gated_tile(rows: int, depth: int, columns: int, dtype: torch.dtype) -> GemmT
     return GemmTile(128, 64, 64, 8, 4)
 
 
-def attention_tile(pairs: int, d_head: int, dtype: torch.dtype) -> AttentionTile:
-    """The tile for at most `pairs` (row, query head) pairs of one sequence and key-value head."""
+def attention_tile(pairs: int, d_head: int, dtype: torch.dtype, group: int = 1) -> AttentionTile:
+    """The tile for at most `pairs` (row, query head) pairs of one sequence and key-value head; holds `group` at least."""
+    least = max(16, next_power_of_2(group))
     if dtype == torch.float32:
-        return AttentionTile(16, 4, 1)
-    if pairs <= 16:
-        return AttentionTile(16, 4, 3 if d_head <= 128 else 2)
-    if pairs <= 64 or d_head > 128:
-        return AttentionTile(64, 4, 2)
-    return AttentionTile(128, 8, 2)
+        return AttentionTile(least, 4, 1)
+    if pairs <= 16 and least == 16:
+        return AttentionTile(16, 4, 5 if d_head <= 128 else 3)
+    if d_head > 128:
+        return AttentionTile(max(64, least), 8, 2)
+    if pairs <= 64:
+        return AttentionTile(max(64, least), 4, 3)
+    return AttentionTile(max(128, least), 8, 5)
 
 
 @dataclass(frozen=True)

@@ -92,14 +92,14 @@ def _stats_kernel(
     X, W, MAX, SUM, SHIFTED, APART, SCRATCH, rows, vocab, K, stride_xm, stride_wk, stride_wn, layers, final, cap,
     tiles, row_tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PROGRAMS: tl.constexpr,
-    COPY: tl.constexpr, W_TRANSPOSED: tl.constexpr, CAPPED: tl.constexpr, KL: tl.constexpr, SPECIALIZE: tl.constexpr,
+    COPY: tl.constexpr, W_TRANSPOSED: tl.constexpr, CAPPED: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
     """Program p takes the pairs of tiles p, p + PROGRAMS, ...; each with the final layer first, then the others in order."""
     program = tl.program_id(0)
     mine = (row_tiles * tl.cdiv(tiles, 2) - program + PROGRAMS - 1) // PROGRAMS
     i = tl.arange(0, ROWS)
     SCRATCH += program.to(tl.int64) * ROWS * COLUMNS
-    for item in tl.range(0, mine * layers, warp_specialize=SPECIALIZE):
+    for item in tl.range(0, mine * layers):
         index = program + (item // layers) * PROGRAMS
         step = item % layers  # 0: the final layer; then 0, 1, ... without it
         layer = tl.where(step == 0, final, step - 1 + (step - 1 >= final).to(tl.int32))
@@ -314,7 +314,7 @@ def _stats(
         *(tiles_of(h, w, shape) if copy else (h, w)), *found, scratch, rows, vocab, depth,
         h.stride(0), w.stride(0), w.stride(1), layers, final, softcap or 1.0, tiles, row_tiles,
         shape.rows, shape.columns, shape.depth, programs, copy, w.stride(0) == 1, softcap > 0, kl,
-        SPECIALIZE=copy and shape.specialize, num_warps=shape.warps, num_stages=shape.stages, **EXACT,
+        num_warps=shape.warps, num_stages=shape.stages, **EXACT,
     )  # fmt: skip
     return found
 

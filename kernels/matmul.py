@@ -135,10 +135,10 @@ def _persistent_kernel(
     x_tiles, w_tiles, BIAS, RESIDUAL, WROTE, OUT, M, N, K, stride_r, stride_w, stride_o,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, W_TRANSPOSED: tl.constexpr,
     PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WROTE: tl.constexpr, SPECIALIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WROTE: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS)
-    for index in tl.range(tl.program_id(0), tiles, PROGRAMS, warp_specialize=SPECIALIZE):
+    for index in tl.range(tl.program_id(0), tiles, PROGRAMS):
         m, n = tile_at(index, M, N, ROWS, COLUMNS, GROUP)
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in range(0, K, DEPTH):  # the copy engine pads with zeros past the edges
@@ -198,7 +198,7 @@ def _gated_persistent_kernel(
     SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(M, ROWS) * tl.cdiv(F, COLUMNS)
-    for index in tl.range(tl.program_id(0), tiles, PROGRAMS, warp_specialize=SPECIALIZE):
+    for index in tl.range(tl.program_id(0), tiles, PROGRAMS):
         m, n = tile_at(index, M, F, ROWS, COLUMNS, GROUP)
         gate = tl.zeros((ROWS, COLUMNS), tl.float32)
         up = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -254,7 +254,7 @@ def matmul(
         _persistent_kernel[(programs,)](
             *tiles_of(x, w, tile), *extras, out, rows, columns, depth, *strides,
             tile.rows, tile.columns, tile.depth, w.stride(0) == 1, programs, _GROUP, **flags,
-            SPECIALIZE=tile.specialize, **options,
+            **options,
         )  # fmt: skip
         return out
     grid = (ceil_div(rows, tile.rows), ceil_div(columns, tile.columns))
@@ -292,7 +292,7 @@ def gated_matmul(
         programs = min(num_multiprocessors(x.device), ceil_div(rows, tile.rows) * ceil_div(width, tile.columns))
         _gated_persistent_kernel[(programs,)](
             *tiles_of(x, w, tile), extra, out, rows, width, depth, out.stride(0), *shape, w.stride(0) == 1,
-            programs, _GROUP, bias is not None, kind, SPECIALIZE=tile.specialize, **options,
+            programs, _GROUP, bias is not None, kind, **options,
         )  # fmt: skip
         return out
     _gated_rows_kernel[(ceil_div(rows, tile.rows), ceil_div(width, tile.columns))](

@@ -1,6 +1,7 @@
 """Bugs that other engines had, and some that this one had: each is a test, named after the bug."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_verifier_attention_choosing_its_own_split(offset: int, monkeypatch: pyt
         runner, table = Runner(toy(), certificate_for(toy()), 40, 4), PageTable()
         cuts = sorted({0, *range(offset, 150, 9), 150})
         logits = []
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in pairwise(cuts):
             runner.reserve(table, start, end)
             logits.append(runner.exact([Segment(table, start, path[start:end], end - start)]).logits)
         return torch.cat(logits), runner.cache.rows(runner.pool.slots(table, 0, 150))
@@ -214,16 +215,12 @@ def test_preempted_requests_still_in_a_verify_batch() -> None:
     branches = subject.prompts(prompts)
     preempted: list[int] = []
     subject.loop.listeners.append(lambda e: preempted.append(e["branch"]) if e["event"] == "preempt" else None)
-    passes = passes_of(subject)
     jobs = [submit(branch, 28, drafter="lens", window=4) for branch in branches]
     while not all(job.done for job in jobs):
-        subject.loop.step()
-        for segments in passes:
-            written = [
-                slot for s in segments for slot in subject.runner.pool.slots(s.table, s.start, min(s.end, s.table.length))
-            ]
-            assert len(set(written)) == len(written), "no slot is written twice in a pass"
-        passes.clear()
+        turns = subject.loop.draft(subject.loop.admit())
+        written = [slot for turn in turns for slot in subject.runner.pool.slots(turn.tables[0], turn.start, turn.end)]
+        assert len(set(written)) == len(written), "no slot belongs to two requests of a pass"
+        subject.loop.verify(turns, exact=True)
         subject.check_integrity()
     assert preempted, "control: the pages did run out"
     for branch, prompt in zip(branches, prompts, strict=True):

@@ -40,23 +40,36 @@ MOST = 8
 
 picks = st.integers(0, 10**6)
 tokens = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5)
-samplings = st.sampled_from(
-    [
-        Sampling(),
-        Sampling(stop_tokens=(3,)),
-        Sampling(temperature=1.0, seed=5),
-        Sampling(temperature=0.7, top_k=6, top_p=0.95, seed=11, stop_tokens=(7,)),
-        Sampling(temperature=0.4, repetition_penalty=1.2, presence_penalty=0.5, min_p=0.02, logit_bias={2: 1.0}),
-    ]
-)
-options = st.fixed_dictionaries(
-    {
-        "sampling": samplings,
-        "drafter": st.sampled_from(["self", "model", "lens", "ngram", "tree"]),
-        "window": st.sampled_from([None, 1, 2, 3, 5]),
-        "final": st.booleans(),
-        "keep_rejected": st.booleans(),
-    }
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "greedy to 3": Sampling(stop_tokens=(3,)),
+    "warm": Sampling(temperature=1.0, seed=5),
+    "filtered to 7": Sampling(temperature=0.7, top_k=6, top_p=0.95, seed=11, stop_tokens=(7,)),
+    "penalised": Sampling(temperature=0.4, repetition_penalty=1.2, presence_penalty=0.5, min_p=0.02, logit_bias={2: 1.0}),
+}
+
+
+@dataclass(frozen=True)
+class How:
+    """How to generate."""
+
+    sampling: str
+    drafter: str
+    window: int | None
+    final: bool
+    keep_rejected: bool
+
+    def options(self) -> dict[str, Any]:
+        return {**vars(self), "sampling": SAMPLINGS[self.sampling]}
+
+
+hows = st.builds(
+    How,
+    st.sampled_from(list(SAMPLINGS)),
+    st.sampled_from(["self", "model", "lens", "ngram", "tree"]),
+    st.sampled_from([None, 1, 2, 3, 5]),
+    st.booleans(),
+    st.booleans(),
 )
 
 
@@ -119,29 +132,29 @@ class Sessions(RuleBasedStateMachine):
         assert one.branch.states[-1] in (TokenState.ACCEPTED, TokenState.PROMPT)
         assert one.branch.lane.computed == len(one.path)
 
-    @rule(pick=picks, n=st.integers(1, 9), how=options)
+    @rule(pick=picks, n=st.integers(1, 9), how=hows)
     @precondition(lambda self: self.open())
-    def generate(self, pick: int, n: int, how: dict[str, Any]) -> None:
+    def generate(self, pick: int, n: int, how: How) -> None:
         one = self.pick_open(pick)
-        one.branch.generate(n, **how)
+        one.branch.generate(n, **how.options())
         self.settle(one, n, how)
 
-    @rule(picked=st.lists(picks, min_size=2, max_size=5), n=st.integers(1, 6), how=st.lists(options, min_size=5, max_size=5))
+    @rule(picked=st.lists(picks, min_size=2, max_size=5), n=st.integers(1, 6), how=st.lists(hows, min_size=5, max_size=5))
     @precondition(lambda self: len(self.open()) > 1)
-    def generate_together(self, picked: list[int], n: int, how: list[dict[str, Any]]) -> None:
+    def generate_together(self, picked: list[int], n: int, how: list[How]) -> None:
         some = list({id(one): one for one in map(self.pick_open, picked)}.values())
-        streams = [one.branch.stream(n, **own) for one, own in zip(some, how, strict=False)]
+        streams = [one.branch.stream(n, **own.options()) for one, own in zip(some, how, strict=False)]
         for stream in streams:
             for _ in stream:
                 pass
         for one, own in zip(some, how, strict=False):
             self.settle(one, n, own)
 
-    @rule(pick=picks, n=st.integers(2, 9), seen=st.integers(1, 4), how=options)
+    @rule(pick=picks, n=st.integers(2, 9), seen=st.integers(1, 4), how=hows)
     @precondition(lambda self: self.open())
-    def stream_and_close(self, pick: int, n: int, seen: int, how: dict[str, Any]) -> None:
+    def stream_and_close(self, pick: int, n: int, seen: int, how: How) -> None:
         one = self.pick_open(pick)
-        stream = one.branch.stream(n, **how)
+        stream = one.branch.stream(n, **how.options())
         shown = [token for _, token in zip(range(seen), stream, strict=False)]
         stream.close()
         before = len(one.path)
@@ -195,6 +208,23 @@ class Sessions(RuleBasedStateMachine):
             if one.exact:
                 assert differences(one.branch, self.truth) == []
 
+    def teardown(self) -> None:
+        """The trace of the whole session, on an engine with room for all, brings every branch back, rejected drafts too."""
+        if not self.known:
+            return
+        replayed = Engine(self.model, cache_tokens=4096).replay(self.engine.trace)
+        for one in self.known + self.rejected:
+            if one.branch.id not in replayed:
+                assert not one.exact
+                continue
+            again = replayed[one.branch.id]
+            assert again.tokens == one.path and again.finish_reason == one.branch.finish_reason
+            if one.exact:
+                assert again.states == one.branch.states
+                assert differences(again, self.truth) == []
+                recordings = [branch.lane.recording for branch in (one.branch, again)]
+                assert len({recording and (recording.base, recording.end) for recording in recordings}) == 1
+
     # ---- helpers --------------------------------------------------------------------------------------------------
 
     def pick(self, number: int) -> Known:
@@ -213,16 +243,17 @@ class Sessions(RuleBasedStateMachine):
         (branch,) = parent.branch.fork(at=length)
         return Known(branch, parent.path[:length], min(parent.num_prompt, length), parent.exact)
 
-    def settle(self, one: Known, n: int, how: dict[str, Any], cancelled: bool = False) -> None:
+    def settle(self, one: Known, n: int, how: How, cancelled: bool = False) -> None:
         """The branch has the reference's tokens, all of them unless it was cancelled; then note its rejected drafts."""
-        branch, before = one.branch, len(one.path)
+        branch, before, sampling = one.branch, len(one.path), SAMPLINGS[how.sampling]
         if one.exact:
-            truth = self.truth.continuation(one.path, n, how["sampling"], one.num_prompt)
+            truth = self.truth.continuation(one.path, n, sampling, one.num_prompt)
             assert branch.tokens[before:] == (truth[: branch.length - before] if cancelled else truth)
         one.path, one.ended = branch.tokens, branch.finish_reason is not None
-        assert one.ended == (one.path[-1] in how["sampling"].stop_tokens and len(one.path) > before)
-        if how["final"] and not cancelled:
-            assert branch.lane.computed == len(one.path)
+        assert one.ended == (one.path[-1] in sampling.stop_tokens and len(one.path) > before)
+        if how.final and not cancelled:
+            assert branch.states[-1] is TokenState.ACCEPTED
+            assert branch.lane.recording is None or branch.activations.end == len(one.path)
         noted = {other.branch.id for other in self.rejected}
         for other in branch.rejected:
             if other.id not in noted:

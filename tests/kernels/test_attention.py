@@ -167,7 +167,7 @@ def test_errors_say_what_is_wrong(case):
         attention(s.q[:, :3].contiguous(), s.k, s.v, s.rows, 0.3)
     with pytest.raises(ValueError, match="position is torch.int64; expected int32"):
         Rows(s.rows.sequence, s.rows.position.long(), s.rows.page_table)
-    with pytest.raises(ValueError, match="cannot hold the 2 query heads"):
+    with pytest.raises(ValueError, match="cannot hold 1 rows of 2 query heads"):
         attention(s.q, s.k, s.v, s.rows, 0.3, tile=AttentionTile(1, 4, 1))
     with pytest.raises(ValueError, match="3 tiles do not fit a plan of 2"):
         plan_tiles([0, 1, 2], 4, capacity=2)

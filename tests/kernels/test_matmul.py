@@ -20,7 +20,6 @@ GPU_TILES = [
     GemmTile(128, 128, 64, 8, 3),
     GemmTile(128, 256, 64, 8, 3, persistent=True),
     GemmTile(128, 128, 64, 8, 4, persistent=True),
-    GemmTile(128, 256, 64, 4, 3, persistent=True, specialize=True),
 ]
 
 

@@ -9,7 +9,6 @@ from rich.table import Table
 from replaylens.engine import zoo
 from replaylens.engine.lens import LensLayer, next_token_by_layer
 from replaylens.engine.model import Decoder
-from replaylens.engine.train import Part
 from replaylens.tasks import Example, WordTokenizer
 
 MODEL = "coin-plain"
@@ -31,26 +30,20 @@ def demo(
         console.print(_layers(example, next_token_by_layer(model, tokenizer, example.prompt)))
 
 
-def picture(start: str) -> Part:
-    """The coin in the picture's sentence, from one start face."""
-    return Part("coin", 1, (("rendering", "picture"), ("start", start)))
-
-
 def _accuracy(model: Decoder, tokenizer: WordTokenizer, number: int) -> Table:
     table = Table(title=f"Right answers to held-out questions ({number} per cell)")
     table.add_column("actors", justify="right")
     for face in FACES:
         table.add_column(f"from {face}", justify="right")
     for length in LENGTHS:
-        tests = [zoo.held_out(picture(face), length, number) for face in FACES]
-        shares = [sum(zoo.solved(model, tokenizer, test)) / number for test in tests]
-        table.add_row(str(length), *(f"{share:.1%}" for share in shares))
+        tests = [zoo.held_out(zoo.TESTS[f"picture, from {face}"], length, number) for face in FACES]
+        table.add_row(str(length), *(f"{zoo.accuracy(model, tokenizer, test):.1%}" for test in tests))
     return table
 
 
 def _to_show(number: int) -> list[Example]:
     """Examples of 2, 3, 4, ... actors, from heads and tails in turn."""
-    return [zoo.held_out(picture(FACES[i % 2]), 2 + i % 7, i + 1)[-1] for i in range(number)]
+    return [zoo.held_out(zoo.TESTS[f"picture, from {FACES[i % 2]}"], 2 + i % 7, i + 1)[-1] for i in range(number)]
 
 
 def _layers(example: Example, layers: list[LensLayer]) -> Table:

@@ -1,5 +1,6 @@
 """`replaylens train`: make one of the embedded models anew."""
 
+import platform
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,14 @@ from tqdm import tqdm
 
 from replaylens.engine import train as trainer
 from replaylens.engine import zoo
-from replaylens.engine.errors import EngineError
 from replaylens.engine.model import Decoder
 from replaylens.engine.train import Recipe
 from replaylens.engine.weights import weights_hash
 
 STATE_FILE = "training.safetensors"
 CARD_FILE = "card.md"
+CARD_EXAMPLES = 500
+CARD_LENGTHS = range(1, 17)
 
 
 def train(
@@ -30,15 +32,14 @@ def train(
 ) -> None:
     """Train an embedded model from scratch. Same recipe, same machine: same bits, also after an interruption."""
     folder = out or Path("trained") / name
-    try:
-        recipe = changed(zoo.recipe(name), steps, seed)
-        check_device(device)
-        check_folder(folder, resume)
-        model, seconds = run(recipe, device, folder / STATE_FILE, name)
-    except EngineError as error:
-        raise typer.BadParameter(str(error)) from error
+    recipe = changed(zoo.recipe(name), steps, seed)
+    check_device(device)
+    check_folder(folder, resume)
+    model, seconds = run(recipe, device, folder / STATE_FILE, name)
     zoo.save(model, recipe.tokenizer(), folder)
-    (folder / CARD_FILE).write_text(card(name, recipe, model, device, seconds), encoding="utf-8")
+    command = f"replaylens train {name} --steps {recipe.steps} --seed {recipe.seed} --device {device}"
+    text = card(name, recipe, model, f"`{command}`, {seconds:.0f} s on {machine(device)}")
+    (folder / CARD_FILE).write_text(text, encoding="utf-8")
     (folder / STATE_FILE).unlink(missing_ok=True)
     typer.echo(f"{folder}: weights {weights_hash(model)}")
 
@@ -77,3 +78,58 @@ def run(recipe: Recipe, device: str, state: Path, name: str) -> tuple[Decoder, f
 
         model = trainer.train(recipe, device, state, after_step=show)
     return model, time.monotonic() - start
+
+
+def machine(device: str) -> str:
+    """Device and PyTorch version: what the bits of a trained model depend on, beside its recipe."""
+    if device == "cuda":
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def card(name: str, recipe: Recipe, model: Decoder, made: str) -> str:
+    """What the model is, how it was made (`made`), and how well it does, measured here and now, as Markdown."""
+    return "\n".join([f"# {name}", "", *_facts(recipe, model, made), "", "## Accuracy", "", *_accuracies(recipe, model), ""])
+
+
+def _facts(recipe: Recipe, model: Decoder, made: str) -> list[str]:
+    c, whole = recipe.config, sum(part.weight for part in recipe.parts)
+    shares = [f"{dict(part.knobs).get('rendering', part.task)} {part.weight / whole:.0%}" for part in recipe.parts]
+    betas = f"betas {trainer.BETAS[0]} and {trainer.BETAS[1]}, weight decay {trainer.WEIGHT_DECAY}"
+    rising = f"the longest text grows from 1 actor to {recipe.longest} over the first {recipe.curriculum:.0%} of the steps"
+    return [
+        "| | |",
+        "|---|---|",
+        f"| model | {c.num_layers} layers, d_model {c.d_model}, {c.num_heads} heads of {c.d_head}, gated MLP of {c.d_mlp}, "
+        f"rotary positions, RMSNorm, tied embeddings; {sum(x.numel() for x in model.parameters()):,} weights, float32 |",
+        f"| data | the task `{recipe.parts[0].task}` in its renderings {', '.join(shares)} of every batch; 1 to "
+        f"{recipe.longest} actors, each flips with probability 1/2; start face random; training names only; "
+        f"{recipe.pool} examples per rendering and length |",
+        "| held out | every eighth prompt, by its hash, whatever the seed |",
+        f"| loss | next token at every position; a token after the prompt counts {recipe.completion_weight:g}, others 1 |",
+        f"| run | {recipe.steps} steps of {recipe.batch} texts, seed {recipe.seed}; {rising} |",
+        f"| optimizer | AdamW, {betas}; peak learning rate {recipe.lr:g} after {recipe.warmup} steps, cosine down to "
+        f"{trainer.FINAL_LR:.0%}; initial matrices scaled by {recipe.init_scale:g} |",
+        f"| made by | {made} |",
+        f"| weights | `{weights_hash(model)}` |",
+    ]
+
+
+def _accuracies(recipe: Recipe, model: Decoder) -> list[str]:
+    """One line per number of actors. Short questions are few, so the number of different ones is told, too."""
+    tokenizer = recipe.tokenizer()
+    lines = [
+        f"Percent of {CARD_EXAMPLES} held-out examples per cell whose greedy completion is right up to and including the",
+        "answer; in `steps` that is the whole chain of thought. Lengths above "
+        f"{recipe.longest} were never trained on. `prompts`: how many",
+        "different prompts the examples of a line have, least of all columns.",
+        "",
+        f"| actors | {' | '.join(zoo.TESTS)} | prompts |",
+        "|---:" * (len(zoo.TESTS) + 2) + "|",
+    ]
+    for length in CARD_LENGTHS:
+        tests = [zoo.held_out(part, length, CARD_EXAMPLES) for part in zoo.TESTS.values()]
+        shares = [f"{zoo.accuracy(model, tokenizer, test):.1%}" for test in tests]
+        prompts = min(len({example.root for example in test}) for test in tests)
+        lines.append(f"| {length} | {' | '.join(shares)} | {prompts} |")
+    return lines

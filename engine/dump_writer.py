@@ -1,0 +1,286 @@
+"""`DumpWriter`: writes a dump shard by shard; can be stopped anywhere and resumed; several can work on one dump.
+
+| file                      | while writing                                  | when finished             |
+|---------------------------|------------------------------------------------|---------------------------|
+| plan.json                 | plan and fingerprint; written first            | removed                   |
+| shard-K.safetensors       | whole as soon as it is there                   | stays                     |
+| part-K.parquet            | the shard's index                              | merged into index.parquet |
+| part-K.json               | written last: shard K is done; holds its hashes| merged into manifest.json |
+| lock-I-of-N               | held by the writer of every N-th shard         | removed                   |
+
+One shard is in memory at a time, whatever the number of examples.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm.auto import tqdm
+
+from replaylens.engine.dump_content import CORE, LOCATORS, Content, concatenate, count_accepted
+from replaylens.engine.dump_lock import FINISH, DumpLock, lock_name
+from replaylens.engine.dump_maker import ShardMaker
+from replaylens.engine.dump_manifest import INDEX, MANIFEST, MOST_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
+from replaylens.engine.dump_plan import DumpPlan
+from replaylens.engine.dump_shard import write_shard
+from replaylens.engine.dump_store import TEMPORARY, Store
+from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, OtherFingerprint, OtherPlan, ReplayMismatch
+from replaylens.engine.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from replaylens.engine.dump import Dump
+    from replaylens.engine.engine import Engine
+
+PLAN = "plan.json"
+Part = tuple[int, int]
+"""(i, n): write every n-th shard, from number i on"""
+_MOST_PART = 1 << 28
+_COMPRESSION = "zstd"
+
+
+def write_dump(
+    engine: "Engine",
+    plan: DumpPlan,
+    path: str | Path,
+    *,
+    batch: int = 32,
+    resume: bool = False,
+    part: Part = (0, 1),
+    progress: bool = False,
+) -> "Dump | None":
+    """Replay the plan's examples into a dump; the finished dump, or None while other writers' shards are missing.
+
+    batch   examples worked on together; no influence on any bit
+    resume  go on with what is there; shards whose hash verifies are kept
+    part    (i, n): write every n-th shard only; n such calls, in any processes, make the dump together
+    """
+    maker = ShardMaker(engine, plan, batch)
+    writer = DumpWriter(path, plan, engine.fingerprint)
+    return writer.write(maker.make, maker.sites, resume=resume, part=part, progress=progress)
+
+
+Make = Callable[[int, Callable[[int], object]], Content]
+"""(shard number, told how many examples are done) -> the shard's content"""
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """What is known of a finished shard before the dump is."""
+
+    shard: ShardEntry
+    index: IndexEntry
+    sites: dict[str, SiteEntry]
+
+
+class DumpWriter:
+    """Files of one dump in the making. Knows nothing of models: content comes from a maker, here or on another machine."""
+
+    def __init__(self, path: str | Path, plan: DumpPlan, fingerprint: Fingerprint) -> None:
+        self.store, self.plan, self.fingerprint = Store(path), plan, fingerprint
+
+    def write(
+        self,
+        make: Make,
+        describe: Callable[[Content], dict[str, SiteEntry]],
+        *,
+        resume: bool = False,
+        part: Part = (0, 1),
+        progress: bool = False,
+    ) -> "Dump | None":
+        """Make and write every missing shard of this part, then finish the dump if all shards of all parts are there."""
+        with self.writing(part, resume) as missing, self.progress_bar(missing, part, progress) as bar:
+            for number in missing:
+                self.write_shard(number, content := make(number, bar.update), describe(content))
+        return self.finish()
+
+    @contextmanager
+    def writing(self, part: Part, resume: bool) -> Iterator[list[int]]:
+        """Holds the part's lock, and gives the numbers of the shards that are to be written."""
+        self.numbers(part)
+        self.store.make()
+        with DumpLock(self.store, lock_name(part)):
+            yield self.begin(part, resume)
+
+    def progress_bar(self, missing: list[int], part: Part, shown: bool) -> Any:
+        total = sum(len(self.plan.indices(number)) for number in self.numbers(part))
+        done = total - sum(len(self.plan.indices(number)) for number in missing)
+        return tqdm(total=total, initial=done, unit="example", desc="dump", disable=not shown)
+
+    def numbers(self, part: Part) -> range:
+        """The shards of a part."""
+        i, n = part
+        if not 0 <= i < n:
+            raise BadRequest(f"part {i}/{n}: give i/n with 0 <= i < n")
+        return range(i, self.plan.num_shards, n)
+
+    # ---- beginning ----------------------------------------------------------------------------------------------
+
+    def begin(self, part: Part, resume: bool) -> list[int]:
+        """Check that what lies there is ours to go on with; the shards that are still to be written."""
+        there = self.store.sizes()
+        if (MANIFEST in there or PLAN in there) and not resume and part[1] == 1:
+            state = "a finished dump" if MANIFEST in there else "an unfinished dump"
+            raise DumpExists(f"{self.store.url} holds {state}: resume it, or write elsewhere")
+        if MANIFEST in there:
+            manifest = Manifest.from_bytes(self.store.read(MANIFEST, MOST_BYTES), self.store.url)
+            self._check_same(manifest.plan, manifest.fingerprint)
+            if not self._reopen_if_damaged(manifest):
+                return []
+        elif not self.store.create(PLAN, self._head()):
+            self._check_plan()
+        return [number for number in self.numbers(part) if not self.is_done(number)]
+
+    def _head(self, digest: str | None = None) -> bytes:
+        head = {"fingerprint": asdict(self.fingerprint), "plan": self.plan.to_json(), "digest": digest}
+        return json.dumps(head, indent=1).encode()
+
+    def _check_plan(self) -> None:
+        raw = self._read_head()
+        self._check_same(*raw[:2])
+
+    def _read_head(self) -> tuple[DumpPlan, Fingerprint, str | None]:
+        """Plan, fingerprint, and the digest that a damaged dump had before it was reopened."""
+        try:
+            raw = json.loads(self.store.read(PLAN, _MOST_PART))
+            return DumpPlan.from_json(raw["plan"]), Fingerprint(**raw["fingerprint"]), raw.get("digest")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadDump(f"{self.store.url}/{PLAN} is damaged ({error}): delete the folder and begin again") from None
+
+    def _check_same(self, plan: DumpPlan, fingerprint: Fingerprint) -> None:
+        if differences := self.plan.differences(plan):
+            raise OtherPlan(f"{self.store.url} was begun with other options: {'; '.join(differences)}")
+        if differences := self.fingerprint.differences(fingerprint):
+            raise OtherFingerprint(f"{self.store.url} was begun under another fingerprint: {'; '.join(differences)}")
+
+    def is_done(self, number: int) -> bool:
+        """Whether a shard and its index are there, whole: sizes and hashes are those that were noted."""
+        part = self.part(number)
+        return (
+            part is not None and self._is_whole(shard_name(number), part.shard) and self._is_whole(_index(number), part.index)
+        )
+
+    def _is_whole(self, name: str, entry: ShardEntry | IndexEntry) -> bool:
+        try:
+            return int(self.store.fs.size(self.store.path(name))) == entry.bytes and self.store.sha256(name) == entry.sha256
+        except FileNotFoundError:
+            return False
+
+    def part(self, number: int) -> ShardPart | None:
+        """The note on a finished shard; None where there is none, or none that can be read."""
+        try:
+            raw = json.loads(self.store.read(_note(number), _MOST_PART))
+            sites = {
+                name: SiteEntry(**{**site, "shape": tuple(site["shape"]), "aliases": tuple(site["aliases"])})
+                for name, site in raw["sites"].items()
+            }
+            return ShardPart(ShardEntry(**raw["shard"]), IndexEntry(**raw["index"]), sites)
+        except (BadDump, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    # ---- one shard ----------------------------------------------------------------------------------------------
+
+    def write_shard(self, number: int, content: Content, sites: dict[str, SiteEntry]) -> None:
+        """Write one shard: its tensors, its index, and last the note that both are there."""
+        indices = self.plan.indices(number)
+        digest, accepted_digest = content.digests()
+        with self.store.writing(shard_name(number)) as file:
+            write_shard(file, content.tensors)
+        entry = ShardEntry(
+            name=shard_name(number),
+            first_example=indices[0],
+            last_example=indices[-1],
+            rows=len(content),
+            accepted_rows=count_accepted(content.index),
+            bytes=file.num_bytes,
+            sha256=file.sha256,
+            digest=digest,
+            accepted_digest=accepted_digest,
+        )
+        index = content.index.append_column("shard", pa.array([number] * len(content), pa.int32()))
+        self._write_part(number, entry, index.append_column("row", pa.array(range(len(content)), pa.int64())), sites)
+
+    def _write_part(self, number: int, entry: ShardEntry, table: pa.Table, sites: dict[str, SiteEntry]) -> None:
+        with self.store.writing(_index(number)) as file:
+            pq.write_table(table, file, compression=_COMPRESSION)
+        note = ShardPart(entry, IndexEntry(len(table), file.num_bytes, file.sha256), sites)
+        self.store.write(_note(number), json.dumps(asdict(note)).encode())
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def finish(self) -> "Dump | None":
+        """If every shard is there: merge the indices, write the manifest, clean up. Any writer may do it; one does."""
+        from replaylens.engine.dump import Dump
+
+        if not self.store.exists(MANIFEST):
+            parts = [self.part(number) for number in range(self.plan.num_shards)]
+            whole = [part for part in parts if part is not None]
+            if len(whole) < len(parts):
+                return None
+            try:
+                with DumpLock(self.store, FINISH):
+                    if not self.store.exists(MANIFEST):
+                        self._merge(whole)
+            except DumpLocked:
+                return None  # another writer is at it
+        self._clean_up()
+        return Dump.open(self.store.url)
+
+    def _merge(self, parts: list[ShardPart]) -> None:
+        """Write index and manifest. A row group of the index is a shard; shards without rows have none."""
+        if any(part.sites != parts[0].sites for part in parts):
+            raise BadDump(f"{self.store.url}: its shards do not hold the same sites")
+        schema = concatenate([self._read_part(number).slice(0, 0) for number in range(len(parts))]).schema
+        labels = {field.name: str(field.type) for field in schema if field.name not in (*CORE.names, *LOCATORS)}
+        with self.store.writing(INDEX) as file, pq.ParquetWriter(file, schema, compression=_COMPRESSION) as merged:
+            for number in range(len(parts)):
+                table = self._read_part(number).cast(schema)
+                if len(table):
+                    merged.write_table(table, row_group_size=len(table))
+        index = IndexEntry(sum(part.shard.rows for part in parts), file.num_bytes, file.sha256)
+        shards = tuple(part.shard for part in parts)
+        manifest = Manifest(self.plan, self.fingerprint, parts[0].sites, labels, index, shards)
+        before = self._read_head()[2]
+        if before not in (None, manifest.digest):
+            raise ReplayMismatch(f"{self.store.url}: repaired, the dump has digest {manifest.digest}; before it was {before}")
+        self.store.write(MANIFEST, manifest.to_bytes())
+
+    def _read_part(self, number: int) -> pa.Table:
+        with self.store.fs.open(self.store.path(_index(number)), "rb") as file:
+            return pq.read_table(file)
+
+    def _clean_up(self) -> None:
+        """Remove what only the writing needed. Locks are left to their holders."""
+        for name in self.store.sizes():
+            if name == PLAN or name.startswith("part-") or name.endswith(TEMPORARY):
+                self.store.remove(name)
+
+    def _reopen_if_damaged(self, manifest: Manifest) -> bool:
+        """Make a finished dump with damaged files an unfinished one, whose good shards count as done. Whether it was."""
+        broken = {i for i, entry in enumerate(manifest.shards) if not self._is_whole(entry.name, entry)}
+        index_is_whole = self._is_whole(INDEX, manifest.index)
+        if not broken and index_is_whole:
+            return False
+        self.store.write(PLAN, self._head(manifest.digest))
+        if index_is_whole:
+            with self.store.fs.open(self.store.path(INDEX), "rb") as file:
+                groups = pq.ParquetFile(file)
+                filled = [i for i, entry in enumerate(manifest.shards) if entry.rows]
+                for group, i in enumerate(filled):
+                    if i not in broken:
+                        self._write_part(i, manifest.shards[i], groups.read_row_group(group), manifest.sites)
+        self.store.remove(MANIFEST)
+        self.store.remove(INDEX)
+        return True
+
+
+def _index(number: int) -> str:
+    return f"part-{number:05d}.parquet"
+
+
+def _note(number: int) -> str:
+    return f"part-{number:05d}.json"

@@ -1,0 +1,327 @@
+"""Drafters: none of them changes a token or a bit; what they gain adds up; all but `self` draft by the path alone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replaylens.engine.branch import Branch
+from replaylens.engine.certificates import certificate_for
+from replaylens.engine.drafters import Chains, DraftCall, ModelDrafter, NgramDrafter
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import NonFinite
+from replaylens.engine.lane import Job, Statistics
+from replaylens.engine.model import Decoder
+from replaylens.engine.runner import Runner
+from replaylens.engine.sampling import Sampling
+from replaylens.engine.verify import Verdict, judge
+from tests.engine.packed import one_thread  # noqa: F401
+from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy
+
+DRAFTERS = ("self", "lens", "ngram", "tree", "model", "forced")
+REPRODUCIBLE = ("lens", "ngram", "tree", "model")
+HOT = Sampling(temperature=0.9, seed=21, repetition_penalty=1.1)
+
+
+@pytest.fixture(scope="module")
+def small() -> Decoder:
+    """The draft model: other weights, one layer."""
+    return random_model(1, num_layers=1)
+
+
+def subject_with(small: Decoder, **options: object) -> Engine:
+    return engine(draft_model=small, **options)
+
+
+def watch_drafts(subject: Engine) -> dict[int, list[tuple[int, Chains]]]:
+    """Will hold, per branch, where it drafted what."""
+    drafts: dict[int, list[tuple[int, Chains]]] = {}
+
+    def listen(event: dict[str, object]) -> None:
+        if event["event"] == "draft":
+            drafts.setdefault(event["branch"], []).append((event["at"], event["chains"]))  # type: ignore[arg-type,call-overload]
+
+    subject.loop.listeners.append(listen)
+    return drafts
+
+
+def assert_adds_up(statistics: Statistics, tokens: int) -> None:
+    assert statistics.drafted == statistics.accepted + statistics.rejected
+    assert statistics.tokens == tokens
+    assert statistics.accepted <= statistics.tokens <= statistics.accepted + statistics.passes
+    assert statistics.passes <= tokens
+    if statistics.drafted:
+        assert statistics.acceptance == statistics.accepted / statistics.drafted
+
+
+# ---- the promise ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), HOT], ids=["greedy", "hot"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_no_drafter_and_no_window_changes_anything(small: Decoder, drafter: str, sampling: Sampling) -> None:
+    """Tokens, KV and statistics for windows from 1 to more than is wanted."""
+    prompt = [4, 5, 6, 4, 5]
+    truth = continuation(toy(), prompt, 14, sampling)
+    kv = Reference(toy(), prompt + truth).kv
+    subject = subject_with(small)
+    for window in (1, 2, 3, 8, 14, 30, None):
+        branch = subject.prompt(prompt)
+        given = {at: [truth[at - 5 : at - 3], [VOCAB - 1]] for at in range(5, 19, 2)} if drafter == "forced" else None
+        branch.generate(14, sampling=sampling, drafter=drafter, window=window, drafts=given)
+        assert branch.generated == truth
+        assert torch.equal(branch.kv(), kv[: branch.lane.computed])
+        assert_adds_up(branch.statistics, 14)
+        assert branch.statistics.drafted == 0 or window != 1 or drafter == "forced", "a window of 1 decodes directly"
+        branch.release()
+    subject.check_integrity()
+
+
+def test_requests_with_different_drafters_run_together(small: Decoder) -> None:
+    subject = subject_with(small)
+    prompts = [[i, i + 1, i + 2] for i in range(len(DRAFTERS))]
+    branches = subject.prompts(prompts)
+    jobs = [Job(b.lane, 10, drafter=d, window=4) for b, d in zip(branches, DRAFTERS, strict=True)]
+    for job in jobs:
+        subject.loop.submit(job)
+    subject.loop.run(jobs)
+    for branch, prompt, job in zip(branches, prompts, jobs, strict=True):
+        assert branch.generated == continuation(toy(), prompt, 10)
+        assert_adds_up(job.statistics, 10)
+
+
+def test_statistics_add_up_over_calls_and_rejected_branches(small: Decoder) -> None:
+    """A branch counts all its calls; each rejected draft token stands on exactly one rejected branch."""
+    subject = subject_with(small)
+    for drafter in ("lens", "tree", "model"):
+        branch = subject.prompt([1, 2, 3], sites="S", keep_rejected=True)
+        for n in (3, 7, 1, 9):
+            branch.generate(n, drafter=drafter, window=4)
+        assert_adds_up(branch.statistics, 20)
+        left = [r.length - subject.tree.branch(r.id).fork_position for r in branch.rejected]
+        assert sum(left) == branch.statistics.rejected > 0
+
+
+# ---- who is accepted ----------------------------------------------------------------------------------------------------
+
+
+def test_self_drafts_are_nearly_all_accepted() -> None:
+    """The fast path rounds differently and says the same: that is the premise of verified speculation."""
+    model = random_model(3, num_layers=4, d_model=128, num_heads=4, num_kv_heads=4, d_head=32, d_mlp=256, rotary_dim=32)
+    branches = engine(model, page_size=16, canary=False).prompts([[i, 2 * i % VOCAB, 5] for i in range(4)])
+    branches[0].engine.generate(branches, 60, window=8)
+    drafted, accepted = (sum(getattr(b.statistics, name) for b in branches) for name in ("drafted", "accepted"))
+    assert drafted >= 200 and accepted >= 0.95 * drafted
+
+
+def test_ngram_drafts_are_accepted_on_repetitive_text() -> None:
+    """The model walks round 1 2 3 4 5; once it has been round, its own past is a perfect guess."""
+    subject = engine(scripted_model({5: 1}))
+    branch = subject.prompt([1, 2, 3, 4, 5, 1, 2]).generate(40, drafter="ngram", window=5)
+    assert branch.statistics.acceptance == 1.0 and branch.statistics.passes == 40 // 5
+    fresh = subject.prompt([1, 2, 3]).generate(2, drafter="ngram", window=5)
+    assert fresh.statistics.drafted == 0, "control: nothing to repeat yet"
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(1, 5))
+def test_ngram_repeats_what_followed_the_longest_latest_match(path: list[int], count: int) -> None:
+    ((chain,),) = NgramDrafter(3).propose([DraftCall(path, 0, count, Sampling(), [], 0)])
+    matches = [
+        (size, at)
+        for size in (3, 2, 1)
+        for at in range(len(path) - size)
+        if size < len(path) and path[at : at + size] == path[-size:]
+    ]
+    if not matches:
+        assert chain == []
+    else:
+        size, at = max(matches)
+        assert chain == path[at + size :][:count]
+
+
+def test_right_forced_drafts_are_all_accepted_and_wrong_ones_not() -> None:
+    prompt, n = [1, 2, 3], 12
+    truth = continuation(toy(), prompt, n)
+    right = {3 + at: [truth[at : at + 3]] for at in range(n)}
+    branch = engine().prompt(prompt).generate(n, drafter="forced", drafts=right)
+    assert branch.generated == truth and branch.statistics.rejected == 0
+    assert branch.statistics.passes == n // 4, "three drafts and the verifier's own token each"
+    wrong = {3 + at: [[(t + 1) % VOCAB for t in truth[at : at + 3]]] for at in range(n)}
+    branch = engine().prompt(prompt).generate(n, drafter="forced", drafts=wrong)
+    assert branch.generated == truth and branch.statistics.accepted == 0
+    assert branch.statistics.passes == n, "the verifier's own token each"
+
+
+def test_tree_follows_a_sibling() -> None:
+    """Where the early exit's second or third choice is right, the pass still gains more than one token."""
+    subject = engine(tree_width=3)
+    drafts = watch_drafts(subject)
+    verdicts: list[dict[str, object]] = []
+    subject.loop.listeners.append(lambda e: verdicts.append(e) if e["event"] == "verdict" else None)
+    branches = subject.prompts([[i, i + 1] for i in range(6)])
+    subject.generate(branches, 20, drafter="tree", window=4)
+    for branch, prompt in zip(branches, [[i, i + 1] for i in range(6)], strict=True):
+        assert branch.generated == continuation(toy(), prompt, 20)
+    assert any(v["chain"] and v["accepted"] for v in verdicts), "a sibling was followed"
+    for _, chains in (entry for entries in drafts.values() for entry in entries):
+        assert len(chains) == 3 and len({chain[0] for chain in chains}) == 3
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_judge_accepts_the_longest_right_beginning(data: st.DataObject) -> None:
+    """For any truth and any siblings with different first tokens."""
+    truth = data.draw(st.lists(st.integers(0, 3), min_size=6, max_size=6))
+    chains = data.draw(
+        st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=3, unique_by=lambda chain: chain[0])
+    )
+
+    def choose(chain: int, row: int) -> int:
+        assert chains[chain][:row] == truth[:row], "not asked about rows after a mismatch"
+        return truth[row]
+
+    def stands(chain: list[int]) -> int:
+        return next((i for i, (a, b) in enumerate(zip(chain, truth, strict=False)) if a != b), len(chain))
+
+    accepted = max(map(stands, chains))
+    followed = next((i for i, chain in enumerate(chains) if stands(chain) == accepted > 0), 0)
+    assert judge(chains, choose) == Verdict(followed, accepted, truth[accepted])
+
+
+# ---- reproducible drafts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", REPRODUCIBLE)
+def test_a_reproducible_drafter_proposes_the_same_in_any_batch(small: Decoder, drafter: str) -> None:
+    """Hence the rejected branches are functions of the path, too."""
+    prompts = [[1, 2, 3, 1, 2], [9, 8, 7], [4] * 9, [5, 6]]
+
+    def run(together: bool, **options: object) -> list[list[tuple[int, Chains]]]:
+        subject = subject_with(small, **options)
+        drafts = watch_drafts(subject)
+        branches = subject.prompts(prompts)
+        for group in [branches] if together else [[b] for b in branches]:
+            subject.generate(group, 12, drafter=drafter, sampling=HOT)
+        return [drafts[b.id] for b in branches]
+
+    alone = run(together=False)
+    assert run(together=True) == alone
+    assert run(together=True, page_size=16, max_rows=40) == alone
+    assert run(together=True, cache_tokens=48) == alone, "also when requests wait, or lose their pages"
+
+
+def drafts_after(drafter: ModelDrafter, path: list[int], branch: int, count: int = 4) -> list[int]:
+    ((chain,),) = drafter.propose([DraftCall(path, 2, count, Sampling(), [], branch)])
+    return chain
+
+
+def fresh(small: Decoder, num_pages: int = 64) -> ModelDrafter:
+    return ModelDrafter(Runner(small, certificate_for(small), num_pages, 4), VOCAB)
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_the_model_drafter_stays_in_step(small: Decoder, data: st.DataObject) -> None:
+    """After any history of forks, rollbacks and other branches it drafts what a fresh one drafts, with few pages too."""
+    kept = fresh(small, num_pages=data.draw(st.sampled_from([8, 12, 64])))
+    paths = {0: [1, 2, 3], 1: [1, 2, 3, 4, 5]}
+    for _ in range(data.draw(st.integers(1, 8))):
+        branch = data.draw(st.sampled_from(sorted(paths)))
+        path = paths[branch]
+        match data.draw(st.sampled_from(["grow", "cut", "fork"])):
+            case "grow":
+                path += data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
+            case "cut":
+                del path[data.draw(st.integers(1, len(path))) :]
+            case "fork":
+                branch = len(paths)
+                paths[branch] = path = path[: data.draw(st.integers(1, len(path)))]
+        del path[26:]
+        assert drafts_after(kept, list(path), branch) == drafts_after(fresh(small), list(path), 0)
+        used = [table for table, _ in kept._known.values()]
+        kept.runner.pool.check_integrity(used)
+
+
+def test_the_model_drafter_after_rollbacks_and_forks_of_branches(small: Decoder) -> None:
+    """The same through the engine: what it drafts on a rolled-back branch and on forks is what a fresh one drafts."""
+    subject = subject_with(small)
+    drafts = watch_drafts(subject)
+    branch = subject.prompt([1, 2, 3]).generate(9, drafter="model", window=4)
+    branch.rollback(6).force([7, 7]).generate(6, drafter="model", window=4)
+    (fork,) = branch.fork(at=5)
+    fork.generate(6, drafter="model", window=4)
+    for one in (branch, fork):
+        at, chains = drafts[one.id][-1]
+        expected = drafts_after(fresh(small), one.tokens[:at], 0, len(chains[0]))
+        assert chains == [expected]
+    assert branch.generated[5:] == continuation(toy(), branch.tokens[:8], 6)
+    assert fork.generated == continuation(toy(), [1, 2, 3], 8)
+
+
+def test_the_model_drafter_has_room_for_fewer_branches_than_the_engine(small: Decoder) -> None:
+    """Forks share the prefix's pages in the engine, but not in the draft model's cache: it drafts for some at a time."""
+    subject = subject_with(small, cache_tokens=128)
+    prefix = [(5 * i) % VOCAB for i in range(60)]
+    forks = subject.prompt(prefix).fork(8)
+    drafts = watch_drafts(subject)
+    subject.generate(forks, 5, drafter="model")
+    truth = continuation(toy(), prefix, 5)
+    assert [fork.generated for fork in forks] == [truth] * 8
+    chains = [drafts[fork.id][0][1] for fork in forks]
+    assert chains == [[drafts_after(fresh(small), prefix, 0)]] * 8
+
+
+# ---- a drafter cannot fail a request ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("longest", [8, 9, 10, 11, 12, 16])
+def test_a_draft_model_with_fewer_positions(longest: int) -> None:
+    """Beyond its last position it proposes nothing, and the request goes on."""
+    short = random_model(1, num_layers=1, max_positions=longest)
+    subject = engine(draft_model=short)
+    drafts = watch_drafts(subject)
+    branch = subject.prompt([1, 2, 3, 4, 5, 6]).generate(20, drafter="model", window=4)
+    assert branch.generated == continuation(toy(), [1, 2, 3, 4, 5, 6], 20)
+    ends = [at + len(chains[0]) for at, chains in drafts[branch.id] if chains[0]]
+    assert ends and max(ends) <= longest + 1, "its last row may say one token more"
+
+
+def test_a_draft_model_with_nan() -> None:
+    broken = random_model(1, num_layers=1)
+    broken.embed[2] = float("inf")
+    subject = engine(draft_model=broken)
+    branch, other = subject.prompts([[1, 2, 3], [4, 5, 6]])
+    with pytest.raises(NonFinite):
+        drafts_after(fresh(broken), [1, 2, 3], 0)
+    subject.generate([branch, other], 10, drafter="model", window=4)
+    assert branch.generated == continuation(toy(), [1, 2, 3], 10) and branch.statistics.drafted == 0
+    assert other.generated == continuation(toy(), [4, 5, 6], 10) and other.statistics.drafted > 0
+    subject.check_integrity()
+
+
+@pytest.mark.parametrize("drafter", ["tree", "lens", "self", "model"])
+def test_drafts_that_do_not_fit_into_the_cache(small: Decoder, drafter: str) -> None:
+    """A cache with room for the path, but not for its window and siblings: slower, and the same tokens."""
+    subject = subject_with(small, cache_tokens=12, tree_width=4)
+    branch = subject.prompt([1, 2, 3]).generate(9, drafter=drafter, window=8)
+    assert branch.generated == continuation(toy(), [1, 2, 3], 9)
+    assert_adds_up(branch.statistics, 9)
+    subject.check_integrity()
+
+
+def kept_rejected(branch: Branch) -> list[Branch]:
+    return [other for other in branch.rejected if other.lane.table.pages]
+
+
+@pytest.mark.parametrize("drafter", ["lens", "tree", "model"])
+def test_rejected_drafts_have_canonical_rows_and_pages(small: Decoder, drafter: str) -> None:
+    sites = ("blocks.0.hook_in", "blocks.1.hook_out")
+    branch = subject_with(small).prompt([1, 2, 3], sites=sites, keep_rejected=True)
+    branch.generate(12, drafter=drafter, window=4, keep_rejected=True)
+    assert len(kept_rejected(branch)) == len(branch.rejected) > 0
+    for other in branch.rejected:
+        truth = Reference(toy(), other.tokens, sites)
+        at = branch.engine.tree.branch(other.id).fork_position
+        assert torch.equal(other.kv(), truth.kv)
+        assert other.activations.positions() == list(range(at, other.length))
+        assert all(torch.equal(other.activations[site], truth.rows[site][at:]) for site in sites)
