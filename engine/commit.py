@@ -29,8 +29,11 @@ class Committer:
         self.lenses: dict[str, TunedLens] = {}
         """tuned lenses that captures may ask for, by digest"""
 
-    def commit(self, turn: Turn, outcome: Outcome, tap: PassTap, result: PassResult) -> None:
-        """Mutates tree, lane, pages and recording. Precondition: the pass over the turn's segments has been run."""
+    def commit(self, turn: Turn, outcome: Outcome, tap: PassTap, result: PassResult | None) -> None:
+        """Mutates tree, lane, pages and recording. Precondition: the turn's rows have been computed.
+
+        `result` is the pass that did it; None after a burst, which captures and rejects nothing.
+        """
         turn.closed = True
         self.drop_drafts(turn)
         self._accept_rows(turn)
@@ -86,10 +89,10 @@ class Committer:
         for table in turn.tables[1:]:
             self.runner.pool.release(table)
 
-    def _record(self, turn: Turn, outcome: Outcome, tap: PassTap, result: PassResult) -> None:
+    def _record(self, turn: Turn, outcome: Outcome, tap: PassTap, result: PassResult | None) -> None:
         """Captured rows of the committed positions, but for those at the tip whose successor must be known first."""
         job, lane = turn.job, turn.job.lane
-        if lane.capture is None or lane.recording is None:
+        if lane.capture is None or lane.recording is None or result is None:
             return
         tokens = self.tree.branch(lane.branch).tokens
         ended = job.final and job.remaining == 0 and lane.computed == len(tokens)
@@ -101,7 +104,7 @@ class Committer:
             open_end = end == len(tokens) and lane.capture.lag > 0
             lane.recording.append(start, self._rows(lane, tap, first, emitted), open_end)
 
-    def _reject(self, turn: Turn, index: int, stood: int, tap: PassTap, result: PassResult) -> None:
+    def _reject(self, turn: Turn, index: int, stood: int, tap: PassTap, result: PassResult | None) -> None:
         """File chain[stood:] as a rejected branch, with its own canonical rows and, where asked, its pages."""
         job, lane, chain = turn.job, turn.job.lane, turn.chains[index]
         self.tree.append(lane.branch, chain, TokenState.DRAFT)
@@ -111,7 +114,7 @@ class Committer:
         self.tree.rollback(lane.branch, turn.end)
         job.rejected.append(kept)
         other = Lane(kept, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks)
-        if lane.capture is not None and lane.capture.rejected:
+        if lane.capture is not None and lane.capture.rejected and result is not None:
             first = result.batch.row(turn.segments[index], turn.end + stood)
             other.capture, other.recording = lane.capture, Recording(base=turn.end + stood)
             other.recording.append(turn.end + stood, self._rows(lane, tap, first, [*chain[stood + 1 :], -1]))

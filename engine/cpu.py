@@ -125,7 +125,7 @@ def canonical_linear(x: Tensor, linear: Linear, counts: RowCounts) -> Tensor:
 
 
 def canonical_unembed(x: Tensor, table: Tensor, counts: RowCounts) -> Tensor:
-    """x [rows, d], rows a multiple of 16, with a tied table [vocab, d] -> [rows, vocab]"""
+    """x [rows, d], rows a multiple of 16, with a table [vocab, d] -> [rows, vocab]"""
     out = x.new_empty(len(x), len(table))
     transposed = table.t()
     return tiled(x, out, counts.get((table.shape[1], len(table)), (TILE,)), lambda a, b: torch.mm(a, transposed, out=b))

@@ -29,7 +29,7 @@ class HeadOps:
         return matmul(x, linear.weight, linear.bias)
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
-        return matmul(x, table.t())
+        return matmul(x, table.t(), out_dtype=torch.float32)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return norm_kernel(x, norm.weight, norm.bias, norm.eps, norm.kind)
@@ -67,7 +67,7 @@ class FastCudaOps(CanonicalCudaOps):
         return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
-        return x @ table.t()
+        return (x @ table.t()).float()
 
 
 def device_rows(batch: Batch, pool: PagePool, cache: KVCache) -> Rows:

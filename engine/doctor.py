@@ -64,13 +64,8 @@ def _products(model: Decoder) -> dict[tuple[int, int], tuple[str, Callable[[Tens
         if isinstance(module, Linear):
             shape = (module.weight.shape[0], module.weight.shape[1])
             found.setdefault(shape, (name, partial(_linear, module), module.weight))
-    if model.unembed is None:
-        table = model.embed
-        found[(table.shape[1], len(table))] = (
-            "unembed",
-            partial(_unembed, table),
-            table.t(),
-        )
+    table = model.embed if model.unembed is None else model.unembed.weight.t()
+    found[(table.shape[1], len(table))] = ("unembed", partial(_unembed, table), table.t())
     return found
 
 

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,10 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.dump_content import CORE, LOCATORS, Content, concatenate, count_accepted
 from replaylens.engine.dump_lock import FINISH, DumpLock, lock_name
-from replaylens.engine.dump_maker import ShardMaker
+from replaylens.engine.dump_maker import ShardMaker, describe_sites
 from replaylens.engine.dump_manifest import INDEX, MANIFEST, MOST_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
-from replaylens.engine.dump_plan import DumpPlan
+from replaylens.engine.dump_plan import DumpPlan, Selector, make_plan
+from replaylens.engine.dump_rows import assemble
 from replaylens.engine.dump_shard import write_shard
 from replaylens.engine.dump_store import TEMPORARY, Store
 from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, OtherFingerprint, OtherPlan, ReplayMismatch
@@ -35,6 +37,7 @@ from replaylens.engine.fingerprint import Fingerprint
 if TYPE_CHECKING:
     from replaylens.engine.dump import Dump
     from replaylens.engine.engine import Engine
+    from replaylens.engine.run import Run
 
 PLAN = "plan.json"
 Part = tuple[int, int]
@@ -62,6 +65,38 @@ def write_dump(
     maker = ShardMaker(engine, plan, batch)
     writer = DumpWriter(path, plan, engine.fingerprint)
     return writer.write(maker.make, maker.sites, resume=resume, part=part, progress=progress)
+
+
+def save_run(
+    run: "Run",
+    path: str | Path,
+    *,
+    positions: str | Selector = "all",
+    dtype: str | None = None,
+    examples_per_shard: int = 128,
+    resume: bool = False,
+) -> "Dump":
+    """Write a run's results as a dump: the same one, bit for bit, that `write_dump` makes of the same plan.
+
+    Options as in `make_plan`. BadRequest where the examples are not of one task, or nothing was captured.
+    """
+    by_index = {result.example.index: result for result in run.results}
+    makers = {result.example.maker for result in run.results}
+    if len(makers) != 1 or len(by_index) != len(run.results):
+        raise BadRequest("a dump holds examples of one task with one setting of its knobs, each of them once")
+    if run.options.get("sites") is None:
+        raise BadRequest("nothing was captured: replay with sites='STCZ' or site names")
+    chosen = {"positions": positions, "dtype": dtype, "examples_per_shard": examples_per_shard}
+    plan = make_plan(run.engine, makers.pop(), by_index, **run.options, **chosen)
+
+    def make(number: int, done: Callable[[int], object]) -> Content:
+        content = assemble(run.engine, plan, [by_index[index] for index in plan.indices(number)])
+        done(len(plan.indices(number)))
+        return content
+
+    dump = DumpWriter(path, plan, run.engine.fingerprint).write(make, partial(describe_sites, run.engine), resume=resume)
+    assert dump is not None  # there are no other writers
+    return dump
 
 
 Make = Callable[[int, Callable[[int], object]], Content]

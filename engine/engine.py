@@ -79,6 +79,10 @@ class Engine:
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         drafters = self._make_drafters(draft_model, lens_layer or max(1, self.config.num_layers // 2), tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text.decode, max_rows)
+        if self.runner.device == "cuda":
+            from replaylens.engine.burst import Bursts
+
+            self.loop.bursts = Bursts(self.runner)
         self.trace = Trace(self.fingerprint)
         self.loop.listeners.append(self._listen)
 
@@ -241,6 +245,7 @@ class Engine:
     def check_integrity(self) -> list[str]:
         """Recount pages, tree and prefix index: lines that say what was counted, or IntegrityError naming the first fault."""
         tables = [lane.table for lane in self.loop.lanes.values()]
+        tables += [self.loop.bursts.spare] if self.loop.bursts is not None else []
         lines = [
             str(self.runner.pool.check_integrity(tables, self.prefix.pages())),
             str(self.tree.check_integrity()),

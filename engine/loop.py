@@ -1,7 +1,7 @@
 """`Loop`: admit, draft, verify, roll back, capture. One `step` serves every job that has rows and pages for it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from replaylens.engine.batch import Segment
 from replaylens.engine.branches import BranchStatus, BranchTree, TokenState
@@ -18,6 +18,12 @@ from replaylens.engine.runner import PassResult, Runner
 from replaylens.engine.trace import path_digest
 from replaylens.engine.turn import Turn
 from replaylens.engine.verify import Verdict, judge
+
+if TYPE_CHECKING:
+    from replaylens.engine.burst import Bursts
+
+MAX_BURST = 16
+"""direct steps that a device takes before the host looks at them"""
 
 Listener = Callable[[dict[str, Any]], None]
 """is told every event: submit, draft, verdict, preempt, finish"""
@@ -43,6 +49,8 @@ class Loop:
         self.jobs: list[Job] = []
         self.listeners: list[Listener] = []
         self._clock = 0
+        self.bursts: Bursts | None = None
+        """where decode steps run on the device alone; None: on a CPU"""
 
     def step(self) -> None:
         """One round for every job that can have one. A job's failure stays its own."""
@@ -50,8 +58,11 @@ class Loop:
         try:
             self.draft(turns)
             for exact in (True, False):
-                if some := [turn for turn in turns if turn.job.exact is exact]:
-                    self.verify(some, exact)
+                mine = [turn for turn in turns if turn.job.exact is exact]
+                if direct := [turn for turn in mine if turn.burst]:
+                    self.burst(direct, exact)
+                if others := [turn for turn in mine if not turn.burst]:
+                    self.verify(others, exact)
         except BaseException as error:  # an interrupt, or a bug: no draft may stay behind and pass for a token
             self._abandon([turn for turn in turns if not turn.closed], error)
             self._end_all(error)
@@ -115,6 +126,21 @@ class Loop:
         for turn in turns:
             self._conclude(turn, result, logit_of, tap)
 
+    def burst(self, turns: list[Turn], exact: bool) -> None:
+        """Several direct steps on the device; what it chose is canonical and is committed like drafts that stood."""
+        from replaylens.engine.burst import Place  # needs triton, as everything on the device does
+
+        assert self.bursts is not None
+        places = [Place(turn.rows[-1], turn.start, turn.tables[0]) for turn in turns]
+        chosen = self.bursts.run(places, min(turn.burst for turn in turns), exact)
+        for turn, tokens in zip(turns, chosen, strict=True):
+            path = self.tree.branch(turn.job.lane.branch).tokens[: turn.end]
+            turn.chains = [tokens[:-1]]
+            outcome = self._take(turn, Verdict(0, len(tokens) - 1, tokens[-1]), path, drafted=0)
+            turn.chains = [tokens[: outcome.accepted]]  # what came after the end was never drafted: it is dropped
+            self.committer.commit(turn, outcome, PassTap(frozenset()), None)
+            self._finish_turn(turn)
+
     def _isolate(self, turns: list[Turn], exact: bool, error: EngineError) -> None:
         """A pass failed. Whose rows were to blame shows when each turn runs alone, and then without its drafts."""
         if len(turns) > 1:
@@ -146,11 +172,15 @@ class Loop:
             self._tell(
                 "verdict", job, chain=outcome.chain, accepted=outcome.accepted, pending=outcome.pending, rejected=rejected
             )
+        self._finish_turn(turn)
+
+    def _finish_turn(self, turn: Turn) -> None:
+        job = turn.job
         if job.finish_reason in ("eos", "stop") and not self.tree.branch(job.lane.branch).finish_reason:
             self.tree.finish(job.lane.branch, job.finish_reason)
         self._close_if_done(job)
 
-    def _take(self, turn: Turn, verdict: Verdict, path: list[int]) -> Outcome:
+    def _take(self, turn: Turn, verdict: Verdict, path: list[int], drafted: int | None = None) -> Outcome:
         """What of the verdict is in the sequence: all of it, or up to the token that ends the job. Counts it."""
         job, chain = turn.job, turn.chains[verdict.chain][: verdict.num_accepted]
         new = [*chain, verdict.token]
@@ -161,7 +191,9 @@ class Loop:
                 break
         accepted = min(len(new), verdict.num_accepted)
         job.generated += len(new)
-        job.statistics.count(sum(map(len, turn.chains)), accepted, len(new))
+        if drafted is None:
+            drafted = sum(map(len, turn.chains))
+        job.statistics.count(drafted, min(drafted, accepted), len(new))
         return Outcome(verdict.chain, accepted, tuple(new[accepted:]))
 
     def _ends(self, job: Job, token: int, path: list[int], generated: int) -> str | None:
@@ -192,7 +224,15 @@ class Loop:
             turn.num_drafts = num_drafts
             if num_drafts and (1 + num_drafts) * self._width(job, turn.end) > budget:
                 return None  # a window is never cut for lack of room: the rejected branches would depend on the load
+        if turn.deciding and len(rows) == 1 and not turn.num_drafts and self._may_burst(job):
+            turn.burst = min(job.remaining, MAX_BURST)
         return turn
+
+    def _may_burst(self, job: Job) -> bool:
+        """Whether the device can go on alone: nothing to capture, to edit or to draw by the host's noise."""
+        lane = job.lane
+        plain = lane.capture is None and not lane.edits and not lane.hooks and self.runner.cache.chain is None
+        return self.bursts is not None and plain and job.sampling.plain_greedy and job.forced_drafts is None
 
     def _first_row(self, job: Job) -> int:
         """Where the next pass starts. To say what follows the last token, its row must be computed, if need be again."""
@@ -211,6 +251,8 @@ class Loop:
         if job.forced_drafts is not None:
             return min(max(map(len, job.forced_drafts.get(at, [[]]))), job.remaining - 1)
         window = job.window
+        if window is None and job.drafter == "self" and self.bursts is not None:
+            return 0  # the decode step is canonical itself: there is nothing to verify
         if window is None:
             deciding = sum(other.exact and other.remaining > 0 for other in self.jobs)
             window = self.planner.window(self.drafters[job.drafter].reproducible, deciding, job.statistics)
@@ -239,7 +281,7 @@ class Loop:
 
     def _make_room(self, turn: Turn) -> bool:
         """Reserve the turn's pages, taking them from the idle and the younger if need be. False: it has to wait."""
-        lane, pool, end = turn.job.lane, self.runner.pool, turn.end + turn.num_drafts
+        lane, pool, end = turn.job.lane, self.runner.pool, turn.end + max(turn.num_drafts, turn.burst - 1)
         turn.tables = [lane.table]
         try:
             for i in range(self._width(turn.job, turn.end) if turn.num_drafts else 1):

@@ -156,7 +156,7 @@ class Decoder(nn.Module):
     def logits(self, x: Tensor, ops: Ops, tap: Tap | None = None) -> Tensor:
         """Residual stream [rows, d_model] -> logits [rows, vocab]. Any layer's residual gives that layer's lens."""
         x = tapped(tap, "ln_final.hook_out", ops.norm(x, self.ln_final))
-        out = ops.unembed(x, self.embed) if self.unembed is None else ops.linear(x, self.unembed)
+        out = ops.unembed(x, self.embed if self.unembed is None else self.unembed.weight.t())
         return softcap(tapped(tap, "unembed.hook_out", out), self.config.logit_softcap)
 
     @torch.no_grad()

@@ -63,7 +63,7 @@ class Ops(Protocol):
         ...
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
-        """[rows, d] with a tied embedding table [vocab, d] -> [rows, vocab]"""
+        """[rows, d] with a table [vocab, d], the embedding itself or its own -> [rows, vocab]"""
         ...
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
@@ -14,6 +15,7 @@ from replaylens.engine.sampling import Sampling
 from replaylens.tasks import Example
 
 if TYPE_CHECKING:
+    from replaylens.engine.dump import Dump
     from replaylens.engine.engine import Engine
 
 
@@ -42,6 +44,8 @@ class Result:
     statistics: Statistics
     rejected: list[RejectedPath]
     recording: Recording | None
+    certified: bool = True
+    """whether every row of it is canonical; only such examples can be dumped"""
 
     @property
     def activations(self) -> Recording:
@@ -52,10 +56,13 @@ class Result:
 
 
 class Run(Sequence[Result]):
-    """Results in the order of the examples."""
+    """Results in the order of the examples.
 
-    def __init__(self, engine: "Engine", results: list[Result]) -> None:
-        self.engine, self.results = engine, results
+    options  what they were replayed with, as a dump's plan wants to know it
+    """
+
+    def __init__(self, engine: "Engine", results: list[Result], options: dict[str, Any] | None = None) -> None:
+        self.engine, self.results, self.options = engine, results, options or {}
 
     def __len__(self) -> int:
         return len(self.results)
@@ -83,6 +90,12 @@ class Run(Sequence[Result]):
         """The branch tree of one example as text: its path, and the rejected drafts hanging off it."""
         return self.engine.tree.render(self.results[index].branch)
 
+    def save(self, path: str | Path, **options: Any) -> "Dump":
+        """Write the run as a dump, at a local path or any that fsspec knows. Options: see `dump_writer.save_run`."""
+        from replaylens.engine import dump_writer
+
+        return dump_writer.save_run(self, path, **options)
+
 
 def replay_examples(
     engine: "Engine",
@@ -95,19 +108,22 @@ def replay_examples(
     sampling: Sampling | None = None,
     max_new: int | None = None,
     rejected: bool = True,
+    deterministic: bool = True,
     batch: int = 32,
     progress: bool = False,
 ) -> Run:
     """Prompt with each example, generate its answer, capture every row of the path.
 
-    seed      of the sampling; example i draws from seed + i's own stream by its index
-    max_new   tokens to generate at most; default: the length of the right completion and a little more
-    rejected  keep the rows of rejected drafts
-    batch     examples worked on together; no influence on any bit
+    seed           of the sampling; example i draws from seed + i's own stream by its index
+    max_new        tokens to generate at most; default: the length of the right completion and a little more
+    rejected       keep the rows of rejected drafts
+    deterministic  False: take the fast path's tokens; such a run is not certified and cannot be saved
+    batch          examples worked on together; no influence on any bit
     """
     if batch < 1:
         raise BadRequest(f"batch {batch}: give at least 1")
     sampling = sampling or Sampling(seed=seed)
+    how: dict[str, Any] = dict(drafter=drafter, window=window, deterministic=deterministic, final=True)
     results: list[Result] = []
     with tqdm(total=len(examples), unit="example", disable=not progress) as bar:
         for first in range(0, len(examples), batch):
@@ -117,14 +133,15 @@ def replay_examples(
                 seeded = sampling if not sampling.temperature else None
                 for example, branch in group if seeded is None else []:
                     own = replace(sampling, seed=(sampling.seed + example.index) % 2**64)
-                    engine.generate([branch], n, sampling=own, drafter=drafter, window=window, final=True)
+                    engine.generate([branch], n, sampling=own, **how)
                 if seeded is not None:
-                    engine.generate([b for _, b in group], n, sampling=seeded, drafter=drafter, window=window, final=True)
+                    engine.generate([b for _, b in group], n, sampling=seeded, **how)
             for example, branch in zip(some, branches, strict=True):
                 results.append(_result(engine, example, branch))
                 branch.release()
             bar.update(len(some))
-    return Run(engine, results)
+    options = dict(sites=sites, drafter=drafter, window=window, sampling=sampling, max_new=max_new, rejected=rejected)
+    return Run(engine, results, options)
 
 
 def _by_length(
@@ -158,6 +175,7 @@ def _result(engine: "Engine", example: Example, branch: Branch) -> Result:
         statistics=branch.statistics,
         rejected=rejected,
         recording=branch.lane.recording,
+        certified=branch.certified,
     )
 
 

@@ -20,6 +20,8 @@ class Turn:
     complete: bool
     """whether the rows reach the branch's last token, so that something can be said about the next"""
     num_drafts: int = 0
+    burst: int = 0
+    """direct steps that the device takes alone; 0: an ordinary pass"""
     tables: list[PageTable] = field(default_factory=list)
     chains: list[list[int]] = field(default_factory=lambda: [[]])
     segments: list[int] = field(default_factory=list)

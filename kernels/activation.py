@@ -47,11 +47,11 @@ def _activation_kernel(X, OUT, width, stride_x, stride_o, KIND: tl.constexpr, GA
 
 def activation(x: Tensor, kind: str, gated: bool, out: Tensor | None = None) -> Tensor:
     """[rows, width] -> f(x), or gated: [rows, gate | up] -> f(gate) * up [rows, width / 2]."""
-    require(kind in KINDS, f"no activation {kind!r}; known: {', '.join(KINDS)}")
+    require(kind in KINDS, "no activation {!r}; known: {}", kind, ", ".join(KINDS))
     require_float("x", x)
     require_rows("x", x)
-    require(x.dim() == 2, f"x has shape {tuple(x.shape)}; expected [rows, width]")
-    require(not gated or x.shape[1] % 2 == 0, f"a gated x needs an even width, not {x.shape[1]}")
+    require(x.dim() == 2, "x has shape {}; expected [rows, width]", x.shape)
+    require(not gated or x.shape[1] % 2 == 0, "a gated x needs an even width, not {}", x.shape[1])
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     if out is None:
         out = torch.empty(rows, width, dtype=x.dtype, device=x.device)

@@ -236,14 +236,14 @@ class Rows:
 
     def __post_init__(self) -> None:
         require_shape("position", self.position, tuple(self.sequence.shape))
-        require(self.sequence.dim() == 1, f"sequence has shape {tuple(self.sequence.shape)}; expected [rows]")
-        require(self.page_table.dim() == 2, f"page_table has shape {tuple(self.page_table.shape)}; expected [sequences, pages]")
+        require(self.sequence.dim() == 1, "sequence has shape {}; expected [rows]", self.sequence.shape)
+        require(self.page_table.dim() == 2, "page_table has shape {}; expected [sequences, pages]", self.page_table.shape)
         for name in ("sequence", "position", "page_table", "tiles"):
             x = getattr(self, name)
             if x is not None:
-                require(x.dtype == torch.int32, f"{name} is {x.dtype}; expected int32")
-                require(x.is_contiguous(), f"{name} must be contiguous")
-                require(x.device == self.sequence.device, f"{name} is on {x.device}, sequence on {self.sequence.device}")
+                require(x.dtype == torch.int32, "{} is {}; expected int32", name, x.dtype)
+                require(x.is_contiguous(), "{} must be contiguous", name)
+                require(x.device == self.sequence.device, "{} is on {}, sequence on {}", name, x.device, self.sequence.device)
 
 
 def rows_per_tile(heads: int, kv_heads: int, d_head: int, dtype: torch.dtype, longest: int) -> int:
@@ -264,7 +264,7 @@ def plan_tiles(sequences: list[int], per_tile: int, capacity: int = 0) -> Tensor
             tiles[-1] = (tiles[-1][0], tiles[-1][1] + 1)
         else:
             tiles.append((i, 1))
-    require(not capacity or len(tiles) <= capacity, f"{len(tiles)} tiles do not fit a plan of {capacity}")
+    require(not capacity or len(tiles) <= capacity, "{} tiles do not fit a plan of {}", len(tiles), capacity)
     tiles = tiles[::-1] + [(0, 0)] * (capacity - len(tiles))
     return torch.tensor(tiles, dtype=torch.int32).reshape(-1, 2)
 
@@ -310,8 +310,8 @@ def attention(
     num_rows, heads, d_head = q.shape
     kv_heads = _check_caches(q, k_cache, v_cache)
     require_shape("rows.sequence", rows.sequence, (num_rows,))
-    require(kv_split % kv_block == 0, f"kv_split {kv_split} is not a multiple of kv_block {kv_block}")
-    require(scale > 0 and softcap >= 0 and window >= 0, f"scale {scale} > 0, softcap {softcap} >= 0, window {window} >= 0")
+    require(kv_split % kv_block == 0, "kv_split {} is not a multiple of kv_block {}", kv_split, kv_block)
+    require(scale > 0 and softcap >= 0 and window >= 0, "scale {} > 0, softcap {} >= 0, window {} >= 0", scale, softcap, window)
     group = heads // kv_heads
     if out is None:
         out = torch.empty(num_rows, heads, d_head, dtype=q.dtype, device=q.device)
@@ -322,7 +322,13 @@ def attention(
     num_tiles = num_rows if rows.tiles is None else rows.tiles.shape[0]
     per_tile = 1 if rows.tiles is None else rows.per_tile
     tile = tile or attention_tile(per_tile * group or 128, d_head, q.dtype, group)
-    require(tile.rows >= max(1, per_tile) * group, f"a tile of {tile.rows} cannot hold {per_tile or 1} rows of {group} query heads")
+    require(
+        tile.rows >= max(1, per_tile) * group,
+        "a tile of {} cannot hold {} rows of {} query heads",
+        tile.rows,
+        per_tile or 1,
+        group,
+    )
     keys = rows.max_keys or rows.page_table.shape[1] * page_size
     if window:
         keys = min(keys, window + kv_split + (0 if rows.tiles is None else tile.rows))
@@ -347,16 +353,16 @@ def attention(
 
 def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
     """The number of key-value heads, or an error that says what does not fit."""
-    require(q.dim() == 3, f"q has shape {tuple(q.shape)}; expected [rows, heads, d_head]")
+    require(q.dim() == 3, "q has shape {}; expected [rows, heads, d_head]", q.shape)
     require_float("q", q)
     require_rows("q", q)
     heads, d_head = q.shape[1:]
-    require(d_head <= 256, f"d_head {d_head} is more than 256")
+    require(d_head <= 256, "d_head {} is more than 256", d_head)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         require_shape(name, cache, (k_cache.shape[0], k_cache.shape[1], d_head))
         require_same(name, cache, q)
         require_rows(name, cache)
-        require(cache.stride() == k_cache.stride(), f"{name} has strides {cache.stride()}, k_cache {k_cache.stride()}")
+        require(cache.stride() == k_cache.stride(), "{} has strides {}, k_cache {}", name, cache.stride(), k_cache.stride())
     kv_heads = k_cache.shape[1]
-    require(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} key-value heads")
+    require(heads % kv_heads == 0, "{} query heads are not a multiple of {} key-value heads", heads, kv_heads)
     return kv_heads

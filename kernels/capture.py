@@ -51,7 +51,14 @@ class CaptureRing:
     def __init__(
         self, sites: int, rows: int, width: int, dtype: torch.dtype, device: torch.device | str, slots: int = 2
     ) -> None:
-        require(min(sites, rows, width, slots) > 0, f"an empty ring: sites {sites}, rows {rows}, width {width}, slots {slots}")
+        require(
+            min(sites, rows, width, slots) > 0,
+            "an empty ring: sites {}, rows {}, width {}, slots {}",
+            sites,
+            rows,
+            width,
+            slots,
+        )
         self.device = torch.device(device)
         self._cuda = self.device.type == "cuda"
         self.staging = torch.empty(slots, sites, rows, width, dtype=dtype, device=self.device)
@@ -73,12 +80,12 @@ class CaptureRing:
 
     def gather(self, site: int, x: Tensor, rows: Tensor | None = None) -> None:
         """Copy x[rows] (all rows when None) to line `site` of the open slot. May be part of a captured graph."""
-        require(0 <= site < self.staging.shape[1], f"site {site} of {self.staging.shape[1]}")
+        require(0 <= site < self.staging.shape[1], "site {} of {}", site, self.staging.shape[1])
         require_shape("x", x, (None, self.staging.shape[3]))
-        require(x.dtype == self.staging.dtype, f"x is {x.dtype}; the ring holds {self.staging.dtype}")
+        require(x.dtype == self.staging.dtype, "x is {}; the ring holds {}", x.dtype, self.staging.dtype)
         require_rows("x", x)
         count = x.shape[0] if rows is None else rows.shape[0]
-        require(count <= self.staging.shape[2], f"{count} rows do not fit a ring of {self.staging.shape[2]}")
+        require(count <= self.staging.shape[2], "{} rows do not fit a ring of {}", count, self.staging.shape[2])
         if count:
             line = self.staging[:, site]
             _gather_kernel[(count, ceil_div(x.shape[1], _BLOCK))](
@@ -111,5 +118,5 @@ class CaptureRing:
 
     def release(self, ticket: Ticket) -> None:
         """Give the slot back. The rows of the ticket may be overwritten from now on."""
-        require(ticket.slot not in self._free, f"slot {ticket.slot} was released before")
+        require(ticket.slot not in self._free, "slot {} was released before", ticket.slot)
         self._free.append(ticket.slot)

@@ -72,9 +72,9 @@ def gram(
     `out` is added to and returned (a new one starts at zero in `dtype`). `inner`: float32 sums within a chunk, or float64
     for products and sums in double precision (narrower rows are converted first, which takes memory for a copy).
     """
-    require(x.dim() in (2, 3), f"x has shape {tuple(x.shape)}; expected [rows, d] or [batch, rows, d]")
-    require(x.dtype.is_floating_point, f"x is {x.dtype}; expected a float")
-    require(inner in (torch.float32, torch.float64), f"inner is {inner}; expected float32 or float64")
+    require(x.dim() in (2, 3), "x has shape {}; expected [rows, d] or [batch, rows, d]", x.shape)
+    require(x.dtype.is_floating_point, "x is {}; expected a float", x.dtype)
+    require(inner in (torch.float32, torch.float64), "inner is {}; expected float32 or float64", inner)
     require(x.dtype != torch.float64 or inner == torch.float64, "float64 rows need inner=torch.float64")
     if inner == torch.float64:
         x, y = x.double(), None if y is None else y.double()
@@ -89,7 +89,7 @@ def gram(
     if out is None:
         out = torch.zeros(batch, width, y_.shape[2], dtype=dtype, device=x.device)
     require_shape("out", out, (batch, width, y_.shape[2]))
-    require(out.dtype in (torch.float32, torch.float64), f"out is {out.dtype}; expected float32 or float64")
+    require(out.dtype in (torch.float32, torch.float64), "out is {}; expected float32 or float64", out.dtype)
     require_rows("out", out)
     tile = gram_tile(x.dtype, out.dtype)
     if batch and rows:

@@ -173,30 +173,33 @@ def has_copy_engine(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError with `message` unless the condition holds."""
+def require(condition: bool, message: str, *values: object) -> None:
+    """Raise ValueError unless the condition holds. The message is put together only then: launchers are called often."""
     if not condition:
-        raise ValueError(message)
+        raise ValueError(message.format(*(tuple(v) if isinstance(v, torch.Size) else v for v in values)))
 
 
 def require_float(name: str, x: Tensor) -> None:
     """`x` has a dtype that the kernels compute with."""
-    require(x.dtype in FLOATS, f"{name} is {x.dtype}; the kernels take bfloat16, float16 or float32")
+    require(x.dtype in FLOATS, "{} is {}; the kernels take bfloat16, float16 or float32", name, x.dtype)
 
 
 def require_shape(name: str, x: Tensor, shape: Sequence[int | None]) -> None:
     """`x` has this shape; None leaves a dimension free."""
-    fits = x.dim() == len(shape) and all(want is None or want == have for want, have in zip(shape, x.shape, strict=True))
-    wanted = ", ".join("any" if s is None else str(s) for s in shape)
-    require(fits, f"{name} has shape {tuple(x.shape)}; expected ({wanted})")
+    fits = len(x.shape) == len(shape)
+    for want, have in zip(shape, x.shape, strict=False):
+        fits = fits and (want is None or want == have)
+    if not fits:
+        wanted = ", ".join("any" if s is None else str(s) for s in shape)
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected ({wanted})")
 
 
 def require_same(name: str, x: Tensor, other: Tensor) -> None:
     """`x` has the dtype and device of `other`."""
     same = x.dtype == other.dtype and x.device == other.device
-    require(same, f"{name} is {x.dtype} on {x.device}; expected {other.dtype} on {other.device}")
+    require(same, "{} is {} on {}; expected {} on {}", name, x.dtype, x.device, other.dtype, other.device)
 
 
 def require_rows(name: str, x: Tensor) -> None:
     """The last dimension of `x` is contiguous."""
-    require(x.shape[-1] <= 1 or x.stride(-1) == 1, f"the last dimension of {name} must be contiguous (strides {x.stride()})")
+    require(x.stride(-1) == 1 or x.shape[-1] <= 1, "the last dimension of {} must be contiguous (strides {})", name, x.stride())

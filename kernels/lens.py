@@ -74,17 +74,18 @@ def _tile_stats(
     if CAPPED:
         z = cap_tile(z, cap)
     inside = n0 + j[None, :] < vocab
-    m = tl.max(tl.where(inside, z, -3.0e38), 1)  # finite: a tile past the vocabulary must not make NaN
+    m = tl.max(tl.where(inside, z, -1.0e38), 1)  # finite: a tile past the vocabulary must not make NaN
     e = tl.where(inside, tl.exp2((z - m[:, None]) * 1.4426950408889634), 0.0)
     tl.store(MAX + at, m, mask=live)
     tl.store(SUM + at, tl.sum(e, 1), mask=live)
     tl.store(SHIFTED + at, tl.sum(e * (z - m[:, None]), 1), mask=live)
-    if KL:  # the same thread writes and reads an element of the scratch, so no barrier is needed
+    if KL:
         keep = SCRATCH + i[:, None] * WIDTH + j[None, :]
-        tl.store(keep, z, mask=is_final)
-        apart = z - tl.load(keep, mask=is_final == 0, other=0.0)
-        u = tl.sum(e * apart, 1)
-        tl.store(APART + at, tl.where(is_final, 0.0, u), mask=live)
+        if is_final:
+            tl.store(keep, z)
+            tl.debug_barrier()  # whichever thread reads an element back sees it
+        u = tl.sum(e * (z - tl.load(keep)), 1)
+        tl.store(APART + at, u, mask=live)
 
 
 @triton.jit(do_not_specialize=["rows", "layers", "final", "row_tiles"])
@@ -138,7 +139,7 @@ def _merge_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     at, live = row * tiles + i, i < tiles
-    m = tl.load(MAX + at, mask=live, other=-3.0e38)
+    m = tl.load(MAX + at, mask=live, other=-1.0e38)
     s = tl.load(SUM + at, mask=live, other=0.0)
     t = tl.load(SHIFTED + at, mask=live, other=0.0)
     top = tl.max(m, 0)
@@ -269,19 +270,19 @@ def lens(
 
 def _check_lens(x: Tensor, w: Tensor, final: int | None, targets: Tensor | None, k: int) -> tuple[int, int]:
     """(layers, rows), or an error that says what does not fit."""
-    require(x.dim() == 3, f"x has shape {tuple(x.shape)}; expected [layers, rows, d]")
+    require(x.dim() == 3, "x has shape {}; expected [layers, rows, d]", x.shape)
     require_float("x", x)
     require_rows("x", x)
     require_shape("w", w, (x.shape[2], None))
     require_same("w", w, x)
     layers, rows = x.shape[:2]
-    require(layers * rows > 0, f"x has shape {tuple(x.shape)}: nothing to look at")
-    require(final is None or 0 <= final < layers, f"final layer {final} is not one of the {layers} layers of x")
-    require(0 < k <= min(32, w.shape[1]), f"k = {k} must be between 1 and min(32, vocabulary {w.shape[1]})")
+    require(layers * rows > 0, "x has shape {}: nothing to look at", x.shape)
+    require(final is None or 0 <= final < layers, "final layer {} is not one of the {} layers of x", final, layers)
+    require(0 < k <= min(32, w.shape[1]), "k = {} must be between 1 and min(32, vocabulary {})", k, w.shape[1])
     if targets is not None:
         require_shape("targets", targets, (rows, None))
-        require(targets.dtype in (torch.int32, torch.int64), f"targets are {targets.dtype}; expected int32 or int64")
-        require(0 < targets.shape[1] <= 64, f"{targets.shape[1]} targets per row; between 1 and 64 are possible")
+        require(targets.dtype in (torch.int32, torch.int64), "targets are {}; expected int32 or int64", targets.dtype)
+        require(0 < targets.shape[1] <= 64, "{} targets per row; between 1 and 64 are possible", targets.shape[1])
     return layers, rows
 
 

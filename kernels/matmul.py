@@ -195,7 +195,6 @@ def _gated_persistent_kernel(
     x_tiles, w_tiles, BIAS, OUT, M, F, K, stride_o,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, W_TRANSPOSED: tl.constexpr,
     PROGRAMS: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(M, ROWS) * tl.cdiv(F, COLUMNS)
     for index in tl.range(tl.program_id(0), tiles, PROGRAMS):
@@ -275,8 +274,8 @@ def gated_matmul(
 ) -> Tensor:
     """f(x @ gate) * (x @ up) for w = [gate | up] [K, 2 F] -> [M, F]: the bits of `matmul` followed by `activation`."""
     rows, depth, columns = _check_product(x, w)
-    require(kind in KINDS, f"no activation {kind!r}; known: {', '.join(KINDS)}")
-    require(columns % 2 == 0, f"w = [gate | up] needs an even number of columns, not {columns}")
+    require(kind in KINDS, "no activation {!r}; known: {}", kind, ", ".join(KINDS))
+    require(columns % 2 == 0, "w = [gate | up] needs an even number of columns, not {}", columns)
     width = columns // 2
     out = _output(out, (rows, width), x.dtype, x)
     if bias is not None:
@@ -351,13 +350,13 @@ def certify_cublas(
 
 def _check_product(x: Tensor, w: Tensor) -> tuple[int, int, int]:
     """(M, K, N), or an error that says what does not fit."""
-    require(x.dim() == 2, f"x has shape {tuple(x.shape)}; expected [rows, inputs]")
+    require(x.dim() == 2, "x has shape {}; expected [rows, inputs]", x.shape)
     require_float("x", x)
     require_rows("x", x)
     require_shape("w", w, (x.shape[1], None))
     require_same("w", w, x)
-    require(1 in w.stride(), f"w must be contiguous or the transpose of a contiguous tensor (strides {w.stride()})")
-    require(min(w.shape) > 0, f"w has shape {tuple(w.shape)}")
+    require(1 in w.stride(), "w must be contiguous or the transpose of a contiguous tensor (strides {})", w.stride())
+    require(min(w.shape) > 0, "w has shape {}", w.shape)
     return x.shape[0], x.shape[1], w.shape[1]
 
 
@@ -366,6 +365,6 @@ def _output(out: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, x: T
     if out is None:
         return torch.empty(shape, dtype=dtype, device=x.device)
     require_shape("out", out, shape)
-    require(out.dtype == dtype and out.device == x.device, f"out is {out.dtype} on {out.device}; expected {dtype}")
+    require(out.dtype == dtype and out.device == x.device, "out is {} on {}; expected {}", out.dtype, out.device, dtype)
     require_rows("out", out)
     return out

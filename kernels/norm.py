@@ -73,7 +73,7 @@ def add_norm(
     require_shape("residual", residual, tuple(x.shape))
     require_same("residual", residual, x)
     require_rows("residual", residual)
-    require(x.dim() == 2, f"x has shape {tuple(x.shape)}; expected [rows, width]")
+    require(x.dim() == 2, "x has shape {}; expected [rows, width]", x.shape)
     y, total = _launch(x, residual, weight, bias, eps, kind, out)
     return y, total
 
@@ -82,8 +82,8 @@ def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kind: str, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Check, launch; returns (norm, sum), where the sum is x itself without a residual."""
-    require(kind in ("rms", "layer"), f"no norm {kind!r}; known: rms, layer")
-    require(x.dim() in (2, 3), f"x has shape {tuple(x.shape)}; expected [rows, width] or [rows, heads, width]")
+    require(kind in ("rms", "layer"), "no norm {!r}; known: rms, layer", kind)
+    require(x.dim() in (2, 3), "x has shape {}; expected [rows, width] or [rows, heads, width]", x.shape)
     require_float("x", x)
     require_rows("x", x)
     width = x.shape[-1]
@@ -93,7 +93,7 @@ def _launch(
             require_same(name, w, x)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    require(out.shape == x.shape and out.is_contiguous(), f"out must be contiguous of shape {tuple(x.shape)}")
+    require(out.shape == x.shape and out.is_contiguous(), "out must be contiguous of shape {}", x.shape)
     inner = x.shape[1] if x.dim() == 3 else 1
     rows = x.shape[0] * inner
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -158,7 +158,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, rows: Rows, ca
     if table is not None:
         require_shape("table", table, (None, 2, None))
         require(table.dtype == torch.float32 and table.is_contiguous(), "the rotary table must be contiguous float32")
-        require(2 * table.shape[2] <= d_head, f"the table turns {2 * table.shape[2]} of {d_head} dimensions")
+        require(2 * table.shape[2] <= d_head, "the table turns {} of {} dimensions", 2 * table.shape[2], d_head)
     for name, cache in zip(("k_cache", "v_cache"), caches or (), strict=False):
         require_shape(name, cache, (None, k.shape[1], d_head))
         require_same(name, cache, q)

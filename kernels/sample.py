@@ -57,20 +57,55 @@ def softcap(z, cap):
 
 
 @triton.jit
+def _noise(bits):
+    """The Gumbel noise of 64 hashed bits, in float64."""
+    u = (bits >> 12).to(tl.float64)
+    return -tl.log(-tl.log((u + 0.5) * 2.220446049250313e-16))
+
+
+@triton.jit
+def _rough_noise(bits):
+    """The same in float32, to about 1e-5: for u near 1, where the noise is large, from 1 - u, which does not cancel."""
+    n = bits >> 12
+    u = n.to(tl.float32) * 2.220446049250313e-16 + 1.1102230246251565e-16
+    v = (n ^ 0xFFFFFFFFFFFFF).to(tl.float32) * 2.220446049250313e-16 + 1.1102230246251565e-16  # 1 - u
+    series = v * (1.0 + v * (0.5 + v * (0.33333333 + v * 0.25)))  # -log(1 - v)
+    return -tl.log(tl.where(v < 0.05, series, -tl.log(tl.minimum(u, 0.96))))
+
+
+@triton.jit
+def _exact_scores(z, bits, t):
+    return tl.where(t > 0, z.to(tl.float64) / tl.where(t > 0, t, 1.0).to(tl.float64) + _noise(bits), z.to(tl.float64))
+
+
+@triton.jit
 def _best(z, row, column, mask, SEED, POSITION, TEMPERATURE, M, NOISY: tl.constexpr):
-    """Per row of a tile of logits z: (score, token, logit) of the winner."""
-    score = z.to(tl.float64)
+    """Per row of a tile of logits z: (float64 score, token, logit) of the winner.
+
+    float64 logarithms of a whole tile cost more than its product. So scores are screened in float32 first; only where
+    two lie within the error of the screen does the whole tile go through float64. The winner is the float64 one either way.
+    """
+    none = 2147483647
     if NOISY:
         seed = tl.load(SEED + row, mask=row < M, other=0)
         position = tl.load(POSITION + row, mask=row < M, other=0)
-        t = tl.load(TEMPERATURE + row, mask=row < M, other=1.0).to(tl.float64)
-        u = (hash64(seed[:, None], position[:, None], column[None, :]) >> 12).to(tl.float64)
-        noise = -tl.log(-tl.log((u + 0.5) * 2.220446049250313e-16))
-        score = tl.where(t[:, None] > 0, score / tl.where(t > 0, t, 1.0)[:, None] + noise, score)
-    score = tl.where(mask, score, float("-inf"))
-    best = tl.max(score, 1)
-    token = tl.min(tl.where((score == best[:, None]) & mask, column[None, :], 2147483647), 1)
-    logit = tl.max(tl.where(column[None, :] == token[:, None], z, float("-inf")), 1)
+        t = tl.load(TEMPERATURE + row, mask=row < M, other=1.0)
+        bits = hash64(seed[:, None], position[:, None], column[None, :])
+        warm = z * (1.0 / tl.where(t > 0, t, 1.0))[:, None] + _rough_noise(bits)
+        rough = tl.where(mask, tl.where(t[:, None] > 0, warm, z), float("-inf"))
+        top = tl.max(rough, 1)
+        near = rough >= (top - (2e-4 + 4e-6 * tl.abs(top)))[:, None]
+        token = tl.min(tl.where(near & mask, column[None, :], none), 1)
+        rival = tl.max(tl.where(near & mask, column[None, :], -1), 1)
+        if tl.max((rival > token).to(tl.int32), 0) > 0:
+            score = tl.where(mask, _exact_scores(z, bits, t[:, None]), float("-inf"))
+            token = tl.min(tl.where((score == tl.max(score, 1)[:, None]) & mask, column[None, :], none), 1)
+        logit = tl.max(tl.where(column[None, :] == token[:, None], z, float("-inf")), 1)
+        best = _exact_scores(logit, hash64(seed, position, token), t)
+    else:
+        logit = tl.max(tl.where(mask, z, float("-inf")), 1)
+        token = tl.min(tl.where((z == logit[:, None]) & mask, column[None, :], none), 1)
+        best = logit.to(tl.float64)
     return best, token, logit
 
 
@@ -137,7 +172,7 @@ def sample(
     x [rows, d] is already normalised; w [d, vocab] may be a transposed view. seed [rows] int64, position [rows] int32 or
     int64 (of the token that is drawn), temperature [rows] float32, 0 for greedy; all three None: greedy.
     """
-    require(x.dim() == 2, f"x has shape {tuple(x.shape)}; expected [rows, d]")
+    require(x.dim() == 2, "x has shape {}; expected [rows, d]", x.shape)
     require_float("x", x)
     require_rows("x", x)
     require_shape("w", w, (x.shape[1], None))
@@ -161,7 +196,7 @@ def sample_logits(
     logits: Tensor, seed: Tensor | None = None, position: Tensor | None = None, temperature: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`sample` for logits [rows, vocab] that are already there."""
-    require(logits.dim() == 2, f"logits have shape {tuple(logits.shape)}; expected [rows, vocab]")
+    require(logits.dim() == 2, "logits have shape {}; expected [rows, vocab]", logits.shape)
     require_float("logits", logits)
     require_rows("logits", logits)
     noisy = _check_noise(logits.shape[0], seed, position, temperature)
@@ -183,12 +218,12 @@ def _check_noise(rows: int, seed: Tensor | None, position: Tensor | None, temper
     require(all(given) or not any(given), "seed, position and temperature go together; leave all three out for greedy")
     if seed is None or position is None or temperature is None:
         return False
-    require(seed.dtype == torch.int64, f"seed is {seed.dtype}; expected int64")
-    require(position.dtype in (torch.int32, torch.int64), f"position is {position.dtype}; expected int32 or int64")
-    require(temperature.dtype == torch.float32, f"temperature is {temperature.dtype}; expected float32")
+    require(seed.dtype == torch.int64, "seed is {}; expected int64", seed.dtype)
+    require(position.dtype in (torch.int32, torch.int64), "position is {}; expected int32 or int64", position.dtype)
+    require(temperature.dtype == torch.float32, "temperature is {}; expected float32", temperature.dtype)
     for name, x in (("seed", seed), ("position", position), ("temperature", temperature)):
         require_shape(name, x, (rows,))
-        require(x.is_contiguous(), f"{name} must be contiguous")
+        require(x.is_contiguous(), "{} must be contiguous", name)
     return True
 
 

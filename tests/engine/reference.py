@@ -5,6 +5,7 @@ rows before it, and is kept by its path. Whatever the engine did on the way, wha
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 
@@ -130,15 +131,13 @@ def reference_of(family: str) -> Reference:
     return Reference(decoder(family))
 
 
-@cache
-def perturbed(family: str) -> Decoder:
+def perturbed(model: Decoder, size: float = 0.01) -> Decoder:
     """A model that mostly thinks alike: a drafter whose drafts are sometimes right."""
-    model = weights.load(hugging_face(family), torch.float32)
-    generator = torch.Generator().manual_seed(1)
+    other, generator = deepcopy(model), torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
-    return model
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
+    return other
 
 
 def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:

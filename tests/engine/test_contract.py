@@ -104,7 +104,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     """Every family, and every embedded model that is there."""
     name = request.param
     if name in NAMES:
-        return Subject(name, decoder(name), perturbed(name), reference_of(name))
+        return Subject(name, decoder(name), perturbed(decoder(name)), reference_of(name))
     return coin(name)
 
 

@@ -16,7 +16,7 @@ from replaylens.engine.branches import TokenState
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.engine import Engine
 from replaylens.engine.sampling import Sampling
-from tests.engine.reference import Reference, differences, random_decoder
+from tests.engine.reference import Reference, differences, perturbed, random_decoder
 
 VOCAB = 13
 CONFIG = ModelConfig(
@@ -88,6 +88,7 @@ class Sessions(RuleBasedStateMachine):
     """Prompts, forks, forced tokens, generations, cancels, rollbacks and releases in any order, in a cache too small."""
 
     model = random_decoder(CONFIG)
+    draft_model = perturbed(model, 0.02)
     reference: Reference | None = None
 
     def __init__(self) -> None:
@@ -100,28 +101,26 @@ class Sessions(RuleBasedStateMachine):
         cls = type(self)
         cls.reference = cls.reference or Reference(self.model)
         self.truth = cls.reference
-        self.engine = Engine(
-            self.model, cache_tokens=112, page_size=page_size, max_rows=max_rows, draft_model=self.model, canary=True
-        )
+        sizes = {"cache_tokens": 112, "page_size": page_size, "max_rows": max_rows}
+        self.engine = Engine(self.model, draft_model=self.draft_model, canary=True, **sizes)
 
     # ---- what users do --------------------------------------------------------------------------------------------
 
-    @rule(start=st.integers(0, 3), length=st.integers(1, len(LONG) - 3), captured=st.booleans())
-    @precondition(lambda self: len(self.known) < MOST)
+    @rule(start=st.integers(0, 3), length=st.integers(1, len(LONG) - 3), captured=st.sampled_from([True, True, False]))
     def prompt(self, start: int, length: int, captured: bool) -> None:
         path = list(LONG[start : start + length])
         sites = "STCZ" if captured else None
-        self.known.append(Known(self.engine.prompt(path, sites=sites, keep_rejected=captured), path, length))
+        self.welcome(Known(self.engine.prompt(path, sites=sites, keep_rejected=captured), path, length))
 
     @rule(pick=picks, at=picks)
-    @precondition(lambda self: 0 < len(self.known) < MOST)
+    @precondition(lambda self: self.known)
     def fork(self, pick: int, at: int) -> None:
-        self.known.append(self.child(self.pick(pick), at))
+        self.welcome(self.child(self.pick(pick), at))
 
     @rule(pick=picks, at=picks)
-    @precondition(lambda self: self.rejected and len(self.known) < MOST)
+    @precondition(lambda self: self.rejected)
     def fork_a_rejected_draft(self, pick: int, at: int) -> None:
-        self.known.append(self.child(self.rejected[pick % len(self.rejected)], at))
+        self.welcome(self.child(self.rejected[pick % len(self.rejected)], at))
 
     @rule(pick=picks, new=tokens)
     @precondition(lambda self: self.open())
@@ -237,6 +236,12 @@ class Sessions(RuleBasedStateMachine):
     def pick_open(self, number: int) -> Known:
         some = self.open()
         return some[number % len(some)]
+
+    def welcome(self, one: Known) -> None:
+        """Let it in; the oldest leaves where there are too many."""
+        self.known.append(one)
+        if len(self.known) > MOST:
+            self.known.pop(0).branch.release()
 
     def child(self, parent: Known, at: int) -> Known:
         length = 1 + at % len(parent.path)

@@ -87,3 +87,12 @@ def test_errors_say_what_is_wrong(case):
         sample(x, w, seed.int(), position, temperature)
     with pytest.raises(ValueError, match="temperature has shape"):
         sample(x, w, seed, position, temperature[:1])
+
+
+def test_near_ties_are_settled_in_float64(case, same):
+    """Logits that undo the noise: all scores agree to rounding, so the screen in float32 cannot tell them apart."""
+    rows, vocab = (64, 3000) if case.gpu else (5, 60)
+    seed, position = torch.arange(rows, device=case.device), case.ints(rows, below=100)
+    logits = -reference.gumbel(seed[:, None], position[:, None], torch.arange(vocab, device=case.device)).float()
+    ones = torch.ones(rows, device=case.device)
+    same(sample_logits(logits, seed, position, ones)[0], reference.sample(logits, seed, position, ones))

@@ -1,0 +1,112 @@
+"""Bursts: several direct decode steps on a CUDA device without asking the host in between.
+
+Where the decode step itself is canonical, a token needs no verification: the step is captured once as a CUDA graph per number
+of requests and replayed; the tokens it chose feed the next step on the device. The host sees them all at the end and commits
+them like drafts that stood. A request that ended within the burst simply drops what came after.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.batch import Batch, Segment
+from replaylens.engine.cuda import CanonicalCudaOps, FastCudaOps
+from replaylens.engine.errors import EngineBug
+from replaylens.engine.pages import PageTable
+from replaylens.engine.runner import Runner
+from replaylens.kernels.attention import Rows
+from replaylens.kernels.sample import sample_logits
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""numbers of requests that have a graph of their own; others are padded up"""
+
+
+@dataclass
+class Place:
+    """One request in a burst: its last token, that token's position, and a table with room for all steps."""
+
+    token: int
+    position: int
+    table: PageTable
+
+
+class DecodeGraph:
+    """One decode step of `size` requests, captured. Its inputs are tensors that the step itself moves on."""
+
+    def __init__(self, runner: Runner, size: int, max_pages: int, exact: bool, spare: int) -> None:
+        device = torch.device(runner.device)
+        self.size, self.spare = size, spare
+        self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self.short_positions = torch.zeros(size, dtype=torch.int32, device=device)
+        self.pages = torch.full((size, max_pages), spare, dtype=torch.int32, device=device)
+        sequence = torch.arange(size, dtype=torch.int32, device=device)
+        rows = Rows(sequence, self.short_positions, self.pages)
+        shape = Batch([Segment(PageTable([spare], 1), 0, [0]) for _ in range(size)], runner.pool, (1,), tile=1, device="cuda")
+        self.ops = (CanonicalCudaOps if exact else FastCudaOps)(shape, runner.cache, rows)
+        self.runner = runner
+        self.graph = torch.cuda.CUDAGraph()
+        self._capture()
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles the kernels; what it writes goes to the spare page
+                self._step()
+        stream.synchronize()
+        with torch.cuda.graph(self.graph):
+            self._step()
+
+    def _step(self) -> None:
+        model = self.runner.model
+        self.short_positions.copy_(self.positions)
+        residual = model(self.tokens, self.positions, self.ops)
+        self.tokens.copy_(sample_logits(model.logits(residual, self.ops))[0])
+        self.positions.add_(1)
+
+    @torch.inference_mode()
+    def run(self, places: list[Place], steps: int) -> Tensor:
+        """Tokens that `steps` steps chose: [steps, requests], on the device."""
+        pages = torch.full(self.pages.shape, self.spare, dtype=torch.int32)
+        for i, place in enumerate(places):
+            pages[i, : len(place.table.pages)] = torch.tensor(place.table.pages, dtype=torch.int32)
+        rest = self.size - len(places)
+        self.tokens.copy_(torch.tensor([p.token for p in places] + [0] * rest))
+        self.positions.copy_(torch.tensor([p.position for p in places] + [0] * rest))
+        self.pages.copy_(pages)
+        out = torch.empty(steps, self.size, dtype=torch.int64, device=self.tokens.device)
+        for step in range(steps):
+            if rest:
+                self.positions[len(places) :] = 0  # padding stays on its one spare slot
+            self.graph.replay()
+            out[step] = self.tokens
+        return out[:, : len(places)]
+
+
+class Bursts:
+    """Graphs by number of requests and room, made when they are first needed."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._graphs: dict[tuple[int, int, bool], DecodeGraph] = {}
+        spare = PageTable()
+        runner.pool.reserve(spare, 0, 1)
+        self.spare = spare
+        """one page that padding requests write to; never freed"""
+
+    def run(self, places: list[Place], steps: int, exact: bool) -> list[list[int]]:
+        """For each request the tokens that follow, `steps` of them. Precondition: tables have room for all their rows."""
+        if not places or steps < 1 or len(places) > SIZES[-1]:
+            raise EngineBug(f"a burst of {len(places)} requests and {steps} steps")
+        size = next(s for s in SIZES if s >= len(places))
+        room = _power_of_2(max(len(place.table.pages) for place in places))
+        key = (size, room, exact)
+        if key not in self._graphs:
+            self._graphs[key] = DecodeGraph(self.runner, size, room, exact, self.spare.pages[0])
+        return self._graphs[key].run(places, steps).T.tolist()
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,301 @@
+"""`Dump`: reads a dump. Opening looks at the manifest only; rows are memory-mapped, the index is read when asked for.
+
+dump = Dump.open("dumps/coin")
+X, y, groups = dump.where(accepted=True).matrix("S", layer=2, label="face")
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from replaylens.engine.capture import Rows
+from replaylens.engine.dump_content import CORE, LOCATORS, Content
+from replaylens.engine.dump_filter import Filter, Predicate, add_depth, columns_needed, make_filters
+from replaylens.engine.dump_manifest import INDEX, MANIFEST, MOST_BYTES, Manifest, SiteEntry
+from replaylens.engine.dump_shard import ShardFile
+from replaylens.engine.dump_store import Store
+from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump, UnknownSite
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_OPEN_SHARDS = 8
+_MOST_COLUMNS = 10_000
+
+
+class Matrix(NamedTuple):
+    """What scikit-learn wants: `estimator.fit(X, y)`, and groups for its splitters."""
+
+    X: np.ndarray
+    """[rows, features]"""
+    y: np.ndarray | None
+    groups: np.ndarray
+    """the root of each row: rows of one prompt, on any branch, stay together"""
+
+
+class Dump:
+    """A finished dump, or the part of it that `where` left. Immutable."""
+
+    def __init__(self, store: Store, manifest: Manifest, filters: tuple[Filter, ...] = ()) -> None:
+        self.store, self.manifest, self.filters = store, manifest, filters
+        self._shard = lru_cache(_OPEN_SHARDS)(self._open_shard)
+        self._frame = lru_cache(_OPEN_SHARDS)(self._read_frame)
+        self._chosen: dict[str | None, tuple[list[np.ndarray], Any, np.ndarray]] = {}
+
+    @classmethod
+    def open(cls, path: str | Path, check_files: bool = True) -> "Dump":
+        """Check the manifest, and that every file is there with its size; BadDump or UnfinishedDump says what is wrong."""
+        store = Store(path)
+        there = store.sizes()
+        if MANIFEST not in there:
+            if "plan.json" in there:
+                raise UnfinishedDump(f"{path} is not finished: resume it")
+            raise BadDump(f"{path} is no dump: it has no {MANIFEST}")
+        manifest = Manifest.from_bytes(store.read(MANIFEST, MOST_BYTES), str(path))
+        if check_files:
+            for name, size in [(INDEX, manifest.index.bytes), *((shard.name, shard.bytes) for shard in manifest.shards)]:
+                if there.get(name) != size:
+                    found = f"has {there[name]} bytes" if name in there else "is missing"
+                    raise BadDump(f"{path}: {name} {found}; the manifest says {size} bytes. Resume the dump to repair it")
+        return cls(store, manifest)
+
+    # ---- what it is ---------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        plan = self.manifest.plan
+        some = " (filtered)" if self.filters else ""
+        return f"Dump({self.store.url!r}, {plan.task}, {len(plan.examples)} examples, {self.manifest.rows} rows{some})"
+
+    def __len__(self) -> int:
+        """How many rows there are; with filters, the index is read to count them."""
+        return sum(map(len, self._choose(None)[0])) if self.filters else self.manifest.rows
+
+    @property
+    def digest(self) -> str:
+        """Of all its content: the name to cite it by."""
+        return self.manifest.digest
+
+    @property
+    def accepted_digest(self) -> str:
+        """Of the accepted rows only: the same whoever drafted."""
+        return self.manifest.accepted_digest
+
+    @property
+    def sites(self) -> dict[str, SiteEntry]:
+        return dict(self.manifest.sites)
+
+    @property
+    def labels(self) -> list[str]:
+        return list(self.manifest.labels)
+
+    @property
+    def columns(self) -> list[str]:
+        """Index columns; `where` knows `depth` besides."""
+        return [*CORE.names, *self.manifest.labels, *LOCATORS]
+
+    def resolve(self, site: str, layer: int | None = None) -> tuple[str, int | None]:
+        """The stored name behind a letter and layer, a name or an alias; and for Z the entry along its layers."""
+        sites = self.manifest.sites
+        if named := self.manifest.letter(site) if site in "STC" else []:
+            if layer is None or not -len(named) <= layer < len(named):
+                raise UnknownSite(f"{site} is stored at layers 0 to {len(named) - 1}: say which, not {layer}")
+            return named[layer], None
+        name = next((n for n, entry in sites.items() if site == n or site in entry.aliases), None)
+        if name is None:
+            raise UnknownSite(f"{site!r} is not in this dump; it holds {', '.join(sites)}")
+        if sites[name].letter == "Z":
+            if layer is not None and not -sites[name].shape[0] <= layer < sites[name].shape[0]:
+                raise UnknownSite(f"{name} is stored at layers 0 to {sites[name].shape[0] - 1}, not {layer}")
+            return name, layer
+        if layer not in (None, sites[name].layer):
+            raise UnknownSite(f"{name} is at layer {sites[name].layer}, not {layer}: give a letter to choose a layer")
+        return name, None
+
+    # ---- choosing rows ------------------------------------------------------------------------------------------
+
+    def where(self, predicate: Predicate | None = None, /, **conditions: Any) -> "Dump":
+        """The rows for which all conditions hold; can be called again on the result.
+
+        conditions  column=value: equal; =None: no value; =a set or list: one of these; =a range or slice: within, the end
+                    left out. Columns are those of the index and `depth` (tokens since the path left the accepted one)
+        predicate   a function from a shard's index, a pandas frame, to one boolean per row
+        """
+        return Dump(self.store, self.manifest, self.filters + make_filters(self.columns, predicate, conditions))
+
+    def matrix(
+        self,
+        site: str,
+        layer: int | None = None,
+        *,
+        where: "Predicate | dict[str, Any] | None" = None,
+        label: str | None = None,
+    ) -> Matrix:
+        """Rows of one site with their labels and groups. Rows without a value of the label are left out.
+
+        site   "S", "T" or "C" with a layer; a stored name or alias; or a part of Z such as "Z.top_logprobs"
+        where  as in `where`: a function, or conditions as a dict
+        """
+        if where is not None:
+            narrowed = self.where(**where) if isinstance(where, dict) else self.where(where)
+            return narrowed.matrix(site, layer, label=label)
+        if label is not None and label not in (*self.manifest.labels, *CORE.names):
+            raise BadRequest(f"no label {label!r}; this dump has {', '.join(self.manifest.labels)}")
+        rows, y, groups = self._choose(label)
+        x = self._gather(site, layer, rows)
+        return Matrix(_numpy(x).reshape(len(x), -1), y, groups)
+
+    def to_torch(self, site: str, layer: int | None = None) -> Tensor:
+        """Rows of one site, in the stored dtype: [rows, ...]."""
+        return self._gather(site, layer, self._choose(None)[0])
+
+    def to_numpy(self, site: str, layer: int | None = None) -> np.ndarray:
+        """Rows of one site; bfloat16, which numpy lacks, comes as float32 (exactly)."""
+        return _numpy(self.to_torch(site, layer))
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """The index, with the column `depth`."""
+        import pandas as pd
+
+        frames = [self._frame(number)[self._mask(number)] for number in range(len(self.manifest.shards))]
+        return pd.concat(frames, ignore_index=True)
+
+    @property
+    def index(self) -> "pd.DataFrame":
+        return self.to_pandas()
+
+    def stream(self, site: str, layer: int | None = None, batch_rows: int = 4096) -> Iterator[tuple[Tensor, "pd.DataFrame"]]:
+        """Rows of one site with their index, at most `batch_rows` at a time; memory does not grow with the dump."""
+        if batch_rows < 1:
+            raise BadRequest(f"batch_rows {batch_rows}: give at least 1")
+        name, entry = self.resolve(site, layer)
+        for number in range(len(self.manifest.shards)):
+            rows, frame = np.flatnonzero(self._mask(number)), self._frame(number)
+            for first in range(0, len(rows), batch_rows):
+                some = rows[first : first + batch_rows]
+                yield _entry(self._shard(number).rows(name, some), entry), frame.iloc[some].reset_index(drop=True)
+
+    def to_activation_cache(self, example: int, branch: int = 0) -> Any:
+        """TransformerLens' `ActivationCache` of one path of an example: [1, positions, ...] by stored name and alias.
+
+        A rejected branch comes with the accepted rows before it. The dump must hold all positions.
+        """
+        from transformer_lens import ActivationCache
+
+        if self.manifest.plan.positions != "all":
+            raise BadRequest(f"this dump holds positions {self.manifest.plan.positions!r}; a cache needs all of them")
+        rows = self._path_rows(example, branch)
+        cache: dict[str, Tensor] = {}
+        for name, x in rows.items():
+            for alias in (name, *self.manifest.sites[name].aliases):
+                cache[alias] = x[None]
+        return ActivationCache(cache, None)
+
+    # ---- raw content, for verification --------------------------------------------------------------------------
+
+    def shard_of(self, example: int) -> int:
+        """Which shard holds an example. BadRequest where none does."""
+        for number, shard in enumerate(self.manifest.shards):
+            if shard.first_example <= example <= shard.last_example and example in self.manifest.plan.indices(number):
+                return number
+        raise BadRequest(f"example {example} is not in this dump")
+
+    def content(self, number: int) -> Content:
+        """All of a shard, whatever the filters."""
+        shard = self._shard(number)
+        tensors = {name: shard.rows(name, slice(0, shard.entry.rows)) for name in self.manifest.sites}
+        table = self._read_index(number, [c for c in self.columns if c not in LOCATORS])
+        return Content(tensors, table)
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _open_shard(self, number: int) -> ShardFile:
+        return ShardFile(self.store, self.manifest.shards[number], self.manifest.sites)
+
+    def _read_index(self, number: int, columns: list[str]) -> pa.Table:
+        """One shard's lines of the index: its row group. Shards without rows have none."""
+        shards = self.manifest.shards
+        group = sum(1 for shard in shards[:number] if shard.rows)
+        try:
+            with self.store.fs.open(self.store.path(INDEX), "rb") as file:
+                index = pq.ParquetFile(file)
+                self._check_index(index)
+                names = index.schema_arrow.empty_table().select(columns)
+                table = index.read_row_group(group, columns) if shards[number].rows else names
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise BadDump(f"{self.store.url}/{INDEX} cannot be read: {error}") from None
+        if len(table) != shards[number].rows:
+            raise BadDump(f"{self.store.url}/{INDEX}: shard {number} has {len(table)} lines for {shards[number].rows} rows")
+        return table.select(columns)
+
+    def _check_index(self, index: Any) -> None:
+        """Before anything is read: as many lines and columns as the manifest says."""
+        groups = sum(1 for shard in self.manifest.shards if shard.rows)
+        found = (index.metadata.num_rows, index.metadata.num_row_groups, sorted(index.schema_arrow.names))
+        if found != (self.manifest.rows, groups, sorted(self.columns)) or len(found[2]) > _MOST_COLUMNS:
+            raise BadDump(f"{self.store.url}/{INDEX} is not the index of this dump: {found[0]} lines in {found[1]} groups")
+
+    def _read_frame(self, number: int) -> "pd.DataFrame":
+        return add_depth(self._read_index(number, self.columns).to_pandas())
+
+    def _mask(self, number: int) -> np.ndarray:
+        frame, mask = self._frame(number), np.ones(self.manifest.shards[number].rows, dtype=bool)
+        for each in self.filters:
+            mask &= each.mask(frame)
+        return mask
+
+    def _choose(self, label: str | None) -> tuple[list[np.ndarray], np.ndarray | None, np.ndarray]:
+        """Row numbers within each shard, the label's values and the roots; kept for the next site or layer."""
+        if label not in self._chosen:
+            wanted = list(dict.fromkeys([*columns_needed(self.filters, self.columns), "root", *([label] if label else [])]))
+            rows, labels, roots = [], [], []
+            for number in range(len(self.manifest.shards)):
+                frame = add_depth(self._read_index(number, wanted).to_pandas())
+                mask = np.array(frame[label].notna()) if label else np.ones(len(frame), dtype=bool)
+                for each in self.filters:
+                    mask &= each.mask(frame)
+                rows.append(np.flatnonzero(mask))
+                roots.append(frame["root"].to_numpy(dtype=object)[mask])
+                labels.append(frame[label].to_numpy(dtype=object)[mask] if label else roots[-1])
+            y = _tidy(np.concatenate(labels)) if label else None
+            self._chosen[label] = rows, y, np.concatenate(roots).astype(str)
+        return self._chosen[label]
+
+    def _gather(self, site: str, layer: int | None, rows: list[np.ndarray]) -> Tensor:
+        name, entry = self.resolve(site, layer)
+        pieces = [_entry(self._shard(number).rows(name, some), entry) for number, some in enumerate(rows) if len(some)]
+        if pieces:
+            return torch.cat(pieces)
+        empty = torch.empty([0, *self.manifest.sites[name].shape], dtype=getattr(torch, self.manifest.sites[name].dtype))
+        return _entry(empty, entry)
+
+    def _path_rows(self, example: int, branch: int) -> Rows:
+        number = self.shard_of(example)
+        frame = self._frame(number)
+        mine = frame["example"] == example
+        own = frame[mine & (frame["branch"] == branch)]
+        if not len(own):
+            raise BadRequest(f"example {example} has no branch {branch}; it has {sorted(set(frame[mine]['branch']))}")
+        before = frame[mine & (frame["branch"] == 0) & (frame["position"] < own["fork_position"].iloc[0])]
+        rows = np.concatenate([before.index.to_numpy(), own.index.to_numpy()]).astype(np.int64)
+        return {name: self._shard(number).rows(name, rows) for name in self.manifest.sites}
+
+
+def _entry(x: Tensor, entry: int | None) -> Tensor:
+    return x if entry is None else x[:, entry]
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    return (x.float() if x.dtype is torch.bfloat16 else x).numpy()
+
+
+def _tidy(values: np.ndarray) -> np.ndarray:
+    """Labels as an array of one type: text, whole numbers or booleans."""
+    return np.array(values.tolist()) if len(values) else values
