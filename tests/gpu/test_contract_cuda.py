@@ -71,3 +71,19 @@ def test_the_fast_path_would_fail_the_contract(monkeypatch: pytest.MonkeyPatch) 
     assert not differences(outcome(served, OTHERS, window=1), honest)
     monkeypatch.setattr(Runner, "exact", lambda self, segments, tap=None, stop_at_layer=None: self.fast(segments, tap))
     assert differences(outcome(served, OTHERS, window=1), outcome(served, window=1))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_bursts_give_the_bits_of_single_passes(name: str) -> None:
+    """Decode steps replayed as CUDA graphs on the device alone, against one ordinary pass per token."""
+    served = engine(name, torch.bfloat16)
+    tokens, kv, _ = outcome(served, window=1)
+    for beside in ([], OTHERS):
+        branches = served.prompts([*beside, PROMPT])
+        served.generate(branches, 24, final=True)
+        assert served.loop.bursts is not None and served.loop.bursts._graphs, "no graph was used"
+        assert branches[-1].tokens == tokens and torch.equal(branches[-1].kv().cpu(), kv)
+        served.check_integrity()
+        for branch in branches:
+            branch.release()
+        served.prefix.clear()
