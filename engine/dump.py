@@ -4,31 +4,24 @@ dump = Dump.open("dumps/coin")
 X, y, groups = dump.where(accepted=True).matrix("S", layer=2, label="face")
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from replaylens.engine.capture import Rows
-from replaylens.engine.dump_content import CORE, LOCATORS, Content
+from replaylens.engine.dump_content import CORE
+from replaylens.engine.dump_files import DumpFiles
 from replaylens.engine.dump_filter import Filter, Predicate, add_depth, columns_needed, make_filters
 from replaylens.engine.dump_manifest import INDEX, MANIFEST, MOST_BYTES, Manifest, SiteEntry
-from replaylens.engine.dump_shard import ShardFile
 from replaylens.engine.dump_store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump, UnknownSite
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_OPEN_SHARDS = 8
-_MOST_COLUMNS = 10_000
 
 
 class Matrix(NamedTuple):
@@ -44,11 +37,9 @@ class Matrix(NamedTuple):
 class Dump:
     """A finished dump, or the part of it that `where` left. Immutable."""
 
-    def __init__(self, store: Store, manifest: Manifest, filters: tuple[Filter, ...] = ()) -> None:
-        self.store, self.manifest, self.filters = store, manifest, filters
-        self._shard = lru_cache(_OPEN_SHARDS)(self._open_shard)
-        self._frame = lru_cache(_OPEN_SHARDS)(self._read_frame)
-        self._chosen: dict[str | None, tuple[list[np.ndarray], Any, np.ndarray]] = {}
+    def __init__(self, files: DumpFiles, filters: tuple[Filter, ...] = ()) -> None:
+        self.files, self.manifest, self.filters = files, files.manifest, filters
+        self._chosen: dict[str | None, tuple[list[np.ndarray], np.ndarray | None, np.ndarray]] = {}
 
     @classmethod
     def open(cls, path: str | Path, check_files: bool = True) -> "Dump":
@@ -65,18 +56,22 @@ class Dump:
                 if there.get(name) != size:
                     found = f"has {there[name]} bytes" if name in there else "is missing"
                     raise BadDump(f"{path}: {name} {found}; the manifest says {size} bytes. Resume the dump to repair it")
-        return cls(store, manifest)
+        return cls(DumpFiles(store, manifest))
 
     # ---- what it is ---------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         plan = self.manifest.plan
         some = " (filtered)" if self.filters else ""
-        return f"Dump({self.store.url!r}, {plan.task}, {len(plan.examples)} examples, {self.manifest.rows} rows{some})"
+        return f"Dump({self.url!r}, {plan.task}, {len(plan.examples)} examples, {self.manifest.rows} rows{some})"
 
     def __len__(self) -> int:
         """How many rows there are; with filters, the index is read to count them."""
         return sum(map(len, self._choose(None)[0])) if self.filters else self.manifest.rows
+
+    @property
+    def url(self) -> str:
+        return self.files.store.url
 
     @property
     def digest(self) -> str:
@@ -99,7 +94,7 @@ class Dump:
     @property
     def columns(self) -> list[str]:
         """Index columns; `where` knows `depth` besides."""
-        return [*CORE.names, *self.manifest.labels, *LOCATORS]
+        return self.files.columns
 
     def resolve(self, site: str, layer: int | None = None) -> tuple[str, int | None]:
         """The stored name behind a letter and layer, a name or an alias; and for Z the entry along its layers."""
@@ -128,7 +123,7 @@ class Dump:
                     left out. Columns are those of the index and `depth` (tokens since the path left the accepted one)
         predicate   a function from a shard's index, a pandas frame, to one boolean per row
         """
-        return Dump(self.store, self.manifest, self.filters + make_filters(self.columns, predicate, conditions))
+        return Dump(self.files, self.filters + make_filters(self.columns, predicate, conditions))
 
     def matrix(
         self,
@@ -164,7 +159,7 @@ class Dump:
         """The index, with the column `depth`."""
         import pandas as pd
 
-        frames = [self._frame(number)[self._mask(number)] for number in range(len(self.manifest.shards))]
+        frames = [self.files.frame(number)[self._mask(number)] for number in range(len(self.manifest.shards))]
         return pd.concat(frames, ignore_index=True)
 
     @property
@@ -177,10 +172,10 @@ class Dump:
             raise BadRequest(f"batch_rows {batch_rows}: give at least 1")
         name, entry = self.resolve(site, layer)
         for number in range(len(self.manifest.shards)):
-            rows, frame = np.flatnonzero(self._mask(number)), self._frame(number)
+            rows, frame = np.flatnonzero(self._mask(number)), self.files.frame(number)
             for first in range(0, len(rows), batch_rows):
                 some = rows[first : first + batch_rows]
-                yield _entry(self._shard(number).rows(name, some), entry), frame.iloc[some].reset_index(drop=True)
+                yield _entry(self.files.shard(number).rows(name, some), entry), frame.iloc[some].reset_index(drop=True)
 
     def to_activation_cache(self, example: int, branch: int = 0) -> Any:
         """TransformerLens' `ActivationCache` of one path of an example: [1, positions, ...] by stored name and alias.
@@ -198,55 +193,10 @@ class Dump:
                 cache[alias] = x[None]
         return ActivationCache(cache, None)
 
-    # ---- raw content, for verification --------------------------------------------------------------------------
-
-    def shard_of(self, example: int) -> int:
-        """Which shard holds an example. BadRequest where none does."""
-        for number, shard in enumerate(self.manifest.shards):
-            if shard.first_example <= example <= shard.last_example and example in self.manifest.plan.indices(number):
-                return number
-        raise BadRequest(f"example {example} is not in this dump")
-
-    def content(self, number: int) -> Content:
-        """All of a shard, whatever the filters."""
-        shard = self._shard(number)
-        tensors = {name: shard.rows(name, slice(0, shard.entry.rows)) for name in self.manifest.sites}
-        table = self._read_index(number, [c for c in self.columns if c not in LOCATORS])
-        return Content(tensors, table)
-
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _open_shard(self, number: int) -> ShardFile:
-        return ShardFile(self.store, self.manifest.shards[number], self.manifest.sites)
-
-    def _read_index(self, number: int, columns: list[str]) -> pa.Table:
-        """One shard's lines of the index: its row group. Shards without rows have none."""
-        shards = self.manifest.shards
-        group = sum(1 for shard in shards[:number] if shard.rows)
-        try:
-            with self.store.fs.open(self.store.path(INDEX), "rb") as file:
-                index = pq.ParquetFile(file)
-                self._check_index(index)
-                names = index.schema_arrow.empty_table().select(columns)
-                table = index.read_row_group(group, columns) if shards[number].rows else names
-        except (pa.ArrowException, OSError, KeyError) as error:
-            raise BadDump(f"{self.store.url}/{INDEX} cannot be read: {error}") from None
-        if len(table) != shards[number].rows:
-            raise BadDump(f"{self.store.url}/{INDEX}: shard {number} has {len(table)} lines for {shards[number].rows} rows")
-        return table.select(columns)
-
-    def _check_index(self, index: Any) -> None:
-        """Before anything is read: as many lines and columns as the manifest says."""
-        groups = sum(1 for shard in self.manifest.shards if shard.rows)
-        found = (index.metadata.num_rows, index.metadata.num_row_groups, sorted(index.schema_arrow.names))
-        if found != (self.manifest.rows, groups, sorted(self.columns)) or len(found[2]) > _MOST_COLUMNS:
-            raise BadDump(f"{self.store.url}/{INDEX} is not the index of this dump: {found[0]} lines in {found[1]} groups")
-
-    def _read_frame(self, number: int) -> "pd.DataFrame":
-        return add_depth(self._read_index(number, self.columns).to_pandas())
-
     def _mask(self, number: int) -> np.ndarray:
-        frame, mask = self._frame(number), np.ones(self.manifest.shards[number].rows, dtype=bool)
+        frame, mask = self.files.frame(number), np.ones(self.manifest.shards[number].rows, dtype=bool)
         for each in self.filters:
             mask &= each.mask(frame)
         return mask
@@ -257,7 +207,7 @@ class Dump:
             wanted = list(dict.fromkeys([*columns_needed(self.filters, self.columns), "root", *([label] if label else [])]))
             rows, labels, roots = [], [], []
             for number in range(len(self.manifest.shards)):
-                frame = add_depth(self._read_index(number, wanted).to_pandas())
+                frame = add_depth(self.files.lines(number, wanted).to_pandas())
                 mask = np.array(frame[label].notna()) if label else np.ones(len(frame), dtype=bool)
                 for each in self.filters:
                     mask &= each.mask(frame)
@@ -270,22 +220,22 @@ class Dump:
 
     def _gather(self, site: str, layer: int | None, rows: list[np.ndarray]) -> Tensor:
         name, entry = self.resolve(site, layer)
-        pieces = [_entry(self._shard(number).rows(name, some), entry) for number, some in enumerate(rows) if len(some)]
+        pieces = [_entry(self.files.shard(number).rows(name, some), entry) for number, some in enumerate(rows) if len(some)]
         if pieces:
             return torch.cat(pieces)
         empty = torch.empty([0, *self.manifest.sites[name].shape], dtype=getattr(torch, self.manifest.sites[name].dtype))
         return _entry(empty, entry)
 
     def _path_rows(self, example: int, branch: int) -> Rows:
-        number = self.shard_of(example)
-        frame = self._frame(number)
+        number = self.files.shard_of(example)
+        frame = self.files.frame(number)
         mine = frame["example"] == example
         own = frame[mine & (frame["branch"] == branch)]
         if not len(own):
             raise BadRequest(f"example {example} has no branch {branch}; it has {sorted(set(frame[mine]['branch']))}")
         before = frame[mine & (frame["branch"] == 0) & (frame["position"] < own["fork_position"].iloc[0])]
         rows = np.concatenate([before.index.to_numpy(), own.index.to_numpy()]).astype(np.int64)
-        return {name: self._shard(number).rows(name, rows) for name in self.manifest.sites}
+        return {name: self.files.shard(number).rows(name, rows) for name in self.manifest.sites}
 
 
 def _entry(x: Tensor, entry: int | None) -> Tensor:

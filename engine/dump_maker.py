@@ -11,6 +11,7 @@ from replaylens.engine.dump_plan import DumpPlan
 from replaylens.engine.dump_rows import assemble
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.run import Result, replay_examples
+from replaylens.tasks import Example
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
@@ -33,8 +34,13 @@ class ShardMaker:
         """One shard. `done` is told how many more examples are finished."""
         return self.rows_of(self.plan.indices(number), done)
 
-    def rows_of(self, indices: Sequence[int], done: Callable[[int], object] = lambda count: None) -> Content:
-        """The rows of any examples of the plan."""
+    def rows_of(
+        self,
+        indices: Sequence[int],
+        done: Callable[[int], object] = lambda count: None,
+        change: Callable[[Result], Result] = lambda result: result,
+    ) -> Content:
+        """The rows of any examples of the plan. `change` may swap a result for another before its rows are taken."""
         mark = len(self.engine.trace.events)
         results: list[Result] = []
         try:
@@ -42,20 +48,24 @@ class ShardMaker:
                 some = [self.task.example(index) for index in indices[first : first + self.batch]]
                 results += self._replay(some)
                 done(len(some))
-            return assemble(self.engine, self.plan, results)
+            return assemble(self.engine, self.plan, [change(result) for result in results])
         finally:
             for result in results:
                 _forget(self.engine, result)
             del self.engine.trace.events[mark:]  # the dump is its own record, and the trace must not grow with it
 
-    def _replay(self, examples: Sequence) -> list[Result]:
+    @property
+    def wanted(self) -> list[str]:
+        """The sites that have to be captured: those stored, those that Z is read off, and the model's own output."""
+        streams = self.plan.lens.sites if self.plan.lens is not None else ()
+        return [*self.plan.sites, *streams, self.engine.sites.letter("S")[-1]]
+
+    def _replay(self, examples: list[Example]) -> list[Result]:
         plan = self.plan
-        streams = plan.lens.sites if plan.lens is not None else ()
-        wanted = [*plan.sites, *streams, self.engine.sites.letter("S")[-1]]
         return replay_examples(
             self.engine,
-            list(examples),
-            sites=wanted,
+            examples,
+            sites=self.wanted,
             drafter=plan.drafter,
             window=plan.window,
             sampling=plan.sampling,

@@ -60,7 +60,9 @@ class ShardFile:
     def _open(self) -> Any:
         try:
             opened = safe_open(self.store.path(self.entry.name), framework="pt")
-            found = {name: (opened.get_slice(name).get_dtype(), opened.get_slice(name).get_shape()) for name in opened.keys()}
+            found = {
+                name: (opened.get_slice(name).get_dtype(), opened.get_slice(name).get_shape()) for name in list(opened.keys())
+            }
         except (SafetensorError, OSError) as error:
             raise BadDump(f"{self.store.url}/{self.entry.name} is not a whole safetensors file: {error}") from None
         self._check(found)
@@ -80,7 +82,7 @@ class ShardFile:
             raise BadDump(f"{self.store.url}/{self.entry.name} is not a whole safetensors file: {error}") from None
         self._check(found)
         for name, (start, end) in ranges.items():
-            fits = end - start == self.entry.rows * self.sites[name].row_bytes and 8 <= start and end <= self.entry.bytes
+            fits = end - start == self.entry.rows * self.sites[name].row_bytes and start >= 8 and end <= self.entry.bytes
             if not fits:
                 raise BadDump(f"{self.store.url}/{self.entry.name}: the rows of {name} do not lie within the file")
         return {name: (start, end) for name, (start, end) in ranges.items()}
@@ -90,7 +92,7 @@ class ShardFile:
         if found != wanted:
             wrong = sorted({*found, *wanted} - {name for name in wanted if found.get(name) == wanted[name]})[0]
             raise BadDump(
-                f"{self.store.url}/{self.entry.name}: {wrong} is {found.get(wrong)} there, the manifest says {wanted.get(wrong)}"
+                f"{self.store.url}/{self.entry.name}: {wrong} is {found.get(wrong)}, but {wanted.get(wrong)} in the manifest"
             )
 
     def _fetch(self, site: str, start: int, end: int) -> Tensor:

@@ -46,7 +46,7 @@ class _Replayer:
     def _apply(self, number: int, event: dict[str, Any]) -> None:
         branch = self.branches.get(event["branch"])
         if event["branch"] in self.left_out:
-            self.left_out.update([event["child"]] if event["event"] == "fork" else [])
+            self.left_out.update([event["child"]] if event["event"] == "fork" else event.get("rejected", ()))
             return
         match event["event"]:
             case "plant":
