@@ -19,6 +19,7 @@ from replaylens.engine.batch import KV_BLOCK, TILE, Batch
 from replaylens.engine.config import Activation
 from replaylens.engine.kv_cache import KVCache
 from replaylens.engine.ops import AttentionSpec, Linear, TorchOps, softcap
+from replaylens.engine.rotary import Rotary
 
 RowCounts = dict[tuple[int, int], tuple[int, ...]]
 """(inputs, outputs) of a product -> row counts, largest first, that give the bits of the 16-row tile"""
@@ -47,8 +48,16 @@ class CachedOps(TorchOps):
         return activate(gate, kind) * up
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, observe: Callable[[Tensor], object] | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | None,
+        spec: AttentionSpec,
+        observe: Callable[[Tensor], object] | None,
     ) -> Tensor:
+        if rotary is not None:
+            q, k = self.rotate(q, rotary), self.rotate(k, rotary)
         batch, data = self.batch, self.cache.data[spec.layer]
         self.cache.write(spec.layer, batch.write_slots, k[: batch.num_rows], v[: batch.num_rows])
         out = torch.zeros(batch.padded + 1, *q.shape[1:], dtype=q.dtype)  # the extra row swallows padding queries

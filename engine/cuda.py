@@ -15,11 +15,12 @@ from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.kv_cache import KVCache
 from replaylens.engine.ops import AttentionSpec, Linear, Norm
 from replaylens.engine.pages import PagePool
+from replaylens.engine.rotary import Rotary
 from replaylens.kernels.activation import activation
 from replaylens.kernels.attention import Rows, attention, plan_tiles, rows_per_tile
-from replaylens.kernels.matmul import matmul
+from replaylens.kernels.matmul import gated_matmul, matmul
 from replaylens.kernels.norm import norm as norm_kernel
-from replaylens.kernels.rope import rotate, store
+from replaylens.kernels.rope import rotate, rotate_and_store, store
 
 
 class HeadOps:
@@ -30,6 +31,14 @@ class HeadOps:
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         return matmul(x, table.t(), out_dtype=torch.float32)
+
+    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        return matmul(x, linear.weight, linear.bias, residual=residual)
+
+    def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
+        if gated:
+            return gated_matmul(x, linear.weight, kind, linear.bias)
+        return activation(matmul(x, linear.weight, linear.bias), kind, gated)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return norm_kernel(x, norm.weight, norm.bias, norm.eps, norm.kind)
@@ -43,20 +52,27 @@ class CanonicalCudaOps(HeadOps):
 
     def __init__(self, batch: Batch, cache: KVCache, rows: Rows) -> None:
         self.batch, self.cache, self.rows = batch, cache, rows
-        own = torch.arange(batch.num_rows, dtype=torch.int32, device=rows.position.device)
-        self.gathered = Rows(rows.sequence, own, rows.page_table)  # the decoder hands out rotary rows already gathered
 
-    def rotate(self, x: Tensor, table: Tensor) -> Tensor:
-        return rotate(x, table, self.gathered)
+    def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
+        return rotate(x, rotary.table, self.rows)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, observe: Callable[[Tensor], object] | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | None,
+        spec: AttentionSpec,
+        observe: Callable[[Tensor], object] | None,
     ) -> Tensor:
         if observe is not None:
             raise UnsupportedModel("attention patterns are not captured on CUDA: the kernel never holds them; use a CPU engine")
         keys, values = self.cache.data[spec.layer]
         size = self.cache.pool.page_size
-        store(k, v, self.rows, keys, values, size)
+        if rotary is None:
+            store(k, v, self.rows, keys, values, size)
+        else:
+            q, _ = rotate_and_store(q, k, v, rotary.table, self.rows, keys, values, page_size=size)
         return attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
 
 
@@ -65,6 +81,12 @@ class FastCudaOps(CanonicalCudaOps):
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)
+
+    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        return torch.addmm(residual, x, linear.weight) if linear.bias is None else residual + self.linear(x, linear)
+
+    def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
+        return activation(self.linear(x, linear), kind, gated)
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         return (x @ table.t()).float()

@@ -18,6 +18,7 @@ from replaylens.engine.certificate import Certificate, Finding
 from replaylens.engine.errors import NotCertified
 from replaylens.engine.model import Decoder
 from replaylens.engine.ops import Linear, Norm, TorchOps, visible
+from replaylens.engine.rotary import Rotary
 
 _COUNTS = (512, 256, 128, 64, 32)
 _QUERY_ROWS = (1, 2, 4, 8, 32, 64, 128)
@@ -126,7 +127,8 @@ def _examine_rowwise(model: Decoder, generator: torch.Generator, findings: list[
     if c.rotary_dim:
         heads = torch.randn(64, c.num_heads, c.d_head, generator=generator)
         table = torch.randn(1, 2, c.rotary_dim // 2, generator=generator)
-        _compare_rows("rotary", heads, lambda x: ops.rotate(x, table.expand(len(x), -1, -1)), findings)
+        turn = lambda x: ops.rotate(x, Rotary(table, torch.zeros(len(x), dtype=torch.int64)))  # noqa: E731
+        _compare_rows("rotary", heads, turn, findings)
 
 
 def _compare_rows(op: str, x: Tensor, f: Callable[[Tensor], Tensor], findings: list[Finding]) -> None:

@@ -208,7 +208,7 @@ class ModelDrafter:
     def _catch_up(self, call: DraftCall, busy: set[int]) -> PageTable | None:
         """The branch's table with KV for all of the path but its last token, and room for the drafts. None: no pages."""
         pool, needed = self.runner.pool, len(call.path) + call.count
-        table, held = self._known.pop(call.branch, None) or (PageTable(), [])
+        table, held = self._known.pop(call.branch, (PageTable(), []))
         common = next(
             (i for i, (a, b) in enumerate(zip(held, call.path[:-1], strict=False)) if a != b),
             min(len(held), len(call.path) - 1),

@@ -65,7 +65,7 @@ class Content:
             tensor = self.tensors[name].contiguous()
             shape = [rows, *tensor.shape[1:]]
             digest.update(f"tensor {name} {str(tensor.dtype).removeprefix('torch.')} {shape}\n".encode())
-            raw = tensor.view(_BITS[tensor.element_size()]).numpy()
+            raw: Any = tensor.view(_BITS[tensor.element_size()]).numpy()
             for start, end in runs:
                 digest.update(raw[start:end])
         part = self.index.filter(pa.array(mask))
@@ -185,8 +185,9 @@ def _keys_differ(here: Content, there: Content) -> Difference | None:
     for i in range(max(len(mine), len(yours))):
         a, b = mine[i] if i < len(mine) else None, yours[i] if i < len(yours) else None
         if a != b:
-            place = min(key for key in (a, b) if key is not None)
-            return Difference(*place, "row", None, *("present" if key == place else "missing" for key in (a, b)))
+            example, branch, position = place = min(key for key in (a, b) if key is not None)
+            here_is, there_is = ("present" if key == place else "missing" for key in (a, b))
+            return Difference(example, branch, position, "row", None, here_is, there_is)
     return None
 
 

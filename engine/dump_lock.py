@@ -111,10 +111,10 @@ def _is_held(store: Store, name: str) -> bool:
             return not _flock(handle) or (bool(owner) and owner.get("host") != socket.gethostname())
         finally:
             os.close(handle)
-    owner = _owner(store, name)
-    if owner is None:
+    named = _owner(store, name)
+    if named is None:
         return False
-    return owner.get("host") != socket.gethostname() or _is_alive(owner.get("pid"), owner.get("started"))
+    return named.get("host") != socket.gethostname() or _is_alive(named.get("pid"), named.get("started"))
 
 
 def _flock(handle: int) -> bool:

@@ -94,9 +94,9 @@ def _paths(engine: "Engine", result: Result) -> list[Path]:
         )
     distinct = {(other.fork_position, tuple(other.tokens)): other for other in result.rejected}
     found = [(0, result.tokens, result.activations)]
-    for (fork, tokens), other in sorted(distinct.items(), key=lambda item: item[0]):
+    for _, other in sorted(distinct.items(), key=lambda item: item[0]):
         if other.activations is not None:
-            found.append((fork, list(tokens), other.activations))
+            found.append((other.fork_position, other.tokens, other.activations))
     paths = []
     for number, (base, tokens, recording) in enumerate(found):
         if recording.positions() != list(range(base, len(tokens))):
@@ -145,7 +145,7 @@ def _ends_step(offset: tuple[int, int], ends: set[int]) -> bool:
 def _columns(engine: "Engine", paths: list[Path], kept: list[list[int]]) -> dict[str, pa.Array]:
     """Index columns that need no arithmetic."""
     counts = [len(positions) for positions in kept]
-    each = {
+    each: dict[str, list[Any]] = {
         "example": [path.example.index for path in paths],
         "root": [path.example.root for path in paths],
         "branch": [path.branch for path in paths],

@@ -60,9 +60,8 @@ class ShardFile:
     def _open(self) -> Any:
         try:
             opened = safe_open(self.store.path(self.entry.name), framework="pt")
-            found = {
-                name: (opened.get_slice(name).get_dtype(), opened.get_slice(name).get_shape()) for name in list(opened.keys())
-            }
+            slices = {name: opened.get_slice(name) for name in list(opened.keys())}
+            found = {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
         except (SafetensorError, OSError) as error:
             raise BadDump(f"{self.store.url}/{self.entry.name} is not a whole safetensors file: {error}") from None
         self._check(found)

@@ -86,7 +86,7 @@ def save_run(
         raise BadRequest("a dump holds examples of one task with one setting of its knobs, each of them once")
     if run.options.get("sites") is None:
         raise BadRequest("nothing was captured: replay with sites='STCZ' or site names")
-    chosen = {"positions": positions, "dtype": dtype, "examples_per_shard": examples_per_shard}
+    chosen: dict[str, Any] = {"positions": positions, "dtype": dtype, "examples_per_shard": examples_per_shard}
     plan = make_plan(run.engine, makers.pop(), by_index, **run.options, **chosen)
 
     def make(number: int, done: Callable[[int], object]) -> Content:

@@ -67,7 +67,7 @@ class Loop:
             self._abandon([turn for turn in turns if not turn.closed], error)
             self._end_all(error)
             raise
-        self.jobs = [job for job in self.jobs if not job.done]
+        self._forget_done()
 
     def admit(self) -> list[Turn]:
         """Turns for as many jobs as rows and pages allow; those that wait for one token before long prefills.
@@ -75,9 +75,10 @@ class Loop:
         Nobody starves: the oldest job comes before all others if it had no turn in the last step.
         """
         self._clock += 1
+        self._forget_done()
         budget, turns = self.max_rows, []
         for job in sorted(self.jobs, key=self._rank):
-            turn = self._plan(job, budget) if budget > 0 and not job.done else None
+            turn = self._plan(job, budget) if budget > 0 else None
             if turn is not None and self._make_room(turn):
                 budget -= (len(turn.rows) + turn.num_drafts) * len(turn.tables)
                 turn.job.lane.last_used = self._clock
@@ -312,6 +313,9 @@ class Loop:
         if idle:
             self.drop_pages(min(idle, key=lambda lane: (lane.last_used, lane.branch)))
             return True
+        if len(self.prefix):  # a last page that a branch still uses keeps the pages before it, even where nobody else does
+            self.prefix.clear()
+            return True
         younger = self.jobs[self.jobs.index(asking) + 1 :]
         victims = [job for job in younger if job.lane.table.pages and job.lane.last_used != self._clock]
         if victims:
@@ -406,6 +410,9 @@ class Loop:
         for turn in turns:
             self.committer.abandon(turn)
             self.end(turn.job, error if isinstance(error, Exception) else None)
+
+    def _forget_done(self) -> None:
+        self.jobs = [job for job in self.jobs if not job.done]
 
     def _end_all(self, error: BaseException) -> None:
         for job in self.jobs:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.ops import AttentionSpec, Linear, Norm, Ops, softcap
-from replaylens.engine.rotary import rotary_table
+from replaylens.engine.rotary import Rotary, rotary_table
 
 
 class Tap(Protocol):
@@ -24,12 +24,17 @@ class Tap(Protocol):
         ...
 
 
+def wanted(tap: Tap | None, *sites: str) -> bool:
+    """Whether the tap asks for any of the sites."""
+    return tap is not None and any(tap.wants(site) for site in sites)
+
+
 def tapped(tap: Tap | None, site: str, value: Tensor) -> Tensor:
     return tap(site, value) if tap is not None and tap.wants(site) else value
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; q, k and v come from one product."""
+    """Grouped-query attention up to its output product; q, k and v come from one product."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -42,7 +47,8 @@ class Attention(nn.Module):
         self.q_norm = Norm(width, "rms", config.norm_eps) if config.qk_norm else None
         self.k_norm = Norm(width, "rms", config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rotary: Tensor | None, ops: Ops, tap: Tap | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
+        """x [rows, d_model], normed -> what the heads gathered, [rows, heads * d_head]"""
         qkv = ops.linear(x, self.qkv).view(len(x), -1, self.width)  # [rows, heads + 2 kv_heads, d_head]
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         q = tapped(tap, self.site + "q.hook_out", q)
@@ -50,19 +56,20 @@ class Attention(nn.Module):
         v = tapped(tap, self.site + "v.hook_out", v)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = ops.norm(q, self.q_norm), ops.norm(k, self.k_norm)
-        if rotary is not None:
+        if rotary is not None and wanted(tap, self.site + "hook_rot_q", self.site + "hook_rot_k"):
             q = tapped(tap, self.site + "hook_rot_q", ops.rotate(q, rotary))
             k = tapped(tap, self.site + "hook_rot_k", ops.rotate(k, rotary))
+            rotary = None
         pattern_site = self.site + "hook_pattern"
         observe: Callable[[Tensor], object] | None = None
         if tap is not None and tap.wants(pattern_site):
             observe = lambda pattern: tap(pattern_site, pattern)  # noqa: E731
-        z = tapped(tap, self.site + "o.hook_in", ops.attend(q, k, v, self.spec, observe))
-        return tapped(tap, self.site + "hook_out", ops.linear(z.reshape(len(x), -1), self.o))
+        z = ops.attend(q, k, v, rotary, self.spec, observe)
+        return tapped(tap, self.site + "o.hook_in", z).reshape(len(x), -1)
 
 
 class Mlp(nn.Module):
-    """Gated or plain MLP; gate and up come from one product."""
+    """Gated or plain MLP up to its output product; gate and up come from one product."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -72,14 +79,17 @@ class Mlp(nn.Module):
         self.down = Linear(config.d_mlp, config.d_model, config.mlp_bias)
 
     def forward(self, x: Tensor, ops: Ops, tap: Tap | None) -> Tensor:
-        pre = ops.linear(x, self.up)
-        if self.gated and tap is not None and (tap.wants(self.site + "gate.hook_out") or tap.wants(self.site + "in.hook_out")):
-            gate = tapped(tap, self.site + "gate.hook_out", pre[:, : self.d_mlp])
-            pre = torch.cat([gate, tapped(tap, self.site + "in.hook_out", pre[:, self.d_mlp :])], dim=-1)
-        elif not self.gated:
-            pre = tapped(tap, self.site + "in.hook_out", pre)
-        post = tapped(tap, self.site + "out.hook_in", ops.activate(pre, self.kind, self.gated))
-        return tapped(tap, self.site + "hook_out", ops.linear(post, self.down))
+        """x [rows, d_model], normed -> [rows, d_mlp]"""
+        gate_site, up_site = self.site + "gate.hook_out", self.site + "in.hook_out"
+        if not wanted(tap, gate_site, up_site):
+            post = ops.linear_activate(x, self.up, self.kind, self.gated)
+        elif self.gated:
+            gate, up = ops.linear(x, self.up).split(self.d_mlp, dim=-1)
+            pre = torch.cat([tapped(tap, gate_site, gate), tapped(tap, up_site, up)], dim=-1)
+            post = ops.activate(pre, self.kind, gated=True)
+        else:
+            post = ops.activate(tapped(tap, up_site, ops.linear(x, self.up)), self.kind, gated=False)
+        return tapped(tap, self.site + "out.hook_in", post)
 
 
 class Block(nn.Module):
@@ -95,20 +105,28 @@ class Block(nn.Module):
         self.ln1_post = norm() if config.post_norms else None
         self.ln2_post = norm() if config.post_norms else None
 
-    def forward(self, x: Tensor, rotary: Tensor | None, ops: Ops, tap: Tap | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
         site = self.site
         x = tapped(tap, site + "hook_in", x)
-        wrote = self.attn(tapped(tap, site + "ln1.hook_out", ops.norm(x, self.ln1)), rotary, ops, tap)
-        if self.ln1_post is not None:
-            wrote = tapped(tap, site + "ln1_post.hook_out", ops.norm(wrote, self.ln1_post))
-        middle = x + wrote
-        source = x if self.parallel else tapped(tap, site + "ln2.hook_in", middle)
+        z = self.attn(tapped(tap, site + "ln1.hook_out", ops.norm(x, self.ln1)), rotary, ops, tap)
+        middle = _write(x, z, self.attn.o, site + "attn.hook_out", self.ln1_post, site + "ln1_post.hook_out", ops, tap)
         if not self.parallel:
-            middle = source
-        wrote = self.mlp(tapped(tap, site + "ln2.hook_out", ops.norm(source, self.ln2)), ops, tap)
-        if self.ln2_post is not None:
-            wrote = tapped(tap, site + "ln2_post.hook_out", ops.norm(wrote, self.ln2_post))
-        return tapped(tap, site + "hook_out", middle + wrote)
+            middle = x = tapped(tap, site + "ln2.hook_in", middle)
+        post = self.mlp(tapped(tap, site + "ln2.hook_out", ops.norm(x, self.ln2)), ops, tap)
+        out = _write(middle, post, self.mlp.down, site + "mlp.hook_out", self.ln2_post, site + "ln2_post.hook_out", ops, tap)
+        return tapped(tap, site + "hook_out", out)
+
+
+def _write(
+    residual: Tensor, x: Tensor, linear: Linear, site: str, post: Norm | None, post_site: str, ops: Ops, tap: Tap | None
+) -> Tensor:
+    """The residual stream [rows, d_model] plus what the product of x writes into it."""
+    if post is None and not wanted(tap, site):
+        return ops.linear_add(x, linear, residual)
+    wrote = tapped(tap, site, ops.linear(x, linear))
+    if post is not None:
+        wrote = tapped(tap, post_site, ops.norm(wrote, post))
+    return residual + wrote
 
 
 class Decoder(nn.Module):
@@ -148,7 +166,8 @@ class Decoder(nn.Module):
 
     def run_blocks(self, x: Tensor, positions: Tensor, ops: Ops, tap: Tap | None, first: int, end: int) -> Tensor:
         """Blocks [first, end) over rows x [rows, d_model] at `positions` [rows]."""
-        rotary = [getattr(self, f"rotary_{i}")[positions] for i in range(len(self._ropes))] if self.config.rotary_dim else None
+        ropes = range(len(self._ropes)) if self.config.rotary_dim else ()
+        rotary = [Rotary(getattr(self, f"rotary_{i}"), positions) for i in ropes]
         for layer in range(first, end):
             x = self.blocks[layer](x, rotary[self._rope_index[layer]] if rotary else None, ops, tap)
         return x

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from replaylens.engine.config import Activation, ModelConfig, NormKind
+from replaylens.engine.rotary import Rotary
 
 
 class Linear(nn.Module):
@@ -70,21 +71,35 @@ class Ops(Protocol):
         """over the last dimension; any leading shape"""
         ...
 
-    def rotate(self, x: Tensor, table: Tensor) -> Tensor:
-        """x [rows, heads, d_head], table [rows, 2, rotary_dim / 2]: the first rotary_dim dimensions turn"""
+    def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """x [rows, heads, d_head]: the first rotary_dim dimensions turn by the angles of their rows' positions"""
         ...
 
     def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
         """gated: [rows, gate | up] -> [rows, d_mlp]"""
         ...
 
+    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        """residual + linear(x), to the bit"""
+        ...
+
+    def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
+        """activate(linear(x)), to the bit"""
+        ...
+
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, observe: Callable[[Tensor], object] | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | None,
+        spec: AttentionSpec,
+        observe: Callable[[Tensor], object] | None,
     ) -> Tensor:
         """q [rows, heads, d_head], k and v [rows, kv_heads, d_head] -> [rows, heads, d_head].
 
-        Keeps k and v for later passes where the ops have a cache. `observe` is shown the attention pattern
-        [rows, heads, keys] when given.
+        With `rotary`, q and k are rotated first, as `rotate` does. Keeps k and v for later passes where the ops have a
+        cache. `observe` is shown the attention pattern [rows, heads, keys] when given.
         """
         ...
 
@@ -103,9 +118,9 @@ class TorchOps:
             return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.eps)
         return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
 
-    def rotate(self, x: Tensor, table: Tensor) -> Tensor:
-        half = table.shape[-1]
-        cos, sin = table[:, None, 0].to(x.dtype), table[:, None, 1].to(x.dtype)  # [rows, 1, half]
+    def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
+        angles, half = rotary.rows, rotary.table.shape[-1]
+        cos, sin = angles[:, None, 0].to(x.dtype), angles[:, None, 1].to(x.dtype)  # [rows, 1, half]
         a, b = x[..., :half], x[..., half : 2 * half]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], dim=-1)
 
@@ -114,6 +129,12 @@ class TorchOps:
             return _ACTIVATIONS[kind](x)
         gate, up = x.chunk(2, dim=-1)
         return _ACTIVATIONS[kind](gate) * up
+
+    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        return residual + self.linear(x, linear)
+
+    def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
+        return self.activate(self.linear(x, linear), kind, gated)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -131,8 +152,16 @@ class SequenceOps(TorchOps):
         self.lengths = list(lengths)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, observe: Callable[[Tensor], object] | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | None,
+        spec: AttentionSpec,
+        observe: Callable[[Tensor], object] | None,
     ) -> Tensor:
+        if rotary is not None:
+            q, k = self.rotate(q, rotary), self.rotate(k, rotary)
         if len(set(self.lengths)) == 1:
             return self._attend_batch(q, k, v, spec, observe, self.lengths[0])
         if observe is not None:

@@ -1,11 +1,24 @@
 """Rotary position tables."""
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from replaylens.engine.config import Rope
+
+
+class Rotary:
+    """The angles of one pass: a table over all positions, and the positions of the pass's rows."""
+
+    def __init__(self, table: Tensor, positions: Tensor) -> None:
+        self.table, self.positions = table, positions
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """cos and sin of every row: [rows, 2, rotary_dim / 2]"""
+        return self.table[self.positions]
 
 
 def inverse_frequencies(rope: Rope, rotary_dim: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadWeights, OtherFingerprint
 from replaylens.engine.model import Decoder
-from replaylens.engine.ops import TorchOps
+from replaylens.engine.ops import SequenceOps
 
 _ROWS = 32
 """rows translated together: bounds the memory, has no influence on any bit"""
@@ -98,7 +98,7 @@ def train(
 ) -> TunedLens:
     """Fit the translators on residual rows [n, layers + 1, d], as captured from S. A function of its arguments."""
     n, layers, d = len(rows), rows.shape[1] - 1, rows.shape[2]
-    generator, ops = torch.Generator().manual_seed(seed), TorchOps()
+    generator, ops = torch.Generator().manual_seed(seed), SequenceOps([1])
     weight = torch.zeros(layers, d, d, requires_grad=True)
     bias = torch.zeros(layers, d, requires_grad=True)
     optimizer = torch.optim.Adam([weight, bias], lr=lr)

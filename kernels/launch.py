@@ -63,19 +63,21 @@ class AttentionTile:
     stages: int
 
 
-def gemm_tile(rows: int, depth: int, columns: int, dtype: torch.dtype) -> GemmTile:
-    """The tile for x [rows, depth] @ w [depth, columns]."""
+def gemm_tile(
+    rows: int, depth: int, columns: int, dtype: torch.dtype, transposed: bool = False, persistent: bool = True
+) -> GemmTile:
+    """The tile for x [rows, depth] @ w [depth, columns]; `transposed`: w is stored [columns, depth]."""
     if dtype == torch.float32:  # no tensor cores: plain multiply-adds
         return GemmTile(16, 64, 32, 4, 3) if rows <= 16 else GemmTile(64, 64, 32, 4, 3)
     if rows <= 16:
-        return GemmTile(16, 32, 128, 4, 6) if columns <= 8192 else GemmTile(16, 64, 128, 4, 5)
+        return GemmTile(16, 32, 256, 4, 5) if columns <= 8192 else GemmTile(16, 128, 64, 4, 5)
     if rows <= 32:
-        return GemmTile(32, 32, 128, 4, 5) if columns <= 8192 else GemmTile(32, 64, 128, 4, 4)
+        return GemmTile(32, 32, 256, 4, 4) if columns <= 8192 else GemmTile(32, 128, 64, 4, 5)
     if rows <= 64:
-        return GemmTile(64, 32, 128, 4, 5) if columns <= 8192 else GemmTile(64, 64, 128, 4, 4)
-    if rows <= 128:
-        return GemmTile(64, 64, 128, 4, 4) if columns <= 8192 else GemmTile(128, 128, 64, 8, 4)
-    return GemmTile(128, 128, 64, 8, 4)
+        return GemmTile(64, 64, 256, 4, 3) if columns <= 8192 else GemmTile(64, 128, 64, 4, 4)
+    if rows <= 256 or not persistent:
+        return GemmTile(128, 128, 64, 8, 4)
+    return GemmTile(128, 256, 64, 8, 3, persistent=True)
 
 
 def gated_tile(rows: int, depth: int, columns: int, dtype: torch.dtype) -> GemmTile:

@@ -243,7 +243,7 @@ def matmul(
             require_rows(name, y)
     if not rows:
         return out
-    tile = tile or gemm_tile(rows, depth, columns, x.dtype)
+    tile = tile or gemm_tile(rows, depth, columns, x.dtype, w.stride(0) == 1, copyable(x, w))
     extras = (bias if bias is not None else x, residual if residual is not None else x, wrote if wrote is not None else x)
     flags = dict(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_WROTE=wrote is not None)
     strides = (extras[1].stride(0), extras[2].stride(0), out.stride(0))

@@ -179,7 +179,7 @@ def sample(
     require_same("w", w, x)
     noisy = _check_noise(x.shape[0], seed, position, temperature)
     (rows, depth), columns = x.shape, w.shape[1]
-    tile = tile or gemm_tile(rows, depth, columns, x.dtype)
+    tile = tile or gemm_tile(rows, depth, columns, x.dtype, w.stride(0) == 1, persistent=False)
     tiles = ceil_div(columns, tile.columns)
     found = _partials(rows, tiles, x.device)
     noise = (seed, position, temperature) if noisy else (x, x, x)

@@ -101,7 +101,7 @@ class Sessions(RuleBasedStateMachine):
         cls = type(self)
         cls.reference = cls.reference or Reference(self.model)
         self.truth = cls.reference
-        sizes = {"cache_tokens": 112, "page_size": page_size, "max_rows": max_rows}
+        sizes = {"cache_tokens": 96, "page_size": page_size, "max_rows": max_rows}
         self.engine = Engine(self.model, draft_model=self.draft_model, canary=True, **sizes)
 
     # ---- what users do --------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Sessions(RuleBasedStateMachine):
         one.branch.generate(n, **how.options())
         self.settle(one, n, how)
 
-    @rule(picked=st.lists(picks, min_size=2, max_size=5), n=st.integers(1, 6), how=st.lists(hows, min_size=5, max_size=5))
+    @rule(picked=st.lists(picks, min_size=3, max_size=5), n=st.integers(1, 6), how=st.lists(hows, min_size=5, max_size=5))
     @precondition(lambda self: len(self.open()) > 1)
     def generate_together(self, picked: list[int], n: int, how: list[How]) -> None:
         some = list({id(one): one for one in map(self.pick_open, picked)}.values())

@@ -1,0 +1,175 @@
+"""Dumps on a Ray cluster: one actor per device, shards handed out as actors come free, a dead actor's shard done again.
+
+Actors write their shards straight to the store, so it must be one that all machines see. What they are sent is plain
+JSON; the dump is the same, bit for bit, on one worker or many, as long as all have the same fingerprint.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replaylens import tasks
+from replaylens.engine.dump_maker import ShardMaker
+from replaylens.engine.dump_plan import DumpPlan, make_plan
+from replaylens.engine.dump_writer import DumpWriter
+from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint
+from replaylens.engine.fingerprint import Fingerprint
+from replaylens.engine.sampling import Sampling
+
+if TYPE_CHECKING:
+    from replaylens.engine.dump import Dump
+
+ATTEMPTS = 3
+"""how often a shard is tried when the actors that write it die"""
+
+
+class ShardWorker:
+    """Lives in an actor: an engine, and the shards it is told to write. Takes and gives JSON."""
+
+    def __init__(self, model: str, engine_options: str) -> None:
+        from replaylens.engine.engine import Engine
+
+        self.engine = Engine.load(model, **json.loads(engine_options))
+
+    def plan(self, task: str, examples: str, options: str) -> str:
+        """The plan that the options mean for this engine, and the engine's fingerprint."""
+        given = json.loads(options)
+        knobs, spelled, sampling = given.pop("knobs", {}), json.loads(examples), given.pop("sampling", None)
+        chosen = None if sampling is None else Sampling(**sampling)
+        plan = make_plan(self.engine, tasks.get(task)(**knobs), spelled, sampling=chosen, **given)
+        return json.dumps({"plan": plan.to_json(), "fingerprint": asdict(self.engine.fingerprint)})
+
+    def write(self, path: str, head: str, number: int, batch: int) -> int:
+        """Make and write one shard; its number again."""
+        plan, fingerprint = _read_head(head)
+        if differences := self.engine.fingerprint.differences(fingerprint):
+            raise OtherFingerprint(f"a worker cannot take part, it would give other bits: {'; '.join(differences)}")
+        maker = ShardMaker(self.engine, plan, batch)
+        content = maker.make(number)
+        DumpWriter(path, plan, fingerprint).write_shard(number, content, maker.sites(content))
+        return number
+
+
+def dump_on_cluster(
+    model: str,
+    path: str | Path,
+    task: str,
+    examples: int | list[int],
+    *,
+    address: str = "local",
+    workers: int | None = None,
+    batch: int = 32,
+    resume: bool = False,
+    progress: bool = False,
+    engine_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> "Dump | None":
+    """Write a dump with the workers of a Ray cluster; the finished dump.
+
+    model     a name or folder that `Engine.load` takes, on every machine
+    address   of a running cluster; "local" starts one on this machine, or uses the one that this process is part of
+    workers   actors; default: one per GPU if the engines use GPUs, else one per CPU
+    options   knobs of the task, and those of `make_plan`
+    """
+    if callable(options.get("positions")):
+        raise BadRequest("a function for positions cannot be sent to workers: use a named selector, or write without Ray")
+    engine_options = engine_options or {}
+    with _connected(address) as ray:
+        pool = _Pool(ray, model, engine_options, workers)
+        head = pool.call("plan", task, json.dumps(examples), json.dumps(options))
+        plan, fingerprint = _read_head(head)
+        writer = DumpWriter(path, plan, fingerprint)
+        with writer.writing((0, 1), resume) as missing, writer.progress_bar(missing, (0, 1), progress) as bar:
+            for number in pool.write_all(missing, writer.store.url, head, batch):
+                bar.update(len(plan.indices(number)))
+        return writer.finish()
+
+
+class _Pool:
+    """Actors and what each is doing."""
+
+    def __init__(self, ray: Any, model: str, engine_options: dict[str, Any], workers: int | None) -> None:
+        self.ray, self._given = ray, (model, json.dumps(engine_options))
+        gpus = 1 if engine_options.get("device") == "cuda" else 0
+        self._actor = ray.remote(ShardWorker).options(num_cpus=1, num_gpus=gpus, max_restarts=0)
+        known = int(ray.cluster_resources().get("GPU" if gpus else "CPU", 0))
+        self.size = known if workers is None else workers
+        if self.size < 1:
+            raise BadRequest(f"{self.size} workers: give at least 1 (the cluster has {known} {'GPUs' if gpus else 'CPUs'})")
+        self._first = self._start()
+
+    def _start(self) -> Any:
+        return self._actor.remote(*self._given)
+
+    def call(self, method: str, *given: Any) -> Any:
+        """Let the first actor answer."""
+        with _own_errors(self.ray):
+            try:
+                return self.ray.get(getattr(self._first, method).remote(*given))
+            except self.ray.exceptions.RayActorError as error:
+                raise ClusterFailed(f"the first worker died before it could plan: {error}") from error
+
+    def write_all(self, numbers: list[int], path: str, head: str, batch: int) -> Iterator[int]:
+        """Have all shards written; yields each number when it is done. Order and assignment are of no consequence."""
+        waiting, attempts = list(reversed(numbers)), dict.fromkeys(numbers, 0)
+        idle = [self._first, *(self._start() for _ in range(min(self.size, len(numbers)) - 1))]
+        running: dict[Any, tuple[Any, int]] = {}
+        while waiting or running:
+            while waiting and idle:
+                actor, number = idle.pop(), waiting.pop()
+                attempts[number] += 1
+                running[actor.write.remote(path, head, number, batch)] = actor, number
+            (done,), _ = self.ray.wait(list(running), num_returns=1)
+            actor, number = running.pop(done)
+            try:
+                with _own_errors(self.ray):
+                    self.ray.get(done)
+            except self.ray.exceptions.RayActorError as error:
+                if attempts[number] >= ATTEMPTS:
+                    raise ClusterFailed(f"shard {number}: its worker died {ATTEMPTS} times; the last: {error}") from error
+                waiting.append(number)
+                idle.append(self._start())
+            else:
+                idle.append(actor)
+                yield number
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[Any]:
+    """The ray module, connected; disconnected again at the end if it was not connected before."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ClusterFailed("Ray is not installed: pip install 'replaylens[cluster]'") from error
+    if ray.is_initialized():
+        yield ray
+        return
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    own: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address=address, **quiet, **own)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ClusterFailed(f"no Ray cluster at {address}: {error}") from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _own_errors(ray: Any) -> Iterator[None]:
+    """An error that a worker raised comes out as it was raised there."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, Exception):
+            raise error.cause from error
+        raise
+
+
+def _read_head(head: str) -> tuple[DumpPlan, Fingerprint]:
+    raw = json.loads(head)
+    return DumpPlan.from_json(raw["plan"]), Fingerprint(**raw["fingerprint"])

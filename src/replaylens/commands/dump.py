@@ -1,0 +1,293 @@
+"""`replaylens dump`, `replay`, `inspect`, `verify`, `diff`: reproducible activation dumps from the shell.
+
+Exit codes: 0 fine, 1 a mismatch was found, 2 bad input or a failure that the text explains, 130 interrupted.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from replaylens import tasks
+from replaylens.commands.tasks import _setting
+from replaylens.engine.dump import Dump
+from replaylens.engine.dump_plan import DTYPES, POSITIONS, make_plan
+from replaylens.engine.dump_verify import OTHER, VERIFIED
+from replaylens.engine.dump_verify import diff as diff_dumps
+from replaylens.engine.dump_verify import verify as verify_dump
+from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadRequest, EngineError, UnfinishedDump
+from replaylens.engine.run import Result, Run
+from replaylens.engine.sampling import Sampling
+from replaylens.tasks import TaskError
+
+MODEL = "coin-plain"
+TaskOption = Annotated[str, typer.Option("--task", help="A task's name; see `replaylens tasks list`.")]
+ModelOption = Annotated[str, typer.Option("--model", help="An embedded model's name, or a model folder.")]
+DrafterOption = Annotated[str, typer.Option(help="Who guesses ahead: lens, tree, ngram, model or self.")]
+KnobOption = Annotated[list[str] | None, typer.Option("--knob", help="key=value; may be given several times.")]
+TemperatureOption = Annotated[float, typer.Option(min=0, help="0: greedy.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of the sampling; the task's own seed is --knob seed=...")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Examples worked on together; changes no bit.")]
+MaxNewOption = Annotated[int | None, typer.Option(min=1, help="Tokens per answer.  [default: what the task needs]")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
+
+
+@contextmanager
+def reporting(resumable: str | None = None) -> Iterator[None]:
+    """Errors on purpose become one line and exit code 2; Ctrl-C becomes exit code 130."""
+    try:
+        yield
+    except (EngineError, TaskError, OSError) as error:
+        _say(f"{type(error).__name__}: {error}")
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        _say(f"interrupted; go on with: {resumable}" if resumable else "interrupted")
+        raise typer.Exit(130) from None
+
+
+def _say(line: str) -> None:
+    Console(stderr=True, highlight=False).print(Text(line), soft_wrap=True)
+
+
+def dump(
+    out: Annotated[str, typer.Option("--out", help="Folder for the dump: a path, or any URL that fsspec knows.")],
+    task: TaskOption = "coin",
+    n: Annotated[int, typer.Option("--n", min=1, help="How many examples.")] = 100,
+    model: ModelOption = MODEL,
+    sites: Annotated[str, typer.Option(help="Letters of STCZ, or site names with commas between.")] = "STCZ",
+    drafter: DrafterOption = "lens",
+    window: Annotated[int | None, typer.Option(min=1, help="Rows per verification.  [default: 8]")] = None,
+    knob: KnobOption = None,
+    positions: Annotated[str, typer.Option(help=f"Rows to keep: {', '.join(POSITIONS)}.")] = "all",
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}.  [default: the model's]")] = None,
+    rejected: Annotated[bool, typer.Option(help="Keep rejected branches.")] = True,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = 0,
+    max_new: MaxNewOption = None,
+    shard_examples: Annotated[int, typer.Option(min=1, help="Examples per shard file.")] = 128,
+    batch: BatchOption = 32,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the folder holds.")] = False,
+    shard: Annotated[str | None, typer.Option(help="i/n: write every n-th shard from i on, beside other processes.")] = None,
+    ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster, or 'local'.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Ray workers.  [default: one per device]")] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Replay examples of a task and write every captured row, with labels and hashes. Can be interrupted and resumed."""
+    with reporting(resumable="the same command and --resume"):
+        options: dict[str, Any] = {
+            "sites": sites,
+            "drafter": drafter,
+            "window": window,
+            "positions": positions,
+            "dtype": dtype,
+            "rejected": rejected,
+            "max_new": max_new,
+            "examples_per_shard": shard_examples,
+        }
+        sampling = Sampling(temperature=temperature, seed=seed)
+        knobs = _knobs(knob)
+        common: dict[str, Any] = {"batch": batch, "resume": resume, "progress": not quiet}
+        part = _part(shard)
+        if ray is not None or (workers or 1) > 1:
+            if shard is not None:
+                raise BadRequest("--shard is for processes without Ray: give one of --shard and --ray")
+            from replaylens.engine.cluster import dump_on_cluster
+
+            options |= {"knobs": knobs, "sampling": asdict(sampling)}
+            made = dump_on_cluster(model, out, task, n, address=ray or "local", workers=workers, **common, **options)
+        else:
+            engine = Engine.load(model)
+            plan = make_plan(engine, tasks.get(task)(**knobs), n, sampling=sampling, **options)
+            made = write_dump(engine, plan, out, part=part, **common)
+        _tell_dump(made, out, as_json)
+
+
+def _tell_dump(made: Dump | None, out: str, as_json: bool) -> None:
+    facts: dict[str, Any] = _facts(made) if made is not None else {"path": out, "finished": False}
+    if as_json:
+        typer.echo(json.dumps(facts, indent=1))
+    elif made is None:
+        typer.echo(f"{out}: this part is done, other shards are still missing")
+    else:
+        typer.echo(f"{out}: {facts['rows']} rows in {facts['shards']} shards, {facts['bytes'] / 1e6:.1f} MB")
+        typer.echo(f"digest {facts['digest']}\naccepted rows {facts['accepted_digest']}")
+
+
+def _knobs(given: list[str] | None) -> dict[str, Any]:
+    return dict(_setting(each) for each in given or [])
+
+
+def _part(given: str | None) -> tuple[int, int]:
+    if given is None:
+        return 0, 1
+    i, slash, n = given.partition("/")
+    if not (slash and i.isdigit() and n.isdigit() and int(i) < int(n)):
+        raise BadRequest(f"--shard {given}: give i/n with 0 <= i < n, such as 0/3")
+    return int(i), int(n)
+
+
+def _facts(found: Dump) -> dict[str, Any]:
+    manifest = found.manifest
+    return {
+        "path": found.url,
+        "finished": True,
+        "digest": manifest.digest,
+        "accepted_digest": manifest.accepted_digest,
+        "rows": manifest.rows,
+        "accepted_rows": manifest.accepted_rows,
+        "shards": len(manifest.shards),
+        "bytes": sum(shard.bytes for shard in manifest.shards) + manifest.index.bytes,
+    }
+
+
+def replay(
+    task: TaskOption = "coin",
+    n: Annotated[int, typer.Option("--n", min=1, help="How many examples.")] = 3,
+    model: ModelOption = MODEL,
+    drafter: DrafterOption = "lens",
+    knob: KnobOption = None,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = 0,
+    max_new: MaxNewOption = None,
+    batch: BatchOption = 32,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Replay examples of a task: what the model writes, what its drafter guessed, and what stood."""
+    with reporting():
+        engine = Engine.load(model)
+        examples = tasks.get(task)(**_knobs(knob)).examples(n)
+        run = engine.replay(
+            examples,
+            drafter=drafter,
+            sampling=Sampling(temperature=temperature, seed=seed),
+            max_new=max_new,
+            batch=batch,
+            sites=[engine.sites.letter("S")[-1]],  # so that rejected drafts are kept
+            progress=not quiet,
+        )
+    assert isinstance(run, Run)
+    if as_json:
+        shown = {"accuracy": run.accuracy, "acceptance": None if run.acceptance != run.acceptance else run.acceptance}
+        typer.echo(json.dumps({**shown, "examples": [_record(engine, result) for result in run]}, indent=1))
+        return
+    console = Console(highlight=False)
+    for result in run:
+        console.print(_coloured(engine, result), soft_wrap=True)
+    stood = f"{run.acceptance:.1%} of drafts accepted" if run.acceptance == run.acceptance else "nothing drafted"
+    console.print(f"{len(run)} examples, {run.accuracy:.1%} correct, {stood}")
+
+
+def _record(engine: Engine, result: Result) -> dict[str, Any]:
+    """One example for --json."""
+    return {
+        "index": result.example.index,
+        "prompt": result.example.prompt,
+        "answer": result.example.answer,
+        "generated": engine.text.decode(result.tokens[result.num_prompt :]),
+        "correct": result.correct,
+        "finish_reason": result.finish_reason,
+        "tokens": result.tokens,
+        "num_prompt": result.num_prompt,
+        "rejected": [
+            {"position": path.fork_position, "text": engine.text.decode(path.tokens[path.fork_position :])}
+            for path in result.rejected
+        ],
+        "statistics": asdict(result.statistics),
+    }
+
+
+def _coloured(engine: Engine, result: Result) -> Text:
+    """Prompt blue, accepted green, rejected drafts red at the place where they were cut off."""
+    prompt = engine.text.decode(result.tokens[: result.num_prompt])
+    line = Text.assemble((f"[{result.example.index}] ", "bold"), (prompt, "blue"))
+    for position in range(result.num_prompt, len(result.tokens)):
+        line.append(engine.text.token(result.tokens[position]), "green")
+        for path in result.rejected:
+            if path.fork_position == position:
+                line.append(f" ({engine.text.decode(path.tokens[position:]).strip()})", "red strike")
+    return line.append(f"  {'right' if result.correct else 'wrong'}", "bold" if result.correct else "dim")
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="A dump's folder.")],
+    as_json: JsonOption = False,
+) -> None:
+    """What a dump holds: task, options, sites, labels, fingerprint, digests."""
+    with reporting():
+        try:
+            found = Dump.open(path)
+        except UnfinishedDump as error:
+            _say(f"unfinished: {error}")
+            raise typer.Exit(2) from error
+    manifest = found.manifest
+    facts = _facts(found) | {
+        "plan": manifest.plan.to_json(),
+        "fingerprint": asdict(manifest.fingerprint),
+        "sites": {name: {"dtype": site.dtype, "shape": list(site.shape)} for name, site in manifest.sites.items()},
+        "labels": manifest.labels,
+    }
+    if as_json:
+        typer.echo(json.dumps(facts, indent=1))
+        return
+    table = Table(show_header=False, box=None)
+    for name in ("path", "digest", "accepted_digest", "rows", "accepted_rows", "shards"):
+        table.add_row(name.replace("_", " "), str(facts[name]))
+    table.add_row("size", f"{facts['bytes'] / 1e6:.1f} MB")
+    for name, value in facts["plan"].items():
+        table.add_row(f"plan: {name}", ", ".join(value) if name == "sites" else str(value))
+    for name, value in facts["fingerprint"].items():
+        table.add_row(f"fingerprint: {name}", str(value))
+    for name, site in facts["sites"].items():
+        table.add_row(f"tensor: {name}", f"{site['dtype']} [rows, {', '.join(map(str, site['shape']))}]")
+    table.add_row("labels", ", ".join(f"{name} ({kind})" for name, kind in manifest.labels.items()))
+    Console(highlight=False).print(table, soft_wrap=True)
+
+
+def verify(
+    path: Annotated[str, typer.Argument(help="A dump's folder.")],
+    model: ModelOption = MODEL,
+    sample: Annotated[str, typer.Option(help="Share of the examples to replay: 0.01, or 1%.")] = "0.01",
+    every: Annotated[bool, typer.Option("--all", help="Replay every example.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
+    batch: BatchOption = 32,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Check a dump's hashes, then replay some of its examples and compare every bit."""
+    with reporting():
+        share: float | str = "all" if every else _share(sample)
+        verdict = verify_dump(path, Engine.load(model), sample=share, seed=seed, batch=batch, progress=not quiet)
+    typer.echo(json.dumps(asdict(verdict), indent=1) if as_json else str(verdict))
+    raise typer.Exit({VERIFIED: 0, OTHER: 2}.get(verdict.status, 1))
+
+
+def _share(given: str) -> float:
+    try:
+        return float(given.removesuffix("%")) / (100 if given.endswith("%") else 1)
+    except ValueError:
+        raise BadRequest(f"--sample {given}: give a share such as 0.01 or 1%") from None
+
+
+def diff(
+    a: Annotated[str, typer.Argument(help="A dump's folder.")],
+    b: Annotated[str, typer.Argument(help="Another dump's folder.")],
+    accepted: Annotated[bool, typer.Option("--accepted", help="Leave rejected branches out.")] = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """The first row, site and layer at which two dumps differ. Exit code 0: the same content; 1: not."""
+    with reporting():
+        found = diff_dumps(a, b, accepted=accepted, progress=not quiet)
+    typer.echo(json.dumps({"same": bool(found), **asdict(found)}, indent=1) if as_json else str(found))
+    raise typer.Exit(0 if found else 1)
