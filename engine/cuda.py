@@ -18,13 +18,9 @@ from replaylens.engine.pages import PagePool
 from replaylens.engine.rotary import Rotary
 from replaylens.kernels.activation import activation
 from replaylens.kernels.attention import Rows, attention, plan_tiles, rows_per_tile
-from replaylens.kernels.matmul import gated_matmul, matmul
+from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import norm as norm_kernel
 from replaylens.kernels.rope import rotate, rotate_and_store, store
-
-
-FEW_ROWS = 64
-"""up to here a product and its activation are fused; above, the plain product's persistent tiles are faster. Same bits."""
 
 
 class HeadOps:
@@ -40,8 +36,6 @@ class HeadOps:
         return matmul(x, linear.weight, linear.bias, residual=residual)
 
     def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
-        if gated and len(x) <= FEW_ROWS:
-            return gated_matmul(x, linear.weight, kind, linear.bias)
         return activation(matmul(x, linear.weight, linear.bias), kind, gated)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:

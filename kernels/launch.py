@@ -75,7 +75,7 @@ def gemm_tile(
         return GemmTile(32, 32, 256, 4, 4) if columns <= 8192 else GemmTile(32, 128, 64, 4, 5)
     if rows <= 64:
         return GemmTile(64, 64, 256, 4, 3) if columns <= 8192 else GemmTile(64, 128, 64, 4, 4)
-    if rows <= 256 or not persistent:
+    if rows < 1024 or not persistent:
         return GemmTile(128, 128, 64, 8, 4)
     return GemmTile(128, 256, 64, 8, 3, persistent=True)
 
