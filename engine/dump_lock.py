@@ -11,7 +11,8 @@ import os
 import re
 import socket
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -44,6 +45,15 @@ class DumpLock:
                 self._give_back()
                 raise _locked(self.store, other)
         return self
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold this lock whatever overlapping ones there are."""
+        self._take_local() if self.store.local else self._take_remote()
+        try:
+            yield
+        finally:
+            self._give_back()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._give_back()
@@ -97,6 +107,15 @@ class DumpLock:
                 if i % common == int(other[1]) % common:
                     found.append(name)
         return found
+
+
+def sweep(store: Store) -> None:
+    """Remove lock files that dead processes left. Those of the living, and of other machines, stay."""
+    for name in store.sizes():
+        if name == FINISH or _NAME.fullmatch(name):
+            lock = DumpLock(store, name)
+            with suppress(DumpLocked), lock._alone():
+                pass
 
 
 def _is_held(store: Store, name: str) -> bool:

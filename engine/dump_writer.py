@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
 from replaylens.engine.dump_content import CORE, LOCATORS, Content, concatenate, count_accepted
-from replaylens.engine.dump_lock import FINISH, DumpLock, lock_name
+from replaylens.engine.dump_lock import FINISH, DumpLock, lock_name, sweep
 from replaylens.engine.dump_maker import ShardMaker, describe_sites
 from replaylens.engine.dump_manifest import INDEX, MANIFEST, MOST_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
 from replaylens.engine.dump_plan import DumpPlan, Selector, make_plan
@@ -289,7 +289,8 @@ class DumpWriter:
             return pq.read_table(file)
 
     def _clean_up(self) -> None:
-        """Remove what only the writing needed. Locks are left to their holders."""
+        """Remove what only the writing needed. Locks are left to their holders, if those live."""
+        sweep(self.store)
         for name in self.store.sizes():
             if name == PLAN or name.startswith("part-") or name.endswith(TEMPORARY):
                 self.store.remove(name)

@@ -82,7 +82,8 @@ class KVCache:
                 )
             if self.digest[slot] != self._bytes_digest(slot):
                 raise KVCorruption(
-                    f"the bytes of slot {slot}, position {position}, token {token} changed after they were committed"
+                    f"the bytes of slot {slot} (page {slot // self.pool.page_size}), position {position}, token {token} "
+                    "changed after they were committed"
                 )
 
     def _bytes_digest(self, slot: int) -> bytes:

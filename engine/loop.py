@@ -90,7 +90,7 @@ class Loop:
         for name in sorted({turn.job.drafter for turn in turns if turn.num_drafts}):
             mine = [turn for turn in turns if turn.num_drafts and turn.job.drafter == name]
             for turn, chains in zip(mine, self._propose(name, mine), strict=True):
-                turn.chains = [chain for chain in chains if chain] or [[]]
+                turn.chains = _verifiable(chains, turn.num_drafts, len(turn.tables))
                 self.tree.append(turn.job.lane.branch, turn.chains[0], TokenState.DRAFT)
                 self._tell("draft", turn.job, at=turn.end, chains=turn.chains)
         return turns
@@ -427,6 +427,14 @@ class Loop:
     def _tell(self, event: str, job: Job, **details: Any) -> None:
         for listener in self.listeners:
             listener({"event": event, "branch": job.lane.branch, **details})
+
+
+def _verifiable(chains: Chains, most: int, width: int) -> Chains:
+    """What of a proposal has room: chains that begin differently, no longer and no more than was asked for."""
+    by_first: dict[int, list[int]] = {}
+    for chain in filter(None, chains):
+        by_first.setdefault(chain[0], chain[:most])
+    return list(by_first.values())[:width] or [[]]
 
 
 def _require_finite(result: PassResult) -> None:

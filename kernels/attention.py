@@ -9,8 +9,8 @@ leaves m, l and a as they are, to the bit (exp2(0) = 1, x * 1 + 0 = x), so it do
 or whether such a block is skipped: decode, a window cut anywhere and a full prefill agree.
 
 **Row sums end in a dot with ones.** A `tl.sum` over a tile axis adds in an order that depends on the thread layout, hence on
-the tile; elementwise additions and dots do not. So p is first added pairwise (columns 2i and 2i + 1), the pairs are carried
-over the blocks of a split elementwise, and once per split a float32 dot with ones adds them up. Maxima are safe in any order.
+the tile; elementwise additions and dots do not. So p is added up over the blocks of a split elementwise, and once per split
+a float32 dot with ones adds the columns. Maxima are safe in any order.
 
 **Two roads, same bits.** With few tiles each split gets a program of its own (`split` below); the one that finishes last
 merges all partials in order. With many tiles one program walks the splits and merges as it goes.
@@ -54,6 +54,13 @@ def _merge(m, l, a, m1, l1, a1):
 
 
 @triton.jit
+def _add_up(sums, WIDTH: tl.constexpr):
+    """Row sums of [rows, WIDTH] as a dot with ones: one order, whatever the thread layout."""
+    ones = tl.full((WIDTH, 16), 1.0, tl.float32)
+    return tl.max(tl.dot(sums, ones, input_precision="ieee"), 1)  # sixteen equal columns
+
+
+@triton.jit
 def _block(
     q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
@@ -72,20 +79,20 @@ def _block(
     else:
         k = tl.load(K + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
         v = tl.load(V + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
-    s = tl.dot(q, k.T, input_precision="ieee") * scale
-    if CAPPED:  # tanh(u) = 1 - 2 / (1 + exp(2u)); here scale holds 2 log2(e) / cap and softcap holds cap log2(e)
-        s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s))
+    s = tl.dot(q, k.T, input_precision="ieee")
+    if CAPPED:  # tanh(u) = 1 - 2 / (1 + exp(2u)); scale is 2 log2(e) / cap on the way in, then log2(e) on the way out
+        s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s * scale))
+    factor = 1.4426950408889634 if CAPPED else scale
     if MASKED:
         seen = j[None, :] <= position[:, None]
         if WINDOWED:
             seen = seen & (j[None, :] > position[:, None] - window)
         s = tl.where(seen, s, float("-inf"))
-    top = tl.maximum(m, tl.max(s, 1))
+    top = tl.maximum(m, tl.max(s, 1) * factor)
     safe = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
     shrink = tl.exp2(m - safe)
-    p = tl.exp2(s - safe[:, None])
-    even, odd = tl.split(tl.reshape(p, (ROWS, BLOCK // 2, 2)))  # neighbours: always in one thread
-    sums = sums * shrink[:, None] + (even + odd)
+    p = tl.exp2(tl.fma(s, tl.full((ROWS, BLOCK), 1.0, tl.float32) * factor, tl.broadcast_to(-safe[:, None], (ROWS, BLOCK))))
+    sums = tl.fma(sums, tl.broadcast_to(shrink[:, None], (ROWS, BLOCK)), p)
     a = tl.dot(p.to(v.dtype), v, a * shrink[:, None], input_precision="ieee")
     return top, sums, a
 
@@ -93,38 +100,52 @@ def _block(
 @triton.jit
 def _walk(
     q, K, V, TABLE, first, end, position, clear, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, CROSSING: tl.constexpr,
 ):  # fmt: skip
-    """The partial result of the keys [first, end); `first` is a multiple of BLOCK.
+    """The result of the keys [first, end), split by split if CROSSING, else all in one split; `first` is a multiple of BLOCK.
 
-    Blocks below `clear` (the last position that every row sees) need no mask, except where a window cuts them off. Masking
-    a block of which all is seen changes nothing, so where the loops meet is a matter of speed.
+    (m, sums, a) is the split under way, (m0, l0, a0) what earlier splits came to. Blocks below `clear` (the last position
+    that every row sees) need no mask, except where a window cuts them off. Masking a block of which all is seen changes
+    nothing, so where the loops meet is a matter of speed. One loop crosses the splits: a loop per split would let the
+    pipeline of loads run dry at each boundary. Merging into nothing, or nothing into something, gives it back to the bit.
     """
-    m = tl.full((ROWS,), float("-inf"), tl.float32)
-    sums = tl.zeros((ROWS, BLOCK // 2), tl.float32)
-    a = tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
+    m0 = tl.full((ROWS,), float("-inf"), tl.float32)
+    l0 = tl.zeros((ROWS,), tl.float32)
+    a0 = tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
+    m, sums, a = m0, tl.zeros((ROWS, BLOCK), tl.float32), a0
     middle = first
     if WINDOWED:
         middle = tl.minimum(tl.maximum(tl.cdiv(tl.max(position, 0) - window + 1, BLOCK) * BLOCK, first), end)
         for start in tl.range(first, middle, BLOCK):
+            if CROSSING and (start % SPLIT == 0):
+                m0, l0, a0 = _merge(m0, l0, a0, m, _add_up(sums, BLOCK), a)
+                m, sums, a = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros_like(sums), tl.zeros_like(a)
             m, sums, a = _block(
                 q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
                 PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, True,
             )  # fmt: skip
     last = tl.minimum(tl.maximum((clear + 1) // BLOCK * BLOCK, middle), end)
     for start in tl.range(middle, last, BLOCK):
+        if CROSSING and (start % SPLIT == 0):
+            m0, l0, a0 = _merge(m0, l0, a0, m, _add_up(sums, BLOCK), a)
+            m, sums, a = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros_like(sums), tl.zeros_like(a)
         m, sums, a = _block(
             q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
             PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, False,
         )  # fmt: skip
     for start in tl.range(last, end, BLOCK):
+        if CROSSING and (start % SPLIT == 0):
+            m0, l0, a0 = _merge(m0, l0, a0, m, _add_up(sums, BLOCK), a)
+            m, sums, a = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros_like(sums), tl.zeros_like(a)
         m, sums, a = _block(
             q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
             PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, True,
         )  # fmt: skip
-    ones = tl.full((BLOCK // 2, 16), 1.0, tl.float32)
-    return m, tl.max(tl.dot(sums, ones, input_precision="ieee"), 1), a  # sixteen equal columns
+    if CROSSING:
+        return _merge(m0, l0, a0, m, _add_up(sums, BLOCK), a)
+    else:
+        return m, _add_up(sums, BLOCK), a
 
 
 @triton.jit(do_not_specialize=["window", "max_splits", "stride_t"])
@@ -167,32 +188,23 @@ def _attention_kernel(
         split = low + tl.program_id(2)
         if split >= high:
             return
-        m, l, a = _walk(
-            q, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position, clear, d,
-            kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
-        )  # fmt: skip
-        if high - low > 1:
-            work = (tile * tl.num_programs(1) + kv_head).to(tl.int64)
-            PARTIAL += work * max_splits * ROWS * (HEAD_BLOCK + 2)
-            _store_partial(PARTIAL, split - low, m, l, a, pair, d, valid, mask, ROWS, HEAD_BLOCK)
-            tl.debug_barrier()  # every thread's part of the partial is on its way before the count says so
-            write = tl.atomic_add(COUNT + work, 1, sem="acq_rel") == high - low - 1
-            if write:  # last of all: merge
-                tl.store(COUNT + work, 0)
-                m, l, a = _load_partial(PARTIAL, 0, pair, d, valid, mask, ROWS, HEAD_BLOCK)
-                for i in tl.range(1, high - low):
-                    m1, l1, a1 = _load_partial(PARTIAL, i, pair, d, valid, mask, ROWS, HEAD_BLOCK)
-                    m, l, a = _merge(m, l, a, m1, l1, a1)
-    else:
-        m = tl.full((ROWS,), float("-inf"), tl.float32)
-        l = tl.zeros((ROWS,), tl.float32)
-        a = tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
-        for split in tl.range(low, high):
-            m1, l1, a1 = _walk(
-                q, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position, clear, d,
-                kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
-            )  # fmt: skip
-            m, l, a = _merge(m, l, a, m1, l1, a1)  # merging into nothing gives back the partial, to the bit
+        first, end = tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT)
+    m, l, a = _walk(
+        q, K, V, TABLE, first, end, position, clear, d, kv_stride, scale, softcap, window, ROWS,
+        PAGE, BLOCK, SPLIT, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, not SPLIT_GRID,
+    )  # fmt: skip
+    if SPLIT_GRID and high - low > 1:
+        work = (tile * tl.num_programs(1) + kv_head).to(tl.int64)
+        PARTIAL += work * max_splits * ROWS * (HEAD_BLOCK + 2)
+        _store_partial(PARTIAL, split - low, m, l, a, pair, d, valid, mask, ROWS, HEAD_BLOCK)
+        tl.debug_barrier()  # every thread's part of the partial is on its way before the count says so
+        write = tl.atomic_add(COUNT + work, 1, sem="acq_rel") == high - low - 1
+        if write:  # last of all: merge
+            tl.store(COUNT + work, 0)
+            m, l, a = _load_partial(PARTIAL, 0, pair, d, valid, mask, ROWS, HEAD_BLOCK)
+            for i in tl.range(1, high - low):
+                m1, l1, a1 = _load_partial(PARTIAL, i, pair, d, valid, mask, ROWS, HEAD_BLOCK)
+                m, l, a = _merge(m, l, a, m1, l1, a1)
     if write:
         out = OUT + row[:, None] * stride_or + head[:, None] * stride_oh + d[None, :]
         l = tl.where(valid, l, 1.0)  # pairs that only fill the tile saw no key
@@ -343,7 +355,7 @@ def attention(
         q, k_cache, v_cache, out, partial, count, rows.tiles if rows.tiles is not None else rows.position,
         rows.sequence, rows.position, rows.page_table,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1),
-        rows.page_table.stride(0), 2 * log2e * scale / softcap if softcap else log2e * scale, softcap * log2e, window, splits,
+        rows.page_table.stride(0), 2 * log2e * scale / softcap if softcap else log2e * scale, softcap, window, splits,
         group, d_head, next_power_of_2(max(d_head, 16)), tile.rows, rows.tiles is not None,
         page_size, kv_block, kv_split, split, softcap > 0, window > 0,
         num_warps=tile.warps, num_stages=tile.stages, **EXACT,

@@ -88,7 +88,9 @@ class Reference:
             self._lenses[path, following] = readout.read(self.lens, self.runner.logits, row.sites, [following])
         return row.sites | self._lenses[path, following]
 
-    def continuation(self, path: Sequence[int], n: int, sampling: Sampling = GREEDY, num_prompt: int | None = None) -> list[int]:
+    def continuation(
+        self, path: Sequence[int], n: int, sampling: Sampling = GREEDY, num_prompt: int | None = None
+    ) -> list[int]:
         """The next `n` tokens, one at a time; fewer where a stop token comes."""
         path, new = list(path), []
         num_prompt = len(path) if num_prompt is None else num_prompt

@@ -18,7 +18,6 @@ from replaylens.engine.lane import Job
 from replaylens.engine.pages import NULL_PAGE, PagePool, PageTable
 from replaylens.engine.runner import Runner
 from replaylens.engine.sampling import Sampling
-from tests.engine.packed import one_thread  # noqa: F401
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy
 
 SITES = ("blocks.0.attn.hook_out", "blocks.1.hook_in", "blocks.1.hook_out")
@@ -56,7 +55,7 @@ def submit(branch: Branch, n: int, **options: object) -> Job:
     return job
 
 
-# ---- bugs that others hit -------------------------------------------------------------------------------------------
+# ---- bugs that others hit --------------------------------------------------------------------------------------------
 
 
 def test_off_by_one_lengths_of_requests_that_were_not_rolled_back() -> None:
@@ -102,7 +101,7 @@ def test_verifier_attention_choosing_its_own_split(offset: int, monkeypatch: pyt
 
 def test_zeroed_page_table_entries() -> None:
     """Page 0 belongs to nobody: a zeroed entry is an error, is never freed into the pool, and padding reads zeros."""
-    subject = engine(cache_tokens=64)
+    subject = engine(cache_tokens=64, canary=True)
     branches = subject.prompts([[1, 2, 3], [4, 5, 6, 7, 8]])
     subject.generate(branches, 12, drafter="tree", window=4)
     assert not subject.runner.cache.data[:, :, :, : subject.runner.pool.page_size].any(), "nothing was ever written there"
@@ -296,7 +295,7 @@ def test_an_unrelated_prefill_of_9_or_10_tokens_changing_a_neighbours_bits() -> 
     """Whatever is prefilled beside it, a decoding row keeps its bits."""
     truth = Reference(toy(), [1, 2, 3, *continuation(toy(), [1, 2, 3], 3)])
     for n in (*range(1, 20), 31, 32, 33, 63, 64, 65):
-        subject = engine(canary=False)
+        subject = engine()
         branch, beside = subject.prompt([1, 2, 3]), subject._plant([(5 * i) % VOCAB for i in range(n)], None)
         jobs = [submit(branch, 3, window=1), submit(beside, 0)]
         passes = passes_of(subject)
@@ -364,7 +363,7 @@ def test_a_rolled_back_bonus_token_leaving_its_kv() -> None:
     assert_canonical(branch)
 
 
-# ---- bugs of our own ------------------------------------------------------------------------------------------------
+# ---- bugs of our own -------------------------------------------------------------------------------------------------
 
 
 def test_a_private_copy_of_a_page_without_its_last_row() -> None:

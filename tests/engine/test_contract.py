@@ -6,7 +6,7 @@ comparison has teeth: with the fast path in the canonical pass's place it fails.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,27 @@ import pytest
 import torch
 
 from replaylens.engine import zoo
-from replaylens.engine.batch import Batch, Segment
 from replaylens.engine.branch import Branch
 from replaylens.engine.config import ModelConfig
-from replaylens.engine.cpu import FastCpuOps
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import Decoder
-from replaylens.engine.runner import PassResult, Runner
 from replaylens.engine.sampling import Sampling
 from replaylens.engine.trace import Trace
-from tests.engine.reference import GREEDY, Reference, decoder, differences, perturbed, reference_of
+from tests.engine.reference import GREEDY, Reference, decoder, differences, perturbed, random_decoder, reference_of, same_bits
 from tests.families import NAMES
 
 NEW = 10
 WINDOWS = (1, 2, 3, 8, 16)
 DRAFTERS = ("self", "model", "lens", "ngram", "tree")
 REPRODUCIBLE = ("model", "lens", "ngram", "tree", "forced")
-CUTS = {"pages of 4, 16 rows": (4, 16), "pages of 16, 17 rows": (16, 17), "pages of 64, 33 rows": (64, 33)}
-CUTS |= {"pages of 4, 512 rows": (4, 512), "pages of 64, 512 rows": (64, 512)}
+ALL_PAIRS = ("llama", "gemma3", "coin-plain")
+"""on these every drafter runs in every window; on the others every drafter and every window occurs"""
+CUTS = {
+    "pages of 4, 16 rows": (4, 16),
+    "pages of 16, 17 rows": (16, 17),
+    "pages of 64, 33 rows": (64, 33),
+    "pages of 4, 512 rows": (4, 512),
+}
 SAMPLINGS = {
     "greedy": GREEDY,
     "warm": Sampling(temperature=1.0, seed=7),
@@ -90,22 +93,14 @@ class Subject:
         return Request(prompt, "forced", None, sampling, drafts=drafts)
 
 
-def embedded() -> list[str]:
-    return [name for name in zoo.names() if (zoo.CHECKPOINTS / name).is_dir()]
-
-
-def coin(name: str) -> Subject:
-    model, _ = zoo.load_embedded(name)
-    return Subject(name, model, model, Reference(model))
-
-
-@pytest.fixture(scope="module", params=[*NAMES, *embedded()])
+@pytest.fixture(scope="module", params=[*NAMES, "coin-plain"])
 def subject(request: pytest.FixtureRequest) -> Subject:
-    """Every family, and every embedded model that is there."""
+    """Every family with random weights, and a trained model."""
     name = request.param
     if name in NAMES:
         return Subject(name, decoder(name), perturbed(decoder(name)), reference_of(name))
-    return coin(name)
+    model, draft_model = (zoo.load_embedded(each)[0] for each in (name, "coin-draft"))
+    return Subject(name, model, draft_model, Reference(model))
 
 
 def run_together(engine: Engine, requests: Sequence[Request], sites: str | None = "STCZ") -> list[Branch]:
@@ -171,6 +166,9 @@ def test_no_drafter_and_no_window_changes_anything(subject: Subject) -> None:
     prompts = [subject.prompt(length) for length in (1, 14, 62)]
     samplings = list(SAMPLINGS.values())
     pairs = [(drafter, window) for drafter in DRAFTERS for window in (*WINDOWS, None)]
+    if subject.name not in ALL_PAIRS:
+        pairs = [pair for i, pair in enumerate(pairs) if (i + i // 6) % 3 == 0]
+        assert {drafter for drafter, _ in pairs} == {*DRAFTERS} and {window for _, window in pairs} == {*WINDOWS, None}
     requests = [Request(prompts[i % 3], *pair, samplings[i % 5]) for i, pair in enumerate(pairs)]
     requests += [subject.forced(prompts[i % 3], right, s) for i, s in enumerate(samplings) for right in (0, 3, 6)]
     branches = run_together(subject.engine(), requests)
@@ -186,7 +184,6 @@ def test_no_drafter_and_no_window_changes_anything(subject: Subject) -> None:
 def test_no_chunk_no_page_and_no_neighbour_changes_anything(subject: Subject, cut: str) -> None:
     page_size, max_rows = CUTS[cut]
     requests = mixed(subject)
-    requests = [r for r in requests if r.drafter != "tree" or max_rows > 16]
     branches = run_together(subject.engine(page_size=page_size, max_rows=max_rows), requests)
     assert broken(subject, branches, requests) == []
 
@@ -288,3 +285,114 @@ def test_a_replayed_trace_reproduces_every_row(subject: Subject, tmp_path: Path)
             assert new.tokens == one.tokens and new.states == one.states
             assert new.activations.positions() == one.activations.positions()
             assert differences(new, subject.reference) == []
+
+
+# ---- captured rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama() -> Subject:
+    return Subject("llama", decoder("llama"), perturbed(decoder("llama")), reference_of("llama"))
+
+
+def test_a_row_is_read_again_once_its_successor_is_known(llama: Subject) -> None:
+    """Z says how likely the next token was: nan while there is none, then a number, then another after a rollback."""
+    branch = llama.engine().prompt(llama.prompt(9), sites="STCZ").generate(3, final=True)
+    assert branch.activations["Z.emitted"][-1].isnan().all()
+    for forced in ([1, 2], [3], [4, 5, 6]):
+        branch.rollback(12).force(forced).generate(1, final=True).force([7])
+        assert differences(branch, llama.reference) == []
+        assert branch.activations.end == branch.length - 1
+
+
+def test_captured_rows_stay_while_lost_kv_is_computed_again(llama: Subject) -> None:
+    engine = llama.engine(cache_tokens=64, page_size=4, max_rows=16)
+    branch = engine.prompt(llama.prompt(40), sites="STCZ")
+    engine.prompt(llama.prompt(50))  # takes all pages
+    assert branch.lane.computed == 0
+    engine.loop.submit(engine._job(branch, 3, GREEDY, "lens", 2, True, False, None, False))
+    while engine.loop.jobs:
+        assert branch.activations.end >= 39
+        engine.loop.step()
+    assert differences(branch, llama.reference) == []
+
+
+def test_a_branch_as_long_as_the_cache_fits_into_it(llama: Subject) -> None:
+    """Token by token, captured, so that the last row of a page is computed twice: the prefix index gives way."""
+    engine = llama.engine(cache_tokens=64, page_size=4)
+    branch = engine.prompt(llama.prompt(1), sites="STCZ")
+    while branch.length < 64:
+        branch.force([branch.length])
+    assert differences(branch, llama.reference) == [] and branch.lane.computed == 64
+
+
+@pytest.mark.xfail(strict=True, reason="a fork of a rejected draft takes rows over that looked at the accepted token")
+def test_a_fork_of_a_rejected_draft_has_the_rows_of_its_own_path(llama: Subject) -> None:
+    (branch,) = run_together(llama.engine(), [Request(llama.prompt(9), "lens", 4)])
+    (child,) = branch.rejected[0].fork()
+    child.generate(2)
+    assert differences(child, llama.reference) == []
+
+
+@pytest.mark.xfail(strict=True, reason="a fork of a rejected draft takes rows over from a branch that has left its path")
+def test_a_fork_of_a_rejected_draft_does_not_follow_the_branch_it_was_cut_from(llama: Subject) -> None:
+    (branch,) = run_together(llama.engine(), [Request(llama.prompt(9), "lens", 4)])
+    draft = branch.rejected[-1]
+    branch.rollback(9).force([1] * 12)
+    (child,) = draft.fork()
+    child.generate(2)
+    assert differences(child, llama.reference) == []
+
+
+# ---- streams ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(strict=True, reason="a stream notes where it begins only when it is first asked")
+def test_a_stream_yields_every_token_whoever_made_the_steps(llama: Subject) -> None:
+    engine = llama.engine()
+    one, other = engine.prompts([llama.prompt(9), llama.prompt(5)])
+    stream = one.stream(6)
+    other.generate(4)
+    assert list(stream) == one.generated == llama.reference.continuation(llama.prompt(9), 6)
+
+
+@pytest.mark.xfail(strict=True, reason="a generator that never ran has nothing to close")
+def test_a_stream_closed_before_its_first_token_is_cancelled(llama: Subject) -> None:
+    engine = llama.engine()
+    engine.prompt(llama.prompt(9)).stream(6).close()
+    assert engine.loop.jobs == []
+
+
+# ---- the negative control --------------------------------------------------------------------------------------------
+
+SHAPE = ModelConfig(
+    num_layers=3,
+    d_model=128,
+    num_heads=4,
+    num_kv_heads=4,
+    d_head=32,
+    d_mlp=384,
+    vocab_size=97,
+    max_positions=128,
+    rotary_dim=32,
+)
+"""products of 128 and 384 terms: long enough for a matrix-vector product to round differently from a matrix product"""
+
+
+def test_with_the_fast_path_in_its_place_the_contract_fails() -> None:
+    """The same comparison that finds nothing on the canonical pass finds KV, S, T, C and Z changed on the other."""
+    model = random_decoder(SHAPE)
+    subject = Subject("control", model, model, Reference(model))
+    requests = [Request(subject.prompt(48), "self", window=1)]
+    assert broken(subject, run_together(subject.engine(), requests), requests) == []
+
+    engine = subject.engine()
+    fast = engine.runner.fast
+    engine.runner.exact = lambda segments, tap=None, stop_at_layer=None: fast(segments, tap)  # type: ignore[method-assign]
+    found = "\n".join(broken(subject, run_together(engine, requests), requests))
+    for what in ("KV", "blocks.1.hook_in", "blocks.0.attn.hook_out", "blocks.0.mlp.hook_out", "Z.entropy"):
+        assert what in found
+
+    (alone,) = run_together(engine, requests)
+    together, *_ = run_together(engine, [*requests, *requests])
+    assert alone.tokens == together.tokens and not same_bits(alone.kv(), together.kv())

@@ -15,7 +15,6 @@ from replaylens.engine.model import Decoder
 from replaylens.engine.runner import Runner
 from replaylens.engine.sampling import Sampling
 from replaylens.engine.verify import Verdict, judge
-from tests.engine.packed import one_thread  # noqa: F401
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy
 
 DRAFTERS = ("self", "lens", "ngram", "tree", "model", "forced")
@@ -54,7 +53,7 @@ def assert_adds_up(statistics: Statistics, tokens: int) -> None:
         assert statistics.acceptance == statistics.accepted / statistics.drafted
 
 
-# ---- the promise ------------------------------------------------------------------------------------------------------
+# ---- the promise -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), HOT], ids=["greedy", "hot"])
@@ -102,13 +101,13 @@ def test_statistics_add_up_over_calls_and_rejected_branches(small: Decoder) -> N
         assert sum(left) == branch.statistics.rejected > 0
 
 
-# ---- who is accepted ----------------------------------------------------------------------------------------------------
+# ---- who is accepted -------------------------------------------------------------------------------------------------
 
 
 def test_self_drafts_are_nearly_all_accepted() -> None:
     """The fast path rounds differently and says the same: that is the premise of verified speculation."""
     model = random_model(3, num_layers=4, d_model=128, num_heads=4, num_kv_heads=4, d_head=32, d_mlp=256, rotary_dim=32)
-    branches = engine(model, page_size=16, canary=False).prompts([[i, 2 * i % VOCAB, 5] for i in range(4)])
+    branches = engine(model, page_size=16).prompts([[i, 2 * i % VOCAB, 5] for i in range(4)])
     branches[0].engine.generate(branches, 60, window=8)
     drafted, accepted = (sum(getattr(b.statistics, name) for b in branches) for name in ("drafted", "accepted"))
     assert drafted >= 200 and accepted >= 0.95 * drafted
@@ -188,7 +187,7 @@ def test_judge_accepts_the_longest_right_beginning(data: st.DataObject) -> None:
     assert judge(chains, choose) == Verdict(followed, accepted, truth[accepted])
 
 
-# ---- reproducible drafts --------------------------------------------------------------------------------------------------
+# ---- reproducible drafts ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drafter", REPRODUCIBLE)
@@ -271,7 +270,7 @@ def test_the_model_drafter_has_room_for_fewer_branches_than_the_engine(small: De
     assert chains == [[drafts_after(fresh(small), prefix, 0)]] * 8
 
 
-# ---- a drafter cannot fail a request ----------------------------------------------------------------------------------------
+# ---- a drafter cannot fail a request ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("longest", [8, 9, 10, 11, 12, 16])

@@ -11,7 +11,6 @@ from replaylens.engine.branches import ACCEPTED, DRAFT, PENDING, PROMPT, REJECTE
 from replaylens.engine.engine import Engine
 from replaylens.engine.lane import Job
 from replaylens.engine.turn import Turn
-from tests.engine.packed import one_thread  # noqa: F401
 from tests.toy_model import VOCAB, Reference, continuation, engine, toy
 
 P = [3, 1, 4, 1, 5, 9]
@@ -248,7 +247,7 @@ def test_the_others_are_untouched(t: list[int], draft: str) -> None:
 
 def test_with_the_fast_path_for_a_verifier_the_page_contents_differ(t: list[int]) -> None:
     """Control: `assert_canonical` finds out, even where the tokens are the same."""
-    subject = engine(canary=False)
+    subject = engine()
     branch = subject.prompt(P)
     runner = subject.runner
     runner.exact = lambda segments, tap=None: runner.fast(segments, tap)  # type: ignore[assignment,method-assign,misc]

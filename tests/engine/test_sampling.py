@@ -17,7 +17,6 @@ from replaylens.engine.branches import BranchStatus
 from replaylens.engine.errors import ClosedBranch
 from replaylens.engine.sampling import Sampling, gumbel, hash_bits
 from replaylens.kernels import reference as kernels
-from tests.engine.packed import one_thread  # noqa: F401
 from tests.toy_model import VOCAB, continuation, engine, scripted_model, toy
 
 EVERYTHING = Sampling(
@@ -38,7 +37,7 @@ def softmax(logits: Sequence[float], temperature: float) -> list[float]:
     return [w / math.fsum(weights) for w in weights]
 
 
-# ---- greedy ---------------------------------------------------------------------------------------------------------
+# ---- greedy ----------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 0.5000001]), min_size=1, max_size=40))
@@ -55,7 +54,7 @@ def test_the_logits_are_not_changed() -> None:
     assert np.array_equal(logits, before)
 
 
-# ---- the noise ------------------------------------------------------------------------------------------------------
+# ---- the noise -------------------------------------------------------------------------------------------------------
 
 
 def test_hash_bits_are_pinned() -> None:
@@ -136,7 +135,7 @@ def test_successive_draws_are_independent() -> None:
     assert chisquare([pairs[a, b] for a in range(4) for b in range(4)]).pvalue > 0.01
 
 
-# ---- filters and penalties, against plain code ------------------------------------------------------------------------
+# ---- filters and penalties, against plain code -----------------------------------------------------------------------
 
 
 def plain_choice(s: Sampling, logits: Sequence[float], path: Sequence[int], num_prompt: int) -> int:
@@ -206,7 +205,7 @@ def test_filters_keep_exactly_what_they_should() -> None:
     assert drawable(Sampling(temperature=1.0, top_k=2), [1.0, 1.0, 1.0]) == {0, 1}, "ties in rank go to the lower id"
 
 
-# ---- on branches ------------------------------------------------------------------------------------------------------
+# ---- on branches -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -234,7 +233,7 @@ def test_another_seed_gives_another_continuation() -> None:
     assert len({tuple(tokens) for tokens in hot}) == 4
 
 
-# ---- ends -------------------------------------------------------------------------------------------------------------
+# ---- ends ------------------------------------------------------------------------------------------------------------
 
 
 class Pieces:

