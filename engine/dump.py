@@ -4,7 +4,8 @@ dump = Dump.open("dumps/coin")
 X, y, groups = dump.where(accepted=True).matrix("S", layer=2, label="face")
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from replaylens.engine.capture import Rows
 from replaylens.engine.dump_content import CORE
 from replaylens.engine.dump_files import DumpFiles
-from replaylens.engine.dump_filter import Filter, Predicate, add_depth, columns_needed, make_filters
+from replaylens.engine.dump_filter import Filter, Predicate, columns_needed, make_filters
 from replaylens.engine.dump_manifest import INDEX, MANIFEST, MOST_BYTES, Manifest, SiteEntry
 from replaylens.engine.dump_store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump, UnknownSite
@@ -145,11 +146,13 @@ class Dump:
             raise BadRequest(f"no label {label!r}; this dump has {', '.join(self.manifest.labels)}")
         rows, y, groups = self._choose(label)
         x = self._gather(site, layer, rows)
-        return Matrix(_numpy(x).reshape(len(x), -1), y, groups)
+        return Matrix(_numpy(x).reshape(len(x), math.prod(x.shape[1:])), y, groups)
 
     def to_torch(self, site: str, layer: int | None = None) -> Tensor:
         """Rows of one site, in the stored dtype: [rows, ...]."""
-        return self._gather(site, layer, self._choose(None)[0])
+        if self.filters:
+            return self._gather(site, layer, self._choose(None)[0])
+        return self._gather(site, layer, [slice(0, shard.rows) for shard in self.manifest.shards])
 
     def to_numpy(self, site: str, layer: int | None = None) -> np.ndarray:
         """Rows of one site; bfloat16, which numpy lacks, comes as float32 (exactly)."""
@@ -207,7 +210,7 @@ class Dump:
             wanted = list(dict.fromkeys([*columns_needed(self.filters, self.columns), "root", *([label] if label else [])]))
             rows, labels, roots = [], [], []
             for number in range(len(self.manifest.shards)):
-                frame = add_depth(self.files.lines(number, wanted).to_pandas())
+                frame = self.files.to_frame(self.files.lines(number, wanted))
                 mask = np.array(frame[label].notna()) if label else np.ones(len(frame), dtype=bool)
                 for each in self.filters:
                     mask &= each.mask(frame)
@@ -218,13 +221,10 @@ class Dump:
             self._chosen[label] = rows, y, np.concatenate(roots).astype(str)
         return self._chosen[label]
 
-    def _gather(self, site: str, layer: int | None, rows: list[np.ndarray]) -> Tensor:
+    def _gather(self, site: str, layer: int | None, rows: Sequence[np.ndarray | slice]) -> Tensor:
         name, entry = self.resolve(site, layer)
-        pieces = [_entry(self.files.shard(number).rows(name, some), entry) for number, some in enumerate(rows) if len(some)]
-        if pieces:
-            return torch.cat(pieces)
-        empty = torch.empty([0, *self.manifest.sites[name].shape], dtype=getattr(torch, self.manifest.sites[name].dtype))
-        return _entry(empty, entry)
+        pieces = [_entry(self.files.shard(number).rows(name, some), entry) for number, some in enumerate(rows)]
+        return torch.cat(pieces)
 
     def _path_rows(self, example: int, branch: int) -> Rows:
         number = self.files.shard_of(example)

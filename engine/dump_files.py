@@ -71,7 +71,18 @@ class DumpFiles:
 
     def _read_frame(self, number: int) -> "pd.DataFrame":
         """One shard's index as a pandas frame, with the column `depth`. Shared: not to be changed."""
-        return add_depth(self.lines(number, self.columns).to_pandas())
+        return self.to_frame(self.lines(number, self.columns))
+
+    def to_frame(self, lines: pa.Table) -> "pd.DataFrame":
+        """Lines of the index for pandas, with `depth`. Numbers and flags that may be missing stay numbers and flags."""
+        import pandas as pd
+
+        nullable = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype(), pa.bool_(): pd.BooleanDtype()}
+        frame = lines.to_pandas()
+        for name in lines.column_names:
+            if name == "parent" or name in self.manifest.labels:
+                frame[name] = lines.column(name).to_pandas(types_mapper=nullable.get)
+        return add_depth(frame)
 
     @cached_property
     def _group(self) -> np.ndarray:
@@ -84,9 +95,8 @@ class DumpFiles:
         """The index file: as many lines and columns as the manifest says, before any of them is read."""
         path = self.store.path(INDEX)
         try:
-            index = (
-                pq.ParquetFile(path, memory_map=True) if self.store.local else pq.ParquetFile(self.store.fs.open(path, "rb"))
-            )
+            source = path if self.store.local else self.store.fs.open(path, "rb")
+            index = pq.ParquetFile(source, memory_map=self.store.local)
         except (pa.ArrowException, OSError) as error:
             raise self._bad_index(str(error)) from None
         found = index.metadata.num_rows, index.metadata.num_row_groups, sorted(index.schema_arrow.names)

@@ -44,7 +44,10 @@ class Filter:
         return np.asarray(found.fillna(False), dtype=bool)
 
     def _called(self, frame: "pd.DataFrame") -> np.ndarray:
-        mask = np.asarray(self.wanted(frame))
+        given = self.wanted(frame)
+        if hasattr(given, "fillna"):
+            given = given.fillna(False)  # where a label is missing, a comparison with it is too
+        mask = np.asarray(given)
         if mask.shape != (len(frame),) or mask.dtype != bool:
             raise BadRequest(f"the function given to where must return one boolean per row, not {mask.dtype}{list(mask.shape)}")
         return mask

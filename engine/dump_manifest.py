@@ -171,6 +171,7 @@ class _Reader:
 
     def check_together(self, manifest: Manifest, raw: dict[str, Any]) -> None:
         plan, row_bytes = manifest.plan, sum(site.row_bytes for site in manifest.sites.values())
+        self.need(all(site in manifest.sites for site in plan.sites), "its plan names sites that it does not store")
         self.need(len(manifest.shards) == plan.num_shards, f"{len(manifest.shards)} shards, but {plan.num_shards} planned")
         for number, shard in enumerate(manifest.shards):
             indices, least = plan.indices(number), shard.rows * row_bytes

@@ -154,7 +154,7 @@ class Engine:
         branches: Sequence[Branch],
         n: int,
         *,
-        sampling: Sampling | None = None,
+        sampling: Sampling | Sequence[Sampling] | None = None,
         drafter: str = "self",
         window: int | None = None,
         deterministic: bool = True,
@@ -165,6 +165,7 @@ class Engine:
     ) -> list[Branch]:
         """Generate up to `n` tokens on each branch, all together; the outcome is that of each alone.
 
+        sampling       how tokens are chosen: for all branches, or one for each; default: greedy
         drafter        who guesses ahead; never changes the output
         window         rows per verification; 1 decodes directly; None lets the planner choose
         deterministic  False: take the fast path's tokens at once; the branches are marked as not certified
@@ -172,13 +173,18 @@ class Engine:
         drafts         for the `forced` drafter: chains of tokens by the position they start at
         final          also compute the last token's own row
         """
+        own = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(branches)
+        if len(own) != len(branches):
+            raise BadRequest(f"{len(own)} samplings for {len(branches)} branches: give one for all, or one for each")
         jobs = [
-            self._job(branch, n, sampling or Sampling(), drafter, window, deterministic, keep_rejected, drafts, final)
-            for branch in branches
+            self._job(branch, n, one, drafter, window, deterministic, keep_rejected, drafts, final)
+            for branch, one in zip(branches, own, strict=True)
         ]
-        self._run(jobs, progress)
-        for branch, job in zip(branches, jobs, strict=True):
-            branch._absorb(job)
+        try:
+            self._run(jobs, progress)
+        finally:  # what was committed before a failure counts as well
+            for branch, job in zip(branches, jobs, strict=True):
+                branch._absorb(job)
         return list(branches)
 
     def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:

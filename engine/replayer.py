@@ -92,11 +92,13 @@ class _Replayer:
                 self.engine.tree.finish(branch.id, end["reason"])
             self.left_out.update(kept for e in mine if e["event"] == "verdict" for kept in e["rejected"])
             return
+        stop = end["generated"] if end is not None and end["reason"] in ("cancelled", "error") else None
+        if stop == 0:
+            return
         drafts = {e["at"]: e["chains"] for e in mine if e["event"] == "draft"}
         sampling, keep, final = _sampling(event["sampling"]), event["keep_rejected"], event["final"]
         job = self.engine._job(branch, event["n"], sampling, "forced", None, True, keep, drafts, final)
         before = len(self.engine.trace.events)
-        stop = end["generated"] if end is not None and end["reason"] in ("cancelled", "error") else None
         self._run(job, stop)
         branch._absorb(job)
         self._compare(mine, [e for e in self.engine.trace.events[before:] if e["event"] == "verdict"])

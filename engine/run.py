@@ -120,8 +120,9 @@ def replay_examples(
     deterministic  False: take the fast path's tokens; such a run is not certified and cannot be saved
     batch          examples worked on together; no influence on any bit
     """
-    if batch < 1:
-        raise BadRequest(f"batch {batch}: give at least 1")
+    for name, number in (("batch", batch), ("max_new", max_new)):
+        if number is not None and number < 1:
+            raise BadRequest(f"{name} {number}: give at least 1")
     sampling = sampling or Sampling(seed=seed)
     how: dict[str, Any] = dict(drafter=drafter, window=window, deterministic=deterministic, final=True)
     results: list[Result] = []
@@ -129,16 +130,15 @@ def replay_examples(
         for first in range(0, len(examples), batch):
             some = examples[first : first + batch]
             branches = engine.prompts([e.prompt for e in some], sites=sites, keep_rejected=rejected)
-            for n, group in _by_length(engine, some, branches, max_new).items():
-                seeded = sampling if not sampling.temperature else None
-                for example, branch in group if seeded is None else []:
-                    own = replace(sampling, seed=(sampling.seed + example.index) % 2**64)
-                    engine.generate([branch], n, sampling=own, **how)
-                if seeded is not None:
-                    engine.generate([b for _, b in group], n, sampling=seeded, **how)
-            for example, branch in zip(some, branches, strict=True):
-                results.append(_result(engine, example, branch))
-                branch.release()
+            try:
+                for n, group in _by_length(engine, some, branches, max_new).items():
+                    own = [replace(sampling, seed=(sampling.seed + e.index) % 2**64) for e, _ in group]
+                    engine.generate([b for _, b in group], n, sampling=own, **how)
+                results += [_result(engine, example, branch) for example, branch in zip(some, branches, strict=True)]
+            finally:
+                for branch in branches:
+                    for path in [*branch.rejected, branch]:
+                        path.release()
             bar.update(len(some))
     options = dict(sites=sites, drafter=drafter, window=window, sampling=sampling, max_new=max_new, rejected=rejected)
     return Run(engine, results, options)

@@ -155,7 +155,7 @@ def _attention_kernel(
     scale, softcap, window, max_splits,
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr, TILED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, SPLIT_GRID: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """One tile: up to ROWS (row, query head) pairs of one sequence and one key-value head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -189,10 +189,22 @@ def _attention_kernel(
         if split >= high:
             return
         first, end = tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT)
-    m, l, a = _walk(
-        q, K, V, TABLE, first, end, position, clear, d, kv_stride, scale, softcap, window, ROWS,
-        PAGE, BLOCK, SPLIT, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, not SPLIT_GRID,
-    )  # fmt: skip
+    if SPLIT_GRID or FLAT:
+        m, l, a = _walk(
+            q, K, V, TABLE, first, end, position, clear, d, kv_stride, scale, softcap, window, ROWS,
+            PAGE, BLOCK, SPLIT, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, not SPLIT_GRID,
+        )  # fmt: skip
+    else:
+        m = tl.full((ROWS,), float("-inf"), tl.float32)
+        l = tl.zeros((ROWS,), tl.float32)
+        a = tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
+        for split in tl.range(low, high):
+            m1, l1, a1 = _walk(
+                q, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position, clear, d,
+                kv_stride, scale, softcap, window, ROWS,
+                PAGE, BLOCK, SPLIT, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, False,
+            )  # fmt: skip
+            m, l, a = _merge(m, l, a, m1, l1, a1)
     if SPLIT_GRID and high - low > 1:
         work = (tile * tl.num_programs(1) + kv_head).to(tl.int64)
         PARTIAL += work * max_splits * ROWS * (HEAD_BLOCK + 2)
@@ -357,7 +369,7 @@ def attention(
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1),
         rows.page_table.stride(0), 2 * log2e * scale / softcap if softcap else log2e * scale, softcap, window, splits,
         group, d_head, next_power_of_2(max(d_head, 16)), tile.rows, rows.tiles is not None,
-        page_size, kv_block, kv_split, split, softcap > 0, window > 0,
+        page_size, kv_block, kv_split, split, softcap > 0, window > 0, tile.flat,
         num_warps=tile.warps, num_stages=tile.stages, **EXACT,
     )  # fmt: skip
     return out

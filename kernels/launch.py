@@ -30,6 +30,9 @@ KV_SPLIT = 512
 GRAM_CHUNK = 512
 """canonical: rows per partial sum of a Gram matrix, counted from the first row"""
 
+_PROGRAMS = 132
+"""multiprocessors that the tile tables have in mind; on another device they are merely less well filled"""
+
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 """compile options of every kernel whose arithmetic is not all inside `tl.dot`"""
 
@@ -61,32 +64,55 @@ class AttentionTile:
     rows: int
     warps: int
     stages: int
+    flat: bool = False
+    """one loop over all splits instead of a loop per split"""
+
+
+# Tiles for many rows, and how long one takes in units of a 128 x 128 one. Measured on an H200 in bf16.
+_MANY_ROWS = (
+    (GemmTile(128, 256, 64, 8, 4, persistent=True), 1.85),
+    (GemmTile(128, 128, 64, 8, 6, persistent=True), 1.0),
+    (GemmTile(128, 64, 64, 4, 6, persistent=True), 0.58),
+    (GemmTile(64, 64, 128, 4, 5, persistent=True), 0.37),
+)
 
 
 def gemm_tile(
     rows: int, depth: int, columns: int, dtype: torch.dtype, transposed: bool = False, persistent: bool = True
 ) -> GemmTile:
-    """The tile for x [rows, depth] @ w [depth, columns]; `transposed`: w is stored [columns, depth]."""
+    """The tile for x [rows, depth] @ w [depth, columns]; `transposed`: w is stored [columns, depth].
+
+    Few rows: reading the weights is all there is to it, so each multiprocessor gets one tile with as much of the weights in
+    flight as fits. Many rows: the tile that fills its last wave of programs best.
+    """
     if dtype == torch.float32:  # no tensor cores: plain multiply-adds
         return GemmTile(16, 64, 32, 4, 3) if rows <= 16 else GemmTile(64, 64, 32, 4, 3)
+    narrow, wide = columns <= 32 * _PROGRAMS, columns > 64 * _PROGRAMS
     if rows <= 16:
-        return GemmTile(16, 32, 256, 4, 5) if columns <= 8192 else GemmTile(16, 128, 64, 4, 5)
+        if narrow:
+            return GemmTile(16, 32, 256, 4, 5)
+        return GemmTile(16, 128, 128, 4, 4) if wide else GemmTile(16, 64, 128, 4, 5)
     if rows <= 32:
-        return GemmTile(32, 32, 256, 4, 4) if columns <= 8192 else GemmTile(32, 128, 64, 4, 5)
+        if wide or not persistent:
+            return GemmTile(32, 128, 64, 4, 5)
+        return GemmTile(32, 32, 256, 4, 5, persistent=True) if narrow else GemmTile(32, 64, 128, 4, 5, persistent=True)
     if rows <= 64:
-        return GemmTile(64, 64, 256, 4, 3) if columns <= 8192 else GemmTile(64, 128, 64, 4, 4)
-    if rows < 1024 or not persistent:
+        if wide or not persistent:
+            return GemmTile(64, 128, 64, 4, 4)
+        return GemmTile(64, 32, 256, 4, 4, persistent=True) if narrow else GemmTile(64, 64, 128, 4, 5, persistent=True)
+    if not persistent:
         return GemmTile(128, 128, 64, 8, 4)
-    return GemmTile(128, 256, 64, 8, 3, persistent=True)
+    waves = lambda t: ceil_div(ceil_div(rows, t.rows) * ceil_div(columns, t.columns), _PROGRAMS)  # noqa: E731
+    return min(_MANY_ROWS, key=lambda entry: waves(entry[0]) * entry[1])[0]
 
 
-def gated_tile(rows: int, depth: int, columns: int, dtype: torch.dtype) -> GemmTile:
-    """The tile for a product with gate and up side by side, `columns` each: two accumulators per element."""
+def gated_tile(rows: int, dtype: torch.dtype) -> GemmTile:
+    """The tile for a product with gate and up side by side: two accumulators per element."""
     if dtype == torch.float32:
         return GemmTile(16, 64, 32, 4, 3) if rows <= 16 else GemmTile(32, 64, 32, 4, 3)
-    if rows <= 64:
-        return GemmTile(max(16, next_power_of_2(rows)), 32, 128, 4, 4)
-    return GemmTile(128, 64, 64, 8, 4)
+    if rows <= 16:
+        return GemmTile(16, 64, 128, 4, 3)
+    return GemmTile(32, 64, 64, 4, 5) if rows <= 32 else GemmTile(64, 64, 64, 4, 4)
 
 
 def attention_tile(pairs: int, d_head: int, dtype: torch.dtype, group: int = 1) -> AttentionTile:
@@ -125,6 +151,12 @@ def gram_tile(dtype: torch.dtype, total: torch.dtype) -> GemmTile:
     if dtype in (torch.float32, torch.float64):
         return GemmTile(64, 64, 16, 4, 2)
     return GemmTile(64, 64, 64, 4, 4) if total == torch.float64 else GemmTile(128, 128, 64, 8, 3)
+
+
+def strip_width(rows: int, vocab: int, columns: int) -> int:
+    """Vocabulary columns of which the final logits of `rows` rows take at most 16 MB; a multiple of `columns`."""
+    width = max(4096, (4_000_000 // rows) // columns * columns)
+    return min(width, ceil_div(vocab, columns) * columns)
 
 
 @dataclass(frozen=True)

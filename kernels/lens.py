@@ -11,8 +11,8 @@ with w_i = e^(m_i - M), S = sum w_i s_i,
 
 Differences are taken before they are weighted, so nothing cancels when the layer agrees with the final one: there kl is 0.
 
-**KL needs both tiles at once.** A program computes the final layer's tile first and keeps it in a scratch of its own that
-stays in the second-level cache, then walks the other layers over the same rows and the same vocabulary tile.
+**KL needs the final layer's logits beside each tile.** The vocabulary is taken in strips, and the final logits of one strip
+at a time are written to a scratch small enough to stay in the second-level cache (`launch.strip_width`).
 
 **Top-k.** The k largest logits of a row lie in the k tiles with the largest maxima. Only those (row, tile) pairs are multiplied
 again, grouped by tile: about k / tiles of the work, and since the product is canonical the logits are the same bits.
@@ -40,8 +40,9 @@ from replaylens.kernels.launch import (
     require_rows,
     require_same,
     require_shape,
+    strip_width,
 )
-from replaylens.kernels.matmul import copyable, dot_tile, tiles_of
+from replaylens.kernels.matmul import ROW_GROUP, copyable, dot_tile, matmul, tile_at, tiles_of
 from replaylens.kernels.norm import norm
 from replaylens.kernels.sample import softcap as cap_tile
 
@@ -66,47 +67,39 @@ class LensStats:
 
 @triton.jit
 def _tile_stats(
-    z, n0, MAX, SUM, SHIFTED, APART, SCRATCH, at, live, is_final, vocab, cap, i,
+    z, row, n0, N, MAX, SUM, SHIFTED, APART, at, live, FINAL, final_rows, final_stride, cap,
     WIDTH: tl.constexpr, CAPPED: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
-    """The four numbers of every row of a vocabulary tile that starts at n0."""
-    j = tl.arange(0, WIDTH)
+    """The four numbers of every row of a vocabulary tile that starts at column n0 of the strip."""
+    j = n0 + tl.arange(0, WIDTH)
+    inside = j[None, :] < N
     if CAPPED:
         z = cap_tile(z, cap)
-    inside = n0 + j[None, :] < vocab
-    m = tl.max(tl.where(inside, z, -1.0e38), 1)  # finite: a tile past the vocabulary must not make NaN
+    m = tl.max(tl.where(inside, z, -1.0e30), 1)  # finite: a tile past the vocabulary must not make NaN
     e = tl.where(inside, tl.exp2((z - m[:, None]) * 1.4426950408889634), 0.0)
     tl.store(MAX + at, m, mask=live)
     tl.store(SUM + at, tl.sum(e, 1), mask=live)
     tl.store(SHIFTED + at, tl.sum(e * (z - m[:, None]), 1), mask=live)
     if KL:
-        keep = SCRATCH + i[:, None] * WIDTH + j[None, :]
-        if is_final:
-            tl.store(keep, z)
-            tl.debug_barrier()  # whichever thread reads an element back sees it
-        u = tl.sum(e * (z - tl.load(keep)), 1)
-        tl.store(APART + at, u, mask=live)
+        at_final = FINAL + (row % final_rows).to(tl.int64)[:, None] * final_stride + j[None, :]
+        final = tl.load(at_final, mask=inside, other=0.0)
+        if CAPPED:
+            final = cap_tile(final, cap)
+        tl.store(APART + at, tl.sum(e * (z - final), 1), mask=live)
 
 
-@triton.jit(do_not_specialize=["rows", "layers", "final", "row_tiles"])
+@triton.jit(do_not_specialize=["M", "tiles", "first_tile", "final_rows"])
 def _stats_kernel(
-    X, W, MAX, SUM, SHIFTED, APART, SCRATCH, rows, vocab, K, stride_xm, stride_wk, stride_wn, layers, final, cap,
-    tiles, row_tiles,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PROGRAMS: tl.constexpr,
+    X, W, MAX, SUM, SHIFTED, APART, FINAL, M, N, K, stride_xm, stride_wk, stride_wn,
+    tiles, first_tile, final_rows, final_stride, cap,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
     COPY: tl.constexpr, W_TRANSPOSED: tl.constexpr, CAPPED: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes the pairs of tiles p, p + PROGRAMS, ...; each with the final layer first, then the others in order."""
-    program = tl.program_id(0)
-    mine = (row_tiles * tl.cdiv(tiles, 2) - program + PROGRAMS - 1) // PROGRAMS
-    i = tl.arange(0, ROWS)
-    SCRATCH += program.to(tl.int64) * ROWS * COLUMNS
-    for item in tl.range(0, mine * layers):
-        index = program + (item // layers) * PROGRAMS
-        step = item % layers  # 0: the final layer; then 0, 1, ... without it
-        layer = tl.where(step == 0, final, step - 1 + (step - 1 >= final).to(tl.int32))
-        tile = index // row_tiles
-        first = (index % row_tiles) * ROWS
-        m0, n0 = layer * rows + first, tile * COLUMNS
+    """Two vocabulary tiles at a time, of a strip of the vocabulary, for all rows."""
+    half: tl.constexpr = COLUMNS // 2
+    for index in tl.range(tl.program_id(0), tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS), PROGRAMS):
+        m0, n0 = tile_at(index, M, N, ROWS, COLUMNS, GROUP)
+        row = m0 + tl.arange(0, ROWS)
         if COPY:
             z = tl.zeros((ROWS, COLUMNS), tl.float32)
             for k in range(0, K, DEPTH):
@@ -115,19 +108,19 @@ def _stats_kernel(
                 z = tl.dot(a, b, z, input_precision="ieee")
         else:
             z = dot_tile(
-                X, W, m0 + i, n0 + tl.arange(0, COLUMNS), layers * rows, vocab, K, stride_xm, stride_wk, stride_wn,
+                X, W, row, n0 + tl.arange(0, COLUMNS), M, N, K, stride_xm, stride_wk, stride_wn,
                 ROWS, COLUMNS, DEPTH, False, False,
             )  # fmt: skip
-        left, right = tl.split(tl.permute(tl.reshape(z, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
-        at = (m0 + i).to(tl.int64) * tiles + tile * 2
-        live = first + i < rows
+        left, right = tl.split(tl.permute(tl.reshape(z, (ROWS, 2, half)), (0, 2, 1)))
+        tile = first_tile + n0 // half
+        at = row.to(tl.int64) * tiles + tile
         _tile_stats(
-            left, n0, MAX, SUM, SHIFTED, APART, SCRATCH, at, live, step == 0, vocab, cap, i,
-            COLUMNS // 2, CAPPED, KL,
+            left, row, n0, N, MAX, SUM, SHIFTED, APART, at, row < M, FINAL, final_rows, final_stride, cap,
+            half, CAPPED, KL,
         )  # fmt: skip
         _tile_stats(
-            right, n0 + COLUMNS // 2, MAX, SUM, SHIFTED, APART, SCRATCH + ROWS * COLUMNS // 2, at + 1,
-            live & (tile * 2 + 1 < tiles), step == 0, vocab, cap, i, COLUMNS // 2, CAPPED, KL,
+            right, row, n0 + half, N, MAX, SUM, SHIFTED, APART, at + 1, (row < M) & (tile + 1 < tiles),
+            FINAL, final_rows, final_stride, cap, half, CAPPED, KL,
         )  # fmt: skip
 
 
@@ -139,7 +132,7 @@ def _merge_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     at, live = row * tiles + i, i < tiles
-    m = tl.load(MAX + at, mask=live, other=-1.0e38)
+    m = tl.load(MAX + at, mask=live, other=-1.0e30)
     s = tl.load(SUM + at, mask=live, other=0.0)
     t = tl.load(SHIFTED + at, mask=live, other=0.0)
     top = tl.max(m, 0)
@@ -249,19 +242,16 @@ def lens(
     shape = shape or lens_shape(x.dtype)
     tiles = ceil_div(vocab, shape.vocab_tile)
     k_tiles = min(k, tiles)
-    arranged, a_layers, a_final = _arrange(h, layers, rows, final, shape)
-    stats = _stats(arranged, w, a_layers, a_final, final is not None, softcap, shape)
-    log_sum_exp, entropy, kl, top_tiles = _merge(stats, k_tiles, final is not None)
+    last = None if final is None else h.view(layers, rows, -1)[final]
+    log_sum_exp, entropy, kl, top_tiles = _merge(_stats(h, w, last, softcap, shape), k_tiles, final is not None)
     if final is not None:  # kl so far lacks the final layer's log-sum-exp
-        by_layer = log_sum_exp.view(a_layers, -1)
-        kl = (kl.view(a_layers, -1) + by_layer[a_final]).flatten()
-    log_sum_exp, entropy, kl, top_tiles = (y[-layers * rows :] for y in (log_sum_exp, entropy, kl, top_tiles))
-    top_ids, top_log_probs = _top(h, w, top_tiles.contiguous(), log_sum_exp, k, softcap, shape)
+        kl = kl.view(layers, rows) + log_sum_exp.view(layers, rows)[final]
+    top_ids, top_log_probs = _top(h, w, top_tiles, log_sum_exp, k, softcap, shape)
     picked = None if targets is None else _targets(h, w, targets, log_sum_exp, layers, softcap)
     return LensStats(
         log_sum_exp.view(layers, rows),
         entropy.view(layers, rows),
-        kl.view(layers, rows) if final is not None else None,
+        kl if final is not None else None,
         top_ids.view(layers, rows, k),
         top_log_probs.view(layers, rows, k),
         picked.view(layers, rows, -1) if picked is not None else None,
@@ -286,37 +276,29 @@ def _check_lens(x: Tensor, w: Tensor, final: int | None, targets: Tensor | None,
     return layers, rows
 
 
-def _arrange(h: Tensor, layers: int, rows: int, final: int | None, shape: LensShape) -> tuple[Tensor, int, int]:
-    """(rows [layers' x rows', d], layers', final'): few rows per layer would leave tiles nearly empty.
-
-    Then all rows become one layer, beside a copy of their final rows. Every sum is the same, bit for bit.
-    """
-    if final is None:
-        return h, 1, 0
-    if ceil_div(rows, shape.rows) * layers <= 2 * ceil_div(rows * layers, shape.rows):
-        return h, layers, final
-    last = h.view(layers, rows, -1)[final]
-    return torch.cat([last.repeat(layers, 1), h]), 2, 0
-
-
 def _stats(
-    h: Tensor, w: Tensor, layers: int, final: int, kl: bool, softcap: float, shape: LensShape
+    h: Tensor, w: Tensor, final: Tensor | None, softcap: float, shape: LensShape
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Max, sum, shifted sum and distance to the final logits of every (row, tile)."""
+    """Max, sum, shifted sum and distance to the final logits of every (row, vocabulary tile), strip by strip."""
     total, depth, vocab = h.shape[0], h.shape[1], w.shape[1]
-    rows, tiles = total // layers, ceil_div(vocab, shape.vocab_tile)
-    row_tiles = ceil_div(rows, shape.rows)
-    programs = min(num_multiprocessors(h.device), row_tiles * ceil_div(tiles, 2))
-    make = lambda n: torch.empty(n, dtype=torch.float32, device=h.device)  # noqa: E731
-    found = (make((total, tiles)), make((total, tiles)), make((total, tiles)), make((total, tiles) if kl else 1))
-    scratch = make(programs * shape.rows * shape.columns if kl else 1)
+    tiles = ceil_div(vocab, shape.vocab_tile)
+    make = lambda *n: torch.empty(n, dtype=torch.float32, device=h.device)  # noqa: E731
+    found = (make(total, tiles), make(total, tiles), make(total, tiles), make(total, tiles if final is not None else 1))
     copy = shape.copy and copyable(h, w)
-    _stats_kernel[(programs,)](
-        *(tiles_of(h, w, shape) if copy else (h, w)), *found, scratch, rows, vocab, depth,
-        h.stride(0), w.stride(0), w.stride(1), layers, final, softcap or 1.0, tiles, row_tiles,
-        shape.rows, shape.columns, shape.depth, programs, copy, w.stride(0) == 1, softcap > 0, kl,
-        num_warps=shape.warps, num_stages=shape.stages, **EXACT,
-    )  # fmt: skip
+    width = vocab if final is None else strip_width(len(final), vocab, shape.columns)
+    z_final = make(1 if final is None else len(final), width)
+    for start in range(0, vocab, width):
+        strip = w[:, start : start + width]
+        columns = strip.shape[1]
+        if final is not None:
+            matmul(final, strip, out_dtype=torch.float32, out=z_final[:, :columns])
+        programs = min(num_multiprocessors(h.device), ceil_div(total, shape.rows) * ceil_div(columns, shape.columns))
+        _stats_kernel[(programs,)](
+            *(tiles_of(h, strip, shape) if copy else (h, strip)), *found, z_final, total, columns, depth,
+            h.stride(0), w.stride(0), w.stride(1), tiles, start // shape.vocab_tile, len(z_final), width,
+            softcap or 1.0, shape.rows, shape.columns, shape.depth, programs, ROW_GROUP, copy, w.stride(0) == 1,
+            softcap > 0, final is not None, num_warps=shape.warps, num_stages=shape.stages, **EXACT,
+        )  # fmt: skip
     return found
 
 

@@ -66,11 +66,12 @@ def _noise(bits):
 @triton.jit
 def _rough_noise(bits):
     """The same in float32, to about 1e-5: for u near 1, where the noise is large, from 1 - u, which does not cancel."""
-    n = bits >> 12
-    u = n.to(tl.float32) * 2.220446049250313e-16 + 1.1102230246251565e-16
-    v = (n ^ 0xFFFFFFFFFFFFF).to(tl.float32) * 2.220446049250313e-16 + 1.1102230246251565e-16  # 1 - u
+    high, low = (bits >> 32).to(tl.uint32), ((bits >> 12) & 0xFFFFF).to(tl.uint32)  # 32-bit conversions are fast
+    u = high.to(tl.float32) * 2.3283064365386963e-10 + low.to(tl.float32) * 2.220446049250313e-16
+    v = (high ^ 0xFFFFFFFF).to(tl.float32) * 2.3283064365386963e-10 + (low ^ 0xFFFFF).to(tl.float32) * 2.220446049250313e-16
+    v += 1.1102230246251565e-16  # 1 - u
     series = v * (1.0 + v * (0.5 + v * (0.33333333 + v * 0.25)))  # -log(1 - v)
-    return -tl.log(tl.where(v < 0.05, series, -tl.log(tl.minimum(u, 0.96))))
+    return -tl.log(tl.where(v < 0.05, series, -tl.log(tl.maximum(tl.minimum(u, 0.96), 1.0e-16))))
 
 
 @triton.jit
