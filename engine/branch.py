@@ -1,15 +1,16 @@
 """`Branch`: the handle that users hold of one path in the tree."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from replaylens.engine.branches import BranchStatus, TokenState
 from replaylens.engine.capture import Recording
-from replaylens.engine.edits import Edit, Hook
+from replaylens.engine.edits import Edit, Hook, place
 from replaylens.engine.errors import BadRequest, ClosedBranch
 from replaylens.engine.lane import Job, Lane, Statistics
+from replaylens.engine.stream import Stream
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
@@ -101,7 +102,10 @@ class Branch:
         if type(n) is not int or n < 1 or not isinstance(at, int | None):
             raise BadRequest(f"fork({n}, at={at}): give whole numbers, and at least 1 fork")
         self._check_open()
-        return [self.engine._fork(self, self.length if at is None else at, edits, hooks) for _ in range(n)]
+        at, sites = self.length if at is None else at, self.engine.sites
+        placed = tuple(p for edit in edits for p in place(edit, sites, at))
+        resolved = tuple((sites.resolve(name), hook) for name, hook in hooks)
+        return [Branch(self.engine, self.engine.forest.fork(self.lane, at, placed, resolved)) for _ in range(n)]
 
     def force(self, tokens: str | Sequence[int]) -> "Branch":
         """Append given tokens, whatever the model thinks of them, and compute their rows. Returns self."""
@@ -113,7 +117,7 @@ class Branch:
         self.engine.generate([self], n, **options)
         return self
 
-    def stream(self, n: int, **options: Any) -> Iterator[int]:
+    def stream(self, n: int, **options: Any) -> Stream:
         """Generate up to `n` tokens and yield each once it is committed; closing the iterator cancels the rest."""
         return self.engine.stream(self, n, **options)
 
@@ -124,13 +128,13 @@ class Branch:
             raise BadRequest(f"rollback(to={to!r}): give a whole number of tokens")
         if any(job.lane is self.lane for job in self.engine.loop.jobs):
             raise BadRequest(f"branch {self.id} is being worked on: finish or close its stream first")
-        self.engine._rollback(self, to)
+        self.engine.forest.rollback(self.lane, to)
         return self
 
     def release(self) -> None:
         """Give the pages back and close the branch. Its forks live on."""
         self._check_open()
-        self.engine._release(self)
+        self.engine.forest.release(self.lane)
 
     def _check_open(self) -> None:
         if self.status is BranchStatus.RELEASED:

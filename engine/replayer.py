@@ -7,6 +7,7 @@ from replaylens.engine.capture import CaptureSpec, LensSpec
 from replaylens.engine.edits import PlacedEdit
 from replaylens.engine.errors import BadTrace, ReplayMismatch
 from replaylens.engine.lane import Job
+from replaylens.engine.request import Request
 from replaylens.engine.sampling import Sampling
 from replaylens.engine.trace import Trace, path_digest
 
@@ -54,7 +55,9 @@ class _Replayer:
             case "generate":
                 self._generate(number, event)
             case "fork" if branch is not None:
-                self.branches[event["child"]] = self.engine._fork_placed(branch, event["at"], _edits(event), ())
+                self.branches[event["child"]] = Branch(
+                    self.engine, self.engine.forest.fork(branch.lane, event["at"], _edits(event))
+                )
             case "force" if branch is not None:
                 failed = self._failure(number, event["branch"])  # then as far as it came
                 if tokens := event["tokens"][: failed["length"] - branch.length if failed else None]:
@@ -70,10 +73,10 @@ class _Replayer:
 
     def _plant(self, number: int, event: dict[str, Any]) -> Branch:
         capture = self.capture or _capture(event["capture"])
-        branch = self.engine._plant(self.engine._check_tokens(event["tokens"]), capture, _edits(event))
+        lane = self.engine.forest.plant(self.engine._check_tokens(event["tokens"]), capture, _edits(event))
         if not self._failure(number, event["branch"]):
-            self.engine._compute(branch)
-        return branch
+            self.engine.forest.compute([lane])
+        return Branch(self.engine, lane)
 
     def _failure(self, number: int, branch: int) -> dict[str, Any] | None:
         """The error in which the work of event `number` ended, if so."""
@@ -97,7 +100,8 @@ class _Replayer:
             return
         drafts = {e["at"]: e["chains"] for e in mine if e["event"] == "draft"}
         sampling, keep, final = _sampling(event["sampling"]), event["keep_rejected"], event["final"]
-        job = self.engine._job(branch, event["n"], sampling, "forced", None, True, keep, drafts, final)
+        request = Request(event["n"], sampling, "forced", keep_rejected=keep, drafts=drafts, final=final)
+        job = self.engine._job(branch, request)
         before = len(self.engine.trace.events)
         self._run(job, stop)
         branch._absorb(job)
@@ -107,11 +111,11 @@ class _Replayer:
 
     def _run(self, job: Job, stop: int | None) -> None:
         """To the job's end, or to where it was stopped: after `stop` tokens, with its window as it was."""
-        self.engine._submit(job)
+        self.engine.forest.submit(job)
         while not job.done and (stop is None or job.generated < stop):
             self.engine.loop.step()
         if not job.done:
-            self.engine.cancel(job)
+            self.engine.forest.cancel(job)
         if job.error is not None:
             raise job.error
 

@@ -114,7 +114,7 @@ def replay_examples(
 ) -> Run:
     """Prompt with each example, generate its answer, capture every row of the path.
 
-    seed           of the sampling; example i draws from seed + i's own stream by its index
+    seed           added to the sampling's own; each example draws from a stream of its own, by its index
     max_new        tokens to generate at most; default: the length of the right completion and a little more
     rejected       keep the rows of rejected drafts
     deterministic  False: take the fast path's tokens; such a run is not certified and cannot be saved
@@ -123,7 +123,8 @@ def replay_examples(
     for name, number in (("batch", batch), ("max_new", max_new)):
         if number is not None and number < 1:
             raise BadRequest(f"{name} {number}: give at least 1")
-    sampling = sampling or Sampling(seed=seed)
+    sampling = sampling or Sampling()
+    sampling = replace(sampling, seed=sampling.seed + seed)
     how: dict[str, Any] = dict(drafter=drafter, window=window, deterministic=deterministic, final=True)
     results: list[Result] = []
     with tqdm(total=len(examples), unit="example", disable=not progress) as bar:

@@ -80,7 +80,7 @@ class Recipe:
     completion_weight: float = 10.0
     """a completion's tokens count this much in the loss; a prompt's tokens, mostly names nobody can guess, count 1"""
     init_scale: float = 2.0
-    """factor on the initial matrices; at 1 the four renderings together were not learned in the time that 2 needs"""
+    """factor on the initial matrices; at 1, chains of thought were not learned in twice the steps that 2 takes"""
     pool: int = 4096
     """examples per part and length; batches are drawn from these with replacement"""
 

@@ -9,8 +9,8 @@ leaves m, l and a as they are, to the bit (exp2(0) = 1, x * 1 + 0 = x), so it do
 or whether such a block is skipped: decode, a window cut anywhere and a full prefill agree.
 
 **Row sums end in a dot with ones.** A `tl.sum` over a tile axis adds in an order that depends on the thread layout, hence on
-the tile; elementwise additions and dots do not. So p is added up over the blocks of a split elementwise, and once per split
-a float32 dot with ones adds the columns. Maxima are safe in any order.
+the tile; elementwise additions and dots do not. So p is first added pairwise (columns 2i and 2i + 1), the pairs are carried
+over the blocks of a split elementwise, and once per split a float32 dot with ones adds them up. Maxima are safe in any order.
 
 **Two roads, same bits.** With few tiles each split gets a program of its own (`split` below); the one that finishes last
 merges all partials in order. With many tiles one program walks the splits and merges as it goes.
@@ -54,13 +54,6 @@ def _merge(m, l, a, m1, l1, a1):
 
 
 @triton.jit
-def _add_up(sums, WIDTH: tl.constexpr):
-    """Row sums of [rows, WIDTH] as a dot with ones: one order, whatever the thread layout."""
-    ones = tl.full((WIDTH, 16), 1.0, tl.float32)
-    return tl.max(tl.dot(sums, ones, input_precision="ieee"), 1)  # sixteen equal columns
-
-
-@triton.jit
 def _block(
     q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
@@ -79,20 +72,20 @@ def _block(
     else:
         k = tl.load(K + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
         v = tl.load(V + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
-    s = tl.dot(q, k.T, input_precision="ieee")
-    if CAPPED:  # tanh(u) = 1 - 2 / (1 + exp(2u)); scale is 2 log2(e) / cap on the way in, then log2(e) on the way out
-        s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s * scale))
-    factor = 1.4426950408889634 if CAPPED else scale
+    s = tl.dot(q, k.T, input_precision="ieee") * scale
+    if CAPPED:  # tanh(u) = 1 - 2 / (1 + exp(2u)); here scale holds 2 log2(e) / cap and softcap holds cap log2(e)
+        s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s))
     if MASKED:
         seen = j[None, :] <= position[:, None]
         if WINDOWED:
             seen = seen & (j[None, :] > position[:, None] - window)
         s = tl.where(seen, s, float("-inf"))
-    top = tl.maximum(m, tl.max(s, 1) * factor)
+    top = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
     shrink = tl.exp2(m - safe)
-    p = tl.exp2(tl.fma(s, tl.full((ROWS, BLOCK), 1.0, tl.float32) * factor, tl.broadcast_to(-safe[:, None], (ROWS, BLOCK))))
-    sums = tl.fma(sums, tl.broadcast_to(shrink[:, None], (ROWS, BLOCK)), p)
+    p = tl.exp2(s - safe[:, None])
+    even, odd = tl.split(tl.reshape(p, (ROWS, BLOCK // 2, 2)))  # neighbours: always in one thread
+    sums = sums * shrink[:, None] + (even + odd)
     a = tl.dot(p.to(v.dtype), v, a * shrink[:, None], input_precision="ieee")
     return top, sums, a
 
@@ -100,52 +93,38 @@ def _block(
 @triton.jit
 def _walk(
     q, K, V, TABLE, first, end, position, clear, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, CROSSING: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """The result of the keys [first, end), split by split if CROSSING, else all in one split; `first` is a multiple of BLOCK.
+    """The partial result of the keys [first, end); `first` is a multiple of BLOCK.
 
-    (m, sums, a) is the split under way, (m0, l0, a0) what earlier splits came to. Blocks below `clear` (the last position
-    that every row sees) need no mask, except where a window cuts them off. Masking a block of which all is seen changes
-    nothing, so where the loops meet is a matter of speed. One loop crosses the splits: a loop per split would let the
-    pipeline of loads run dry at each boundary. Merging into nothing, or nothing into something, gives it back to the bit.
+    Blocks below `clear` (the last position that every row sees) need no mask, except where a window cuts them off. Masking
+    a block of which all is seen changes nothing, so where the loops meet is a matter of speed.
     """
-    m0 = tl.full((ROWS,), float("-inf"), tl.float32)
-    l0 = tl.zeros((ROWS,), tl.float32)
-    a0 = tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
-    m, sums, a = m0, tl.zeros((ROWS, BLOCK), tl.float32), a0
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    sums = tl.zeros((ROWS, BLOCK // 2), tl.float32)
+    a = tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
     middle = first
     if WINDOWED:
         middle = tl.minimum(tl.maximum(tl.cdiv(tl.max(position, 0) - window + 1, BLOCK) * BLOCK, first), end)
         for start in tl.range(first, middle, BLOCK):
-            if CROSSING and (start % SPLIT == 0):
-                m0, l0, a0 = _merge(m0, l0, a0, m, _add_up(sums, BLOCK), a)
-                m, sums, a = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros_like(sums), tl.zeros_like(a)
             m, sums, a = _block(
                 q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
                 PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, True,
             )  # fmt: skip
     last = tl.minimum(tl.maximum((clear + 1) // BLOCK * BLOCK, middle), end)
     for start in tl.range(middle, last, BLOCK):
-        if CROSSING and (start % SPLIT == 0):
-            m0, l0, a0 = _merge(m0, l0, a0, m, _add_up(sums, BLOCK), a)
-            m, sums, a = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros_like(sums), tl.zeros_like(a)
         m, sums, a = _block(
             q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
             PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, False,
         )  # fmt: skip
     for start in tl.range(last, end, BLOCK):
-        if CROSSING and (start % SPLIT == 0):
-            m0, l0, a0 = _merge(m0, l0, a0, m, _add_up(sums, BLOCK), a)
-            m, sums, a = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros_like(sums), tl.zeros_like(a)
         m, sums, a = _block(
             q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
             PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, True,
         )  # fmt: skip
-    if CROSSING:
-        return _merge(m0, l0, a0, m, _add_up(sums, BLOCK), a)
-    else:
-        return m, _add_up(sums, BLOCK), a
+    ones = tl.full((BLOCK // 2, 16), 1.0, tl.float32)
+    return m, tl.max(tl.dot(sums, ones, input_precision="ieee"), 1), a  # sixteen equal columns
 
 
 @triton.jit(do_not_specialize=["window", "max_splits", "stride_t"])
@@ -155,7 +134,7 @@ def _attention_kernel(
     scale, softcap, window, max_splits,
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr, TILED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, SPLIT_GRID: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, FLAT: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """One tile: up to ROWS (row, query head) pairs of one sequence and one key-value head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -188,12 +167,22 @@ def _attention_kernel(
         split = low + tl.program_id(2)
         if split >= high:
             return
-        first, end = tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT)
-    if SPLIT_GRID or FLAT:
         m, l, a = _walk(
-            q, K, V, TABLE, first, end, position, clear, d, kv_stride, scale, softcap, window, ROWS,
-            PAGE, BLOCK, SPLIT, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, not SPLIT_GRID,
+            q, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position, clear, d,
+            kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
         )  # fmt: skip
+        if high - low > 1:
+            work = (tile * tl.num_programs(1) + kv_head).to(tl.int64)
+            PARTIAL += work * max_splits * ROWS * (HEAD_BLOCK + 2)
+            _store_partial(PARTIAL, split - low, m, l, a, pair, d, valid, mask, ROWS, HEAD_BLOCK)
+            tl.debug_barrier()  # every thread's part of the partial is on its way before the count says so
+            write = tl.atomic_add(COUNT + work, 1, sem="acq_rel") == high - low - 1
+            if write:  # last of all: merge
+                tl.store(COUNT + work, 0)
+                m, l, a = _load_partial(PARTIAL, 0, pair, d, valid, mask, ROWS, HEAD_BLOCK)
+                for i in tl.range(1, high - low):
+                    m1, l1, a1 = _load_partial(PARTIAL, i, pair, d, valid, mask, ROWS, HEAD_BLOCK)
+                    m, l, a = _merge(m, l, a, m1, l1, a1)
     else:
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         l = tl.zeros((ROWS,), tl.float32)
@@ -201,22 +190,9 @@ def _attention_kernel(
         for split in tl.range(low, high):
             m1, l1, a1 = _walk(
                 q, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position, clear, d,
-                kv_stride, scale, softcap, window, ROWS,
-                PAGE, BLOCK, SPLIT, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, False,
+                kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
             )  # fmt: skip
-            m, l, a = _merge(m, l, a, m1, l1, a1)
-    if SPLIT_GRID and high - low > 1:
-        work = (tile * tl.num_programs(1) + kv_head).to(tl.int64)
-        PARTIAL += work * max_splits * ROWS * (HEAD_BLOCK + 2)
-        _store_partial(PARTIAL, split - low, m, l, a, pair, d, valid, mask, ROWS, HEAD_BLOCK)
-        tl.debug_barrier()  # every thread's part of the partial is on its way before the count says so
-        write = tl.atomic_add(COUNT + work, 1, sem="acq_rel") == high - low - 1
-        if write:  # last of all: merge
-            tl.store(COUNT + work, 0)
-            m, l, a = _load_partial(PARTIAL, 0, pair, d, valid, mask, ROWS, HEAD_BLOCK)
-            for i in tl.range(1, high - low):
-                m1, l1, a1 = _load_partial(PARTIAL, i, pair, d, valid, mask, ROWS, HEAD_BLOCK)
-                m, l, a = _merge(m, l, a, m1, l1, a1)
+            m, l, a = _merge(m, l, a, m1, l1, a1)  # merging into nothing gives back the partial, to the bit
     if write:
         out = OUT + row[:, None] * stride_or + head[:, None] * stride_oh + d[None, :]
         l = tl.where(valid, l, 1.0)  # pairs that only fill the tile saw no key
@@ -304,9 +280,15 @@ class Workspace:
 
     @classmethod
     def of(cls, tiles: int, kv_heads: int, splits: int, tile_rows: int, d_head: int, device: torch.device) -> "Workspace":
-        work = tiles * kv_heads
-        size = work * splits * tile_rows * (next_power_of_2(d_head) + 2)
-        return cls(torch.empty(size, dtype=torch.float32, device=device), torch.zeros(work, dtype=torch.int32, device=device))
+        size = tiles * kv_heads * splits * tile_rows * (next_power_of_2(max(d_head, 16)) + 2)
+        partial = torch.empty(size, dtype=torch.float32, device=device)
+        return cls(partial, torch.zeros(tiles * kv_heads, dtype=torch.int32, device=device))
+
+    def check(self, tiles: int, kv_heads: int, splits: int, tile_rows: int, d_head: int) -> None:
+        """ValueError if a launch of this size would write past the end."""
+        size = tiles * kv_heads * splits * tile_rows * (next_power_of_2(max(d_head, 16)) + 2)
+        fits = self.partial.numel() >= size and self.count.numel() >= tiles * kv_heads
+        require(fits, "the workspace is too small for {} tiles, {} splits, {} rows a tile", tiles, splits, tile_rows)
 
 
 def attention(
@@ -343,36 +325,43 @@ def attention(
     require_rows("out", out)
     if not num_rows:
         return out
+    tile, split, splits = _road(rows, group, d_head, q.dtype, window, page_size, kv_split, kv_heads, tile, split)
     num_tiles = num_rows if rows.tiles is None else rows.tiles.shape[0]
-    per_tile = 1 if rows.tiles is None else rows.per_tile
-    tile = tile or attention_tile(per_tile * group or 128, d_head, q.dtype, group)
-    require(
-        tile.rows >= max(1, per_tile) * group,
-        "a tile of {} cannot hold {} rows of {} query heads",
-        tile.rows,
-        per_tile or 1,
-        group,
-    )
-    keys = rows.max_keys or rows.page_table.shape[1] * page_size
-    if window:
-        keys = min(keys, window + kv_split + (0 if rows.tiles is None else tile.rows))
-    splits = ceil_div(keys, kv_split) + (1 if window else 0)
-    if split is None:
-        split = splits > 1 and num_tiles * kv_heads < 4 * num_multiprocessors(q.device)
-    if split and workspace is None:
-        workspace = Workspace.of(num_tiles, kv_heads, splits, tile.rows, d_head, q.device)
+    if split:
+        workspace = workspace or Workspace.of(num_tiles, kv_heads, splits, tile.rows, d_head, q.device)
+        workspace.check(num_tiles, kv_heads, splits, tile.rows, d_head)
     partial, count = (workspace.partial, workspace.count) if split and workspace is not None else (q, q)
     log2e = 1.4426950408889634
     _attention_kernel[(num_tiles, kv_heads, splits if split else 1)](
         q, k_cache, v_cache, out, partial, count, rows.tiles if rows.tiles is not None else rows.position,
         rows.sequence, rows.position, rows.page_table,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1),
-        rows.page_table.stride(0), 2 * log2e * scale / softcap if softcap else log2e * scale, softcap, window, splits,
+        rows.page_table.stride(0), 2 * log2e * scale / softcap if softcap else log2e * scale, softcap * log2e, window, splits,
         group, d_head, next_power_of_2(max(d_head, 16)), tile.rows, rows.tiles is not None,
-        page_size, kv_block, kv_split, split, softcap > 0, window > 0, tile.flat,
+        page_size, kv_block, kv_split, split, softcap > 0, window > 0,
         num_warps=tile.warps, num_stages=tile.stages, **EXACT,
     )  # fmt: skip
     return out
+
+
+def _road(
+    rows: Rows, group: int, d_head: int, dtype: torch.dtype, window: int, page_size: int, kv_split: int, kv_heads: int,
+    tile: AttentionTile | None, split: bool | None,
+) -> tuple[AttentionTile, bool, int]:  # fmt: skip
+    """(tile, whether each split gets a program of its own, how many splits a row can have)."""
+    per_tile = 1 if rows.tiles is None else rows.per_tile
+    pairs = per_tile * group or 128
+    height = (tile or attention_tile(pairs, d_head, dtype, group)).rows
+    fits = height >= max(1, per_tile) * group
+    require(fits, "a tile of {} cannot hold {} rows of {} query heads", height, per_tile or 1, group)
+    keys = rows.max_keys or rows.page_table.shape[1] * page_size
+    if window:
+        keys = min(keys, window + kv_split + (0 if rows.tiles is None else height))
+    splits = ceil_div(keys, kv_split) + (1 if window else 0)
+    if split is None:  # with two programs per multiprocessor there is nothing left to gain from more
+        num_tiles = len(rows.position) if rows.tiles is None else len(rows.tiles)
+        split = splits > 1 and num_tiles * kv_heads < 2 * num_multiprocessors(rows.position.device)
+    return tile or attention_tile(pairs, d_head, dtype, group, split), split, splits
 
 
 def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:

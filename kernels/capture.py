@@ -3,9 +3,9 @@
     staging[slot, site, i] = x[rows[i]]      on the pass's stream, one small kernel per site
     host[slot] = staging[slot]               on a stream of its own, into pinned memory, when the pass has ended
 
-A ring of slots lets the next passes run while earlier copies are on their way. A slot is reused only after its reader gave it
-back: the ring never overwrites what nobody has read, it says that it is full. The kernel reads the slot's number from device memory,
-so one captured graph serves every slot. Rows are copied bit for bit.
+A ring of slots lets the next passes run while earlier copies are on their way. A slot is reused only after its reader gave
+it back: the ring never overwrites what nobody has read, it says that it is full. The kernel reads the slot's number from
+device memory, so one captured graph serves every slot. Rows are copied bit for bit.
 """
 
 from dataclasses import dataclass

@@ -2,11 +2,11 @@
 
     G = sum over chunks c of ( sum over rows r in chunk c of x[r]^T y[r] )
 
-Rows are cut into chunks of `GRAM_CHUNK` from the first row on. A chunk is summed in `inner` precision with one accumulator per
-element in the order of the rows; chunk sums are added to the total in order, in the precision of `out`. With float32 inside and
-float64 totals the error does not grow with the number of rows, and the inner products of bf16 data run on tensor cores.
-The total starts from what `out` holds: feeding rows in pieces whose lengths are multiples of `GRAM_CHUNK` gives the bits of one call.
-X^T X is symmetric to the bit (products commute), so only one triangle is computed.
+Rows are cut into chunks of `GRAM_CHUNK` from the first row on. A chunk is summed in `inner` precision with one accumulator
+per element in the order of the rows; chunk sums are added to the total in order, in the precision of `out`. With float32
+inside and float64 totals the error does not grow with the number of rows, and the inner products of bf16 data run on tensor
+cores. The total starts from what `out` holds: feeding rows in pieces whose lengths are multiples of `GRAM_CHUNK` gives the
+bits of one call. X^T X is symmetric to the bit (products commute), so only one triangle is computed.
 """
 
 import torch
@@ -34,7 +34,7 @@ def _gram_kernel(
     """One tile of one matrix of the batch."""
     ti, tj = tl.program_id(0), tl.program_id(1)
     if SYMMETRIC:
-        if tj < ti:
+        if tj < ti:  # noqa: SIM102 (the outer condition is known at compile time)
             return
     batch = tl.program_id(2).to(tl.int64)
     i, j, r = ti * BLOCK + tl.arange(0, BLOCK), tj * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DEPTH)

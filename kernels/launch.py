@@ -30,6 +30,9 @@ KV_SPLIT = 512
 GRAM_CHUNK = 512
 """canonical: rows per partial sum of a Gram matrix, counted from the first row"""
 
+PERSISTENT_FROM = 1024
+"""rows from which products outside a graph use the persistent kernel: below, its launches cost the host more than it saves
+the device. Up to 64 rows, the sizes of decode steps, which are graphs, it is used where it is faster."""
 _PROGRAMS = 132
 """multiprocessors that the tile tables have in mind; on another device they are merely less well filled"""
 
@@ -64,19 +67,24 @@ class AttentionTile:
     rows: int
     warps: int
     stages: int
-    flat: bool = False
-    """one loop over all splits instead of a loop per split"""
 
 
-# Tiles for many rows, and how long one takes in units of a 128 x 128 one. Measured on an H200 in bf16.
-_MANY_ROWS = (
+# Tiles for many rows, and how long each takes in units of a 128 x 128 persistent one. Measured on an H200 in bf16.
+_PERSISTENT = (
     (GemmTile(128, 256, 64, 8, 4, persistent=True), 1.85),
     (GemmTile(128, 128, 64, 8, 6, persistent=True), 1.0),
     (GemmTile(128, 64, 64, 4, 6, persistent=True), 0.58),
     (GemmTile(64, 64, 128, 4, 5, persistent=True), 0.37),
 )
+_PLAIN = (
+    (GemmTile(128, 128, 64, 8, 4), 1.1),
+    (GemmTile(64, 128, 64, 4, 4), 0.65),
+    (GemmTile(64, 64, 128, 4, 4), 0.42),
+)
+_PLAIN_ROW_MAJOR = ((GemmTile(128, 256, 64, 8, 3), 1.95), *_PLAIN)  # far slower on weights stored [columns, depth]
 
 
+@lru_cache(maxsize=4096)
 def gemm_tile(
     rows: int, depth: int, columns: int, dtype: torch.dtype, transposed: bool = False, persistent: bool = True
 ) -> GemmTile:
@@ -87,41 +95,55 @@ def gemm_tile(
     """
     if dtype == torch.float32:  # no tensor cores: plain multiply-adds
         return GemmTile(16, 64, 32, 4, 3) if rows <= 16 else GemmTile(64, 64, 32, 4, 3)
+    if rows <= 64:
+        return _few_rows(rows, columns, persistent)
+    options = _PERSISTENT if persistent else _PLAIN if transposed else _PLAIN_ROW_MAJOR
+    waves = lambda t: ceil_div(ceil_div(rows, t.rows) * ceil_div(columns, t.columns), _PROGRAMS)  # noqa: E731
+    return min(options, key=lambda option: waves(option[0]) * option[1])[0]
+
+
+def _few_rows(rows: int, columns: int, persistent: bool) -> GemmTile:
     narrow, wide = columns <= 32 * _PROGRAMS, columns > 64 * _PROGRAMS
     if rows <= 16:
         if narrow:
             return GemmTile(16, 32, 256, 4, 5)
         return GemmTile(16, 128, 128, 4, 4) if wide else GemmTile(16, 64, 128, 4, 5)
     if rows <= 32:
-        if wide or not persistent:
+        if wide:
             return GemmTile(32, 128, 64, 4, 5)
-        return GemmTile(32, 32, 256, 4, 5, persistent=True) if narrow else GemmTile(32, 64, 128, 4, 5, persistent=True)
-    if rows <= 64:
-        if wide or not persistent:
-            return GemmTile(64, 128, 64, 4, 4)
-        return GemmTile(64, 32, 256, 4, 4, persistent=True) if narrow else GemmTile(64, 64, 128, 4, 5, persistent=True)
-    if not persistent:
-        return GemmTile(128, 128, 64, 8, 4)
-    waves = lambda t: ceil_div(ceil_div(rows, t.rows) * ceil_div(columns, t.columns), _PROGRAMS)  # noqa: E731
-    return min(_MANY_ROWS, key=lambda entry: waves(entry[0]) * entry[1])[0]
+        return GemmTile(32, 32, 256, 4, 5, persistent) if narrow else GemmTile(32, 64, 128, 4, 5, persistent)
+    if wide:
+        return GemmTile(64, 128, 64, 4, 4)
+    return GemmTile(64, 32, 256, 4, 4, persistent) if narrow else GemmTile(64, 64, 128, 4, 5, persistent)
 
 
+@lru_cache(maxsize=64)
 def gated_tile(rows: int, dtype: torch.dtype) -> GemmTile:
     """The tile for a product with gate and up side by side: two accumulators per element."""
     if dtype == torch.float32:
         return GemmTile(16, 64, 32, 4, 3) if rows <= 16 else GemmTile(32, 64, 32, 4, 3)
-    if rows <= 16:
-        return GemmTile(16, 64, 128, 4, 3)
-    return GemmTile(32, 64, 64, 4, 5) if rows <= 32 else GemmTile(64, 64, 64, 4, 4)
+    return GemmTile(16, 64, 128, 4, 3) if rows <= 16 else GemmTile(64, 64, 64, 4, 4)
 
 
-def attention_tile(pairs: int, d_head: int, dtype: torch.dtype, group: int = 1) -> AttentionTile:
-    """The tile for at most `pairs` (row, query head) pairs of one sequence and key-value head; holds `group` at least."""
+@lru_cache(maxsize=64)
+def sample_tile(rows: int, columns: int, dtype: torch.dtype) -> GemmTile:
+    """The tile for a product that ends in a draw: more warps, because the noise takes registers."""
+    if dtype == torch.float32 or rows <= 16:
+        return gemm_tile(rows, 0, columns, dtype, persistent=False)
+    return GemmTile(64, 128, 64, 8, 4) if rows <= 64 else GemmTile(128, 128, 64, 8, 4)
+
+
+@lru_cache(maxsize=1024)
+def attention_tile(pairs: int, d_head: int, dtype: torch.dtype, group: int = 1, split: bool = True) -> AttentionTile:
+    """The tile for at most `pairs` (row, query head) pairs of one sequence and key-value head; holds `group` at least.
+
+    `split`: each split has a program of its own, few programs in all, so each keeps more loads in flight.
+    """
     least = max(16, next_power_of_2(group))
     if dtype == torch.float32:
         return AttentionTile(least, 4, 1)
     if pairs <= 16 and least == 16:
-        return AttentionTile(16, 4, 5 if d_head <= 128 else 3)
+        return AttentionTile(16, 4, 5 if split and d_head <= 128 else 3)
     if d_head > 128:
         return AttentionTile(max(64, least), 8, 2)
     if pairs <= 64:
@@ -138,6 +160,7 @@ class NormShape:
     warps: int
 
 
+@lru_cache(maxsize=256)
 def norm_shape(width: int) -> NormShape:
     """The one launch shape for rows of this width."""
     block = next_power_of_2(width)

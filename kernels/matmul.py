@@ -28,6 +28,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from replaylens.kernels.activation import KINDS, activate
 from replaylens.kernels.launch import (
     EXACT,
+    FLOATS,
+    PERSISTENT_FROM,
     GemmTile,
     ceil_div,
     gated_tile,
@@ -218,7 +220,9 @@ def matmul(
             require_rows(name, y)
     if not rows:
         return out
-    tile = tile or gemm_tile(rows, depth, columns, x.dtype, w.stride(0) == 1, copyable(x, w))
+    if tile is None:
+        persistent = (rows <= 64 or rows >= PERSISTENT_FROM) and copyable(x, w)
+        tile = gemm_tile(rows, depth, columns, x.dtype, w.stride(0) == 1, persistent)
     extras = (bias if bias is not None else x, residual if residual is not None else x, wrote if wrote is not None else x)
     flags = dict(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_WROTE=wrote is not None)
     strides = (extras[1].stride(0), extras[2].stride(0), out.stride(0))
@@ -320,7 +324,17 @@ def certify_cublas(
 
 
 def _check_product(x: Tensor, w: Tensor) -> tuple[int, int, int]:
-    """(M, K, N), or an error that says what does not fit."""
+    """(M, K, N), or an error that says what does not fit. The common case is one expression: products are called often."""
+    if (
+        x.dim() == w.dim() == 2
+        and x.shape[1] == w.shape[0] > 0 < w.shape[1]
+        and x.dtype == w.dtype
+        and x.dtype in FLOATS
+        and x.device == w.device
+        and x.stride(1) == 1
+        and 1 in w.stride()
+    ):
+        return x.shape[0], x.shape[1], w.shape[1]
     require(x.dim() == 2, "x has shape {}; expected [rows, inputs]", x.shape)
     require_float("x", x)
     require_rows("x", x)

@@ -2,9 +2,9 @@
 
     (a, b) -> (a cos - b sin, b cos + a sin),  a = x[:rotary / 2], b = x[rotary / 2 : rotary];  the rest of the head stays
 
-float32 inside, one rounding at the end; elementwise, hence canonical. The table is indexed by position, so a row's angle does not
-depend on its neighbours. Rows whose page is 0, the null page, are not written: padding rows of a captured graph point there, and the
-null page must stay zero because the attention reads it for keys that do not exist.
+float32 inside, one rounding at the end; elementwise, hence canonical. The table is indexed by position, so a row's angle
+does not depend on its neighbours. Rows whose page is 0, the null page, are not written: padding rows of a captured graph
+point there, and the null page must stay zero because the attention reads it for keys that do not exist.
 """
 
 import torch
@@ -102,8 +102,8 @@ def rotate_and_store(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k, write k and v of every row to its slot; returns (rotated q, rotated k if `keep_k`).
 
-    q [rows, heads, d_head], k and v [rows, kv_heads, d_head] may be views of one packed product. table [positions, 2, rotary / 2]
-    float32; None: nothing is rotated, the heads are only stored.
+    q [rows, heads, d_head], k and v [rows, kv_heads, d_head] may be views of one packed product. table [positions, 2,
+    rotary / 2] float32; None: nothing is rotated, the heads are only stored.
     """
     return _launch(q, k, v, table, rows, (k_cache, v_cache), keep_k, page_size)
 

@@ -5,8 +5,8 @@
 **The noise is keyed by token id**, never by rank, tile or row: the draw of a token does not depend on which other tokens
 are near, how the vocabulary is cut, or which drafter proposed what. `hash64` is integer arithmetic, so its bits are the same
 on every device (`reference.hash64`). u takes the 2^52 midpoints of (0, 1), exact in float64; logarithms and scores are
-float64, so that the far tail of the noise is not cut off as it is with 24-bit uniforms, and ties are as good as impossible. Where
-they happen (greedy rows), the smallest id wins. A maximum is the same in any order: canonical.
+float64, so that the far tail of the noise is not cut off as it is with 24-bit uniforms, and ties are as good as
+impossible. Where they happen (greedy rows), the smallest id wins. A maximum is the same in any order: canonical.
 
 Logits are the float32 accumulators of the canonical product, not rounded to the storage dtype: rounding to bf16 makes ties
 common. `sample` multiplies and draws in one kernel; `sample_logits` draws from logits that someone already has, with the
@@ -22,13 +22,13 @@ from replaylens.kernels.launch import (
     EXACT,
     GemmTile,
     ceil_div,
-    gemm_tile,
     next_power_of_2,
     require,
     require_float,
     require_rows,
     require_same,
     require_shape,
+    sample_tile,
 )
 from replaylens.kernels.matmul import dot_tile
 
@@ -66,12 +66,11 @@ def _noise(bits):
 @triton.jit
 def _rough_noise(bits):
     """The same in float32, to about 1e-5: for u near 1, where the noise is large, from 1 - u, which does not cancel."""
-    high, low = (bits >> 32).to(tl.uint32), ((bits >> 12) & 0xFFFFF).to(tl.uint32)  # 32-bit conversions are fast
-    u = high.to(tl.float32) * 2.3283064365386963e-10 + low.to(tl.float32) * 2.220446049250313e-16
-    v = (high ^ 0xFFFFFFFF).to(tl.float32) * 2.3283064365386963e-10 + (low ^ 0xFFFFF).to(tl.float32) * 2.220446049250313e-16
-    v += 1.1102230246251565e-16  # 1 - u
+    n = bits >> 12
+    u = n.to(tl.float32) * 2.220446049250313e-16 + 1.1102230246251565e-16
+    v = (n ^ 0xFFFFFFFFFFFFF).to(tl.float32) * 2.220446049250313e-16 + 1.1102230246251565e-16  # 1 - u
     series = v * (1.0 + v * (0.5 + v * (0.33333333 + v * 0.25)))  # -log(1 - v)
-    return -tl.log(tl.where(v < 0.05, series, -tl.log(tl.maximum(tl.minimum(u, 0.96), 1.0e-16))))
+    return -tl.log(tl.where(v < 0.05, series, -tl.log(tl.minimum(u, 0.96))))
 
 
 @triton.jit
@@ -180,7 +179,7 @@ def sample(
     require_same("w", w, x)
     noisy = _check_noise(x.shape[0], seed, position, temperature)
     (rows, depth), columns = x.shape, w.shape[1]
-    tile = tile or gemm_tile(rows, depth, columns, x.dtype, w.stride(0) == 1, persistent=False)
+    tile = tile or sample_tile(rows, columns, x.dtype)
     tiles = ceil_div(columns, tile.columns)
     found = _partials(rows, tiles, x.device)
     noise = (seed, position, temperature) if noisy else (x, x, x)

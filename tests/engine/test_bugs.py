@@ -296,7 +296,10 @@ def test_an_unrelated_prefill_of_9_or_10_tokens_changing_a_neighbours_bits() -> 
     truth = Reference(toy(), [1, 2, 3, *continuation(toy(), [1, 2, 3], 3)])
     for n in (*range(1, 20), 31, 32, 33, 63, 64, 65):
         subject = engine()
-        branch, beside = subject.prompt([1, 2, 3]), subject._plant([(5 * i) % VOCAB for i in range(n)], None)
+        branch, beside = (
+            subject.prompt([1, 2, 3]),
+            Branch(subject, subject.forest.plant([(5 * i) % VOCAB for i in range(n)], None)),
+        )
         jobs = [submit(branch, 3, window=1), submit(beside, 0)]
         passes = passes_of(subject)
         subject.loop.step()

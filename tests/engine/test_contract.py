@@ -25,10 +25,12 @@ from tests.engine.reference import GREEDY, Reference, decoder, differences, pert
 from tests.families import NAMES
 
 NEW = 10
+LONGEST = 75
+"""of the prompts: beyond the first block of keys"""
 WINDOWS = (1, 2, 3, 8, 16)
 DRAFTERS = ("self", "model", "lens", "ngram", "tree")
 REPRODUCIBLE = ("model", "lens", "ngram", "tree", "forced")
-ALL_PAIRS = ("llama", "gemma3", "coin-plain")
+ALL_PAIRS = ("llama", "gemma3")
 """on these every drafter runs in every window; on the others every drafter and every window occurs"""
 CUTS = {
     "pages of 4, 16 rows": (4, 16),
@@ -74,11 +76,11 @@ class Subject:
 
     def prompt(self, length: int, seed: int = 0) -> tuple[int, ...]:
         """Tokens that repeat a little, so that the n-gram drafter has something to say."""
-        draw = random.Random(f"{self.name} {length} {seed}")
-        tokens = [draw.randrange(self.model.config.vocab_size) for _ in range(length)]
-        for start in range(5, length - 3, 9):
+        draw = random.Random(f"{self.name} {seed}")
+        tokens = [draw.randrange(self.model.config.vocab_size) for _ in range(LONGEST)]
+        for start in range(5, LONGEST - 3, 9):
             tokens[start : start + 3] = tokens[:3]
-        return tuple(tokens)
+        return tuple(tokens[:length])
 
     def answer(self, request: Request) -> list[int]:
         return self.reference.continuation(request.prompt, request.n, request.sampling)
@@ -140,10 +142,10 @@ def broken(subject: Subject, branches: list[Branch], requests: Sequence[Request]
 
 def mixed(subject: Subject) -> list[Request]:
     """Requests of other lengths, drafters, windows and samplings."""
-    s, short = SAMPLINGS, subject.prompt(9)
+    s, short = SAMPLINGS, subject.prompt(9, seed=1)
     return [
-        Request(subject.prompt(21), "lens", 3, s["warm"]),
-        Request(subject.prompt(1), "self", 8),
+        Request(subject.prompt(21, seed=1), "lens", 3, s["warm"]),
+        Request(subject.prompt(1, seed=2), "self", 8),
         Request(subject.prompt(70), "tree", 3, s["filtered"]),
         Request(short, "ngram", 8, s["careful"]),
         Request(subject.prompt(40), "model", None, s["penalised"]),
@@ -155,7 +157,7 @@ def mixed(subject: Subject) -> list[Request]:
 
 
 def test_a_prompt_computed_at_once_has_the_rows_of_one_row_at_a_time(subject: Subject) -> None:
-    path = subject.prompt(150)
+    path = subject.prompt(LONGEST)
     branch = subject.engine().prompt(path, sites="STCZ")
     assert branch.lane.computed == len(path) and branch.activations.end == len(path) - 1
     assert differences(branch, subject.reference) == []
@@ -170,7 +172,7 @@ def test_no_drafter_and_no_window_changes_anything(subject: Subject) -> None:
         pairs = [pair for i, pair in enumerate(pairs) if (i + i // 6) % 3 == 0]
         assert {drafter for drafter, _ in pairs} == {*DRAFTERS} and {window for _, window in pairs} == {*WINDOWS, None}
     requests = [Request(prompts[i % 3], *pair, samplings[i % 5]) for i, pair in enumerate(pairs)]
-    requests += [subject.forced(prompts[i % 3], right, s) for i, s in enumerate(samplings) for right in (0, 3, 6)]
+    requests += [subject.forced(prompts[i % 3], right, s) for i, s in enumerate(samplings[:3]) for right in (0, 3, 6)]
     branches = run_together(subject.engine(), requests)
     assert broken(subject, branches, requests) == []
     again = run_together(subject.engine(page_size=4, max_rows=65), requests[::-1], sites=None)[::-1]
@@ -258,7 +260,7 @@ def test_a_shared_prefix_is_the_same_as_none(subject: Subject) -> None:
     engine, prompt = subject.engine(page_size=4), subject.prompt(40)
     vocab = subject.model.config.vocab_size
     other = [(token + 1) % vocab for token in (*prompt, 0)]
-    requests = [Request((*prompt[:end], *other[end : end + 1]), "lens") for end in (40, 40, 39, 17, 4, 3)]
+    requests = [Request((*prompt[:end], *other[end : end + 1])) for end in (40, 40, 39, 17, 4, 3)]
     run_together(engine, requests[:1], sites=None)
     adopted = [engine.prefix.adopt(r.prompt, limit=len(r.prompt) - 1) for r in requests[1:]]
     assert [table.length for table in adopted] == [40, 36, 16, 4, 0]
@@ -326,7 +328,6 @@ def test_a_branch_as_long_as_the_cache_fits_into_it(llama: Subject) -> None:
     assert differences(branch, llama.reference) == [] and branch.lane.computed == 64
 
 
-@pytest.mark.xfail(strict=True, reason="a fork of a rejected draft takes rows over that looked at the accepted token")
 def test_a_fork_of_a_rejected_draft_has_the_rows_of_its_own_path(llama: Subject) -> None:
     (branch,) = run_together(llama.engine(), [Request(llama.prompt(9), "lens", 4)])
     (child,) = branch.rejected[0].fork()
@@ -334,7 +335,6 @@ def test_a_fork_of_a_rejected_draft_has_the_rows_of_its_own_path(llama: Subject)
     assert differences(child, llama.reference) == []
 
 
-@pytest.mark.xfail(strict=True, reason="a fork of a rejected draft takes rows over from a branch that has left its path")
 def test_a_fork_of_a_rejected_draft_does_not_follow_the_branch_it_was_cut_from(llama: Subject) -> None:
     (branch,) = run_together(llama.engine(), [Request(llama.prompt(9), "lens", 4)])
     draft = branch.rejected[-1]
@@ -347,7 +347,6 @@ def test_a_fork_of_a_rejected_draft_does_not_follow_the_branch_it_was_cut_from(l
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="a stream notes where it begins only when it is first asked")
 def test_a_stream_yields_every_token_whoever_made_the_steps(llama: Subject) -> None:
     engine = llama.engine()
     one, other = engine.prompts([llama.prompt(9), llama.prompt(5)])
@@ -356,7 +355,6 @@ def test_a_stream_yields_every_token_whoever_made_the_steps(llama: Subject) -> N
     assert list(stream) == one.generated == llama.reference.continuation(llama.prompt(9), 6)
 
 
-@pytest.mark.xfail(strict=True, reason="a generator that never ran has nothing to close")
 def test_a_stream_closed_before_its_first_token_is_cancelled(llama: Subject) -> None:
     engine = llama.engine()
     engine.prompt(llama.prompt(9)).stream(6).close()

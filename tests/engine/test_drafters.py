@@ -64,7 +64,7 @@ def test_no_drafter_and_no_window_changes_anything(small: Decoder, drafter: str,
     truth = continuation(toy(), prompt, 14, sampling)
     kv = Reference(toy(), prompt + truth).kv
     subject = subject_with(small)
-    for window in (1, 2, 3, 8, 14, 30, None):
+    for window in (1, 2, 5, 14, None):
         branch = subject.prompt(prompt)
         given = {at: [truth[at - 5 : at - 3], [VOCAB - 1]] for at in range(5, 19, 2)} if drafter == "forced" else None
         branch.generate(14, sampling=sampling, drafter=drafter, window=window, drafts=given)

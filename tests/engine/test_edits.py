@@ -90,7 +90,7 @@ def test_hook_functions_work_and_are_not_certified() -> None:
     root = served.prompt(TOKENS, sites="S")
     (hooked,) = root.fork(hooks=[("blocks.1.hook_resid_pre", add)])
     (edited,) = root.fork(edits=[Edit("blocks.1.hook_in", **CASES["add"][1])])
-    served._compute(hooked, edited)
+    served.forest.compute([hooked.lane, edited.lane])
     assert not hooked.certified and edited.certified and root.certified
     assert torch.equal(hooked.activations["blocks.2.hook_out"], edited.activations["blocks.2.hook_out"])
     assert not set(hooked.lane.table.pages) & set(root.lane.table.pages)
@@ -135,7 +135,7 @@ def test_pages_are_shared_up_to_the_first_edited_position() -> None:
     served = engine(page_size=4)
     root = served.prompt(TOKENS)
     (child,) = root.fork(edits=[Edit("blocks.0.hook_out", "add", VECTOR, positions=slice(9, None))])
-    served._compute(child)
+    served.forest.compute([child.lane])
     assert child.lane.table.pages[:2] == root.lane.table.pages[:2]
     assert not set(child.lane.table.pages[2:]) & set(root.lane.table.pages)
 

@@ -139,7 +139,7 @@ def test_the_drafter_changes_no_result(
         assert torch.equal(mine.activations["blocks.1.hook_out"], yours.activations["blocks.1.hook_out"])
 
 
-# ---- draws ------------------------------------------------------------------------------------------------------------
+# ---- draws -----------------------------------------------------------------------------------------------------------
 
 
 def test_each_example_draws_from_its_own_stream(model: Any, words: WordTokenizer) -> None:
@@ -150,7 +150,7 @@ def test_each_example_draws_from_its_own_stream(model: Any, words: WordTokenizer
     part = replay(model, words, some[3:], sampling=HOT, seed=9, max_new=8)
     assert [r.tokens for r in whole][3:] == [r.tokens for r in part]
     for i, example in enumerate(some):
-        own = Sampling(temperature=1.2, top_p=0.98, seed=i, stop_tokens=(words.eos_id,))
+        own = Sampling(temperature=1.2, top_p=0.98, seed=9 + i, stop_tokens=(words.eos_id,))
         truth = continuation(model, words.encode(example.prompt), 8, own)
         generated = whole[i].tokens[whole[i].num_prompt :]
         assert generated == truth[: len(generated)]
@@ -161,6 +161,7 @@ def test_the_seed_matters_where_there_are_draws(model: Any, words: WordTokenizer
         return [r.tokens for r in replay(model, words, examples, max_new=8, **options)]
 
     assert tokens(sampling=Sampling(temperature=1.0, seed=1)) != tokens(sampling=Sampling(temperature=1.0, seed=2))
+    assert tokens(sampling=Sampling(temperature=1.0, seed=3)) == tokens(sampling=Sampling(temperature=1.0, seed=1), seed=2)
     assert tokens(seed=1) == tokens(seed=2), "greedy: nothing is drawn"
 
 
@@ -173,7 +174,7 @@ def test_one_sampling_for_each_branch(model: Any) -> None:
         subject.generate(subject.prompts([[5, 6]] * 2), 8, sampling=samplings)
 
 
-# ---- numbers --------------------------------------------------------------------------------------------------------------
+# ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
 def test_accuracy_and_acceptance(words: WordTokenizer) -> None:
@@ -218,7 +219,7 @@ def test_the_tree_shows_a_path_and_its_rejected_drafts(model: Any, words: WordTo
         )
 
 
-# ---- what a run leaves behind, and what it refuses ----------------------------------------------------------------------------
+# ---- what a run leaves behind, and what it refuses -------------------------------------------------------------------
 
 
 def test_a_run_gives_all_its_pages_back(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
@@ -250,6 +251,7 @@ def test_a_run_that_fails_gives_its_pages_back_too(words: WordTokenizer, example
         ({"max_new": -3}, BadRequest, "max_new -3"),
         ({"drafter": "oracle"}, BadRequest, "oracle"),
         ({"window": 0}, BadRequest, "window 0"),
+        ({"seed": -1}, BadRequest, "seed must be in"),
         ({"sites": "X"}, UnknownSite, "X"),
     ],
 )

@@ -83,7 +83,7 @@ def test_errors_say_what_is_wrong(case):
     seed, position, temperature = noise(case, len(x))
     with pytest.raises(ValueError, match="go together"):
         sample(x, w, seed)
-    with pytest.raises(ValueError, match="seed is torch.int32; expected int64"):
+    with pytest.raises(ValueError, match=r"seed is torch\.int32; expected int64"):
         sample(x, w, seed.int(), position, temperature)
     with pytest.raises(ValueError, match="temperature has shape"):
         sample(x, w, seed, position, temperature[:1])

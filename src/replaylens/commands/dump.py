@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from replaylens import tasks
@@ -240,18 +239,22 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
         return
-    table = Table(show_header=False, box=None)
+    for name, value in _lines(facts):
+        typer.echo(f"{name:<30} {value}")
+
+
+def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What `inspect` shows, for people."""
     for name in ("path", "digest", "accepted_digest", "rows", "accepted_rows", "shards"):
-        table.add_row(name.replace("_", " "), str(facts[name]))
-    table.add_row("size", f"{facts['bytes'] / 1e6:.1f} MB")
+        yield name.replace("_", " "), str(facts[name])
+    yield "size", f"{facts['bytes'] / 1e6:.1f} MB"
     for name, value in facts["plan"].items():
-        table.add_row(f"plan: {name}", ", ".join(value) if name == "sites" else str(value))
+        yield f"plan: {name}", ", ".join(value) if name == "sites" else str(value)
     for name, value in facts["fingerprint"].items():
-        table.add_row(f"fingerprint: {name}", str(value))
+        yield f"fingerprint: {name}", str(value)
     for name, site in facts["sites"].items():
-        table.add_row(f"tensor: {name}", f"{site['dtype']} [rows, {', '.join(map(str, site['shape']))}]")
-    table.add_row("labels", ", ".join(f"{name} ({kind})" for name, kind in manifest.labels.items()))
-    Console(highlight=False).print(table, soft_wrap=True)
+        yield f"tensor: {name}", f"{site['dtype']} [{', '.join(map(str, ['rows', *site['shape']]))}]"
+    yield "labels", ", ".join(f"{name} ({kind})" for name, kind in facts["labels"].items())
 
 
 def verify(
