@@ -95,7 +95,9 @@ class Recording:
         self.chunks = _cut(self.chunks, length)
 
     def fork(self, length: int) -> "Recording":
-        """A recording of the first `length` positions that shares their tensors."""
+        """A recording of the first `length` positions that shares their tensors: of a suffix, nothing is a beginning."""
+        if self.base:
+            return Recording()
         return Recording(self.base, _cut(self.chunks, length), self.open_end and length >= self.end)
 
     def check_integrity(self) -> None:

@@ -145,6 +145,9 @@ def _connected(address: str) -> Iterator[Any]:
     except ImportError as error:
         raise ClusterFailed("Ray is not installed: pip install 'replaylens[cluster]'") from error
     if ray.is_initialized():
+        here = ray.get_runtime_context().gcs_address
+        if address not in ("local", "auto", here):
+            raise ClusterFailed(f"this process is already part of the cluster at {here}, not of {address}")
         yield ray
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}

@@ -34,7 +34,7 @@ def _gram_kernel(
     """One tile of one matrix of the batch."""
     ti, tj = tl.program_id(0), tl.program_id(1)
     if SYMMETRIC:
-        if tj < ti:  # noqa: SIM102 (the outer condition is known at compile time)
+        if tj < ti:
             return
     batch = tl.program_id(2).to(tl.int64)
     i, j, r = ti * BLOCK + tl.arange(0, BLOCK), tj * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DEPTH)

@@ -32,9 +32,7 @@ class Knobs:
     def canonical(self, *, events_only: bool = False) -> str:
         """The settings as one line of JSON, the same on every platform; `events_only` leaves out the wording."""
         chosen = {
-            spec.name: getattr(self, spec.name)
-            for spec in fields(self)
-            if not (events_only and spec.metadata["wording"])
+            spec.name: getattr(self, spec.name) for spec in fields(self) if not (events_only and spec.metadata["wording"])
         }
         return json.dumps(chosen, sort_keys=True)
 

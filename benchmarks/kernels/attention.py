@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.harness import Report, copies, error, microseconds
+from benchmarks.kernels.harness import Report, compare, copies, error
 from replaylens.kernels import reference
 from replaylens.kernels.attention import Rows, Workspace, attention, plan_tiles, rows_per_tile
-from replaylens.kernels.launch import KV_SPLIT, PAGE_SIZE, attention_tile
+from replaylens.kernels.launch import KV_SPLIT, PAGE_SIZE
 
 HEADS, KV_HEADS, D_HEAD, SCALE = 32, 8, 128, 128**-0.5
 
@@ -43,15 +43,15 @@ def decode(report: Report, sequences: int, keys: int) -> None:
     number = torch.arange(sequences, device="cuda", dtype=torch.int32)
     rows = Rows(number, torch.full_like(number, keys - 1), table, max_keys=keys)
     out = torch.full_like(q, float("nan"))
-    tile = attention_tile(HEADS // KV_HEADS, D_HEAD, q.dtype)
-    space = Workspace.of(sequences, KV_HEADS, -(-keys // KV_SPLIT), tile.rows, D_HEAD, q.device)
+    space = Workspace.of(sequences, KV_HEADS, -(-keys // KV_SPLIT), 16, D_HEAD, q.device)
     check = right(q, k, v, rows, attention(q, k, v, rows, SCALE, out=out), [0, sequences - 1])
-    ours = microseconds([lambda s=s: attention(q, *s, rows, SCALE, out=out, workspace=space) for s in sets])  # type: ignore[misc]
-    flat = [(contiguous(k, table, keys), contiguous(v, table, keys)) for k, v in sets]
-    theirs = microseconds(
-        [lambda s=s: F.scaled_dot_product_attention(q[:, :, None], *s, enable_gqa=True) for s in flat]  # type: ignore[misc]
+    times = compare(
+        lambda k, v: attention(q, k, v, rows, SCALE, out=out, workspace=space),
+        lambda k, v: F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True),
+        sets,
+        [(contiguous(k, table, keys), contiguous(v, table, keys)) for k, v in sets],
     )
-    report.add(f"decode {sequences} x {keys} keys", check, ours, theirs)
+    report.add(f"decode {sequences} x {keys} keys", check, times)
 
 
 def prefill(report: Report, sequences: int, length: int) -> None:
@@ -70,16 +70,18 @@ def prefill(report: Report, sequences: int, length: int) -> None:
     out = torch.full_like(q, float("nan"))
     chosen = [0, length // 2, length - 1, len(numbers) - 1]
     check = right(q, k, v, rows, attention(q, k, v, rows, SCALE, out=out), chosen)
-    ours = microseconds([lambda: attention(q, k, v, rows, SCALE, out=out)])
     flat = q.view(sequences, length, HEADS, D_HEAD).transpose(1, 2).contiguous()
     keys, values = contiguous(k, table, length), contiguous(v, table, length)
-    theirs = microseconds([lambda: F.scaled_dot_product_attention(flat, keys, values, is_causal=True, enable_gqa=True)])
-    report.add(f"prefill {sequences} x {length} rows", check, ours, theirs)
+    times = compare(
+        lambda: attention(q, k, v, rows, SCALE, out=out),
+        lambda: F.scaled_dot_product_attention(flat, keys, values, is_causal=True, enable_gqa=True),
+    )
+    report.add(f"prefill {sequences} x {length} rows", check, times)
 
 
 def main() -> None:
-    report = Report("attention", __doc__ or "")
-    for sequences, keys in ((1, 512), (1, 2048), (8, 2048), (64, 2048), (1, 8192), (8, 8192)):
+    report = Report("attention", __doc__)
+    for sequences, keys in ((1, 512), (1, 2048), (8, 2048), (64, 512), (64, 2048), (1, 8192), (8, 8192)):
         decode(report, sequences, keys)
     for sequences, length in ((1, 512), (4, 512), (1, 2048), (1, 8192)):
         prefill(report, sequences, length)

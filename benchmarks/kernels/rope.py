@@ -1,8 +1,9 @@
 """Rotate q and k and write k and v to their pages against the same in torch, 32 + 8 + 8 heads of 128, bf16."""
 
 import torch
+from torch import Tensor
 
-from benchmarks.kernels.harness import Report, error, microseconds
+from benchmarks.kernels.harness import Report, compare, error
 from replaylens.kernels import reference
 from replaylens.kernels.attention import Rows
 from replaylens.kernels.launch import PAGE_SIZE
@@ -11,31 +12,35 @@ from replaylens.kernels.rope import rotate_and_store
 HEADS, KV_HEADS, D_HEAD = 32, 8, 128
 
 
+def measure(report: Report, rows: int) -> None:
+    packed = torch.randn(rows, HEADS + 2 * KV_HEADS, D_HEAD, device="cuda", dtype=torch.bfloat16)
+    q, k, v = packed.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    angle = torch.rand(4096, D_HEAD // 2, device="cuda")
+    table = torch.stack([angle.cos(), angle.sin()], dim=1)
+    number = torch.arange(rows, device="cuda", dtype=torch.int32)
+    pages = torch.arange(1, -(-rows // PAGE_SIZE) + 1, device="cuda", dtype=torch.int32).view(1, -1)
+    where = Rows(torch.zeros_like(number), number, pages)
+    slot = reference.slots(where.sequence, number, pages, PAGE_SIZE)
+    k_cache = torch.zeros((pages.numel() + 1) * PAGE_SIZE, KV_HEADS, D_HEAD, device="cuda", dtype=torch.bfloat16)
+    v_cache, k_other, v_other = torch.zeros_like(k_cache), torch.zeros_like(k_cache), torch.zeros_like(k_cache)
+
+    def library() -> Tensor:
+        k_other[slot] = reference.rotate(k, table, number)
+        v_other[slot] = v
+        return reference.rotate(q, table, number)
+
+    turned, _ = rotate_and_store(q, k, v, table, where, k_cache, v_cache)
+    check = error(turned, reference.rotate(q.double(), table.double(), number)) < 8e-3
+    check &= error(k_cache[slot], reference.rotate(k.double(), table.double(), number)) < 8e-3
+    check &= torch.equal(v_cache[slot], v)
+    times = compare(lambda: rotate_and_store(q, k, v, table, where, k_cache, v_cache), library)
+    report.add(f"rotate and store rows {rows}", check, times)
+
+
 def main() -> None:
-    report = Report("rope", __doc__ or "")
+    report = Report("rope", __doc__)
     for rows in (1, 64, 512, 2048):
-        packed = torch.randn(rows, HEADS + 2 * KV_HEADS, D_HEAD, device="cuda", dtype=torch.bfloat16)
-        q, k, v = packed.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-        angle = torch.rand(4096, D_HEAD // 2, device="cuda")
-        table = torch.stack([angle.cos(), angle.sin()], dim=1)
-        number = torch.arange(rows, device="cuda", dtype=torch.int32)
-        pages = torch.arange(1, -(-rows // PAGE_SIZE) + 1, device="cuda", dtype=torch.int32).view(1, -1)
-        where = Rows(torch.zeros_like(number), number, pages)
-        slot = reference.slots(where.sequence, number, pages, PAGE_SIZE)
-        k_cache = torch.zeros((pages.numel() + 1) * PAGE_SIZE, KV_HEADS, D_HEAD, device="cuda", dtype=torch.bfloat16)
-        v_cache = torch.zeros_like(k_cache)
-
-        def library(q=q, k=k, v=v, table=table, number=number, slot=slot, caches=(k_cache.clone(), v_cache.clone())):  # type: ignore[no-untyped-def]
-            caches[0][slot] = reference.rotate(k, table, number)
-            caches[1][slot] = v
-            return reference.rotate(q, table, number)
-
-        turned, _ = rotate_and_store(q, k, v, table, where, k_cache, v_cache)
-        check = error(turned, reference.rotate(q.double(), table.double(), number)) < 8e-3
-        check &= error(k_cache[slot], reference.rotate(k.double(), table.double(), number)) < 8e-3
-        check &= torch.equal(v_cache[slot], v)
-        ours = microseconds([lambda: rotate_and_store(q, k, v, table, where, k_cache, v_cache)])  # noqa: B023
-        report.add(f"rotate and store rows {rows}", check, ours, microseconds([library]))
+        measure(report, rows)
     report.save()
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 import replaylens
 import replaylens.commands.tasks
 from replaylens.commands.demo import demo
+from replaylens.commands.doctor import doctor
 from replaylens.commands.fetch import fetch
 from replaylens.commands.train import train
 from replaylens.engine.errors import EngineError
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(doctor)
 app.command()(train)
 app.command()(fetch)
 app.add_typer(replaylens.commands.tasks.app, name="tasks")

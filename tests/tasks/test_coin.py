@@ -56,9 +56,7 @@ def test_outcomes_of_a_known_start_and_of_a_text_longer_than_the_knobs() -> None
 @pytest.mark.parametrize("p", [0.0, 0.2, 0.5, 1.0])
 def test_majority_rate(p: float) -> None:
     for n in range(8):
-        exact = sum(
-            p ** sum(flips) * (1 - p) ** (n - sum(flips)) for flips in product((0, 1), repeat=n) if sum(flips) % 2 == 0
-        )
+        exact = sum(p ** sum(flips) * (1 - p) ** (n - sum(flips)) for flips in product((0, 1), repeat=n) if sum(flips) % 2 == 0)
         assert p_even(p, n) == pytest.approx(exact, abs=1e-12)
 
 

@@ -94,6 +94,4 @@ def test_no_next_action_in_a_chain_of_thought() -> None:
     """There the prompt has told it already."""
     for example in tasks.get("coin")(rendering="steps").examples(20):
         start = example.steps[-1].reveals + 1
-        assert all(
-            example.reading.labels_after(count)[NEXT_ACTION] is None for count in range(start, len(example.text) + 1)
-        )
+        assert all(example.reading.labels_after(count)[NEXT_ACTION] is None for count in range(start, len(example.text) + 1))

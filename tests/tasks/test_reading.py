@@ -105,15 +105,12 @@ def test_wrong_chain_of_thought() -> None:
 
 def test_lies_in_the_other_tasks() -> None:
     coins = tasks.get("coins")(coins=2).read(
-        "The red coin is heads. The blue coin is tails. Bob flips the red coin. "
-        "What's the state of the red coin? A: heads."
+        "The red coin is heads. The blue coin is tails. Bob flips the red coin. What's the state of the red coin? A: heads."
     )
     assert (last(coins)["face"], last(coins)["claimed"], last(coins)["touched.blue"]) == ("tails", "heads", False)
     resets = tasks.get("coin-resets")().read("A coin's state is heads. Bob sets it to tails, heads, then Zoe flips")
     assert (last(resets)["face"], last(resets)["claimed"], last(resets)["implied"]) == ("heads", "heads", "tails")
-    shell = tasks.get("shell")().read(
-        "Under the cups: red, blue, green. Swap cups 3 and 1. What is under cup 1? A: red."
-    )
+    shell = tasks.get("shell")().read("Under the cups: red, blue, green. Swap cups 3 and 1. What is under cup 1? A: red.")
     assert (last(shell)["held"], last(shell)["claimed"], last(shell)["state"]) == ("green", "red", "green blue red")
     words = tasks.get("words")(group="Z60").read("> g59 g02 = g03")
     assert (last(words)["product"], last(words)["claimed"]) == ("g01", "g03")

@@ -1,0 +1,62 @@
+"""`replaylens doctor`: shows on this device that every op gives a row the same bits whatever stands around it."""
+
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from replaylens.engine import certificates, smollm2, weights, zoo
+from replaylens.engine.certificate import Certificate
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.model import Decoder
+
+
+def doctor(
+    model: Annotated[str, typer.Argument(help="An embedded model's name, `smollm2`, or a path.")] = "coin-plain",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
+) -> None:
+    """Prove on this device that results cannot depend on batch, offset, window or threads; exit code 1 where they can."""
+    certificate = certificates.examine(_load(model, device))
+    if json:
+        typer.echo(certificate.to_json())
+    else:
+        _show(certificate, model)
+    if not certificate.certified:
+        raise typer.Exit(1)
+
+
+def _load(name: str, device: str) -> Decoder:
+    if device not in ("cpu", "cuda"):
+        raise BadRequest(f"device {device!r}: give cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadRequest("no CUDA device is to be had here; use --device cpu")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    if name in zoo.names():
+        return weights.load(zoo.load_embedded(name)[0], dtype).to(device)
+    if name == "smollm2" and not smollm2.is_fetched():
+        raise BadRequest("SmolLM2-135M is not there yet; `replaylens fetch smollm2` downloads it")
+    return weights.load(smollm2.cache_folder() if name == "smollm2" else name, dtype).to(device)
+
+
+def _show(certificate: Certificate, model: str) -> None:
+    console = Console()
+    table = Table("op", "shape", "check", "bits", title=f"{model}, {certificate.threads} threads")
+    for finding in certificate.findings:
+        if finding.control:
+            bits = "equal (no teeth here)" if finding.equal else "differ, as they must"
+        else:
+            bits = "equal" if finding.equal else "[red]DIFFER[/red]"
+        table.add_row(finding.op, finding.shape, finding.check, bits)
+    console.print(table)
+    for (inputs, outputs), counts in sorted(certificate.row_counts.items()):
+        console.print(f"product {inputs} x {outputs}: rows {', '.join(map(str, counts))}", highlight=False)
+    if certificate.failures:
+        bad = certificate.failures[0]
+        console.print(f"[red]not certified[/red]: {bad.op} {bad.shape}, '{bad.check}', and {len(certificate.failures) - 1} more")
+    elif not certificate.has_teeth:
+        console.print("[red]not certified[/red]: no negative control differed, so the comparison proves nothing here")
+    else:
+        console.print(f"[green]certified[/green]: {sum(not f.control for f in certificate.findings)} comparisons of bits, all equal")
