@@ -10,6 +10,7 @@ import replaylens
 import replaylens.commands.tasks
 from replaylens.commands.demo import demo
 from replaylens.commands.doctor import doctor
+from replaylens.commands.dump import diff, dump, inspect, replay, verify
 from replaylens.commands.fetch import fetch
 from replaylens.commands.train import train
 from replaylens.engine.errors import EngineError
@@ -23,6 +24,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(doctor)
+for command in (replay, dump, inspect, verify, diff):
+    app.command()(command)
 app.command()(train)
 app.command()(fetch)
 app.add_typer(replaylens.commands.tasks.app, name="tasks")

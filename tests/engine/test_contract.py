@@ -19,7 +19,6 @@ from replaylens.engine.branch import Branch
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import Decoder
-from replaylens.engine.request import Request as EngineRequest
 from replaylens.engine.sampling import Sampling
 from replaylens.engine.trace import Trace
 from tests.engine.reference import GREEDY, Reference, decoder, differences, perturbed, random_decoder, reference_of, same_bits
@@ -326,10 +325,11 @@ def test_captured_rows_stay_while_lost_kv_is_computed_again(llama: Subject) -> N
     branch = engine.prompt(llama.prompt(40), sites="STCZ")
     engine.prompt(llama.prompt(50, seed=1))  # takes all pages
     assert branch.lane.computed == 0
-    engine.loop.submit(engine._job(branch, EngineRequest(3, GREEDY, "lens", 2)))
+    stream = branch.stream(3, drafter="lens", window=2)
     while engine.loop.jobs:
         assert branch.activations.end >= 39
         engine.loop.step()
+    assert list(stream) == branch.generated
     assert differences(branch, llama.reference) == []
 
 
@@ -358,9 +358,7 @@ def test_a_fork_of_a_rejected_draft_does_not_follow_the_branch_it_was_cut_from(l
     assert differences(child, llama.reference) == []
 
 
-@pytest.mark.xfail(
-    strict=True, reason="rows are taken over from the branch it was cut from even if that is not certified any more"
-)
+@pytest.mark.xfail(strict=True, reason="the branch it was cut from is not asked whether it is still certified")
 def test_a_fork_of_a_rejected_draft_takes_no_row_over_that_the_fast_path_made() -> None:
     model = random_decoder(SHAPE)
     reference, engine = Reference(model), Engine(model)

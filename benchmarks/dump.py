@@ -1,0 +1,253 @@
+"""Dumping S, T, C of coin examples with coin-plain, against TransformerLens and Hugging Face, in one run.
+
+    python -m benchmarks.dump --n 10000
+
+All three generate the answers and write every layer's rows of every token. The others get their batches sorted by
+length, so that they never pad, and write bare tensors; ours writes rejected branches, labels, probabilities and hashes
+besides. Rows are tokens on accepted paths: what all three have.
+"""
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.table import Table
+from replaylens import tasks
+from replaylens.engine import weights
+from replaylens.engine.dump import Dump
+from replaylens.engine.dump_plan import make_plan
+from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.model import Decoder
+from replaylens.tasks import Example
+from replaylens.tasks.task import AnyTask
+
+BATCH, NEW = 32, 4
+
+
+def hugging_face(model: Decoder) -> Any:
+    """The same function as a LlamaForCausalLM: weights mapped back, and checked by loading them again."""
+    import transformers as tf
+
+    c = model.config
+    made = tf.LlamaForCausalLM(
+        tf.LlamaConfig(
+            vocab_size=c.vocab_size,
+            hidden_size=c.d_model,
+            intermediate_size=c.d_mlp,
+            num_hidden_layers=c.num_layers,
+            num_attention_heads=c.num_heads,
+            num_key_value_heads=c.num_kv_heads,
+            head_dim=c.d_head,
+            max_position_embeddings=c.max_positions,
+            rms_norm_eps=c.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
+            tie_word_embeddings=c.tied_embeddings,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+    ).eval()
+    made.load_state_dict(_llama_tensors(model), strict=False)
+    ours, theirs = (dict(m.state_dict()) for m in (model, weights.load(made)))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours), "the mapping of the weights is wrong"
+    return made.requires_grad_(False)
+
+
+def _llama_tensors(model: Decoder) -> dict[str, Tensor]:
+    c = model.config
+    out = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.ln_final.weight}
+    out["lm_head.weight"] = model.embed if model.unembed is None else model.unembed.weight.T
+    widths = [c.num_heads * c.d_head, c.num_kv_heads * c.d_head, c.num_kv_heads * c.d_head]
+    for layer, block in enumerate(model.blocks):
+        name = f"model.layers.{layer}."
+        parts: dict[str, Tensor] = dict(zip("qkv", block.attn.qkv.weight.T.split(widths), strict=True))
+        out |= {f"{name}self_attn.{x}_proj.weight": part for x, part in parts.items()}
+        out[f"{name}self_attn.o_proj.weight"] = block.attn.o.weight.T
+        gate, up = block.mlp.up.weight.T.chunk(2)
+        out |= {f"{name}mlp.gate_proj.weight": gate, f"{name}mlp.up_proj.weight": up}
+        out[f"{name}mlp.down_proj.weight"] = block.mlp.down.weight.T
+        out[f"{name}input_layernorm.weight"] = block.ln1.weight
+        out[f"{name}post_attention_layernorm.weight"] = block.ln2.weight
+    return {name: x.detach().clone().contiguous() for name, x in out.items()}
+
+
+def bridge(model: Any) -> Any:
+    """TransformerLens around a copy of the model."""
+    import copy
+
+    from tokenizers import Tokenizer, models
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    model = copy.deepcopy(model)
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+        named = dict(eos_token="<eos>", bos_token="<pad>", pad_token="<pad>", unk_token="<pad>")
+        PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return TransformerBridge.boot_transformers(
+            folder, hf_model=model, tokenizer=tokenizer, device="cpu", dtype=torch.float32
+        )
+
+
+def batches(engine: Engine, examples: list[Example]) -> Iterator[Tensor]:
+    """Prompts of one length together, so that nobody has to pad: [batch, length]."""
+    by_length: dict[int, list[list[int]]] = {}
+    for example in examples:
+        ids = engine.text.encode(example.prompt)
+        by_length.setdefault(len(ids), []).append(ids)
+    for prompts in by_length.values():
+        for first in range(0, len(prompts), BATCH):
+            yield torch.tensor(prompts[first : first + BATCH])
+
+
+def generated(model: Any, prompts: Tensor, **more: Any) -> Any:
+    options = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, attention_mask=torch.ones_like(prompts))
+    return model.generate(prompts, return_dict_in_generate=True, **options, **more)
+
+
+@torch.inference_mode()
+def with_transformer_lens(model: Any, lens: Any, engine: Engine, examples: list[Example], folder: Path) -> int:
+    """Generate, run_with_cache over the whole paths, torch.save. Rows written."""
+    rows = 0
+    wanted = {name for letter in "STC" for name in engine.sites.letter(letter)}
+    for number, prompts in enumerate(batches(engine, examples)):
+        tokens = generated(model, prompts).sequences
+        _, cache = lens.run_with_cache(tokens, names_filter=lambda name: name in wanted)
+        kept = {name: cache[name] for name in wanted}
+        torch.save(kept, folder / f"{number}.pt")
+        rows += tokens.numel()
+    return rows
+
+
+@torch.inference_mode()
+def with_hugging_face(model: Any, engine: Engine, examples: list[Example], folder: Path) -> int:
+    """Generate with output_hidden_states, then safetensors: S only, and without the last token's row. Rows written."""
+    rows = 0
+    for number, prompts in enumerate(batches(engine, examples)):
+        steps = generated(model, prompts, output_hidden_states=True).hidden_states
+        layers = [torch.cat([step[layer] for step in steps], dim=1) for layer in range(len(steps[0]))]
+        save_file({f"hidden.{i}": x.contiguous() for i, x in enumerate(layers)}, folder / f"{number}.safetensors")
+        rows += layers[0].shape[0] * layers[0].shape[1]
+    return rows
+
+
+def ours(engine: Engine, task: AnyTask, n: int, folder: Path, **options: Any) -> Dump:
+    plan = make_plan(engine, task, n, **{"sites": "STC", "max_new": NEW, **options})
+    dump = write_dump(engine, plan, folder, batch=BATCH)
+    assert dump is not None
+    return dump
+
+
+def timed(work: Callable[[Path], Any]) -> tuple[float, Any, int]:
+    """Seconds, result and bytes on the disk, the disk having been reached."""
+    with tempfile.TemporaryDirectory() as name:
+        begin = time.perf_counter()
+        result = work(Path(name))
+        os.sync()
+        elapsed = time.perf_counter() - begin
+        return elapsed, result, sum(path.stat().st_size for path in Path(name).rglob("*") if path.is_file())
+
+
+def dumping(table: Table, engine: Engine, task: AnyTask, n: int) -> None:
+    """The three ways, warmed up on a few examples."""
+    model = hugging_face(engine.model)
+    lens = bridge(model)
+    examples, few = task.examples(n), task.examples(BATCH)
+    with tempfile.TemporaryDirectory() as name:
+        for warm in ("a", "b"):
+            Path(name, warm).mkdir()
+        ours(engine, task, BATCH, Path(name, "c"))
+        with_transformer_lens(model, lens, engine, few, Path(name, "a"))
+        with_hugging_face(model, engine, few, Path(name, "b"))
+    rates: dict[str, float] = {}
+
+    def measure(label: str, work: Callable[[Path], Any], count: Callable[[Any], int]) -> None:
+        elapsed, result, size = timed(work)
+        rates[label] = count(result) / elapsed
+        numbers = dict(rows_per_s=rates[label], mb_per_s=size / elapsed / 1e6, seconds=elapsed, rows=count(result))
+        table.add(label, **numbers)
+
+    accepted = lambda dump: dump.manifest.accepted_rows  # noqa: E731
+    for drafter in ("lens", "ngram"):
+        measure(f"replaylens dump, drafter {drafter}", lambda f, d=drafter: ours(engine, task, n, f, drafter=d), accepted)
+    label = "TransformerLens run_with_cache + torch.save"
+    measure(label, lambda folder: with_transformer_lens(model, lens, engine, examples, folder), int)
+    measure("Hugging Face hidden states + safetensors", lambda f: with_hugging_face(model, engine, examples, f), int)
+    best = max(rates[name] for name in rates if name.startswith("replaylens"))
+    for label, aim in (("TransformerLens run_with_cache + torch.save", 3.0), ("Hugging Face hidden states + safetensors", 1.0)):
+        ratio = best / rates[label]
+        table.add(f"ours against {label.split(' + ')[0]}", ratio=ratio, aim=f">= {aim}", met=ratio >= aim)
+
+
+def overhead(table: Table, engine: Engine, task: AnyTask, n: int) -> None:
+    """What capture adds to replaying, and what writing adds to capture."""
+    examples = task.examples(n)
+
+    def replay(sites: str | None) -> float:
+        begin = time.perf_counter()
+        engine.replay(examples, sites=sites, drafter="lens", max_new=NEW, batch=BATCH)
+        elapsed = time.perf_counter() - begin
+        engine.trace.events.clear()
+        return elapsed
+
+    replay(None)
+    pairs = [(replay(None), replay("STC")) for _ in range(3)]  # in turns: the machine's mood changes
+    bare, captured = (min(pair[i] for pair in pairs) for i in (0, 1))
+    table.add("capture of S, T, C over none", ratio=captured / bare, aim="<= 1.10", met=captured / bare <= 1.1, bare_s=bare)
+    written = min(timed(lambda folder: ours(engine, task, n, folder))[0] for _ in range(2))
+    table.add("dump over capture", ratio=written / captured, captured_s=captured, dump_s=written)
+
+
+def memory(table: Table, sizes: list[int]) -> None:
+    """Peak memory of a process that dumps more and more examples."""
+    peaks = {}
+    for n in sizes:
+        command = [sys.executable, "-m", "benchmarks.dump", "--peak", str(n)]
+        peaks[n] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]) / 1e6
+    grows = peaks[sizes[-1]] / peaks[sizes[0]]
+    shown = {f"mb_at_{n}": peak for n, peak in peaks.items()}
+    table.add(f"peak memory, {sizes[-1]} examples over {sizes[0]}", ratio=grows, aim="<= 1.1", met=grows <= 1.1, **shown)
+
+
+def peak(n: int) -> None:
+    """Dump n examples and print the peak memory in bytes."""
+    engine = Engine.load("coin-plain")
+    with tempfile.TemporaryDirectory() as name:
+        ours(engine, tasks.get("coin")(), n, Path(name))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def main(n: int = 1000) -> None:
+    table = Table("dump-cpu", f"coin-plain, {n} coin examples, {NEW} new tokens each, batches of {BATCH}")
+    print(table.about, f"{torch.get_num_threads()} threads")
+    engine, task = Engine.load("coin-plain"), tasks.get("coin")()
+    dumping(table, engine, task, n)
+    overhead(table, engine, task, min(n, 1000))
+    memory(table, [256, max(512, n // 2), max(1024, n)])
+    table.save()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--n", type=int, default=1000)
+    parser.add_argument("--peak", type=int)
+    given = parser.parse_args()
+    if given.peak:
+        peak(given.peak)
+    else:
+        main(given.n)
