@@ -63,6 +63,8 @@ class Forest:
         main = self.loop.lanes.get(parent) if recording.base and parent is not None else None
         if main is None or main.recording is None:
             return recording.fork(min(same, known))
+        if lane.certified and not main.certified:
+            return Recording()  # the fast path has been there since: all rows are computed again
         common = self.tree.common_prefix(main.branch, lane.branch) - (lane.capture.lag if lane.capture else 0)
         return main.recording.fork(min(same, known, common))
 

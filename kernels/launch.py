@@ -31,8 +31,8 @@ GRAM_CHUNK = 512
 """canonical: rows per partial sum of a Gram matrix, counted from the first row"""
 
 PERSISTENT_FROM = 1024
-"""rows from which products outside a graph use the persistent kernel: below, its launches cost the host more than it saves
-the device. Up to 64 rows, the sizes of decode steps, which are graphs, it is used where it is faster."""
+"""rows from which products with weights [K, N] use the persistent kernel: below, its launches cost the host more than it
+saves the device. Up to 64 rows, the sizes of decode steps, which are graphs, it is used where it is faster."""
 _PROGRAMS = 132
 """multiprocessors that the tile tables have in mind; on another device they are merely less well filled"""
 
@@ -69,19 +69,19 @@ class AttentionTile:
     stages: int
 
 
-# Tiles for many rows, and how long each takes in units of a 128 x 128 persistent one. Measured on an H200 in bf16.
+# Tiles for many rows and how long each takes, in units of a 128 x 128 persistent one. Measured on an H200 in bf16.
 _PERSISTENT = (
-    (GemmTile(128, 256, 64, 8, 4, persistent=True), 1.85),
+    (GemmTile(128, 256, 64, 8, 3, persistent=True), 1.85),
     (GemmTile(128, 128, 64, 8, 6, persistent=True), 1.0),
-    (GemmTile(128, 64, 64, 4, 6, persistent=True), 0.58),
+    (GemmTile(128, 64, 64, 4, 6, persistent=True), 0.65),
     (GemmTile(64, 64, 128, 4, 5, persistent=True), 0.37),
 )
 _PLAIN = (
+    (GemmTile(128, 256, 64, 8, 3), 1.95),
     (GemmTile(128, 128, 64, 8, 4), 1.1),
     (GemmTile(64, 128, 64, 4, 4), 0.65),
     (GemmTile(64, 64, 128, 4, 4), 0.42),
 )
-_PLAIN_ROW_MAJOR = ((GemmTile(128, 256, 64, 8, 3), 1.95), *_PLAIN)  # far slower on weights stored [columns, depth]
 
 
 @lru_cache(maxsize=4096)
@@ -91,15 +91,22 @@ def gemm_tile(
     """The tile for x [rows, depth] @ w [depth, columns]; `transposed`: w is stored [columns, depth].
 
     Few rows: reading the weights is all there is to it, so each multiprocessor gets one tile with as much of the weights in
-    flight as fits. Many rows: the tile that fills its last wave of programs best.
+    flight as fits. Many rows: the tile that fills its last wave of programs best, of those that were measured there.
     """
     if dtype == torch.float32:  # no tensor cores: plain multiply-adds
         return GemmTile(16, 64, 32, 4, 3) if rows <= 16 else GemmTile(64, 64, 32, 4, 3)
     if rows <= 64:
         return _few_rows(rows, columns, persistent)
-    options = _PERSISTENT if persistent else _PLAIN if transposed else _PLAIN_ROW_MAJOR
-    waves = lambda t: ceil_div(ceil_div(rows, t.rows) * ceil_div(columns, t.columns), _PROGRAMS)  # noqa: E731
-    return min(options, key=lambda option: waves(option[0]) * option[1])[0]
+
+    def time(option: tuple[GemmTile, float]) -> float:
+        tile, each = option
+        wide = tile.columns == 256 and (rows <= 128 or (transposed and not persistent))  # the plain one is slow on [N, K]
+        small = tile.columns * tile.rows < 128 * 128 and rows > 256
+        if wide or small:
+            return float("inf")
+        return ceil_div(ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns), _PROGRAMS) * each
+
+    return min(_PERSISTENT if persistent else _PLAIN, key=time)[0]
 
 
 def _few_rows(rows: int, columns: int, persistent: bool) -> GemmTile:

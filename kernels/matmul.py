@@ -221,8 +221,9 @@ def matmul(
     if not rows:
         return out
     if tile is None:
-        persistent = (rows <= 64 or rows >= PERSISTENT_FROM) and copyable(x, w)
-        tile = gemm_tile(rows, depth, columns, x.dtype, w.stride(0) == 1, persistent)
+        transposed = w.stride(0) == 1
+        persistent = (rows <= 64 or rows >= PERSISTENT_FROM or transposed) and copyable(x, w)
+        tile = gemm_tile(rows, depth, columns, x.dtype, transposed, persistent)
     extras = (bias if bias is not None else x, residual if residual is not None else x, wrote if wrote is not None else x)
     flags = dict(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_WROTE=wrote is not None)
     strides = (extras[1].stride(0), extras[2].stride(0), out.stride(0))

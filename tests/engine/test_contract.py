@@ -358,7 +358,6 @@ def test_a_fork_of_a_rejected_draft_does_not_follow_the_branch_it_was_cut_from(l
     assert differences(child, llama.reference) == []
 
 
-@pytest.mark.xfail(strict=True, reason="the branch it was cut from is not asked whether it is still certified")
 def test_a_fork_of_a_rejected_draft_takes_no_row_over_that_the_fast_path_made() -> None:
     model = random_decoder(SHAPE)
     reference, engine = Reference(model), Engine(model)

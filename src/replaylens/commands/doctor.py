@@ -55,8 +55,12 @@ def _show(certificate: Certificate, model: str) -> None:
         console.print(f"product {inputs} x {outputs}: rows {', '.join(map(str, counts))}", highlight=False)
     if certificate.failures:
         bad = certificate.failures[0]
-        console.print(f"[red]not certified[/red]: {bad.op} {bad.shape}, '{bad.check}', and {len(certificate.failures) - 1} more")
+        console.print(
+            f"[red]not certified[/red]: {bad.op} {bad.shape}, '{bad.check}', and {len(certificate.failures) - 1} more"
+        )
     elif not certificate.has_teeth:
         console.print("[red]not certified[/red]: no negative control differed, so the comparison proves nothing here")
     else:
-        console.print(f"[green]certified[/green]: {sum(not f.control for f in certificate.findings)} comparisons of bits, all equal")
+        console.print(
+            f"[green]certified[/green]: {sum(not f.control for f in certificate.findings)} comparisons of bits, all equal"
+        )
