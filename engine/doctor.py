@@ -12,8 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from replaylens.engine import cpu
+from replaylens.engine import cpu, readout
 from replaylens.engine.batch import KV_BLOCK, TILE
+from replaylens.engine.capture import LensSpec
 from replaylens.engine.certificate import Certificate, Finding
 from replaylens.engine.errors import NotCertified
 from replaylens.engine.model import Decoder
@@ -21,6 +22,8 @@ from replaylens.engine.ops import Linear, Norm, TorchOps, visible
 from replaylens.engine.rotary import Rotary
 
 _COUNTS = (512, 256, 128, 64, 32)
+_TOTALS = (16, 48, 80, 112, 176, 336, 496)
+"""numbers of rows that are put together from several counts"""
 _QUERY_ROWS = (1, 2, 4, 8, 32, 64, 128)
 
 
@@ -106,6 +109,8 @@ def _examine_products(model: Decoder, generator: torch.Generator, findings: list
                 if not torch.equal(product(x[:count], {(inputs, outputs): (count, TILE)}), reference[:count]):
                     same = [c for c in same if c != count]
         allowed[(inputs, outputs)] = (*same, TILE)
+        totals = [n for n in _TOTALS if n <= most]
+        note("any number of rows", all(torch.equal(product(x[:n], allowed), reference[:n]) for n in totals))
     return allowed
 
 
@@ -124,11 +129,19 @@ def _examine_rowwise(model: Decoder, generator: torch.Generator, findings: list[
     _compare_rows(f"activation {c.activation}", wide, lambda x: cpu.activate(x, c.activation), findings)
     logits = torch.randn(64, c.vocab_size, generator=generator) * 3
     _compare_rows("log-softmax", logits, lambda x: x.log_softmax(-1), findings)
+    lens = torch.randn(64, 3, c.vocab_size, generator=generator).log_softmax(-1)
+    _compare_rows("lens statistics", lens, _lens_statistics, findings)
     if c.rotary_dim:
         heads = torch.randn(64, c.num_heads, c.d_head, generator=generator)
         table = torch.randn(1, 2, c.rotary_dim // 2, generator=generator)
         turn = lambda x: ops.rotate(x, Rotary(table, torch.zeros(len(x), dtype=torch.int64)))  # noqa: E731
         _compare_rows("rotary", heads, turn, findings)
+
+
+def _lens_statistics(log_p: Tensor) -> Tensor:
+    """What Z keeps of a row that takes a sum: [rows, layers, statistics]."""
+    read = readout.statistics(LensSpec(()), log_p, [0] * len(log_p))
+    return torch.stack([read["Z.entropy"], read["Z.kl"]], dim=-1)
 
 
 def _compare_rows(op: str, x: Tensor, f: Callable[[Tensor], Tensor], findings: list[Finding]) -> None:
@@ -173,23 +186,23 @@ def _examine_attention(model: Decoder, generator: torch.Generator, findings: lis
     note("more padding keys", torch.equal(pieces(TILE, padded=keys + KV_BLOCK), reference))
     with _threads(1):
         note("one thread", torch.equal(pieces(TILE), reference))
-    several = _several_sequences(q, k, v, positions, c.attn_softcap)
-    note("beside other sequences", torch.equal(several, reference[:TILE]))
+    beside = lambda size: torch.equal(_several_sequences(q, k, v, positions, c.attn_softcap, size), reference[:size])  # noqa: E731
+    note("beside other sequences", beside(TILE))
     note(
         "control: one product over all keys",
         torch.equal(_unblocked(q, k, v, positions, c.attn_softcap), reference),
         control=True,
     )
-    same = [size for size in _QUERY_ROWS if torch.equal(pieces(size), reference)]
+    same = [size for size in _QUERY_ROWS if torch.equal(pieces(size), reference) and beside(size)]
     return tuple(sorted([*same, TILE]))
 
 
-def _several_sequences(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cap: float) -> Tensor:
-    """The first 16 queries, computed as the second of three sequences."""
+def _several_sequences(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cap: float, size: int) -> Tensor:
+    """The first `size` queries, computed as the second of three sequences."""
     others = [torch.flip(x, (1,)) for x in (k, v)]
     keys, values = (torch.cat([o, x, o], dim=1) for o, x in zip(others, (k, v), strict=True))
-    hidden = ~visible(positions[:TILE], k.shape[1], 0)[None, :, None, :].expand(3, -1, -1, -1)
-    queries = torch.stack([q[TILE : 2 * TILE], q[:TILE], q[:TILE]])
+    hidden = ~visible(positions[:size], k.shape[1], 0)[None, :, None, :].expand(3, -1, -1, -1)
+    queries = torch.stack([q[-size:], q[:size], q[:size]])
     return cpu.attend_blocks(queries, keys, values, hidden, cap, False)[0][1]
 
 

@@ -47,6 +47,7 @@ class ShardMaker:
             for first in range(0, len(indices), self.batch):
                 some = [self.task.example(index) for index in indices[first : first + self.batch]]
                 results += self._replay(some)
+                self.engine.prefix.clear()  # captured rows are always computed: keeping their pages would only cost time
                 done(len(some))
             return assemble(self.engine, self.plan, [change(result) for result in results])
         finally:

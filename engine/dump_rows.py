@@ -48,7 +48,8 @@ class Path:
     def _text(self) -> tuple[str, list[tuple[int, int]]]:
         if not isinstance(self.tokenizer, WordTokenizer):
             return path_offsets(self.tokenizer, self.tokens)
-        pieces = [self.tokenizer.decode([token]) for token in self.tokens]  # each word's text stands for itself
+        words = {token: self.tokenizer.decode([token]) for token in set(self.tokens)}
+        pieces = [words[token] for token in self.tokens]  # each word's text stands for itself
         ends = np.cumsum([len(piece) for piece in pieces]).tolist()
         return "".join(pieces), list(zip([0, *ends[:-1]], ends, strict=True))
 

@@ -8,11 +8,12 @@
 | part-K.json               | written last: shard K is done; holds its hashes| merged into manifest.json |
 | lock-I-of-N               | held by the writer of every N-th shard         | removed                   |
 
-One shard is in memory at a time, whatever the number of examples.
+Two shards are in memory at most, whatever the number of examples.
 """
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -127,10 +128,20 @@ class DumpWriter:
         part: Part = (0, 1),
         progress: bool = False,
     ) -> "Dump | None":
-        """Make and write every missing shard of this part, then finish the dump if all shards of all parts are there."""
+        """Make and write every missing shard of this part, then finish the dump if all shards of all parts are there.
+
+        While a shard is made, the one before it is hashed and written by a thread; two are in memory at most.
+        """
         with self.writing(part, resume) as missing, self.progress_bar(missing, part, progress) as bar:
-            for number in missing:
-                self.write_shard(number, content := make(number, bar.update), describe(content))
+            with ThreadPoolExecutor(1) as thread:
+                before: Future[None] | None = None
+                for number in missing:
+                    content = make(number, bar.update)
+                    if before is not None:
+                        before.result()
+                    before = thread.submit(self.write_shard, number, content, describe(content))
+                if before is not None:
+                    before.result()
         return self.finish()
 
     @contextmanager

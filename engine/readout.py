@@ -33,12 +33,12 @@ def read(
         block = stacked[first : first + step]
         # on the CPU, whose sums over a row do not depend on the number of rows; a GPU's do
         log_p = logits_of(block.reshape(-1, d)).float().cpu().log_softmax(-1).view(len(block), layers, -1)
-        for name, value in _statistics(spec, log_p, emitted[first : first + step]).items():
+        for name, value in statistics(spec, log_p, emitted[first : first + step]).items():
             parts.setdefault(name, []).append(value)
     return {name: torch.cat(pieces) for name, pieces in parts.items()}
 
 
-def _statistics(spec: LensSpec, log_p: Tensor, emitted: list[int]) -> Rows:
+def statistics(spec: LensSpec, log_p: Tensor, emitted: list[int]) -> Rows:
     """log_p [n, layers, vocab] -> the compact record of each."""
     p = log_p.exp()
     final = log_p[:, -1:, :]
