@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class ShardMaker:
-    """Makes the content of any shard of a plan. The engine is left as it was found: no branches, no trace of them.
+    """Makes the content of any shard of a plan. Leaves no branches and no trace of them on the engine; empties its
+    prefix index.
 
     task  where the plan's task is none of ours
     """

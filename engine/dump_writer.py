@@ -132,16 +132,19 @@ class DumpWriter:
 
         While a shard is made, the one before it is hashed and written by a thread; two are in memory at most.
         """
-        with self.writing(part, resume) as missing, self.progress_bar(missing, part, progress) as bar:
-            with ThreadPoolExecutor(1) as thread:
-                before: Future[None] | None = None
-                for number in missing:
-                    content = make(number, bar.update)
-                    if before is not None:
-                        before.result()
-                    before = thread.submit(self.write_shard, number, content, describe(content))
-                if before is not None:
-                    before.result()
+        with (
+            self.writing(part, resume) as missing,
+            self.progress_bar(missing, part, progress) as bar,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            before: list[Future[None]] = []
+            for number in missing:
+                content = make(number, bar.update)
+                for written in before:
+                    written.result()
+                before = [thread.submit(self.write_shard, number, content, describe(content))]
+            for written in before:
+                written.result()
         return self.finish()
 
     @contextmanager
