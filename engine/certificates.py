@@ -59,9 +59,10 @@ def _path(key: str) -> Path:
 
 
 def _from_disk(key: str) -> Certificate | None:
-    """A certificate of an earlier process; anything unreadable counts as absent, and is examined again."""
+    """A certificate of an earlier process; one that is unreadable or certifies nothing counts as absent."""
     try:
-        return Certificate.from_json(_path(key).read_text())
+        found = Certificate.from_json(_path(key).read_text())
+        return found if found.certified else None
     except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError):
         return None
 

@@ -73,6 +73,20 @@ def engine(model: Decoder | None = None, **options: Any) -> Engine:
     return Engine(model or toy(), **{"page_size": 4, "cache_tokens": 2048, **options})
 
 
+def watch_passes(subject: Engine) -> list[list[Segment]]:
+    """A list that will hold the segments of every full canonical pass from now on."""
+    passes: list[list[Segment]] = []
+    exact = subject.runner.exact
+
+    def watched(segments: list[Segment], tap: Any = None, stop_at_layer: int | None = None) -> Any:
+        if stop_at_layer is None:
+            passes.append(segments)
+        return exact(segments, tap, stop_at_layer)
+
+    subject.runner.exact = watched
+    return passes
+
+
 class Reference:
     """Everything about one path, computed alone in one pass over all of it."""
 

@@ -162,8 +162,8 @@ BRANCHES: dict[str, tuple[Call, type[EngineError], str]] = {
     "activations of a branch without": (lambda s: s.finished.activations, BadRequest, "nothing was captured"),
     "activations of another site": (lambda s: s.branch.activations["blocks.0.mlp.hook_out"], UnknownSite, "was not captured"),
 }
-CASES = {f"{kind}: {name}": case for kind, cases in
-         {"prompt": PROMPTS, "generate": GENERATES, "branch": BRANCHES}.items() for name, case in cases.items()}  # fmt: skip
+KINDS = {"prompt": PROMPTS, "generate": GENERATES, "branch": BRANCHES}
+CASES = {f"{kind}: {name}": case for kind, cases in KINDS.items() for name, case in cases.items()}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -18,7 +18,7 @@ from replaylens.engine.lane import Job
 from replaylens.engine.pages import NULL_PAGE, PagePool, PageTable
 from replaylens.engine.runner import Runner
 from replaylens.engine.sampling import Sampling
-from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy
+from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy, watch_passes
 
 SITES = ("blocks.0.attn.hook_out", "blocks.1.hook_in", "blocks.1.hook_out")
 
@@ -35,22 +35,8 @@ def assert_canonical(branch: Branch) -> None:
     branch.engine.check_integrity()
 
 
-def passes_of(subject: Engine) -> list[list[Segment]]:
-    """A list that will hold the segments of every full canonical pass."""
-    passes: list[list[Segment]] = []
-    exact = subject.runner.exact
-
-    def watched(segments: list[Segment], tap: object = None, stop_at_layer: int | None = None) -> object:
-        if stop_at_layer is None:
-            passes.append(segments)
-        return exact(segments, tap, stop_at_layer)  # type: ignore[arg-type]
-
-    subject.runner.exact = watched  # type: ignore[assignment,method-assign]
-    return passes
-
-
 def submit(branch: Branch, n: int, **options: object) -> Job:
-    job = Job(branch.lane, n, **options)  # type: ignore[arg-type]
+    job = Job(branch.lane, n, **options)
     branch.engine.loop.submit(job)
     return job
 
@@ -193,7 +179,7 @@ def test_cancelled_requests_still_in_a_verify_batch() -> None:
     gone, stays = subject.prompts([[1, 2, 3], [4, 5, 6]])
     cancelled, job = submit(gone, 20, drafter="lens", window=4), submit(stays, 20, drafter="lens", window=4)
     subject.loop.step()
-    passes = passes_of(subject)
+    passes = watch_passes(subject)
     subject.cancel(cancelled)
     tokens, table = gone.tokens, gone.lane.table
     assert_canonical(gone)  # what it committed stays
@@ -284,7 +270,7 @@ def test_a_prefix_cache_hit_changing_bits() -> None:
         hit = subject.prompt(path[:n])
         fresh = engine().prompt(path[:n])
         shared = [page for page in hit.lane.table.pages if subject.runner.pool.refcount(page) > 1]
-        assert len(shared) == (n - 1) // 4 if n % 4 == 1 else len(shared) >= (n - 1) // 4, "control: it is a hit"
+        assert len(shared) >= (n - 1) // 4 > 0, "control: it is a hit"
         assert torch.equal(hit.kv(), fresh.kv())
         hit.generate(8), fresh.generate(8)
         assert hit.tokens == fresh.tokens and torch.equal(hit.kv(), fresh.kv())
@@ -301,7 +287,7 @@ def test_an_unrelated_prefill_of_9_or_10_tokens_changing_a_neighbours_bits() -> 
             Branch(subject, subject.forest.plant([(5 * i) % VOCAB for i in range(n)], None)),
         )
         jobs = [submit(branch, 3, window=1), submit(beside, 0)]
-        passes = passes_of(subject)
+        passes = watch_passes(subject)
         subject.loop.step()
         assert [len(s.tokens) for s in passes[0]] == ([1, n] if n > 1 else [1, 1]), "one pass for both"
         subject.loop.run(jobs)
@@ -323,7 +309,7 @@ def test_a_scale_over_co_batched_tokens() -> None:
             """A per-tensor scale, as 8-bit formats have it: rows are rounded to a grid that the largest of them sets."""
 
             def wants(self, site: str) -> bool:
-                return per_tensor_scale and site.endswith("ln1.hook_out") is False and site.endswith("hook_in")
+                return per_tensor_scale and site.endswith(".hook_in")
 
             def __call__(self, site: str, value: Tensor) -> Tensor:
                 step = value.abs().max() / 127
@@ -396,10 +382,10 @@ def test_an_interrupt_leaving_drafts_behind() -> None:
     def interrupted(*_: object) -> object:
         raise KeyboardInterrupt
 
-    subject.runner.exact = interrupted  # type: ignore[assignment,method-assign]
+    subject.runner.exact = interrupted
     with pytest.raises(KeyboardInterrupt):
         subject.generate([branch, waiting], 8, window=4)
-    subject.runner.exact = exact  # type: ignore[method-assign]
+    subject.runner.exact = exact
     assert (branch.tokens, waiting.tokens) == ([1, 2, 3], [4, 5, 6])
     assert subject.loop.jobs == []
     assert branch.generate(8).generated == continuation(toy(), [1, 2, 3], 8)

@@ -38,7 +38,7 @@ def watch_drafts(subject: Engine) -> dict[int, list[tuple[int, Chains]]]:
 
     def listen(event: dict[str, object]) -> None:
         if event["event"] == "draft":
-            drafts.setdefault(event["branch"], []).append((event["at"], event["chains"]))  # type: ignore[arg-type,call-overload]
+            drafts.setdefault(event["branch"], []).append((event["at"], event["chains"]))
 
     subject.loop.listeners.append(listen)
     return drafts
@@ -227,11 +227,16 @@ def test_the_model_drafter_stays_in_step(small: Decoder, data: st.DataObject) ->
     for _ in range(data.draw(st.integers(1, 8))):
         branch = data.draw(st.sampled_from(sorted(paths)))
         path = paths[branch]
-        match data.draw(st.sampled_from(["grow", "cut", "fork"])):
+        match data.draw(st.sampled_from(["grow", "cut", "fork", "replace"])):
             case "grow":
                 path += data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
             case "cut":
                 del path[data.draw(st.integers(1, len(path))) :]
+            case "replace":
+                cut = data.draw(st.integers(1, len(path)))
+                path[cut:] = data.draw(
+                    st.lists(st.integers(0, VOCAB - 1), min_size=len(path) - cut + 1, max_size=9 + len(path))
+                )
             case "fork":
                 branch = len(paths)
                 paths[branch] = path = path[: data.draw(st.integers(1, len(path)))]
@@ -245,16 +250,23 @@ def test_the_model_drafter_after_rollbacks_and_forks_of_branches(small: Decoder)
     """The same through the engine: what it drafts on a rolled-back branch and on forks is what a fresh one drafts."""
     subject = subject_with(small)
     drafts = watch_drafts(subject)
-    branch = subject.prompt([1, 2, 3]).generate(9, drafter="model", window=4)
-    branch.rollback(6).force([7, 7]).generate(6, drafter="model", window=4)
+
+    def generate(branch: Branch) -> None:
+        path = branch.tokens
+        drafts.pop(branch.id, None)
+        branch.generate(6, drafter="model", window=4)
+        assert branch.tokens == path + continuation(toy(), path, 6)
+        for at, chains in drafts[branch.id]:
+            assert chains == [drafts_after(fresh(small), branch.tokens[:at], 0, len(chains[0]))]
+
+    branch = subject.prompt([1, 2, 3])
+    generate(branch)
+    generate(branch)
     (fork,) = branch.fork(at=5)
-    fork.generate(6, drafter="model", window=4)
-    for one in (branch, fork):
-        at, chains = drafts[one.id][-1]
-        expected = drafts_after(fresh(small), one.tokens[:at], 0, len(chains[0]))
-        assert chains == [expected]
-    assert branch.generated[5:] == continuation(toy(), branch.tokens[:8], 6)
-    assert fork.generated == continuation(toy(), [1, 2, 3], 8)
+    generate(fork)
+    generate(branch.rollback(6).force([7, 7]))
+    generate(branch.rollback(4).force([40, 41, 42, 43, 44, 45]))
+    generate(fork)
 
 
 def test_the_model_drafter_has_room_for_fewer_branches_than_the_engine(small: Decoder) -> None:

@@ -5,13 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylens.engine.batch import Segment
 from replaylens.engine.branch import Branch
 from replaylens.engine.branches import ACCEPTED, DRAFT, PENDING, PROMPT, REJECTED, BranchStatus
 from replaylens.engine.engine import Engine
 from replaylens.engine.lane import Job
 from replaylens.engine.turn import Turn
-from tests.toy_model import VOCAB, Reference, continuation, engine, toy
+from tests.toy_model import VOCAB, Reference, continuation, engine, toy, watch_passes
 
 P = [3, 1, 4, 1, 5, 9]
 N = len(P)
@@ -46,15 +45,7 @@ class Stage:
         ]
         for job in self.jobs:
             self.engine.loop.submit(job)
-        self.passes: list[list[Segment]] = []
-        exact = self.engine.runner.exact
-
-        def counted(segments: list[Segment], tap: object = None, stop_at_layer: int | None = None) -> object:
-            if stop_at_layer is None:
-                self.passes.append(segments)
-            return exact(segments, tap, stop_at_layer)  # type: ignore[arg-type]
-
-        self.engine.runner.exact = counted  # type: ignore[assignment,method-assign]
+        self.passes = watch_passes(self.engine)
 
     def t0(self) -> None:
         """Decode T0: the step that the prefill ends with."""
@@ -250,7 +241,7 @@ def test_with_the_fast_path_for_a_verifier_the_page_contents_differ(t: list[int]
     subject = engine()
     branch = subject.prompt(P)
     runner = subject.runner
-    runner.exact = lambda segments, tap=None: runner.fast(segments, tap)  # type: ignore[assignment,method-assign,misc]
+    runner.exact = lambda segments, tap=None: runner.fast(segments, tap)
     branch.generate(8, window=1)
     assert branch.tokens == P + t
     with pytest.raises(AssertionError):

@@ -14,7 +14,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.lane import Job, Statistics
 from replaylens.engine.planner import FIXED_WINDOW, Planner
 from replaylens.engine.sampling import Sampling
-from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, toy
+from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, toy, watch_passes
 
 
 def path(n: int, step: int = 7) -> list[int]:
@@ -22,7 +22,7 @@ def path(n: int, step: int = 7) -> list[int]:
 
 
 def submit(branch: Branch, n: int, **options: object) -> Job:
-    job = Job(branch.lane, n, **options)  # type: ignore[arg-type]
+    job = Job(branch.lane, n, **options)
     branch.engine.loop.submit(job)
     return job
 
@@ -67,15 +67,13 @@ def test_prefills_are_cut_into_chunks_beside_decoding_requests(max_rows: int) ->
     decoding = subject.prompt([1, 2, 3])
     long = path(90)
     jobs = [submit(decoding, 12, window=1), submit(planted(subject, long), 3)]
-    sizes = []
-    exact = subject.runner.exact
-    subject.runner.exact = lambda segments, tap=None: sizes.append(sum(len(s.tokens) for s in segments)) or exact(segments, tap)  # type: ignore[assignment,func-returns-value,method-assign,misc]
+    passes = watch_passes(subject)
     while not jobs[0].done:
         before = decoding.length
         subject.loop.step()
         assert decoding.length == before + 1, "a token in every step"
     subject.loop.run(jobs)
-    assert max(sizes) <= max_rows
+    assert max(sum(len(s.tokens) for s in segments) for segments in passes) <= max_rows
     assert_right(decoding, [1, 2, 3], 12)
     assert_right(Branch(subject, jobs[1].lane), long, 3)
 
@@ -84,17 +82,9 @@ def test_prefills_are_cut_into_chunks_beside_decoding_requests(max_rows: int) ->
 def test_no_pass_has_more_rows_than_allowed(drafter: str) -> None:
     subject = engine(max_rows=20)
     branches = subject.prompts([[i, i + 1] for i in range(7)])
-    sizes = []
-    exact = subject.runner.exact
-
-    def watched(segments: list, tap: object = None, stop_at_layer: int | None = None) -> object:  # type: ignore[type-arg]
-        if stop_at_layer is None:
-            sizes.append(sum(len(s.tokens) for s in segments))
-        return exact(segments, tap, stop_at_layer)  # type: ignore[arg-type]
-
-    subject.runner.exact = watched  # type: ignore[assignment,method-assign]
+    passes = watch_passes(subject)
     subject.generate(branches, 10, drafter=drafter, window=4)
-    assert max(sizes) <= 20 and len(sizes) > 10 / 4
+    assert max(sum(len(s.tokens) for s in segments) for segments in passes) <= 20
     for i, branch in enumerate(branches):
         assert_right(branch, [i, i + 1], 10)
 
@@ -212,7 +202,7 @@ def test_a_fork_of_4000_tokens_copies_no_full_page() -> None:
     root = subject.prompt([i % VOCAB for i in range(4001)])
     pool, copies = subject.runner.pool, []
     copy = subject.runner.cache.copy
-    subject.runner.cache.copy = lambda asked: copies.extend(asked) or copy(asked)  # type: ignore[assignment,func-returns-value,method-assign]
+    subject.runner.cache.copy = lambda asked: copies.extend(asked) or copy(asked)
     free = pool.num_free
     (fork,) = root.fork()
     assert pool.num_free == free and fork.lane.table.pages == root.lane.table.pages

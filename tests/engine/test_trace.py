@@ -110,7 +110,7 @@ def test_an_engine_of_another_shape_does_too(told: tuple[Path, dict[str, str]], 
     file, expected = told
     subject = engine(**options)
     subject.prompt([30, 31]).generate(2)  # and it need not be fresh
-    replayed = digests(subject.replay(Trace.load(file)))  # type: ignore[arg-type]
+    replayed = digests(subject.replay(Trace.load(file)))
     assert replayed == expected
     subject.check_integrity()
 
@@ -124,7 +124,7 @@ def test_the_digests_have_teeth(told: tuple[Path, dict[str, str]]) -> None:
         alone = stop_at_layer is None and len(segments) == 1 and len(segments[0].tokens) == 1
         return fast(segments, tap) if alone else exact(segments, tap, stop_at_layer)
 
-    subject.runner.exact = one_by_one  # type: ignore[method-assign]
+    subject.runner.exact = one_by_one
     story(subject)
     differing = [number for number, d in digests(alive(subject)).items() if told[1].get(number) != d]
     assert differing
@@ -134,7 +134,7 @@ def test_a_replay_can_capture_what_was_not_captured_then(told: tuple[Path, dict[
     site = "blocks.1.attn.hook_out"
     branches = engine().replay(Trace.load(told[0]), sites=[site])
     seen = 0
-    for branch in branches.values():  # type: ignore[union-attr]
+    for branch in branches.values():
         if branch.certified and branch.id in branch.engine.loop.lanes:
             positions = branch.activations.positions()
             truth = Reference(toy(), branch.tokens, [site]).rows[site]
@@ -290,7 +290,7 @@ def test_a_tampered_trace_is_found_out(told: tuple[Path, dict[str, str]], tamper
 def assert_replays(subject: Engine, tmp_path: Path, **options: Any) -> None:
     subject.trace.save(tmp_path / "trace.jsonl")
     replayed = engine(subject.model, **options).replay(Trace.load(tmp_path / "trace.jsonl"))
-    assert digests(replayed) == digests(alive(subject))  # type: ignore[arg-type]
+    assert digests(replayed) == digests(alive(subject))
 
 
 @pytest.mark.parametrize("drafter", ["self", "lens", "tree"])
@@ -347,7 +347,7 @@ def test_a_trace_saved_while_a_request_runs(tmp_path: Path) -> None:
     next(stream)
     subject.trace.save(tmp_path / "trace.jsonl")
     rest = list(stream)
-    (replayed,) = engine().replay(Trace.load(tmp_path / "trace.jsonl")).values()  # type: ignore[union-attr]
+    (replayed,) = engine().replay(Trace.load(tmp_path / "trace.jsonl")).values()
     assert replayed.tokens == branch.tokens and rest
     assert torch.equal(replayed.kv(), branch.kv())
 
@@ -361,4 +361,4 @@ def test_replaying_does_not_change_the_trace(told: tuple[Path, dict[str, str]]) 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(digests(engine().replay(Trace.load(sys.argv[1])))))  # type: ignore[arg-type]
+    print(json.dumps(digests(engine().replay(Trace.load(sys.argv[1])))))
