@@ -30,6 +30,7 @@ from replaylens.tasks import TaskError
 MODEL = "coin-plain"
 TaskOption = Annotated[str, typer.Option("--task", help="A task's name; see `replaylens tasks list`.")]
 ModelOption = Annotated[str, typer.Option("--model", help="An embedded model's name, or a model folder.")]
+DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
 DrafterOption = Annotated[str, typer.Option(help="Who guesses ahead: lens, tree, ngram, model or self.")]
 KnobOption = Annotated[list[str] | None, typer.Option("--knob", help="key=value; may be given several times.")]
 TemperatureOption = Annotated[float, typer.Option(min=0, help="0: greedy.")]
@@ -62,6 +63,7 @@ def dump(
     task: TaskOption = "coin",
     n: Annotated[int, typer.Option("--n", min=1, help="How many examples.")] = 100,
     model: ModelOption = MODEL,
+    device: DeviceOption = "cpu",
     sites: Annotated[str, typer.Option(help="Letters of STCZ, or site names with commas between.")] = "STCZ",
     drafter: DrafterOption = "lens",
     window: Annotated[int | None, typer.Option(min=1, help="Rows per verification.  [default: 8]")] = None,
@@ -103,9 +105,10 @@ def dump(
             from replaylens.engine.cluster import dump_on_cluster
 
             options |= {"knobs": knobs, "sampling": asdict(sampling)}
-            made = dump_on_cluster(model, out, task, n, address=ray or "local", workers=workers, **common, **options)
+            where: dict[str, Any] = {"address": ray or "local", "workers": workers, "engine_options": {"device": device}}
+            made = dump_on_cluster(model, out, task, n, **where, **common, **options)
         else:
-            engine = Engine.load(model)
+            engine = Engine.load(model, device=device)
             plan = make_plan(engine, tasks.get(task)(**knobs), n, sampling=sampling, **options)
             made = write_dump(engine, plan, out, part=part, **common)
         _tell_dump(made, out, as_json)
@@ -153,6 +156,7 @@ def replay(
     task: TaskOption = "coin",
     n: Annotated[int, typer.Option("--n", min=1, help="How many examples.")] = 3,
     model: ModelOption = MODEL,
+    device: DeviceOption = "cpu",
     drafter: DrafterOption = "lens",
     knob: KnobOption = None,
     temperature: TemperatureOption = 0.0,
@@ -164,7 +168,7 @@ def replay(
 ) -> None:
     """Replay examples of a task: what the model writes, what its drafter guessed, and what stood."""
     with reporting():
-        engine = Engine.load(model)
+        engine = Engine.load(model, device=device)
         examples = tasks.get(task)(**_knobs(knob)).examples(n)
         run = engine.replay(
             examples,
@@ -260,6 +264,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def verify(
     path: Annotated[str, typer.Argument(help="A dump's folder.")],
     model: ModelOption = MODEL,
+    device: DeviceOption = "cpu",
     sample: Annotated[str, typer.Option(help="Share of the examples to replay: 0.01, or 1%.")] = "0.01",
     every: Annotated[bool, typer.Option("--all", help="Replay every example.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
@@ -270,7 +275,7 @@ def verify(
     """Check a dump's hashes, then replay some of its examples and compare every bit."""
     with reporting():
         share: float | str = "all" if every else _share(sample)
-        verdict = verify_dump(path, Engine.load(model), sample=share, seed=seed, batch=batch, progress=not quiet)
+        verdict = verify_dump(path, Engine.load(model, device=device), sample=share, seed=seed, batch=batch, progress=not quiet)
     typer.echo(json.dumps(asdict(verdict), indent=1) if as_json else str(verdict))
     raise typer.Exit({VERIFIED: 0, OTHER: 2}.get(verdict.status, 1))
 
