@@ -38,6 +38,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 @torch.inference_mode()
+@torch.no_grad()
 def examine(model: Decoder) -> Certificate:
     """Examine every op and shape of the model. Does not raise: the certificate says what failed."""
     generator = torch.Generator().manual_seed(2024)

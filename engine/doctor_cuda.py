@@ -19,6 +19,7 @@ from replaylens.kernels.rope import rotate
 _ROWS = (1, 3, 16, 17, 33, 64, 129, 512)
 
 
+@torch.no_grad()
 def examine(model: Decoder) -> Certificate:
     """Examine every op and shape of the model on its device. Does not raise: the certificate says what failed."""
     device, dtype = model.embed.device, model.embed.dtype
