@@ -267,7 +267,7 @@ class Sessions(RuleBasedStateMachine):
 
 
 Sessions.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=80,
     stateful_step_count=50,
     derandomize=True,
     database=None,
