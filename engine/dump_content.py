@@ -98,9 +98,11 @@ def _column_bytes(name: str, column: pa.ChunkedArray) -> Iterable[bytes]:
     yield f"column {name} {kind} {len(column)}\n".encode()
     yield column.is_valid().to_numpy().astype(np.uint8).tobytes()
     if kind == "text":
-        values = [value.encode() for value in column.to_pylist() if value is not None]
-        yield np.array([len(value) for value in values], dtype="<i8").tobytes()
-        yield b"".join(values)
+        values = column.drop_null().cast(pa.large_string()).combine_chunks()  # 64-bit offsets, then the texts themselves
+        _, offsets, texts = values.buffers()
+        ends = np.frombuffer(offsets, dtype="<i8")[values.offset : values.offset + len(values) + 1]
+        yield np.diff(ends).tobytes()
+        yield bytes(texts[int(ends[0]) : int(ends[-1])]) if texts is not None else b""
     elif kind != "nothing":
         zero = pa.scalar(False if kind == "flag" else 0, column.type)
         values = column.fill_null(zero).to_numpy(zero_copy_only=False)

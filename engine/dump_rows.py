@@ -67,9 +67,6 @@ class Path:
         """What the task reads in the text."""
         return self.example.maker.read(self.text, self.example.index)
 
-    def state(self, position: int) -> str:
-        return "rejected" if self.branch else "prompt" if position < self.num_prompt else "accepted"
-
 
 def assemble(engine: "Engine", plan: DumpPlan, results: Sequence[Result]) -> Content:
     """The rows of some examples, as a dump with this plan holds them. A pure function of plan, weights and paths."""
@@ -145,29 +142,26 @@ def _ends_step(offset: tuple[int, int], ends: set[int]) -> bool:
 
 def _columns(engine: "Engine", paths: list[Path], kept: list[list[int]]) -> dict[str, pa.Array]:
     """Index columns that need no arithmetic."""
-    counts = [len(positions) for positions in kept]
-    each: dict[str, list[Any]] = {
-        "example": [path.example.index for path in paths],
-        "root": [path.example.root for path in paths],
-        "branch": [path.branch for path in paths],
-        "parent": [0 if path.branch else None for path in paths],
-        "fork_position": [path.base for path in paths],
-        "accepted": [path.branch == 0 for path in paths],
-        "correct": [path.correct for path in paths],
+    counts = np.array([len(positions) for positions in kept])
+    position = np.concatenate([np.asarray(positions, dtype=np.int32) for positions in kept])
+    token = np.concatenate([np.asarray(p.tokens, dtype=np.int32)[k] for p, k in zip(paths, kept, strict=True)])
+    branch = np.repeat([path.branch for path in paths], counts)
+    states = np.where(branch > 0, 2, position >= np.repeat([path.num_prompt for path in paths], counts))
+    known, place = np.unique(token, return_inverse=True)
+    columns = {
+        "example": pa.array(np.repeat([path.example.index for path in paths], counts)),
+        "root": pa.array([path.example.root for path in paths]).take(pa.array(np.repeat(np.arange(len(paths)), counts))),
+        "branch": pa.array(branch),
+        "parent": pa.array(np.zeros(len(branch), dtype=np.int32), mask=branch == 0),
+        "fork_position": pa.array(np.repeat([path.base for path in paths], counts)),
+        "position": pa.array(position),
+        "token": pa.array(token),
+        "text": pa.array([engine.text.token(int(word)) for word in known], pa.string()).take(pa.array(place)),
+        "token_state": pa.array(["prompt", "accepted", "rejected"]).take(pa.array(states)),
+        "accepted": pa.array(branch == 0),
+        "correct": pa.array(np.repeat([path.correct for path in paths], counts)),
     }
-    columns = {name: _repeat(values, counts) for name, values in each.items()}
-    rows = [(path, position) for path, positions in zip(paths, kept, strict=True) for position in positions]
-    tokens = [path.tokens[position] for path, position in rows]
-    words = {token: engine.text.token(token) for token in set(tokens)}
-    columns["position"] = [position for _, position in rows]
-    columns["token"] = tokens
-    columns["text"] = [words[token] for token in tokens]
-    columns["token_state"] = [path.state(position) for path, position in rows]
-    return {name: pa.array(values, CORE.field(name).type) for name, values in columns.items()}
-
-
-def _repeat(values: list[Any], counts: list[int]) -> list[Any]:
-    return [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
+    return {name: column.cast(CORE.field(name).type) for name, column in columns.items()}
 
 
 def _labels(plan: DumpPlan, paths: list[Path], kept: list[list[int]]) -> dict[str, pa.Array]:
@@ -253,7 +247,10 @@ def _lens_rows(engine: "Engine", spec: LensSpec, paths: list[Path], chosen: Tens
     rows = chosen if len(chosen) else torch.tensor([0])  # to learn the shapes of no rows, one is read and dropped
     follows = torch.tensor([token for path in paths for token in [*path.tokens[path.base + 1 :], -1]])[rows]
     streams = {site: _gather(paths, site, rows) for site in spec.sites}
-    tuned = engine.loop.committer.lenses[spec.tuned] if spec.tuned else None
+    known = engine.loop.committer.lenses
+    if spec.tuned and spec.tuned not in known:
+        raise BadRequest(f"Z was read through the tuned lens {spec.tuned[:16]}: make it known with capture_spec('Z', lens=...)")
+    tuned = known[spec.tuned] if spec.tuned else None
     read: list[Rows] = []
     for i in range(0, len(rows), _BLOCK):
         block = {site: x[i : i + _BLOCK] for site, x in streams.items()}

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm.auto import tqdm
@@ -250,8 +251,8 @@ class DumpWriter:
             digest=digest,
             accepted_digest=accepted_digest,
         )
-        index = content.index.append_column("shard", pa.array([number] * len(content), pa.int32()))
-        self._write_part(number, entry, index.append_column("row", pa.array(range(len(content)), pa.int64())), sites)
+        index = content.index.append_column("shard", pa.array(np.full(len(content), number, dtype=np.int32)))
+        self._write_part(number, entry, index.append_column("row", pa.array(np.arange(len(content)))), sites)
 
     def _write_part(self, number: int, entry: ShardEntry, table: pa.Table, sites: dict[str, SiteEntry]) -> None:
         with self.store.writing(_index(number)) as file:

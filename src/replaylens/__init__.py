@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "Branch": "replaylens.engine.branch:Branch",
+    "Dump": "replaylens.engine.dump:Dump",
+    "Edit": "replaylens.engine.edits:Edit",
     "Engine": "replaylens.engine.engine:Engine",
     "Run": "replaylens.engine.run:Run",
     "Sampling": "replaylens.engine.sampling:Sampling",
@@ -18,7 +20,7 @@ _WHERE = {
     "tasks": "replaylens.tasks",
 }
 
-__all__ = ["Branch", "Engine", "Run", "Sampling", "Trace", "__version__", "errors", "tasks"]
+__all__ = ["Branch", "Dump", "Edit", "Engine", "Run", "Sampling", "Trace", "__version__", "errors", "tasks"]
 
 
 def __getattr__(name: str) -> Any:

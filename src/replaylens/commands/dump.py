@@ -218,7 +218,7 @@ def _coloured(engine: Engine, result: Result) -> Text:
         line.append(engine.text.token(result.tokens[position]), "green")
         for path in result.rejected:
             if path.fork_position == position:
-                line.append(f" ({engine.text.decode(path.tokens[position:]).strip()})", "red strike")
+                line.append(f" ({engine.text.decode(path.tokens[position:]).strip() or 'end'})", "red strike")
     return line.append(f"  {'right' if result.correct else 'wrong'}", "bold" if result.correct else "dim")
 
 
