@@ -1,0 +1,98 @@
+"""Fixtures of the dumps' tests: a tiny random model over the coin's words, whose drafts are often rejected."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from replaylens import tasks
+from replaylens.engine import certificates, zoo
+from replaylens.engine.dump import Dump
+from replaylens.engine.dump_plan import DumpPlan, make_plan
+from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.model import Decoder
+from replaylens.tasks import WordTokenizer
+from replaylens.tasks.task import AnyTask
+from tests.toy_model import random_model
+
+EXAMPLES, PER_SHARD, NEW = 10, 4, 7
+"""so that there are three shards, the last of them smaller"""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No certificate is taken from, or left in, the user's cache; subprocesses share the tests' own."""
+    folder = tmp_path_factory.mktemp("certificates")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REPLAYLENS_CACHE", str(folder))
+        patch.setattr(certificates, "_EXAMINED", {})
+        yield
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> WordTokenizer:
+    return WordTokenizer(tasks.get("coin").vocabulary())
+
+
+@pytest.fixture(scope="session")
+def model(tokenizer: WordTokenizer) -> Decoder:
+    return random_model(vocab_size=tokenizer.vocab_size)
+
+
+@pytest.fixture(scope="session")
+def engine(model: Decoder, tokenizer: WordTokenizer) -> Engine:
+    """Shared by all tests; making a dump leaves it as it was."""
+    return Engine(model, tokenizer, draft_model=random_model(seed=3, vocab_size=tokenizer.vocab_size, num_layers=1))
+
+
+@pytest.fixture(scope="session")
+def model_folder(model: Decoder, tokenizer: WordTokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model on disk, for other processes."""
+    folder = tmp_path_factory.mktemp("model")
+    zoo.save(model, tokenizer, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def coin() -> AnyTask:
+    return tasks.get("coin")(flips=(1, 3))
+
+
+@pytest.fixture(scope="session")
+def planned(engine: Engine, coin: AnyTask) -> Callable[..., DumpPlan]:
+    """A small plan with some options changed."""
+
+    def make(**changes: Any) -> DumpPlan:
+        options = {"max_new": NEW, "examples_per_shard": PER_SHARD} | changes
+        return make_plan(options.pop("engine", engine), coin, options.pop("examples", EXAMPLES), **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference(engine: Engine, planned: Callable[..., DumpPlan], tmp_path_factory: pytest.TempPathFactory) -> Dump:
+    """The dump that others are compared with. Nobody may change it."""
+    dump = write_dump(engine, planned(), tmp_path_factory.mktemp("reference"))
+    assert dump is not None and dump.manifest.accepted_rows < dump.manifest.rows, "the model must have drafts rejected"
+    return dump
+
+
+@pytest.fixture
+def copy(reference: Dump, tmp_path: Path) -> Path:
+    """A copy of the reference dump, to be damaged."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for name in reference.files.store.sizes():
+        (folder / name).write_bytes(Path(reference.url, name).read_bytes())
+    return folder

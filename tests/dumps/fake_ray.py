@@ -1,0 +1,71 @@
+"""A stand-in for the ray module: actors are objects of this process, and die when told to."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+
+class ActorDied(Exception):
+    """What Ray raises for a call to an actor whose process is gone."""
+
+
+class TaskFailed(Exception):
+    """What Ray wraps an error in that a method raised."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"remote: {cause}")
+        self.cause = cause
+
+
+class FakeRay:
+    """As much of Ray as a dump needs. `dies(actor number, method, arguments)` says which calls kill their actor."""
+
+    exceptions = SimpleNamespace(RayActorError=ActorDied, RayTaskError=TaskFailed)
+
+    def __init__(self, cpus: int, dies: Callable[[int, str, tuple[Any, ...]], bool]) -> None:
+        self.cpus, self.dies, self.started, self.waits = cpus, dies, 0, 0
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": float(self.cpus)} if self.cpus else {}
+
+    def remote(self, kind: type) -> Any:
+        return SimpleNamespace(options=lambda **given: SimpleNamespace(remote=lambda *args: self._start(kind, args)))
+
+    def _start(self, kind: type, args: tuple[Any, ...]) -> Any:
+        self.started += 1
+        return _Actor(self, self.started, kind, args)
+
+    def get(self, call: "_Call") -> Any:
+        return call.result()
+
+    def wait(self, calls: list["_Call"], num_returns: int) -> tuple[list["_Call"], list["_Call"]]:
+        """Not always the oldest: the order in which shards come back is of no consequence."""
+        self.waits += 1
+        chosen = calls[self.waits % len(calls)]
+        return [chosen], [call for call in calls if call is not chosen]
+
+
+class _Actor:
+    def __init__(self, ray: FakeRay, number: int, kind: type, args: tuple[Any, ...]) -> None:
+        self.ray, self.number, self.make = ray, number, lambda: kind(*args)
+        self.made: Any = None
+        self.dead = False
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: _Call(self, method, args))
+
+
+class _Call:
+    def __init__(self, actor: _Actor, method: str, args: tuple[Any, ...]) -> None:
+        self.actor, self.method, self.args = actor, method, args
+
+    def result(self) -> Any:
+        actor = self.actor
+        actor.dead = actor.dead or actor.ray.dies(actor.number, self.method, self.args)
+        if actor.dead:
+            raise ActorDied(f"actor {actor.number} is gone")
+        try:
+            actor.made = actor.made or actor.make()
+            return getattr(actor.made, self.method)(*self.args)
+        except Exception as error:
+            raise TaskFailed(error) from error
