@@ -11,9 +11,9 @@ from replaylens.engine.drafters import Chains, DraftCall, Drafter
 from replaylens.engine.edits import page_keys
 from replaylens.engine.errors import BadRequest, ClosedBranch, EngineError, NonFinite, OutOfPages
 from replaylens.engine.lane import Job, Lane
-from replaylens.engine.pages import PageTable
 from replaylens.engine.planner import Planner
 from replaylens.engine.prefix import PrefixIndex
+from replaylens.engine.room import Room
 from replaylens.engine.runner import PassResult, Runner
 from replaylens.engine.trace import path_digest
 from replaylens.engine.turn import Turn
@@ -46,6 +46,7 @@ class Loop:
         self.planner = Planner()
         self.lanes: dict[int, Lane] = {}
         self.committer = Committer(runner, tree, self.lanes)
+        self.room = Room(runner, prefix, self.lanes, lambda job: self._tell("preempt", job))
         self.jobs: list[Job] = []
         self.listeners: list[Listener] = []
         self._clock = 0
@@ -72,18 +73,22 @@ class Loop:
     def admit(self) -> list[Turn]:
         """Turns for as many jobs as rows and pages allow; those that wait for one token before long prefills.
 
-        Nobody starves: the oldest job comes before all others if it had no turn in the last step.
+        Nobody starves: the oldest job comes before all others if it had no turn in the last step, and then it has one.
         """
         self._clock += 1
         self._forget_done()
         budget, turns = self.max_rows, []
         for job in sorted(self.jobs, key=self._rank):
             turn = self._plan(job, budget) if budget > 0 else None
-            if turn is not None and self._make_room(turn):
+            if turn is not None and not self._make_room(turn):
+                # Nobody has a turn yet, so all others' pages were the oldest job's for the taking: waiting would not help
+                # it, and it would take them again in every step, while the younger compute them again in vain.
+                turn = self._last_resort(job) if job is self.jobs[0] and not turns else None
+            if turn is not None:
                 budget -= (len(turn.rows) + turn.num_drafts) * len(turn.tables)
-                turn.job.lane.last_used = self._clock
+                job.lane.last_used = self._clock
                 turns.append(turn)
-        return turns or [turn for job in self.jobs[:1] if (turn := self._last_resort(job))]
+        return turns
 
     def draft(self, turns: list[Turn]) -> list[Turn]:
         """Fill in the chains of turns that want drafts. Draft KV goes to slots that the verification overwrites."""
@@ -281,52 +286,22 @@ class Loop:
     # ---- pages --------------------------------------------------------------------------------------------------
 
     def _make_room(self, turn: Turn) -> bool:
-        """Reserve the turn's pages, taking them from the idle and the younger if need be. False: it has to wait."""
-        lane, pool, end = turn.job.lane, self.runner.pool, turn.end + max(turn.num_drafts, turn.burst - 1)
-        turn.tables = [lane.table]
-        try:
-            for i in range(self._width(turn.job, turn.end) if turn.num_drafts else 1):
-                if i:
-                    turn.tables.append(pool.fork(lane.table, turn.start))
-                self._reserve(turn.tables[i], turn.start, end, turn.job)
-        except OutOfPages:
-            for table in turn.tables[1:]:
-                pool.release(table)
-            lane.computed = min(lane.computed, turn.start)  # a private copy of a page has no KV from there on
-            pool.truncate(lane.table, min(lane.table.length, lane.computed))
-            return False
-        return True
+        """Reserve the turn's pages; younger jobs without a turn in this step may lose theirs. False: it has to wait."""
+        younger = self.jobs[self.jobs.index(turn.job) + 1 :]
+        victims = [job for job in younger if job.lane.last_used != self._clock]
+        width = self._width(turn.job, turn.end) if turn.num_drafts else 1
+        return self.room.reserve(turn, width, self.jobs, victims)
 
-    def _reserve(self, table: PageTable, start: int, end: int, asking: Job) -> None:
-        pool = self.runner.pool
-        while (missing := pool.num_needed(table, start, end) - pool.num_free) > 0:
-            if not self._reclaim(missing, asking):
-                break
-        self.runner.reserve(table, start, end)
-
-    def _reclaim(self, num_pages: int, asking: Job) -> bool:
-        """Free some pages: cached prefixes first, then idle branches, then the youngest job. False: nothing is left."""
-        if self.prefix.evict(num_pages):
-            return True
-        busy = {job.lane.branch for job in self.jobs}
-        idle = [lane for lane in self.lanes.values() if lane.table.pages and lane.branch not in busy]
-        if idle:
-            self.drop_pages(min(idle, key=lambda lane: (lane.last_used, lane.branch)))
-            return True
-        if len(self.prefix):  # a last page that a branch still uses keeps the pages before it, even where nobody else does
-            self.prefix.clear()
-            return True
-        younger = self.jobs[self.jobs.index(asking) + 1 :]
-        victims = [job for job in younger if job.lane.table.pages and job.lane.last_used != self._clock]
-        if victims:
-            self.drop_pages(victims[-1].lane)
-            self._tell("preempt", victims[-1])
-        return bool(victims)
-
-    def drop_pages(self, lane: Lane) -> None:
-        """Mutates: the lane's KV is forgotten; its next job computes it again, to the same bits."""
-        self.runner.pool.truncate(lane.table, 0)
-        lane.computed = 0
+    def _last_resort(self, job: Job) -> Turn | None:
+        """Not even with all pages to itself can the oldest job have its window: it goes without drafts, or fails."""
+        turn, pool = self._plan(job, self.max_rows), self.runner.pool
+        assert turn is not None  # `submit` refused windows larger than a pass
+        turn.num_drafts = turn.burst = 0
+        if self._make_room(turn):
+            return turn
+        needed = pool.num_needed(job.lane.table, turn.start, turn.end)
+        self.end(job, OutOfPages(needed, pool.num_free, pool.num_pages))
+        return None
 
     def _check_canary(self, turn: Turn) -> None:
         """In debug mode: what the pass will read is what the branch thinks it is."""
@@ -393,17 +368,6 @@ class Loop:
                 keys = page_keys(lane.edits, len(lane.table.pages), self.runner.pool.page_size)
                 self.prefix.offer(lane.table, self.tree.branch(lane.branch).tokens, lane.computed, keys)
             self._finish(job, job.finish_reason)
-
-    def _last_resort(self, job: Job) -> Turn | None:
-        """Nobody could have a turn, not even the oldest job with all pages to itself: it goes without drafts, or fails."""
-        turn, pool = self._plan(job, self.max_rows), self.runner.pool
-        assert turn is not None  # `submit` refused windows larger than a pass
-        turn.num_drafts = 0
-        if self._make_room(turn):
-            return turn
-        needed = pool.num_needed(job.lane.table, turn.start, turn.end)
-        self.end(job, OutOfPages(needed, pool.num_free, pool.num_pages))
-        return None
 
     def _abandon(self, turns: list[Turn], error: BaseException) -> None:
         """A pass failed: nothing of it is committed, the branches stand where they stood, the jobs end with the error."""
