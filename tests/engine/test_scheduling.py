@@ -173,14 +173,14 @@ def test_pages_are_taken_from_the_idle_and_then_from_the_youngest() -> None:
 
 def test_a_window_that_can_never_fit_does_not_hold_up_the_others() -> None:
     """The older one's window is larger than the cache. It goes without drafts, and the younger one's prefill gets through."""
-    subject = engine(cache_tokens=72, page_size=1, max_rows=32)
-    older, younger = path(60), path(70, 5)
+    subject = engine(cache_tokens=64, page_size=16, max_rows=16)
+    older, younger = path(31), path(30, 5)
     branches = [planted(subject, older), planted(subject, younger)]
-    jobs = [submit(branches[0], 6, drafter="tree", window=8), submit(branches[1], 2, window=1)]
+    jobs = [submit(branches[0], 4, drafter="tree", window=4), submit(branches[1], 2, window=1)]
     for _ in range(60):
         subject.loop.step()
     assert all(job.done for job in jobs)
-    assert_right(branches[0], older, 6)
+    assert_right(branches[0], older, 4)
     assert_right(branches[1], younger, 2)
 
 
