@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from replaylens import tasks
 from replaylens.engine.config import ModelConfig
@@ -36,6 +36,7 @@ GRADIENT_NORM = 1.0
 FINAL_LR = 0.02
 """The learning rate ends at this share of its peak."""
 STATE_KEY = "replaylens"
+M = TypeVar("M", bound=nn.Module)
 
 Batch = list[tuple[Tensor, Tensor]]
 """For each part of a recipe: tokens [sequences, width], and their weights in the loss; padding weighs 0."""
@@ -158,7 +159,7 @@ class Texts:
     def batch(self, step: int) -> Batch:
         """What step `step` trains on: from every part its share of the sequences, of lengths up to the curriculum's."""
         recipe = self.recipe
-        generator = torch.Generator().manual_seed(_hash(recipe.seed, step))
+        generator = torch.Generator().manual_seed(step_seed(recipe.seed, step))
         longest = longest_at(recipe, step)
         return [self._draw(part, number, longest, generator) for part, number in enumerate(self.numbers)]
 
@@ -202,7 +203,7 @@ def _table(rows: list[tuple[list[int], int]], recipe: Recipe, device: torch.devi
     return tokens.to(device), weights.to(device)
 
 
-def _hash(seed: int, step: int) -> int:
+def step_seed(seed: int, step: int) -> int:
     """A generator seed for one step, unrelated to those of the steps and seeds next to it."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
 
@@ -271,13 +272,28 @@ def train(
     `save_every` steps. `after_step` is told the number of steps done and the last loss (0.0 before the first step of
     a resumed run); what it raises ends the run.
     """
+    texts = Texts(recipe, torch.device(device))
+    return follow(
+        recipe, initial(recipe), lambda model, step: weighted_loss(model, texts.batch(step)), device, state, save_every, after_step
+    )
+
+
+def follow(
+    recipe: Recipe,
+    model: M,
+    loss_at: Callable[[M, int], Tensor],
+    device: str,
+    state: Path | None,
+    save_every: int,
+    after_step: Callable[[int, float], None] | None,
+) -> M:
+    """Mutates `model`: the steps of a recipe, whatever the loss of a step is. The rest as in `train`."""
     with deterministic(device):
-        model = initial(recipe).to(device)
+        model = model.to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
         first = load_state(state, recipe, model, optimizer) if state is not None and state.exists() else 0
-        texts = Texts(recipe, torch.device(device))
         for step in range(first, recipe.steps):
-            loss = _step(model, optimizer, texts.batch(step), lr_at(recipe, step))
+            loss = _step(model, optimizer, loss_at(model, step), lr_at(recipe, step))
             if state is not None and (step + 1) % save_every == 0:
                 save_state(state, recipe, model, optimizer, step + 1)
             if after_step is not None:
@@ -295,10 +311,9 @@ def initial(recipe: Recipe) -> Decoder:
     return model
 
 
-def _step(model: Decoder, optimizer: torch.optim.Optimizer, batch: Batch, lr: float) -> Tensor:
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, lr: float) -> Tensor:
     for group in optimizer.param_groups:
         group["lr"] = lr
-    loss = weighted_loss(model, batch)
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
@@ -319,7 +334,7 @@ def deterministic(device: str) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def save_state(path: Path, recipe: Recipe, model: Decoder, optimizer: torch.optim.Optimizer, done: int) -> None:
+def save_state(path: Path, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, done: int) -> None:
     """Write weights, optimizer moments, recipe and step count as one safetensors file, in place of an older one.
 
     The file appears under its name only when complete, so a crash leaves the older one.
@@ -336,7 +351,7 @@ def save_state(path: Path, recipe: Recipe, model: Decoder, optimizer: torch.opti
 
 
 @torch.no_grad()
-def load_state(path: Path, recipe: Recipe, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
+def load_state(path: Path, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Put a saved run's weights and moments in place; the number of steps done. BadRecipe if it is another recipe's."""
     try:
         with safe_open(path, framework="pt") as file:

@@ -1,0 +1,102 @@
+"""Training of models that think, and of the two baselines they are compared with: same backbone, same texts, same steps.
+
+thinking  gold thoughts are compressed into the states of all chunks at once, so one parallel pass trains everything: there is no
+          back-propagation through time. Loss: next token + thought tokens, with equal weight
+cot       the thoughts are written out after the prompt, then the answer
+none      the answer alone
+
+Deterministic and resumable as in `train`, whose steps these are.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from replaylens.engine import thinking_plain as plain
+from replaylens.engine import train as trainer
+from replaylens.engine.model import Decoder
+from replaylens.engine.ops import SequenceOps
+from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
+from replaylens.engine.thinking_texts import METHODS, ChunkBatch, ChunkedTexts, Method
+from replaylens.engine.train import BadRecipe, Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThinkingRecipe(Recipe):
+    """A recipe for a backbone that thinks, or for a baseline of it."""
+
+    thinking: ThinkingConfig
+    method: Method = "thinking"
+    width: int | None = None
+    """rows of this many tokens are filled with texts one after the other, so that all positions and distances up to it are
+    trained on, whatever the length of a text; None: one text a row"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.thinking.check(self.config)
+        if self.method not in METHODS:
+            raise BadRecipe(f"no method {self.method!r}; known: {', '.join(METHODS)}")
+
+
+Model = ThinkingDecoder | Decoder
+"""what a recipe gives: a model that thinks, or the plain decoder of a baseline"""
+
+
+def train(
+    recipe: ThinkingRecipe,
+    device: str = "cpu",
+    state: Path | None = None,
+    save_every: int = 500,
+    after_step: Callable[[int, float], None] | None = None,
+    backbone: Decoder | None = None,
+) -> Model:
+    """Follow the recipe, from scratch or from a trained `backbone` of the same shape; the model, on the CPU. See `train.train`."""
+    texts = ChunkedTexts(recipe, recipe.thinking, recipe.method, recipe.width, torch.device(device))
+    model = initial(recipe, backbone)
+    return trainer.follow(recipe, model, lambda m, step: loss(m, texts.batch(step)), device, state, save_every, after_step)
+
+
+def initial(recipe: ThinkingRecipe, backbone: Decoder | None = None) -> Model:
+    """The model before the first step."""
+    if backbone is not None and backbone.config != recipe.config:
+        raise BadRecipe("the backbone has another config than the recipe; take the backbone's")
+    start = trainer.initial(recipe) if backbone is None else backbone
+    return ThinkingDecoder.around(start, recipe.thinking) if recipe.method == "thinking" else start.requires_grad_()
+
+
+def loss(model: Model, batch: ChunkBatch) -> Tensor:
+    """What a step makes smaller: next-token loss, plus the loss of the thoughts where the model thinks."""
+    if isinstance(model, Decoder):
+        return token_loss(model, plain_pass(model, batch.tokens), batch)
+    states = plain.states_of(model, batch.thoughts)
+    hidden, last = plain.run(model, batch.tokens, plain.shifted(states, batch.continues))
+    return token_loss(model.backbone, last, batch) + thought_loss(model, hidden, batch)
+
+
+def plain_pass(model: Decoder, tokens: Tensor) -> Tensor:
+    """A plain decoder over texts [B, K, c]: the last residual stream [B, K, c, d]."""
+    texts, width = len(tokens), tokens[0].numel()
+    positions = torch.arange(width, device=tokens.device).repeat(texts)
+    return model(tokens.flatten(), positions, SequenceOps([width] * texts)).view(*tokens.shape, -1)
+
+
+def token_loss(model: Decoder, last: Tensor, batch: ChunkBatch) -> Tensor:
+    """Mean next-token loss, each token with its weight: last [B, K, c, d] -> a number."""
+    width = batch.tokens[0].numel()
+    rows = last.reshape(len(last), width, -1)[:, :-1].flatten(0, 1)
+    wanted, weights = (x.reshape(len(x), width)[:, 1:].flatten() for x in (batch.tokens, batch.weights))
+    found = F.cross_entropy(model.logits(rows, SequenceOps([len(rows)])), wanted, reduction="none")
+    return (found * weights).sum() / weights.sum()
+
+
+def thought_loss(model: ThinkingDecoder, hidden: Tensor, batch: ChunkBatch) -> Tensor:
+    """Mean loss of the gold thoughts' tokens, <EOS> included: hidden [B, K, c, d] -> a number."""
+    logits = plain.thought_logits(model, hidden, batch.thoughts)
+    places = torch.arange(batch.thoughts.shape[-1], device=hidden.device)
+    counted = (places < plain.sizes(batch.thoughts, model.thinking.eos_token)[..., None]) & batch.thinks[..., None]
+    found = F.cross_entropy(logits.flatten(0, -2), batch.thoughts.flatten(), reduction="none")
+    return (found * counted.flatten()).sum() / counted.sum()
