@@ -22,6 +22,18 @@ if TYPE_CHECKING:
 _OPEN_SHARDS = 8
 
 
+def frame_of(lines: pa.Table) -> "pd.DataFrame":
+    """Lines of an index for pandas, with `depth`. Numbers and flags that may be missing stay numbers and flags."""
+    import pandas as pd
+
+    nullable = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype(), pa.bool_(): pd.BooleanDtype()}
+    frame = lines.to_pandas()
+    for name in lines.column_names:
+        if name == "parent" or name not in (*CORE.names, *LOCATORS):
+            frame[name] = lines.column(name).to_pandas(types_mapper=nullable.get)
+    return add_depth(frame)
+
+
 class DumpFiles:
     """Shards and index of one dump. Several views of a dump share it."""
 
@@ -74,15 +86,8 @@ class DumpFiles:
         return self.to_frame(self.lines(number, self.columns))
 
     def to_frame(self, lines: pa.Table) -> "pd.DataFrame":
-        """Lines of the index for pandas, with `depth`. Numbers and flags that may be missing stay numbers and flags."""
-        import pandas as pd
-
-        nullable = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype(), pa.bool_(): pd.BooleanDtype()}
-        frame = lines.to_pandas()
-        for name in lines.column_names:
-            if name == "parent" or name in self.manifest.labels:
-                frame[name] = lines.column(name).to_pandas(types_mapper=nullable.get)
-        return add_depth(frame)
+        """Lines of the index for pandas, with `depth`; see `frame_of`."""
+        return frame_of(lines)
 
     @cached_property
     def _group(self) -> np.ndarray:
