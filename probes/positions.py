@@ -1,0 +1,112 @@
+"""Positions: which rows of a path a probe looks at.
+
+| spec | rows |
+|---|---|
+| `all` | every row |
+| `7` | the token at position 7 of its path |
+| `step`, `step+2`, `step-1` | where a step of the task is decided; two tokens later; the token before |
+| `step:3`, `step:3+1` | the same, of the third step only |
+| `query`, `query-1`, `query+1` | the prompt's last token, from which the answer is read; before it; the answer's first token |
+
+A row belongs to the last step decided, so `step+5` has no rows where the next step comes four tokens later.
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from replaylens.probes.errors import BadPosition
+
+STEP_LABELS = ("actions", "hops")
+"""labels that count the task's steps, the first that a task has; where one grows, a step was decided"""
+_SPEC = re.compile(r"(?P<all>all)|(?P<at>\d+)|(?P<anchor>step|query)(:(?P<which>\d+))?(?P<shift>[+-]\d+)?")
+
+
+@dataclass(frozen=True)
+class Position:
+    """A parsed spec."""
+
+    spec: str
+    anchor: str
+    """all, at, step or query"""
+    shift: int = 0
+    which: int | None = None
+
+    @classmethod
+    def parse(cls, spec: str | int) -> "Position":
+        """BadPosition says how a position is written."""
+        found = _SPEC.fullmatch(str(spec).replace(" ", ""))
+        if found is None or (found["which"] and found["anchor"] == "query"):
+            raise BadPosition(f"position {spec!r}: write all, a number, step, step+1, step:3, query or query-1")
+        if found["all"]:
+            return cls("all", "all")
+        if found["at"]:
+            return cls(str(int(found["at"])), "at", int(found["at"]))
+        which = int(found["which"]) if found["which"] else None
+        return cls(found.group(), found["anchor"], int(found["shift"] or 0), which)
+
+    def mask(self, frame: pd.DataFrame) -> np.ndarray:
+        """A boolean per row of a frame that `add_places` went over."""
+        match self.anchor:
+            case "all":
+                return np.ones(len(frame), dtype=bool)
+            case "at":
+                return (frame["position"] == self.shift).to_numpy()
+            case "query":
+                return (frame["since_query"] == self.shift).to_numpy()
+        if frame["since_step"].isna().all():
+            raise BadPosition(f"position {self.spec!r}: these rows do not tell where steps are: dump positions 'all'")
+        column, which = ("since_step", self.which) if self.shift >= 0 else ("until_step", self.which and self.which - 1)
+        mask = (frame[column] == abs(self.shift)).to_numpy()
+        return mask if which is None else mask & (frame["step"] == which).to_numpy()
+
+
+def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
+    """A copy with the columns that positions are found by.
+
+    step         steps decided so far on the row's path (in a chain of thought: as far as it has walked)
+    since_step   tokens since the last one was decided; NaN before the first
+    until_step   tokens until the next one is decided; NaN after the last
+    since_query  tokens since the prompt's last; negative before it
+    steps        how many steps the example's accepted path has in all
+    """
+    frame = frame.copy()
+    counter = next((name for name in STEP_LABELS if name in frame), None)
+    places = np.full((4, len(frame)), np.nan)  # step, since_step, until_step, since_query
+    counted = frame[counter].to_numpy(dtype=float, na_value=np.nan) if counter and knows_steps else None
+    position, fork = frame["position"].to_numpy(), frame["fork_position"].to_numpy()
+    in_prompt = (frame["token_state"] == "prompt").to_numpy()
+    for rows in frame.groupby("example", sort=False).indices.values():
+        branch = frame["branch"].to_numpy()[rows]
+        main = rows[branch == 0]
+        prompt, after = main[in_prompt[main]], main[~in_prompt[main]]
+        if len(prompt) or len(after):
+            places[3, rows] = position[rows] - (position[prompt].max() if len(prompt) else position[after].min() - 1)
+        if counted is None:
+            continue
+        for number in np.unique(branch):
+            own = rows[branch == number]
+            path = own if number == 0 else np.concatenate([main[position[main] < fork[own[0]]], own])
+            places[:3, own] = _steps(counted[path], position[path])[:, len(path) - len(own) :]
+    for name, values in zip(("step", "since_step", "until_step", "since_query"), places, strict=True):
+        frame[name] = values
+    frame["steps"] = frame["step"].where(frame["branch"] == 0).groupby(frame["example"]).transform("max")
+    return frame
+
+
+def _steps(counted: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """(step, since_step, until_step) along one path [3, rows]."""
+    known = np.where(np.isnan(counted), 0.0, counted)
+    decided = np.flatnonzero(known > np.concatenate([[0.0], known[:-1]]))
+    out = np.full((3, len(counted)), np.nan)
+    out[0] = counted
+    if len(decided):
+        places = position[decided]
+        last = np.searchsorted(places, position, side="right") - 1
+        following = last + 1
+        some, more = last >= 0, following < len(places)
+        out[1, some] = position[some] - places[last[some]]
+        out[2, more] = places[following[more]] - position[more]
+    return out

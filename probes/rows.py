@@ -1,0 +1,324 @@
+"""`ProbeRows`: labelled activation rows, from a dump or from runs in memory, as probes want them.
+
+rows = ProbeRows.of(Dump.open("dumps/coin"))
+here = rows.accepted().at("step")
+X, y, roots = here.matrix("S", 2), here.target("face").values, here.roots
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from replaylens import tasks
+from replaylens.engine.dump import Dump
+from replaylens.engine.dump_files import frame_of
+from replaylens.engine.dump_plan import DumpPlan, make_plan
+from replaylens.engine.dump_rows import assemble
+from replaylens.engine.errors import OtherFingerprint, UnknownSite
+from replaylens.engine.fingerprint import Fingerprint
+from replaylens.engine.run import Result, Run
+from replaylens.probes.errors import BadRows, MissingLabel, ProbeError
+from replaylens.probes.positions import Position, add_places
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+    from replaylens.tasks.task import AnyTask
+
+CLASSES_AT_MOST = 64
+"""a whole-number label with more values than this is a number to regress on, not classes"""
+_LETTERS = ("S", "T", "C")
+
+
+@dataclass(frozen=True)
+class About:
+    """Where rows come from: what a report cites."""
+
+    task: str
+    knobs: dict[str, Any]
+    digest: str
+    """of the dump; empty for rows that were never dumped"""
+    fingerprint: Fingerprint | None
+
+    def make_task(self) -> "AnyTask":
+        return tasks.get(self.task)(**self.knobs)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place in the model: a letter and a layer, or a site by its name."""
+
+    site: str
+    layer: int | None
+
+    def __str__(self) -> str:
+        return self.site if self.layer is None else f"{self.site}{self.layer}"
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What a probe is to read off: one value per row, missing ones marked."""
+
+    name: str
+    values: np.ndarray
+    """classes as text, or numbers as float64"""
+    present: np.ndarray
+    """bool: whether the row has a value"""
+    kind: str
+    """class or number"""
+
+    @property
+    def classes(self) -> np.ndarray:
+        return np.unique(self.values[self.present]) if self.kind == "class" else np.array([])
+
+    def __getitem__(self, chosen: np.ndarray) -> "Target":
+        return replace(self, values=self.values[chosen], present=self.present[chosen])
+
+
+class Source(Protocol):
+    """Where rows of sites come from."""
+
+    about: About
+
+    def letters(self, letter: str) -> list[str]:
+        """Stored sites behind a letter, by layer."""
+        ...
+
+    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
+        """Rows [n, d] by their numbers, ascending."""
+        ...
+
+
+class DumpSource:
+    """Rows on disk; read when asked for, only those asked for."""
+
+    def __init__(self, dump: Dump) -> None:
+        self.dump = dump
+        plan = dump.manifest.plan
+        self.about = About(plan.task, plan.knobs, dump.digest, dump.manifest.fingerprint)
+        self.starts = np.cumsum([0, *(shard.rows for shard in dump.manifest.shards)])
+        self._last: tuple[bytes, Dump] | None = None
+
+    def letters(self, letter: str) -> list[str]:
+        return self.dump.manifest.letter(letter)
+
+    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
+        key = numbers.tobytes()
+        if self._last is None or self._last[0] != key:  # many sites are asked for the same rows: the index is read once
+            wanted = np.zeros(self.starts[-1], dtype=bool)
+            wanted[numbers] = True
+            self._last = key, self.dump.where(lambda part: wanted[self.starts[part["shard"]] + part["row"]])
+        return _flat(self._last[1].to_torch(site, layer))
+
+
+class MemorySource:
+    """Rows in memory, by site name."""
+
+    def __init__(self, tensors: dict[str, Tensor], letters: dict[str, list[str]], about: About) -> None:
+        self.tensors, self._letters, self.about = tensors, letters, about
+
+    def letters(self, letter: str) -> list[str]:
+        return [name for name in self._letters.get(letter, []) if name in self.tensors]
+
+    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
+        name = self.letters(site)[layer] if site in _LETTERS and layer is not None else site
+        if name not in self.tensors:
+            raise UnknownSite(f"{name!r} was not captured; captured: {', '.join(self.tensors)}")
+        x = self.tensors[name][torch.from_numpy(numbers)]
+        return _flat(x[:, layer] if name.startswith("Z.") and layer is not None else x)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(len(x), -1)
+
+
+class JoinedSource:
+    """Several sources one after the other, as one."""
+
+    def __init__(self, sources: Sequence[Source], sizes: Sequence[int]) -> None:
+        self.sources, self.starts = list(sources), np.cumsum([0, *sizes])
+        digests = {source.about.digest for source in sources}
+        self.about = replace(sources[0].about, digest="+".join(sorted(digests)))
+
+    def letters(self, letter: str) -> list[str]:
+        return self.sources[0].letters(letter)
+
+    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
+        pieces = []
+        for source, first, end in zip(self.sources, self.starts[:-1], self.starts[1:], strict=True):
+            own = numbers[(numbers >= first) & (numbers < end)] - first
+            if len(own):
+                pieces.append(source.take(site, layer, own))
+        return torch.cat(pieces)
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeRows:
+    """Rows with their index. Immutable: `at`, `where` and the rest give a narrower view."""
+
+    frame: pd.DataFrame
+    """one line per row: the dump's index and the columns of `positions.add_places`"""
+    source: Source
+    numbers: np.ndarray
+    """of the rows in the source, ascending"""
+
+    # ---- making them --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, given: "Dump | Run | ProbeRows") -> "ProbeRows":
+        """From a dump, a run with captured sites, or rows already made."""
+        if isinstance(given, ProbeRows):
+            return given
+        if isinstance(given, Dump):
+            if given.filters:
+                raise ProbeError("give the whole dump and narrow the rows: where steps are is read off whole paths")
+            positions = given.manifest.plan.positions
+            return cls._placed(given.to_pandas(), DumpSource(given), positions in ("all", "steps"))
+        plan = make_plan(given.engine, given[0].example.maker, [r.example.index for r in given], **given.options)
+        return cls.of_results(given.engine, plan, given.results)
+
+    @classmethod
+    def of_results(cls, engine: "Engine", plan: DumpPlan, results: Sequence[Result]) -> "ProbeRows":
+        """The rows that a dump with this plan would hold of these results, bit for bit."""
+        content = assemble(engine, plan, results)
+        frame = frame_of(content.index)
+        about = About(plan.task, plan.knobs, "", engine.fingerprint)
+        letters = {letter: engine.sites.letter(letter) for letter in _LETTERS}
+        return cls._placed(frame, MemorySource(content.tensors, letters, about), plan.positions in ("all", "steps"))
+
+    @classmethod
+    def _placed(cls, frame: pd.DataFrame, source: Source, knows_steps: bool) -> "ProbeRows":
+        return cls(add_places(frame.reset_index(drop=True), knows_steps), source, np.arange(len(frame)))
+
+    @classmethod
+    def join(cls, **parts: "ProbeRows") -> "ProbeRows":
+        """Rows of several dumps or runs as one; the column `part` says whose they are."""
+        if len({rows.source.about.task for rows in parts.values()}) != 1:
+            raise ProbeError("rows of different tasks have different labels: join rows of one task")
+        frames = [rows.frame.assign(part=name) for name, rows in parts.items()]
+        sources = [_Subset(rows.source, rows.numbers) for rows in parts.values()]
+        frame = pd.concat(frames, ignore_index=True)
+        return cls(frame, JoinedSource(sources, [len(rows) for rows in parts.values()]), np.arange(len(frame)))
+
+    # ---- what they are ------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __repr__(self) -> str:
+        return f"ProbeRows({len(self)} rows of {self.frame['root'].nunique()} roots, task {self.about.task})"
+
+    @property
+    def about(self) -> About:
+        return self.source.about
+
+    @property
+    def roots(self) -> np.ndarray:
+        """The root prompt of each row."""
+        return self.frame["root"].to_numpy(dtype=str)
+
+    def require(self, engine: "Engine") -> None:
+        """OtherFingerprint when the rows were computed by something else than this engine."""
+        mine = self.about.fingerprint
+        if mine is not None and mine != engine.fingerprint:
+            lines = "; ".join(engine.fingerprint.differences(mine))
+            raise OtherFingerprint(f"these rows come from another engine ({lines}): load the one they were dumped with")
+
+    # ---- narrowing ----------------------------------------------------------------------------------------------
+
+    def where(self, mask: np.ndarray | pd.Series) -> "ProbeRows":
+        """The rows for which the mask (one boolean per row) holds."""
+        keep = np.asarray(mask, dtype=bool)
+        return ProbeRows(self.frame[keep].reset_index(drop=True), self.source, self.numbers[keep])
+
+    def at(self, position: str | int) -> "ProbeRows":
+        """The rows at a position; see `positions`."""
+        return self.where(Position.parse(position).mask(self.frame))
+
+    def accepted(self) -> "ProbeRows":
+        return self.where(self.frame["accepted"].to_numpy(dtype=bool))
+
+    def rejected(self) -> "ProbeRows":
+        return self.where(~self.frame["accepted"].to_numpy(dtype=bool))
+
+    # ---- what estimators want -----------------------------------------------------------------------------------
+
+    def cells(self, sites: str | Sequence[str], layers: Sequence[int] | None = None) -> list[Cell]:
+        """Every place that the sites name: letters S, T, C with all their layers (or those given), or stored names."""
+        words = re.split(r"[,\s]+", sites) if isinstance(sites, str) else list(sites)
+        cells: list[Cell] = []
+        for word in filter(None, words):
+            if not set(word) <= set(_LETTERS):
+                cells.append(Cell(word, None))
+                continue
+            for letter in word:
+                stored = len(self.source.letters(letter))
+                if not stored:
+                    raise UnknownSite(f"site {letter} was not captured: dump or replay with sites that have it")
+                cells += [Cell(letter, n) for n in range(stored) if layers is None or n in layers]
+        if not cells:
+            raise UnknownSite(f"sites {sites!r} at layers {layers}: there is nothing there")
+        return cells
+
+    def matrix(self, site: str, layer: int | None = None) -> np.ndarray:
+        """[rows, d], in float32 or wider. BadRows where a row is not finite."""
+        x = self.source.take(site, layer, self.numbers)
+        x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        bad = ~torch.isfinite(x).all(1)
+        if bool(bad.any()):
+            raise BadRows(
+                f"{Cell(site, layer)}: {int(bad.sum())} of {len(x)} rows hold NaN or infinity, the first is row "
+                f"{int(bad.nonzero()[0])}: leave them out with where(), or dump again"
+            )
+        return x.numpy()
+
+    def target(self, label: str, kind: str = "auto") -> Target:
+        """The label's values. `state` is the task's own true state. MissingLabel lists what there is.
+
+        kind  class, number, or auto: text and booleans are classes, whole numbers too if they take few values
+        """
+        name = label
+        if label == "state" and label not in self.frame:
+            name = self.about.make_task().state_label
+        if name not in self.frame:
+            own = [n for n in self.about.make_task().label_names if n in self.frame]
+            raise MissingLabel(f"no label {label!r} in these rows; they have {', '.join(own)}")
+        return make_target(label, self.frame[name], kind)
+
+
+class _Subset:
+    """Some rows of a source, numbered anew."""
+
+    def __init__(self, source: Source, numbers: np.ndarray) -> None:
+        self.source, self.numbers, self.about = source, numbers, source.about
+
+    def letters(self, letter: str) -> list[str]:
+        return self.source.letters(letter)
+
+    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
+        return self.source.take(site, layer, self.numbers[numbers])
+
+
+def make_target(name: str, values: Any, kind: str = "auto") -> Target:
+    """A target from any column of values, None and NaN meaning that there is none."""
+    column = pd.Series(values).reset_index(drop=True)
+    present = column.notna().to_numpy()
+    if kind == "auto":
+        number = pd.api.types.is_float_dtype(column) or (
+            pd.api.types.is_integer_dtype(column) and column.nunique() > CLASSES_AT_MOST
+        )
+        kind = "number" if number else "class"
+    if kind == "number":
+        return Target(name, column.to_numpy(dtype=np.float64, na_value=np.nan), present, kind)
+    if kind != "class":
+        raise ProbeError(f"kind {kind!r}: a target is a class or a number")
+    return Target(name, np.where(present, column.astype(object).map(_class_name), "").astype(str), present, kind)
+
+
+def _class_name(value: Any) -> str:
+    return "" if pd.isna(value) else str(value)
