@@ -14,6 +14,8 @@ from replaylens.engine.stream import Stream
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
+    from replaylens.views.timeline import Timeline
+    from replaylens.views.tree import Tree
 
 
 class Branch:
@@ -88,6 +90,23 @@ class Branch:
         self._check_open()
         runner = self.engine.runner
         return runner.cache.rows(runner.pool.slots(self.lane.table, 0, self.lane.computed))
+
+    def tree(self) -> "Tree":
+        """This branch and all that was forked or cut from it. Draws itself, or `print` it."""
+        from replaylens.views.live import tree_of
+
+        return tree_of(self.engine, self.id)
+
+    def timeline(self) -> "Timeline":
+        """Its life step by step: prefill, decode, verify, rollback, and what the KV cache held."""
+        from replaylens.views.timeline import timeline_of
+
+        return timeline_of(self.engine, self.id)
+
+    def _repr_html_(self) -> str:
+        from replaylens.views.summary import branch_html
+
+        return branch_html(self)
 
     # ---- what can be done with it -------------------------------------------------------------------------------
 

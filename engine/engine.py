@@ -118,6 +118,11 @@ class Engine:
             options["draft_model"] = weights.load(draft, dtype).to(device)
         return cls(model.to(device), options.pop("tokenizer", text), **options)
 
+    def _repr_html_(self) -> str:
+        from replaylens.views.summary import engine_html
+
+        return engine_html(self)
+
     # ---- branches -----------------------------------------------------------------------------------------------
 
     def prompt(self, text: str | Sequence[int], **options: Any) -> Branch:

@@ -17,6 +17,8 @@ from replaylens.tasks import Example
 if TYPE_CHECKING:
     from replaylens.engine.dump import Dump
     from replaylens.engine.engine import Engine
+    from replaylens.views.timeline import Timeline
+    from replaylens.views.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,23 @@ class Run(Sequence[Result]):
         drafted = sum(r.statistics.drafted for r in self.results)
         return sum(r.statistics.accepted for r in self.results) / drafted if drafted else float("nan")
 
-    def tree(self, index: int) -> str:
-        """The branch tree of one example as text: its path, and the rejected drafts hanging off it."""
-        return self.engine.tree.render(self.results[index].branch)
+    def tree(self, index: int) -> "Tree":
+        """The branch tree of one example: its path, and the rejected drafts hanging off it. Draws itself, or `print` it."""
+        from replaylens.views.live import tree_of_result
+
+        return tree_of_result(self.engine, self.results[index])
+
+    def timeline(self, index: int) -> "Timeline":
+        """One example step by step: prefill, decode, verify, rollback, and what the KV cache held."""
+        from replaylens.views.timeline import timeline_of
+
+        result = self.results[index]
+        return timeline_of(self.engine, result.branch, f"example {result.example.index}")
+
+    def _repr_html_(self) -> str:
+        from replaylens.views.summary import run_html
+
+        return run_html(self)
 
     def save(self, path: str | Path, **options: Any) -> "Dump":
         """Write the run as a dump, at a local path or any that fsspec knows. Options: see `dump_writer.save_run`."""

@@ -212,7 +212,7 @@ def test_an_empty_run(model: Any, words: WordTokenizer) -> None:
 def test_the_tree_shows_a_path_and_its_rejected_drafts(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
     run = replay(model, words, examples[:3], drafter="lens", max_new=6, sites="S")
     for i, result in enumerate(run):
-        lines = run.tree(i).splitlines()
+        lines = str(run.tree(i)).splitlines()
         assert lines[0].startswith(f"#{result.branch} ") and f".{result.num_prompt}" in lines[0]
         assert len(lines) == 1 + len(result.rejected)
         assert all(

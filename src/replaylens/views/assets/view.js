@@ -1,0 +1,100 @@
+(() => {
+  // A card with everything that stands in a title: a line a fact, tabs between columns.
+  const card = (view, text) => {
+    const tip = view.appendChild(document.createElement("div"));
+    tip.className = "rl-tip";
+    tip.setAttribute("role", "tooltip");
+    let table = null;
+    for (const line of text.split("\n")) {
+      const cells = line.split("\t");
+      if (cells.length === 1) {
+        tip.appendChild(document.createElement("b")).textContent = line;
+        table = null;
+        continue;
+      }
+      table ??= tip.appendChild(document.createElement("table"));
+      const row = table.insertRow();
+      for (const cell of cells) row.insertCell().textContent = cell;
+    }
+    return tip;
+  };
+  const place = (tip, target) => {
+    const box = target.getBoundingClientRect();
+    const below = box.bottom + 6 + tip.offsetHeight <= innerHeight || box.top < tip.offsetHeight + 6;
+    tip.style.top = (below ? box.bottom + 6 : box.top - tip.offsetHeight - 6) + "px";
+    tip.style.left = Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 8)) + "px";
+  };
+  const takeTitle = (element) => {
+    if (element.title) {
+      element.dataset.tip = element.title;
+      element.removeAttribute("title");
+    }
+  };
+  const addCards = (view) => {
+    let tip = null;
+    const hide = () => { tip?.remove(); tip = null; };
+    const show = (event) => {
+      const target = event.target.closest?.("[data-tip],.rl-token[title],.rl-cell[title]");
+      hide();
+      if (!target || !view.contains(target)) return;
+      takeTitle(target);
+      tip = card(view, target.dataset.tip);
+      place(tip, target);
+    };
+    for (const kind of ["mouseover", "focusin"]) view.addEventListener(kind, show);
+    for (const kind of ["mouseleave", "focusout"]) view.addEventListener(kind, hide);
+    view.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
+    addEventListener("scroll", hide, { passive: true, capture: true });
+  };
+  // A timeline shows one frame at a time.
+  const addSteps = (timeline) => {
+    const frames = [...timeline.querySelectorAll(".rl-frame")];
+    if (timeline.dataset.ready || !frames.length) return;
+    timeline.dataset.ready = "1";
+    const bar = document.createElement("div");
+    bar.className = "rl-steps";
+    const button = (text, label, act) => {
+      const made = bar.appendChild(document.createElement("button"));
+      made.type = "button";
+      made.textContent = text;
+      made.setAttribute("aria-label", label);
+      made.addEventListener("click", act);
+      return made;
+    };
+    let at = 0, timer = null;
+    const stop = () => { clearInterval(timer); timer = null; play.textContent = "▶"; };
+    const go = (to) => {
+      at = Math.max(0, Math.min(frames.length - 1, to));
+      frames.forEach((frame, i) => { frame.hidden = i !== at; });
+      slider.value = at;
+      back.disabled = at === 0;
+      next.disabled = at === frames.length - 1;
+      count.textContent = `${at + 1} / ${frames.length}  ${frames[at].dataset.phase}`;
+    };
+    const back = button("◀", "back", () => { stop(); go(at - 1); });
+    const play = button("▶", "play", () => {
+      if (timer) return stop();
+      if (at === frames.length - 1) go(0);
+      play.textContent = "⏸";
+      timer = setInterval(() => { if (at === frames.length - 1 || !timeline.isConnected) stop(); else go(at + 1); }, 1100);
+    });
+    const next = button("▶|", "next", () => { stop(); go(at + 1); });
+    const slider = bar.appendChild(document.createElement("input"));
+    Object.assign(slider, { type: "range", min: 0, max: frames.length - 1, value: 0 });
+    slider.setAttribute("aria-label", "step");
+    slider.addEventListener("input", () => { stop(); go(+slider.value); });
+    const count = bar.appendChild(document.createElement("span"));
+    count.className = "rl-quiet rl-count";
+    timeline.querySelector(".rl-head").after(bar);
+    go(0);
+  };
+  const prepare = (root) => {
+    for (const view of root.querySelectorAll(".rl-view:not([data-ready])")) {
+      view.dataset.ready = "1";
+      addCards(view);
+    }
+    root.querySelectorAll(".rl-timeline").forEach(addSteps);
+  };
+  window.replaylensPrepare = prepare;
+  prepare(document);
+})();

@@ -1,0 +1,74 @@
+"""What a notebook shows for a run, a branch and an engine: the facts in a few lines, then their trees."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from replaylens.engine.branches import BranchStatus
+from replaylens.views import live, tree_html
+from replaylens.views.html import Markup, fragment, tag
+from replaylens.views.svg import cylinder
+from replaylens.views.timeline import Fill
+from replaylens.views.tree import Tree
+
+if TYPE_CHECKING:
+    from replaylens.engine.branch import Branch
+    from replaylens.engine.engine import Engine
+    from replaylens.engine.run import Run
+
+MOST_TREES = 12
+"""unfolded on request in one output"""
+
+
+def run_html(run: "Run") -> str:
+    """Accuracy and acceptance, then the trees of the first examples, folded."""
+    facts: dict[str, str | int | float] = {
+        "examples": len(run),
+        "right answers": f"{run.accuracy:.1%}" if len(run) else "none",
+        "drafts accepted": f"{run.acceptance:.1%}" if run.acceptance == run.acceptance else "nothing drafted",
+    }
+    folded = [_folded(live.tree_of_result(run.engine, result)) for result in run.results[:MOST_TREES]]
+    more = len(run) - len(folded)
+    rest = [tag("p", f"and {more} more: run.tree(i) shows any of them", class_="rl-quiet")] if more > 0 else []
+    return fragment(fact_list(facts), *folded, *rest)
+
+
+def branch_html(branch: "Branch") -> str:
+    """The branch's tree under its facts."""
+    facts = {
+        "status": branch.status.value + (f" ({branch.finish_reason})" if branch.finish_reason else ""),
+        "tokens": f"{branch.length}, of which {branch.root_length} are prompt",
+        "certified": "yes" if branch.certified else "no: fast path or hook functions",
+    }
+    return fragment(fact_list(facts), tree_html.draw(live.tree_of(branch.engine, branch.id)))
+
+
+def engine_html(engine: "Engine") -> str:
+    """Model, fingerprint, how full the cache is, and the trees of the branches that are still held."""
+    config, pool = engine.config, engine.runner.pool
+    used = pool.num_pages - pool.num_free
+    facts = {
+        "model": f"{config.num_layers} layers, width {config.d_model}, vocabulary {config.vocab_size}",
+        "device": f"{engine.fingerprint.device}, {engine.fingerprint.dtype}",
+        "certified": "yes" if engine.certificate.certified else "no",
+        "fingerprint": tag("code", engine.fingerprint.digest),
+        "KV pages": f"{used} of {pool.num_pages} in use, {pool.page_size} positions each",
+    }
+    held = [i for i in engine.tree.roots() if engine.tree.branch(i).status is not BranchStatus.RELEASED]
+    folded = [_folded(live.tree_of(engine, root)) for root in held[-MOST_TREES:]]
+    picture = tag("div", cylinder(Fill(used), pool.num_pages), class_="rl-picture")
+    more = len(held) - len(folded)
+    rest = [tag("p", f"and {more} older roots", class_="rl-quiet")] if more > 0 else []
+    return fragment(tag("div", picture, fact_list(facts), class_="rl-head"), *folded, *rest)
+
+
+def fact_list(facts: Mapping[str, str | int | float]) -> Markup:
+    """Names with their values."""
+    return tag(
+        "dl", *(part for name, value in facts.items() for part in (tag("dt", name), tag("dd", value))), class_="rl-facts"
+    )
+
+
+def _folded(tree: Tree) -> Markup:
+    text = "".join(token.text for token in tree.trunk.tokens)
+    head = f"{tree.title}, {len(tree.paths) - 1} branches: …{text[-70:]}"
+    return tag("details", tag("summary", head), tree_html.draw(tree))

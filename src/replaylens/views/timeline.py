@@ -1,0 +1,338 @@
+"""`Timeline`: one request step by step, prefill - decode - verify - rollback, as its trace tells it.
+
+Every number in a frame is one of the run's own. Steps that draft nothing leave no event of their own; their tokens are
+taken from the branch's path where that is known, and shown as unknown otherwise.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replaylens.engine.branches import TokenState
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.trace import Trace, path_digest
+from replaylens.views.readings import word
+from replaylens.views.tree import visible
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+    from replaylens.engine.engine import Engine
+
+PROMPT, ACCEPTED, PENDING, DRAFT, REJECTED = TokenState
+
+
+class Phase(Enum):
+    """What a frame shows; the values are captions."""
+
+    PREFILL = "prefill"
+    FORK = "fork"
+    FORCE = "force"
+    DIRECT = "direct"
+    DECODE = "decode"
+    VERIFY = "verify"
+    ACCEPT = "accept"
+    ROLLBACK = "rollback"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One generated token in a frame. `number` counts from T0; drafts carry a prime."""
+
+    text: str
+    state: TokenState
+    number: int
+    drafted: bool = False
+
+    @property
+    def visible(self) -> str:
+        return visible(self.text)
+
+    @property
+    def name(self) -> str:
+        return f"T{self.number}{'′' if self.drafted else ''}"
+
+
+@dataclass(frozen=True)
+class Fill:
+    """What the request's KV slots hold, in positions."""
+
+    prompt: int
+    accepted: int = 0
+    draft: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.accepted + self.draft
+
+    def by_state(self) -> list[tuple[TokenState, int]]:
+        """Sections in the order of the positions; empty ones left out."""
+        sections = [(PROMPT, self.prompt), (ACCEPTED, self.accepted), (DRAFT, self.draft)]
+        return [(state, count) for state, count in sections if count]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What the verifier said about one draft. `verifier` is None after the first mismatch: nobody asked."""
+
+    draft: Slot | None
+    """None for the token that comes free when every draft stood"""
+    verifier: Slot | None
+
+    @property
+    def stands(self) -> bool:
+        return self.draft is not None and self.verifier is not None and self.draft.text == self.verifier.text
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The state of the request after one step."""
+
+    phase: Phase
+    caption: str
+    kv: Fill
+    generated: tuple[Slot, ...] = ()
+    """the tokens after the prompt, drafts of the chain that is followed included"""
+    checks: tuple[Check, ...] = ()
+    siblings: tuple[tuple[Slot, ...], ...] = ()
+    """other chains that were drafted at the same place"""
+    others: int = 0
+    """requests that were running beside it"""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Frames of one request. Draws itself in a notebook and in a terminal; `still` and `board` are SVG files."""
+
+    frames: tuple[Frame, ...]
+    title: str = ""
+
+    @property
+    def capacity(self) -> int:
+        """The most positions that it ever held."""
+        return max((frame.kv.total for frame in self.frames), default=0)
+
+    def first(self, *phases: Phase) -> list[Frame]:
+        """For each phase one frame, if there is any: decode, verify and rollback from the round that shows most."""
+        best = max(range(len(self.frames)), key=lambda i: (_interest(self.frames[i]), -i), default=0)
+        telling = self.frames[max(0, best - 1) : best + 2]  # decode, verify, what came of it
+        found = (next((f for f in (*telling, *self.frames) if f.phase is phase), None) for phase in phases)
+        return [frame for frame in found if frame is not None]
+
+    def still(self, frame: Frame) -> str:
+        """One frame as an SVG file."""
+        from replaylens.views import svg
+
+        return svg.document([frame], self.capacity)
+
+    def board(self, frames: Sequence[Frame] | None = None) -> str:
+        """Several frames as one SVG file, two in a row; default: prefill, decode, verify, and what came of it."""
+        from replaylens.views import svg
+
+        ends = Phase.ROLLBACK if any(frame.phase is Phase.ROLLBACK for frame in self.frames) else Phase.ACCEPT
+        four = self.first(Phase.PREFILL, Phase.DECODE, Phase.VERIFY, ends)
+        return svg.document(list(frames or four), self.capacity)
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write every frame as a still; returns the files."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        files = [Path(folder) / f"{i:03d}-{frame.phase.value}.svg" for i, frame in enumerate(self.frames)]
+        for file, frame in zip(files, self.frames, strict=True):
+            file.write_text(self.still(frame))
+        return files
+
+    def __str__(self) -> str:
+        from replaylens.views import terminal
+
+        return "\n".join(line.plain for line in terminal.frame_lines(list(self.frames)))
+
+    __repr__ = __str__
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from replaylens.views import terminal
+
+        yield from terminal.frame_lines(list(self.frames))
+
+    def _repr_html_(self) -> str:
+        from replaylens.views import html, svg
+
+        return html.fragment(svg.stepper(self))
+
+
+def _interest(frame: Frame) -> int:
+    """How much a verification has to tell: drafts that stood, and one that did not, after them."""
+    stood = sum(check.stands for check in frame.checks)
+    return 2 * (0 < stood < sum(check.draft is not None for check in frame.checks)) + bool(stood)
+
+
+def timeline_of(engine: "Engine", branch: int, title: str = "") -> Timeline:
+    """The life of one of the engine's branches, from the engine's own trace."""
+    known = {branch: engine.tree.path(branch)}
+    return timeline(engine.trace, branch, partial(word, engine.text), known, title or f"branch {branch}")
+
+
+def timeline(
+    trace: Trace, branch: int, decode: Callable[[int], str], known: Mapping[int, Sequence[int]] | None = None, title: str = ""
+) -> Timeline:
+    """The life of one branch as a trace tells it. `known`: final token paths, for steps that left no event."""
+    teller = _Teller(branch, decode, known or {})
+    for event in trace.events:
+        teller.hear(event)
+    if not teller.frames:
+        raise BadRequest(f"the trace has no branch {branch}")
+    return Timeline(tuple(teller.frames), title)
+
+
+@dataclass
+class _Line:
+    """A branch while the trace is read: [0, computed) has KV; at most one token after that is pending."""
+
+    tokens: list[int | None]
+    num_prompt: int
+    computed: int
+    at: int = 0
+    chains: list[list[int]] = field(default_factory=list)
+    """drafted after position `at` and not judged yet"""
+
+
+class _Teller:
+    """Follows all branches through a trace and makes the frames of one."""
+
+    def __init__(self, branch: int, decode: Callable[[int], str], known: Mapping[int, Sequence[int]]) -> None:
+        self.branch, self.decode, self.known = branch, decode, known
+        self.lines: dict[int, _Line] = {}
+        self.running: set[int] = set()
+        self.frames: list[Frame] = []
+
+    def hear(self, event: dict[str, Any]) -> None:
+        """Mutates: one more event."""
+        line, mine = self.lines.get(event["branch"]), event["branch"] == self.branch
+        made: Iterator[Frame] = iter(())
+        match event["event"]:
+            case "plant":
+                count = len(event["tokens"])
+                line = self.lines[event["branch"]] = _Line(list(event["tokens"]), count, count)
+                made = iter([self._frame(line, Phase.PREFILL, f"{count} prompt tokens in canonical passes")])
+            case "fork" if line is not None:
+                self._fork(line, event)
+            case "force" if line is not None:
+                line.tokens += event["tokens"]
+                line.computed = len(line.tokens)
+                words = visible("".join(map(self.decode, event["tokens"])))
+                made = iter([self._frame(line, Phase.FORCE, f"forced: {words}")])
+            case "generate":
+                self.running.add(event["branch"])
+            case "draft" if line is not None:
+                made = self._draft(line, event)
+            case "verdict" if line is not None:
+                made = self._verdict(line, event)
+            case "finish" if line is not None:
+                self.running.discard(event["branch"])
+                made = self._finish(line, event)
+            case "rollback" if line is not None:
+                del line.tokens[event["to"] :]
+                line.computed = min(line.computed, event["to"])
+                made = iter([self._frame(line, Phase.ROLLBACK, f"rolled back to {event['to']} tokens")])
+        frames = list(made)  # told in any case: it moves the line on
+        self.frames += frames if mine else []
+
+    def _fork(self, line: _Line, event: dict[str, Any]) -> None:
+        at = event["at"]
+        child = self.lines[event["child"]] = _Line(line.tokens[:at], min(line.num_prompt, at), min(line.computed, at))
+        if event["child"] == self.branch:
+            caption = f"forked from branch {event['branch']} at {at}: pages shared, nothing copied"
+            self.frames.append(self._frame(child, Phase.FORK, caption))
+
+    def _draft(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
+        yield from self._direct(line, event["branch"], event["at"])
+        line.at, line.chains = event["at"], event["chains"]
+        if any(line.chains):
+            width = f" in {len(line.chains)} chains" if len(line.chains) > 1 else ""
+            count = sum(map(len, line.chains))
+            yield self._frame(line, Phase.DECODE, f"{count} tokens drafted{width}: nothing is promised yet")
+
+    def _verdict(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
+        """The verification, then what it left of the sequence and of the cache."""
+        chains, chain, accepted, pending = line.chains, event["chain"], event["accepted"], list(event["pending"])
+        followed = chains[chain] if chains else []
+        rows = 1 + max(map(len, chains), default=0)
+        caption = f"one canonical pass over {rows} rows" + (f" of each of {len(chains)} chains" if len(chains) > 1 else "")
+        yield self._frame(line, Phase.VERIFY, caption, chain, self._checks(line, followed, accepted, pending))
+        rejected = [c for i, c in enumerate(chains) if c and i != chain]
+        rejected += [followed] if len(followed) > accepted else []
+        for kept, path in zip(event["rejected"], rejected, strict=False):
+            self.lines[kept] = _Line([*line.tokens, *path], line.num_prompt, line.at + len(path))
+        num_rejected = sum(map(len, chains)) - accepted
+        line.tokens = [*line.tokens[: line.at], *followed[:accepted], *pending]
+        line.computed, line.chains = line.at + accepted, []
+        gained = f"{accepted} accepted" + (", one more comes free and is pending" if pending else "")
+        if num_rejected:
+            gained = f"{accepted} accepted, {num_rejected} rejected" + (", the verifier's own is pending" if pending else "")
+        phase = Phase.ROLLBACK if num_rejected else Phase.ACCEPT
+        yield self._frame(line, phase, f"{gained}; KV up to position {line.computed}")
+
+    def _checks(self, line: _Line, followed: list[int], accepted: int, pending: list[int]) -> tuple[Check, ...]:
+        said = [*followed[:accepted], *pending]
+        checks = []
+        for i in range(max(len(followed), len(said))):
+            number = line.at - line.num_prompt + i
+            draft = self._slot(followed[i], DRAFT, number, drafted=True) if i < len(followed) else None
+            state = ACCEPTED if i < accepted else PENDING
+            checks.append(Check(draft, self._slot(said[i], state, number) if i < len(said) else None))
+        return tuple(checks)
+
+    def _finish(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
+        line.chains = []
+        yield from self._direct(line, event["branch"], event["length"], event["path"])
+        if event["generated"] == 0:
+            line.computed = event["length"]
+
+    def _direct(self, line: _Line, branch: int, length: int, digest: str | None = None) -> Iterator[Frame]:
+        """Tokens that were committed one by one since the last event."""
+        count = length - len(line.tokens)
+        if count <= 0:
+            return
+        path = list(self.known.get(branch, ()))[:length]
+        known = path[: len(line.tokens)] == line.tokens and len(path) == length
+        if digest is not None and known:
+            known = path_digest(path) == digest
+        line.tokens += path[len(line.tokens) :] if known else [None] * count
+        line.computed = max(line.num_prompt, length - 1)
+        yield self._frame(line, Phase.DIRECT, f"{count} decoded directly: canonical at once, nothing to verify")
+
+    # ---- frames -------------------------------------------------------------------------------------------------
+
+    def _frame(self, line: _Line, phase: Phase, caption: str, chain: int = 0, checks: tuple[Check, ...] = ()) -> Frame:
+        """The line as it stands. A draft's KV goes to slots of its own after those of the sequence."""
+        first = len(line.tokens) - line.num_prompt
+        slots = [self._slot(token, self._state(line, p), p - line.num_prompt) for p, token in enumerate(line.tokens)]
+        drafts = [tuple(self._slot(t, DRAFT, first + i, True) for i, t in enumerate(c)) for c in line.chains]
+        if checks:  # what the verifier turned down is red from then on
+            stood = sum(check.stands for check in checks)
+            drafts = [
+                (*c[: stood * (i == chain)], *(replace(slot, state=REJECTED) for slot in c[stood * (i == chain) :]))
+                for i, c in enumerate(drafts)
+            ]
+        prompt = min(line.num_prompt, line.computed)
+        waiting = len(line.tokens) - line.computed if line.chains else 0
+        fill = Fill(prompt, line.computed - prompt, waiting + sum(map(len, line.chains)))
+        return Frame(
+            phase,
+            caption,
+            fill,
+            (*slots[line.num_prompt :], *(drafts[chain] if drafts else ())),
+            checks,
+            tuple(other for i, other in enumerate(drafts) if i != chain and other),
+            len(self.running - {self.branch}),
+        )
+
+    def _state(self, line: _Line, position: int) -> TokenState:
+        if position < line.num_prompt:
+            return PROMPT
+        return ACCEPTED if position < line.computed else PENDING
+
+    def _slot(self, token: int | None, state: TokenState, number: int, drafted: bool = False) -> Slot:
+        return Slot("…" if token is None else self.decode(token), state, number, drafted)
