@@ -1,0 +1,53 @@
+"""`Grams`: second moments of many subsets of the same rows, for the price of one.
+
+Folds and labels with missing values make many training sets of the same rows. The rows are cut into the atoms that these
+sets are made of (rows that belong to the same sets); each atom is summed once, and a set is the sum of its atoms.
+"""
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Grams:
+    """Of x [cells, rows, d] and sets [sets, rows] (bool): everything that closed-form probes want to know.
+
+    Rows are centred on the mean over all of them beforehand (`shift`), so that no digits are lost to a large common mean.
+    """
+
+    def __init__(self, x: Tensor, sets: np.ndarray) -> None:
+        self.sets = torch.as_tensor(sets, device=x.device)
+        self.shift = x.mean(1)  # [cells, d]
+        self.x = x - self.shift[:, None]
+        self.counts = self.sets.sum(1).to(x.dtype)  # [sets]
+        weights = self.sets.to(x.dtype)
+        self.means = torch.einsum("sn,bnd->bsd", weights, self.x) / self.counts[:, None]
+        self._atoms = _atoms(sets)
+
+    @cached_property
+    def second(self) -> Tensor:
+        """[cells, sets, d, d]: sum of x^T x about each set's own mean."""
+        b, _, d = self.x.shape
+        total = self.x.new_zeros(b, len(self.sets), d, d)
+        for rows, members in self._atoms:
+            part = self.x[:, torch.as_tensor(rows, device=self.x.device)]
+            total[:, torch.as_tensor(members, device=self.x.device)] += (part.mT @ part)[:, None]
+        return total - torch.einsum("s,bsd,bse->bsde", self.counts, self.means, self.means)
+
+    @cached_property
+    def scales(self) -> Tensor:
+        """[cells, sets, d]: standard deviation of each column in each set; 1 where it does not vary."""
+        weights = self.sets.to(self.x.dtype)
+        squares = torch.einsum("sn,bnd->bsd", weights, self.x.square()) / self.counts[:, None]
+        variance = (squares - self.means.square()).clamp_min(0)
+        floor = torch.finfo(self.x.dtype).eps * 10 * squares
+        return torch.where(variance > floor, variance.sqrt(), torch.ones_like(variance))
+
+
+def _atoms(sets: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(rows, sets that hold them) for every different membership; rows in no set are left out."""
+    patterns, place = np.unique(sets.T, axis=0, return_inverse=True)
+    place = place.reshape(-1)
+    return [(np.flatnonzero(place == i), np.flatnonzero(pattern)) for i, pattern in enumerate(patterns) if pattern.any()]

@@ -1,0 +1,72 @@
+"""Mass-mean probes: the direction from one class's mean to the other's (Marks & Tegmark, arXiv 2310.06824).
+
+Plain:     a row belongs to the nearest class mean; for two classes the direction is mean1 - mean0.
+Whitened:  nearest in the metric of the covariance within classes: the direction becomes within^-1 (mean1 - mean0).
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from replaylens.probes.errors import OneClass
+from replaylens.probes.moments import Moments, moments_of
+
+RIDGE = 1e-6
+"""of the mean variance, added before inverting: rows may lie in a subspace"""
+
+
+class MassMeanProbe(ClassifierMixin, BaseEstimator):
+    """Nearest class mean.
+
+    whiten  measure distance by the covariance within classes
+    """
+
+    def __init__(self, whiten: bool = False) -> None:
+        self.whiten = whiten
+
+    def fit(self, X: Any, y: Any) -> "MassMeanProbe":
+        X, y = validate_data(self, X, y)
+        check_classification_targets(y)
+        self.classes_, places = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise OneClass(f"all {len(y)} rows have one class, {self.classes_[0]!r}: nothing to tell apart")
+        names = np.array([f"{i:09d}" for i in range(len(self.classes_))])  # so that their order as text is their own
+        return self._set(moments_of(X, names[places]))
+
+    def fit_moments(self, moments: Moments) -> "MassMeanProbe":
+        """From streamed moments: the same probe, bit for bit, as `fit` on the same rows in the same order."""
+        self.classes_ = np.array(moments.classes)
+        self.n_features_in_ = len(moments.mean)
+        return self._set(moments)
+
+    def _set(self, moments: Moments) -> "MassMeanProbe":
+        means = moments.class_means  # [k, d]
+        weights = torch.linalg.solve(regularised(moments.within), means.T).T if self.whiten else means
+        bias = -0.5 * (weights * means).sum(1)
+        if len(means) == 2:
+            weights, bias = weights[1:] - weights[:1], bias[1:] - bias[:1]
+        self.coef_, self.intercept_ = weights.numpy(), bias.numpy()  # as scikit-learn's: one line for two classes
+        return self
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        check_is_fitted(self)
+        X = validate_data(self, X, reset=False)
+        scores: np.ndarray = X @ self.coef_.T + self.intercept_
+        return scores[:, 0] if len(self.classes_) == 2 else scores
+
+    def predict(self, X: Any) -> np.ndarray:
+        scores = self.decision_function(X)
+        places = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
+        chosen: np.ndarray = self.classes_[places]
+        return chosen
+
+
+def regularised(covariance: Tensor) -> Tensor:
+    """The covariance with a little of its mean variance on the diagonal, so that it can be inverted."""
+    scale = covariance.diagonal().mean().clamp_min(torch.finfo(covariance.dtype).tiny)
+    return covariance + RIDGE * scale * torch.eye(len(covariance), dtype=covariance.dtype)

@@ -1,0 +1,169 @@
+"""`Newton`: logistic regression for every cell, task and fold at once.
+
+Minimises  sum of log-losses over the training rows + penalty / 2 |w|^2  with w in standardised columns and the bias
+free, which is scikit-learn's LogisticRegression(C = 1 / penalty) behind a StandardScaler. Newton's method; each linear
+system is solved by conjugate gradients, preconditioned with the Hessian whose row weights are replaced by their mean: that one is a Gram
+matrix, known beforehand. A Hessian product costs two products with the rows, shared by all tasks and folds of a cell.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from replaylens.probes.grams import Grams
+
+_NEWTON_STEPS, _CG_STEPS, _HALVINGS = 50, 200, 20
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Weights [b, t, f, k, d] and biases [b, t, f, k], or anything else of their shape: a gradient, a step."""
+
+    w: Tensor
+    c: Tensor
+
+    def plus(self, length: Tensor, other: "Pair") -> "Pair":
+        """self + length * other, with one length per problem [b, t, f]."""
+        return Pair(self.w + length[..., None, None] * other.w, self.c + length[..., None] * other.c)
+
+    def dot(self, other: "Pair") -> Tensor:
+        """[b, t, f]"""
+        return (self.w * other.w).sum((3, 4)) + (self.c * other.c).sum(3)
+
+    def norm(self) -> Tensor:
+        return self.dot(self).sqrt()
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A place with everything known there."""
+
+    at: Pair
+    loss: Tensor
+    """[b, t, f]"""
+    gradient: Pair
+    q: Tensor
+    """probabilities [b, t, f, n, k]"""
+
+
+class Newton:
+    """`run` gives the minimiser. b cells, t tasks, f folds, n rows, k outputs (1 for two classes), d columns."""
+
+    def __init__(self, grams: Grams, y: Tensor, where: Tensor, penalty: float, tolerance: float) -> None:
+        """y [t, n, k]; where [t, f]: the set of `grams` that each fold trains on."""
+        self.x, self.y, self.penalty, self.tolerance = grams.x, y[None, :, None], penalty, tolerance
+        self.binary = y.shape[-1] == 1
+        self.train = grams.sets[where].to(y.dtype)[None, ..., None]  # [1, t, f, n, 1]
+        self.counts = self.train.sum((3, 4))  # [1, t, f]
+        self.scale, self.mean = grams.scales[:, where], grams.means[:, where]  # [b, t, f, d]
+        first = where[:, 0]  # the folds of a task share a preconditioner: their rows are mostly the same
+        scale = grams.scales[:, first]
+        correlation = grams.second[:, first] / (scale[..., :, None] * scale[..., None, :])
+        self.gram = correlation / grams.counts[first][None, :, None, None]  # [b, t, d, d]
+        self.curvature: Tensor | None = None
+        self.tiny = torch.finfo(y.dtype).tiny
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """(weight [b, t, f, k, d], bias [b, t, f, k]) in the Grams' coordinates."""
+        (b, t, f, d), k = self.scale.shape, self.y.shape[-1]
+        here = self._look(Pair(self.x.new_zeros(b, t, f, k, d), self.x.new_zeros(b, t, f, k)))
+        start = here.gradient.norm().clamp_min(1.0)
+        for _ in range(_NEWTON_STEPS):
+            left = here.gradient.norm() / start
+            active = left > self.tolerance
+            if not bool(active.any()):
+                break
+            step = self._step(here, active, left.sqrt().clamp_max(0.25))
+            following = self._descend(here, step, active)
+            if following is None:  # rounding is all that is left
+                break
+            here = following
+        weight = here.at.w / self.scale[:, :, :, None]
+        return weight, here.at.c - torch.einsum("btfkd,btfd->btfk", weight, self.mean)
+
+    def _forward(self, pair: Pair) -> Tensor:
+        """Scores of all rows [b, t, f, n, k]."""
+        u = pair.w / self.scale[:, :, :, None]
+        b, t, f, k, d = u.shape
+        z = self.x @ u.reshape(b, t * f * k, d).mT  # [b, n, t f k]: one product for all tasks and folds
+        z = z.view(b, -1, t, f, k).permute(0, 2, 3, 1, 4)
+        return z + (pair.c - torch.einsum("btfkd,btfd->btfk", u, self.mean))[:, :, :, None]
+
+    def _backward(self, r: Tensor) -> Pair:
+        """The adjoint of `_forward`, for r [b, t, f, n, k]."""
+        b, t, f, n, k = r.shape
+        sums = r.sum(3)
+        raw = (r.permute(0, 1, 2, 4, 3).reshape(b, t * f * k, n) @ self.x).view(b, t, f, k, -1)
+        return Pair((raw - sums[..., None] * self.mean[:, :, :, None]) / self.scale[:, :, :, None], sums)
+
+    def _look(self, at: Pair) -> Point:
+        z = self._forward(at)
+        if self.binary:
+            misfit, q = softplus(z) - self.y * z, torch.sigmoid(z)
+        else:
+            misfit, q = torch.logsumexp(z, -1, keepdim=True) - (self.y * z).sum(-1, keepdim=True), z.softmax(-1)
+        loss = (self.train * misfit).sum((3, 4)) + 0.5 * self.penalty * at.w.square().sum((3, 4))
+        fit = self._backward(self.train * (q - self.y))
+        return Point(at, loss, Pair(fit.w + self.penalty * at.w, fit.c), q)
+
+    def _curve(self, pair: Pair, q: Tensor) -> Pair:
+        """The Hessian times the pair."""
+        z = self._forward(pair)
+        bent = q * (1 - q) * z if self.binary else q * (z - (q * z).sum(-1, keepdim=True))
+        fit = self._backward(self.train * bent)
+        return Pair(fit.w + self.penalty * pair.w, fit.c)
+
+    def _step(self, here: Point, active: Tensor, accuracy: Tensor) -> Pair:
+        """Solve Hessian * step = -gradient to the accuracy asked for, all problems in step."""
+        precondition = self._preconditioner(here.q)
+        step = Pair(torch.zeros_like(here.gradient.w), torch.zeros_like(here.gradient.c))
+        rest = Pair(-here.gradient.w, -here.gradient.c)
+        way = fixed = precondition(rest)
+        size = rest.dot(fixed)
+        goal, going = accuracy * rest.norm(), active
+        for _ in range(_CG_STEPS):
+            bent = self._curve(way, here.q)
+            length = torch.where(going, size / way.dot(bent).clamp_min(self.tiny), 0.0)
+            step, rest = step.plus(length, way), rest.plus(-length, bent)
+            going = going & (rest.norm() > goal)
+            if not bool(going.any()):
+                break
+            fixed = precondition(rest)
+            fresh = rest.dot(fixed)
+            way = fixed.plus(torch.where(going, fresh / size.clamp_min(self.tiny), 0.0), way)
+            size = fresh
+        return step
+
+    def _preconditioner(self, q: Tensor) -> Callable[[Pair], Pair]:
+        """Approximate inverse of the Hessian; factored anew only when the rows' weights have fallen to half."""
+        spread = (self.train * q * (1 - q)).sum((3, 4)) / q.shape[-1]  # [b, t, f]: sum over the rows
+        mean = (spread / self.counts).mean(2)  # [b, t]
+        if self.curvature is None or bool((mean < 0.5 * self.curvature).any()):
+            self.curvature = mean
+            total = (mean * self.counts.mean(2))[..., None, None] * self.gram
+            eye = torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
+            self.factor = torch.linalg.cholesky(total + self.penalty * eye)  # [b, t, d, d]
+        bias_weight = spread.clamp_min(1e-6)[..., None]
+
+        def apply(pair: Pair) -> Pair:
+            b, t, f, k, d = pair.w.shape
+            solved = torch.cholesky_solve(pair.w.reshape(b, t, f * k, d).mT, self.factor)
+            return Pair(solved.mT.reshape(b, t, f, k, d), pair.c / bias_weight)
+
+        return apply
+
+    def _descend(self, here: Point, step: Pair, active: Tensor) -> Point | None:
+        """Halve steps until every loss falls as it should; problems that are done stay. None: no step is short enough."""
+        slope = here.gradient.dot(step)
+        length = active.to(slope.dtype)
+        slack = 10 * torch.finfo(slope.dtype).eps * here.loss.abs()
+        for _ in range(_HALVINGS):
+            there = self._look(here.at.plus(length, step))
+            bad = active & (there.loss > here.loss + 1e-4 * length * slope + slack)
+            if not bool(bad.any()):
+                return there
+            length = torch.where(bad, 0.5 * length, length)
+        return None
