@@ -21,12 +21,12 @@ class Markup(str):
     """Text that is HTML. Only this module and drawings made of checked parts may call it into being."""
 
 
-def tag(name: str, *children: str | int | float, **attributes: Value) -> Markup:
+def tag(name: str, /, *children: str | int | float, **attributes: Value) -> Markup:
     """One element. `class_` is class, `data_x` is data-x; an attribute of None or False is left out, True has no value."""
     return Markup(f"<{name}{''.join(map(_attribute, attributes.items()))}>{join(children)}</{name}>")
 
 
-def void(name: str, **attributes: Value) -> Markup:
+def void(name: str, /, **attributes: Value) -> Markup:
     """An element that has no content, such as input."""
     return Markup(f"<{name}{''.join(map(_attribute, attributes.items()))}>")
 

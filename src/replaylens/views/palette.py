@@ -33,6 +33,8 @@ CHECK = "#b9c0c7"
 """the darker squares of a pending token"""
 OTHER = "#aab1b8"
 """requests that the picture is not about"""
+SAND = "#dcb98a"
+"""states that are added to a chunk"""
 LOOKS = {
     TokenState.PROMPT: Look("#86b6f2", "·", "bright_blue"),
     TokenState.ACCEPTED: Look("#a8ecc9", "✓", "bright_green"),
@@ -41,15 +43,36 @@ LOOKS = {
     TokenState.REJECTED: Look("#ee8a72", "✗", "bright_red", "strike"),
 }
 PAGES = {
-    "light": {"page": "#ffffff", "panel": "#f5f7f9", "text": "#14171a", "quiet": "#59636e", "line": "#8a949e"},
-    "dark": {"page": "#14171a", "panel": "#1f2429", "text": "#eceff2", "quiet": "#a3adb8", "line": "#6f7a85"},
+    "light": {
+        "page": "#ffffff",
+        "panel": "#f5f7f9",
+        "text": "#14171a",
+        "quiet": "#59636e",
+        "line": "#8a949e",
+        "deep": "#0b4f8f",
+        "deep-ink": "#ffffff",
+    },
+    "dark": {
+        "page": "#14171a",
+        "panel": "#1f2429",
+        "text": "#eceff2",
+        "quiet": "#a3adb8",
+        "line": "#6f7a85",
+        "deep": "#8ec5ff",
+        "deep-ink": "#14171a",
+    },
 }
-"""colours of everything that is no token"""
+"""colours of everything that is no token; `deep` is where heatmaps end"""
 
 
 def css_variables(theme: str) -> str:
     """The palette as CSS custom properties: `--rl-prompt`, `--rl-page`, ..."""
-    fills = {state.value: look.fill for state, look in LOOKS.items()} | {"ink": INK, "check": CHECK, "other": OTHER}
+    fills = {state.value: look.fill for state, look in LOOKS.items()} | {
+        "ink": INK,
+        "check": CHECK,
+        "other": OTHER,
+        "sand": SAND,
+    }
     return "".join(f"--rl-{name}:{colour};" for name, colour in (fills | PAGES[theme]).items())
 
 

@@ -196,6 +196,9 @@ class _Line:
     at: int = 0
     chains: list[list[int]] = field(default_factory=list)
     """drafted after position `at` and not judged yet"""
+    prefilling: bool = False
+    beside: int = 0
+    """the most other requests that ran during its prefill"""
 
 
 class _Teller:
@@ -214,8 +217,8 @@ class _Teller:
         match event["event"]:
             case "plant":
                 count = len(event["tokens"])
-                line = self.lines[event["branch"]] = _Line(list(event["tokens"]), count, count)
-                made = iter([self._frame(line, Phase.PREFILL, f"{count} prompt tokens in canonical passes")])
+                self.lines[event["branch"]] = _Line(list(event["tokens"]), count, count, prefilling=True)
+                self._start(event["branch"])
             case "fork" if line is not None:
                 self._fork(line, event)
             case "force" if line is not None:
@@ -224,7 +227,7 @@ class _Teller:
                 words = visible("".join(map(self.decode, event["tokens"])))
                 made = iter([self._frame(line, Phase.FORCE, f"forced: {words}")])
             case "generate":
-                self.running.add(event["branch"])
+                self._start(event["branch"])
             case "draft" if line is not None:
                 made = self._draft(line, event)
             case "verdict" if line is not None:
@@ -238,6 +241,11 @@ class _Teller:
                 made = iter([self._frame(line, Phase.ROLLBACK, f"rolled back to {event['to']} tokens")])
         frames = list(made)  # told in any case: it moves the line on
         self.frames += frames if mine else []
+
+    def _start(self, branch: int) -> None:
+        self.running.add(branch)
+        for line in (self.lines[each] for each in self.running if each in self.lines):
+            line.beside = max(line.beside, len(self.running) - 1) if line.prefilling else 0
 
     def _fork(self, line: _Line, event: dict[str, Any]) -> None:
         at = event["at"]
@@ -285,7 +293,9 @@ class _Teller:
         return tuple(checks)
 
     def _finish(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
-        line.chains = []
+        if line.prefilling:
+            yield self._frame(line, Phase.PREFILL, f"{line.num_prompt} prompt tokens in canonical passes")
+        line.chains, line.prefilling = [], False
         yield from self._direct(line, event["branch"], event["length"], event["path"])
         if event["generated"] == 0:
             line.computed = event["length"]
@@ -326,7 +336,7 @@ class _Teller:
             (*slots[line.num_prompt :], *(drafts[chain] if drafts else ())),
             checks,
             tuple(other for i, other in enumerate(drafts) if i != chain and other),
-            len(self.running - {self.branch}),
+            line.beside if line.prefilling else len(self.running - {self.branch}),
         )
 
     def _state(self, line: _Line, position: int) -> TokenState:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from replaylens.engine.branches import TokenState
@@ -46,7 +46,8 @@ class Path:
 
     @property
     def end(self) -> int:
-        return self.fork_position + len(self.tokens)
+        """The position after its last token. A dump may hold some of its tokens only."""
+        return self.tokens[-1].position + 1 if self.tokens else self.fork_position
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Tree:
 _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍", "": "∅"}
 
 
+@lru_cache(1 << 16)
 def visible(text: str) -> str:
     """Text for a box of its own: line breaks, tabs, control characters and nothing at all can be seen."""
     if not text:

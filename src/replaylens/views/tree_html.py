@@ -14,8 +14,8 @@ def draw(tree: Tree) -> Markup:
     """The tree with its title and the meaning of its colours."""
     stem = _stem_length(tree)
     parts = [tag("div", tag("b", tree.title), legend(), class_="rl-head")]
-    if stem:
-        parts.append(tag("div", *(chip(token, tree.trunk) for token in tree.trunk.tokens[:stem]), class_="rl-stem"))
+    if before := [chip(token, tree.trunk) for token in tree.trunk.tokens if token.position < stem]:
+        parts.append(tag("div", *before, class_="rl-stem"))
     parts.append(tag("div", tag("div", *_grid(tree, stem), class_="rl-grid"), class_="rl-scroll"))
     if tree.left_out:
         parts.append(tag("p", f"and {tree.left_out} more branches", class_="rl-quiet"))

@@ -1,0 +1,60 @@
+"""`replaylens report`: a dump, and what was probed in it, as one HTML file.
+
+Exit codes: 0 fine, 1 the replay found a mismatch (the page is written and says so), 2 bad input, 130 interrupted.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from replaylens.commands.dump import reporting
+from replaylens.engine import zoo
+from replaylens.engine.dump import Dump
+from replaylens.engine.dump_verify import MISMATCH, Verdict
+from replaylens.engine.dump_verify import verify as verify_dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadRequest
+from replaylens.views.readings import word
+from replaylens.views.report import MOST_TREES, Report
+
+
+def report(
+    source: Annotated[str, typer.Argument(help="A dump's folder.")],
+    out: Annotated[Path, typer.Option("--out", help="The HTML file to write.")] = Path("report.html"),
+    model: Annotated[
+        str | None, typer.Option("--model", help="What to replay with.  [default: the embedded model that made the dump]")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to replay: cpu or cuda.")] = "cpu",
+    verify: Annotated[float, typer.Option(min=0, max=1, help="Share of the examples to replay; 0: none.")] = 0.01,
+    trees: Annotated[int, typer.Option(min=0, help="Examples that get a tree.")] = MOST_TREES,
+    title: Annotated[str, typer.Option(help="Of the page.")] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
+) -> None:
+    """Make one self-contained page: examples, trees, lens and probes, and the proof that it can be replayed."""
+    with reporting():
+        dump = Dump.open(source)
+        engine = _engine(dump, model, device)
+        verdict = _verify(dump, engine, verify, quiet)
+        decode = (lambda token: word(engine.text, token)) if engine is not None else None
+        written = Report(dump, verdict, decode, trees, title).save(out, progress=not quiet)
+    typer.echo(f"{written}: {written.stat().st_size / 1e6:.1f} MB; {verdict.status if verdict else 'not replayed'}")
+    if verdict is not None and verdict.status == MISMATCH:
+        raise typer.Exit(1)
+
+
+def _engine(dump: Dump, model: str | None, device: str) -> Engine | None:
+    """The model that made the dump: the one that is named, or that of ours with the same weights; None: neither."""
+    if model is not None:
+        return Engine.load(model, device=device)
+    made_by = dump.manifest.fingerprint.weights
+    loaded = (Engine.load(name, device=device) for name in zoo.names())
+    return next((engine for engine in loaded if engine.fingerprint.weights == made_by), None)
+
+
+def _verify(dump: Dump, engine: Engine | None, share: float, quiet: bool) -> Verdict | None:
+    if not share:
+        return None
+    if engine is None:
+        raise BadRequest("no embedded model made this dump: name the model with --model, or do not replay with --verify 0")
+    return verify_dump(dump.url, engine, sample=share, progress=not quiet)

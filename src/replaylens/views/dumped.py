@@ -1,0 +1,109 @@
+"""Examples of a dump, one by one, as the report shows them: text, outcome, tree, lens. Reads a shard at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from replaylens.engine.branches import BranchStatus, TokenState
+from replaylens.engine.dump import Dump
+from replaylens.views.readings import Decode, Readings
+from replaylens.views.tree import Path, Token, Tree
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_LENS = ("Z.entropy", "Z.kl", "Z.emitted", "Z.top_ids", "Z.top_logprobs")
+
+
+@dataclass(frozen=True)
+class DumpedExample:
+    """One example of a dump."""
+
+    index: int
+    root: str
+    prompt: str
+    generated: str
+    correct: bool
+    num_rejected: int
+    """branches"""
+    tree: Tree
+    readings: Readings | None
+    """Z of the accepted path"""
+
+
+def examples(dump: Dump, decode: Decode | None = None, with_lens: bool = True) -> Iterator[DumpedExample]:
+    """All examples in order. `decode`: how tokens read that occur in the lens only; without it they show as numbers."""
+    words = decode or _words(dump)
+    lens = [name for name in _LENS if name in dump.sites] if with_lens else []
+    for number, shard in enumerate(dump.manifest.shards):
+        frame = dump.files.frame(number)
+        z = {name: dump.files.shard(number).rows(name, slice(0, shard.rows)).numpy() for name in lens}
+        for index, rows in frame.groupby("example", sort=True):
+            yield _example(int(index), rows, z, words, list(dump.labels))
+
+
+def _words(dump: Dump) -> Decode:
+    """How tokens read, as far as the index tells."""
+    known: dict[int, str] = {}
+    for number in range(len(dump.manifest.shards)):
+        frame = dump.files.frame(number)
+        known |= dict(zip(frame["token"].tolist(), frame["text"].tolist(), strict=True))
+    return lambda token: known.get(token, f"#{token}")
+
+
+def _example(index: int, rows: "pd.DataFrame", z: dict[str, np.ndarray], decode: Decode, labels: list[str]) -> DumpedExample:
+    paths, readings = [], None
+    for branch, own in rows.groupby("branch", sort=True):
+        reading = _readings(own, z, decode)
+        paths.append(_path(int(branch), own, reading, decode, labels))
+        readings = reading if branch == 0 else readings
+    if not paths or paths[0].branch:  # rows of the accepted path were not kept
+        paths.insert(0, Path(0, None, 0, BranchStatus.FINISHED.value, ()))
+    accepted = rows[rows["accepted"]]
+    prompt = accepted["token_state"] == TokenState.PROMPT.value
+    correct = bool(rows["correct"].iloc[0])
+    title = f"example {index}, {'right' if correct else 'wrong'}"
+    return DumpedExample(
+        index,
+        str(rows["root"].iloc[0]),
+        "".join(accepted["text"][prompt]),
+        "".join(accepted["text"][~prompt]),
+        correct,
+        len(paths) - 1,
+        Tree(tuple(paths), title),
+        readings,
+    )
+
+
+def _readings(own: "pd.DataFrame", z: dict[str, np.ndarray], decode: Decode) -> Readings | None:
+    """Z of a branch's rows; None where Z or some positions in between were not kept."""
+    positions = own["position"].to_numpy()
+    if len(z) < len(_LENS) or not np.array_equal(np.diff(positions), np.ones(len(positions) - 1)):
+        return None
+    rows = own["row"].to_numpy()
+    return Readings(int(positions[0]), {name: x[rows] for name, x in z.items()}, decode)
+
+
+def _path(branch: int, own: "pd.DataFrame", reading: Readings | None, decode: Decode, labels: list[str]) -> Path:
+    columns = [own[name].tolist() for name in ("position", "token", "text", "token_state", "logprob", "entropy")]
+    known = [own[name].tolist() for name in labels]
+    tokens = []
+    for i, (position, token, text, state, logprob, entropy) in enumerate(zip(*columns, strict=True)):
+        holds = tuple((name, str(values[i])) for name, values in zip(labels, known, strict=True) if not _missing(values[i]))
+        lens = reading.layers(position) if reading else ()
+        reads = text or decode(token)
+        tokens.append(Token(reads, position, TokenState(state), _number(logprob), _number(entropy), lens, holds))
+    rejected = branch > 0
+    status = BranchStatus.REJECTED if rejected else BranchStatus.FINISHED
+    return Path(branch, 0 if rejected else None, int(own["fork_position"].iloc[0]), status.value, tuple(tokens))
+
+
+def _missing(value: Any) -> bool:
+    """None, NaN and pandas' NA: nothing else differs from itself or refuses to say."""
+    return value is None or (value != value) is not False
+
+
+def _number(value: Any) -> float | None:
+    return None if _missing(value) else float(value)

@@ -1,0 +1,110 @@
+"""Heatmaps of Z: for one example the word that each layer would say next; for a whole dump what layers know on average."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from replaylens.engine.branches import TokenState
+from replaylens.views.dumped import DumpedExample
+from replaylens.views.heatmap import Cell, Heatmap, span
+from replaylens.views.readings import layer_name
+from replaylens.views.tree import Token, visible
+
+MOST_COLUMNS = 40
+MEASURES = {
+    "Z.emitted": "log-prob of the token that came next",
+    "Z.entropy": "entropy, nats",
+    "Z.kl": "KL to the model's own output, nats",
+}
+
+
+def example_map(tokens: tuple[Token, ...]) -> Heatmap | None:
+    """One path through the lens: a column a token, a row a layer, output on top; None where Z was not kept."""
+    tokens = tuple(token for token in tokens if token.lens)
+    if not tokens:
+        return None
+    names = [layer.site for layer in tokens[0].lens]
+    cells = tuple(tuple(_word(token, layer) for token in tokens) for layer in reversed(range(len(names))))
+    columns = tuple(visible(token.text) for token in tokens)
+    note = "Each cell is the likeliest next token; the darker, the surer the layer is."
+    return Heatmap("Lens", tuple(reversed(names)), columns, cells, 0.0, 1.0, note)
+
+
+def _word(token: Token, layer: int) -> Cell:
+    said = token.lens[layer]
+    best = said.guesses[0]
+    facts = (
+        f"{said.site} after position {token.position}",
+        *(f"{g.probability:.3f}\t{visible(g.token)}" for g in said.guesses),
+    )
+    return Cell(best.probability, visible(best.token), facts)
+
+
+@dataclass
+class LensAverages:
+    """Sums over roots of what the lens measured, by position after the prompt's end: negative within the prompt."""
+
+    sums: dict[tuple[str, int, str], np.ndarray] = field(default_factory=dict)
+    """(measure, offset, root) -> [layers], summed over the root's examples"""
+    counts: dict[tuple[str, int, str], int] = field(default_factory=dict)
+
+    def add(self, example: DumpedExample) -> None:
+        """Mutates: one more example's accepted path."""
+        reading = example.readings
+        if reading is None:
+            return
+        prompt = sum(token.state is TokenState.PROMPT for token in example.tree.trunk.tokens)
+        for name in MEASURES:
+            for row, values in enumerate(reading.z[name]):  # [layers]
+                key = (name, reading.base + row - prompt, example.root)
+                if not np.isnan(values).any():
+                    self.sums[key] = self.sums.get(key, 0) + values.astype(np.float64)
+                    self.counts[key] = self.counts.get(key, 0) + 1
+
+    def maps(self) -> list[Heatmap]:
+        """A heatmap a measure; columns that few roots reach are left out."""
+        return [made for name, title in MEASURES.items() if (made := self._map(name, title))]
+
+    def _map(self, name: str, title: str) -> Heatmap | None:
+        by_offset: dict[int, list[np.ndarray]] = {}
+        for (measure, offset, root), total in self.sums.items():
+            if measure == name:
+                by_offset.setdefault(offset, []).append(total / self.counts[measure, offset, root])
+        offsets = _well_filled(by_offset)
+        if not offsets:
+            return None
+        means = {offset: np.stack(by_offset[offset]) for offset in offsets}  # [roots, layers]
+        layers = next(iter(means.values())).shape[1]
+        low, high = span([float(x) for m in means.values() for x in m.mean(0)])
+        if name != "Z.emitted":
+            low = 0.0
+        cells = tuple(tuple(_average(means[o], layer) for o in offsets) for layer in reversed(range(layers)))
+        names = tuple(layer_name(layer, layers) for layer in reversed(range(layers)))
+        note = "Columns count tokens from the first generated one (+0). Hover for the 95 % interval over roots."
+        return Heatmap(title, names, tuple(f"{o:+d}" for o in offsets), cells, low, high, note)
+
+
+def _well_filled(by_offset: dict[int, list[np.ndarray]]) -> list[int]:
+    """Positions that at least a fifth of the roots reach, those nearest to the prompt's end first, in order."""
+    most = max(map(len, by_offset.values()), default=0)
+    good = [offset for offset, found in by_offset.items() if len(found) * 5 >= most]
+    return sorted(sorted(good, key=abs)[:MOST_COLUMNS])
+
+
+def _average(values: np.ndarray, layer: int) -> Cell:
+    mean, count = float(values[:, layer].mean()), len(values)
+    facts = [f"mean\t{mean:.4f}", f"roots\t{count}"]
+    if count > 1:
+        half = 1.96 * float(values[:, layer].std(ddof=1)) / math.sqrt(count)
+        facts.insert(1, f"95 %\t{mean - half:.4f} to {mean + half:.4f}")
+    return Cell(mean, f"{mean:.2f}", tuple(facts))
+
+
+def averages(examples: Iterable[DumpedExample]) -> LensAverages:
+    """Over all of them."""
+    made = LensAverages()
+    for example in examples:
+        made.add(example)
+    return made

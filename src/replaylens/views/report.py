@@ -1,0 +1,148 @@
+"""`Report`: what a dump, and what was probed in it, looks like; one HTML file to send around."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from replaylens.engine.dump import Dump
+from replaylens.engine.dump_verify import MISMATCH, VERIFIED, Verdict
+from replaylens.views import dumped, heatmap, lens_map, page, tree_html
+from replaylens.views.dumped import DumpedExample
+from replaylens.views.html import Markup, join, tag, void
+from replaylens.views.readings import Decode
+from replaylens.views.summary import fact_list
+
+MOST_TREES = 300
+"""examples whose trees a page holds unless told otherwise"""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What to show.
+
+    verdict  of a verification of the dump; None: none was made, and the page says so
+    decode   how tokens read that occur in the lens only
+    trees    at most so many examples get a tree
+    """
+
+    dump: Dump
+    verdict: Verdict | None = None
+    decode: Decode | None = None
+    trees: int = MOST_TREES
+    title: str = ""
+
+    def save(self, path: str | Path, progress: bool = False) -> Path:
+        """Write the page under a temporary name, then rename it."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        waiting = target.with_name(target.name + ".tmp")
+        waiting.write_text(self.html(progress), encoding="utf-8")
+        os.replace(waiting, target)
+        return target
+
+    def html(self, progress: bool = False) -> str:
+        """The page. The same dump and verdict give the same bytes."""
+        plan, manifest = self.dump.manifest.plan, self.dump.manifest
+        seen = _Seen()
+        found = dumped.examples(self.dump, self.decode)
+        counted = tqdm(found, total=len(plan.examples), unit="example", desc="report", disable=not progress)
+        blocks = page.packed_blocks(seen.fragments(counted, self.trees))
+        sections = [
+            page.Section("overview", "Overview", self._overview(seen)),
+            page.Section("certificate", "Determinism certificate", self._certificate()),
+            page.Section("examples", "Examples", _explorer(len(seen.rows), min(self.trees, len(seen.rows)))),
+            page.Section("lens", "Lens: what each layer knows", _lens(seen.averages)),
+        ]
+        lead = f"{plan.task}, {len(plan.examples)} examples, {manifest.rows} rows; dump {manifest.digest[:16]}"
+        data = join([page.json_block("rl-rows", seen.rows), blocks])
+        return page.assemble(self.title or f"replaylens: {plan.task}", lead, sections, data)
+
+    def _overview(self, seen: "_Seen") -> Markup:
+        plan, manifest = self.dump.manifest.plan, self.dump.manifest
+        right = sum(row[3] for row in seen.rows)
+        letters = [f"{letter}: {len(manifest.letter(letter))} tensors" for letter in "STCZ" if manifest.letter(letter)]
+        facts: dict[str, str | int | float] = {
+            "task": plan.task,
+            "settings": json.dumps(plan.knobs),
+            "examples": len(seen.rows),
+            "right answers": f"{right} ({right / len(seen.rows):.1%})" if seen.rows else "none",
+            "rows": f"{manifest.rows}, of which {manifest.accepted_rows} on accepted paths",
+            "rejected branches": sum(row[4] for row in seen.rows),
+            "drafter": f"{plan.drafter}, window {plan.window or 'by the clock'}",
+            "captured": ", ".join(letters),
+            "labels": ", ".join(manifest.labels),
+        }
+        return fact_list(facts)
+
+    def _certificate(self) -> Markup:
+        manifest = self.dump.manifest
+        facts: dict[str, str | int | float] = {
+            "digest": tag("code", manifest.digest),
+            "accepted rows": join([tag("code", manifest.accepted_digest), " (the same for every drafter)"]),
+            "fingerprint": tag("code", manifest.fingerprint.digest),
+        }
+        facts |= {f"· {name}": tag("code", value) for name, value in asdict(manifest.fingerprint).items()}
+        promise = (
+            "Every row of this dump is a function of weights, token path and edits alone, bit for bit, under the fingerprint "
+            "below. The digest names all of its content."
+        )
+        again = f"replaylens verify {self.dump.url.rstrip('/').rpartition('/')[2]} --all"
+        return join([_verdict(self.verdict), tag("p", promise), fact_list(facts), tag("p", "Check it: ", tag("code", again))])
+
+
+def _verdict(verdict: Verdict | None) -> Markup:
+    """What the verification found, with everything that it could not check."""
+    if verdict is None:
+        return tag("p", "Not replayed when this page was made.", class_="rl-verdict", data_status="none")
+    mark = {VERIFIED: "✓", MISMATCH: "✗"}.get(verdict.status, "–")
+    lines = str(verdict).splitlines()
+    rest = [tag("p", line, class_="rl-quiet") for line in lines[1:]]
+    return tag("div", tag("b", f"{mark} {lines[0]}"), *rest, class_="rl-verdict", data_status=verdict.status)
+
+
+def _lens(averages: lens_map.LensAverages) -> Markup:
+    maps = averages.maps()
+    if not maps:
+        return tag("p", "This dump holds no Z; dump with sites STCZ to see the lens.", class_="rl-quiet")
+    return join(map(heatmap.draw, maps))
+
+
+def _explorer(count: int, trees: int) -> Markup:
+    """The table of examples and the place for the one that is looked at; the page's script fills both."""
+    search = void("input", type="search", id="rl-search", placeholder="search in prompts and answers", aria_label="search")
+    kinds = {"all": "all", "right": "right", "wrong": "wrong", "rejected": "with rejected branches"}
+    chosen = tag("select", *(tag("option", text, value=key) for key, text in kinds.items()), id="rl-kind", aria_label="show")
+    pager = [tag("button", text, type="button", id=f"rl-{text}") for text in ("previous", "next")]
+    shown = tag("span", id="rl-shown", class_="rl-quiet")
+    names = {"example": "rl-number", "prompt": "", "generated": "", "right": "", "rejected": "rl-number"}
+    head = tag("tr", *(tag("th", name, class_=look or None) for name, look in names.items()))
+    table = tag("table", tag("thead", head), tag("tbody", id="rl-table"), class_="rl-examples")
+    note = [] if trees == count else [tag("p", f"The first {trees} of {count} examples have a tree.", class_="rl-quiet")]
+    bar = tag("div", search, chosen, *pager, shown, class_="rl-steps")
+    return join([bar, tag("div", table, class_="rl-scroll"), *note, tag("div", id="rl-explorer", aria_live="polite")])
+
+
+class _Seen:
+    """What is gathered while the examples go by once."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, str, str, bool, int]] = []
+        self.averages = lens_map.LensAverages()
+
+    def fragments(self, found: "Iterator[DumpedExample]", most: int) -> Iterator[str]:
+        """Mutates: the table's rows and the averages; yields the trees of the first `most` examples."""
+        for example in found:
+            self.averages.add(example)
+            self.rows.append((example.index, example.prompt, example.generated, example.correct, example.num_rejected))
+            if len(self.rows) <= most:
+                yield _example(example)
+
+
+def _example(example: DumpedExample) -> Markup:
+    """Tree and lens of one example."""
+    lens = lens_map.example_map(example.tree.trunk.tokens)
+    return join([tree_html.draw(example.tree), *([heatmap.draw(lens)] if lens else [])])

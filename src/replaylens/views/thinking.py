@@ -1,0 +1,124 @@
+"""The Thinking-States picture: chunks of input, the state added to each, the thought that each ends in.
+
+    Z   tails <EOS>   |   <EOS>      |   heads <EOS>      what the thinking block T says after the chunk
+    S   0             |   |S| = 4.1  |   0                what the compression block C made of the thought before, added here
+    X   Alice flips,  |   then Bob   |   flips. A:        the chunk's tokens
+
+Plain data in, so that a live run, a dump or a test can draw it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from replaylens.engine.branches import TokenState
+from replaylens.views.html import Markup, fragment, join, tag
+from replaylens.views.palette import LOOKS
+from replaylens.views.tree import visible
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk of the input."""
+
+    tokens: tuple[str, ...]
+    thought: tuple[str, ...]
+    """what T said at its end, the end mark included; only that: there was nothing to think"""
+    state: float = 0.0
+    """norm of the state that was added to it; 0: none"""
+    facts: tuple[str, ...] = ()
+    """lines that a hover adds, tabs between columns"""
+
+    @property
+    def thinks(self) -> bool:
+        return len(self.thought) > 1
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of a prefill: chunks [first, last) ran at once, those before `kept` stood, the KV of the rest was dropped."""
+
+    first: int
+    kept: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The picture of one input. Draws itself in a notebook and in a terminal."""
+
+    chunks: tuple[Chunk, ...]
+    rounds: tuple[Round, ...] = ()
+    title: str = "Thinking States"
+
+    def __str__(self) -> str:
+        lines = []
+        for number, chunk in enumerate(self.chunks):
+            state = f"|S| {chunk.state:.2f}" if chunk.state else "no state"
+            said = " ".join(map(visible, chunk.thought))
+            lines.append(f"{number:>3}  {visible(''.join(chunk.tokens))}  [{state}]  ->  {said}")
+        return "\n".join(lines + [f"round {n}: {_told(each)}" for n, each in enumerate(self.rounds, 1)])
+
+    __repr__ = __str__
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        table = Table("chunk", "tokens", "state added", "thought", title=self.title)
+        for number, chunk in enumerate(self.chunks):
+            thought = Text(" ".join(map(visible, chunk.thought)), style="bold" if chunk.thinks else "dim")
+            tokens = Text(visible("".join(chunk.tokens)), style=LOOKS[TokenState.PROMPT].terminal)
+            table.add_row(str(number), tokens, f"{chunk.state:.2f}" if chunk.state else "", thought)
+        yield table
+        yield from (f"round {n}: {_told(each)}" for n, each in enumerate(self.rounds, 1))
+
+    def _repr_html_(self) -> str:
+        return fragment(draw(self))
+
+
+def draw(picture: Thinking) -> Markup:
+    """A column a chunk: thought on top, T and C, the state, the tokens; below, round by round, which KV stood."""
+    count = len(picture.chunks)
+    names = [tag("i", name, class_="rl-row", style=f"grid-row:{row}") for row, name in enumerate(("Z", "T C", "S", "X"), 1)]
+    columns = [_column(chunk, number) for number, chunk in enumerate(picture.chunks)]
+    bars = [bar for n, each in enumerate(picture.rounds) for bar in _bars(each, n)]
+    grid = tag("div", *names, *columns, *bars, class_="rl-thinking", style=f"--n:{count}")
+    return join([tag("div", tag("b", picture.title), class_="rl-head"), tag("div", grid, class_="rl-scroll")])
+
+
+def _column(chunk: Chunk, number: int) -> Markup:
+    def at(row: int) -> str:
+        return f"grid-row:{row};grid-column:{number + 2}"
+
+    title = "\n".join([f"chunk {number}", *chunk.facts])
+    words = (tag("span", visible(word), class_="rl-token rl-prompt") for word in chunk.thought)
+    tokens = (tag("span", visible(token), class_="rl-token rl-prompt") for token in chunk.tokens)
+    state = f"S{number} + {chunk.state:.2f}" if chunk.state else f"S{number} = 0"
+    return join(
+        [
+            tag("div", *words, class_=f"rl-thought{'' if chunk.thinks else ' rl-empty'}", style=at(1), data_tip=title),
+            tag("div", tag("b", "T"), tag("b", "C"), class_="rl-blocks", style=at(2)),
+            tag("div", state, class_=f"rl-state{'' if chunk.state else ' rl-empty'}", style=at(3), data_tip=title),
+            tag("div", *tokens, class_="rl-chunk", style=at(4)),
+        ]
+    )
+
+
+def _bars(each: Round, number: int) -> Sequence[Markup]:
+    """Which chunks a round computed: green ones stood, red ones were rolled back."""
+
+    def bar(look: str, text: str, start: int, end: int) -> Markup:
+        return tag("div", text, class_=f"rl-bar rl-{look}", style=f"grid-row:{number + 5};grid-column:{start + 2}/{end + 2}")
+
+    made = [tag("i", f"round {number + 1}", class_="rl-row", style=f"grid-row:{number + 5}")]
+    made += [bar("accepted", "KV kept", each.first, each.kept)] if each.kept > each.first else []
+    return made + ([bar("rejected", "rolled back", each.kept, each.last)] if each.last > each.kept else [])
+
+
+def _told(each: Round) -> str:
+    dropped = f", chunks {each.kept} to {each.last - 1} rolled back" if each.last > each.kept else ""
+    return f"chunks {each.first} to {each.last - 1} at once, KV kept up to chunk {each.kept - 1}{dropped}"
