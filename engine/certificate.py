@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 
-from replaylens.engine.cpu import RowCounts
+from replaylens.engine.products import RowCounts, Shape
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Certificate:
 
     row_counts: RowCounts
     """per product shape: row counts that give the bits of the reference tile, largest first"""
+    packed: frozenset[Shape]
+    """product shapes that give the same bits with a packed weight, at any row count"""
     query_rows: tuple[int, ...]
     """query rows per attention piece that give the bits of the reference piece, smallest first"""
     findings: tuple[Finding, ...]
@@ -53,6 +55,7 @@ class Certificate:
                 "certified": self.certified,
                 "threads": self.threads,
                 "row_counts": counts,
+                "packed": [f"{k}x{n}" for k, n in sorted(self.packed)],
                 "query_rows": list(self.query_rows),
                 "findings": [asdict(f) for f in self.findings],
             },
@@ -63,9 +66,12 @@ class Certificate:
     def from_json(cls, text: str) -> "Certificate":
         """Inverse of `to_json`."""
         raw = json.loads(text)
-        counts: RowCounts = {}
-        for shape, rows in raw["row_counts"].items():
-            inputs, outputs = shape.split("x")
-            counts[(int(inputs), int(outputs))] = tuple(rows)
+        counts = {_shape(text): tuple(rows) for text, rows in raw["row_counts"].items()}
+        packed = frozenset(map(_shape, raw["packed"]))
         findings = tuple(Finding(**f) for f in raw["findings"])
-        return cls(counts, tuple(raw["query_rows"]), findings, raw["threads"])
+        return cls(counts, packed, tuple(raw["query_rows"]), findings, raw["threads"])
+
+
+def _shape(text: str) -> Shape:
+    inputs, outputs = text.split("x")
+    return int(inputs), int(outputs)

@@ -1,8 +1,8 @@
 """The canonical arithmetic on a CPU, and the fast path beside it.
 
 What makes an op canonical here:
-* products run on zero-padded tiles of 16 rows; larger row counts are used only where the certificate shows that the
-  library gives the same bits (it may split K between threads at some sizes);
+* products run on zero-padded tiles of 16 rows; other roads are taken only where the certificate shows that they give the
+  same bits (`Products`: the library may split K between threads at some sizes);
 * attention sums over fixed blocks of 64 keys from absolute position 0, one after the other; the maximum is exact, so it
   may be taken over all keys at once;
 * transcendental functions are built from exp, tanh and erf, which give an element the same bits wherever it stands;
@@ -15,24 +15,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from replaylens.engine.batch import KV_BLOCK, TILE, Batch
+from replaylens.engine.batch import KV_BLOCK, Batch
 from replaylens.engine.config import Activation
 from replaylens.engine.kv_cache import KVCache
 from replaylens.engine.ops import AttentionSpec, Linear, TorchOps, softcap
+from replaylens.engine.products import Products
 from replaylens.engine.rotary import Rotary
-
-RowCounts = dict[tuple[int, int], tuple[int, ...]]
-"""(inputs, outputs) of a product -> row counts, largest first, that give the bits of the 16-row tile"""
-
-
-def tiled(x: Tensor, out: Tensor, counts: tuple[int, ...], product: Callable[[Tensor, Tensor], object]) -> Tensor:
-    """Run `product(rows of x, rows of out)` over pieces whose sizes are among `counts` (largest first, ending in 16)."""
-    done = 0
-    while done < len(x):
-        count = next(c for c in counts if c <= len(x) - done)
-        product(x[done : done + count], out[done : done + count])
-        done += count
-    return out
 
 
 class CachedOps(TorchOps):
@@ -114,43 +102,19 @@ def attend_blocks(
 class CanonicalCpuOps(CachedOps):
     """The arithmetic of committed rows."""
 
-    def __init__(self, batch: Batch, cache: KVCache, counts: RowCounts) -> None:
+    def __init__(self, batch: Batch, cache: KVCache, products: Products) -> None:
         super().__init__(batch, cache)
-        self.counts = counts
+        self.products = products
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        return canonical_linear(x, linear, self.counts)
+        return self.products.linear(x, linear)
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
-        return canonical_unembed(x, table, self.counts)
-
-
-def canonical_linear(x: Tensor, linear: Linear, counts: RowCounts) -> Tensor:
-    """x [rows, inputs], rows a multiple of 16 -> [rows, outputs]"""
-    weight = linear.weight
-    out = x.new_empty(len(x), weight.shape[1])
-    tiled(x, out, counts.get((weight.shape[0], weight.shape[1]), (TILE,)), lambda a, b: torch.mm(a, weight, out=b))
-    return out if linear.bias is None else out.add_(linear.bias)
-
-
-def canonical_unembed(x: Tensor, table: Tensor, counts: RowCounts) -> Tensor:
-    """x [rows, d], rows a multiple of 16, with a table [vocab, d] -> [rows, vocab]"""
-    out = x.new_empty(len(x), len(table))
-    transposed = table.t()
-    return tiled(x, out, counts.get((table.shape[1], len(table)), (TILE,)), lambda a, b: torch.mm(a, transposed, out=b))
+        return self.products.unembed(x, table)
 
 
 class FastCpuOps(CachedOps):
-    """The draft path: products at whatever row count there is, a matrix-vector product for a single row."""
-
-    def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        if len(x) == 1:
-            out = torch.mv(linear.weight.t(), x[0])
-            return (out if linear.bias is None else out.add_(linear.bias))[None]
-        return super().linear(x, linear)
-
-    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
-        return torch.mv(table, x[0])[None] if len(x) == 1 else super().unembed(x, table)
+    """The draft path: the library's products at whatever row count there is."""
 
 
 def activate(x: Tensor, kind: Activation) -> Tensor:

@@ -5,7 +5,7 @@ neighbours, on one thread and on all; for attention also decode against prefill 
 control that must differ (matrix-vector products, the library's own activation) shows that the comparison has teeth.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,11 +19,13 @@ from replaylens.engine.certificate import Certificate, Finding
 from replaylens.engine.errors import NotCertified
 from replaylens.engine.model import Decoder
 from replaylens.engine.ops import Linear, Norm, TorchOps, visible
+from replaylens.engine.products import Products, RowCounts, Shape, can_pack
 from replaylens.engine.rotary import Rotary
 
 _COUNTS = (512, 256, 128, 64, 32)
 _TOTALS = (16, 48, 80, 112, 176, 336, 496)
 """numbers of rows that are put together from several counts"""
+_PACKED_TOTALS = (*range(1, 18), 31, 33, 48, 63, 64, 65, 97, 128)
 _QUERY_ROWS = (1, 2, 4, 8, 32, 64, 128)
 
 
@@ -43,10 +45,10 @@ def examine(model: Decoder) -> Certificate:
     """Examine every op and shape of the model. Does not raise: the certificate says what failed."""
     generator = torch.Generator().manual_seed(2024)
     findings: list[Finding] = []
-    counts = _examine_products(model, generator, findings)
+    counts, packed = _examine_products(model, generator, findings)
     _examine_rowwise(model, generator, findings)
     query_rows = _examine_attention(model, generator, findings)
-    return Certificate(counts, query_rows, tuple(findings), torch.get_num_threads())
+    return Certificate(counts, packed, query_rows, tuple(findings), torch.get_num_threads())
 
 
 def require(certificate: Certificate) -> Certificate:
@@ -62,9 +64,12 @@ def require(certificate: Certificate) -> Certificate:
     return certificate
 
 
-def _products(model: Decoder) -> dict[tuple[int, int], tuple[str, Callable[[Tensor, cpu.RowCounts], Tensor], Tensor]]:
-    """One product of every shape: (name, the canonical function, the weight as [inputs, outputs])."""
-    found: dict[tuple[int, int], tuple[str, Callable[[Tensor, cpu.RowCounts], Tensor], Tensor]] = {}
+Product = Callable[[Tensor, Products], Tensor]
+
+
+def _products(model: Decoder) -> dict[Shape, tuple[str, Product, Tensor]]:
+    """One product of every shape: (name, the function, the weight as [inputs, outputs])."""
+    found: dict[Shape, tuple[str, Product, Tensor]] = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             shape = (module.weight.shape[0], module.weight.shape[1])
@@ -74,45 +79,68 @@ def _products(model: Decoder) -> dict[tuple[int, int], tuple[str, Callable[[Tens
     return found
 
 
-def _linear(linear: Linear, x: Tensor, counts: cpu.RowCounts) -> Tensor:
-    return cpu.canonical_linear(x, linear, counts)
+def _linear(linear: Linear, x: Tensor, products: Products) -> Tensor:
+    return products.linear(x, linear)
 
 
-def _unembed(table: Tensor, x: Tensor, counts: cpu.RowCounts) -> Tensor:
-    return cpu.canonical_unembed(x, table, counts)
+def _unembed(table: Tensor, x: Tensor, products: Products) -> Tensor:
+    return products.unembed(x, table)
 
 
-def _examine_products(model: Decoder, generator: torch.Generator, findings: list[Finding]) -> cpu.RowCounts:
-    allowed: cpu.RowCounts = {}
-    for (inputs, outputs), (name, product, weight) in _products(model).items():
-        shape = f"[{inputs}, {outputs}]"
-        only_tile: cpu.RowCounts = {(inputs, outputs): (TILE,)}
+def _examine_products(
+    model: Decoder, generator: torch.Generator, findings: list[Finding]
+) -> tuple[RowCounts, frozenset[Shape]]:
+    """Which row counts, and which packed weights, give the bits of the tile; and that the tile's bits are a row's own."""
+    allowed: RowCounts = {}
+    packed: set[Shape] = set()
+    for shape, (name, product, weight) in _products(model).items():
+        inputs, outputs = shape
         most = 512 if inputs * outputs < 8e6 else 128
         x = torch.randn(most, inputs, generator=generator)
-        reference = product(x, only_tile)
-        note = lambda check, equal, **more: findings.append(Finding(name, shape, check, equal, **more))  # noqa: E731, B023
-        order = torch.randperm(TILE, generator=generator)
-        note(
-            "row at another offset of the tile",
-            torch.equal(product(x[:TILE][order], only_tile), reference[:TILE][order]),
-        )
-        alone = torch.zeros(TILE, inputs)
-        alone[0] = x[3]
-        note("row alone in a zero-padded tile", torch.equal(product(alone, only_tile)[0], reference[3]))
-        with _threads(1):
-            note("one thread", torch.equal(product(x[: 2 * TILE], only_tile), reference[: 2 * TILE]))
-        bias = reference[:1] - product(x[:TILE], only_tile)[:1]  # zero; keeps the control comparable for biased products
-        fast = torch.mv(weight.t(), x[0]) + bias[0]
-        note("control: matrix-vector product", torch.equal(fast, torch.mm(x[:TILE], weight)[0]), control=True)
-        same = [c for c in _COUNTS if c <= most and torch.equal(product(x[:c], {(inputs, outputs): (c, TILE)}), reference[:c])]
-        for count in same:  # a row count is kept only if single-threaded products agree as well
-            with _threads(1):
-                if not torch.equal(product(x[:count], {(inputs, outputs): (count, TILE)}), reference[:count]):
-                    same = [c for c in same if c != count]
-        allowed[(inputs, outputs)] = (*same, TILE)
-        totals = [n for n in _TOTALS if n <= most]
-        note("any number of rows", all(torch.equal(product(x[:n], allowed), reference[:n]) for n in totals))
-    return allowed
+        reference = _examine_tile(name, shape, product, weight, x, generator, findings)
+        same = [c for c in _COUNTS if c <= most and _agrees(product, {shape: (c, TILE)}, x, reference, [c])]
+        allowed[shape] = (*same, TILE)
+        equal = _agrees(product, allowed, x, reference, [n for n in _TOTALS if n <= most])
+        findings.append(Finding(name, str([*shape]), "any number of rows", equal))
+        if can_pack(weight) and _agrees(product, allowed, x, reference, _PACKED_TOTALS, frozenset({shape})):
+            packed.add(shape)
+    return allowed, frozenset(packed)
+
+
+def _agrees(
+    product: Product,
+    counts: RowCounts,
+    x: Tensor,
+    reference: Tensor,
+    totals: Iterable[int],
+    packed: frozenset[Shape] = frozenset(),
+) -> bool:
+    """Whether the first n rows have the reference's bits for every n of `totals`, on all threads and on one."""
+    for threads in (torch.get_num_threads(), 1):
+        with _threads(threads):
+            products = Products(counts, packed)
+            if not all(torch.equal(product(x[:n], products), reference[:n]) for n in totals):
+                return False
+    return True
+
+
+def _examine_tile(
+    name: str, shape: Shape, product: Product, weight: Tensor, x: Tensor, generator: torch.Generator, findings: list[Finding]
+) -> Tensor:
+    """All rows of x, tile by tile. Notes whether a row's place in the tile or its neighbours matter."""
+    only_tile = Products({shape: (TILE,)})
+    reference = product(x, only_tile)
+    note = lambda check, equal, **more: findings.append(Finding(name, str([*shape]), check, equal, **more))  # noqa: E731
+    order = torch.randperm(TILE, generator=generator)
+    note("row at another offset of the tile", torch.equal(product(x[:TILE][order], only_tile), reference[:TILE][order]))
+    alone = torch.zeros(TILE, shape[0])
+    alone[0] = x[3]
+    note("row alone in a zero-padded tile", torch.equal(product(alone, only_tile)[0], reference[3]))
+    with _threads(1):
+        note("one thread", torch.equal(product(x[: 2 * TILE], only_tile), reference[: 2 * TILE]))
+    fast = torch.mv(weight.t(), x[0])
+    note("control: matrix-vector product", torch.equal(fast, torch.mm(x[:TILE], weight)[0]), control=True)
+    return reference
 
 
 def _examine_rowwise(model: Decoder, generator: torch.Generator, findings: list[Finding]) -> None:

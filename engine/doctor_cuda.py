@@ -29,7 +29,7 @@ def examine(model: Decoder) -> Certificate:
     _products(model, random, findings)
     _rowwise(model, random, findings)
     _attention(model, random, findings)
-    return Certificate({}, (1,), tuple(findings), torch.get_num_threads())
+    return Certificate({}, frozenset(), (1,), tuple(findings), torch.get_num_threads())
 
 
 Random = Callable[..., Tensor]

@@ -25,7 +25,7 @@ class Planner:
         begin = time.perf_counter()
         yield
         sample = (time.perf_counter() - begin) / steps
-        size = rows if kind == "draft" else -(-rows // TILE) * TILE
+        size = rows if kind == "draft" else _size(rows)
         old = self._cost[kind].get(size)
         self._cost[kind][size] = sample if old is None else 0.8 * old + 0.2 * sample
 
@@ -52,7 +52,7 @@ class Planner:
 
     def _pass_cost(self, rows: int) -> float:
         """Measured where it was measured; elsewhere a fixed part and a part per row, scaled from the nearest size."""
-        size = -(-rows // TILE) * TILE
+        size = _size(rows)
         known = self._cost["exact"]
         if size in known:
             return known[size]
@@ -60,3 +60,8 @@ class Planner:
             return 1.0 + 0.02 * size
         nearest = min(known, key=lambda k: abs(k - size))
         return known[nearest] * (TILE + size) / (TILE + nearest)
+
+
+def _size(rows: int) -> int:
+    """Passes of about the same cost: whole tiles, but a few rows may cost much less than a tile."""
+    return rows if rows < TILE else -(-rows // TILE) * TILE

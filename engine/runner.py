@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from replaylens.engine.batch import TILE, Batch, Segment
+from replaylens.engine.batch import Batch, Segment
 from replaylens.engine.capture import PassTap, Rows
 from replaylens.engine.certificate import Certificate
 from replaylens.engine.cpu import CanonicalCpuOps, FastCpuOps
@@ -17,6 +17,7 @@ from replaylens.engine.kv_cache import KVCache
 from replaylens.engine.model import Decoder, Tap
 from replaylens.engine.ops import Ops
 from replaylens.engine.pages import PagePool, PageTable
+from replaylens.engine.products import Products
 from replaylens.engine.sampling import Sampling
 
 _ANY_SIZE = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -56,6 +57,9 @@ class Runner:
         self.model, self.certificate = model, certificate
         self.pool = PagePool(num_pages, page_size)
         self.device = model.embed.device.type
+        self.products = Products(certificate.row_counts, certificate.packed)
+        self.tile = self.products.tile if self.device == "cpu" else 1
+        """passes are padded to a multiple of this many rows"""
         self.cache = KVCache(model.config, self.pool, model.embed.dtype, self.device, canary)
 
     def reserve(self, table: PageTable, start: int, end: int) -> None:
@@ -65,7 +69,7 @@ class Runner:
     @torch.inference_mode()
     def exact(self, segments: list[Segment], tap: Tap | None = None, stop_at_layer: int | None = None) -> PassResult:
         """The canonical pass: every row's bits depend on its own path alone. Mutates the cache at the segments' rows."""
-        batch = Batch(segments, self.pool, self.certificate.query_rows, TILE if self.device == "cpu" else 1, self.device)
+        batch = Batch(segments, self.pool, self.certificate.query_rows, self.tile, self.device)
         ops = self._ops(batch, exact=True)
         residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap), stop_at_layer)
         rows = batch.logit_rows()
@@ -84,7 +88,7 @@ class Runner:
 
     def _ops(self, batch: Batch, exact: bool) -> Ops:
         if self.device == "cpu":
-            return CanonicalCpuOps(batch, self.cache, self.certificate.row_counts) if exact else FastCpuOps(batch, self.cache)
+            return CanonicalCpuOps(batch, self.cache, self.products) if exact else FastCpuOps(batch, self.cache)
         from replaylens.engine import cuda  # its kernels need triton, which a CPU machine may lack
 
         rows = cuda.device_rows(batch, self.pool, self.cache)
@@ -92,7 +96,7 @@ class Runner:
 
     def _head_ops(self) -> Ops:
         if self.device == "cpu":
-            return _Stateless(self.certificate)
+            return _Stateless(self.products)
         from replaylens.engine import cuda
 
         return cast(Ops, cuda.HeadOps())  # the head of a model neither rotates nor attends
@@ -113,7 +117,7 @@ class Runner:
 
     @torch.inference_mode()
     def _head(self, residual: Tensor, tap: PassTap) -> Tensor:
-        ops, tile, out = self._head_ops(), TILE if self.device == "cpu" else 1, []
+        ops, tile, out = self._head_ops(), self.tile, []
         for piece in residual.to(self.device).split(LENS_ROWS):
             padded = torch.zeros(-(-len(piece) // tile) * tile, piece.shape[1], dtype=piece.dtype, device=piece.device)
             padded[: len(piece)] = piece
@@ -128,8 +132,8 @@ def _edited(batch: Batch, tap: Tap | None) -> Tap | None:
 class _Stateless(CanonicalCpuOps):
     """Canonical ops outside a pass: no rows, no cache."""
 
-    def __init__(self, certificate: Certificate) -> None:
-        self.counts = certificate.row_counts
+    def __init__(self, products: Products) -> None:
+        self.products = products
 
 
 def _finite(logits: Tensor) -> Tensor:

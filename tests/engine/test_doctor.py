@@ -19,6 +19,7 @@ from replaylens.engine.config import Activation
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NotCertified
 from replaylens.engine.ops import Linear, TorchOps
+from replaylens.engine.products import Products
 from tests.engine.reference import decoder
 from tests.families import NAMES
 
@@ -91,14 +92,14 @@ def silu_of_the_library_on_odd_row_counts(patch: pytest.MonkeyPatch) -> str:
 
 def product_of_single_rows(patch: pytest.MonkeyPatch) -> str:
     """One row after the other, where the tile has only one that is not zero."""
-    right = cpu.canonical_linear
+    right = Products.linear
 
-    def wrong(x: Tensor, linear: Linear, counts: cpu.RowCounts) -> Tensor:
+    def wrong(self: Products, x: Tensor, linear: Linear) -> Tensor:
         if x[1:].any():
-            return right(x, linear, counts)
+            return right(self, x, linear)
         return torch.stack([torch.mv(linear.weight.t(), row) for row in x])
 
-    patch.setattr(cpu, "canonical_linear", wrong)
+    patch.setattr(Products, "linear", wrong)
     return r"blocks.0.attn.qkv \[32, 64\]: 'row alone in a zero-padded tile'"
 
 
@@ -106,14 +107,14 @@ def product_split_in_k(rows: int) -> Plant:
     """Half of the terms, then the other half, at one number of rows."""
 
     def plant(patch: pytest.MonkeyPatch) -> str:
-        right = cpu.canonical_linear
+        right = Products.linear
 
-        def wrong(x: Tensor, linear: Linear, counts: cpu.RowCounts) -> Tensor:
+        def wrong(self: Products, x: Tensor, linear: Linear) -> Tensor:
             if len(x) != rows or linear.weight.shape[0] != 64:
-                return right(x, linear, counts)
+                return right(self, x, linear)
             return x[:, :32] @ linear.weight[:32] + x[:, 32:] @ linear.weight[32:]
 
-        patch.setattr(cpu, "canonical_linear", wrong)
+        patch.setattr(Products, "linear", wrong)
         check = {16: "row at another offset of the tile", 32: "one thread", 48: "any number of rows"}[rows]
         return rf"blocks.0.mlp.down \[64, 32\]: '{check}'"
 
@@ -121,14 +122,14 @@ def product_split_in_k(rows: int) -> Plant:
 
 
 def unembedding_by_place(patch: pytest.MonkeyPatch) -> str:
-    right = cpu.canonical_unembed
+    right = Products.unembed
 
-    def wrong(x: Tensor, table: Tensor, counts: cpu.RowCounts) -> Tensor:
-        out = right(x, table, counts)
+    def wrong(self: Products, x: Tensor, table: Tensor) -> Tensor:
+        out = right(self, x, table)
         out[:8] = torch.stack([torch.mv(table, row) for row in x[:8]])
         return out
 
-    patch.setattr(cpu, "canonical_unembed", wrong)
+    patch.setattr(Products, "unembed", wrong)
     return r"unembed \[32, 97\]: 'row at another offset of the tile'"
 
 
@@ -248,7 +249,7 @@ def test_query_rows_that_give_other_bits_are_left_out(monkeypatch: pytest.Monkey
 def test_a_certificate_survives_json() -> None:
     certificate = doctor.examine(decoder(FAMILY))
     assert Certificate.from_json(certificate.to_json()) == certificate
-    failed = Certificate({(3, 5): (16,)}, (16,), (Finding("op", "[3, 5]", "check", False),), 7)
+    failed = Certificate({(3, 5): (16,)}, frozenset({(3, 5)}), (16,), (Finding("op", "[3, 5]", "check", False),), 7)
     assert Certificate.from_json(failed.to_json()) == failed and not failed.certified
 
 

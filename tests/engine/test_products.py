@@ -1,0 +1,88 @@
+"""The roads of a canonical product give one tile's bits; a road that does not is not certified and not taken."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens.engine import certificates, doctor, products
+from replaylens.engine.batch import TILE
+from replaylens.engine.engine import Engine
+from replaylens.engine.ops import Linear
+from replaylens.engine.products import Products, tile_product
+from tests.engine.reference import decoder
+
+needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL to pack weights")
+SHAPE = (96, 80)
+
+
+def linear(bias: bool) -> Linear:
+    torch.manual_seed(0)
+    made = Linear(*SHAPE, bias)
+    made.weight.data.normal_()
+    if made.bias is not None:
+        made.bias.data.normal_()
+    return made.requires_grad_(False)
+
+
+@needs_mkl
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 17, 64, 65, 127, 128, 129, 300])
+def test_a_packed_weight_gives_the_bits_of_the_tile_at_any_row_count(rows: int, bias: bool) -> None:
+    module, x = linear(bias), torch.randn(320, SHAPE[0], generator=torch.Generator().manual_seed(1))
+    truth = Products({SHAPE: (TILE,)}).linear(x, module)[:rows]
+    road = Products({SHAPE: (256, 128, TILE)}, frozenset({SHAPE}))
+    assert road.tile == 1
+    assert torch.equal(road.linear(x[:rows], module), truth)
+    assert torch.equal(road.linear(x[:rows], module), truth), "and again, now that the weight is packed"
+
+
+def test_a_model_with_one_unpacked_shape_is_padded_to_tiles() -> None:
+    assert Products({SHAPE: (TILE,), (8, 8): (TILE,)}, frozenset({SHAPE})).tile == TILE
+    assert Products({}).tile == TILE
+
+
+def test_the_tile_is_the_meaning() -> None:
+    x, weight = torch.randn(48, 96), torch.randn(96, 80)
+    exact = x.double() @ weight.double()
+    assert (tile_product(x, weight).double() - exact).abs().max() < 1e-4
+
+
+@needs_mkl
+def test_single_rows_of_a_certified_model_are_not_padded() -> None:
+    engine = Engine(decoder("llama"))
+    assert engine.certificate.packed == set(engine.certificate.row_counts)
+    assert engine.loop.runner.tile == 1
+
+
+@needs_mkl
+def test_a_packed_road_with_other_bits_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: as if the library summed single rows in another order."""
+    right = products.packed_product
+
+    def wrong(x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
+        half = x.shape[1] // 2
+        return x[:, :half] @ weight[:half] + x[:, half:] @ weight[half:] if len(x) == 5 else right(x, packed, weight)
+
+    monkeypatch.setattr(products, "packed_product", wrong)
+    certificate = doctor.examine(decoder("llama"))
+    assert certificate.certified and not certificate.packed
+    assert Products(certificate.row_counts, certificate.packed).tile == TILE
+
+
+@needs_mkl
+def test_an_engine_that_cannot_pack_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def session() -> tuple[int, list[int], Tensor]:
+        engine = Engine(decoder("qwen3"))
+        branch = engine.prompt([3, 1, 4, 1, 5])
+        branch.generate(9, window=4)
+        return engine.loop.runner.tile, branch.tokens, branch.kv()
+
+    tile, tokens, kv = session()
+    monkeypatch.setattr(certificates, "_EXAMINED", {})
+    monkeypatch.setattr(certificates, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(doctor, "can_pack", lambda weight: False)
+    other_tile, other_tokens, other_kv = session()
+    assert (tile, other_tile) == (1, TILE)
+    assert tokens == other_tokens and torch.equal(kv, other_kv)
