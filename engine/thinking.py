@@ -108,8 +108,8 @@ class ThinkingConfig:
 class ThinkingDecoder(nn.Module):
     """A backbone, the thinking block T with its own unembedding, and the compression block C.
 
-    T is a causal block over [the chunk's c states ; the thought so far], C one over the thought; both count positions from 0 and
-    take thought tokens from the backbone's embedding. Wiring only, like the decoder: the arithmetic is in `Ops`.
+    T is a causal block over [the chunk's c states ; the thought so far], C one over the thought; both count positions from 0
+    and take thought tokens from the backbone's embedding. Wiring only, like the decoder: the arithmetic is in `Ops`.
     """
 
     think_rotary: Tensor
@@ -141,7 +141,9 @@ class ThinkingDecoder(nn.Module):
             model.think_unembed.copy_(table)
         return model.to(backbone.embed.dtype)
 
-    def forward(self, tokens: Tensor, positions: Tensor, states: Tensor, ops: Ops, tap: Tap | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, states: Tensor, ops: Ops, tap: Tap | None = None
+    ) -> tuple[Tensor, Tensor]:
         """tokens, positions [rows], states [rows, d_model] -> what T reads, and the residual stream after the last block."""
         write, read = self.thinking.write_layer + 1, self.thinking.read_layer + 1
         run = self.backbone.run_blocks
@@ -216,4 +218,3 @@ def _read(path: Path) -> dict[str, Tensor]:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except SafetensorError as e:
         raise BadWeights(f"{path} is not a readable safetensors file: {e}") from e
-

@@ -106,13 +106,14 @@ def settle(model: ThinkingDecoder, tokens: Tensor, thinks: Tensor, guess: Tensor
     """
     eos, limit = model.thinking.eos_token, guess.shape[-1]
     continues = torch.ones_like(thinks)
-    for rounds in range(1, tokens.shape[1] + 2):
+    rounds = 0
+    while True:
+        rounds += 1
         hidden, last = run(model, tokens, shifted(states_of(model, guess), continues))
         found = torch.where(thinks[..., None], think(model, hidden, limit), eos)
         if torch.equal(found, guess):
-            break
+            return Settled(guess, last, rounds)
         guess = found
-    return Settled(guess, last, rounds)
 
 
 @torch.no_grad()

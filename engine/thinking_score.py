@@ -1,4 +1,4 @@
-"""How well a model that thinks, or a baseline of it, answers: by its own thoughts or its own chain of thought, never by gold ones."""
+"""How well a model that thinks, or a baseline, answers: by its own thoughts or its own chain of thought, never by gold ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from replaylens.engine.config import ModelConfig
 from replaylens.engine.model import Decoder
 from replaylens.engine.ops import AttentionSpec, TorchOps, visible
 from replaylens.engine.rotary import Rotary
-from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
+from replaylens.engine.thinking import ThinkingConfig
 from replaylens.engine.thinking_texts import ChunkBatch, ChunkedText, ChunkTable, Method, chunked
 from replaylens.engine.thinking_train import Model, plain_pass
 from replaylens.tasks import Example, WordTokenizer
@@ -58,7 +58,7 @@ def score(
 
 
 def _answered(model: Model, config: ThinkingConfig, texts: Sequence[ChunkedText], device: torch.device) -> list[Score]:
-    """Answers that come right after the prompt. Greedy decoding stays on the right text as long as its tokens are the likeliest."""
+    """Answers right after the prompt. Greedy decoding stays on the right text as long as its tokens are the likeliest."""
     table = ChunkTable(texts, config, 1.0, device)
     chunks = int(table.sizes.max())
     batch = table.batch(np.stack([table.row(np.array([i]), chunks) for i in range(len(texts))]))

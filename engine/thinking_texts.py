@@ -86,7 +86,9 @@ class ChunkBatch:
 class ChunkTable:
     """Chunks of many texts in one table; number 0 is an empty one. A batch is a matrix of chunk numbers."""
 
-    def __init__(self, texts: Sequence[ChunkedText], config: ThinkingConfig, completion_weight: float, device: torch.device) -> None:
+    def __init__(
+        self, texts: Sequence[ChunkedText], config: ThinkingConfig, completion_weight: float, device: torch.device
+    ) -> None:
         c, room = config.chunk, max(2, max(len(thought) for text in texts for thought in text.thoughts))
         sizes = np.array([(len(text.prompt) + len(text.completion) + c - 1) // c for text in texts])
         self.sizes, self.starts = sizes, 1 + np.cumsum(sizes) - sizes
@@ -136,7 +138,9 @@ class ChunkedTexts:
         self.table = ChunkTable(texts, config, recipe.completion_weight, device)
         self.chunks = None if width is None else width // config.chunk
         if self.chunks is not None and self.table.sizes.max() > self.chunks:
-            raise BadRequest(f"rows of {width} tokens are shorter than a text of {self.table.sizes.max()} chunks of {config.chunk}")
+            raise BadRequest(
+                f"rows of {width} tokens are shorter than a text of {self.table.sizes.max()} chunks of {config.chunk}"
+            )
 
     def batch(self, step: int) -> ChunkBatch:
         """What step `step` trains on: rows of one text each, or rows filled with texts up to the width."""
@@ -152,7 +156,8 @@ class ChunkedTexts:
 
 def _examples(recipe: Recipe, part: int, length: int) -> list[Example]:
     """`pool` training examples of one part and length."""
-    task, found, index = recipe.parts[part].of_length(length, recipe.seed), [], 0
+    task, index = recipe.parts[part].of_length(length, recipe.seed), 0
+    found: list[Example] = []
     while len(found) < recipe.pool:
         example = task.example(index)
         index += 1

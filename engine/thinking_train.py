@@ -1,6 +1,6 @@
 """Training of models that think, and of the two baselines they are compared with: same backbone, same texts, same steps.
 
-thinking  gold thoughts are compressed into the states of all chunks at once, so one parallel pass trains everything: there is no
+thinking  gold thoughts are compressed into the states of all chunks at once, so one parallel pass trains everything, without
           back-propagation through time. Loss: next token + thought tokens, with equal weight
 cot       the thoughts are written out after the prompt, then the answer
 none      the answer alone
@@ -54,9 +54,25 @@ def train(
     after_step: Callable[[int, float], None] | None = None,
     backbone: Decoder | None = None,
 ) -> Model:
-    """Follow the recipe, from scratch or from a trained `backbone` of the same shape; the model, on the CPU. See `train.train`."""
-    texts = ChunkedTexts(recipe, recipe.thinking, recipe.method, recipe.width, torch.device(device))
-    model = initial(recipe, backbone)
+    """Follow the recipe, from scratch or from a trained `backbone` of the same shape, as `train.train` does."""
+    return follow(recipe, texts_of(recipe, device), initial(recipe, backbone), device, state, save_every, after_step)
+
+
+def texts_of(recipe: ThinkingRecipe, device: str) -> ChunkedTexts:
+    """The recipe's training texts."""
+    return ChunkedTexts(recipe, recipe.thinking, recipe.method, recipe.width, torch.device(device))
+
+
+def follow(
+    recipe: ThinkingRecipe,
+    texts: ChunkedTexts,
+    model: Model,
+    device: str = "cpu",
+    state: Path | None = None,
+    save_every: int = 500,
+    after_step: Callable[[int, float], None] | None = None,
+) -> Model:
+    """Mutates `model`: the steps of the recipe on texts that are already cut up."""
     return trainer.follow(recipe, model, lambda m, step: loss(m, texts.batch(step)), device, state, save_every, after_step)
 
 

@@ -274,7 +274,13 @@ def train(
     """
     texts = Texts(recipe, torch.device(device))
     return follow(
-        recipe, initial(recipe), lambda model, step: weighted_loss(model, texts.batch(step)), device, state, save_every, after_step
+        recipe,
+        initial(recipe),
+        lambda model, step: weighted_loss(model, texts.batch(step)),
+        device,
+        state,
+        save_every,
+        after_step,
     )
 
 

@@ -56,7 +56,7 @@ def save(model: Decoder, folder: Path) -> None:
     save_file({name: x.contiguous() for name, x in model.state_dict().items()}, folder / WEIGHTS_FILE)
 
 
-def weights_hash(model: Decoder) -> str:
+def weights_hash(model: nn.Module) -> str:
     """SHA-256 over names, shapes, dtypes and bytes of all weights: the same weights, the same hash, on any device."""
     digest = hashlib.sha256()
     for name, x in sorted(model.state_dict().items()):

@@ -4,37 +4,67 @@ import platform
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 import typer
 from tqdm import tqdm
 
+from replaylens.commands import train_thinking
+from replaylens.commands.train_thinking import CARD_FILE, Changes
+from replaylens.engine import thinking_zoo, zoo
 from replaylens.engine import train as trainer
-from replaylens.engine import zoo
 from replaylens.engine.model import Decoder
 from replaylens.engine.train import Recipe
 from replaylens.engine.weights import weights_hash
 
 STATE_FILE = "training.safetensors"
-CARD_FILE = "card.md"
 CARD_EXAMPLES = 500
 CARD_LENGTHS = range(1, 17)
+R = TypeVar("R", bound=Recipe)
 
 
 def train(
-    name: Annotated[str, typer.Argument(help=f"Which model: {' or '.join(zoo.names())}.")],
+    name: Annotated[str, typer.Argument(help=f"Which model: {', '.join((*zoo.names(), *thinking_zoo.names()))}.")],
     out: Annotated[Path | None, typer.Option(help="Folder for the result.  [default: trained/NAME]")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of the recipe's own number.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed, instead of the recipe's own.")] = None,
     device: Annotated[str, typer.Option(help="Where to train: cpu or cuda.")] = "cpu",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in the folder.")] = False,
+    method: Annotated[str | None, typer.Option(help="Models that think: thinking, or a baseline: cot, none.")] = None,
+    task: Annotated[str | None, typer.Option(help="Models that think: another task with steps.")] = None,
+    longest: Annotated[int | None, typer.Option(min=1, help="Models that think: most steps of a training text.")] = None,
+    chunk: Annotated[int | None, typer.Option(min=1, help="Models that think: tokens per chunk.")] = None,
+    backbone: Annotated[Path | None, typer.Option(help="Models that think: a trained decoder to start from.")] = None,
 ) -> None:
     """Train an embedded model from scratch. Same recipe, same machine: same bits, also after an interruption."""
-    folder = out or Path("trained") / name
-    recipe = changed(zoo.recipe(name), steps, seed)
+    folder, changes = out or Path("trained") / name, Changes(method, task, longest, chunk, backbone)
     check_device(device)
     check_folder(folder, resume)
+    if name in thinking_zoo.names():
+        _train_thinking(name, changes, steps, seed, device, folder)
+    elif changes.given():
+        raise typer.BadParameter(
+            f"{', '.join(changes.given())}: only for models that think ({', '.join(thinking_zoo.names())})"
+        )
+    else:
+        _train_plain(name, steps, seed, device, folder)
+
+
+def _train_thinking(name: str, changes: Changes, steps: int | None, seed: int | None, device: str, folder: Path) -> None:
+    recipe = changed(train_thinking.changed(thinking_zoo.recipe(name), changes), steps, seed)
+    model, seconds = train_thinking.run(recipe, device, folder / STATE_FILE, name, changes.backbone)
+    train_thinking.save(model, recipe, folder)
+    given = " ".join([name, *changes.given(), f"--steps {recipe.steps} --seed {recipe.seed} --device {device}"])
+    made = f"`replaylens train {given}`, {seconds:.0f} s on {machine(device)}"
+    text = train_thinking.card(name, recipe, model, made, CARD_EXAMPLES)
+    (folder / CARD_FILE).write_text(text, encoding="utf-8")
+    (folder / STATE_FILE).unlink(missing_ok=True)
+    typer.echo(f"{folder}: weights {weights_hash(model)}")
+
+
+def _train_plain(name: str, steps: int | None, seed: int | None, device: str, folder: Path) -> None:
+    recipe = changed(zoo.recipe(name), steps, seed)
     model, seconds = run(recipe, device, folder / STATE_FILE, name)
     zoo.save(model, recipe.tokenizer(), folder)
     command = f"replaylens train {name} --steps {recipe.steps} --seed {recipe.seed} --device {device}"
@@ -44,7 +74,7 @@ def train(
     typer.echo(f"{folder}: weights {weights_hash(model)}")
 
 
-def changed(recipe: Recipe, steps: int | None, seed: int | None) -> Recipe:
+def changed(recipe: R, steps: int | None, seed: int | None) -> R:
     """The recipe with another number of steps or another seed. A short run warms up for a tenth of it at most."""
     steps = recipe.steps if steps is None else steps
     return replace(recipe, steps=steps, warmup=min(recipe.warmup, steps // 10), seed=recipe.seed if seed is None else seed)

@@ -1,0 +1,82 @@
+"""The embedded models that think: their recipes and checkpoints, and recipes for other tasks made after them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from replaylens import tasks
+from replaylens.engine import thinking, zoo
+from replaylens.engine.config import ModelConfig
+from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
+from replaylens.engine.thinking_train import ThinkingRecipe
+from replaylens.engine.train import BadRecipe, Part
+from replaylens.tasks import WordTokenizer
+
+_COIN = ModelConfig(
+    num_layers=4,
+    d_model=96,
+    num_heads=3,
+    num_kv_heads=3,
+    d_head=32,
+    d_mlp=288,
+    vocab_size=106,
+    max_positions=512,
+    rotary_dim=32,
+)
+RECIPES = {
+    "coin-thinking": ThinkingRecipe(
+        config=_COIN,
+        thinking=ThinkingConfig.for_backbone(_COIN, 2, WordTokenizer.eos_id, WordTokenizer.pad_id, max_thought=4),
+        parts=tuple(
+            Part("coin", weight, (("rendering", name),)) for name, weight in (("picture", 4), ("states", 2), ("wei", 2))
+        ),
+        longest=8,
+        steps=3000,
+        batch=128,
+        lr=1e-3,
+        seed=0,
+    ),
+}
+TESTS = {name: part for name, part in zoo.TESTS.items() if name != "steps"}
+"""What the models' cards report on: they think instead of writing their steps."""
+_ROOM = 512
+"""tokens that a longest text is allowed when a recipe is made for another task"""
+
+
+def names() -> tuple[str, ...]:
+    """The embedded models that think."""
+    return tuple(RECIPES)
+
+
+def recipe(name: str) -> ThinkingRecipe:
+    """How an embedded model is trained. UnknownModel lists the known names."""
+    if name not in RECIPES:
+        raise zoo.UnknownModel(f"no embedded model that thinks is called {name!r}; known: {', '.join(names())}")
+    return RECIPES[name]
+
+
+def for_task(like: ThinkingRecipe, task: str, longest: int, chunk: int, max_thought: int) -> ThinkingRecipe:
+    """The recipe `like`, but for another task: texts of up to `longest` steps in chunks of `chunk` tokens."""
+    part = Part(task, 1.0)
+    if not any(example.thoughts for example in part.of_length(longest, like.seed).examples(4)):
+        raise BadRecipe(f"the task {task!r} tells no steps to think about")
+    words = WordTokenizer(sorted(set(tasks.get(task).vocabulary())))
+    config = replace(like.config, vocab_size=words.vocab_size, max_positions=_ROOM)
+    thinks = replace(like.thinking, chunk=chunk, max_thought=max_thought)
+    return replace(like, config=config, thinking=thinks, parts=(part,), longest=longest)
+
+
+def load_embedded(name: str) -> tuple[ThinkingDecoder, WordTokenizer]:
+    """An embedded model that thinks, and its tokenizer."""
+    recipe(name)
+    return load(zoo.CHECKPOINTS / name)
+
+
+def load(folder: Path) -> tuple[ThinkingDecoder, WordTokenizer]:
+    """A model and its tokenizer from a folder written by `save`."""
+    return thinking.load(folder), WordTokenizer.load(folder / zoo.TOKENIZER_FILE)
+
+
+def save(model: ThinkingDecoder, tokenizer: WordTokenizer, folder: Path) -> None:
+    """Write a model and its tokenizer, to be read by `load`."""
+    thinking.save(model, folder)
+    tokenizer.save(folder / zoo.TOKENIZER_FILE)

@@ -1,0 +1,121 @@
+"""`replaylens train coin-thinking`: models that think, their baselines, and the same for other tasks."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import typer
+from tqdm import tqdm
+
+from replaylens.engine import thinking_train, thinking_zoo, weights, zoo
+from replaylens.engine import train as trainer
+from replaylens.engine.model import Decoder
+from replaylens.engine.thinking_score import score
+from replaylens.engine.thinking_texts import METHODS, Method
+from replaylens.engine.thinking_train import Model, ThinkingRecipe
+from replaylens.engine.train import Part
+
+CARD_FILE = "card.md"
+CARD_LENGTHS = range(1, 17)
+OTHER_CHUNK, OTHER_THOUGHT = 4, 16
+"""chunk and longest thought for a task that has no recipe of its own"""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What the user asks for instead of the recipe's own values; None: as in the recipe."""
+
+    method: str | None = None
+    task: str | None = None
+    longest: int | None = None
+    chunk: int | None = None
+    backbone: Path | None = None
+
+    def given(self) -> list[str]:
+        """The options that are set, as they are written."""
+        return [f"--{name} {value}" for name, value in vars(self).items() if value is not None]
+
+
+def changed(recipe: ThinkingRecipe, changes: Changes) -> ThinkingRecipe:
+    """The recipe with another task, method, length or chunk."""
+    longest = changes.longest or recipe.longest
+    if changes.task is not None:
+        recipe = thinking_zoo.for_task(recipe, changes.task, longest, changes.chunk or OTHER_CHUNK, OTHER_THOUGHT)
+    elif changes.chunk is not None:
+        recipe = replace(recipe, thinking=replace(recipe.thinking, chunk=changes.chunk, max_thought=OTHER_THOUGHT))
+    if changes.backbone is not None:
+        recipe = replace(recipe, config=weights.load(changes.backbone).config)
+    return replace(recipe, longest=longest, method=_method(changes.method or recipe.method))
+
+
+def _method(name: str) -> Method:
+    for method in METHODS:
+        if method == name:
+            return method
+    raise typer.BadParameter(f"no method {name!r}; choose one of {', '.join(METHODS)}")
+
+
+def run(recipe: ThinkingRecipe, device: str, state: Path, name: str, backbone: Path | None) -> tuple[Model, float]:
+    """Train with a progress bar; the model, and the seconds it took in this process."""
+    start = time.monotonic()
+    with tqdm(total=recipe.steps, desc=f"{name} ({recipe.method})", unit="step") as bar:
+
+        def show(done: int, loss: float) -> None:
+            bar.update(done - bar.n)
+            bar.set_postfix(loss=f"{loss:.4f}", longest=trainer.longest_at(recipe, done - 1), refresh=False)
+
+        trained = None if backbone is None else weights.load(backbone)
+        model = thinking_train.train(recipe, device, state, after_step=show, backbone=trained)
+    return model, time.monotonic() - start
+
+
+def save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
+    """A model that thinks, or a baseline, with its tokenizer."""
+    if isinstance(model, Decoder):
+        zoo.save(model, recipe.tokenizer(), folder)
+    else:
+        thinking_zoo.save(model, recipe.tokenizer(), folder)
+
+
+def card(name: str, recipe: ThinkingRecipe, model: Model, made: str, examples: int) -> str:
+    """What the model is, how it was made (`made`), and how well it does, measured here and now, as Markdown."""
+    c, t, tasks = recipe.config, recipe.thinking, ", ".join(sorted({part.task for part in recipe.parts}))
+    shares = [f"{dict(part.knobs).get('rendering', part.task)} {part.weight:g}" for part in recipe.parts]
+    size = sum(x.numel() for x in model.parameters())
+    facts = [
+        f"| backbone | layers: {c.num_layers}, d_model {c.d_model}, {c.num_heads} heads of {c.d_head}, gated MLP of {c.d_mlp}, "
+        f"rotary positions, RMSNorm, tied embeddings; {size:,} weights with T and C, float32 |",
+        f"| method | {recipe.method}; chunks of {t.chunk} tokens, state added after block {t.write_layer}, T reads block "
+        f"{t.read_layer}, thoughts of up to {t.max_thought} tokens |",
+        f"| data | {tasks}: {', '.join(shares)}; 1 to {recipe.longest} steps, {recipe.pool} examples per part and length |",
+        "| held out | every eighth prompt, by its hash, whatever the seed |",
+        f"| loss | next token (after the prompt: weight {recipe.completion_weight:g}) + tokens of the gold thoughts |",
+        f"| run | {recipe.steps} steps of {recipe.batch} rows, seed {recipe.seed}; AdamW, peak rate {recipe.lr:g}, cosine; the "
+        f"longest text grows from 1 step to {recipe.longest} over the first {recipe.curriculum:.0%} |",
+        f"| made by | {made} |",
+        f"| weights | `{weights.weights_hash(model)}` |",
+    ]
+    return "\n".join(
+        [f"# {name}", "", "| | |", "|---|---|", *facts, "", "## Accuracy", "", *accuracies(recipe, model, examples), ""]
+    )
+
+
+def accuracies(recipe: ThinkingRecipe, model: Model, examples: int) -> list[str]:
+    """One line per number of steps: answers right, and answers with all thoughts right."""
+    coin = all(part.task == "coin" for part in recipe.parts)
+    tests = thinking_zoo.TESTS if coin else {part.task: Part(part.task, 1.0, part.knobs) for part in recipe.parts}
+    lines = [
+        f"Percent of {examples} held-out examples per cell with the right greedy answer / with every thought right. Lengths",
+        f"above {recipe.longest} were never trained on.",
+        "",
+        f"| steps | {' | '.join(tests)} |",
+        "|---:" * (len(tests) + 1) + "|",
+    ]
+    for length in CARD_LENGTHS if coin else range(1, recipe.longest + 1):
+        cells = []
+        for part in tests.values():
+            found = score(model, recipe.method, recipe.thinking, recipe.tokenizer(), zoo.held_out(part, length, examples))
+            shares = sum(s.answered for s in found) / examples, sum(s.thought for s in found) / examples
+            cells.append(f"{shares[0]:.1%} / {shares[1]:.1%}")
+        lines.append(f"| {length} | {' | '.join(cells)} |")
+    return lines
