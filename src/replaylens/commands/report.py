@@ -38,7 +38,8 @@ def report(
         verdict = _verify(dump, engine, verify, quiet)
         decode = (lambda token: word(engine.text, token)) if engine is not None else None
         written = Report(dump, verdict, decode, trees, title).save(out, progress=not quiet)
-    typer.echo(f"{written}: {written.stat().st_size / 1e6:.1f} MB; {verdict.status if verdict else 'not replayed'}")
+    found = "not replayed" if verdict is None else verdict.status
+    typer.echo(f"{written}: {written.stat().st_size / 1e6:.1f} MB; {found}")
     if verdict is not None and verdict.status == MISMATCH:
         raise typer.Exit(1)
 

@@ -101,7 +101,7 @@ def _column(chunk: Chunk, number: int) -> Markup:
     return join(
         [
             tag("div", *words, class_=f"rl-thought{'' if chunk.thinks else ' rl-empty'}", style=at(1), data_tip=title),
-            tag("div", tag("b", "T"), tag("b", "C"), class_="rl-blocks", style=at(2)),
+            tag("div", tag("b", "T"), tag("b", "C"), tag("i", "↘"), class_="rl-blocks", style=at(2)),
             tag("div", state, class_=f"rl-state{'' if chunk.state else ' rl-empty'}", style=at(3), data_tip=title),
             tag("div", *tokens, class_="rl-chunk", style=at(4)),
         ]

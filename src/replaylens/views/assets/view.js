@@ -31,11 +31,11 @@
     }
   };
   const addCards = (view) => {
-    let tip = null;
-    const hide = () => { tip?.remove(); tip = null; };
+    let tip = null, target = null;
+    const hide = () => { tip?.remove(); tip = target = null; };
     const show = (event) => {
-      const target = event.target.closest?.("[data-tip],.rl-token[title],.rl-cell[title]");
       hide();
+      target = event.target.closest?.("[data-tip],.rl-token[title],.rl-cell[title]");
       if (!target || !view.contains(target)) return;
       takeTitle(target);
       tip = card(view, target.dataset.tip);
@@ -44,7 +44,7 @@
     for (const kind of ["mouseover", "focusin"]) view.addEventListener(kind, show);
     for (const kind of ["mouseleave", "focusout"]) view.addEventListener(kind, hide);
     view.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
-    addEventListener("scroll", hide, { passive: true, capture: true });
+    addEventListener("scroll", () => { if (tip) place(tip, target); }, { passive: true, capture: true });
   };
   // A timeline shows one frame at a time.
   const addSteps = (timeline) => {

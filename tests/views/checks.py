@@ -1,0 +1,56 @@
+"""What every view must keep: tags that nest, nothing loaded from anywhere, and text that stays text."""
+
+import re
+from html.parser import HTMLParser
+
+VOID = {"meta", "input", "br", "img", "link", "hr"}
+
+
+class _Nesting(HTMLParser):
+    """Collects the tags, the text and the attributes; complains of tags that do not nest."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.faults: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attributes
+        if len({name for name, _ in attributes}) < len(attributes):
+            self.faults.append(f"<{tag}> has an attribute twice")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.faults.append(f"</{tag}> closes nothing at {self.getpos()}")
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.texts.append(data)
+
+
+def parsed(html: str) -> _Nesting:
+    """The page as a parser sees it; fails where tags do not nest."""
+    parser = _Nesting()
+    parser.feed(html)
+    parser.close()
+    assert parser.faults == [] and parser.open == [], (parser.faults[:3], parser.open)
+    return parser
+
+
+def assert_harmless(html: str, scripts: int) -> _Nesting:
+    """Only our own scripts, no handlers, nothing that a browser would fetch."""
+    found = parsed(html)
+    assert found.tags.count("script") == scripts
+    assert not {"img", "iframe", "object", "embed", "link", "base", "form"} & set(found.tags)
+    names = {name for name, _ in found.attributes}
+    assert not [name for name in names if name.startswith("on")] and "src" not in names
+    targets = [value or "" for name, value in found.attributes if name in ("href", "action", "formaction")]
+    assert all(target.startswith("#") for target in targets)
+    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|WebSocket|import\(", html)
+    return found

@@ -1,0 +1,75 @@
+"""Fixtures of the views' tests: a tiny model that speaks markup, whose drafts are often rejected; runs and dumps of it."""
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+
+from replaylens import tasks
+from replaylens.engine import certificates
+from replaylens.engine.dump import Dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.run import Run
+from replaylens.tasks import WordTokenizer
+from tests.toy_model import random_model
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror="alert(2)">',
+    "</script><!--",
+    "&amp;",
+    "\u2028'",
+    "\x00\n\t",
+    "]]>",
+    "\ufffd",
+)
+"""what a tokenizer might come up with"""
+
+
+class HostileTokenizer(WordTokenizer):
+    """Reads the coin's names as markup."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.reads(i) for i in ids)
+
+    def reads(self, token: int) -> str:
+        plain = super().decode([token])
+        return HOSTILE[token % len(HOSTILE)] if plain.strip().istitle() and len(plain.strip()) > 2 else plain
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No certificate is taken from, or left in, the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REPLAYLENS_CACHE", str(tmp_path_factory.mktemp("certificates")))
+        patch.setattr(certificates, "_EXAMINED", {})
+        yield
+
+
+@pytest.fixture(scope="session")
+def engine() -> Engine:
+    words = HostileTokenizer(tasks.get("coin").vocabulary())
+    draft = random_model(seed=3, vocab_size=words.vocab_size, num_layers=1)
+    return Engine(random_model(vocab_size=words.vocab_size), words, draft_model=draft)
+
+
+@pytest.fixture(scope="session")
+def run(engine: Engine) -> Run:
+    """Twelve examples with S and Z of every row. Nobody may change it."""
+    made = engine.replay(tasks.get("coin")(flips=(1, 3)).examples(12), sites="SZ", drafter="lens", window=4, max_new=9)
+    assert isinstance(made, Run) and any(result.rejected for result in made), "the model must have drafts rejected"
+    return made
+
+
+@pytest.fixture(scope="session")
+def dump(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Dump:
+    """The same run on disk. Nobody may change it."""
+    return run.save(tmp_path_factory.mktemp("dump"), examples_per_shard=5)

@@ -1,0 +1,146 @@
+"""The report and the notebook views in a real browser: clicked through, without a request, an error or a script of others."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaylens.engine.dump import Dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.run import Run
+from replaylens.views.readings import word
+from replaylens.views.report import Report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium on this machine")
+    with playwright.sync_playwright() as runner:
+        running = runner.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Any]:
+    """A tab that must see no error, no request but for the page itself, and no dialogue."""
+    context = browser.new_context(viewport={"width": 1100, "height": 800}, color_scheme="light")
+    page, faults, requests = context.new_page(), [], []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+    page.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))
+    page.on("request", lambda request: requests.append(request.url))
+    yield page
+    context.close()
+    assert faults == []
+    assert [url for url in requests if not url.startswith("file://")] == [] and len(requests) == 1
+
+
+@pytest.fixture(scope="module")
+def report(dump: Dump, engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    return Report(dump, decode=lambda token: word(engine.text, token)).save(path)
+
+
+def test_report(tab: Any, report: Path, run: Run) -> None:
+    tab.goto(report.as_uri())
+    explorer = tab.locator("#rl-explorer")
+    tab.wait_for_selector("#rl-explorer[data-example='0'] .rl-token")
+    assert tab.locator("#rl-table tr").count() == len(run)
+
+    tab.click("#rl-table tr[data-row='3'] button")
+    tab.wait_for_selector("#rl-explorer[data-example='3']")
+    shown = explorer.locator(".rl-tree .rl-token[tabindex]").count()
+    assert shown == len(run[3].tokens) + sum(len(r.tokens) - r.fork_position for r in run[3].rejected)
+
+    tab.select_option("#rl-kind", "rejected")
+    assert tab.locator("#rl-table tr").count() == sum(bool(result.rejected) for result in run)
+    tab.fill("#rl-search", "no such words")
+    assert tab.locator("#rl-table tr").count() == 0 and tab.inner_text("#rl-shown") == "nothing found"
+    tab.fill("#rl-search", "<script>")
+    assert tab.locator("#rl-table tr").count() > 0, "markup is text to be searched"
+
+
+def test_cards(tab: Any, report: Path) -> None:
+    """Hovering a token and a cell of the heatmap shows what is known; leaving hides it; so does Escape after Tab."""
+    tab.goto(report.as_uri())
+    tab.wait_for_selector("#rl-explorer .rl-token")
+    tab.locator("#rl-explorer .rl-grid .rl-accepted").first.hover()
+    card = tab.inner_text(".rl-tip")
+    assert all(part in card for part in ("position", "log-prob", "entropy", "S0", "output"))
+    tab.mouse.move(1, 1)
+    tab.locator("#lens .rl-cell").first.hover()
+    assert "95 %" in tab.inner_text(".rl-tip") and tab.locator(".rl-tip").count() == 1
+    tab.locator("#rl-explorer .rl-token[tabindex]").first.focus()
+    assert "position" in tab.inner_text(".rl-tip")
+    tab.keyboard.press("Escape")
+    assert tab.locator(".rl-tip").count() == 0
+
+
+def test_light_and_dark(tab: Any, report: Path) -> None:
+    tab.goto(report.as_uri())
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = tab.evaluate(colour)
+    tab.click("#rl-theme")
+    dark = tab.evaluate(colour)
+    tab.click("#rl-theme")
+    assert light == tab.evaluate(colour) == "rgb(255, 255, 255)" and dark == "rgb(20, 23, 26)"
+    tab.emulate_media(color_scheme="dark")
+    assert tab.evaluate("document.body.dataset.theme") == "light", "a choice outlives the system's"
+
+
+def test_a_place_in_the_report_can_be_linked(tab: Any, report: Path) -> None:
+    tab.goto(report.as_uri() + "#example-7")
+    tab.wait_for_selector("#rl-explorer[data-example='7'] .rl-token")
+
+
+def test_timeline_steps(tab: Any, run: Run, tmp_path: Path) -> None:
+    """Buttons, slider and play show one frame at a time; a second copy of the script does no harm."""
+    told = run.timeline(next(i for i, result in enumerate(run) if result.rejected))
+    page = tmp_path / "timeline.html"
+    page.write_text(f"<!DOCTYPE html><meta charset=utf-8>{told._repr_html_()}{run.tree(0)._repr_html_()}")
+    tab.goto(page.as_uri())
+    visible = tab.locator(".rl-frame:visible")
+    assert visible.count() == 1 and visible.get_attribute("data-phase") == "prefill"
+    tab.click("[aria-label=next]")
+    assert visible.get_attribute("data-phase") == told.frames[1].phase.value
+    tab.locator("[aria-label=step]").fill(str(len(told.frames) - 1))
+    assert visible.get_attribute("data-phase") == told.frames[-1].phase.value
+    assert tab.locator("[aria-label=next]").is_disabled()
+    tab.click("[aria-label=play]")
+    tab.wait_for_function("document.querySelector('.rl-count').textContent.startsWith('2 /')")
+    tab.click("[aria-label=play]")
+    assert tab.locator(".rl-steps").count() == 1
+    box = tab.locator(".rl-frame:visible svg").bounding_box()
+    assert box["width"] > 400 and box["height"] > 100
+
+
+def test_without_scripts_everything_is_there(browser: Any, run: Run, tmp_path: Path) -> None:
+    """Where a page strips scripts, all frames stand below one another and titles tell what cards would."""
+    told = run.timeline(0)
+    page = tmp_path / "still.html"
+    page.write_text(f"<!DOCTYPE html><meta charset=utf-8>{told._repr_html_()}{run.tree(0)._repr_html_()}")
+    context = browser.new_context(java_script_enabled=False)
+    tab = context.new_page()
+    tab.goto(page.as_uri())
+    assert tab.locator(".rl-frame").count() == len(told.frames)
+    assert "position" in (tab.locator(".rl-token[tabindex]").first.get_attribute("title") or "")
+    context.close()
+
+
+def test_a_script_that_slipped_through_would_not_run(browser: Any, report: Path, tmp_path: Path) -> None:
+    """The policy's own control: a planted handler and script stay dead, and the browser says so."""
+    planted = report.read_text().replace("<main>", "<main><script>document.title='owned'</script><b onclick=\"x()\">y</b>", 1)
+    (tmp_path / "planted.html").write_text(planted)
+    tab, refused = browser.new_page(), []
+    tab.on("console", lambda message: refused.append(message.text))
+    tab.goto((tmp_path / "planted.html").as_uri())
+    tab.click("main b")
+    assert tab.title() != "owned" and any("Content Security Policy" in text for text in refused)
+    tab.close()

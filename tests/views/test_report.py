@@ -1,0 +1,185 @@
+"""The report page: one file, whole and harmless, that says what the dump says."""
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from replaylens import tasks
+from replaylens.cli import app
+from replaylens.engine import zoo
+from replaylens.engine.dump import Dump
+from replaylens.engine.dump_plan import make_plan
+from replaylens.engine.dump_verify import verify
+from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.run import Run
+from replaylens.views import dumped, lens_map
+from replaylens.views.readings import word
+from replaylens.views.report import Report
+from tests.views.checks import assert_harmless, parsed
+
+ONE_SCRIPT_AND_THE_ROWS = 2
+
+
+def blocks_of(html: str) -> list[str]:
+    """The trees that a page holds, unpacked."""
+    packed = re.findall(r'<script type="text/plain" class="rl-block" data-count="\d+">([^<]*)</script>', html)
+    return [fragment for block in packed for fragment in json.loads(gzip.decompress(base64.b64decode(block)))]
+
+
+def rows_of(html: str) -> list[Any]:
+    return json.loads(re.search(r'<script type="application/json" id="rl-rows">(.*?)</script>', html, re.S)[1])  # type: ignore[index]
+
+
+@pytest.fixture(scope="module")
+def html(dump: Dump, engine: Engine) -> str:
+    return Report(dump, verify(dump.url, engine, sample="all"), lambda token: word(engine.text, token)).html()
+
+
+def test_the_page_is_whole_and_harmless(html: str, dump: Dump) -> None:
+    trees = blocks_of(html)
+    assert_harmless(html, ONE_SCRIPT_AND_THE_ROWS + html.count('class="rl-block"'))
+    assert len(trees) == len(dump.manifest.plan.examples)
+    for tree in trees:
+        assert_harmless(tree, scripts=0)
+
+
+def test_only_our_own_script_may_run(html: str) -> None:
+    """The policy names the hash of the page's one script; nothing may be loaded."""
+    (policy,) = [value or "" for name, value in parsed(html).attributes if name == "content" and "-src" in (value or "")]
+    (code,) = re.findall(r"<script>(.*?)</script>", html, re.S)
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in policy and "default-src 'none';" in policy
+
+
+def test_the_table_says_what_the_run_said(html: str, run: Run) -> None:
+    for (index, prompt, generated, right, rejected), result in zip(rows_of(html), run, strict=True):
+        decoded = [run.engine.text.token(token) for token in result.tokens]
+        assert prompt == "".join(decoded[: result.num_prompt]) and generated == "".join(decoded[result.num_prompt :])
+        assert (index, right) == (result.example.index, result.correct)
+        assert rejected == len({(other.fork_position, tuple(other.tokens)) for other in result.rejected})
+
+
+def test_a_dumped_tree_is_the_live_tree(run: Run, dump: Dump) -> None:
+    """Log-probs, entropies and lens come out of the files as they were; labels are added."""
+    decode = lambda token: word(run.engine.text, token)  # noqa: E731
+    for example, result in zip(dumped.examples(dump, decode), run, strict=True):
+        (mine, *_), (live, *_) = example.tree.paths, run.tree(run.results.index(result)).paths
+        for stored, token in zip(mine.tokens, live.tokens, strict=True):
+            assert (stored.text, stored.position, stored.state) == (token.text, token.position, token.state)
+            assert stored.lens == token.lens
+            assert (
+                stored.logprob == pytest.approx(token.logprob, abs=1e-6)
+                if token.logprob is not None
+                else stored.logprob is None
+            )
+            assert dict(stored.labels)["start"] in ("heads", "tails") if "start" in dict(stored.labels) else True
+        assert any(token.labels for token in mine.tokens)
+
+
+def test_certificate(html: str, dump: Dump, engine: Engine) -> None:
+    assert 'data-status="verified"' in html and "12 examples replayed" in html
+    for text in (dump.digest, dump.accepted_digest, engine.fingerprint.digest, engine.fingerprint.weights):
+        assert text in html
+    unknown = Report(dump).html()
+    assert 'data-status="none"' in unknown and 'data-status="verified"' not in unknown
+
+
+def test_a_mismatch_is_shown_as_one(dump: Dump, engine: Engine, tmp_path: Path) -> None:
+    """Negative control: one flipped bit in a shard, and the page says so in red."""
+    for name in dump.files.store.sizes():
+        (tmp_path / name).write_bytes(Path(dump.url, name).read_bytes())
+    shard = tmp_path / "shard-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    html = Report(Dump.open(tmp_path), verify(tmp_path, engine)).html()
+    assert 'data-status="mismatch"' in html and "was changed after it was written" in html
+
+
+def test_the_same_dump_gives_the_same_bytes(dump: Dump, tmp_path: Path) -> None:
+    one = Report(dump, trees=3).save(tmp_path / "a.html")
+    again = Report(Dump.open(dump.url), trees=3).save(tmp_path / "new" / "b.html")
+    assert one.read_bytes() == again.read_bytes()
+    assert "The first 3 of 12 examples have a tree." in one.read_text() and len(blocks_of(one.read_text())) == 3
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["a.html"], "no temporary file is left"
+
+
+def test_lens_averages(run: Run, dump: Dump) -> None:
+    """A cell is the mean over roots; two examples with one prompt count once."""
+    (emitted, entropy, kl) = lens_map.averages(dumped.examples(dump)).maps()
+    column = emitted.columns.index("+0")
+    by_root: dict[str, list[float]] = {}
+    for result in run:
+        by_root.setdefault(result.example.root, []).append(result.activations["Z.emitted"][result.num_prompt, -1].item())
+    cell = emitted.cells[0][column]
+    assert cell is not None and cell.value == pytest.approx(np.mean([np.mean(v) for v in by_root.values()]))
+    assert f"roots\t{len(by_root)}" in cell.facts and any(fact.startswith("95 %") for fact in cell.facts)
+    assert entropy.rows[0] == "output" and all(c is None or c.value == pytest.approx(0) for c in kl.cells[0])
+
+
+@pytest.mark.parametrize("options", [{"sites": "S"}, {"positions": "generated"}, {"positions": "last"}, {"rejected": False}])
+def test_dumps_that_hold_less(engine: Engine, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Without Z, without prompts, without rejected branches: what is there is shown, what is not is said."""
+    plan = make_plan(engine, tasks.get("coin")(flips=(1, 2)), 3, max_new=6, window=4, **options)
+    dump = write_dump(engine, plan, tmp_path)
+    assert dump is not None
+    html = Report(dump).html()
+    assert_harmless(html, ONE_SCRIPT_AND_THE_ROWS + html.count('class="rl-block"'))
+    assert len(blocks_of(html)) == 3
+    assert ("holds no Z" in html) == (options.get("sites") == "S")
+
+
+def test_thousands_of_rows(engine: Engine, tmp_path: Path) -> None:
+    """The page stays small: trees are packed, and the table holds the texts only."""
+    plan = make_plan(engine, tasks.get("coin")(flips=(1, 2)), 150, sites="SZ", max_new=6, window=4)
+    dump = write_dump(engine, plan, tmp_path)
+    assert dump is not None and dump.manifest.rows > 3000
+    html = Report(dump).html()
+    assert len(rows_of(html)) == len(blocks_of(html)) == 150 and len(html) < 3_000_000
+
+
+# ---- the command ------------------------------------------------------------------------------------------------------
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["report", *map(str, arguments), "--quiet"])
+
+
+@pytest.fixture(scope="module")
+def saved_model(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model on disk, where its tokenizer is an honest one."""
+    folder = tmp_path_factory.mktemp("model")
+    zoo.save(engine.model, engine.text.tokenizer, folder)
+    return folder
+
+
+def test_command(saved_model: Path, tmp_path: Path) -> None:
+    engine, out = Engine.load(str(saved_model)), tmp_path / "report.html"
+    plan = make_plan(engine, tasks.get("coin")(flips=(1, 2)), 3, max_new=6, window=4)
+    write_dump(engine, plan, tmp_path / "dump")
+    done = call(tmp_path / "dump", "--out", out, "--model", saved_model, "--verify", 0.5, "--title", "<b>mine</b>")
+    assert done.exit_code == 0 and "verified" in done.output, done.output
+    assert "<title>&lt;b&gt;mine&lt;/b&gt;</title>" in out.read_text() and 'data-status="verified"' in out.read_text()
+
+
+def test_command_on_a_mismatch(dump: Dump, saved_model: Path, tmp_path: Path) -> None:
+    """Negative control: with the honest tokenizer other texts come out. The page is written, and says so."""
+    done = call(dump.url, "--out", tmp_path / "a.html", "--model", saved_model)
+    assert done.exit_code == 1 and "mismatch" in done.output
+    assert 'data-status="mismatch"' in (tmp_path / "a.html").read_text()
+
+
+def test_command_refuses_what_it_cannot_do(dump: Dump, tmp_path: Path) -> None:
+    assert call(tmp_path / "nothing").exit_code == 2
+    unknown = call(dump.url, "--out", tmp_path / "a.html")
+    assert unknown.exit_code == 2 and "--model" in unknown.output and not (tmp_path / "a.html").exists()
+    assert call(dump.url, "--out", tmp_path / "a.html", "--verify", 0).exit_code == 0

@@ -1,0 +1,38 @@
+"""The Thinking-States picture from plain data."""
+
+import io
+
+from rich.console import Console
+
+from replaylens.views.thinking import Chunk, Round, Thinking
+from tests.views.checks import assert_harmless
+from tests.views.conftest import HOSTILE
+
+PICTURE = Thinking(
+    (
+        Chunk(("A", " coin"), ("<EOS>",)),
+        Chunk((" flips", ","), (" tails", "<EOS>"), facts=("log-prob\t-0.1",)),
+        Chunk(HOSTILE, (HOSTILE[0], "<EOS>"), state=2.5),
+    ),
+    (Round(0, 2, 3), Round(2, 3, 3)),
+)
+
+
+def test_text_tells_thoughts_states_and_rounds() -> None:
+    lines = str(PICTURE).splitlines()
+    assert "no state" in lines[1] and "->   tails <EOS>" in lines[1] and "|S| 2.50" in lines[2]
+    assert lines[3:] == [
+        "round 1: chunks 0 to 2 at once, KV kept up to chunk 1, chunks 2 to 2 rolled back",
+        "round 2: chunks 2 to 2 at once, KV kept up to chunk 2",
+    ]
+    assert [chunk.thinks for chunk in PICTURE.chunks] == [False, True, True]
+    out = io.StringIO()
+    Console(file=out, width=200).print(PICTURE)
+    assert "tails <EOS>" in out.getvalue() and "2.50" in out.getvalue()
+
+
+def test_html_has_a_column_a_chunk_and_a_bar_a_round() -> None:
+    found = assert_harmless(PICTURE._repr_html_(), scripts=1)
+    classes = [value or "" for name, value in found.attributes if name == "class"]
+    assert sum(c.startswith("rl-chunk") for c in classes) == sum(c.startswith("rl-thought") for c in classes) == 3
+    assert classes.count("rl-bar rl-accepted") == 2 and classes.count("rl-bar rl-rejected") == 1

@@ -1,0 +1,193 @@
+"""The timeline tells what the engine did: its frames are compared with the engine's own state at every event."""
+
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaylens.engine.branches import TokenState
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.run import Run
+from replaylens.engine.trace import Trace
+from replaylens.views import svg
+from replaylens.views.timeline import Fill, Frame, Phase, timeline, timeline_of
+from tests.toy_model import continuation, toy
+from tests.toy_model import engine as toy_engine
+from tests.views.checks import assert_harmless
+
+ACCEPTED, PENDING, DRAFT, REJECTED = TokenState.ACCEPTED, TokenState.PENDING, TokenState.DRAFT, TokenState.REJECTED
+P = [3, 1, 4, 1, 5, 9]
+
+
+@pytest.fixture(scope="module")
+def t() -> list[int]:
+    """T0, T1, ...: what follows the prompt."""
+    return continuation(toy(), P, 8)
+
+
+def frames_of(drafts: dict[int, list[list[int]]], n: int) -> tuple[Frame, ...]:
+    subject = toy_engine()
+    branch = subject.prompt(P)
+    branch.generate(n, drafter="forced", drafts=drafts, window=4)
+    return timeline_of(subject, branch.id).frames
+
+
+def shown(frame: Frame) -> list[tuple[str, TokenState]]:
+    return [(slot.name, slot.state) for slot in frame.generated]
+
+
+def test_all_drafts_stand(t: list[int]) -> None:
+    """The picture without a rollback: T1 to T3 are accepted, T4 comes free and is pending."""
+    frames = frames_of({len(P) + 1: [t[1:4]]}, 5)
+    assert [frame.phase for frame in frames] == [Phase.PREFILL, Phase.DIRECT, Phase.DECODE, Phase.VERIFY, Phase.ACCEPT]
+    prefill, t0, decode, verify, accept = frames
+    assert (prefill.kv, prefill.generated) == (Fill(6), ())
+    assert (t0.kv, shown(t0)) == (Fill(6), [("T0", PENDING)])
+    assert decode.kv == verify.kv == Fill(6, 0, 4), "T0 and three drafts"
+    assert shown(decode) == [("T0", PENDING), ("T1′", DRAFT), ("T2′", DRAFT), ("T3′", DRAFT)]
+    assert [check.stands for check in verify.checks] == [True, True, True, False]
+    assert verify.checks[-1].draft is None and verify.checks[-1].verifier is not None
+    assert accept.kv == Fill(6, 4)
+    assert shown(accept) == [("T0", ACCEPTED), ("T1", ACCEPTED), ("T2", ACCEPTED), ("T3", ACCEPTED), ("T4", PENDING)]
+    assert [slot.text for slot in accept.generated] == [str(token) for token in t[:5]]
+
+
+def test_a_draft_is_rejected(t: list[int]) -> None:
+    """The other picture: T1 stands, the verifier's own T2 replaces the drafted one, the cache goes back behind T1."""
+    wrong = (t[2] + 1) % 61
+    frames = frames_of({len(P) + 1: [[t[1], wrong, t[3]]]}, 5)
+    decode, verify, rollback = frames[2:5]
+    assert [frame.phase for frame in (decode, verify, rollback)] == [Phase.DECODE, Phase.VERIFY, Phase.ROLLBACK]
+    assert shown(verify) == [("T0", PENDING), ("T1′", DRAFT), ("T2′", REJECTED), ("T3′", REJECTED)]
+    said = [(check.stands, check.verifier.text if check.verifier else None) for check in verify.checks]
+    assert said == [(True, str(t[1])), (False, str(t[2])), (False, None)]
+    assert (decode.kv, rollback.kv) == (Fill(6, 0, 4), Fill(6, 2))
+    assert shown(rollback) == [("T0", ACCEPTED), ("T1", ACCEPTED), ("T2", PENDING)]
+
+
+def test_siblings(t: list[int]) -> None:
+    wrong = (t[1] + 1) % 61
+    frames = frames_of({len(P) + 1: [[wrong, wrong], t[1:3]]}, 4)
+    decode, verify, rollback = frames[2:5]
+    assert decode.kv.draft == 5 and [[slot.text for slot in c] for c in decode.siblings] == [[str(t[1]), str(t[2])]]
+    assert [[slot.state for slot in chain] for chain in verify.siblings] == [[REJECTED, REJECTED]]
+    assert [slot.text for slot in verify.generated] == [str(token) for token in t[:3]]
+    assert rollback.kv == Fill(6, 3)
+
+
+def test_frames_agree_with_the_engine(engine: Engine) -> None:
+    """A listener notes tokens, states and committed KV at every event; the timeline must say the same, with neighbours."""
+    branches = engine.prompts(["A coin's state is heads.", "A coin's state is tails. What's the state?"])
+    first = branches[0]
+    noted: list[tuple[str, list[int], list[TokenState], int]] = []
+
+    def listen(event: dict[str, Any]) -> None:
+        if event["branch"] == first.id and event["event"] in ("draft", "verdict"):
+            noted.append((event["event"], first.tokens, first.states, first.lane.computed))
+
+    engine.loop.listeners.append(listen)
+    engine.generate(branches, 24, drafter="lens", window=5)
+    engine.loop.listeners.remove(listen)
+    told = timeline_of(engine, first.id)
+    after = {Phase.DECODE: "draft", Phase.ACCEPT: "verdict", Phase.ROLLBACK: "verdict"}
+    rounds = [frame for frame in told.frames if frame.phase in after]
+    assert len(rounds) == len(noted) > 4
+    assert [told.frames[0].others, rounds[0].others] == [1, 1], "both were prefilled and drafted for together"
+    for frame, (event, tokens, states, computed) in zip(rounds, noted, strict=True):
+        assert after[frame.phase] == event
+        own = slice(first.root_length, None)
+        assert [slot.state for slot in frame.generated] == states[own]
+        assert [slot.text for slot in frame.generated] == [engine.text.token(token) or "<eos>" for token in tokens[own]]
+        if event == "verdict":
+            assert frame.kv.prompt + frame.kv.accepted == frame.kv.total == computed
+        else:
+            assert frame.kv.total == len(tokens)
+    for branch in branches:
+        branch.release()
+
+
+def test_a_trace_from_a_file_tells_the_same(run: Run, tmp_path: Path) -> None:
+    run.engine.trace.save(tmp_path / "run.trace")
+    trace = Trace.load(tmp_path / "run.trace")
+    for result in run:
+        told = timeline(trace, result.branch, lambda token: run.engine.text.token(token) or "<eos>")
+        mine = timeline_of(run.engine, result.branch)
+        assert [(f.phase, f.kv, shown(f)) for f in told.frames] == [(f.phase, f.kv, shown(f)) for f in mine.frames]
+
+
+def test_tokens_that_left_no_event_are_unknown_not_invented(t: list[int]) -> None:
+    subject = toy_engine()
+    branch = subject.prompt(P)
+    branch.generate(3, window=1)
+    told = timeline(subject.trace, branch.id, str)
+    assert [slot.text for slot in told.frames[-1].generated] == ["…"] * 3
+    known = timeline(subject.trace, branch.id, str, {branch.id: branch.tokens})
+    assert [slot.text for slot in known.frames[-1].generated] == [str(token) for token in t[:3]]
+    false = timeline(subject.trace, branch.id, str, {branch.id: [*P, 0, 0, 0]})
+    assert [slot.text for slot in false.frames[-1].generated] == ["…"] * 3, "a path that the trace did not see"
+
+
+def test_forks_forced_tokens_and_rollbacks() -> None:
+    subject = toy_engine()
+    root = subject.prompt(P)
+    (child,) = root.fork(1, at=4)
+    child.force([7, 8])
+    child.rollback(to=5)
+    frames = timeline_of(subject, child.id).frames
+    assert [frame.phase for frame in frames] == [Phase.FORK, Phase.FORCE, Phase.ROLLBACK]
+    assert [frame.kv for frame in frames] == [Fill(4), Fill(4, 2), Fill(4, 1)]
+    with pytest.raises(BadRequest, match="no branch 99"):
+        timeline(subject.trace, 99, str)
+
+
+# ---- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def elements(document: str) -> Sequence[ElementTree.Element]:
+    """The picture as an XML reader sees it."""
+    return list(ElementTree.fromstring(document).iter())
+
+
+def test_stills_are_files_of_their_own(run: Run, tmp_path: Path) -> None:
+    told = run.timeline(next(i for i, result in enumerate(run) if result.rejected))
+    files = told.save(tmp_path)
+    assert [file.suffix for file in files] == [".svg"] * len(told.frames)
+    for file in files:
+        found = elements(file.read_text())
+        assert not [e for e in found if {"id", "href", "onload"} & set(e.attrib)]
+    assert len(elements(told.board())) > len(elements(told.still(told.frames[0])))
+
+
+def test_the_cylinder_shows_the_fill(t: list[int]) -> None:
+    """Its sections are as high as the cache has positions of that state."""
+    decode = frames_of({len(P) + 1: [t[1:4]]}, 5)[2]
+    sections = [e for e in elements(svg.document([decode], 10)) if e.get("class", "") in ("prompt edge", "draft edge")]
+    heights = {}
+    for section in sections:
+        if section.tag.endswith("path"):
+            d = section.get("d", "")
+            heights[section.get("class")] = float(d.split("V")[1].split("A")[0]) - float(
+                d.split("M")[1].split("V")[0].split()[1]
+            )
+    assert heights == {"prompt edge": pytest.approx(90, abs=0.2), "draft edge": pytest.approx(60, abs=0.2)}
+
+
+def test_a_board_has_four_phases(run: Run) -> None:
+    told = run.timeline(next(i for i, result in enumerate(run) if result.rejected))
+    texts = [e.text for e in elements(told.board())]
+    assert [text for text in texts if text in ("Prefill", "Decode", "Verify", "Rollback")] == [
+        "Prefill",
+        "Decode",
+        "Verify",
+        "Rollback",
+    ]
+
+
+def test_html_and_text(run: Run) -> None:
+    told = run.timeline(0)
+    found = assert_harmless(told._repr_html_(), scripts=1)
+    assert [v for name, v in found.attributes if name == "data-phase"] == [frame.phase.value for frame in told.frames]
+    assert len(str(told).splitlines()) == len(told.frames) and "prefill" in str(told)

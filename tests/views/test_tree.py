@@ -1,0 +1,148 @@
+"""Trees of live branches: every fact that a view shows is the engine's own."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from replaylens.engine.branches import TokenState
+from replaylens.engine.engine import Engine
+from replaylens.engine.run import Run
+from replaylens.views import live, tree_html
+from replaylens.views.readings import Readings, word
+from replaylens.views.tree import Tree, visible
+from tests.views.checks import assert_harmless, parsed
+from tests.views.conftest import HOSTILE
+
+
+def test_a_tree_tells_what_was_recorded(run: Run) -> None:
+    """Tokens, states, log-probs, entropies and lens, of the accepted path and of every rejected one."""
+    for result in run:
+        tree = live.tree_of_result(run.engine, result)
+        paths = {path.branch: path for path in tree.paths}
+        assert set(paths) == {result.branch, *(other.branch for other in result.rejected)}
+        z = result.activations
+        for token in paths[result.branch].tokens:
+            p = token.position
+            assert token.text == word(run.engine.text, result.tokens[p])
+            assert token.state is (TokenState.PROMPT if p < result.num_prompt else TokenState.ACCEPTED)
+            assert token.entropy == z["Z.entropy"][p, -1].item()
+            assert token.logprob == (z["Z.emitted"][p - 1, -1].item() if p else None)
+            assert [layer.guesses[0].token for layer in token.lens] == [
+                word(run.engine.text, i) for i in z["Z.top_ids"][p, :, 0].tolist()
+            ]
+        for other in result.rejected:
+            own = paths[other.branch]
+            assert (own.parent, own.fork_position) == (result.branch, other.fork_position)
+            assert [t.text for t in own.tokens] == [word(run.engine.text, t) for t in other.tokens[other.fork_position :]]
+            assert all(token.state is TokenState.REJECTED for token in own.tokens)
+            assert other.activations is not None
+            second = own.tokens[1:2]
+            assert [t.logprob for t in second] == other.activations["Z.emitted"][: len(second), -1].tolist()
+
+
+def test_a_rejected_draft_was_judged_by_the_row_before(run: Run) -> None:
+    """Its first token's log-prob comes from the accepted path, and is below that of the token that was chosen."""
+    judged = 0
+    for result in run:
+        trunk, *others = live.tree_of_result(run.engine, result).paths
+        by_position = {token.position: token for token in trunk.tokens}
+        for other in others:
+            first = other.tokens[0]
+            chosen = by_position.get(first.position)
+            if first.logprob is not None and chosen is not None:
+                assert chosen.logprob is not None and first.logprob < chosen.logprob
+                judged += 1
+    assert judged
+
+
+def test_without_z_there_is_still_a_tree(engine: Engine) -> None:
+    branch = engine.prompt("A coin's state is heads.")
+    branch.generate(5, drafter="lens", window=4)
+    (trunk, *_) = branch.tree().paths
+    assert [t.state for t in trunk.tokens] == branch.states
+    assert all(t.logprob is None and t.entropy is None and t.lens == () for t in trunk.tokens)
+    assert Readings.of(None, str) is None
+    branch.release()
+
+
+def test_a_fork_hangs_where_it_left(engine: Engine) -> None:
+    """Also one that left its parent before the parent's own first token: it hangs off the one above."""
+    root = engine.prompt("A coin's state is heads.")
+    (child,) = root.fork(1)
+    child.force(" heads flips")
+    (early,) = child.fork(1, at=root.length - 2)
+    early.force(" flips")
+    parents = {path.branch: (path.parent, path.fork_position) for path in root.tree().paths}
+    assert parents == {root.id: (None, 0), child.id: (root.id, root.length), early.id: (root.id, root.length - 2)}
+    assert child.tree().trunk.fork_position == 0, "a fork's own tree shows its whole path"
+    for branch in (early, child, root):
+        branch.release()
+
+
+def test_too_many_branches_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "MOST_BRANCHES", 3)
+    root = engine.prompt("A coin's state is heads.")
+    forks = root.fork(5)
+    tree = root.tree()
+    assert (len(tree.paths), tree.left_out) == (3, 3)
+    assert "and 3 more branches" in str(tree) and "and 3 more branches" in tree_html.draw(tree)
+    for branch in [*forks, root]:
+        branch.release()
+
+
+def in_terminal(tree: Tree, **options: object) -> str:
+    out = io.StringIO()
+    Console(file=out, width=10_000, **options).print(tree)  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def test_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coloured where there are colours; markers and counts say the same without."""
+    i = next(i for i, result in enumerate(run) if result.rejected)
+    tree = run.tree(i)
+    plain = in_terminal(tree)
+    assert plain.rstrip("\n") == str(tree) and "\x1b" not in plain
+    assert f".{run[i].num_prompt} " in plain and f"@{run[i].rejected[0].fork_position} " in plain
+    coloured = in_terminal(tree, force_terminal=True, color_system="truecolor")
+    assert "\x1b[30;104m" in coloured and "\x1b[9;30;101m" in coloured, "prompt on blue; rejected struck out, on red"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "104m" not in in_terminal(tree, force_terminal=True)
+
+
+def test_html_is_whole_and_harmless(run: Run) -> None:
+    """Names read as markup here: they must come out as text, all of them."""
+    for i, result in enumerate(run):
+        html = run.tree(i)._repr_html_()
+        found = assert_harmless(html, scripts=1)
+        assert "".join(found.texts).count(visible(HOSTILE[0])) >= sum(
+            word(run.engine.text, token) == HOSTILE[0] for token in result.tokens
+        )
+    assert "&lt;script&gt;alert(1)" in html
+
+
+def test_hover_tells_position_logprob_entropy_and_layers(run: Run) -> None:
+    tree = run.tree(0)
+    token = tree.trunk.tokens[-2]
+    titles = [value or "" for name, value in parsed(tree_html.draw(tree)).attributes if name == "title"]
+    mine = next(t for t in titles if f"position\t{token.position}\n" in t and "accepted" in t)
+    assert f"log-prob\t{token.logprob:.3f}" in mine and f"entropy\t{token.entropy:.3f} nats" in mine
+    layers = run.engine.config.num_layers
+    assert all(f"\nS{i}\t" in mine for i in range(layers)) and "\noutput\t" in mine
+
+
+def test_runs_branches_and_engines_draw_themselves(run: Run, engine: Engine) -> None:
+    branch = engine.prompt("A coin's state is heads.", sites="Z")
+    branch.generate(4, drafter="lens", window=3)
+    for shown in (run, branch, engine):
+        assert_harmless(shown._repr_html_(), scripts=1)
+    assert f"{run.acceptance:.1%}" in run._repr_html_()
+    assert engine.fingerprint.digest in engine._repr_html_()
+    branch.release()
+
+
+@pytest.mark.parametrize(
+    "text, seen", [("", "∅"), (" a", " a"), ("\n", "⏎"), ("a\tb", "a⇥b"), ("\x00", "\\u0000"), ("\u2028", "\\u2028")]
+)
+def test_invisible_text_is_made_visible(text: str, seen: str) -> None:
+    assert visible(text) == seen
