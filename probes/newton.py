@@ -2,8 +2,9 @@
 
 Minimises  sum of log-losses over the training rows + penalty / 2 |w|^2  with w in standardised columns and the bias
 free, which is scikit-learn's LogisticRegression(C = 1 / penalty) behind a StandardScaler. Newton's method; each linear
-system is solved by conjugate gradients, preconditioned with the Hessian whose row weights are replaced by their mean: that one is a Gram
-matrix, known beforehand. A Hessian product costs two products with the rows, shared by all tasks and folds of a cell.
+system is solved by conjugate gradients, preconditioned with the Hessian whose row weights are replaced by their mean:
+that one is a Gram matrix, known beforehand. A Hessian product costs two products with the rows, shared by all tasks and
+folds of a cell.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,254 @@
+"""Causal tests of a linear probe: does the model use the direction that the probe reads?
+
+steer        add the distance between two class means along the direction, towards another class
+ablate       take the direction's variation out of the rows; then fit a probe again: is the label gone, or only moved?
+interchange  give a row the component of a row of another class, along the direction only
+
+Each is held against random directions of the same length and against untrained probes (fitted on labels exchanged between
+roots), on the same prompts and prefixes. What counts is the difference, with its interval over roots. An untrained
+mass-mean probe is a hard placebo: where the label is the main axis along which rows vary, chance differences of means lie
+on that axis too, only their sign is random; when components are exchanged, the sign does not even matter.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from replaylens.probes import registry
+from replaylens.probes.errors import OneClass, ProbeError
+from replaylens.probes.goals import make_goal
+from replaylens.probes.heldout import held_out
+from replaylens.probes.probe import LinearProbe
+from replaylens.probes.report import Report, percent
+from replaylens.probes.rows import make_target
+from replaylens.probes.splits import fold_of_roots
+from replaylens.probes.stage import Outcome, Stage, Subject, Variant
+from replaylens.probes.statistics import Estimate, bootstrap, mean_over_roots
+from replaylens.tasks import Example
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+
+PLACEBOS = 8
+"""random directions that a probe's is compared with"""
+
+
+def steer(
+    engine: "Engine",
+    probe: LinearProbe,
+    examples: Sequence[Example],
+    *,
+    untrained: Sequence[LinearProbe] = (),
+    factor: float = 1.0,
+    position: str | None = None,
+    placebos: int = PLACEBOS,
+    seed: int = 0,
+) -> Report:
+    """Move rows towards another class and see whether the answer follows.
+
+    untrained  probes fitted on shuffled labels (see `placebo_probes`), as a second placebo; their effects are averaged
+    factor     in units of the distance between the class means; every direction moves rows equally far
+    position   default: where the probe was fitted
+    """
+    _check(engine, probe)
+    stage = Stage(engine, examples, probe.site, probe.label, position or probe.position)
+    return _compare("steer", stage, probe, untrained, placebos, seed, lambda p: _towards(p, probe, factor), {"factor": factor})
+
+
+def interchange(
+    engine: "Engine",
+    probe: LinearProbe,
+    examples: Sequence[Example],
+    *,
+    untrained: Sequence[LinearProbe] = (),
+    position: str | None = None,
+    placebos: int = PLACEBOS,
+    seed: int = 0,
+) -> Report:
+    """Exchange the component along the direction with that of a prompt of another class; also the whole row, as a ceiling."""
+    _check(engine, probe)
+    stage = Stage(engine, examples, probe.site, probe.label, position or probe.position)
+    sources = _sources(stage, seed)
+
+    def along(chosen: LinearProbe) -> Variant:
+        basis = chosen.basis
+
+        def variant(subject: Subject) -> np.ndarray:
+            gap = sources[subject.example.root] - subject.rows[-1:].double().numpy()
+            size = np.linalg.norm(gap @ probe.basis.T @ probe.basis)  # as far as the real probe moves it
+            part = gap @ basis.T @ basis
+            return np.repeat(part / max(float(np.linalg.norm(part)), 1e-300) * size, len(subject.positions), 0)
+
+        return variant
+
+    def whole(subject: Subject) -> np.ndarray:
+        return sources[subject.example.root] - subject.rows.double().numpy()
+
+    return _compare("interchange", stage, probe, untrained, placebos, seed, along, {}, {"whole row": whole})
+
+
+def ablate(
+    engine: "Engine",
+    probe: LinearProbe,
+    examples: Sequence[Example],
+    *,
+    untrained: Sequence[LinearProbe] = (),
+    position: str | None = None,
+    placebos: int = PLACEBOS,
+    seed: int = 0,
+) -> Report:
+    """Replace the rows' component along the direction by its mean; then fit again, at the site and at the model's end.
+
+    The flip rate says whether the answer needed the direction. `refit` lines say how well a new probe of the same kind
+    reads the label off ablated rows: near the original accuracy means that the direction was one of several that carry it.
+    """
+    _check(engine, probe)
+    stage = Stage(engine, examples, probe.site, probe.label, position or probe.position)
+    centre = probe.means.mean(0)
+
+    def without(chosen: LinearProbe) -> Variant:
+        basis = chosen.basis
+        return lambda subject: -(subject.rows.double().numpy() - centre) @ basis.T @ basis
+
+    report = _compare("ablate", stage, probe, untrained, placebos, seed, without, {})
+    lines, findings = _refits(stage, probe, without(probe), seed)
+    return Report(
+        "ablate", [*report.lines, *lines], report.source, report.settings, report.notes, [*report.findings, *findings]
+    )
+
+
+def _check(engine: "Engine", probe: LinearProbe) -> None:
+    from replaylens.engine.errors import OtherFingerprint
+
+    made = probe.source.get("fingerprint")
+    if made is not None and made != engine.fingerprint.digest:
+        raise OtherFingerprint(
+            "this probe was fitted on rows of another engine: load the one it was fitted on, or fit it again"
+        )
+
+
+def _towards(chosen: LinearProbe, probe: LinearProbe, factor: float) -> Variant:
+    """Each row moved from its own class to the next one, as far as the real probe's class means are apart."""
+
+    def variant(subject: Subject) -> np.ndarray:
+        ways = []
+        for own in subject.classes:
+            other = probe.classes[(probe.classes.index(own) + 1) % len(probe.classes)]
+            ways.append(factor * probe.gap(own, other) * chosen.direction(own, other))
+        return np.stack(ways)
+
+    return variant
+
+
+def _random(probe: LinearProbe, number: int, seed: int) -> LinearProbe:
+    """The probe with its weights replaced by noise."""
+    noise = np.random.default_rng([seed, number, 0xD1CE]).normal(size=probe.weight.shape)
+    names = ("bias", "means", "classes", "label", "site", "cell", "position", "estimator", "source")
+    return LinearProbe(noise, **{name: getattr(probe, name) for name in names})
+
+
+def _compare(
+    kind: str,
+    stage: Stage,
+    probe: LinearProbe,
+    untrained: Sequence[LinearProbe],
+    placebos: int,
+    seed: int,
+    make: Any,
+    settings: dict[str, Any],
+    ceilings: dict[str, Variant] | None = None,
+) -> Report:
+    """Play the probe's variant, its placebos and any ceilings; tabulate rates and differences."""
+    if placebos < 1:
+        raise ProbeError("an effect without a placebo says nothing: give at least one")
+    outcomes = {"probe": stage.play(make(probe))}
+    outcomes["random direction"] = _mean([stage.play(make(_random(probe, i, seed))) for i in range(placebos)])
+    if untrained:
+        outcomes["untrained probe"] = _mean([stage.play(make(each)) for each in untrained])
+    outcomes |= {name: stage.play(variant) for name, variant in (ceilings or {}).items()}
+    lines = [_line(f"{kind}: {name}", outcome, stage.roots, seed) for name, outcome in outcomes.items()]
+    for name in ("random direction", "untrained probe"):
+        if name in outcomes:
+            lines.append(_difference(f"{kind}: probe minus {name}", outcomes["probe"], outcomes[name], stage.roots, seed))
+    about = {"label": probe.label, "site": probe.site, "position": stage.position.spec, "estimator": probe.estimator}
+    settings = {**about, **settings, "placebos": placebos, "seed": seed, "prompts": len(stage.subjects)}
+    notes = [] if untrained else ["untrained probe: none was given"]
+    return Report(kind, lines, probe.source, settings, notes, _say(kind, lines, about))
+
+
+def _mean(outcomes: list[Outcome]) -> Outcome:
+    return Outcome(np.mean([o.flipped for o in outcomes], axis=0), np.mean([o.pull for o in outcomes], axis=0))
+
+
+def _line(what: str, outcome: Outcome, roots: np.ndarray, seed: int) -> dict[str, Any]:
+    rate = bootstrap(np.asarray(outcome.flipped, float)[None], np.ones(len(roots)), roots, seed=seed)[0]
+    pull = mean_over_roots(outcome.pull, roots, seed=seed)
+    return _fields(what, "flip rate", rate, pull, len(roots))
+
+
+def _difference(what: str, a: Outcome, b: Outcome, roots: np.ndarray, seed: int) -> dict[str, Any]:
+    rate = mean_over_roots(np.asarray(a.flipped, float) - np.asarray(b.flipped, float), roots, seed=seed)
+    pull = mean_over_roots(a.pull - b.pull, roots, seed=seed)
+    return _fields(what, "difference of flip rates", rate, pull, len(roots))
+
+
+def _fields(what: str, metric: str, rate: Estimate, pull: Estimate | None, rows: int) -> dict[str, Any]:
+    found = {"what": what, "metric": metric, "accuracy": rate.value, "low": rate.low, "high": rate.high, "rows": rows}
+    names = ("nats", "nats_low", "nats_high")
+    values = (None, None, None) if pull is None else (pull.value, pull.low, pull.high)
+    return found | dict(zip(names, values, strict=True))
+
+
+def _say(kind: str, lines: list[dict[str, Any]], about: dict[str, Any]) -> list[str]:
+    where = f"{about['label']} at {about['site']}, {about['position']} ({about['estimator']})"
+    said = []
+    for line in lines:
+        if "minus" not in line["what"]:
+            pull = f"{line['nats']:.2f} nats [{line['nats_low']:.2f}, {line['nats_high']:.2f}]"
+            said.append(
+                f"{line['what']}, {where}: answer flipped in {percent(line['accuracy'], line['low'], line['high'])}, {pull}."
+            )
+            continue
+        verdict = "Shown" if line["low"] > 0 else "Not shown"
+        other = line["what"].split("minus ")[1]
+        more = percent(line["accuracy"], line["low"], line["high"])
+        said.append(f"{verdict}: {kind} along the probe's direction flips more answers than the {other}: {more} more.")
+    return said
+
+
+def _sources(stage: Stage, seed: int) -> dict[str, np.ndarray]:
+    """For each root, the last changed row [1, d] of a subject of another class, drawn by seed."""
+    generator = np.random.default_rng([seed, 0x50])
+    last = [subject.classes[-1] for subject in stage.subjects]
+    found = {}
+    for i, subject in enumerate(stage.subjects):
+        others = [j for j, name in enumerate(last) if name != last[i]]
+        if not others:
+            raise OneClass(f"all prompts have the class {last[0]!r} there: nothing to exchange with")
+        found[subject.example.root] = stage.subjects[int(generator.choice(others))].rows[-1:].double().numpy()
+    return found
+
+
+def _refits(stage: Stage, probe: LinearProbe, variant: Variant, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Accuracy of new probes before and after, at the site and on the model's last residual stream."""
+    import torch
+
+    before = np.stack([subject.rows[-1].double().numpy() for subject in stage.subjects])
+    after = np.stack([subject.rows[-1].double().numpy() + variant(subject)[-1] for subject in stage.subjects])
+    _, plain = stage.watch(lambda s: np.zeros((len(s.positions), before.shape[1])), [stage.final])
+    _, gone = stage.watch(variant, [stage.final])
+    ends = {"site, before": before, "site, after": after}
+    ends |= {"last layer, before": plain[stage.final].double().numpy(), "last layer, after": gone[stage.final].double().numpy()}
+    goal = make_goal(make_target(probe.label, [subject.classes[-1] for subject in stage.subjects]))
+    fold = fold_of_roots(stage.roots, 5, seed)
+    test = np.arange(5)[:, None] == fold
+    goal.check(~test)
+    lines, said = [], []
+    kind = probe.estimator if registry.get(probe.estimator).swept == "together" else "logistic"
+    for name, X in ends.items():
+        predicted = held_out(kind, torch.from_numpy(X)[None], [goal], ~test, test).predicted[0, 0]
+        score = bootstrap((predicted == goal.codes)[None], np.ones(len(X)), stage.roots, seed=seed, crossed=True)[0]
+        lines.append(_fields(f"refit: {name}", "accuracy", score, None, len(X)))
+        said.append(f"refit at the {name}: {percent(score.value, score.low, score.high)}.")
+    return lines, said

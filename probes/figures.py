@@ -1,0 +1,111 @@
+"""Figures of a report: heatmaps and curves, with matplotlib and no display."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from replaylens.probes.errors import ProbeError
+
+if TYPE_CHECKING:
+    from replaylens.probes.report import Report
+
+_CONTROLS = {"majority": "0.5", "bag_of_tokens": "tab:brown", "untrained": "tab:red", "shuffled": "tab:pink"}
+
+
+def heatmap(table: pd.DataFrame, label: str | None = None, **where: Any) -> Figure:
+    """Score by layer and position, one panel per site. A dot: shown over the whole grid (p_family at most 0.05)."""
+    part, label = _narrow(table, label, where)
+    sites, positions = list(dict.fromkeys(part["site"])), list(dict.fromkeys(part["position"]))
+    figure = Figure(figsize=(1.2 + 2.6 * len(sites), 1.4 + 0.45 * len(positions)), layout="constrained")
+    axes = figure.subplots(1, len(sites), squeeze=False)[0]
+    floor = float(part["majority"].min()) if "majority" in part and part["majority"].notna().any() else float(part["low"].min())
+    for axis, site in zip(axes, sites, strict=True):
+        own = part[part["site"] == site]
+        layers = sorted({0 if pd.isna(layer) else int(layer) for layer in own["layer"]})
+        grid = np.full((len(positions), len(layers)), np.nan)
+        for line in own.itertuples():
+            at = positions.index(line.position), layers.index(0 if pd.isna(line.layer) else int(line.layer))
+            grid[at] = line.accuracy
+            if line.p_family is not None and line.p_family <= 0.05:
+                axis.plot(at[1], at[0], ".", color="white", markersize=4)
+        image = axis.imshow(grid, vmin=min(floor, 0.99), vmax=1.0, cmap="viridis", aspect="auto")
+        axis.set(title=site, xlabel="layer", xticks=range(len(layers)), xticklabels=layers)
+        axis.set(yticks=range(len(positions)), yticklabels=positions if axis is axes[0] else [])
+    figure.colorbar(image, ax=list(axes), label=part["metric"].iloc[0])
+    figure.suptitle(f"{label} ({part['estimator'].iloc[0]})")
+    return figure
+
+
+def curves(table: pd.DataFrame, label: str | None = None, **where: Any) -> Figure:
+    """Score by layer with its interval, one panel per position, one line per site; controls of the first site's cells."""
+    part, label = _narrow(table, label, where)
+    positions = list(dict.fromkeys(part["position"]))
+    figure = Figure(figsize=(1.0 + 3.2 * len(positions), 3.2), layout="constrained")
+    axes = figure.subplots(1, len(positions), squeeze=False, sharey=True)[0]
+    for axis, position in zip(axes, positions, strict=True):
+        here = part[part["position"] == position]
+        for site, own in here.groupby("site", sort=False):
+            layer = own["layer"].fillna(0)
+            axis.errorbar(
+                layer,
+                own["accuracy"],
+                yerr=[own["accuracy"] - own["low"], own["high"] - own["accuracy"]],
+                marker="o",
+                markersize=3,
+                capsize=2,
+                label=str(site),
+            )
+        first = here[here["site"] == here["site"].iloc[0]]
+        for name, colour in _CONTROLS.items():
+            if name in first and first[name].notna().all():
+                axis.plot(first["layer"].fillna(0), first[name], "--", color=colour, linewidth=1, label=name.replace("_", " "))
+        axis.set(title=position, xlabel="layer")
+    axes[0].set_ylabel(part["metric"].iloc[0])
+    axes[-1].legend(fontsize=7)
+    figure.suptitle(f"{label} ({part['estimator'].iloc[0]})")
+    return figure
+
+
+def bars(table: pd.DataFrame, title: str) -> Figure:
+    """A branch question's lines: one bar with its interval per line, named by its column `what`."""
+    figure = Figure(figsize=(6.4, 1.0 + 0.3 * len(table)), layout="constrained")
+    axis = figure.subplots()
+    value = table["accuracy"].astype(float)
+    error = [(value - table["low"].astype(float)).clip(lower=0), (table["high"].astype(float) - value).clip(lower=0)]
+    axis.barh(range(len(table)), value, xerr=error, color="tab:blue", alpha=0.7, capsize=2)
+    axis.set(yticks=range(len(table)), yticklabels=table["what"], title=title, xlabel="score")
+    axis.invert_yaxis()
+    return figure
+
+
+def save_all(report: "Report", folder: Path) -> list[Path]:
+    """PNGs of everything that the report can draw. The files say nothing of when they were made."""
+    table, made = report.table, {}
+    if report.kind == "sweep":
+        main = table[~table["known_zero"].astype(bool)]
+        for (label, estimator), _ in main.groupby(["label", "estimator"], sort=False):
+            made[f"heatmap-{label}-{estimator}"] = heatmap(table, label, estimator=estimator)
+            made[f"curves-{label}-{estimator}"] = curves(table, label, estimator=estimator)
+    elif "what" in table and table["accuracy"].notna().any():
+        made[report.kind] = bars(table[table["accuracy"].notna()].head(40), report.kind)
+    paths = []
+    for name, figure in made.items():
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1], dpi=120, metadata={"Software": None})
+    return paths
+
+
+def _narrow(table: pd.DataFrame, label: str | None, where: dict[str, Any]) -> tuple[pd.DataFrame, str]:
+    """The lines of one label and one estimator."""
+    if "p_family" not in table:
+        raise ProbeError("only sweeps have layers and positions to draw")
+    label = label or str(table["label"].iloc[0])
+    part = table[table["label"] == label]
+    for name, value in {"estimator": table["estimator"].iloc[0], **where}.items():
+        part = part[part[name] == value]
+    if part.empty:
+        raise ProbeError(f"no lines for label {label!r} with {where}; labels: {', '.join(sorted(set(table['label'])))}")
+    return part, label

@@ -1,0 +1,110 @@
+"""`Goal`: what is to be read off the rows of one position: a label, or a control of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from replaylens.probes import controls
+from replaylens.probes.errors import BadRows, OneClass
+from replaylens.probes.rows import ProbeRows, Target
+from replaylens.probes.statistics import root_permutations
+
+LABEL, SHUFFLED, CONTROL, ZERO = "label", "shuffled", "control", "zero"
+
+
+@dataclass(frozen=True, eq=False)
+class Goal:
+    """Values to predict at every row of a position."""
+
+    label: str
+    role: str
+    """label, shuffled (between roots), control (random class per context), or zero (a known zero)"""
+    kind: str
+    """class or number"""
+    classes: tuple[str, ...]
+    codes: np.ndarray
+    """[rows]: class numbers, -1 where missing; for numbers the values themselves"""
+    present: np.ndarray
+    """[rows] bool"""
+    chance: float | None = None
+    """for known zeros: the exact accuracy of guessing"""
+
+    @property
+    def outputs(self) -> int:
+        """Columns of targets and scores: goals with equally many are fitted together."""
+        return 1 if self.kind == "number" or len(self.classes) == 2 else len(self.classes)
+
+    def check(self, train: np.ndarray) -> None:
+        """OneClass where some fold [folds, rows] has fewer than two classes to fit on."""
+        for fold, mask in enumerate(train & self.present):
+            if self.kind == "class" and len(np.unique(self.codes[mask])) < 2:
+                found = f"only {self.classes[self.codes[mask][0]]!r}" if mask.any() else "no rows"
+                raise OneClass(
+                    f"label {self.label!r}: {found} to fit on in fold {fold}. Choose a position where the label varies, "
+                    f"or give more prompts"
+                )
+
+
+def make_goal(target: Target, role: str = LABEL, chance: float | None = None) -> Goal:
+    """A target as numbers. BadRows where no row has a value."""
+    if not target.present.any():
+        raise BadRows(f"label {target.name!r} has no value at any of these {len(target.present)} rows: choose another position")
+    if target.kind == "number":
+        return Goal(target.name, role, "number", (), np.where(target.present, target.values, 0.0), target.present)
+    classes = target.classes
+    codes = np.where(target.present, np.searchsorted(classes, target.values), -1)
+    return Goal(target.name, role, "class", tuple(map(str, classes)), codes, target.present, chance)
+
+
+def goals_at(
+    here: ProbeRows, every: ProbeRows, labels: Sequence[str], train: np.ndarray, *, with_controls: bool, seed: int
+) -> tuple[list[Goal], list[str]]:
+    """(goals at one position, notes on controls that cannot be had there).
+
+    every  all rows, from which contexts are read; train [folds, rows of `here`]
+    """
+    goals, notes = [], []
+    context = controls.contexts(every, here) if with_controls else None
+    if with_controls and context is None:
+        notes.append("control task: the contexts here have too few types")
+    for label in labels:
+        goal = make_goal(here.target(label))
+        goal.check(train)
+        goals.append(goal)
+        if with_controls:
+            goals.append(_shuffled(goal, here.roots, seed))
+            if context is not None and goal.kind == "class":
+                codes = controls.control_labels(context[0], goal.codes, seed)
+                goals.append(Goal(label, CONTROL, "class", goal.classes, codes, goal.present))
+    if with_controls:
+        for zero in here.about.make_task().known_zero:
+            if zero.label in labels or zero.label not in here.frame:
+                continue
+            try:
+                goal = make_goal(here.target(zero.label), ZERO, zero.chance)
+                goal.check(train)
+                goals.append(goal)
+            except (BadRows, OneClass):
+                notes.append(f"known zero {zero.label!r} has no two values here")
+    return _solvable(goals, train, notes), notes
+
+
+def _shuffled(goal: Goal, roots: np.ndarray, seed: int) -> Goal:
+    rows = np.flatnonzero(goal.present)
+    order = root_permutations(goal.codes[rows], roots[rows], 1, seed + 1)[0]
+    codes = goal.codes.copy()
+    codes[rows] = goal.codes[rows][order]
+    return Goal(goal.label, SHUFFLED, goal.kind, goal.classes, codes, goal.present)
+
+
+def _solvable(goals: list[Goal], train: np.ndarray, notes: list[str]) -> list[Goal]:
+    """Controls that happen to have one class in a fold are left out, with a note; labels were checked before."""
+    kept = []
+    for goal in goals:
+        try:
+            goal.check(train)
+            kept.append(goal)
+        except OneClass:
+            notes.append(f"{goal.role} control of {goal.label!r}: one class in a fold")
+    return kept

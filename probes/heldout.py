@@ -1,0 +1,158 @@
+"""Held-out predictions: every estimator, at every cell, for every goal, on rows of roots it was not fitted on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from joblib import Parallel, delayed
+from sklearn.base import clone
+from torch import Tensor
+
+from replaylens.probes import registry, solvers
+from replaylens.probes.errors import ProbeError
+from replaylens.probes.goals import Goal
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What probes said of rows they had not seen. Entries of rows that no fold tests are not to be used."""
+
+    predicted: np.ndarray
+    """[cells, goals, rows]: class numbers, or numbers"""
+    log_loss: np.ndarray
+    """[cells, goals, rows]: of the true class, natural logarithms; NaN where the estimator gives no probabilities"""
+    confidence: np.ndarray
+    """[cells, goals, rows]: probability of the predicted class; NaN likewise"""
+
+    @classmethod
+    def empty(cls, cells: int, goals: int, rows: int) -> "Held":
+        shape = (cells, goals, rows)
+        return cls(np.full(shape, -1.0), np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32))
+
+
+def held_out(
+    estimator: str,
+    x: Tensor,
+    goals: Sequence[Goal],
+    train: np.ndarray,
+    test: np.ndarray,
+    *,
+    nuisance: np.ndarray | None = None,
+    jobs: int = 1,
+) -> Held:
+    """Fit and predict.
+
+    x         [cells, rows, d]: its dtype is the precision, its device the place of the arithmetic
+    train     [folds, rows] bool; a goal trains on those that have its label
+    test      [folds, rows] bool, disjoint
+    nuisance  [rows, m]: columns whose linear effect is taken out of x first, by coefficients of the training rows
+    """
+    spec = registry.get(estimator)
+    if spec.swept == "no":
+        raise ProbeError(f"{estimator} needs other input than rows of one place; see docs/probes.md")
+    out = Held.empty(len(x), len(goals), x.shape[1])
+    if nuisance is not None:  # each fold then has rows of its own
+        for fit, held in zip(train, test, strict=True):
+            clean = residualised(x, nuisance, fit)
+            _fill(spec, clean, goals, fit[None], held[None], out, jobs)
+    else:
+        _fill(spec, x, goals, train, test, out, jobs)
+    return out
+
+
+def residualised(x: Tensor, nuisance: np.ndarray, fit: np.ndarray) -> Tensor:
+    """x without what the nuisance columns tell of it linearly, as seen on the rows `fit`."""
+    columns = np.column_stack([np.ones(len(nuisance)), (nuisance - nuisance[fit].mean(0)) / (nuisance[fit].std(0) + 1e-12)])
+    full = torch.as_tensor(columns, dtype=x.dtype, device=x.device)
+    rows = torch.as_tensor(fit, device=x.device)
+    known = full[rows]
+    coefficients = torch.linalg.pinv(known.double()).to(x.dtype) @ x[:, rows]  # [cells, m + 1, d]
+    return x - full @ coefficients
+
+
+def _fill(
+    spec: registry.Estimator,
+    x: Tensor,
+    goals: Sequence[Goal],
+    train: np.ndarray,
+    test: np.ndarray,
+    out: Held,
+    jobs: int,
+) -> None:
+    """Mutates `out`: the entries of rows in `test`."""
+    for kind, outputs in sorted({(goal.kind, goal.outputs) for goal in goals}):
+        which = [i for i, goal in enumerate(goals) if (goal.kind, goal.outputs) == (kind, outputs)]
+        same = [goals[i] for i in which]
+        if kind == "number" and spec.name != "ridge":
+            raise ProbeError(f"{spec.name} tells classes apart; for the number {same[0].label!r} use ridge")
+        if spec.swept == "together":
+            scores = _together(spec.name, x, same, train)
+            _read(kind, outputs, scores, same, which, test, out, spec.name == "logistic")
+        else:
+            _apart(spec, x, same, which, train, test, out, jobs)
+
+
+def _together(name: str, x: Tensor, goals: list[Goal], train: np.ndarray) -> np.ndarray:
+    """[cells, goals, folds, rows, k]"""
+    number = goals[0].kind == "number"
+    targets = np.stack([g.codes[:, None] if number else solvers.one_hot(g.codes, len(g.classes)) for g in goals])
+    masks = np.stack([train & goal.present for goal in goals])
+    solution = solvers.solve("regression" if number else name, x, targets, masks)
+    return solution.scores(x).cpu().double().numpy()
+
+
+def _read(
+    kind: str, outputs: int, scores: np.ndarray, goals: list[Goal], which: list[int], test: np.ndarray, out: Held, proper: bool
+) -> None:
+    """Mutates `out`: predictions, and for `proper` scores (log-odds) the losses."""
+    for i, goal in enumerate(goals):
+        for fold, rows in enumerate(test):
+            part = scores[:, i, fold][:, rows]  # [cells, rows, k]
+            at = (slice(None), which[i], rows)
+            if kind == "number":
+                out.predicted[at] = part[..., 0]
+                continue
+            logits = np.concatenate([np.zeros_like(part), part], -1) if outputs == 1 else part
+            out.predicted[at] = logits.argmax(-1)
+            if proper:
+                log_p = logits - np.logaddexp.reduce(logits, -1, keepdims=True)
+                truth = np.clip(goal.codes[rows], 0, None)
+                out.log_loss[at] = -np.take_along_axis(log_p, truth[None, :, None], -1)[..., 0]
+                out.confidence[at] = np.exp(log_p.max(-1))
+
+
+def _apart(
+    spec: registry.Estimator,
+    x: Tensor,
+    goals: list[Goal],
+    which: list[int],
+    train: np.ndarray,
+    test: np.ndarray,
+    out: Held,
+    jobs: int,
+) -> None:
+    """Mutates `out`: one scikit-learn fit per cell, goal and fold, in parallel. The order of work changes no bit."""
+    rows = x.cpu().numpy()
+    work = [(c, i, f) for c in range(len(rows)) for i in range(len(goals)) for f in range(len(train))]
+    done = Parallel(n_jobs=jobs)(
+        delayed(_one)(spec.make(), rows[c], goals[i].codes, train[f] & goals[i].present, test[f]) for c, i, f in work
+    )
+    for (c, i, f), (predicted, log_p) in zip(work, done, strict=True):
+        at = (c, which[i], test[f])
+        out.predicted[at] = predicted
+        if log_p is not None:
+            truth = np.clip(goals[i].codes[test[f]], 0, None)
+            out.log_loss[at] = -np.take_along_axis(log_p, truth[:, None], -1)[:, 0]
+            out.confidence[at] = np.exp(log_p.max(-1))
+
+
+def _one(estimator: Any, x: np.ndarray, codes: np.ndarray, fit: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, Any]:
+    fitted = clone(estimator).fit(x[fit], codes[fit])
+    predicted = fitted.predict(x[test])
+    if not hasattr(fitted, "predict_proba"):
+        return predicted, None
+    log_p = np.full((int(test.sum()), int(codes.max()) + 1), -np.inf)
+    log_p[:, fitted.classes_] = np.log(fitted.predict_proba(x[test]).clip(1e-300))
+    return predicted, log_p

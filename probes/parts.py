@@ -1,0 +1,44 @@
+"""`Parts`: finished pieces of a sweep on disk, so that one that was cut short can go on."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from replaylens.probes.errors import OtherSweep
+from replaylens.probes.heldout import Held
+
+_KEY = "sweep.key"
+
+
+class Parts:
+    """Pieces by name. Without a folder nothing is kept. OtherSweep where the folder belongs to other settings or rows."""
+
+    def __init__(self, folder: str | Path | None, key: str) -> None:
+        self.folder = None if folder is None else Path(folder)
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        noted = self.folder / _KEY
+        if noted.exists() and noted.read_text() != key:
+            raise OtherSweep(f"{folder} holds parts of another sweep: give it its own settings and rows, or another folder")
+        noted.write_text(key)
+
+    def get(self, name: str, make: Callable[[], Held]) -> Held:
+        """The piece as it was computed before, or now. A file that was not written to its end is computed again."""
+        if self.folder is None:
+            return make()
+        path = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.npz"
+        if path.exists():
+            with np.load(path, allow_pickle=False) as kept:
+                return Held(kept["predicted"], kept["log_loss"], kept["confidence"])
+        held = make()
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            np.savez(file, predicted=held.predicted, log_loss=held.log_loss, confidence=held.confidence)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        return held

@@ -1,0 +1,185 @@
+"""`LinearProbe`: a fitted direction with its provenance; saved as safetensors and JSON, loaded without executing anything."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from sklearn.base import clone
+from sklearn.pipeline import Pipeline
+
+from replaylens.engine.dump import Dump
+from replaylens.engine.run import Run
+from replaylens.probes import registry
+from replaylens.probes.errors import BadProbeFile, NotLinear, ProbeError
+from replaylens.probes.goals import make_goal
+from replaylens.probes.report import about_rows
+from replaylens.probes.rows import Cell, ProbeRows
+from replaylens.probes.statistics import root_permutations
+
+FORMAT, SCHEMA = "replaylens-probe", 1
+_TENSORS = ("weight", "bias", "means")
+
+
+@dataclass(frozen=True, eq=False)
+class LinearProbe:
+    """Scores are x @ weight.T + bias: one line for two classes (above 0: the second), else one line per class."""
+
+    weight: np.ndarray
+    """[k, d], in the coordinates of the rows"""
+    bias: np.ndarray
+    """[k]"""
+    means: np.ndarray
+    """[classes, d]: mean row of each class where it was fitted"""
+    classes: tuple[str, ...]
+    label: str
+    site: str
+    """the stored site, by its TransformerLens name"""
+    cell: Cell
+    position: str
+    estimator: str
+    source: dict[str, Any]
+    """of the rows it was fitted on: task, digest, fingerprint"""
+
+    def scores(self, X: np.ndarray) -> np.ndarray:
+        """[rows] for two classes, else [rows, classes]"""
+        found: np.ndarray = X @ self.weight.T + self.bias
+        return found[:, 0] if len(self.classes) == 2 else found
+
+    def predict(self, X: np.ndarray) -> np.ndarray:
+        scores = self.scores(X)
+        places = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
+        return np.array(self.classes)[places]
+
+    def direction(self, origin: str, target: str) -> np.ndarray:
+        """The unit vector [d] along which a row of one class becomes one of another."""
+        a, b = self._place(origin), self._place(target)
+        if len(self.classes) == 2:
+            way = self.weight[0] if b > a else -self.weight[0]
+        else:
+            way = self.weight[b] - self.weight[a]
+        return way / max(float(np.linalg.norm(way)), 1e-300)
+
+    def gap(self, origin: str, target: str) -> float:
+        """The distance between the class means: the unit in which rows are steered, whatever the estimator."""
+        return float(np.linalg.norm(self.means[self._place(target)] - self.means[self._place(origin)]))
+
+    @property
+    def basis(self) -> np.ndarray:
+        """Orthonormal directions [m, d] that the scores depend on."""
+        _, size, lines = np.linalg.svd(self.weight - self.weight.mean(0) * (len(self.weight) > 1), full_matrices=False)
+        return lines[size > 1e-9 * size.max()]
+
+    def _place(self, name: str) -> int:
+        if name not in self.classes:
+            raise ProbeError(f"no class {name!r}; the probe knows {', '.join(self.classes)}")
+        return self.classes.index(name)
+
+    # ---- on disk ------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> Path:
+        """Write PATH.safetensors and PATH.json. Returns the path without a suffix."""
+        path = _stem(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(self, name))) for name in _TENSORS}
+        save_file(tensors, path.with_suffix(".safetensors"))
+        about = {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "classes": list(self.classes),
+            "cell": [self.cell.site, self.cell.layer],
+            **{name: getattr(self, name) for name in ("label", "site", "position", "estimator", "source")},
+        }
+        path.with_suffix(".json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> "LinearProbe":
+        """Read and check; BadProbeFile says what is wrong."""
+        path = _stem(path)
+        try:
+            tensors = load_file(path.with_suffix(".safetensors"))
+            raw = json.loads(path.with_suffix(".json").read_text())
+            if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
+                raise BadProbeFile(f"{path} is {raw['format']} {raw['schema']}; wanted is {FORMAT} {SCHEMA}")
+            arrays = {name: tensors[name].numpy() for name in _TENSORS}
+            text = {name: raw[name] for name in ("label", "site", "position", "estimator", "source")}
+            probe = cls(**arrays, classes=tuple(raw["classes"]), cell=Cell(*raw["cell"]), **text)
+        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+            raise BadProbeFile(f"{path} is no saved probe: {error}") from error
+        return probe._checked(path)
+
+    def _checked(self, path: Path) -> "LinearProbe":
+        k, d = (1 if len(self.classes) == 2 else len(self.classes)), self.weight.shape[-1]
+        shapes = {"weight": (k, d), "bias": (k,), "means": (len(self.classes), d)}
+        for name, shape in shapes.items():
+            array = getattr(self, name)
+            if array.shape != shape or not np.isfinite(array).all():
+                raise BadProbeFile(f"{path}: {name} has shape {array.shape}, wanted are finite numbers of shape {shape}")
+        return self
+
+
+def fit_probe(
+    given: Dump | Run | ProbeRows,
+    label: str = "state",
+    *,
+    site: str = "S",
+    layer: int | None = None,
+    position: str = "query",
+    estimator: str = "logistic",
+    shuffled: bool = False,
+    seed: int = 0,
+) -> LinearProbe:
+    """One linear probe on all accepted rows at a position. Test it on other roots: here nothing is held out.
+
+    shuffled  labels are exchanged between roots first: a probe that learned nothing, as a placebo for causal tests
+    """
+    spec = registry.get(estimator)
+    if not spec.linear:
+        raise NotLinear(
+            f"{estimator} has no direction; linear ones: logistic, ridge, lda, mass-mean, mass-mean-whitened, sparse"
+        )
+    rows = ProbeRows.of(given).accepted().at(position)
+    target = rows.target(label)
+    rows, target = rows.where(target.present), target[target.present]
+    goal = make_goal(target)
+    goal.check(np.ones((1, len(rows)), dtype=bool))
+    if goal.kind != "class":
+        raise NotLinear(f"label {label!r} is a number: fit probes for causal tests on classes")
+    values = target.values
+    if shuffled:
+        values = values[root_permutations(goal.codes, rows.roots, 1, seed)[0]]
+    cell = Cell(site, layer)
+    X = rows.matrix(site, layer).astype(np.float64)
+    weight, bias = coefficients(clone(spec.make()).fit(X, values))
+    means = np.stack([X[values == name].mean(0) for name in goal.classes])
+    stored = rows.source.letters(site)[layer] if site in ("S", "T", "C") and layer is not None else site
+    return LinearProbe(weight, bias, means, goal.classes, label, stored, cell, str(position), estimator, about_rows(rows))
+
+
+def placebo_probes(given: Dump | Run | ProbeRows, like: LinearProbe, count: int = 4, seed: int = 0) -> list[LinearProbe]:
+    """Probes of the same kind and place as another, each fitted on labels exchanged between roots."""
+    rows, cell = ProbeRows.of(given), like.cell
+    how: dict[str, Any] = dict(site=cell.site, layer=cell.layer, position=like.position, estimator=like.estimator)
+    return [fit_probe(rows, like.label, **how, shuffled=True, seed=seed + i) for i in range(count)]
+
+
+def coefficients(fitted: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(weight [k, d], bias [k]) of a fitted linear estimator in the coordinates of its input, a scaler before it undone."""
+    scaler, last = (fitted[0], fitted[-1]) if isinstance(fitted, Pipeline) else (None, fitted)
+    if not hasattr(last, "coef_"):
+        raise NotLinear(f"{type(last).__name__} has no coefficients: no direction to steer, ablate or exchange")
+    weight, bias = np.atleast_2d(last.coef_).astype(np.float64), np.atleast_1d(last.intercept_).astype(np.float64)
+    if scaler is not None:
+        weight = weight / scaler.scale_
+        bias = bias - weight @ scaler.mean_
+    return weight, bias
+
+
+def _stem(path: str | Path) -> Path:
+    path = Path(path)
+    return path.with_suffix("") if path.suffix in (".json", ".safetensors") else path

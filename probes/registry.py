@@ -1,0 +1,91 @@
+"""The estimators by name: what each is, how it is made, and how a sweep fits it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.linear_model import LogisticRegression, Ridge, RidgeClassifier
+from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from replaylens.probes.attentive import AttentiveProbe
+from replaylens.probes.ccs import CcsProbe
+from replaylens.probes.erasers import Inlp, Leace
+from replaylens.probes.errors import UnknownEstimator
+from replaylens.probes.mass_mean import MassMeanProbe
+from replaylens.probes.sparse import SparseProbe
+from replaylens.probes.splits import fold_of_roots
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """One line of `replaylens probe --list`."""
+
+    name: str
+    about: str
+    make: Callable[[], Any]
+    """a fresh estimator with scikit-learn's contract"""
+    swept: str
+    """how a sweep fits it: `together` (all cells at once), `apart` (one by one, in parallel), or `no`"""
+    linear: bool = True
+
+
+def _scaled(make: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: make_pipeline(StandardScaler(), make())
+
+
+ESTIMATORS = {
+    each.name: each
+    for each in (
+        Estimator("logistic", "logistic regression, C = 1", _scaled(lambda: LogisticRegression(max_iter=1000)), "together"),
+        Estimator("ridge", "ridge on classes as -1 and 1; for numbers, ridge regression", _scaled(RidgeClassifier), "together"),
+        Estimator("mass-mean", "nearest class mean; the direction between the means", MassMeanProbe, "together"),
+        Estimator(
+            "mass-mean-whitened",
+            "nearest class mean in the metric of the covariance within classes",
+            lambda: MassMeanProbe(whiten=True),
+            "together",
+        ),
+        Estimator(
+            "lda",
+            "linear discriminant analysis, shrunk (Ledoit-Wolf)",
+            lambda: LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto"),
+            "apart",
+        ),
+        Estimator("sparse", "logistic regression on the 8 coordinates whose class means differ most", SparseProbe, "apart"),
+        Estimator(
+            "mlp",
+            "one hidden layer of 64, early stopping off, seed 0",
+            _scaled(lambda: MLPClassifier((64,), max_iter=300, random_state=0)),
+            "apart",
+            linear=False,
+        ),
+        Estimator("ccs", "contrast-consistent search on pairs of rows, without labels", CcsProbe, "no"),
+        Estimator("attentive", "attention over positions, then linear", AttentiveProbe, "no", linear=False),
+        Estimator("leace", "eraser: closed form, least change", Leace, "no"),
+        Estimator("inlp", "eraser: project classifiers out, one after the other", Inlp, "no"),
+    )
+}
+
+
+def get(name: str) -> Estimator:
+    """By name; UnknownEstimator lists the names."""
+    if name not in ESTIMATORS:
+        raise UnknownEstimator(f"no estimator {name!r}; known: {', '.join(ESTIMATORS)}")
+    return ESTIMATORS[name]
+
+
+def regressor() -> Any:
+    """What `ridge` is for labels that are numbers."""
+    return make_pipeline(StandardScaler(), Ridge())
+
+
+def calibrated(name: str, X: np.ndarray, y: np.ndarray, roots: np.ndarray, folds: int = 5, seed: int = 0) -> Any:
+    """An estimator whose probabilities are calibrated (temperature scaling), on folds that keep roots together."""
+    fold = fold_of_roots(roots, folds, seed)
+    parts = [(np.flatnonzero(fold != f), np.flatnonzero(fold == f)) for f in range(folds)]
+    return CalibratedClassifierCV(get(name).make(), method="temperature", cv=parts, ensemble=False).fit(X, y)

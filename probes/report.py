@@ -1,0 +1,140 @@
+"""`Report`: what was found, with what it must be compared with; as a table, as text, as figures, as JSON."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from replaylens.probes.errors import BadProbeFile, ProbeError
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.summary import summarise
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT, SCHEMA = "replaylens-report", 1
+FILE = "report.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """Lines of one table, and where they come from. Equal input gives equal bytes on disk."""
+
+    kind: str
+    """sweep, or the name of a branch question or causal test"""
+    lines: list[dict[str, Any]]
+    source: dict[str, Any]
+    """task, knobs, digest and fingerprint of the rows"""
+    settings: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    """what could not be done"""
+    findings: list[str] = field(default_factory=list)
+    """what a branch question found, in words; a sweep's findings are made from its lines"""
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One line per cell, tidy."""
+        return pd.DataFrame(self.lines)
+
+    def text(self) -> str:
+        """What is shown, what is not, and what could not be done."""
+        return "\n".join(self.summary())
+
+    def summary(self) -> list[str]:
+        shown = self.findings or summarise(self.table)
+        return [*shown, *(f"Not done: {note}." for note in self.notes)]
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def best(self, label: str, **where: Any) -> dict[str, Any]:
+        """The line with the highest score for a label; `where` fixes other columns."""
+        wanted = {"label": label, **where}
+        fitting = [line for line in self.lines if all(line.get(name) == value for name, value in wanted.items())]
+        if not fitting:
+            raise ProbeError(f"no line with {wanted}; labels: {sorted({line.get('label', '') for line in self.lines})}")
+        return max(fitting, key=lambda line: line["accuracy"])
+
+    # ---- figures ------------------------------------------------------------------------------------------------
+
+    def heatmap(self, label: str | None = None, **where: Any) -> "Figure":
+        """Score by layer and position, one panel per site; see `figures.heatmap`."""
+        from replaylens.probes import figures
+
+        return figures.heatmap(self.table, label, **where)
+
+    def curves(self, label: str | None = None, **where: Any) -> "Figure":
+        """Score by layer with its interval and controls, one panel per position; see `figures.curves`."""
+        from replaylens.probes import figures
+
+        return figures.curves(self.table, label, **where)
+
+    # ---- on disk ------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; NaN becomes null. The fields are described in docs/probes.md."""
+        return {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "source": self.source,
+            "settings": self.settings,
+            "summary": self.summary(),
+            "notes": self.notes,
+            "findings": self.findings,
+            "rows": [{name: _plain(value) for name, value in line.items()} for line in self.lines],
+        }
+
+    def save(self, folder: str | Path, figures: bool = True) -> Path:
+        """Write report.json, summary.txt, table.csv and PNG figures. Returns the folder."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+        (folder / "summary.txt").write_text(self.text() + "\n")
+        self.table.to_csv(folder / "table.csv", index=False)
+        if figures:
+            from replaylens.probes import figures as drawing
+
+            drawing.save_all(self, folder)
+        return folder
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Report":
+        """From the folder or the JSON file. BadProbeFile says what is wrong with it."""
+        path = Path(path)
+        path = path / FILE if path.is_dir() else path
+        try:
+            raw = json.loads(path.read_text())
+            if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
+                raise BadProbeFile(f"{path} is {raw['format']} {raw['schema']}; wanted is {FORMAT} {SCHEMA}")
+            fields = {name: raw[name] for name in ("kind", "source", "settings", "notes", "findings")}
+            return cls(lines=raw["rows"], **fields)
+        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise BadProbeFile(f"{path} is no report: {error}") from error
+
+
+def about_rows(rows: ProbeRows) -> dict[str, Any]:
+    """What a report cites of the rows it is about."""
+    about = rows.about
+    return {
+        "task": about.task,
+        "knobs": about.knobs,
+        "digest": about.digest,
+        "fingerprint": about.fingerprint.digest if about.fingerprint else None,
+        "rows": len(rows),
+        "roots": int(rows.frame["root"].nunique()),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value.item() if hasattr(value, "item") else value
+
+
+def percent(value: float, low: float, high: float) -> str:
+    """How a score with its interval is written in findings."""
+    return f"{100 * value:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"

@@ -1,0 +1,151 @@
+"""`Stage`: prompts on which rows are changed and the answer is read again, each variant on the same cached prefix.
+
+A variant is a function from a subject to what is added to its rows. It becomes an edit of a fork: KV before the first changed
+position is shared with the base branch, everything after is computed canonically.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from replaylens.engine.edits import Edit
+from replaylens.probes.errors import BadPosition, MissingLabel, ProbeError
+from replaylens.probes.positions import Position, add_places
+from replaylens.tasks import Example, path_offsets
+
+if TYPE_CHECKING:
+    from replaylens.engine.branch import Branch
+    from replaylens.engine.engine import Engine
+
+_BATCH = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """One prompt, and the rows of it that are to be changed."""
+
+    example: Example
+    tokens: list[int]
+    positions: list[int]
+    """where rows are changed, ascending"""
+    rows: Tensor
+    """[positions, d]: as the model computes them"""
+    classes: list[str]
+    """the label at each of these positions"""
+    logits: Tensor
+    """[answers]: of the task's answers after the prompt"""
+
+    @property
+    def answer(self) -> int:
+        """Which answer the model gives of itself."""
+        return int(self.logits.argmax())
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a variant did, per subject."""
+
+    flipped: np.ndarray
+    """bool: another answer than the model's own is now the likeliest"""
+    pull: np.ndarray
+    """how many nats the margin of the model's own answer over the best other one shrank"""
+
+
+Variant = Callable[[Subject], np.ndarray]
+"""a subject -> [positions, d], to be added to its rows"""
+
+
+class Stage:
+    """Prompts of one task on one engine; rows at one site and position."""
+
+    def __init__(self, engine: "Engine", examples: Sequence[Example], site: str, label: str, position: str = "query") -> None:
+        self.engine, self.site, self.label = engine, engine.sites.resolve(site), label
+        self.final = engine.sites.letter("S")[-1]
+        self.position = Position.parse(position)
+        if not examples:
+            raise ProbeError("no examples: give at least one prompt to change")
+        self.answers = _single_tokens(engine, examples[0].maker.answers())
+        self.subjects: list[Subject] = []
+        for first in range(0, len(examples), _BATCH):
+            self.subjects += self._look(examples[first : first + _BATCH])
+
+    @property
+    def roots(self) -> np.ndarray:
+        return np.array([subject.example.root for subject in self.subjects])
+
+    def play(self, variant: Variant) -> Outcome:
+        """Change the rows of every subject and read the answers again."""
+        return self.watch(variant)[0]
+
+    def watch(self, variant: Variant, sites: Sequence[str] = ()) -> tuple[Outcome, dict[str, Tensor]]:
+        """The same, with the last row [subjects, d] of other sites after the change."""
+        flipped, pull, seen = [], [], {site: [] for site in sites}  # type: ignore[var-annotated]
+        for first in range(0, len(self.subjects), _BATCH):
+            some = self.subjects[first : first + _BATCH]
+            bases = self.engine.prompts([s.tokens for s in some], sites=[self.final, *sites])
+            forks = [base.fork(1, edits=[self._edit(s, variant)])[0] for s, base in zip(some, bases, strict=True)]
+            self.engine.forest.compute([fork.lane for fork in forks])
+            for subject, fork in zip(some, forks, strict=True):
+                before, after = subject.logits, self._answer_logits(fork, len(subject.tokens))
+                flipped.append(int(after.argmax()) != subject.answer)
+                pull.append(_margin(before, subject.answer) - _margin(after, subject.answer))
+                for site in sites:
+                    seen[site].append(fork.activations[site][len(subject.tokens) - 1])
+            for branch in [*forks, *bases]:
+                branch.release()
+        return Outcome(np.array(flipped), np.array(pull)), {site: torch.stack(rows) for site, rows in seen.items()}
+
+    def _edit(self, subject: Subject, variant: Variant) -> Edit:
+        value = torch.as_tensor(np.asarray(variant(subject)), dtype=torch.float32)
+        return Edit(self.site, "add", value, positions=subject.positions)
+
+    def _look(self, examples: Sequence[Example]) -> list[Subject]:
+        branches = self.engine.prompts([e.prompt for e in examples], sites=[self.final, self.site])
+        found = []
+        for example, branch in zip(examples, branches, strict=True):
+            positions, classes = self._places(example, branch.tokens)
+            if positions:
+                rows = branch.activations[self.site][positions]
+                logits = self._answer_logits(branch, branch.length)
+                found.append(Subject(example, branch.tokens, positions, rows, classes, logits))
+            branch.release()
+        if not found:
+            raise BadPosition(f"no prompt has a row at {self.position.spec!r} with the label {self.label!r}")
+        return found
+
+    def _answer_logits(self, branch: "Branch", length: int) -> Tensor:
+        row = branch.activations[self.final][length - 1 : length]
+        return self.engine.runner.logits(row)[0, self.answers].double().cpu()
+
+    def _places(self, example: Example, tokens: list[int]) -> tuple[list[int], list[str]]:
+        """Positions of the prompt that the spec chooses, with the label at each."""
+        text, offsets = path_offsets(self.engine.text.tokenizer, tokens)
+        labels = example.maker.read(text, example.index).labels_at(offsets)
+        name = example.maker.state_label if self.label == "state" and "state" not in labels else self.label
+        if name not in labels:
+            raise MissingLabel(f"no label {self.label!r}; the task has {', '.join(labels)}")
+        frame = pd.DataFrame({key: pd.Series(values, dtype=object) for key, values in labels.items()})
+        frame = frame.assign(example=0, branch=0, fork_position=0, position=range(len(tokens)), token_state="prompt")
+        mask = self.position.mask(add_places(frame, knows_steps=True)) & frame[name].notna().to_numpy()
+        chosen = np.flatnonzero(mask)
+        return [int(p) for p in chosen], [str(labels[name][p]) for p in chosen]
+
+
+def _single_tokens(engine: "Engine", words: Sequence[str]) -> list[int]:
+    """Token ids of the answers; ProbeError where one is not a single token, or there is only one."""
+    ids = [engine.text.encode(word, special=False) for word in words]
+    if len(ids) < 2 or any(len(each) != 1 for each in ids):
+        raise ProbeError(f"answers {list(words[:4])}: causal tests compare at least two answers of one token each")
+    return [each[0] for each in ids]
+
+
+def _margin(logits: Tensor, answer: int) -> float:
+    """How far an answer is ahead of the best other one, in nats."""
+    others = logits.clone()
+    others[answer] = -torch.inf
+    return float(logits[answer] - others.max())

@@ -1,0 +1,181 @@
+"""Intervals and tests that respect roots: rows of one prompt are no independent observations.
+
+Every score here is a ratio of sums over rows (right answers over rows; explained over total squares), so a resample of roots
+is a weighting of per-root sums. All randomness comes from a seed; the same input gives the same bits.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from replaylens.probes.errors import TooFewRoots
+
+RESAMPLES, PERMUTATIONS, LEVEL = 1000, 999, 0.95
+_TOGETHER = 64
+"""permutations scored together: bounds the memory"""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A score with its interval."""
+
+    value: float
+    low: float
+    high: float
+    level: float = LEVEL
+
+    def __contains__(self, number: float) -> bool:
+        return self.low <= number <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def root_weights(roots: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """[resamples, roots]: how often each root was drawn, with replacement."""
+    if roots < 2:
+        raise TooFewRoots(f"{roots} root prompts: an interval over roots needs at least 2")
+    generator = np.random.default_rng([seed, 0xB007])
+    return generator.multinomial(roots, np.full(roots, 1 / roots), size=resamples)
+
+
+def root_sums(values: np.ndarray, roots: np.ndarray) -> np.ndarray:
+    """values [..., rows] -> sums per root [..., roots], roots in order of their ids."""
+    place = np.unique(roots, return_inverse=True)[1]
+    order = np.argsort(place, kind="stable")
+    starts = np.flatnonzero(np.diff(place[order], prepend=-1))
+    return np.add.reduceat(np.asarray(values, dtype=np.float64)[..., order], starts, axis=-1)
+
+
+def bootstrap(
+    top: np.ndarray,
+    bottom: np.ndarray,
+    roots: np.ndarray,
+    *,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    level: float = LEVEL,
+    crossed: bool = False,
+) -> list[Estimate]:
+    """Cluster bootstrap over roots of sum(top) / sum(bottom), for each line of top [cells, rows]; bottom is one line.
+
+    Percentile intervals. Where every root scores 0, or every one 1, resampling shows no spread: then the end of the interval
+    is the exact binomial one for that many roots.
+
+    crossed  the predictions are cross-validated: each root's label helped to predict the others', so that under the null
+             every pair of roots counts twice and the variance doubles. The interval is widened by the root of two.
+    """
+    above, below = root_sums(np.atleast_2d(top), roots), root_sums(np.atleast_2d(bottom), roots)
+    weights = root_weights(above.shape[1], resamples, seed).astype(np.float64)
+    draws = (weights @ above.T) / (weights @ below.T)  # [resamples, cells]
+    tail = (1 - level) / 2
+    value = above.sum(1) / below.sum(1)
+    low, high = value + (np.sqrt(2) if crossed else 1.0) * (np.quantile(draws, [tail, 1 - tail], axis=0) - value)
+    edge = tail ** (1 / above.shape[1])  # the rate at which all roots would agree by chance this rarely
+    low = np.where((value == 1) & (low == 1), edge, low)
+    high = np.where((value == 0) & (high == 0), 1 - edge, high)
+    high = np.minimum(high, 1.0)  # no score here exceeds 1
+    return [Estimate(float(v), float(a), float(b), level) for v, a, b in zip(value, low, high, strict=True)]
+
+
+def mean_over_roots(
+    values: np.ndarray, roots: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0, level: float = LEVEL
+) -> Estimate:
+    """The mean over rows of any number, with its cluster-bootstrap interval."""
+    above, below = root_sums(values, roots), root_sums(np.ones(len(roots)), roots)
+    weights = root_weights(len(below), resamples, seed)
+    draws = (weights @ above) / (weights @ below)
+    tail = (1 - level) / 2
+    low, high = np.quantile(draws, [tail, 1 - tail])
+    return Estimate(float(above.sum() / below.sum()), float(low), float(high), level)
+
+
+# ---- permutation ------------------------------------------------------------------------------------------------------
+
+
+def root_permutations(labels: np.ndarray, roots: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
+    """[count, rows]: row numbers whose labels take the place of each row's own.
+
+    Labels move between roots, never within one. Where a root's rows all have one label, roots exchange it freely; otherwise
+    roots exchange whole sequences of labels, among those with the same number of rows.
+    """
+    different, place = np.unique(roots, return_inverse=True)
+    members = [np.flatnonzero(place == i) for i in range(len(different))]
+    generator = np.random.default_rng([seed, 0x5EED])
+    constant = all((labels[rows] == labels[rows[0]]).all() for rows in members)
+    if constant:
+        first = np.array([rows[0] for rows in members])
+        return np.stack([first[generator.permutation(len(first))][place] for _ in range(count)]) if count else _none(roots)
+    strata: dict[int, list[np.ndarray]] = {}
+    for rows in members:
+        strata.setdefault(len(rows), []).append(rows)
+    out = np.empty((count, len(roots)), dtype=np.int64)
+    for size in sorted(strata):
+        block = np.stack(strata[size])  # [roots of this size, rows of each]
+        for number in range(count):
+            out[number, block] = block[generator.permutation(len(block))]
+    return out
+
+
+def _none(roots: np.ndarray) -> np.ndarray:
+    return np.empty((0, len(roots)), dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Null:
+    """What a family of cells scored on permuted labels."""
+
+    observed: np.ndarray
+    """[cells]"""
+    drawn: np.ndarray
+    """[permutations, cells]"""
+
+    @property
+    def p(self) -> np.ndarray:
+        """One-sided, each cell by itself."""
+        return (1 + (self.drawn >= self.observed - 1e-12).sum(0)) / (1 + len(self.drawn))
+
+    def standard(self) -> tuple[np.ndarray, np.ndarray]:
+        """Observed and drawn scores in units of each cell's own null spread, so that cells can be compared."""
+        spread = self.drawn.std(0)
+        spread = np.where(spread > 0, spread, np.inf)  # a cell whose null never varies cannot be significant
+        return (self.observed - self.drawn.mean(0)) / spread, (self.drawn - self.drawn.mean(0)) / spread
+
+
+def permuted_accuracy(predicted: np.ndarray, labels: np.ndarray, permutations: np.ndarray) -> Null:
+    """Accuracy of held-out predictions [cells, rows] (class numbers) on labels [rows] and on permuted ones.
+
+    The probes are not fitted again: the hypothesis is that held-out predictions and labels have nothing to do with each other.
+    """
+    drawn, observed = np.zeros((len(permutations), len(predicted))), np.zeros(len(predicted))
+    for value in np.unique(labels):
+        says, holds = (predicted == value).astype(np.float32), (labels == value).astype(np.float32)
+        observed += says @ holds
+        for first in range(0, len(permutations), _TOGETHER):
+            drawn[first : first + _TOGETHER] += holds[permutations[first : first + _TOGETHER]] @ says.T
+    return Null(observed / len(labels), drawn / len(labels))
+
+
+def permuted_product(predicted: np.ndarray, labels: np.ndarray, permutations: np.ndarray) -> Null:
+    """The same for numbers: covariance of held-out predictions with labels."""
+    centred = predicted - predicted.mean(1, keepdims=True)
+    drawn = labels[permutations] @ centred.T / len(labels)
+    return Null(centred @ labels / len(labels), drawn)
+
+
+def max_statistic(nulls: list[Null]) -> list[np.ndarray]:
+    """Family-wise p-values: how often the best of ALL cells does as well on permuted labels. One array per Null.
+
+    Nulls of different rows (positions) were permuted apart, which makes the maximum larger, never smaller, than it would be
+    together: the correction errs on the safe side.
+    """
+    standard = [null.standard() for null in nulls]
+    most = np.max([drawn.max(1) for _, drawn in standard], axis=0)  # [permutations]
+    return [(1 + (most[:, None] >= seen[None] - 1e-12).sum(0)) / (1 + len(most)) for seen, _ in standard]
+
+
+def false_discovery(p: np.ndarray) -> np.ndarray:
+    """Benjamini-Hochberg q-values over the whole grid."""
+    adjusted: np.ndarray = stats.false_discovery_control(p) if len(p) else p
+    return adjusted

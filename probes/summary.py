@@ -1,0 +1,60 @@
+"""A sweep's lines in words: what is shown, what is not, and what no probe can show."""
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+CONTROLS = ("majority", "token_identity", "bag_of_tokens", "shuffled", "untrained")
+LEVEL = 0.05
+
+
+def shown(table: pd.DataFrame) -> pd.Series:
+    """Which lines count as shown: significant over the whole grid, and the interval above every control that was run."""
+    above = pd.Series(True, index=table.index)
+    for name in CONTROLS:
+        if name in table:
+            above &= (table["low"] > table[name].astype(float)) | table[name].isna()
+    return above & (table["p_family"].astype(float) <= LEVEL)
+
+
+def summarise(table: pd.DataFrame) -> list[str]:
+    """Lines of text for a sweep's table."""
+    if table.empty or "p_family" not in table:
+        return ["No lines."]
+    main, zeros = table[~table["known_zero"].astype(bool)], table[table["known_zero"].astype(bool)]
+    lines = list(_labels(main))
+    lines += list(_zeros(zeros))
+    missing = [name for name in CONTROLS if name not in main or main[name].isna().all()]
+    if missing:
+        lines.append(f"Controls not run: {', '.join(missing)}.")
+    lines.append("A probe shows that a label can be read off, not that the model uses it: test the direction causally.")
+    return lines
+
+
+def _labels(main: pd.DataFrame) -> Iterator[str]:
+    """Per label, estimator and position: the best cell, and how many cells are shown."""
+    for (label, estimator, position), part in main.groupby(["label", "estimator", "position"], sort=False):
+        fine = part[shown(part)]
+        best = part.loc[part["accuracy"].idxmax()]
+        where = f"{best['site']}{'' if pd.isna(best['layer']) else int(best['layer'])}"
+        controls = [(float(best[name]), name.replace("_", " ")) for name in CONTROLS if pd.notna(best.get(name))]
+        against = "best control {:.3f} ({})".format(*max(controls)) if controls else "no controls"
+        score = f"{best['metric']} {best['accuracy']:.3f} [{best['low']:.3f}, {best['high']:.3f}] at {where}, {against}"
+        head = f"{label} at {position} ({estimator})"
+        if len(fine):
+            yield f"Shown: {head}: {len(fine)} of {len(part)} cells; best {score}, p = {best['p_family']:.3f} over the grid."
+        else:
+            yield f"Not shown: {head}: none of {len(part)} cells; best {score}, p = {best['p_family']:.3f} over the grid."
+        if pd.notna(best.get("selectivity")):
+            yield f"  selectivity there {best['selectivity']:.3f} (control task {best['control_task']:.3f})."
+
+
+def _zeros(zeros: pd.DataFrame) -> Iterator[str]:
+    """Known zeros: how many cells' intervals hold the exact chance."""
+    for (label, position), part in zeros.groupby(["label", "position"], sort=False):
+        inside = ((part["low"] <= part["chance"]) & (part["chance"] <= part["high"])).sum()
+        worst = part.loc[(part["accuracy"] - part["chance"]).abs().idxmax()]
+        yield (
+            f"Known zero {label} at {position}: chance {worst['chance']:.3f} inside {inside} of {len(part)} intervals "
+            f"(at 95 %, about one in twenty falls outside); farthest {worst['accuracy']:.3f}."
+        )

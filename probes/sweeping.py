@@ -1,0 +1,226 @@
+"""`sweep`: probes over sites x layers x positions x labels x estimators, with controls and statistics, in one call."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from replaylens.engine.dump import Dump
+from replaylens.engine.run import Run
+from replaylens.probes import controls, splits
+from replaylens.probes.errors import BadRows, OneClass, ProbeError
+from replaylens.probes.goals import LABEL, Goal, goals_at
+from replaylens.probes.heldout import Held, held_out
+from replaylens.probes.information import code_blocks
+from replaylens.probes.parts import Parts
+from replaylens.probes.report import Report
+from replaylens.probes.rows import Cell, ProbeRows
+from replaylens.probes.settings import SweepSettings
+from replaylens.probes.splits import Split
+from replaylens.probes.tabulate import Place, tabulate
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+
+MEMORY_MB = 1024
+"""of rows that are worked on together; changes no more than the last bits"""
+MakeSplit = Callable[[ProbeRows], Split]
+
+
+def sweep(
+    given: Dump | Run | ProbeRows,
+    label: str | Sequence[str] = "state",
+    *,
+    sites: str | Sequence[str] = "STC",
+    positions: str | Sequence[str | int] = ("step", "query"),
+    estimators: str | Sequence[str] = ("logistic",),
+    split: str | MakeSplit = "root",
+    engine: "Engine | None" = None,
+    resume: str | Path | None = None,
+    jobs: int = 1,
+    backend: str | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> Report:
+    """Fit, test and judge every combination. The same rows and settings give the same report, bit for bit.
+
+    split    root: cross-validation over roots; or as `SweepSettings.split` says; or a function from rows to a `Split`
+    engine   the engine that made the rows: adds the untrained model as a control. OtherFingerprint if it is another
+    resume   a folder for finished parts: a sweep that was cut short goes on from there
+    jobs     processes for estimators that are fitted one by one; backend: joblib's, `ray` for a cluster
+    options  the other fields of `SweepSettings`
+    """
+    rows = ProbeRows.of(given)
+    if engine is not None:
+        rows.require(engine)
+    chosen: dict[str, Any] = dict(
+        labels=_words(label),
+        sites=_words(sites),
+        positions=tuple(map(str, [positions] if isinstance(positions, str | int) else positions)),
+        estimators=_words(estimators),
+        split=split if isinstance(split, str) else getattr(split, "__name__", "own"),
+        untrained=engine is not None,
+    )
+    if unknown := set(options) - {each.name for each in fields(SweepSettings)}:
+        raise ProbeError(f"unknown options {sorted(unknown)}; known: {', '.join(each.name for each in fields(SweepSettings))}")
+    chosen |= {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    settings = SweepSettings(**chosen)
+    make_split = split if callable(split) else _splitter(settings)
+    blank = controls.untrained_rows(rows, engine, _stored(rows, settings), settings.seed) if engine is not None else None
+    with _backend(backend):
+        return _Sweep(rows, settings, make_split, blank, resume, jobs, progress).run()
+
+
+@dataclass
+class _Sweep:
+    """One call of `sweep`, taken apart."""
+
+    rows: ProbeRows
+    settings: SweepSettings
+    make_split: MakeSplit
+    blank: ProbeRows | None
+    resume: str | Path | None
+    jobs: int
+    progress: bool
+
+    def run(self) -> Report:
+        chosen = self._branches(self.rows)
+        cells = chosen.cells(self.settings.sites, self.settings.layers)
+        parts = Parts(self.resume, self.settings.key(_digest(self.rows)))
+        with tqdm(total=len(self.settings.positions) * len(cells), unit="cell", disable=not self.progress) as bar:
+            places = [self._place(chosen, cells, position, parts, bar) for position in self.settings.positions]
+        return tabulate(places, self.rows, self.settings)
+
+    def _branches(self, rows: ProbeRows) -> ProbeRows:
+        match self.settings.branches:
+            case "accepted":
+                return rows.accepted() if self.settings.split not in _NEEDS_BOTH else rows
+            case "rejected":
+                return rows.rejected()
+        return rows
+
+    def _place(self, chosen: ProbeRows, cells: list[Cell], position: str, parts: Parts, bar: Any) -> Place:
+        """Everything at one position: goals, then one part per batch of cells."""
+        here = chosen.at(position)
+        if not len(here):
+            raise BadRows(f"no row at position {position!r}; dump that position, or choose another")
+        split, settings = self.make_split(here), self.settings
+        try:
+            goals, notes = goals_at(
+                here, self.rows, settings.labels, split.train, with_controls=settings.controls, seed=settings.seed
+            )
+        except OneClass as error:
+            raise OneClass(f"position {position!r}: {error}") from None
+        place = Place(position, here, split, goals, cells, notes)
+        for batch in _batches(here, cells):
+            for estimator in settings.estimators:
+                name = f"{position}/{estimator}/{batch[0]}"
+                place.add(estimator, batch, parts.get(name, partial(self._fit, place, here, batch, estimator)))
+            self._extras(place, here, batch, parts)
+            bar.update(len(batch))
+        return place
+
+    def _fit(self, place: Place, rows: ProbeRows, batch: list[Cell], estimator: str) -> Held:
+        nuisance = None
+        if self.settings.residualise:
+            nuisance = place.rows.frame[list(self.settings.residualise)].to_numpy(dtype=np.float64, na_value=0.0)
+        masks = (place.split.train, place.split.test)
+        return held_out(estimator, self._load(rows, batch), place.goals, *masks, nuisance=nuisance, jobs=self.jobs)
+
+    def _extras(self, place: Place, here: ProbeRows, batch: list[Cell], parts: Parts) -> None:
+        """The untrained model, and the online code."""
+        settings = self.settings
+        if self.blank is not None:
+            blank = replace(here, source=self.blank.source)
+            for estimator in settings.estimators:
+                name = f"{place.position}/untrained/{estimator}/{batch[0]}"
+                made = parts.get(name, partial(self._fit, place, blank, batch, estimator))
+                place.add_untrained(estimator, batch, made)
+        if settings.code_length and "logistic" in settings.estimators:
+            goals = [goal for goal in place.goals if goal.role == LABEL and goal.kind == "class"]
+            train, test = _with_two_classes(goals, *code_blocks(here.roots, settings.seed))
+            name = f"{place.position}/code/{batch[0]}"
+            held = parts.get(name, lambda: held_out("logistic", self._load(here, batch), goals, train, test))
+            place.add_code(goals, batch, held, np.asarray(test.any(0)))
+
+    def _load(self, rows: ProbeRows, batch: list[Cell]) -> Tensor:
+        """[cells, rows, d]"""
+        dtype = torch.float64 if self.settings.precision == "double" else torch.float32
+        stacked = torch.stack([torch.from_numpy(rows.matrix(cell.site, cell.layer)).to(dtype) for cell in batch])
+        return stacked.to(self.settings.device)
+
+
+_NEEDS_BOTH = ("accepted-rejected", "rejected-accepted")
+
+
+def _splitter(settings: SweepSettings) -> MakeSplit:
+    """The split that the settings name."""
+    name, _, rest = settings.split.partition(":")
+    folds, seed = settings.folds, settings.seed
+    made: dict[str, MakeSplit] = {
+        "root": lambda rows: splits.by_root(rows, folds, seed),
+        "length": lambda rows: splits.by_length(rows, int(rest)),
+        "depth": lambda rows: splits.by_depth(rows, int(rest), folds, seed),
+        "accepted-rejected": lambda rows: splits.by_acceptance(rows, "accepted", folds, seed),
+        "rejected-accepted": lambda rows: splits.by_acceptance(rows, "rejected", folds, seed),
+        "part": lambda rows: splits.by_part(rows, *rest.split(":", 1)),
+    }
+    if name not in made or (name in ("length", "depth") and not rest.isdigit()) or (name == "part" and ":" not in rest):
+        known = "root, length:8, depth:2, accepted-rejected, rejected-accepted, part:A:B, or a function"
+        raise ProbeError(f"split {settings.split!r}: give {known}")
+    return made[name]
+
+
+def _with_two_classes(goals: list[Goal], train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks of the code from the first on that has two classes of every goal before it."""
+    fine = [all(len(np.unique(g.codes[mask & g.present])) > 1 for g in goals) for mask in train]
+    return train[fine], test[fine]
+
+
+def _batches(rows: ProbeRows, cells: list[Cell]) -> Iterator[list[Cell]]:
+    """Cells of one width, as many as fit into memory together: a function of the grid, not of what is done already."""
+    one = rows.where(np.arange(len(rows)) == 0)
+    widths = [one.matrix(cell.site, cell.layer).shape[1] for cell in cells]
+    for width in sorted(set(widths)):
+        same = [cell for cell, own in zip(cells, widths, strict=True) if own == width]
+        size = max(1, int(MEMORY_MB * 2**20 // (16 * width * (len(rows) + 8 * width))))
+        yield from (same[first : first + size] for first in range(0, len(same), size))
+
+
+def _stored(rows: ProbeRows, settings: SweepSettings) -> list[str]:
+    """Sites that the untrained model must show."""
+    return sorted({cell.site for cell in rows.cells(settings.sites, settings.layers)})
+
+
+def _digest(rows: ProbeRows) -> str:
+    """Of which rows these are; for rows in memory, of their index."""
+    index = hashlib.sha256(rows.frame.to_csv(index=False).encode()).hexdigest()
+    return f"{rows.about.digest}:{index}"
+
+
+def _words(given: str | Sequence[str]) -> tuple[str, ...]:
+    return tuple(filter(None, given.replace(" ", ",").split(","))) if isinstance(given, str) else tuple(given)
+
+
+@contextmanager
+def _backend(name: str | None) -> Iterator[None]:
+    """joblib's backend for the time of the sweep."""
+    if name is None:
+        yield
+        return
+    import joblib
+
+    if name == "ray":
+        from ray.util.joblib import register_ray
+
+        register_ray()
+    with joblib.parallel_config(backend=name):
+        yield

@@ -1,0 +1,201 @@
+"""From held-out predictions to the lines of a report: scores, intervals, tests, controls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaylens.probes import controls, information, statistics
+from replaylens.probes.goals import CONTROL, LABEL, SHUFFLED, ZERO, Goal
+from replaylens.probes.heldout import Held, held_out
+from replaylens.probes.report import Report, about_rows
+from replaylens.probes.rows import Cell, ProbeRows
+from replaylens.probes.settings import SweepSettings
+from replaylens.probes.splits import Split
+
+
+@dataclass
+class Place:
+    """One position of a sweep, with what its probes said. Filled batch by batch."""
+
+    position: str
+    rows: ProbeRows
+    split: Split
+    goals: list[Goal]
+    cells: list[Cell]
+    notes: list[str]
+    held: dict[str, dict[Cell, Held]] = field(default_factory=dict)
+    untrained: dict[str, dict[Cell, Held]] = field(default_factory=dict)
+    codes: dict[tuple[Cell, str], tuple[float, float]] = field(default_factory=dict)
+    """(cell, label) -> (bits per row, compression)"""
+
+    def add(self, estimator: str, batch: Sequence[Cell], held: Held) -> None:
+        """Mutates."""
+        self.held.setdefault(estimator, {}).update(_by_cell(batch, held))
+
+    def add_untrained(self, estimator: str, batch: Sequence[Cell], held: Held) -> None:
+        """Mutates."""
+        self.untrained.setdefault(estimator, {}).update(_by_cell(batch, held))
+
+    def add_code(self, goals: list[Goal], batch: Sequence[Cell], held: Held, coded: np.ndarray) -> None:
+        """Mutates."""
+        for c, cell in enumerate(batch):
+            for g, goal in enumerate(goals):
+                there = goal.present
+                length = information.code_length(held.log_loss[c, g][there], coded[there], len(goal.classes))
+                self.codes[cell, goal.label] = length
+
+    def stack(self, estimator: str, goal: int, what: str = "predicted", blank: bool = False) -> np.ndarray:
+        """[cells, rows] of one goal."""
+        source = (self.untrained if blank else self.held)[estimator]
+        return np.stack([getattr(source[cell], what)[0, goal] for cell in self.cells])
+
+    def tested(self, goal: Goal) -> np.ndarray:
+        """Rows [n] that are tested and have the goal's value."""
+        return self.split.test.any(0) & goal.present
+
+
+def _by_cell(batch: Sequence[Cell], held: Held) -> dict[Cell, Held]:
+    return {
+        cell: Held(held.predicted[i : i + 1], held.log_loss[i : i + 1], held.confidence[i : i + 1])
+        for i, cell in enumerate(batch)
+    }
+
+
+def tabulate(places: list[Place], rows: ProbeRows, settings: SweepSettings) -> Report:
+    """The whole report. Corrections run over all lines that are about labels, not over controls."""
+    lines: list[dict[str, Any]] = []
+    nulls: list[tuple[list[dict[str, Any]], statistics.Null]] = []
+    for place in places:
+        for number, goal in enumerate(place.goals):
+            if goal.role in (LABEL, ZERO):
+                shared = _shared_controls(place, goal, rows) if goal.role == LABEL and settings.controls else {}
+                for estimator in settings.estimators:
+                    own, null = _lines(place, number, estimator, shared, settings)
+                    lines += own
+                    if goal.role == LABEL:
+                        nulls.append((own, null))
+    family = statistics.max_statistic([null for _, null in nulls])
+    for (own, _), corrected in zip(nulls, family, strict=True):
+        for line, p in zip(own, corrected, strict=True):
+            line["p_family"] = float(p)
+    main = [line for line in lines if not line["known_zero"]]
+    for line, q in zip(main, statistics.false_discovery(np.array([line["p"] for line in main])), strict=True):
+        line["q"] = float(q)
+    notes = [f"position {place.position}: {note}" for place in places for note in place.notes]
+    return Report("sweep", lines, about_rows(rows), settings.to_json(), notes)
+
+
+def _lines(
+    place: Place, number: int, estimator: str, shared: dict[str, Any], settings: SweepSettings
+) -> tuple[list[dict[str, Any]], statistics.Null]:
+    """One line per cell for one goal and estimator, and what the cells score on permuted labels."""
+    goal = place.goals[number]
+    tested = place.tested(goal)
+    roots, codes = place.rows.roots[tested], goal.codes[tested]
+    predicted = place.stack(estimator, number)[:, tested]
+    top, bottom = _ratio(goal, predicted, codes)
+    crossed = len(place.split) > 1
+    scores = statistics.bootstrap(top, bottom, roots, resamples=settings.resamples, seed=settings.seed, crossed=crossed)
+    orders = statistics.root_permutations(codes, roots, settings.permutations, settings.seed)
+    permuted = statistics.permuted_accuracy if goal.kind == "class" else statistics.permuted_product
+    null = permuted(predicted, codes, orders)
+    lines = []
+    for c, (cell, score) in enumerate(zip(place.cells, scores, strict=True)):
+        line: dict[str, Any] = {
+            "site": cell.site,
+            "layer": cell.layer,
+            "position": place.position,
+            "label": goal.label,
+            "estimator": estimator,
+            "metric": "accuracy" if goal.kind == "class" else "r2",
+            "accuracy": score.value,
+            "low": score.low,
+            "high": score.high,
+            "p": float(null.p[c]),
+            "p_family": None,
+            "q": None,
+            "rows": int(tested.sum()),
+            "roots": len(np.unique(roots)),
+            "known_zero": goal.role == ZERO,
+            "chance": goal.chance,
+            **shared,
+            **_cell_controls(place, goal, estimator, c, score.value),
+            **_information(place, number, estimator, c, tested),
+        }
+        lines.append(line)
+    return lines, null
+
+
+def _ratio(goal: Goal, predicted: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(above, below): the score is the ratio of their sums."""
+    if goal.kind == "class":
+        return predicted == codes, np.ones(len(codes))
+    total = (codes - codes.mean()) ** 2
+    return total - (codes - predicted) ** 2, total
+
+
+def _score(goal: Goal, predicted: np.ndarray, tested: np.ndarray) -> float:
+    top, bottom = _ratio(goal, predicted[tested], goal.codes[tested])
+    return float(top.sum() / bottom.sum())
+
+
+def _shared_controls(place: Place, goal: Goal, rows: ProbeRows) -> dict[str, Any]:
+    """Controls that do not look at the model: the same for every cell."""
+    if goal.kind == "number":
+        return {"majority": 0.0, "token_identity": None, "bag_of_tokens": None}
+    train, test, tested = place.split.train & goal.present, place.split.test, place.tested(goal)
+    tokens = place.rows.frame["token"].to_numpy()
+    bag = torch.from_numpy(controls.bags(rows, place.rows)).double()[None]
+    said = held_out("logistic", bag, [goal], place.split.train, place.split.test).predicted[0, 0]
+    return {
+        "majority": _score(goal, controls.majority(goal.codes, train, test), tested),
+        "token_identity": _score(goal, controls.token_identity(goal.codes, tokens, train, test), tested),
+        "bag_of_tokens": _score(goal, said, tested),
+    }
+
+
+def _cell_controls(place: Place, goal: Goal, estimator: str, c: int, score: float) -> dict[str, Any]:
+    """Controls of one cell: shuffled labels, control task with selectivity, untrained model."""
+    found: dict[str, Any] = dict.fromkeys(("shuffled", "control_task", "selectivity", "untrained"))
+    if goal.role != LABEL:
+        return found
+    for number, other in enumerate(place.goals):
+        if other.label != goal.label or other.role not in (SHUFFLED, CONTROL):
+            continue
+        value = _score(other, place.stack(estimator, number)[c], place.tested(other))
+        found["shuffled" if other.role == SHUFFLED else "control_task"] = value
+    if found["control_task"] is not None:
+        found["selectivity"] = score - found["control_task"]
+    if estimator in place.untrained:
+        number = place.goals.index(goal)
+        found["untrained"] = _score(goal, place.stack(estimator, number, blank=True)[c], place.tested(goal))
+    return found
+
+
+def _information(place: Place, number: int, estimator: str, c: int, tested: np.ndarray) -> dict[str, Any]:
+    """Bits and calibration, for estimators that give probabilities."""
+    goal = place.goals[number]
+    found: dict[str, Any] = dict.fromkeys(("v_information", "calibration_error", "code_bits", "compression"))
+    loss = place.stack(estimator, number, "log_loss")[c][tested]
+    if goal.kind == "class" and not np.isnan(loss).any():
+        null = _null_loss(goal, place.split)[tested]
+        confidence = place.stack(estimator, number, "confidence")[c][tested]
+        correct = place.stack(estimator, number)[c][tested] == goal.codes[tested]
+        found["v_information"] = information.v_information(loss.astype(np.float64), null)
+        found["calibration_error"] = information.calibration_error(confidence.astype(np.float64), correct)
+    if (place.cells[c], goal.label) in place.codes and estimator == "logistic":
+        found["code_bits"], found["compression"] = place.codes[place.cells[c], goal.label]
+    return found
+
+
+def _null_loss(goal: Goal, split: Split) -> np.ndarray:
+    """Log-loss of each held-out row under the class shares of the rows that its probe was fitted on."""
+    out = np.zeros(len(goal.codes))
+    for train, test in split:
+        counts = np.bincount(goal.codes[train & goal.present], minlength=len(goal.classes))
+        shares = np.maximum(counts, 0.5) / np.maximum(counts, 0.5).sum()
+        out[test] = -np.log(shares[np.clip(goal.codes[test], 0, None)])
+    return out
