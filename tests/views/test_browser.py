@@ -11,7 +11,7 @@ from replaylens.engine.dump import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.run import Run
 from replaylens.views.readings import word
-from replaylens.views.report import Report
+from replaylens.views.report import ReportPage
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
@@ -45,7 +45,7 @@ def tab(browser: Any) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def report(dump: Dump, engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    return Report(dump, decode=lambda token: word(engine.text, token)).save(path)
+    return ReportPage(dump, decode=lambda token: word(engine.text, token)).save(path)
 
 
 def test_report(tab: Any, report: Path, run: Run) -> None:

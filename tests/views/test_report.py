@@ -21,10 +21,14 @@ from replaylens.engine.dump_verify import verify
 from replaylens.engine.dump_writer import write_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.run import Run
+from replaylens.probes.report import Report
+from replaylens.probes.sweeping import sweep as sweep_rows
+from replaylens.tasks import WordTokenizer
 from replaylens.views import dumped, lens_map
 from replaylens.views.readings import word
-from replaylens.views.report import Report
+from replaylens.views.report import ReportPage
 from tests.views.checks import assert_harmless, parsed
+from tests.views.conftest import HOSTILE
 
 ONE_SCRIPT_AND_THE_ROWS = 2
 
@@ -41,7 +45,9 @@ def rows_of(html: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def html(dump: Dump, engine: Engine) -> str:
-    return Report(dump, verify(dump.url, engine, sample="all"), lambda token: word(engine.text, token)).html()
+    return ReportPage(
+        dump, verdict=verify(dump.url, engine, sample="all"), decode=lambda token: word(engine.text, token)
+    ).html()
 
 
 def test_the_page_is_whole_and_harmless(html: str, dump: Dump) -> None:
@@ -89,7 +95,7 @@ def test_certificate(html: str, dump: Dump, engine: Engine) -> None:
     assert 'data-status="verified"' in html and "12 examples replayed" in html
     for text in (dump.digest, dump.accepted_digest, engine.fingerprint.digest, engine.fingerprint.weights):
         assert text in html
-    unknown = Report(dump).html()
+    unknown = ReportPage(dump).html()
     assert 'data-status="none"' in unknown and 'data-status="verified"' not in unknown
 
 
@@ -101,13 +107,13 @@ def test_a_mismatch_is_shown_as_one(dump: Dump, engine: Engine, tmp_path: Path) 
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    html = Report(Dump.open(tmp_path), verify(tmp_path, engine)).html()
+    html = ReportPage(Dump.open(tmp_path), verdict=verify(tmp_path, engine)).html()
     assert 'data-status="mismatch"' in html and "was changed after it was written" in html
 
 
 def test_the_same_dump_gives_the_same_bytes(dump: Dump, tmp_path: Path) -> None:
-    one = Report(dump, trees=3).save(tmp_path / "a.html")
-    again = Report(Dump.open(dump.url), trees=3).save(tmp_path / "new" / "b.html")
+    one = ReportPage(dump, trees=3).save(tmp_path / "a.html")
+    again = ReportPage(Dump.open(dump.url), trees=3).save(tmp_path / "new" / "b.html")
     assert one.read_bytes() == again.read_bytes()
     assert "The first 3 of 12 examples have a tree." in one.read_text() and len(blocks_of(one.read_text())) == 3
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["a.html"], "no temporary file is left"
@@ -132,7 +138,7 @@ def test_dumps_that_hold_less(engine: Engine, tmp_path: Path, options: dict[str,
     plan = make_plan(engine, tasks.get("coin")(flips=(1, 2)), 3, max_new=6, window=4, **options)
     dump = write_dump(engine, plan, tmp_path)
     assert dump is not None
-    html = Report(dump).html()
+    html = ReportPage(dump).html()
     assert_harmless(html, ONE_SCRIPT_AND_THE_ROWS + html.count('class="rl-block"'))
     assert len(blocks_of(html)) == 3
     assert ("holds no Z" in html) == (options.get("sites") == "S")
@@ -143,8 +149,54 @@ def test_thousands_of_rows(engine: Engine, tmp_path: Path) -> None:
     plan = make_plan(engine, tasks.get("coin")(flips=(1, 2)), 150, sites="SZ", max_new=6, window=4)
     dump = write_dump(engine, plan, tmp_path)
     assert dump is not None and dump.manifest.rows > 3000
-    html = Report(dump).html()
+    html = ReportPage(dump).html()
     assert len(rows_of(html)) == len(blocks_of(html)) == 150 and len(html) < 3_000_000
+
+
+# ---- probes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain_dump(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Dump:
+    """With an honest tokenizer: of markup no task can read labels."""
+    plain = Engine(engine.model, WordTokenizer(tasks.get("coin").vocabulary()))
+    plan = make_plan(plain, tasks.get("coin")(flips=(1, 3)), 24, sites="S", max_new=3, window=4)
+    made = write_dump(plain, plan, tmp_path_factory.mktemp("plain"))
+    assert made is not None
+    return made
+
+
+@pytest.fixture(scope="module")
+def sweep(plain_dump: Dump) -> Report:
+    return sweep_rows(plain_dump, "start", sites="S", positions=("query",), folds=3, permutations=19, resamples=100)
+
+
+def test_a_sweep_is_drawn_with_intervals_and_controls(plain_dump: Dump, sweep: Report) -> None:
+    """Every cell with its score and interval; every control that was run; the words of the report."""
+    html = ReportPage(plain_dump, (sweep,)).html()
+    found = assert_harmless(html, ONE_SCRIPT_AND_THE_ROWS + html.count('class="rl-block"'))
+    texts, titles = "|".join(found.texts), [value or "" for name, value in found.attributes if name == "title"]
+    main = [line for line in sweep.lines if not line["known_zero"]]
+    assert main
+    for line in main:
+        assert f"|{line['accuracy']:.2f}|{line['low']:.2f}–{line['high']:.2f}|" in texts
+        assert any(f"95 %\t{line['low']:.4f} to {line['high']:.4f}" in t and "majority\t" in t for t in titles)
+    for control in ("majority", "token identity", "bag of tokens", "shuffled"):
+        assert f"|{control}|" in texts
+    assert "A probe shows that a label can be read off" in texts and "About other rows" not in texts
+
+
+def test_a_report_about_other_rows_is_said_to_be(dump: Dump, plain_dump: Dump, sweep: Report) -> None:
+    assert f"About other rows: digest {plain_dump.digest}" in ReportPage(dump, (sweep,)).html()
+
+
+def test_probes_alone(sweep: Report, tmp_path: Path) -> None:
+    """A page without a dump; hostile names in a branch question's lines stay text."""
+    told = Report("transfer", [{"what": text, "accuracy": 0.5, "low": None, "n": 3} for text in HOSTILE], sweep.source, {})
+    html = ReportPage(probes=(sweep, told)).html()
+    found = assert_harmless(html, scripts=1)
+    assert "transfer" in found.texts and set(HOSTILE) <= set(found.texts)
+    assert 'id="examples"' not in html
 
 
 # ---- the command ------------------------------------------------------------------------------------------------------
@@ -176,6 +228,18 @@ def test_command_on_a_mismatch(dump: Dump, saved_model: Path, tmp_path: Path) ->
     done = call(dump.url, "--out", tmp_path / "a.html", "--model", saved_model)
     assert done.exit_code == 1 and "mismatch" in done.output
     assert 'data-status="mismatch"' in (tmp_path / "a.html").read_text()
+
+
+def test_command_with_probes(dump: Dump, sweep: Report, tmp_path: Path) -> None:
+    sweep.save(tmp_path / "probes", figures=False)
+    alone = call(tmp_path / "probes", "--out", tmp_path / "a.html")
+    assert alone.exit_code == 0 and 'id="probes"' in (tmp_path / "a.html").read_text(), alone.output
+    both = call(dump.url, tmp_path / "probes" / "report.json", "--out", tmp_path / "b.html", "--verify", 0)
+    page = (tmp_path / "b.html").read_text()
+    assert both.exit_code == 0 and 'id="probes"' in page and 'id="examples"' in page
+    (tmp_path / "probes" / "report.json").write_text("{}")
+    assert call(tmp_path / "probes", "--out", tmp_path / "c.html").exit_code == 2
+    assert call(dump.url, tmp_path, "--out", tmp_path / "c.html").exit_code == 2, "two dumps"
 
 
 def test_command_refuses_what_it_cannot_do(dump: Dump, tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ from replaylens.engine.dump_verify import MISMATCH, Verdict
 from replaylens.engine.dump_verify import verify as verify_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
+from replaylens.probes.report import FILE, Report
 from replaylens.views.readings import word
-from replaylens.views.report import MOST_TREES, Report
+from replaylens.views.report import MOST_TREES, ReportPage
 
 
 def report(
-    source: Annotated[str, typer.Argument(help="A dump's folder.")],
+    sources: Annotated[list[str], typer.Argument(help="A dump's folder, and reports of probes; or one of these.")],
     out: Annotated[Path, typer.Option("--out", help="The HTML file to write.")] = Path("report.html"),
     model: Annotated[
         str | None, typer.Option("--model", help="What to replay with.  [default: the embedded model that made the dump]")
@@ -33,15 +34,24 @@ def report(
 ) -> None:
     """Make one self-contained page: examples, trees, lens and probes, and the proof that it can be replayed."""
     with reporting():
-        dump = Dump.open(source)
-        engine = _engine(dump, model, device)
-        verdict = _verify(dump, engine, verify, quiet)
+        dump, probes = _open(sources)
+        engine = None if dump is None else _engine(dump, model, device)
+        verdict = None if dump is None else _verify(dump, engine, verify, quiet)
         decode = (lambda token: word(engine.text, token)) if engine is not None else None
-        written = Report(dump, verdict, decode, trees, title).save(out, progress=not quiet)
+        written = ReportPage(dump, probes, verdict, decode, trees, title).save(out, progress=not quiet)
     found = "not replayed" if verdict is None else verdict.status
     typer.echo(f"{written}: {written.stat().st_size / 1e6:.1f} MB; {found}")
     if verdict is not None and verdict.status == MISMATCH:
         raise typer.Exit(1)
+
+
+def _open(sources: list[str]) -> tuple[Dump | None, tuple[Report, ...]]:
+    """What the sources are: a file, or a folder with a report in it, is one of probes; anything else must be a dump."""
+    probes = [source for source in sources if Path(source).is_file() or (Path(source) / FILE).is_file()]
+    dumps = [source for source in sources if source not in probes]
+    if len(dumps) > 1:
+        raise BadRequest(f"{' and '.join(dumps)}: a page is about one dump; make a page of each")
+    return (Dump.open(dumps[0]) if dumps else None), tuple(map(Report.load, probes))
 
 
 def _engine(dump: Dump, model: str | None, device: str) -> Engine | None:

@@ -16,6 +16,8 @@ class Cell:
     facts: tuple[str, ...] = ()
     marked: bool = False
     """set off by a frame"""
+    small: str = ""
+    """below it, such as an interval"""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Heatmap:
     high: float
     """values at which the colour ends"""
     note: str = ""
+    controls: int = 0
+    """how many rows at the bottom are controls, set apart by a line"""
 
     def __post_init__(self) -> None:
         assert len(self.rows) == len(self.cells) and all(len(line) == len(self.columns) for line in self.cells)
@@ -39,9 +43,10 @@ class Heatmap:
 def draw(heatmap: Heatmap) -> Markup:
     """A table, so that it can be read and copied without colour."""
     head = tag("tr", tag("th"), *(tag("th", name) for name in heatmap.columns))
+    first_control = len(heatmap.rows) - heatmap.controls
     lines = [
-        tag("tr", tag("th", name), *(_cell(cell, heatmap) for cell in line))
-        for name, line in zip(heatmap.rows, heatmap.cells, strict=True)
+        tag("tr", tag("th", name), *(_cell(cell, heatmap) for cell in line), class_="rl-rule" if i == first_control else None)
+        for i, (name, line) in enumerate(zip(heatmap.rows, heatmap.cells, strict=True))
     ]
     note = [tag("p", heatmap.note, class_="rl-quiet")] if heatmap.note else []
     table = tag("table", tag("thead", head), tag("tbody", *lines), class_="rl-heat")
@@ -54,7 +59,8 @@ def _cell(cell: Cell | None, heatmap: Heatmap) -> Markup:
     share = (cell.value - heatmap.low) / (heatmap.high - heatmap.low) if heatmap.high > heatmap.low else 0.0
     share = min(1.0, max(0.0, share))
     look = f"rl-cell{' rl-strong' if share > 0.55 else ''}{' rl-marked' if cell.marked else ''}"
-    return tag("td", cell.shown, class_=look, style=f"--v:{share:.0%}", title="\n".join(cell.facts) or None)
+    small = tag("small", cell.small) if cell.small else ""
+    return tag("td", cell.shown, small, class_=look, style=f"--v:{share:.0%}", title="\n".join(cell.facts) or None)
 
 
 def span(values: Sequence[float]) -> tuple[float, float]:

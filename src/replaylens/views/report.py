@@ -1,4 +1,4 @@
-"""`Report`: what a dump, and what was probed in it, looks like; one HTML file to send around."""
+"""`ReportPage`: what a dump holds and what was probed in it; one HTML file to send around."""
 
 import json
 import os
@@ -10,7 +10,8 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_verify import MISMATCH, VERIFIED, Verdict
-from replaylens.views import dumped, heatmap, lens_map, page, tree_html
+from replaylens.probes.report import Report
+from replaylens.views import dumped, heatmap, lens_map, page, probe_section, tree_html
 from replaylens.views.dumped import DumpedExample
 from replaylens.views.html import Markup, join, tag, void
 from replaylens.views.readings import Decode
@@ -21,15 +22,16 @@ MOST_TREES = 300
 
 
 @dataclass(frozen=True)
-class Report:
-    """What to show.
+class ReportPage:
+    """What to show: a dump, reports of probes, or both.
 
     verdict  of a verification of the dump; None: none was made, and the page says so
     decode   how tokens read that occur in the lens only
     trees    at most so many examples get a tree
     """
 
-    dump: Dump
+    dump: Dump | None = None
+    probes: tuple[Report, ...] = ()
     verdict: Verdict | None = None
     decode: Decode | None = None
     trees: int = MOST_TREES
@@ -45,53 +47,68 @@ class Report:
         return target
 
     def html(self, progress: bool = False) -> str:
-        """The page. The same dump and verdict give the same bytes."""
-        plan, manifest = self.dump.manifest.plan, self.dump.manifest
-        seen = _Seen()
-        found = dumped.examples(self.dump, self.decode)
-        counted = tqdm(found, total=len(plan.examples), unit="example", desc="report", disable=not progress)
-        blocks = page.packed_blocks(seen.fragments(counted, self.trees))
-        sections = [
-            page.Section("overview", "Overview", self._overview(seen)),
-            page.Section("certificate", "Determinism certificate", self._certificate()),
-            page.Section("examples", "Examples", _explorer(len(seen.rows), min(self.trees, len(seen.rows)))),
-            page.Section("lens", "Lens: what each layer knows", _lens(seen.averages)),
-        ]
-        lead = f"{plan.task}, {len(plan.examples)} examples, {manifest.rows} rows; dump {manifest.digest[:16]}"
-        data = join([page.json_block("rl-rows", seen.rows), blocks])
-        return page.assemble(self.title or f"replaylens: {plan.task}", lead, sections, data)
-
-    def _overview(self, seen: "_Seen") -> Markup:
-        plan, manifest = self.dump.manifest.plan, self.dump.manifest
-        right = sum(row[3] for row in seen.rows)
-        letters = [f"{letter}: {len(manifest.letter(letter))} tensors" for letter in "STCZ" if manifest.letter(letter)]
-        facts: dict[str, str | int | float] = {
-            "task": plan.task,
-            "settings": json.dumps(plan.knobs),
-            "examples": len(seen.rows),
-            "right answers": f"{right} ({right / len(seen.rows):.1%})" if seen.rows else "none",
-            "rows": f"{manifest.rows}, of which {manifest.accepted_rows} on accepted paths",
-            "rejected branches": sum(row[4] for row in seen.rows),
-            "drafter": f"{plan.drafter}, window {plan.window or 'by the clock'}",
-            "captured": ", ".join(letters),
-            "labels": ", ".join(manifest.labels),
-        }
-        return fact_list(facts)
-
-    def _certificate(self) -> Markup:
-        manifest = self.dump.manifest
-        facts: dict[str, str | int | float] = {
-            "digest": tag("code", manifest.digest),
-            "accepted rows": join([tag("code", manifest.accepted_digest), " (the same for every drafter)"]),
-            "fingerprint": tag("code", manifest.fingerprint.digest),
-        }
-        facts |= {f"· {name}": tag("code", value) for name, value in asdict(manifest.fingerprint).items()}
-        promise = (
-            "Every row of this dump is a function of weights, token path and edits alone, bit for bit, under the fingerprint "
-            "below. The digest names all of its content."
+        """The page. The same dump, reports and verdict give the same bytes."""
+        sections, data, lead = ([], Markup(), []) if self.dump is None else _about_dump(self, self.dump, progress)
+        if self.probes:
+            digest = None if self.dump is None else self.dump.digest
+            body = probe_section.draw_all(self.probes, digest)
+            sections.insert(len(sections) - 1 if sections else 0, page.Section("probes", "Probes", body))
+        tasks = [self.dump.manifest.plan.task] if self.dump is not None else [str(p.source["task"]) for p in self.probes]
+        title = self.title or f"replaylens: {', '.join(dict.fromkeys(tasks))}"
+        return page.assemble(
+            title, "; ".join([*lead, *(f"{p.kind}, {len(p.lines)} lines" for p in self.probes)]), sections, data
         )
-        again = f"replaylens verify {self.dump.url.rstrip('/').rpartition('/')[2]} --all"
-        return join([_verdict(self.verdict), tag("p", promise), fact_list(facts), tag("p", "Check it: ", tag("code", again))])
+
+
+def _about_dump(wanted: ReportPage, dump: Dump, progress: bool) -> tuple[list[page.Section], Markup, list[str]]:
+    """(sections, data for the script, what the page's first line says) of a dump."""
+    plan, manifest = dump.manifest.plan, dump.manifest
+    seen = _Seen()
+    found = dumped.examples(dump, wanted.decode)
+    counted = tqdm(found, total=len(plan.examples), unit="example", desc="report", disable=not progress)
+    blocks = page.packed_blocks(seen.fragments(counted, wanted.trees))
+    sections = [
+        page.Section("overview", "Overview", _overview(dump, seen)),
+        page.Section("certificate", "Determinism certificate", _certificate(dump, wanted.verdict)),
+        page.Section("examples", "Examples", _explorer(len(seen.rows), min(wanted.trees, len(seen.rows)))),
+        page.Section("lens", "Lens: what each layer knows", _lens(seen.averages)),
+    ]
+    lead = [f"{plan.task}, {len(plan.examples)} examples, {manifest.rows} rows", f"dump {manifest.digest[:16]}"]
+    return sections, join([page.json_block("rl-rows", seen.rows), blocks]), lead
+
+
+def _overview(dump: Dump, seen: "_Seen") -> Markup:
+    plan, manifest = dump.manifest.plan, dump.manifest
+    right = sum(row[3] for row in seen.rows)
+    letters = [f"{letter}: {len(manifest.letter(letter))} tensors" for letter in "STCZ" if manifest.letter(letter)]
+    facts: dict[str, str | int | float] = {
+        "task": plan.task,
+        "settings": json.dumps(plan.knobs),
+        "examples": len(seen.rows),
+        "right answers": f"{right} ({right / len(seen.rows):.1%})" if seen.rows else "none",
+        "rows": f"{manifest.rows}, of which {manifest.accepted_rows} on accepted paths",
+        "rejected branches": sum(row[4] for row in seen.rows),
+        "drafter": f"{plan.drafter}, window {plan.window or 'by the clock'}",
+        "captured": ", ".join(letters),
+        "labels": ", ".join(manifest.labels),
+    }
+    return fact_list(facts)
+
+
+def _certificate(dump: Dump, verdict: Verdict | None) -> Markup:
+    manifest = dump.manifest
+    facts: dict[str, str | int | float] = {
+        "digest": tag("code", manifest.digest),
+        "accepted rows": join([tag("code", manifest.accepted_digest), " (the same for every drafter)"]),
+        "fingerprint": tag("code", manifest.fingerprint.digest),
+    }
+    facts |= {f"· {name}": tag("code", value) for name, value in asdict(manifest.fingerprint).items()}
+    promise = (
+        "Every row of this dump is a function of weights, token path and edits alone, bit for bit, under the fingerprint "
+        "below. The digest names all of its content."
+    )
+    again = f"replaylens verify {dump.url.rstrip('/').rpartition('/')[2]} --all"
+    return join([_verdict(verdict), tag("p", promise), fact_list(facts), tag("p", "Check it: ", tag("code", again))])
 
 
 def _verdict(verdict: Verdict | None) -> Markup:

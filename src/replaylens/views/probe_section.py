@@ -1,0 +1,131 @@
+"""What probes found, for the report page: heatmaps of sweeps with intervals and controls, tables of everything else."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from replaylens.probes.report import Report
+from replaylens.probes.summary import CONTROLS, shown
+from replaylens.views import heatmap
+from replaylens.views.heatmap import Cell, Heatmap, span
+from replaylens.views.html import Markup, join, tag
+from replaylens.views.summary import fact_list
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_LINES = 200
+"""of one table"""
+_BESIDE = ("p_family", "q", "selectivity", "control_task", "v_information", "calibration_error", "rows", "roots")
+"""columns that a cell tells when it is asked"""
+
+
+def draw(report: Report, digest: str | None) -> Markup:
+    """One report. `digest`: of the dump that the page is about, to say so where the report is about another."""
+    source = report.source
+    parts: list[str] = [tag("ul", *(tag("li", point) for point in _points(report.summary())))]
+    if digest is not None and source.get("digest") != digest:
+        parts.insert(
+            0, tag("p", f"About other rows: digest {source.get('digest')}", class_="rl-verdict", data_status="mismatch")
+        )
+    parts.append(_sweep(report.table) if report.kind == "sweep" else _table(report.lines))
+    facts = {name: str(value) for name, value in (source | report.settings).items() if value is not None}
+    parts.append(tag("details", tag("summary", "Rows and settings"), fact_list(facts)))
+    return join([tag("h3", report.kind), *parts])
+
+
+def _points(lines: Iterable[str]) -> list[str]:
+    """Lines that are indented belong to the one before."""
+    points: list[str] = []
+    for line in lines:
+        if line.startswith(" ") and points:
+            points[-1] += f" {line.strip()}"
+        else:
+            points.append(line)
+    return points
+
+
+# ---- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def _sweep(table: "pd.DataFrame") -> Markup:
+    """For every label and estimator a heatmap a site; framed cells are shown in the report's strict sense."""
+    main = table[~table["known_zero"].astype(bool)].copy()
+    if main.empty:
+        return tag("p", "No lines.", class_="rl-quiet")
+    main["shown"] = shown(main)
+    made = []
+    for (label, estimator), part in main.groupby(["label", "estimator"], sort=False):
+        low, high = span([*part["accuracy"].astype(float), *_controls(part)])
+        maps = [_map(str(site), own, low, max(high, 1.0)) for site, own in part.groupby("site", sort=False)]
+        head = tag("h4", f"{label} ({estimator}, {part['metric'].iloc[0]})")
+        made.append(join([head, tag("div", *map(heatmap.draw, maps), class_="rl-beside")]))
+    note = "Framed: significant over the whole grid, and the interval lies above every control. Below the line: the controls."
+    return join([*made, tag("p", note, class_="rl-quiet")])
+
+
+def _controls(part: "pd.DataFrame") -> list[float]:
+    return [float(value) for name in CONTROLS if name in part for value in part[name].dropna()]
+
+
+def _map(site: str, own: "pd.DataFrame", low: float, high: float) -> Heatmap:
+    """Layers from top to bottom, last first; then the controls, each at its best."""
+    positions = list(dict.fromkeys(own["position"]))
+    layers = sorted({None if layer != layer else int(layer) for layer in own["layer"]}, key=lambda x: -1 if x is None else x)
+    lines = {(_layer(line["layer"]), line["position"]): line for line in own.to_dict("records")}
+    rows = [tuple(_cell(lines.get((layer, position))) for position in positions) for layer in reversed(layers)]
+    names = ["all" if layer is None else f"{site}{layer}" if len(site) == 1 else str(layer) for layer in reversed(layers)]
+    controls = [name for name in CONTROLS if name in own and own[name].notna().any()]
+    for name in controls:
+        best = own.groupby("position", sort=False)[name].max()
+        rows.append(tuple(_control(name, float(best[position])) for position in positions))
+        names.append(name.replace("_", " "))
+    return Heatmap(site, tuple(names), tuple(map(str, positions)), tuple(rows), low, high, controls=len(controls))
+
+
+def _layer(value: Any) -> int | None:
+    return None if value != value else int(value)
+
+
+def _cell(line: Mapping[str, Any] | None) -> Cell | None:
+    if line is None or line["accuracy"] != line["accuracy"]:
+        return None
+    facts = [f"{line['label']} at {line['position']}", f"{line['metric']}\t{line['accuracy']:.4f}"]
+    facts.append(f"95 %\t{line['low']:.4f} to {line['high']:.4f}")
+    for name in (*CONTROLS, *_BESIDE):
+        value = line.get(name)
+        if value is not None and value == value:
+            facts.append(f"{name.replace('_', ' ')}\t{value:.4g}")
+    small = f"{line['low']:.2f}–{line['high']:.2f}"
+    return Cell(float(line["accuracy"]), f"{line['accuracy']:.2f}", tuple(facts), bool(line["shown"]), small)
+
+
+def _control(name: str, value: float) -> Cell | None:
+    return None if value != value else Cell(value, f"{value:.2f}", (f"control: {name.replace('_', ' ')}", f"best\t{value:.4f}"))
+
+
+# ---- everything else --------------------------------------------------------------------------------------------------
+
+
+def _table(lines: list[dict[str, Any]]) -> Markup:
+    """Lines as they are; numbers rounded, columns without any value left out."""
+    names = [
+        name for name in dict.fromkeys(n for line in lines for n in line) if any(line.get(name) is not None for line in lines)
+    ]
+    head = tag("tr", *(tag("th", name.replace("_", " ")) for name in names))
+    body = [tag("tr", *(_value(line.get(name)) for name in names)) for line in lines[:MOST_LINES]]
+    more = len(lines) - len(body)
+    rest = [tag("p", f"and {more} more lines", class_="rl-quiet")] if more > 0 else []
+    return join([tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="rl-scroll"), *rest])
+
+
+def _value(value: Any) -> Markup:
+    if value is None or value != value:
+        return tag("td")
+    if isinstance(value, float):
+        return tag("td", f"{value:.4g}", class_="rl-number")
+    return tag("td", str(value), class_="rl-number" if isinstance(value, int) and not isinstance(value, bool) else None)
+
+
+def draw_all(reports: Iterable[Report], digest: str | None) -> Markup:
+    """All reports of a page."""
+    return join(draw(report, digest) for report in reports)
