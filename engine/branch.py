@@ -99,7 +99,7 @@ class Branch:
 
     def timeline(self) -> "Timeline":
         """Its life step by step: prefill, decode, verify, rollback, and what the KV cache held."""
-        from replaylens.views.timeline import timeline_of
+        from replaylens.views.retelling import timeline_of
 
         return timeline_of(self.engine, self.id)
 

@@ -96,7 +96,7 @@ class Run(Sequence[Result]):
 
     def timeline(self, index: int) -> "Timeline":
         """One example step by step: prefill, decode, verify, rollback, and what the KV cache held."""
-        from replaylens.views.timeline import timeline_of
+        from replaylens.views.retelling import timeline_of
 
         result = self.results[index]
         return timeline_of(self.engine, result.branch, f"example {result.example.index}")

@@ -13,7 +13,8 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.run import Run
 from replaylens.engine.trace import Trace
 from replaylens.views import svg
-from replaylens.views.timeline import Fill, Frame, Phase, timeline, timeline_of
+from replaylens.views.retelling import timeline, timeline_of
+from replaylens.views.timeline import Fill, Frame, Phase
 from tests.toy_model import continuation, toy
 from tests.toy_model import engine as toy_engine
 from tests.views.checks import assert_harmless

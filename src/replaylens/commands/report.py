@@ -4,7 +4,7 @@ Exit codes: 0 fine, 1 the replay found a mismatch (the page is written and says 
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,9 +15,11 @@ from replaylens.engine.dump_verify import MISMATCH, Verdict
 from replaylens.engine.dump_verify import verify as verify_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
-from replaylens.probes.report import FILE, Report
+from replaylens.views.page import MOST_TREES
 from replaylens.views.readings import word
-from replaylens.views.report import MOST_TREES, ReportPage
+
+if TYPE_CHECKING:
+    from replaylens.probes.report import Report
 
 
 def report(
@@ -33,6 +35,8 @@ def report(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
 ) -> None:
     """Make one self-contained page: examples, trees, lens and probes, and the proof that it can be replayed."""
+    from replaylens.views.report import ReportPage  # needs pandas
+
     with reporting():
         dump, probes = _open(sources)
         engine = None if dump is None else _engine(dump, model, device)
@@ -45,8 +49,10 @@ def report(
         raise typer.Exit(1)
 
 
-def _open(sources: list[str]) -> tuple[Dump | None, tuple[Report, ...]]:
+def _open(sources: list[str]) -> "tuple[Dump | None, tuple[Report, ...]]":
     """What the sources are: a file, or a folder with a report in it, is one of probes; anything else must be a dump."""
+    from replaylens.probes.report import FILE, Report
+
     probes = [source for source in sources if Path(source).is_file() or (Path(source) / FILE).is_file()]
     dumps = [source for source in sources if source not in probes]
     if len(dumps) > 1:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import replaylens
 from replaylens.views.html import Markup, asset, join, script_json, style, tag, void
 
+MOST_TREES = 300
+"""examples whose trees a page holds unless told otherwise"""
 PER_BLOCK = 32
 """fragments that are unpacked together"""
 

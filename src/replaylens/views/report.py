@@ -17,9 +17,6 @@ from replaylens.views.html import Markup, join, tag, void
 from replaylens.views.readings import Decode
 from replaylens.views.summary import fact_list
 
-MOST_TREES = 300
-"""examples whose trees a page holds unless told otherwise"""
-
 
 @dataclass(frozen=True)
 class ReportPage:
@@ -34,7 +31,7 @@ class ReportPage:
     probes: tuple[Report, ...] = ()
     verdict: Verdict | None = None
     decode: Decode | None = None
-    trees: int = MOST_TREES
+    trees: int = page.MOST_TREES
     title: str = ""
 
     def save(self, path: str | Path, progress: bool = False) -> Path:
