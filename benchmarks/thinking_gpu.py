@@ -62,15 +62,17 @@ class Plan:
     device: str
     longest: tuple[int, ...] = (10, 20, 40)
     seeds: tuple[int, ...] = (0, 1, 2)
-    d_model: int = 128
+    d_model: int = 64
     width: int = 768
-    batch: int = 16
-    texts: int = 20480
+    batch: int = 8
+    texts: int = 10240
     """training texts of a run, over all lengths"""
     most_steps: int = 8000
     examples: int = 100
     """per tested length"""
     beyond: tuple[int, ...] = (20, 30, 40, 50, 60, 70, 80, 90, 100)
+    embedded: bool = True
+    """train the embedded model, too"""
     embedded_steps: int = 3000
     embedded_pool: int = 4096
 
@@ -309,7 +311,7 @@ def work(plan: Plan, out: Path, clock: Clock) -> None:
     context = mp.get_context("spawn")
     runs = plan.runs()
     rates, meeting = context.Array("d", len(runs)), context.Barrier(len(runs))
-    jobs = [(embedded, EMBEDDED, (plan, clock, out))]
+    jobs: list[tuple[Any, str, tuple[Any, ...]]] = [(embedded, EMBEDDED, (plan, clock, out))] if plan.embedded else []
     jobs += [(one_run, "-".join(map(str, r)), (plan, r, clock, out, rates, i, meeting)) for i, r in enumerate(runs)]
     started = [context.Process(target=_guarded, args=(f, name, out, arguments), daemon=True) for f, name, arguments in jobs]
     for process in started:
@@ -345,8 +347,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results/thinking")))
     parser.add_argument("--tiny", action="store_true", help="a few steps of small models: does it run at all")
     parser.add_argument("--no-mps", action="store_true", help="do not try NVIDIA's multi-process service")
+    parser.add_argument("--table-only", action="store_true", help="do not train the embedded model")
     options = parser.parse_args()
-    plan = Plan(options.seconds, options.device, **(TINY if options.tiny else {}))
+    plan = Plan(options.seconds, options.device, embedded=not options.table_only, **(TINY if options.tiny else {}))
     clock = Clock(time.time())
     options.out.mkdir(parents=True, exist_ok=True)
     with shared_gpu(options.device == "cuda" and not options.no_mps):
