@@ -1,0 +1,71 @@
+"""Distributed alignment search (Geiger et al., arXiv 2303.02536) by TransformerLens, as a probe that our causal tests take."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from replaylens.probes.errors import BadRows
+from replaylens.probes.probe import LinearProbe
+from replaylens.probes.rows import Cell
+from replaylens.probes.stage import Stage
+from replaylens.tasks import Example
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+
+
+def find_direction(
+    engine: "Engine",
+    bridge: Any,
+    examples: Sequence[Example],
+    label: str = "state",
+    *,
+    site: str = "S",
+    layer: int,
+    epochs: int = 20,
+    lr: float = 1e-2,
+    seed: int = 0,
+) -> LinearProbe:
+    """The direction at the query whose exchange makes the answer follow the source prompt, learned by gradient.
+
+    bridge    a `TransformerBridge` of the same model as the engine's; TransformerLens does the search
+    examples  prompts with equally many tokens, since TransformerLens takes them as one tensor; two classes
+    """
+    from transformer_lens.tools.analysis.interchange import fit_das
+
+    name = engine.sites.letter(site)[layer] if site in ("S", "T", "C") else engine.sites.resolve(site)
+    stage = Stage(engine, examples, name, label, "query")
+    tokens = [subject.tokens for subject in stage.subjects]
+    if len({len(path) for path in tokens}) != 1:
+        raise BadRows("prompts of different lengths: TransformerLens takes one tensor; give prompts with equally many tokens")
+    classes = np.array([subject.classes[-1] for subject in stage.subjects])
+    names = tuple(str(each) for each in np.unique(classes))
+    if len(names) != 2:
+        raise BadRows(f"classes {', '.join(names)}: one direction tells two classes apart")
+    source = np.random.default_rng([seed, 0xDA5]).permutation(len(tokens))
+    base = torch.tensor(tokens)
+    answers = torch.tensor([subject.answer for subject in stage.subjects])
+    last = torch.full((len(base),), base.shape[1] - 1)
+    found = fit_das(
+        bridge,
+        name,
+        base,
+        base[torch.from_numpy(source)],
+        answers[torch.from_numpy(source)],
+        lambda some: bridge(some)[:, -1, stage.answers],
+        rank=1,
+        base_positions=last,
+        source_positions=last,
+        epochs=epochs,
+        lr=lr,
+        seed=seed,
+    )
+    rows = np.stack([subject.rows[-1].double().numpy() for subject in stage.subjects])
+    means = np.stack([rows[classes == each].mean(0) for each in names])
+    way = found.basis[:, 0].double().cpu().numpy()
+    way = way if way @ (means[1] - means[0]) > 0 else -way
+    about = {"task": examples[0].task, "fingerprint": engine.fingerprint.digest, "digest": ""}
+    cell = Cell(site, layer)
+    return LinearProbe(way[None], -way[None] @ means.mean(0), means, names, label, name, cell, "query", "das", about)

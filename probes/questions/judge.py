@@ -1,0 +1,135 @@
+"""`judge`: does a linear judge of draft tokens know more than draft-target divergence, entropy and log-probability?"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from sklearn.metrics import roc_auc_score
+
+from replaylens.engine.dump import Dump
+from replaylens.engine.errors import UnknownSite
+from replaylens.engine.run import Run
+from replaylens.probes.errors import BadRows
+from replaylens.probes.goals import Goal, make_goal
+from replaylens.probes.report import Report, about_rows
+from replaylens.probes.rows import ProbeRows, make_target
+from replaylens.probes.solvers import one_hot, solve
+from replaylens.probes.splits import Split, by_root
+from replaylens.probes.statistics import Estimate, root_weights
+
+BASELINES = ("kl", "entropy", "logprob")
+MINUS = ", minus the three and the token"
+THREE, FOUR = "kl, entropy, logprob", "kl, entropy, logprob, token"
+
+
+def judge(
+    given: Dump | Run | ProbeRows,
+    *,
+    draft_layer: int,
+    sites: str | Sequence[str] = "S",
+    layers: Sequence[int] | None = None,
+    folds: int = 5,
+    seed: int = 0,
+) -> Report:
+    """Area under the ROC curve for telling good draft tokens from bad ones, on held-out roots.
+
+    A draft token is an accepted generated token, or the first of a rejected branch. It is good if the path up to it still
+    reads as a text of the task whose claim is the truth; so a rejected token may be good, which is what a judge would save.
+
+    The judge is held against the three numbers together with the token itself: a judge that only knows which tokens tend
+    to be good reads nothing of the path.
+
+    draft_layer  where the lens drafter left the model: the divergence is that of its distribution from the model's own
+    """
+    every = ProbeRows.of(given)
+    table = _drafts(every, draft_layer)
+    rows = every.where(table["chosen"])
+    simple = np.column_stack([table[name][table["chosen"]] for name in BASELINES])
+    truth, claim = every.about.make_task().claims
+    frame = rows.frame
+    good = (frame[truth].notna() & (frame[truth] == frame[claim])).fillna(False).to_numpy(dtype=bool)
+    if good.all() or not good.any():
+        raise BadRows(f"all {len(good)} draft tokens are {'good' if good.any() else 'bad'}: dump a drafter that errs")
+    split, goal = by_root(rows, folds, seed), make_goal(make_target("good", good))
+    scores = {f"{name} alone": simple[:, i] * (1 if name == "logprob" else -1) for i, name in enumerate(BASELINES)}
+    token = pd.get_dummies(frame["token"]).to_numpy(dtype=np.float64)
+    scores[THREE] = _held_scores(simple, goal, split)
+    scores[FOUR] = _held_scores(np.column_stack([simple, token]), goal, split)
+    for cell in rows.cells(sites, layers):
+        X = rows.matrix(cell.site, cell.layer).astype(np.float64)
+        scores[f"judge at {cell}"] = _held_scores(X, goal, split)
+        scores[f"judge at {cell} and the three"] = _held_scores(np.column_stack([X, simple]), goal, split)
+    lines = _lines(scores, good, rows, seed)
+    settings = dict(draft_layer=draft_layer, folds=folds, seed=seed)
+    return Report("judge", lines, about_rows(rows), settings, [], _say(lines, good, rows))
+
+
+def _drafts(every: ProbeRows, draft_layer: int) -> dict[str, np.ndarray]:
+    """Which rows are draft tokens, and what was known before each was drawn: divergence and entropy of the row before."""
+    frame = every.frame
+    try:
+        kl = every.source.take("Z.kl", None, every.numbers)[:, draft_layer].double().numpy()
+    except UnknownSite:
+        raise BadRows("the divergence is part of Z: dump or replay with sites that have Z, such as 'SZ'") from None
+    keys = list(zip(frame["example"], frame["branch"], frame["position"], strict=True))
+    place = {key: i for i, key in enumerate(keys)}
+    fork = frame["fork_position"].to_numpy()
+    before = np.array(
+        [place.get((e, b if p - 1 >= fork[i] else 0, p - 1), -1) for i, (e, b, p) in enumerate(keys)], dtype=np.int64
+    )
+    state, depth = frame["token_state"].to_numpy(dtype=str), frame["depth"].to_numpy()
+    chosen = ((state == "accepted") | ((state == "rejected") & (depth == 1))) & (before >= 0)
+    entropy = frame["entropy"].to_numpy(dtype=np.float64)
+    logprob = frame["logprob"].to_numpy(dtype=np.float64)
+    return {"chosen": chosen, "kl": kl[before], "entropy": entropy[before], "logprob": logprob}
+
+
+def _held_scores(X: np.ndarray, goal: Goal, split: Split) -> np.ndarray:
+    """Log-odds of being good, each row by the probe that did not see its root."""
+    x = torch.from_numpy(X)[None]
+    solution = solve("logistic", x, one_hot(goal.codes, 2)[None], split.train[None])
+    scores = solution.scores(x)[0, 0, :, :, 0].numpy()  # [folds, rows]
+    return (scores * split.test).sum(0)
+
+
+def _lines(scores: dict[str, np.ndarray], good: np.ndarray, rows: ProbeRows, seed: int) -> list[dict[str, Any]]:
+    """Areas, and differences from the baselines together, with intervals over roots."""
+    draws = {name: _areas(score, good, rows.roots, seed) for name, score in scores.items()}
+    lines = [_fields(name, "auc", _estimate(values), rows) for name, values in draws.items()]
+    for name, values in draws.items():
+        if name.endswith("and the three"):
+            lines.append(_fields(f"{name}{MINUS}", "difference of auc", _estimate(values - draws[FOUR]), rows))
+    return lines
+
+
+def _areas(score: np.ndarray, good: np.ndarray, roots: np.ndarray, seed: int, resamples: int = 200) -> np.ndarray:
+    """[1 + resamples]: the area, then that of resampled roots (a root drawn twice counts twice)."""
+    place = np.unique(roots, return_inverse=True)[1]
+    weights = root_weights(place.max() + 1, resamples, seed)
+    areas = [roc_auc_score(good, score)]
+    areas += [roc_auc_score(good, score, sample_weight=w[place]) for w in weights]
+    return np.array(areas)
+
+
+def _estimate(values: np.ndarray) -> Estimate:
+    low, high = np.quantile(values[1:], [0.025, 0.975])
+    return Estimate(float(values[0]), float(low), float(high))
+
+
+def _fields(what: str, metric: str, score: Estimate, rows: ProbeRows) -> dict[str, Any]:
+    size = {"rows": len(rows), "roots": rows.frame["root"].nunique()}
+    return {"what": what, "metric": metric, "accuracy": score.value, "low": score.low, "high": score.high, **size}
+
+
+def _say(lines: list[dict[str, Any]], good: np.ndarray, rows: ProbeRows) -> list[str]:
+    rejected = ~rows.frame["accepted"].to_numpy(dtype=bool)
+    said = [
+        f"{len(good)} draft tokens, {good.mean():.1%} good; of {rejected.sum()} rejected ones {good[rejected].mean():.1%} good."
+    ]
+    said += [f"{line['what']}: {line['accuracy']:.3f} [{line['low']:.3f}, {line['high']:.3f}]." for line in lines]
+    best = max((line for line in lines if line["what"].endswith(MINUS)), key=lambda line: line["low"])
+    verdict = "Shown" if best["low"] > 0 else "Not shown"
+    where = best["what"].removesuffix(MINUS)
+    return [*said, f"{verdict}: a linear judge knows more than divergence, entropy, log-probability and token ({where})."]

@@ -1,0 +1,66 @@
+"""`steering_reach`: where along a path does steering stop working?"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from replaylens.engine.dump import Dump
+from replaylens.engine.run import Run
+from replaylens.probes.causal import steer
+from replaylens.probes.errors import ProbeError
+from replaylens.probes.probe import fit_probe, placebo_probes
+from replaylens.probes.report import Report, percent
+from replaylens.probes.rows import ProbeRows
+from replaylens.tasks import Example
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+
+
+def steering_reach(
+    engine: "Engine",
+    given: Dump | Run | ProbeRows,
+    examples: Sequence[Example],
+    label: str = "state",
+    *,
+    layers: Sequence[int],
+    site: str = "S",
+    estimator: str = "mass-mean",
+    factor: float = 1.0,
+    placebos: int = 4,
+    seed: int = 0,
+) -> Report:
+    """Steer at each step of the prompt and at the query, by a probe fitted at that kind of place; does the answer follow?
+
+    Examples all have the same number of steps and are none that the probes were fitted on. A place is within reach when
+    the probe's direction flips more answers than random directions of the same length, its interval above zero.
+    """
+    rows = ProbeRows.of(given)
+    rows.require(engine)
+    steps = {len(example.events) for example in examples}
+    if len(steps) != 1:
+        raise ProbeError(f"prompts of {sorted(steps)} steps: give prompts of one length, so that steps can be compared")
+    if seen := {e.root for e in examples} & set(rows.roots):
+        raise ProbeError(f"{len(seen)} of the prompts are among the rows that probes are fitted on: give others")
+    last = steps.pop()
+    lines: list[dict[str, Any]] = []
+    for layer in layers:
+        for kind, places in (("step", [f"step:{t}" for t in range(1, last + 1)]), ("query", ["query"])):
+            probe = fit_probe(rows, label, site=site, layer=layer, position=kind, estimator=estimator)
+            placebo = placebo_probes(rows, probe, count=2, seed=seed)
+            for place in places:
+                how: dict[str, Any] = dict(untrained=placebo, factor=factor, placebos=placebos, seed=seed)
+                found = steer(engine, probe, examples, position=place, **how)
+                lines += [{**line, "site": site, "layer": layer, "position": place} for line in found.lines]
+    settings = dict(label=label, estimator=estimator, factor=factor, steps=last, prompts=len(examples), seed=seed)
+    named = [{**line, "what": f"{site}{line['layer']} at {line['position']}: {line['what']}"} for line in lines]
+    return Report("steering_reach", named, probe.source, settings, [], _say(named))
+
+
+def _say(lines: list[dict[str, Any]]) -> list[str]:
+    said = []
+    for line in lines:
+        if line["what"].endswith("probe minus random direction"):
+            verdict = "within reach" if line["low"] > 0 else "out of reach"
+            more = percent(line["accuracy"], line["low"], line["high"])
+            said.append(f"{line['site']}{line['layer']} at {line['position']}: {verdict}, {more} more flips.")
+    return said

@@ -1,0 +1,121 @@
+"""`text_or_truth`: after a forced wrong state token, does the hidden state follow what the text says, or what is true?"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from replaylens.probes.errors import BadRows, ProbeError
+from replaylens.probes.probe import coefficients
+from replaylens.probes.questions.forced import forced_rows
+from replaylens.probes.registry import get
+from replaylens.probes.report import Report, about_rows, percent
+from replaylens.probes.rows import Cell, ProbeRows
+from replaylens.probes.statistics import bootstrap
+from replaylens.tasks import Example
+from replaylens.tasks.splits import is_test_root
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+
+
+def text_or_truth(
+    engine: "Engine",
+    examples: Sequence[Example],
+    *,
+    lie_at: int = 1,
+    sites: str | Sequence[str] = "S",
+    layers: Sequence[int] | None = None,
+    position: str = "step",
+    estimator: str = "logistic",
+    seed: int = 0,
+) -> Report:
+    """Force a chain of thought whose `lie_at`-th stated face is wrong, let the model go on, and ask probes what it holds.
+
+    Examples are the task `coin` in its rendering `steps`. Probes are fitted on truthful chains of the tasks' train roots and
+    read lied ones of the test roots, at `position` after the lie, where truth (`face`) and text (`implied`) differ.
+    """
+    examples = [e for e in examples if len(e.events) > lie_at]
+    if not examples or examples[0].task != "coin" or examples[0].maker.knobs.rendering != "steps":
+        raise ProbeError("text_or_truth asks the task coin with rendering='steps' and more steps than lie_at")
+    train = [e for e in examples if not is_test_root(e.root)]
+    test = [e for e in examples if is_test_root(e.root)]
+    if len(train) < 10 or len(test) < 5:
+        raise BadRows(f"{len(train)} train roots and {len(test)} test roots: give more examples")
+    truthful = forced_rows(engine, train, [e.completion for e in train], sites=sites)
+    lies = [_lied(e, lie_at) for e in test]
+    room = [len(engine.text.encode(e.completion, special=False)) for e in test]
+    lied = forced_rows(engine, test, lies, sites=sites, more=room)
+    honest = forced_rows(engine, test, [e.completion for e in test], sites=sites)
+    lines, fitted = [], _after(truthful).at(position)
+    for cell in fitted.cells(sites, layers):
+        lines += _cell_lines(cell, fitted, _after(honest).at(position), _after(lied).at(position), estimator, seed)
+    words, notes = _own_words(lied, lie_at, seed)
+    settings = dict(lie_at=lie_at, position=position, estimator=estimator, seed=seed)
+    return Report("text_or_truth", [*lines, *words], about_rows(lied), settings, notes, _say(lines, words))
+
+
+def _lied(example: Example, at: int) -> str:
+    """The completion up to its `at`-th stated face, that face turned over."""
+    pieces = example.completion.split(".")[:at]
+    head, _, face = pieces[-1].rpartition(" ")
+    other = {"heads": "tails", "tails": "heads"}[face]
+    return ".".join([*pieces[:-1], f"{head} {other}"]) + "."
+
+
+def _after(rows: ProbeRows) -> ProbeRows:
+    """The chain of thought: what comes after the prompt."""
+    return rows.where(rows.frame["since_query"] > 0)
+
+
+def _cell_lines(
+    cell: Cell, fitted: ProbeRows, honest: ProbeRows, lied: ProbeRows, estimator: str, seed: int
+) -> list[dict[str, Any]]:
+    probe = get(estimator).make().fit(fitted.matrix(cell.site, cell.layer), fitted.target("face").values)
+    coefficients(probe)
+    found = []
+    parted = lied.where((lied.frame["face"] != lied.frame["implied"]) & lied.frame["face"].notna())
+    for name, rows, label in (
+        ("truthful chains, truth", honest, "face"),
+        ("after the lie, follows the text", parted, "implied"),
+        ("after the lie, follows the truth", parted, "face"),
+    ):
+        target = rows.target(label)
+        rows, target = rows.where(target.present), target[target.present]
+        right = probe.predict(rows.matrix(cell.site, cell.layer)) == target.values
+        score = bootstrap(right[None], np.ones(len(right)), rows.roots, seed=seed)[0]
+        found.append(_fields(f"{cell}: {name}", cell, score, len(right), rows.roots))
+    return found
+
+
+def _own_words(lied: ProbeRows, lie_at: int, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """What the model itself states next: the first face it writes after the lie, and its answer."""
+    frame = lied.frame
+    stated = frame["text"].isin([" heads", " tails"]) & (frame["since_query"] > 0) & frame["face"].notna()
+    own = frame[stated].groupby("example")
+    lines, notes = [], []
+    for name, chosen in (("next face that the model states", own.nth(lie_at)), ("its answer", own.nth(-1))):
+        if not len(chosen):
+            notes.append(f"{name}: the model stated none")
+            continue
+        truth = (chosen["claimed"] == chosen["face"]).to_numpy(dtype=float)
+        score = bootstrap(1 - truth[None], np.ones(len(truth)), chosen["root"].to_numpy(dtype=str), seed=seed)[0]
+        lines.append(_fields(f"{name}: wrong", None, score, len(truth), chosen["root"].to_numpy(dtype=str)))
+    return lines, notes
+
+
+def _fields(what: str, cell: Cell | None, score: Any, rows: int, roots: np.ndarray) -> dict[str, Any]:
+    place = {"site": cell.site if cell else None, "layer": cell.layer if cell else None}
+    numbers = {"accuracy": score.value, "low": score.low, "high": score.high, "rows": rows, "roots": len(np.unique(roots))}
+    return {"what": what, **place, "metric": "share", **numbers}
+
+
+def _say(lines: list[dict[str, Any]], words: list[dict[str, Any]]) -> list[str]:
+    texts = [line for line in lines if line["what"].endswith("follows the text")]
+    said = []
+    for line in texts:
+        verdict = "text" if line["low"] > 0.5 else "truth" if line["high"] < 0.5 else "neither surely"
+        share = percent(line["accuracy"], line["low"], line["high"])
+        said.append(f"{line['what'].split(':')[0]} follows the {verdict}: {share} of rows agree with the text.")
+    said += [f"{line['what']} in {percent(line['accuracy'], line['low'], line['high'])}." for line in words]
+    return said

@@ -1,0 +1,107 @@
+"""`transfer`: do probes fitted on accepted branches read rejected ones, and how much of it is a shared prefix?"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaylens.engine.dump import Dump
+from replaylens.engine.run import Run
+from replaylens.probes.controls import majority
+from replaylens.probes.errors import BadRows
+from replaylens.probes.goals import Goal, make_goal
+from replaylens.probes.heldout import held_out
+from replaylens.probes.report import Report, about_rows, percent
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.splits import fold_of_roots
+from replaylens.probes.statistics import bootstrap, mean_over_roots
+
+WAYS = (("accepted", "accepted"), ("accepted", "rejected"), ("rejected", "rejected"), ("rejected", "accepted"))
+
+
+def transfer(
+    given: Dump | Run | ProbeRows,
+    label: str = "state",
+    *,
+    sites: str | Sequence[str] = "S",
+    layers: Sequence[int] | None = None,
+    position: str = "step",
+    estimator: str = "logistic",
+    folds: int = 5,
+    seed: int = 0,
+) -> Report:
+    """Accuracy of probes from accepted to rejected rows and back, always on roots that they were not fitted on.
+
+    The last line of each cell fits on accepted rows of the SAME roots too: what it gains is leakage through shared
+    prefixes, not transfer. Only rows after the prompt count, since there are no rejected ones before.
+    """
+    rows = ProbeRows.of(given)
+    rows = rows.where(rows.frame["since_query"] > 0).at(position)
+    target = rows.target(label)
+    rows, target = rows.where(target.present), target[target.present]
+    accepted = rows.frame["accepted"].to_numpy(dtype=bool)
+    if accepted.all() or not accepted.any():
+        raise BadRows(
+            "transfer needs labelled rows of accepted and of rejected branches: dump with a drafter that errs readably"
+        )
+    goal = make_goal(target)
+    inside = np.arange(folds)[:, None] == fold_of_roots(rows.roots, folds, seed)
+    lines: list[dict[str, Any]] = []
+    for cell in rows.cells(sites, layers):
+        x = torch.from_numpy(rows.matrix(cell.site, cell.layer)).double()[None]
+        ways = {(fit, test): (~inside & _side(accepted, fit), inside & _side(accepted, test)) for fit, test in WAYS}
+        said = {way: _right(estimator, x, goal, *masks) for way, masks in ways.items()}
+        for (fit, test), masks in ways.items():
+            lines.append(_line(f"{cell}: {fit} to {test}", cell, goal, rows.roots, said[fit, test], masks, seed))
+        leaky = np.repeat(accepted[None], folds, 0), inside & ~accepted
+        same = _right(estimator, x, goal, *leaky)
+        lines.append(_line(f"{cell}: accepted to rejected, same roots", cell, goal, rows.roots, same, leaky, seed))
+        gain = same.astype(float) - said["accepted", "rejected"]
+        lines.append(_leakage(f"{cell}: leakage", cell, rows.roots[~accepted], gain[~accepted], seed))
+    settings = dict(label=label, position=position, estimator=estimator, folds=folds, seed=seed)
+    return Report("transfer", lines, about_rows(rows), settings, [], _say(lines))
+
+
+def _side(accepted: np.ndarray, name: str) -> np.ndarray:
+    return accepted if name == "accepted" else ~accepted
+
+
+def _right(estimator: str, x: torch.Tensor, goal: Goal, train: np.ndarray, test: np.ndarray) -> np.ndarray:
+    """Whether each tested row is predicted rightly [rows]."""
+    goal.check(train)
+    right: np.ndarray = held_out(estimator, x, [goal], train, test).predicted[0, 0] == goal.codes
+    return right
+
+
+def _line(
+    what: str, cell: Any, goal: Goal, roots: np.ndarray, right: np.ndarray, masks: tuple[np.ndarray, np.ndarray], seed: int
+) -> dict[str, Any]:
+    tested = masks[1].any(0)
+    score = bootstrap(right[tested][None], np.ones(tested.sum()), roots[tested], seed=seed, crossed=True)[0]
+    guess = (majority(goal.codes, *masks) == goal.codes)[tested].mean()
+    return _fields(what, cell, "accuracy", score, float(guess), int(tested.sum()), len(np.unique(roots[tested])))
+
+
+def _leakage(what: str, cell: Any, roots: np.ndarray, gain: np.ndarray, seed: int) -> dict[str, Any]:
+    score = mean_over_roots(gain, roots, seed=seed)
+    return _fields(what, cell, "difference", score, None, len(gain), len(np.unique(roots)))
+
+
+def _fields(what: str, cell: Any, metric: str, score: Any, guess: float | None, rows: int, roots: int) -> dict[str, Any]:
+    numbers = {"accuracy": score.value, "low": score.low, "high": score.high, "majority": guess, "rows": rows, "roots": roots}
+    return {"what": what, "site": cell.site, "layer": cell.layer, "metric": metric, **numbers}
+
+
+def _say(lines: list[dict[str, Any]]) -> list[str]:
+    """The cell that is best on accepted rows, both ways and the leakage."""
+    ways = [line for line in lines if line["what"].endswith("accepted to accepted")]
+    best = max(ways, key=lambda line: line["accuracy"])["what"].split(":")[0]
+    said = []
+    for line in lines:
+        if line["what"].split(":")[0] != best:
+            continue
+        score = percent(line["accuracy"], line["low"], line["high"])
+        extra = "" if line["majority"] is None else f", majority {100 * line['majority']:.1f} %, {line['rows']} rows"
+        said.append(f"{line['what']}: {score}{extra}.")
+    return said

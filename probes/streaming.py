@@ -1,0 +1,76 @@
+"""Fitting while capturing: rows go into moments and are dropped; the probe comes out as if they had been dumped."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm.auto import tqdm
+
+from replaylens.engine.dump_plan import make_plan
+from replaylens.probes.erasers import Leace
+from replaylens.probes.errors import ProbeError
+from replaylens.probes.mass_mean import MassMeanProbe
+from replaylens.probes.moments import Moments, MomentStream
+from replaylens.probes.rows import Cell, ProbeRows
+from replaylens.tasks import Example
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+
+FROM_MOMENTS: dict[str, Callable[[], Any]] = {
+    "mass-mean": MassMeanProbe,
+    "mass-mean-whitened": lambda: MassMeanProbe(whiten=True),
+    "leace": Leace,
+}
+"""estimators that need nothing but moments"""
+
+
+class StreamedMoments:
+    """One `MomentStream` per cell, fed with rows in the order of their examples."""
+
+    def __init__(self, label: str, classes: Sequence[str], sites: str | Sequence[str] = "S", position: str = "step") -> None:
+        self.label, self.classes, self.sites, self.position = label, tuple(classes), sites, position
+        self.streams: dict[Cell, MomentStream] = {}
+
+    def add(self, rows: ProbeRows) -> None:
+        """Mutates: take in the accepted rows at the position that have the label. Pieces of any size give the same bits."""
+        rows = rows.accepted().at(self.position)
+        target = rows.target(self.label, "class")
+        rows, target = rows.where(target.present), target[target.present]
+        for cell in rows.cells(self.sites):
+            x = torch.from_numpy(rows.matrix(cell.site, cell.layer))
+            if cell not in self.streams:
+                self.streams[cell] = MomentStream(x.shape[1], self.classes)
+            self.streams[cell].add(x, target.values)
+
+    def moments(self) -> dict[Cell, Moments]:
+        return {cell: stream.moments() for cell, stream in self.streams.items()}
+
+    def fit(self, estimator: str) -> dict[Cell, Any]:
+        """A probe or eraser per cell, bit for bit the one that `fit` gives on the dumped rows."""
+        if estimator not in FROM_MOMENTS:
+            raise ProbeError(f"{estimator} cannot be fitted from moments alone; these can: {', '.join(FROM_MOMENTS)}")
+        return {cell: FROM_MOMENTS[estimator]().fit_moments(moments) for cell, moments in self.moments().items()}
+
+
+def fit_streaming(
+    engine: "Engine",
+    examples: Sequence[Example],
+    label: str,
+    classes: Sequence[str],
+    *,
+    sites: str | Sequence[str] = "S",
+    position: str = "step",
+    batch: int = 32,
+    progress: bool = False,
+    **options: Any,
+) -> StreamedMoments:
+    """Replay examples and keep moments only: memory does not grow with their number. Options as in `Engine.replay`."""
+    collected = StreamedMoments(label, classes, sites, position)
+    options = {"drafter": "lens", "rejected": False, **options}
+    for first in tqdm(range(0, len(examples), batch), unit="batch", disable=not progress):
+        some = sorted(examples[first : first + batch], key=lambda example: example.index)
+        run: Any = engine.replay(some, sites=sites, batch=batch, **options)
+        plan = make_plan(engine, some[0].maker, [e.index for e in some], **run.options)
+        collected.add(ProbeRows.of_results(engine, plan, run.results))
+    return collected
