@@ -1,0 +1,185 @@
+"""`replaylens probe`, `replaylens steer`: sweeps over a dump, and causal tests of a probe, from the shell."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replaylens.commands.dump import DeviceOption, JsonOption, QuietOption, reporting
+from replaylens.engine.dump import Dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadRequest
+
+if TYPE_CHECKING:
+    from replaylens.probes.probe import LinearProbe
+    from replaylens.probes.report import Report
+    from replaylens.tasks import Example
+
+TESTS = ("steer", "ablate", "interchange")
+DumpArgument = Annotated[str | None, typer.Argument(metavar="DUMP", help="A dump's folder.")]
+OutOption = Annotated[str | None, typer.Option("--out", help="Folder for report.json, summary, table and figures.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of folds, resamples, permutations and placebos.")]
+
+
+def probe(
+    path: DumpArgument = None,
+    label: Annotated[str, typer.Option(help="Labels, with commas between; state: the task's own.")] = "state",
+    sites: Annotated[str, typer.Option(help="Letters of STC, or site names with commas between.")] = "STC",
+    layers: Annotated[str | None, typer.Option(help="Layers, with commas between.  [default: all]")] = None,
+    positions: Annotated[
+        str, typer.Option(help="all, a number, step, step+1, step:3, query, query-1; with commas.")
+    ] = "step,query",
+    estimators: Annotated[str, typer.Option(help="Names from --list, with commas between.")] = "logistic",
+    split: Annotated[str, typer.Option(help="root, length:N, depth:N, accepted-rejected or rejected-accepted.")] = "root",
+    folds: Annotated[int, typer.Option(min=2, help="Of the cross-validation over roots.")] = 5,
+    branches: Annotated[str, typer.Option(help="Rows of which branches: accepted, rejected or all.")] = "accepted",
+    model: Annotated[str | None, typer.Option(help="The dump's model: adds an untrained one as a control.")] = None,
+    controls: Annotated[bool, typer.Option(help="Run the controls.")] = True,
+    residualise: Annotated[str, typer.Option(help="Index columns to take out of the rows first, such as position,steps.")] = "",
+    code_length: Annotated[bool, typer.Option("--code-length", help="Also the online code (description length).")] = False,
+    precision: Annotated[str, typer.Option(help="double or single.")] = "double",
+    device: DeviceOption = "cpu",
+    jobs: Annotated[int, typer.Option(help="Processes for estimators that are fitted one by one.")] = 1,
+    backend: Annotated[str | None, typer.Option(help="joblib's backend; ray: a cluster.")] = None,
+    resume: Annotated[str | None, typer.Option(help="Folder for finished parts, to go on from.")] = None,
+    save_probes: Annotated[str | None, typer.Option(help="Folder for the best linear probe of each label.")] = None,
+    seed: SeedOption = 0,
+    out: OutOption = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the estimators.")] = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Fit probes over sites, layers and positions of a dump, with controls and statistics."""
+    if listed:
+        _list(as_json)
+        return
+    with reporting(resumable="the same command" if resume else None):
+        from replaylens.probes.sweeping import sweep
+
+        found = _open(path)
+        options: dict[str, Any] = {
+            "layers": None if layers is None else _numbers(layers),
+            "folds": folds,
+            "branches": branches,
+            "controls": controls,
+            "residualise": _words(residualise),
+            "code_length": code_length,
+            "precision": precision,
+            "device": device,
+            "seed": seed,
+        }
+        how: dict[str, Any] = {"resume": resume, "jobs": jobs, "backend": backend, "progress": not quiet}
+        report = sweep(
+            found,
+            _words(label),
+            sites=sites,
+            positions=_words(positions),
+            estimators=_words(estimators),
+            split=split,
+            engine=None if model is None else Engine.load(model, device=device),
+            **how,
+            **options,
+        )
+        if save_probes is not None:
+            _save_best(found, report, Path(save_probes))
+        _tell(report, out, as_json)
+
+
+def steer(
+    path: DumpArgument = None,
+    label: Annotated[str, typer.Option(help="What to change; state: the task's own.")] = "state",
+    site: Annotated[str, typer.Option(help="S, T or C, or a site name.")] = "S",
+    layer: Annotated[int | None, typer.Option(help="Of the letter.")] = None,
+    position: Annotated[str, typer.Option(help="Where the probe is fitted and rows are changed.")] = "query",
+    estimator: Annotated[str, typer.Option(help="A linear one.")] = "mass-mean",
+    saved: Annotated[str | None, typer.Option("--probe", help="A saved probe, instead of fitting one.")] = None,
+    test: Annotated[str, typer.Option(help=f"{', '.join(TESTS)}.")] = "steer",
+    factor: Annotated[float, typer.Option(help="steer: how far, in distances between class means.")] = 1.0,
+    n: Annotated[int, typer.Option("--n", min=1, help="Prompts, none of them in the dump.")] = 100,
+    placebos: Annotated[int, typer.Option(min=1, help="Random directions to compare with.")] = 8,
+    model: Annotated[str, typer.Option(help="The dump's model.")] = "coin-plain",
+    device: DeviceOption = "cpu",
+    seed: SeedOption = 0,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Test a probe's direction causally: does the answer follow, and more than along random directions?"""
+    with reporting():
+        from replaylens.probes import causal
+        from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
+
+        if test not in TESTS:
+            raise BadRequest(f"--test {test}: choose {', '.join(TESTS)}")
+        found, engine = _open(path), Engine.load(model, device=device)
+        if saved is not None:
+            probe = LinearProbe.load(saved)
+        else:
+            probe = fit_probe(found, label, site=site, layer=layer, position=position, estimator=estimator)
+        how: dict[str, Any] = {"untrained": placebo_probes(found, probe, seed=seed), "placebos": placebos, "seed": seed}
+        if test == "steer":
+            how["factor"] = factor
+        report = getattr(causal, test)(engine, probe, _unseen(found, n), **how)
+        _tell(report, out, as_json)
+
+
+def _list(as_json: bool) -> None:
+    from replaylens.probes.registry import ESTIMATORS
+
+    if as_json:
+        facts = [{"name": e.name, "about": e.about, "swept": e.swept, "linear": e.linear} for e in ESTIMATORS.values()]
+        typer.echo(json.dumps(facts, indent=1))
+        return
+    for each in ESTIMATORS.values():
+        typer.echo(f"{each.name:<20} {each.about}{'' if each.swept != 'no' else '  (from Python only)'}")
+
+
+def _open(path: str | None) -> Dump:
+    if path is None:
+        raise BadRequest("which dump? Give its folder; `replaylens dump` makes one")
+    return Dump.open(path)
+
+
+def _unseen(dump: Dump, n: int) -> "list[Example]":
+    """Prompts of the dump's own task that are not in it."""
+    task = dump.manifest.plan.make_task()
+    seen = set(dump.index["root"])
+    index, found = max(dump.manifest.plan.examples) + 1, []
+    for example in (task.example(i) for i in range(index, index + 200 * n)):
+        if example.root not in seen:
+            seen.add(example.root)
+            found.append(example)
+            if len(found) == n:
+                return found
+    raise BadRequest(f"only {len(found)} of {n} prompts are not in the dump: its task has too few different ones")
+
+
+def _save_best(dump: Dump, report: "Report", folder: Path) -> None:
+    """The best linear probe of each label, fitted on all rows of its place."""
+    from replaylens.probes.probe import fit_probe
+    from replaylens.probes.registry import get
+
+    linear = [line for line in report.lines if not line["known_zero"] and get(line["estimator"]).linear]
+    for label in dict.fromkeys(line["label"] for line in linear if line["metric"] == "accuracy"):
+        best = max((line for line in linear if line["label"] == label), key=lambda line: line["accuracy"])
+        place = {name: best[name] for name in ("site", "layer", "position", "estimator")}
+        made: LinearProbe = fit_probe(dump, label, **place)
+        typer.echo(f"{made.save(folder / label)}: {label} at {best['site']}{best['layer']}, {best['position']}", err=True)
+
+
+def _tell(report: "Report", out: str | None, as_json: bool) -> None:
+    if out is not None:
+        report.save(out)
+    typer.echo(json.dumps(report.to_json(), indent=1) if as_json else report.text())
+
+
+def _words(given: str) -> Sequence[str]:
+    return tuple(word for word in given.replace(" ", "").split(",") if word)
+
+
+def _numbers(given: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in _words(given))
+    except ValueError:
+        raise BadRequest(f"--layers {given}: give whole numbers with commas between") from None
