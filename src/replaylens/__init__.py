@@ -17,10 +17,11 @@ _WHERE = {
     "Sampling": "replaylens.engine.sampling:Sampling",
     "Trace": "replaylens.engine.trace:Trace",
     "errors": "replaylens.engine.errors",
+    "probes": "replaylens.probes",
     "tasks": "replaylens.tasks",
 }
 
-__all__ = ["Branch", "Dump", "Edit", "Engine", "Run", "Sampling", "Trace", "__version__", "errors", "tasks"]
+__all__ = ["Branch", "Dump", "Edit", "Engine", "Run", "Sampling", "Trace", "__version__", "errors", "probes", "tasks"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ from replaylens.commands.demo import demo
 from replaylens.commands.doctor import doctor
 from replaylens.commands.dump import diff, dump, inspect, replay, verify
 from replaylens.commands.fetch import fetch
+from replaylens.commands.probe import probe, steer
 from replaylens.commands.report import report
 from replaylens.commands.train import train
 from replaylens.engine.errors import EngineError
@@ -28,6 +29,8 @@ app.command()(doctor)
 for command in (replay, dump, inspect, verify, diff):
     app.command()(command)
 app.command()(report)
+app.command()(probe)
+app.command()(steer)
 app.command()(train)
 app.command()(fetch)
 app.add_typer(replaylens.commands.tasks.app, name="tasks")
