@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type bench notebooks slow gpu smollm2 clean
+.PHONY: demo test lint type bench notebooks slow gpu smollm2 pictures clean
 
 demo: $(STAMP)
 	$(BIN)/replaylens demo
@@ -40,6 +40,9 @@ gpu: $(STAMP)
 smollm2: $(STAMP)
 	$(BIN)/replaylens fetch smollm2
 	$(BIN)/python -m pytest -q -m slow tests/engine/test_smollm2.py
+
+pictures: $(STAMP)
+	$(BIN)/python docs/img/draw.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

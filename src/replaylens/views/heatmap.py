@@ -1,4 +1,4 @@
-"""`Heatmap`: layers by positions, one number a cell, darker for more; intervals and controls show on hover."""
+"""`Heatmap`: layers by positions, one number a cell, a stronger colour for more; intervals and controls show on hover."""
 
 import math
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ def example_map(tokens: tuple[Token, ...]) -> Heatmap | None:
     names = [layer.site for layer in tokens[0].lens]
     cells = tuple(tuple(_word(token, layer) for token in tokens) for layer in reversed(range(len(names))))
     columns = tuple(visible(token.text) for token in tokens)
-    note = "Each cell is the likeliest next token; the darker, the surer the layer is."
+    note = "Each cell is the likeliest next token; the stronger its colour, the surer the layer is."
     return Heatmap("Lens", tuple(reversed(names)), columns, cells, 0.0, 1.0, note)
 
 

@@ -86,9 +86,9 @@ def _cylinder(fill: Fill, capacity: int, unit: str = "KV slots") -> Markup:
         else tag("ellipse", cx=x + width / 2, cy=top, rx=width / 2, ry=bulge, fill="none", class_="line")
     )
     for state, start, end in edges:
-        if end - start >= 14:
+        if end - start >= 12:
             count = dict(fill.by_state())[state]
-            parts.append(_text(x + width / 2, (start + end) / 2 + 9, count, size=11, look="ink", anchor="middle"))
+            parts.append(_text(x + width / 2, (start + end) / 2 + bulge + 4, count, size=11, look="ink", anchor="middle"))
     parts.append(_text(x + width / 2, top + full + 26, f"{fill.total} of {capacity} {unit}", 12, "quiet", "middle"))
     return tag("g", *parts)
 
@@ -204,7 +204,7 @@ def _others(count: int) -> Iterable[Markup]:
         yield tag(
             "rect", class_="other", x=LEFT + i * 5, y=HEIGHT - 34 + i * 5, width=150, height=10, rx=2, opacity=1 - i * 0.25
         )
-    yield _text(LEFT + 176, HEIGHT - 19, f"{count} other request{'s' if count > 1 else ''} in the same passes", 12, "quiet")
+    yield _text(LEFT + 176, HEIGHT - 19, f"{count} other request{'s' if count > 1 else ''} beside it", 12, "quiet")
 
 
 def _text(

@@ -1,0 +1,116 @@
+"""Draws every picture in docs/img anew, each from a real run of the embedded model: `make pictures`.
+
+The SVG files come from the engine's own trace and need nothing else; the PNG files are screenshots and need Chromium.
+"""
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import replaylens as rl
+from replaylens.engine.dump_verify import verify
+from replaylens.engine.engine import Engine
+from replaylens.engine.run import Run
+from replaylens.probes.sweeping import sweep
+from replaylens.views.readings import word
+from replaylens.views.report import ReportPage
+from replaylens.views.timeline import Frame, Phase, Timeline
+
+HERE = Path(__file__).parent
+EXAMPLES = 64
+
+
+def main() -> None:
+    engine = Engine.load("coin-plain")
+    task = rl.tasks.get("coin")(flips=(2, 4), rendering="steps")
+    run = engine.replay(task.examples(EXAMPLES), sites="STCZ", drafter="model", window=4)
+    assert isinstance(run, Run)
+    for ending in (Phase.ACCEPT, Phase.ROLLBACK):
+        told, frames = _telling(run, ending)
+        (HERE / f"{ending.value}.svg").write_text(told.board(frames))
+    with tempfile.TemporaryDirectory() as folder:
+        pages = _pages(run, told, Path(folder))
+        chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+        if chromium is None:
+            sys.exit("no Chromium here: the SVG files are new, the PNG files are not (Debian: apt-get install chromium)")
+        _screenshots(pages, chromium)
+
+
+def _round(told: Timeline, ending: Phase) -> list[Frame]:
+    """Prefill, then the first round that ends so after drafts that stood, as in the protocol's two pictures."""
+    for i, frame in enumerate(told.frames):
+        checks = told.frames[i - 1].checks if frame.phase is ending else ()
+        last_of_all = checks and (checks[-1].draft is None if ending is Phase.ACCEPT else checks[-1].verifier is None)
+        if last_of_all and checks[0].stands:
+            return [told.frames[0], *told.frames[i - 2 : i + 1]]
+    return []
+
+
+def _telling(run: Run, ending: Phase) -> tuple[Timeline, list[Frame]]:
+    """The shortest timeline that has such a round, and the round."""
+    found = [(told, frames) for i in range(len(run)) if (frames := _round(told := run.timeline(i), ending))]
+    if not found:
+        sys.exit(f"no example has a {ending.value} to show: take more examples")
+    return min(found, key=lambda pair: pair[0].capacity)
+
+
+def _pages(run: Run, told: Timeline, folder: Path) -> dict[str, Path]:
+    """HTML files by name."""
+    most = max(range(len(run)), key=lambda i: len(run[i].rejected))
+    root = run.engine.prompt("A coin's state is heads. Alice flips,", sites="Z")
+    right, wrong = root.fork(2)
+    right.force(" tails")
+    wrong.force(" heads")
+    right.generate(8, drafter="lens", window=4)
+    wrong.generate(8, drafter="lens", window=4)
+    views = {"tree": run.tree(most), "forks": root.tree(), "timeline": told}
+    pages = {}
+    for name, view in views.items():
+        pages[name] = folder / f"{name}.html"
+        pages[name].write_text(f"<!DOCTYPE html><meta charset='utf-8'>{view._repr_html_()}")
+    dump = run.save(folder / "coin")
+    found = sweep(dump, ("face", "parity"), positions=("step", "step+1", "query"))
+    verdict = verify(dump.url, run.engine, sample="all")
+    page = ReportPage(dump, (found,), verdict, lambda token: word(run.engine.text, token))
+    pages["report"] = page.save(folder / "report.html")
+    return pages
+
+
+def _screenshots(pages: dict[str, Path], chromium: str) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as runner:
+        browser = runner.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for theme in ("light", "dark"):
+            tab = browser.new_page(viewport={"width": 1180, "height": 760}, color_scheme=theme)
+            _tree(tab, pages["tree"], HERE / f"tree-{theme}.png")
+            _sections(tab, pages["report"], theme)
+            tab.close()
+        tab = browser.new_page(viewport={"width": 860, "height": 400})
+        tab.goto(pages["forks"].as_uri())
+        tab.locator(".rl-view").screenshot(path=HERE / "forks.png")
+        tab.goto(pages["timeline"].as_uri())
+        tab.locator("[aria-label=step]").fill("2")
+        tab.locator(".rl-view").screenshot(path=HERE / "timeline.png")
+        browser.close()
+
+
+def _tree(tab: Any, page: Path, out: Path) -> None:
+    """With a card open, over a rejected token."""
+    tab.goto(page.as_uri())
+    tab.locator(".rl-grid .rl-rejected").first.hover()
+    tab.screenshot(path=out, clip={"x": 0, "y": 0, "width": 1180, "height": 420})
+
+
+def _sections(tab: Any, page: Path, theme: str) -> None:
+    tab.goto(f"{page.as_uri()}#example-6")
+    tab.wait_for_selector("#rl-explorer .rl-token")
+    tab.locator("#examples").screenshot(path=HERE / f"report-examples-{theme}.png")
+    tab.locator("#probes").screenshot(path=HERE / f"report-probes-{theme}.png")
+    tab.locator("#certificate").screenshot(path=HERE / f"report-certificate-{theme}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The snippets of docs/views.md run as they stand, and its pictures are there."""
+
+import re
+from pathlib import Path
+
+from replaylens.views.timeline import Timeline
+from replaylens.views.tree import Tree
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_snippets() -> None:
+    """All code blocks in one go; then the last lines of each are what the page says they are."""
+    text = (DOCS / "views.md").read_text()
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(compile(block, "docs/views.md", "exec"), names)
+    run, root = names["run"], names["root"]
+    assert isinstance(run.tree(1), Tree) and isinstance(run.timeline(1), Timeline)  # type: ignore[attr-defined]
+    assert len(root.tree().paths) >= 3  # type: ignore[attr-defined]
+
+
+def test_pictures_are_there() -> None:
+    text = (DOCS / "views.md").read_text()
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
+    assert pictures and all((DOCS / picture).is_file() for picture in pictures)
