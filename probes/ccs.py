@@ -63,7 +63,7 @@ class CcsProbe(ClassifierMixin, BaseEstimator):
             value.backward()
             return value
 
-        value = float(optimizer.step(loss))
+        optimizer.step(loss)
         with torch.no_grad():
             p = torch.sigmoid(pairs @ weight + bias)
             value = float(((p.sum(0) - 1) ** 2 + p.min(0).values ** 2).mean())

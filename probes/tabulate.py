@@ -71,7 +71,9 @@ def tabulate(places: list[Place], rows: ProbeRows, settings: SweepSettings) -> R
     for place in places:
         for number, goal in enumerate(place.goals):
             if goal.role in (LABEL, ZERO):
-                shared = _shared_controls(place, goal, rows) if goal.role == LABEL and settings.controls else {}
+                shared: dict[str, Any] = dict.fromkeys(("majority", "token_identity", "bag_of_tokens"))
+                if goal.role == LABEL and settings.controls:
+                    shared |= _shared_controls(place, goal, rows)
                 for estimator in settings.estimators:
                     own, null = _lines(place, number, estimator, shared, settings)
                     lines += own
@@ -145,7 +147,7 @@ def _score(goal: Goal, predicted: np.ndarray, tested: np.ndarray) -> float:
 def _shared_controls(place: Place, goal: Goal, rows: ProbeRows) -> dict[str, Any]:
     """Controls that do not look at the model: the same for every cell."""
     if goal.kind == "number":
-        return {"majority": 0.0, "token_identity": None, "bag_of_tokens": None}
+        return {"majority": 0.0}  # the mean explains nothing
     train, test, tested = place.split.train & goal.present, place.split.test, place.tested(goal)
     tokens = place.rows.frame["token"].to_numpy()
     bag = torch.from_numpy(controls.bags(rows, place.rows)).double()[None]

@@ -1,0 +1,64 @@
+"""Rows made to order: what can be read off them is known exactly."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from replaylens.probes.positions import add_places
+from replaylens.probes.rows import About, MemorySource, ProbeRows
+
+WIDTH = 16
+
+
+def rows_of(
+    roots: int = 100, per_root: int = 2, seed: int = 0, effect: float = 3.0, width: int = WIDTH, **columns: Any
+) -> ProbeRows:
+    """Rows of the coin's shape, `per_root` steps each.
+
+    S has three layers: 0 is noise that roots share, 1 holds `face` along `direction(seed)`, 2 holds it except along that
+    direction (so that nothing is left). `face` is a fair coin per row, `shuffled` one per root, `next_action` one per row.
+    """
+    generator = np.random.default_rng(seed)
+    n = roots * per_root
+    example = np.repeat(np.arange(roots), per_root)
+    names = [hashlib.sha256(f"{seed}:{i}".encode()).hexdigest()[:16] for i in range(roots)]
+    face = generator.integers(2, size=n)
+    noise = generator.normal(size=(n, width)) + np.repeat(generator.normal(size=(roots, width)), per_root, 0)
+    way = direction(seed, width)
+    clean = noise - np.outer(noise @ way, way)
+    planted = clean + np.outer((face - 0.5) * effect + 0.5 * generator.normal(size=n), way)
+    frame = pd.DataFrame(
+        {
+            "example": example,
+            "root": np.array(names)[example],
+            "branch": 0,
+            "parent": pd.NA,
+            "fork_position": 0,
+            "position": np.tile(np.arange(per_root), roots),
+            "token": generator.integers(30, size=n),
+            "text": " x",
+            "token_state": "prompt",
+            "accepted": True,
+            "correct": True,
+            "logprob": 0.0,
+            "entropy": 0.0,
+            "depth": 0,
+            "actions": np.tile(np.arange(1, per_root + 1), roots),
+            "face": np.where(face == 1, "tails", "heads"),
+            "next_action": np.where(generator.integers(2, size=n) == 1, "flip", "keep"),
+            "shuffled": np.repeat(generator.integers(2, size=roots), per_root),
+            **columns,
+        }
+    )
+    tensors = {f"blocks.{i}.hook_in": torch.from_numpy(x) for i, x in enumerate((noise, planted, clean))}
+    source = MemorySource(tensors, {"S": list(tensors)}, About("coin", {}, "", None))
+    return ProbeRows(add_places(frame, knows_steps=True), source, np.arange(n))
+
+
+def direction(seed: int = 0, width: int = WIDTH) -> np.ndarray:
+    """The unit vector along which `rows_of` plants the face."""
+    way = np.random.default_rng([seed, 7]).normal(size=width)
+    return way / np.linalg.norm(way)

@@ -1,0 +1,170 @@
+"""Rows from dumps and from runs are the same rows; positions mean what they say; roots stay on one side."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from replaylens import tasks
+from replaylens.engine.dump import Dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import OtherFingerprint, UnknownSite
+from replaylens.probes import splits
+from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError, RootOnBothSides, TooFewRoots
+from replaylens.probes.goals import make_goal
+from replaylens.probes.positions import Position
+from replaylens.probes.rows import ProbeRows, make_target
+from tests.probes.synthetic import rows_of
+from tests.toy_model import engine as toy_engine
+
+
+@pytest.fixture(scope="module")
+def rows(coin_dump: Dump) -> ProbeRows:
+    return ProbeRows.of(coin_dump)
+
+
+def test_run_and_dump_give_the_same_rows(engine: Engine, rows: ProbeRows) -> None:
+    """Bit for bit, index included: what is fitted in a notebook is what is fitted from disk."""
+    run = engine.replay(tasks.get("coin")(flips=(2, 5)).examples(20), sites="SZ", drafter="lens")
+    made = ProbeRows.of(run)
+    some = rows.where(rows.frame["example"] < 20)
+    for layer in range(5):
+        assert np.array_equal(made.matrix("S", layer), some.matrix("S", layer))
+    pd.testing.assert_frame_equal(made.frame, some.frame.drop(columns=["shard", "row"])[made.frame.columns])
+
+
+def test_positions_of_a_text(rows: ProbeRows) -> None:
+    """Read off the words: a step is decided at 'flips' or 'does'; the prompt ends with ':'; the answer follows."""
+    main = rows.accepted()
+    words = {spec: set(main.at(spec).frame["text"]) for spec in ("step", "query", "query+1", "query-1", "0")}
+    assert words["step"] == {" flips", " does"} and words["query"] == {":"} and words["query+1"] == {" heads", " tails"}
+    assert words["query-1"] == {" A"} and words["0"] == {"A"}
+    before = main.at("step-1").frame
+    assert (before["text"].str.strip() == before["name"]).all(), "the word before the deciding one is the actor's name"
+    third = main.at("step:3").frame
+    assert (third["actions"] == 3).all() and third["example"].is_unique
+    assert len(main.at("step:3-1")) == len(third) and (main.at("step:3-1").frame["actions"] == 2).all()
+    assert len(main.at("all")) == len(main)
+
+
+def test_steps_of_rejected_branches(steps_dump: Dump) -> None:
+    """A rejected branch's steps are counted along its whole path: one step at most between two deciding words."""
+    rejected = ProbeRows.of(steps_dump).rejected()
+    at_steps = rejected.at("step").frame
+    assert len(at_steps) > 20 and set(at_steps["text"]) == {" flips", " does"}
+    known = rejected.frame[rejected.frame["since_step"].notna()]
+    assert (known["since_step"] >= 0).all() and (known["since_step"] <= known["position"]).all()
+
+
+@pytest.mark.parametrize("spec", ["", "steps", "step:x", "query:2", "step++1", "-3", "1.5"])
+def test_bad_positions(spec: str) -> None:
+    with pytest.raises(BadPosition, match="write all"):
+        Position.parse(spec)
+
+
+def test_targets() -> None:
+    """Text, booleans and few numbers are classes; many numbers and fractions are numbers; missing values are marked."""
+    assert make_target("a", ["x", None, "y"]).present.tolist() == [True, False, True]
+    assert make_target("a", [True, False]).classes.tolist() == ["False", "True"]
+    assert make_target("a", pd.Series([1, 2, None], dtype="Int64")).kind == "class"
+    assert make_target("a", [0.5, 1.5]).kind == "number"
+    assert make_target("a", list(range(100))).kind == "number"
+    with pytest.raises(ProbeError, match="a class or a number"):
+        make_target("a", [1], "thing")
+
+
+def test_state_is_the_tasks_own(rows: ProbeRows) -> None:
+    here = rows.accepted().at("query")
+    assert np.array_equal(here.target("state").values, here.target("face").values)
+
+
+# Splits
+
+
+def all_splits(rows: ProbeRows) -> list[splits.Split]:
+    return [
+        splits.by_root(rows),
+        splits.by_acceptance(rows),
+        splits.by_acceptance(rows, "rejected"),
+        splits.by_depth(rows, 1),
+        splits.by_length(rows, 3),
+    ]
+
+
+def test_no_root_on_both_sides(rows: ProbeRows) -> None:
+    for split in all_splits(rows):
+        for train, test in split:
+            assert not set(rows.roots[train]) & set(rows.roots[test])
+    covered = splits.by_root(rows).test.sum(0)
+    assert (covered == 1).all(), "cross-validation tests every row once"
+
+
+def test_a_split_across_branches_is_refused(rows: ProbeRows) -> None:
+    """Accepted against rejected rows, roots ignored: the mistake that leaks."""
+    accepted = rows.frame["accepted"].to_numpy()
+    with pytest.raises(RootOnBothSides, match="Branches of a prompt share its tokens"):
+        splits.by_mask(rows, "naive", accepted, ~accepted)
+
+
+def test_folds_do_not_depend_on_the_rows(rows: ProbeRows) -> None:
+    """A root has one fold at every position of a sweep, whatever the order of rows; another seed gives another."""
+    roots = rows.roots
+    fold = dict(zip(roots, splits.fold_of_roots(roots, 5), strict=True))
+    again = dict(zip(roots[::-1], splits.fold_of_roots(roots[::-1], 5), strict=True))
+    assert fold == again
+    assert fold != dict(zip(roots, splits.fold_of_roots(roots, 5, seed=1), strict=True))
+
+
+def test_parts_and_shifts(engine: Engine) -> None:
+    """Two dumps joined: fitted on one wording, tested on the other, and every root on the tasks' own side."""
+    made = {}
+    for name, knobs in {"plain": {}, "idle": {"phrasing": "idle"}, "rare": {"p": 0.9}}.items():
+        run = engine.replay(tasks.get("coin")(flips=(2, 3), **knobs).examples(40), sites=["blocks.2.hook_in"], drafter="lens")
+        made[name] = ProbeRows.of(run)
+    joined = ProbeRows.join(**made).accepted()
+    split = splits.by_part(joined, "plain", "idle")
+    assert set(joined.frame["part"][split.train[0]]) == {"plain"} and set(joined.frame["part"][split.test[0]]) == {"idle"}
+    assert len(joined.matrix("blocks.2.hook_in")) == len(joined)
+    phrase = splits.by_phrase(joined, " not")
+    assert not (joined.frame["text"][phrase.train[0]] == " not").any()
+    with pytest.raises(ProbeError, match="parts 'x'"):
+        splits.by_part(joined, "x", "idle")
+
+
+def test_names_held_out() -> None:
+    rows = rows_of(roots=30, name=np.repeat(["Ann", "Bob", "Cid"] * 10, 2))
+    split = splits.by_names(rows, {"Cid"})
+    assert set(rows.frame["name"][split.test[0]]) == {"Cid"} and set(rows.frame["name"][split.train[0]]) == {"Ann", "Bob"}
+
+
+# What cannot be
+
+
+def test_bad_rows_and_labels(rows: ProbeRows) -> None:
+    with pytest.raises(MissingLabel, match="they have face"):
+        rows.target("nose")
+    with pytest.raises(UnknownSite):
+        rows.cells("T")
+    with pytest.raises(TooFewRoots, match="for 5 folds"):
+        splits.by_root(rows.where(rows.frame["example"] < 3), 5)
+    early = rows.accepted().at("4")
+    with pytest.raises(OneClass, match="only '0'"):
+        make_goal(early.target("parity")).check(splits.by_root(early).train)
+    with pytest.raises(BadRows, match="has no value"):
+        make_goal(rows.accepted().at("2").target("parity"))
+
+
+def test_rows_that_are_not_finite() -> None:
+    rows = rows_of(roots=10)
+    rows.source.tensors["blocks.1.hook_in"][3, 0] = float("nan")  # type: ignore[attr-defined]
+    with pytest.raises(BadRows, match="1 of 20 rows hold NaN or infinity, the first is row 3"):
+        rows.matrix("S", 1)
+
+
+def test_rows_of_another_engine(rows: ProbeRows) -> None:
+    with pytest.raises(OtherFingerprint, match="weights"):
+        rows.require(toy_engine())
+
+
+def test_filtered_dumps_are_refused(coin_dump: Dump) -> None:
+    with pytest.raises(ProbeError, match="whole dump"):
+        ProbeRows.of(coin_dump.where(accepted=True))

@@ -1,0 +1,143 @@
+"""Intervals cover, permutations respect roots, corrections correct; all of it the same twice."""
+
+import numpy as np
+import pytest
+
+from replaylens.probes.errors import TooFewRoots
+from replaylens.probes.information import calibration_error, code_blocks, code_length, v_information
+from replaylens.probes.refit import permutation_test
+from replaylens.probes.statistics import (
+    Null,
+    bootstrap,
+    false_discovery,
+    max_statistic,
+    mean_over_roots,
+    permuted_accuracy,
+    root_permutations,
+    root_sums,
+)
+from tests.probes.synthetic import rows_of
+
+ROOTS, PER_ROOT = 60, 5
+
+
+def clusters(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Right or wrong rows whose rate varies from root to root (its mean is 0.7), and their roots."""
+    generator = np.random.default_rng(seed)
+    rate = generator.beta(1.4, 0.6, size=ROOTS)
+    return generator.random((ROOTS, PER_ROOT)).ravel() < np.repeat(rate, PER_ROOT), np.repeat(
+        np.arange(ROOTS).astype(str), PER_ROOT
+    )
+
+
+def test_interval_covers_on_clusters() -> None:
+    """95 % intervals hold the true rate in 90 to 98 of 100 simulations; taking rows for independent, they would not."""
+    hits, naive = 0, 0
+    for seed in range(300):
+        right, roots = clusters(seed)
+        hits += 0.7 in bootstrap(right[None], np.ones(len(right)), roots, resamples=300, seed=seed)[0]
+        apart = np.arange(len(right)).astype(str)
+        naive += 0.7 in bootstrap(right[None], np.ones(len(right)), apart, resamples=300, seed=seed)[0]
+    assert 0.90 <= hits / 300 <= 0.98
+    assert naive / 300 < 0.85
+
+
+def test_interval_where_all_agree() -> None:
+    """Thirty roots all right say that the rate may still be 88 %; resampling alone would say 100 %."""
+    roots = np.arange(30).astype(str)
+    estimate = bootstrap(np.ones((1, 30)), np.ones(30), roots)[0]
+    assert estimate.value == estimate.high == 1 and estimate.low == pytest.approx(0.025 ** (1 / 30))
+    none = bootstrap(np.zeros((1, 30)), np.ones(30), roots)[0]
+    assert none.low == 0 and none.high == pytest.approx(1 - 0.025 ** (1 / 30))
+    with pytest.raises(TooFewRoots):
+        bootstrap(np.ones((1, 3)), np.ones(3), np.array(["a"] * 3))
+
+
+def test_sums_by_root() -> None:
+    assert root_sums(np.array([1, 2, 3, 4]), np.array(["b", "a", "b", "a"])).tolist() == [6, 4]
+    assert mean_over_roots(np.array([1.0, 2, 3, 4]), np.array(["b", "a", "b", "a"])).value == 2.5
+
+
+def test_permutations_move_labels_between_roots() -> None:
+    """Constant labels are exchanged between roots; sequences move whole, among roots with equally many rows."""
+    roots = np.repeat(["a", "b", "c", "d", "e"], [2, 2, 3, 3, 1])
+    constant = np.repeat([0, 1, 0, 1, 1], [2, 2, 3, 3, 1])
+    for order in root_permutations(constant, roots, 20):
+        moved = constant[order]
+        assert all(len(set(moved[roots == root])) == 1 for root in "abcde")
+    varying = np.array([0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 1])
+    seen = set()
+    for order in root_permutations(varying, roots, 20):
+        assert sorted(order) == list(range(11)) and order[-1] == 10
+        assert {tuple(varying[order][:2]), tuple(varying[order][2:4])} == {(0, 1), (1, 0)}
+        seen.add(tuple(order))
+    assert len(seen) == 4, "two pairs of roots can be exchanged, each or not"
+
+
+def test_p_values_are_small_only_where_something_is() -> None:
+    """On held-out predictions that know nothing, p is below 5 % in about 5 % of cases; on good ones always."""
+    generator = np.random.default_rng(0)
+    roots = np.repeat(np.arange(40).astype(str), 3)
+    small = 0
+    for seed in range(200):
+        labels = np.repeat(generator.integers(2, size=40), 3)
+        guesses = generator.integers(2, size=(1, 120))
+        small += permuted_accuracy(guesses, labels, root_permutations(labels, roots, 99, seed)).p[0] <= 0.05
+    assert small <= 20
+    assert permuted_accuracy(labels[None], labels, root_permutations(labels, roots, 99)).p[0] == 0.01
+
+
+def test_max_statistic_pays_for_looking_often() -> None:
+    """The best of many null cells is significant by itself, not over the family; a real one is, over both."""
+    generator = np.random.default_rng(1)
+    labels = generator.integers(2, size=100)
+    roots = np.arange(100).astype(str)
+    cells = generator.integers(2, size=(200, 100))
+    cells[7] = np.where(generator.random(100) < 0.85, labels, 1 - labels)
+    null = permuted_accuracy(cells, labels, root_permutations(labels, roots, 199))
+    (family,) = max_statistic([null])
+    q = false_discovery(null.p)
+    others = np.delete(np.arange(200), 7)
+    assert null.p[others].min() <= 0.02 and family[others].min() > 0.05 and q[others].min() > 0.05
+    assert family[7] == 1 / 200
+
+
+def test_a_cell_that_never_varies_is_never_significant() -> None:
+    null = Null(np.array([0.5]), np.full((99, 1), 0.5))
+    assert null.p[0] == 1 and max_statistic([null])[0][0] == 1
+
+
+def test_refitted_permutations() -> None:
+    """The exact test finds a planted label and none in noise."""
+    rows = rows_of(roots=60)
+    found = permutation_test(rows, "face", layer=1, position="all", permutations=39)
+    absent = permutation_test(rows, "face", layer=0, position="all", permutations=39)
+    assert found.p[0] == 1 / 40 and absent.p[0] > 0.05
+    assert abs(found.drawn.mean() - 0.5) < 0.05
+
+
+def test_information() -> None:
+    """A coin known for sure is one bit; a probe that only knows the shares has none; an even code costs one bit."""
+    null = np.full(100, np.log(2))
+    assert v_information(np.zeros(100), null) == pytest.approx(1)
+    assert v_information(null, null) == 0
+    assert code_length(np.zeros(10), np.zeros(10, dtype=bool), 2) == (1.0, 1.0)
+    assert code_length(np.zeros(10), np.arange(10) >= 5, 2) == (0.5, 2.0)
+
+
+def test_code_blocks_are_nested() -> None:
+    """Each block is coded by a probe of all roots before it and of none after; every root but the first is coded once."""
+    roots = np.repeat(np.arange(200).astype(str), 2)
+    train, test = code_blocks(roots)
+    assert not (train & test).any() and (test.sum(0) <= 1).all() and test.any(0).mean() > 0.9
+    assert all((train[i] | test[i] == train[i + 1]).all() for i in range(len(train) - 1))
+    for fit, coded in zip(train, test, strict=True):
+        assert not set(roots[fit]) & set(roots[coded])
+
+
+def test_calibration_error() -> None:
+    """Right as often as said: none. Always sure and right half the time: one half."""
+    generator = np.random.default_rng(0)
+    said = generator.uniform(0.5, 1, size=20000)
+    assert calibration_error(said, generator.random(20000) < said) < 0.02
+    assert calibration_error(np.ones(1000), np.arange(1000) % 2) == pytest.approx(0.5, abs=0.01)
