@@ -27,6 +27,8 @@ class CaptureSpec:
 
     last: str = ""
     """the residual stream that leaves the last block"""
+    thoughts: tuple[str, ...] = ()
+    """sites of thoughts, which a model that thinks has beside the rows of its passes"""
 
     def needed(self) -> frozenset[str]:
         """Sites that a pass must show."""
@@ -97,8 +99,12 @@ class Recording:
     def fork(self, length: int) -> "Recording":
         """A recording of the first `length` positions that shares their tensors: of a suffix, nothing is a beginning."""
         if self.base:
-            return Recording()
-        return Recording(self.base, _cut(self.chunks, length), self.open_end and length >= self.end)
+            return self.like()
+        return self.like(self.base, _cut(self.chunks, length), self.open_end and length >= self.end)
+
+    def like(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> "Recording":
+        """A recording of the same kind, with these rows."""
+        return Recording(base, chunks, open_end)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError naming the first captured row that is missing. Changes nothing."""

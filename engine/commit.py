@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from replaylens.engine import readout
 from replaylens.engine.branches import BranchTree, TokenState
-from replaylens.engine.capture import HEAD_SITES, PassTap, Recording, Rows
+from replaylens.engine.capture import HEAD_SITES, PassTap, Rows
 from replaylens.engine.lane import Lane
 from replaylens.engine.pages import PageTable
 from replaylens.engine.runner import PassResult, Runner
@@ -113,10 +113,10 @@ class Committer:
         assert kept is not None  # chain[stood:] is not empty
         self.tree.rollback(lane.branch, turn.end)
         job.rejected.append(kept)
-        other = Lane(kept, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks)
-        if lane.capture is not None and lane.capture.rejected and result is not None:
+        other = Lane(kept, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, thoughts=lane.thoughts)
+        if lane.recording is not None and lane.capture is not None and lane.capture.rejected and result is not None:
             first = result.batch.row(turn.segments[index], turn.end + stood)
-            other.capture, other.recording = lane.capture, Recording(base=turn.end + stood)
+            other.capture, other.recording = lane.capture, lane.recording.like(base=turn.end + stood)
             other.recording.append(turn.end + stood, self._rows(lane, tap, first, [*chain[stood + 1 :], -1]))
         if job.keep_rejected:
             other.computed = turn.end + len(chain)

@@ -152,7 +152,7 @@ def make_plan(
         task=task.name,
         knobs=_plain({name: value for name, value in vars(task.knobs).items()}),
         examples=range(examples) if isinstance(examples, int) else compact(examples),
-        sites=spec.sites,
+        sites=spec.sites + spec.thoughts,
         lens=spec.lens,
         drafter=drafter,
         drafter_settings=drafter_settings(engine, drafter),
@@ -180,7 +180,8 @@ def compact(indices: Iterable[int]) -> range | tuple[int, ...]:
 
 
 def drafter_settings(engine: "Engine", name: str) -> dict[str, Any]:
-    """What the drafter's guesses depend on besides the path: where it exits, how wide it is, whose weights it has."""
+    """What guesses depend on besides the path: where the drafter exits, how wide it is, whose weights it has; and how
+    thoughts are guessed, where the model thinks."""
     if name not in engine.loop.drafters:
         raise BadRequest(f"no drafter {name!r}; known: {', '.join(engine.loop.drafters)}")
     drafter = engine.loop.drafters[name]
@@ -190,7 +191,7 @@ def drafter_settings(engine: "Engine", name: str) -> dict[str, Any]:
         found["width"] = drafter.width
     if isinstance(drafter, ModelDrafter):
         found["weights"] = weights_hash(drafter.runner.model)
-    return found
+    return found | engine.guesses()
 
 
 def _window(engine: "Engine", name: str, window: int | None) -> int | None:

@@ -221,6 +221,8 @@ def _final_rows(engine: "Engine", path: Path, final: str) -> Tensor:
     """The residual stream that leaves the model; computed again, to the same bits, where it was not captured."""
     if final in path.recording.sites():
         return path.recording[final]
+    if engine.guesses():  # states are not in a path's tokens
+        raise BadRequest(f"log-probabilities of a model that thinks are read off {final}: capture S, too")
     branch = engine.prompt(path.tokens, sites=[final])
     try:
         return branch.activations[final][path.base :]
@@ -236,7 +238,7 @@ def _tensors(engine: "Engine", plan: DumpPlan, paths: list[Path], rows: np.ndarr
 
 
 def _gather(paths: list[Path], site: str, chosen: Tensor) -> Tensor:
-    every = torch.cat([chunk.rows[site] for path in paths for chunk in path.recording.chunks])
+    every = torch.cat([path.recording[site] for path in paths])
     return every if len(every) == len(chosen) else every[chosen]
 
 

@@ -122,6 +122,11 @@ class _Replay:
         self.dump, self.engine, self.plan = dump, engine, replace(plan, selector=selector)
         known = plan.drafter in engine.loop.drafters and drafter_settings(engine, plan.drafter) == plan.drafter_settings
         self.same_drafter = plan.reproducible and known
+        if plan.rejected and not self.same_drafter and "thoughts" in plan.drafter_settings:
+            raise BadRequest(
+                f"rejected branches of a model that thinks come out again only with the drafter {plan.drafter} as it was "
+                f"({plan.drafter_settings}; not `self`): load the engine so, or dump with rejected=False"
+            )
         self.by_path = plan.rejected and not self.same_drafter and plan.positions == "all"
         again = self.plan if self.same_drafter else replace(self.plan, drafter="ngram", rejected=False, window=8)
         self.maker = ShardMaker(engine, again, batch, task)

@@ -7,7 +7,7 @@ trace or a dump can name it. Functions (`hooks`) work too, but nothing can be pr
 import base64
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -67,6 +67,8 @@ class PlacedEdit:
     factor: float
     seed: int
     key: bytes
+    needs: int = 0
+    """made from this many tokens: a fork that leaves before them does not take it along"""
 
     def touches(self, first: int, end: int) -> bool:
         """Whether any position of [first, end) is edited."""
@@ -77,6 +79,12 @@ class PlacedEdit:
     @property
     def first(self) -> int:
         return min(self.picks) if self.picks else self.start
+
+    def positions(self, first: int, end: int) -> list[int]:
+        """The edited positions of [first, end), in order."""
+        if self.picks:
+            return [p for p in self.picks if first <= p < end]
+        return list(range(max(first, self.start), end if self.stop is None else min(end, self.stop)))
 
     def index(self, position: int) -> int | None:
         """Which of the edited positions this is; None: not edited."""
@@ -107,7 +115,7 @@ class PlacedEdit:
 
     def to_json(self) -> dict[str, Any]:
         """For traces: everything, the value included."""
-        out = {name: getattr(self, name) for name in ("site", "op", "start", "stop", "factor", "seed")}
+        out = {name: getattr(self, name) for name in ("site", "op", "start", "stop", "factor", "seed", "needs")}
         out["picks"] = list(self.picks)
         if self.value is not None:
             data = base64.b64encode(self.value.contiguous().numpy().tobytes()).decode()
@@ -120,7 +128,8 @@ class PlacedEdit:
         if "value" in raw:
             array = np.frombuffer(base64.b64decode(raw["value"]["data"]), dtype=np.float32)
             value = torch.from_numpy(array.reshape(raw["value"]["shape"]).copy())
-        return _keyed(raw["site"], raw["op"], value, raw["start"], raw["stop"], tuple(raw["picks"]), raw["factor"], raw["seed"])
+        made = _keyed(raw["site"], raw["op"], value, raw["start"], raw["stop"], tuple(raw["picks"]), raw["factor"], raw["seed"])
+        return replace(made, needs=raw.get("needs", 0))
 
 
 def _project_out(rows: Tensor, directions: Tensor) -> Tensor:
@@ -221,6 +230,11 @@ def _keyed(
     return PlacedEdit(site, op, value, start, stop, picks, factor, seed, digest.digest())
 
 
+def added(site: str, start: int, rows: Tensor) -> PlacedEdit:
+    """The edit that adds rows [n, *site shape] at positions [start, start + n), made from the tokens before them."""
+    return replace(_keyed(site, "add", rows, start, start + len(rows), (), 1.0, 0), needs=start)
+
+
 def page_keys(edits: Iterable[PlacedEdit], num_pages: int, page_size: int) -> list[bytes]:
     """For each page, the content of the edits that touch it: what a shared prefix must agree in besides tokens."""
     edits = list(edits)
@@ -246,7 +260,7 @@ class EditTap:
                 first = self.batch.offsets[index]
                 for edit in segment.edits:
                     if edit.site == site:
-                        positions = [p for p in range(segment.start, segment.end) if edit.index(p) is not None]
+                        positions = edit.positions(segment.start, segment.end)
                         rows = [first + p - segment.start for p in positions]
                         if rows:
                             value[rows] = edit.apply(value[rows], positions)

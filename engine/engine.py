@@ -38,6 +38,7 @@ from replaylens.engine.tuned_lens import TunedLens
 
 if TYPE_CHECKING:
     from replaylens.engine.run import Run
+    from replaylens.engine.thinking import ThinkingDecoder
     from replaylens.tasks import Example
 
 
@@ -73,8 +74,8 @@ class Engine:
         self.model, self.config = model, model.config
         self.text = tokenizer if isinstance(tokenizer, Text) else Text(tokenizer)
         self.certificate = certificates.certificate_for(model)
-        self.fingerprint = fingerprint.take(model)
-        self.sites = sites.table(model.config)
+        self.fingerprint = self._fingerprint()
+        self.sites = self._site_table()
         self.tree = BranchTree()
         self.runner = Runner(model, self.certificate, cache_tokens // page_size, page_size, canary)
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
@@ -104,6 +105,11 @@ class Engine:
         dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
         if device == "cpu" and dtype is not torch.float32:
             raise BadRequest(f"{dtype} on a CPU is emulated and slow: the CPU engine computes in float32")
+        if cls is Engine and (thinking := _thinking_model(source)) is not None:
+            from replaylens.engine.thinking_engine import ThinkingEngine
+
+            thinker, tokenizer = thinking
+            return ThinkingEngine(thinker.to(device, dtype), options.pop("tokenizer", tokenizer), **options)
         embedded = isinstance(source, str) and source in zoo.names()
         if embedded:
             model, text = zoo.load_embedded(source)[0], Text(zoo.load_embedded(source)[1])
@@ -267,7 +273,17 @@ class Engine:
             spec = LensSpec(residuals, top_k, ids, full, None if lens is None else lens.digest)
         return CaptureSpec(names, spec, rejected, residuals[-1])
 
+    def guesses(self) -> dict[str, Any]:
+        """What is guessed besides tokens, and how: rejected branches depend on it."""
+        return {}
+
     # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _fingerprint(self) -> fingerprint.Fingerprint:
+        return fingerprint.take(self.model)
+
+    def _site_table(self) -> sites.SiteTable:
+        return sites.table(self.config)
 
     def _job(self, branch: Branch, request: Request) -> Job:
         """The request as work on this branch, or the error that says why it cannot be."""
@@ -314,3 +330,17 @@ class Engine:
         if len(ids) != 1:
             raise BadRequest(f"target {target!r} is {len(ids)} tokens; a target must be one token")
         return ids[0]
+
+
+def _thinking_model(source: Any) -> "tuple[ThinkingDecoder, Text] | None":
+    """A model that thinks and its tokenizer: by an embedded name, from a folder, or as it is; None: it is none."""
+    from replaylens.engine import thinking, thinking_zoo
+
+    if isinstance(source, thinking.ThinkingDecoder):
+        return source, Text(None)
+    if isinstance(source, str) and source in thinking_zoo.names():
+        model, tokenizer = thinking_zoo.load_embedded(source)
+        return model, Text(tokenizer)
+    if isinstance(source, str | Path) and (Path(source) / thinking.CONFIG_FILE).is_file():
+        return thinking.load(Path(source)), load_text(Path(source))
+    return None

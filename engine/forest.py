@@ -36,7 +36,7 @@ class Forest:
         lane = Lane(self.tree.plant(path), table, computed=table.length, edits=edits, hooks=hooks, capture=capture)
         lane.recording = Recording() if capture is not None else None
         self.loop.lanes[lane.branch] = lane
-        details = _edits_json(edits, hooks)
+        details = edits_json(edits, hooks)
         self.trace.add("plant", branch=lane.branch, tokens=path, capture=asdict(capture) if capture else None, **details)
         return lane
 
@@ -46,11 +46,12 @@ class Forest:
         child = self.tree.fork(lane.branch, at)
         table = self.runner.pool.fork(lane.table, min(same, lane.computed))
         new = Lane(child, table, table.length, lane.exact, capture=lane.capture)
-        new.edits, new.hooks = lane.edits + edits, lane.hooks + hooks
+        new.edits = tuple(edit for edit in lane.edits if edit.needs <= at) + edits
+        new.hooks, new.thoughts = lane.hooks + hooks, lane.thoughts
         if lane.recording is not None and lane.capture is not None:
             new.recording = self._inherited(lane, lane.recording, same, at - lane.capture.lag)
         self.loop.lanes[child] = new
-        self.trace.add("fork", branch=lane.branch, child=child, at=at, **_edits_json(edits, hooks))
+        self.trace.add("fork", branch=lane.branch, child=child, at=at, **edits_json(edits, hooks))
         return new
 
     def _inherited(self, lane: Lane, recording: Recording, same: int, known: int) -> Recording:
@@ -64,9 +65,11 @@ class Forest:
         if main is None or main.recording is None:
             return recording.fork(min(same, known))
         if lane.certified and not main.certified:
-            return Recording()  # the fast path has been there since: all rows are computed again
+            return recording.like()  # the fast path has been there since: all rows are computed again
         common = self.tree.common_prefix(main.branch, lane.branch) - (lane.capture.lag if lane.capture else 0)
-        return main.recording.fork(min(same, known, common))
+        mine, other = ({edit.key: edit.first for edit in each.edits} for each in (lane, main))
+        apart = [(mine | other)[key] for key in mine.keys() ^ other.keys()]  # same tokens, but other states
+        return main.recording.fork(min([same, known, common, *apart]))
 
     def force(self, lane: Lane, ids: list[int]) -> None:
         """Append tokens; `compute` gives them their rows."""
@@ -160,7 +163,7 @@ class Forest:
             self.trace.add(event["event"], **details)
 
 
-def _edits_json(edits: Edits, hooks: Hooks) -> dict[str, Any]:
+def edits_json(edits: Edits, hooks: Hooks) -> dict[str, Any]:
     """Trace fields; absent where there are no edits. Of hooks only that they were there: functions are not written down."""
     out: dict[str, Any] = {"edits": [edit.to_json() for edit in edits]} if edits else {}
     return out | ({"hooks": len(hooks)} if hooks else {})

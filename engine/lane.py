@@ -1,12 +1,16 @@
 """`Lane`: the live side of a branch, and `Job`: the work to do on it."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from replaylens.engine.capture import CaptureSpec, Recording
 from replaylens.engine.edits import Hook, PlacedEdit
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.pages import PageTable
 from replaylens.engine.sampling import Sampling
+
+if TYPE_CHECKING:
+    from replaylens.engine.thinking_thoughts import Thoughts
 
 
 @dataclass(eq=False)
@@ -28,6 +32,8 @@ class Lane:
     capture: CaptureSpec | None = None
     edits: tuple[PlacedEdit, ...] = ()
     hooks: tuple[Hook, ...] = ()
+    thoughts: "Thoughts | None" = None
+    """what a model that thinks thought along the prompt; the states that came of it are among the edits"""
     last_used: int = 0
 
     @property

@@ -77,7 +77,8 @@ class Loop:
         """
         self._clock += 1
         self._forget_done()
-        budget, turns = self.max_rows, []
+        budget = self.max_rows
+        turns: list[Turn] = []
         for job in sorted(self.jobs, key=self._rank):
             turn = self._plan(job, budget) if budget > 0 else None
             if turn is not None and not self._make_room(turn):

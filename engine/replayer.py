@@ -157,7 +157,7 @@ def _capture(raw: dict[str, Any] | None) -> CaptureSpec | None:
     lens = raw["lens"]
     if lens is not None:
         lens = LensSpec(tuple(lens["sites"]), lens["top_k"], tuple(lens["targets"]), lens["full"], lens["tuned"])
-    return CaptureSpec(tuple(raw["sites"]), lens, raw["rejected"], raw["last"])
+    return CaptureSpec(tuple(raw["sites"]), lens, raw["rejected"], raw["last"], tuple(raw.get("thoughts", ())))
 
 
 def _sampling(raw: dict[str, Any]) -> Sampling:

@@ -17,6 +17,8 @@ from replaylens.tasks import Example
 if TYPE_CHECKING:
     from replaylens.engine.dump import Dump
     from replaylens.engine.engine import Engine
+    from replaylens.engine.thinking_thoughts import Thoughts
+    from replaylens.views.thinking import Thinking
     from replaylens.views.timeline import Timeline
     from replaylens.views.tree import Tree
 
@@ -48,6 +50,8 @@ class Result:
     recording: Recording | None
     certified: bool = True
     """whether every row of it is canonical; only such examples can be dumped"""
+    thoughts: "Thoughts | None" = None
+    """what a model that thinks thought along the prompt"""
 
     @property
     def activations(self) -> Recording:
@@ -88,11 +92,17 @@ class Run(Sequence[Result]):
         drafted = sum(r.statistics.drafted for r in self.results)
         return sum(r.statistics.accepted for r in self.results) / drafted if drafted else float("nan")
 
-    def tree(self, index: int) -> "Tree":
-        """The branch tree of one example: its path, and the rejected drafts hanging off it. Draws itself, or `print` it."""
+    def tree(self, index: int) -> "Tree | Thinking":
+        """The branch tree of one example: its path, and the rejected drafts hanging off it; of a model that thinks, its
+        chunks, states and thoughts. Draws itself, or `print` it."""
+        result = self.results[index]
+        if result.thoughts is not None:
+            from replaylens.views.thought import picture
+
+            return picture(self.engine, result.tokens, result.thoughts, f"example {result.example.index}")
         from replaylens.views.live import tree_of_result
 
-        return tree_of_result(self.engine, self.results[index])
+        return tree_of_result(self.engine, result)
 
     def timeline(self, index: int) -> "Timeline":
         """One example step by step: prefill, decode, verify, rollback, and what the KV cache held."""
@@ -193,6 +203,7 @@ def _result(engine: "Engine", example: Example, branch: Branch) -> Result:
         rejected=rejected,
         recording=branch.lane.recording,
         certified=branch.certified,
+        thoughts=branch.lane.thoughts,
     )
 
 

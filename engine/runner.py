@@ -94,7 +94,8 @@ class Runner:
         rows = cuda.device_rows(batch, self.pool, self.cache)
         return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(batch, self.cache, rows)
 
-    def _head_ops(self) -> Ops:
+    def head_ops(self) -> Ops:
+        """Canonical ops for rows outside a pass: norms and products, no attention."""
         if self.device == "cpu":
             return _Stateless(self.products)
         from replaylens.engine import cuda
@@ -117,7 +118,7 @@ class Runner:
 
     @torch.inference_mode()
     def _head(self, residual: Tensor, tap: PassTap) -> Tensor:
-        ops, tile, out = self._head_ops(), self.tile, []
+        ops, tile, out = self.head_ops(), self.tile, []
         for piece in residual.to(self.device).split(LENS_ROWS):
             padded = torch.zeros(-(-len(piece) // tile) * tile, piece.shape[1], dtype=piece.dtype, device=piece.device)
             padded[: len(piece)] = piece

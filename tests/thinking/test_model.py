@@ -10,44 +10,28 @@ from safetensors.torch import load_file, save_file
 
 from replaylens.engine import thinking
 from replaylens.engine import thinking_plain as plain
-from replaylens.engine.config import ModelConfig
 from replaylens.engine.errors import BadConfig, BadWeights
 from replaylens.engine.ops import SequenceOps
 from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
 from tests.engine.reference import random_decoder
+from tests.thinking.reference import BASE, EOS, PAD, random_prompt, thinking_model
 
-CONFIG = ModelConfig(
-    num_layers=4, d_model=32, num_heads=2, num_kv_heads=1, d_head=16, d_mlp=48, vocab_size=29, max_positions=64, rotary_dim=16
-)  # fmt: skip
-EOS, PAD = 1, 0
+CONFIG = BASE
 
 
 def shape(chunk: int = 3, **others: Any) -> ThinkingConfig:
     return ThinkingConfig.for_backbone(CONFIG, chunk, EOS, PAD, **{"max_thought": 4, **others})
 
 
-def model(chunk: int = 3, seed: int = 0, **others: Any) -> ThinkingDecoder:
-    """Random weights, T and C shaken away from where they start; it thinks something in about every other chunk."""
-    made = ThinkingDecoder.around(random_decoder(CONFIG, seed), shape(chunk, **others))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, x in made.named_parameters():
-            if not name.startswith("backbone."):
-                x.add_(0.1 * torch.randn(x.shape, generator=generator))
-        made.think_unembed[EOS] += 0.35 * made.think_unembed.abs().mean() * torch.sign(made.think_norm.weight)
-    return made.requires_grad_(False).eval()
-
-
-def text(chunks: int, chunk: int = 3, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, CONFIG.vocab_size, (chunks, chunk), generator=generator)
+def text(chunks: int) -> torch.Tensor:
+    return torch.tensor(random_prompt(chunks)).view(chunks, 3)
 
 
 # What it computes
 
 
 def test_without_thoughts_it_is_its_backbone() -> None:
-    made, tokens = model(), text(5)
+    made, tokens = thinking_model(), text(5)
     empty = torch.full((5, 4), EOS)
     states = plain.states_of(made, empty[None])
     assert torch.equal(states, torch.zeros_like(states)), "the state of an empty thought is exactly zero"
@@ -58,7 +42,7 @@ def test_without_thoughts_it_is_its_backbone() -> None:
 
 @pytest.mark.parametrize("guess", ["empty", "wrong"])
 def test_rounds_of_guesses_settle_on_the_sequential_outcome(guess: str) -> None:
-    made, tokens = model(), text(7)
+    made, tokens = thinking_model(), text(7)
     thoughts, _, logits = plain.sequential(made, tokens)
     assert any(t[0] != EOS for t in thoughts), "something is thought"
     first = torch.full((1, 7, 4), EOS) if guess == "empty" else torch.full((1, 7, 4), 5)
@@ -70,7 +54,7 @@ def test_rounds_of_guesses_settle_on_the_sequential_outcome(guess: str) -> None:
 
 
 def test_a_state_reaches_the_next_chunk_and_no_earlier_one() -> None:
-    made, tokens = model(), text(4)
+    made, tokens = thinking_model(), text(4)
     states = torch.zeros(1, 4, 3, CONFIG.d_model)
     _, without = plain.run(made, tokens[None], states)
     states[:, 2] = 1.0
@@ -83,7 +67,7 @@ def test_a_state_reaches_the_next_chunk_and_no_earlier_one() -> None:
 @pytest.mark.parametrize("length", [2, 3, 4, 6])
 def test_a_thought_is_compressed_to_the_last_real_positions(length: int) -> None:
     """Filling up and batch padding change nothing: a long thought's state comes from its own last c positions."""
-    made = model(max_thought=8)
+    made = thinking_model(max_thought=8)
     words = torch.tensor([[*range(5, 5 + length - 1), EOS]])
     alone = plain.states_of(made, words)
     roomy = plain.states_of(made, torch.cat([words, torch.full((1, 8 - length), EOS)], dim=1))
@@ -94,7 +78,7 @@ def test_a_thought_is_compressed_to_the_last_real_positions(length: int) -> None
 
 
 def test_thoughts_are_cut_at_the_limit() -> None:
-    made = model()
+    made = thinking_model()
     with torch.no_grad():
         made.think_unembed[EOS] = -1e3 * made.think_norm.weight.sign()
         made.think_unembed[7] = 1e3 * made.think_norm.weight.sign()
@@ -118,7 +102,7 @@ def test_t_starts_as_the_last_block_and_c_as_the_first() -> None:
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
-    made = model()
+    made = thinking_model()
     thinking.save(made, tmp_path)
     back = thinking.load(tmp_path)
     assert back.thinking == made.thinking
@@ -152,7 +136,7 @@ def test_a_backbone_of_two_blocks_is_too_shallow() -> None:
 
 @pytest.mark.parametrize(("part", "says"), [("think.", "thinking block T"), ("compress.", "compression block C")])
 def test_a_checkpoint_without_t_or_c(tmp_path: Path, part: str, says: str) -> None:
-    thinking.save(model(), tmp_path)
+    thinking.save(thinking_model(), tmp_path)
     file = tmp_path / thinking.WEIGHTS_FILE
     save_file({name: x for name, x in load_file(file).items() if not name.startswith(part)}, file)
     with pytest.raises(BadWeights, match=says):
