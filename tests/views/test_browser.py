@@ -121,6 +121,24 @@ def test_timeline_steps(tab: Any, run: Run, tmp_path: Path) -> None:
     assert box["width"] > 400 and box["height"] > 100
 
 
+@pytest.mark.parametrize("light, page", [("true", "rgb(255, 255, 255)"), ("false", "rgb(20, 23, 26)")])
+def test_a_notebook_decides_on_light_and_dark(tab: Any, run: Run, tmp_path: Path, light: str, page: str) -> None:
+    """Jupyter's theme counts, whatever the system's is; its style for tables and lists does not reach in."""
+    style = "<style>.nb td,.nb th{text-align:right}.nb tbody tr:nth-child(odd){background:red}.nb dl{display:block}</style>"
+    file = tmp_path / "notebook.html"
+    inside = f"<div class=nb style='transform:translateX(40px);contain:layout'>{run._repr_html_()}</div>"
+    file.write_text(f"<!DOCTYPE html><meta charset=utf-8>{style}<body data-jp-theme-light={light}>{inside}")
+    tab.goto(file.as_uri())
+    looks = "s => { const c = getComputedStyle(document.querySelector(s)); return [c.backgroundColor, c.textAlign, c.display] }"
+    assert tab.evaluate(looks, ".rl-view")[0] == page and tab.evaluate(looks, ".rl-facts")[2] == "grid"
+    tab.click("summary")
+    token = tab.locator(".rl-grid .rl-accepted:visible").first
+    token.hover()
+    assert tab.evaluate(looks, ".rl-tip td")[1] == "left" and tab.evaluate(looks, ".rl-tip tr")[0] == "rgba(0, 0, 0, 0)"
+    card, box = tab.locator(".rl-tip").bounding_box(), token.bounding_box()
+    assert abs(card["x"] - box["x"]) < 2 and 0 < card["y"] - box["y"] - box["height"] < 12, "below its token, in any container"
+
+
 def test_without_scripts_everything_is_there(browser: Any, run: Run, tmp_path: Path) -> None:
     """Where a page strips scripts, all frames stand below one another and titles tell what cards would."""
     told = run.timeline(0)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from replaylens.engine.branches import TokenState
 from replaylens.engine.lens import LensLayer
@@ -96,10 +96,6 @@ class Tree:
         from replaylens.views import html, tree_html
 
         return html.fragment(tree_html.draw(self))
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """IPython in a terminal: in colour."""
-        printer.text(str(self))
 
 
 _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍", "": "∅"}

@@ -4,6 +4,8 @@
     const tip = view.appendChild(document.createElement("div"));
     tip.className = "rl-tip";
     tip.setAttribute("role", "tooltip");
+    tip.popover = "manual";  // above everything, and placed by the window, whatever a notebook does around us
+    tip.showPopover?.();
     let table = null;
     for (const line of text.split("\n")) {
       const cells = line.split("\t");
