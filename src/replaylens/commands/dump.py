@@ -25,6 +25,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, EngineError, UnfinishedDump
 from replaylens.engine.run import Result, Run
 from replaylens.engine.sampling import Sampling
+from replaylens.engine.thinking_thoughts import Thoughts
 from replaylens.tasks import TaskError
 
 MODEL = "coin-plain"
@@ -185,8 +186,10 @@ def replay(
         typer.echo(json.dumps({**shown, "examples": [_record(engine, result) for result in run]}, indent=1))
         return
     console = Console(highlight=False)
-    for result in run:
+    for number, result in enumerate(run):
         console.print(_coloured(engine, result), soft_wrap=True)
+        if result.thoughts is not None:
+            console.print(Text(str(run.tree(number))), soft_wrap=True)
     stood = f"{run.acceptance:.1%} of drafts accepted" if run.acceptance == run.acceptance else "nothing drafted"
     console.print(f"{len(run)} examples, {run.accuracy:.1%} correct, {stood}")
 
@@ -207,7 +210,13 @@ def _record(engine: Engine, result: Result) -> dict[str, Any]:
             for path in result.rejected
         ],
         "statistics": asdict(result.statistics),
-    }
+    } | ({} if result.thoughts is None else {"thoughts": _thoughts(engine, result.thoughts)})
+
+
+def _thoughts(engine: Engine, thoughts: Thoughts) -> list[dict[str, Any]]:
+    """What a model that thinks thought, chunk by chunk, for --json."""
+    said = [{"tokens": list(t.tokens), "thought": engine.text.decode(t.tokens)} for t in thoughts.chunks]
+    return [{"chunk": number, **each} for number, each in enumerate(said)]
 
 
 def _coloured(engine: Engine, result: Result) -> Text:
