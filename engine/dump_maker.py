@@ -82,7 +82,8 @@ class ShardMaker:
 
 def describe_sites(engine: "Engine", content: Content) -> dict[str, SiteEntry]:
     """What the manifest says of each stored tensor."""
-    letters, found = engine.sites.letters(), {}
+    letters = {name: letter for letter in "STC" for name in engine.sites.letter(letter)}
+    found = {}
     for name, x in content.tensors.items():
         aliases = () if name.startswith("Z.") else engine.sites.sites[name].aliases
         letter = "Z" if name.startswith("Z.") else letters.get(name)

@@ -131,10 +131,6 @@ class SiteTable:
             case _:
                 raise UnknownSite(f"no site letter {letter!r}; known: S, T, C, Z")
 
-    def letters(self) -> dict[str, str]:
-        """The letter of every site that has one, Z aside."""
-        return {name: letter for letter in "STC" for name in self.letter(letter)}
-
     def select(self, sites: str | list[str] | tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
         """Resolve "STCZ", "S,T", a name, or a list of these: (site names in model order, whether Z is among them)."""
         words = re.split(r"[,\s]+", sites.strip()) if isinstance(sites, str) else list(sites)

@@ -9,7 +9,7 @@ from replaylens.engine.thinking_thoughts import LETTERS as THOUGHT_LETTERS
 
 
 class ThinkingSites(SiteTable):
-    """S, T, C and Z name the sites of thoughts too; whole distributions only by their own name."""
+    """S, T, C and Z choose the sites of thoughts too, whole distributions aside. They are no layers: `letter` leaves them out."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -25,6 +25,3 @@ class ThinkingSites(SiteTable):
 
     def in_order(self) -> list[str]:
         return [*super().in_order(), *THOUGHT_LETTERS]
-
-    def letters(self) -> dict[str, str]:
-        return super().letters() | THOUGHT_LETTERS
