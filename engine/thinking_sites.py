@@ -9,7 +9,7 @@ from replaylens.engine.thinking_thoughts import LETTERS as THOUGHT_LETTERS
 
 
 class ThinkingSites(SiteTable):
-    """S, T, C and Z choose the sites of thoughts too, whole distributions aside. They are no layers: `letter` leaves them out."""
+    """S, T, C and Z choose the sites of thoughts, too, but for whole distributions. `letter` counts layers: they are none."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
