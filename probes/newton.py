@@ -64,7 +64,8 @@ class Newton:
         scale = grams.scales[:, first]
         correlation = grams.second[:, first] / (scale[..., :, None] * scale[..., None, :])
         self.gram = correlation / grams.counts[first][None, :, None, None]  # [b, t, d, d]
-        self.curvature: Tensor | None = None
+        self.curvature = torch.full_like(self.gram[..., 0, 0], torch.inf)  # [b, t]: mean row weight behind each factor
+        self.factor = torch.empty_like(self.gram)
         self.tiny = torch.finfo(y.dtype).tiny
 
     def run(self) -> tuple[Tensor, Tensor]:
@@ -139,14 +140,18 @@ class Newton:
         return step
 
     def _preconditioner(self, q: Tensor) -> Callable[[Pair], Pair]:
-        """Approximate inverse of the Hessian; factored anew only when the rows' weights have fallen to half."""
+        """Approximate inverse of the Hessian; factored anew only where the rows' weights have fallen to half.
+
+        Each cell and task decides for itself, so that no problem's path depends on its neighbours.
+        """
         spread = (self.train * q * (1 - q)).sum((3, 4)) / q.shape[-1]  # [b, t, f]: sum over the rows
         mean = (spread / self.counts).mean(2)  # [b, t]
-        if self.curvature is None or bool((mean < 0.5 * self.curvature).any()):
-            self.curvature = mean
-            total = (mean * self.counts.mean(2))[..., None, None] * self.gram
+        fallen = mean < 0.5 * self.curvature
+        if bool(fallen.any()):
+            self.curvature = torch.where(fallen, mean, self.curvature)
+            total = (mean * self.counts.mean(2))[fallen][:, None, None] * self.gram[fallen]
             eye = torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
-            self.factor = torch.linalg.cholesky(total + self.penalty * eye)  # [b, t, d, d]
+            self.factor[fallen] = torch.linalg.cholesky(total + self.penalty * eye)
         bias_weight = spread.clamp_min(1e-6)[..., None]
 
         def apply(pair: Pair) -> Pair:

@@ -29,6 +29,8 @@ class Split:
     """[rows]"""
 
     def __post_init__(self) -> None:
+        if (self.test.sum(0) > 1).any():
+            raise ProbeError(f"split {self.name!r} tests a row in several folds: a row has one held-out prediction")
         for number, (train, test) in enumerate(self):
             both = np.intersect1d(self.roots[train], self.roots[test])
             if len(both):

@@ -1,0 +1,226 @@
+"""Sweeps: the same report twice, resumed or not; controls that do what they say; every bad setting a named error."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from replaylens.engine.dump import Dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import OtherFingerprint
+from replaylens.probes import controls, sweeping
+from replaylens.probes.errors import BadProbeFile, BadRows, OneClass, OtherSweep, ProbeError, TooFewRoots, UnknownEstimator
+from replaylens.probes.goals import make_goal
+from replaylens.probes.heldout import held_out, residualised
+from replaylens.probes.report import Report
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.splits import by_length, by_root
+from replaylens.probes.sweeping import sweep
+from tests.probes.synthetic import rows_of
+from tests.toy_model import engine as toy_engine
+
+QUICK: dict[str, Any] = {"sites": "S", "positions": "query", "resamples": 200, "permutations": 99}
+
+
+def body(report: Report) -> str:
+    return json.dumps(report.to_json())
+
+
+def test_coin_model_tracks_the_face(coin_dump: Dump, engine: Engine) -> None:
+    """On the real model the face is shown late, not in the embedding; known zeros are not; the untrained model knows less."""
+    report = sweep(coin_dump, ["face", "parity"], engine=engine, **(QUICK | {"positions": ["query", "step"]}))
+    at_query = report.table.query("label == 'face' and position == 'query'").set_index("layer")
+    assert at_query.loc[4, "accuracy"] > 0.95 and at_query.loc[4, "p_family"] <= 0.05
+    assert at_query.loc[0, "low"] < 0.6 and at_query.loc[4, "untrained"] < 0.75
+    zeros = report.table[report.table["known_zero"]]
+    assert len(zeros) == 15 and (zeros["p"] > 0.005).all()
+    assert "Shown: face at query" in report.text() and "next_action" in " ".join(report.notes)
+
+
+def test_same_report_twice(coin_dump: Dump, tmp_path: Path) -> None:
+    """Byte for byte, PNGs included."""
+    for name in ("a", "b"):
+        sweep(coin_dump, "face", **QUICK, code_length=True).save(tmp_path / name)
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert {"report.json", "summary.txt", "table.csv", "heatmap-face-logistic.png", "curves-face-logistic.png"} <= set(files)
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    other = sweep(coin_dump, "face", **QUICK, code_length=True, seed=1)
+    assert body(other) != (tmp_path / "a" / "report.json").read_text(), "another seed gives another report"
+
+
+def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut short after some parts, it goes on from them: the same bytes, and finished parts are not computed again."""
+    whole = sweep(coin_dump, "face", **(QUICK | {"positions": ["query", "query-1"]}))
+    real, calls = sweeping.held_out, [0]
+
+    def limited(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 1:
+            raise KeyboardInterrupt
+        return real(*args, **options)
+
+    monkeypatch.setattr(sweeping, "held_out", limited)
+    settings = QUICK | {"positions": ["query", "query-1"], "resume": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        sweep(coin_dump, "face", **settings)
+    calls[0] = 0
+    assert body(sweep(coin_dump, "face", **settings)) == body(whole), "one part was left to compute"
+    assert calls[0] == 1
+    with pytest.raises(OtherSweep):
+        sweep(coin_dump, "parity", **settings)
+
+
+def test_batches_change_nothing_that_counts(coin_dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells solved one at a time, or all together: the same predictions, hence the same scores, intervals and tests."""
+    together = sweep(coin_dump, "face", **QUICK).table
+    monkeypatch.setattr(sweeping, "MEMORY_MB", 0)
+    alone = sweep(coin_dump, "face", **QUICK).table
+    for column in ("accuracy", "low", "high", "p", "p_family", "shuffled", "control_task"):
+        assert alone[column].equals(together[column]), column
+    assert np.allclose(alone["v_information"], together["v_information"], atol=1e-5)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_estimators_fitted_apart(jobs: int) -> None:
+    """lda and sparse, in one process or two: the same lines, and the planted layer is found."""
+    report = sweep(rows_of(), "face", estimators=["lda", "sparse"], jobs=jobs, **(QUICK | {"positions": "all"}))
+    table = report.table.query("label == 'face'")
+    assert (table[table["layer"] == 1]["accuracy"] > 0.85).all() and (table[table["layer"] == 0]["accuracy"] < 0.7).all()
+    assert sorted(set(table["estimator"])) == ["lda", "sparse"]
+
+
+@pytest.mark.slow
+def test_ray_backend_changes_nothing() -> None:
+    ray = pytest.importorskip("ray")
+    plain = sweep(rows_of(roots=40), "face", estimators="lda", **(QUICK | {"positions": "all"}))
+    try:
+        spread = sweep(rows_of(roots=40), "face", estimators="lda", backend="ray", jobs=2, **(QUICK | {"positions": "all"}))
+    finally:
+        ray.shutdown()
+    assert body(spread) == body(plain)
+
+
+def test_numbers_are_regressed_on() -> None:
+    """A number planted in the rows has r2 near 1 there and near 0 in noise; classifiers refuse it."""
+    rows = rows_of()
+    value = rows.matrix("S", 1)[:, 2] + 0.1 * np.random.default_rng(0).normal(size=len(rows))
+    rows = ProbeRows(rows.frame.assign(height=value), rows.source, rows.numbers)
+    table = sweep(rows, "height", estimators="ridge", **(QUICK | {"positions": "all"})).table.query("label == 'height'")
+    assert table.set_index("layer").loc[1, "accuracy"] > 0.95 and (table["metric"] == "r2").all()
+    assert table.set_index("layer").loc[1, "p_family"] == 0.01
+    with pytest.raises(ProbeError, match="use ridge"):
+        sweep(rows, "height", **(QUICK | {"positions": "all"}))
+
+
+def test_length_generalisation(coin_dump: Dump) -> None:
+    """Fitted on short prompts, tested on longer ones: one fold, and the sizes say so."""
+    table = sweep(coin_dump, "face", split="length:3", **QUICK).table.query("label == 'face'")
+    rows = ProbeRows.of(coin_dump).accepted().at("query")
+    assert set(table["rows"]) == {int(by_length(rows, 3).test.sum())}
+
+
+def test_code_length_and_information(coin_dump: Dump) -> None:
+    """Where the face is plain, its labels compress; where it is not, they do not."""
+    table = sweep(coin_dump, "face", code_length=True, **QUICK).table.query("label == 'face'").set_index("layer")
+    assert table.loc[4, "compression"] > 1.5 > 1.1 > table.loc[0, "compression"]
+    assert table.loc[4, "v_information"] > 0.8 and abs(table.loc[0, "v_information"]) < 0.1
+    assert table.loc[4, "calibration_error"] < 0.1
+
+
+def test_residualised_rows_lose_the_nuisance() -> None:
+    """A layer that shows the label only through the row's position shows nothing once position is taken out."""
+    rows = rows_of(per_root=2)
+    place = rows.frame["position"].to_numpy(dtype=float)
+    target = make_goal(rows.target("actions"))
+    x = torch.from_numpy(rows.matrix("S", 0))[None].clone()
+    x[0, :, 0] += torch.from_numpy(5 * place)
+    split = by_root(rows)
+    plain = held_out("logistic", x, [target], split.train, split.test).predicted[0, 0]
+    clean = held_out("logistic", x, [target], split.train, split.test, nuisance=place[:, None]).predicted[0, 0]
+    assert np.mean(plain == target.codes) > 0.95 and np.mean(clean == target.codes) < 0.6
+    left = residualised(x, place[:, None], split.train[0])
+    fitted = left[0, torch.from_numpy(split.train[0])]
+    assert abs(float(fitted[:, 0] @ torch.from_numpy(place[split.train[0]]))) < 1e-6
+
+
+# Controls
+
+
+def test_bags_count_the_path(steps_dump: Dump) -> None:
+    """Token counts of a row, rejected or not, are those of the tokens on its own path."""
+    every = ProbeRows.of(steps_dump)
+    chosen = every.rejected().at("step")
+    bags = controls.bags(every, chosen)
+    frame, tokens = every.frame, np.unique(every.frame["token"])
+    for i in (0, len(chosen) // 2, len(chosen) - 1):
+        row = chosen.frame.iloc[i]
+        own = frame[(frame["example"] == row["example"]) & (frame["branch"] == row["branch"])]
+        main = frame[(frame["example"] == row["example"]) & (frame["branch"] == 0)]
+        path = [*main[main["position"] < row["fork_position"]]["token"], *own[own["position"] <= row["position"]]["token"]]
+        assert len(path) == row["position"] + 1
+        assert bags[i].tolist() == [path.count(token) for token in tokens]
+
+
+def test_control_task_is_a_function_of_the_context(coin_dump: Dump) -> None:
+    """Equal contexts have equal control labels; classes are about as frequent as the real ones."""
+    every = ProbeRows.of(coin_dump)
+    here = every.accepted().at("step")
+    types, length = controls.contexts(every, here) or (np.zeros(0), 0)
+    goal = make_goal(here.target("face"))
+    labels = controls.control_labels(types, goal.codes)
+    assert length >= 2 and len(np.unique(types)) >= controls.LEAST_TYPES
+    assert all(len(set(labels[types == t])) == 1 for t in np.unique(types))
+    assert not np.array_equal(labels, controls.control_labels(types, goal.codes, seed=1))
+
+
+def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
+    """The start face, read off the very token that states it: perfect, and not shown, since token identity does as well."""
+    report = sweep(coin_dump, "start", **(QUICK | {"positions": "4"}))
+    assert report.best("start")["accuracy"] == 1 and report.best("start")["token_identity"] == 1
+    assert report.text().startswith("Not shown: start at 4")
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"estimators": "magic"}, UnknownEstimator, "known: logistic"),
+        ({"estimators": "ccs"}, ProbeError, "other input"),
+        ({"positions": "4"}, OneClass, "position '4'"),
+        ({"positions": "400"}, BadRows, "no row at position"),
+        ({"split": "shuffle"}, ProbeError, "give root, length:8"),
+        ({"folds": 1000}, TooFewRoots, "for 1000 folds"),
+        ({"branches": "some"}, ProbeError, "choose accepted"),
+        ({"precision": "half"}, ProbeError, "double, single"),
+        ({"colour": "red"}, ProbeError, "unknown options"),
+        ({"permutations": 3}, ProbeError, "at least 19"),
+    ],
+)
+def test_bad_settings(coin_dump: Dump, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        sweep(coin_dump, "parity", **(QUICK | options))
+
+
+def test_engine_of_another_dump(coin_dump: Dump) -> None:
+    with pytest.raises(OtherFingerprint):
+        sweep(coin_dump, "face", engine=toy_engine(), **QUICK)
+
+
+def test_report_on_disk(coin_dump: Dump, report_folder: Path) -> None:
+    """It loads as it was saved; anything else is refused by name."""
+    report = sweep(coin_dump, "face", **QUICK)
+    report.save(report_folder)
+    loaded = Report.load(report_folder)
+    assert loaded.to_json() == report.to_json() and loaded.source["digest"] == coin_dump.digest
+    assert "NaN" not in (report_folder / "report.json").read_text()
+    (report_folder / "report.json").write_text("{}")
+    with pytest.raises(BadProbeFile):
+        Report.load(report_folder)
+    with pytest.raises(ProbeError, match="no lines for label"):
+        report.heatmap("nose")
