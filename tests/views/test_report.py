@@ -67,10 +67,10 @@ def test_only_our_own_script_may_run(html: str) -> None:
 
 
 def test_the_table_says_what_the_run_said(html: str, run: Run) -> None:
-    for (index, prompt, generated, right, rejected), result in zip(rows_of(html), run, strict=True):
+    for (index, prompt, generated, answer, right, rejected), result in zip(rows_of(html), run, strict=True):
         decoded = [run.engine.text.token(token) for token in result.tokens]
         assert prompt == "".join(decoded[: result.num_prompt]) and generated == "".join(decoded[result.num_prompt :])
-        assert (index, right) == (result.example.index, result.correct)
+        assert (index, answer, right) == (result.example.index, result.example.answer.strip(), result.correct)
         assert rejected == len({(other.fork_position, tuple(other.tokens)) for other in result.rejected})
 
 

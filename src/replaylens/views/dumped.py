@@ -8,11 +8,14 @@ import numpy as np
 
 from replaylens.engine.branches import BranchStatus, TokenState
 from replaylens.engine.dump import Dump
+from replaylens.tasks.errors import UnknownTask
 from replaylens.views.readings import Decode, Readings
 from replaylens.views.tree import Path, Token, Tree
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from replaylens.tasks.task import AnyTask
 
 _LENS = ("Z.entropy", "Z.kl", "Z.emitted", "Z.top_ids", "Z.top_logprobs")
 
@@ -25,6 +28,8 @@ class DumpedExample:
     root: str
     prompt: str
     generated: str
+    answer: str
+    """the right one; empty where the task is not known here"""
     correct: bool
     num_rejected: int
     """branches"""
@@ -35,13 +40,22 @@ class DumpedExample:
 
 def examples(dump: Dump, decode: Decode | None = None, with_lens: bool = True) -> Iterator[DumpedExample]:
     """All examples in order. `decode`: how tokens read that occur in the lens only; without it they show as numbers."""
-    words = decode or _words(dump)
+    words, task = decode or _words(dump), _task(dump)
     lens = [name for name in _LENS if name in dump.sites] if with_lens else []
     for number, shard in enumerate(dump.manifest.shards):
         frame = dump.files.frame(number)
         z = {name: dump.files.shard(number).rows(name, slice(0, shard.rows)).numpy() for name in lens}
         for index, rows in frame.groupby("example", sort=True):
-            yield _example(int(index), rows, z, words, list(dump.labels))
+            answer = task.example(int(index)).answer.strip() if task else ""
+            yield _example(int(index), answer, rows, z, words, list(dump.labels))
+
+
+def _task(dump: Dump) -> "AnyTask | None":
+    """The task behind the dump; None: one of the user's own, which is not registered here."""
+    try:
+        return dump.manifest.plan.make_task()
+    except UnknownTask:
+        return None
 
 
 def _words(dump: Dump) -> Decode:
@@ -53,7 +67,9 @@ def _words(dump: Dump) -> Decode:
     return lambda token: known.get(token, f"#{token}")
 
 
-def _example(index: int, rows: "pd.DataFrame", z: dict[str, np.ndarray], decode: Decode, labels: list[str]) -> DumpedExample:
+def _example(
+    index: int, answer: str, rows: "pd.DataFrame", z: dict[str, np.ndarray], decode: Decode, labels: list[str]
+) -> DumpedExample:
     paths, readings = [], None
     for branch, own in rows.groupby("branch", sort=True):
         reading = _readings(own, z, decode)
@@ -70,6 +86,7 @@ def _example(index: int, rows: "pd.DataFrame", z: dict[str, np.ndarray], decode:
         str(rows["root"].iloc[0]),
         "".join(accepted["text"][prompt]),
         "".join(accepted["text"][~prompt]),
+        answer,
         correct,
         len(paths) - 1,
         Tree(tuple(paths), title),

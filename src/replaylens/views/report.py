@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm.auto import tqdm
 
@@ -76,7 +77,7 @@ def _about_dump(wanted: ReportPage, dump: Dump, progress: bool) -> tuple[list[pa
 
 def _overview(dump: Dump, seen: "_Seen") -> Markup:
     plan, manifest = dump.manifest.plan, dump.manifest
-    right = sum(row[3] for row in seen.rows)
+    right = sum(row.right for row in seen.rows)
     letters = [f"{letter}: {len(manifest.letter(letter))} tensors" for letter in "STCZ" if manifest.letter(letter)]
     facts: dict[str, str | int | float] = {
         "task": plan.task,
@@ -84,7 +85,7 @@ def _overview(dump: Dump, seen: "_Seen") -> Markup:
         "examples": len(seen.rows),
         "right answers": f"{right} ({right / len(seen.rows):.1%})" if seen.rows else "none",
         "rows": f"{manifest.rows}, of which {manifest.accepted_rows} on accepted paths",
-        "rejected branches": sum(row[4] for row in seen.rows),
+        "rejected branches": sum(row.rejected for row in seen.rows),
         "drafter": f"{plan.drafter}, window {plan.window or 'by the clock'}",
         "captured": ", ".join(letters),
         "labels": ", ".join(manifest.labels),
@@ -132,7 +133,7 @@ def _explorer(count: int, trees: int) -> Markup:
     chosen = tag("select", *(tag("option", text, value=key) for key, text in kinds.items()), id="rl-kind", aria_label="show")
     pager = [tag("button", text, type="button", id=f"rl-{text}") for text in ("previous", "next")]
     shown = tag("span", id="rl-shown", class_="rl-quiet")
-    names = {"example": "rl-number", "prompt": "", "generated": "", "right": "", "rejected": "rl-number"}
+    names = {"example": "rl-number", "prompt": "", "generated": "", "answer": "", "right": "", "rejected": "rl-number"}
     head = tag("tr", *(tag("th", name, class_=look or None) for name, look in names.items()))
     table = tag("table", tag("thead", head), tag("tbody", id="rl-table"), class_="rl-examples")
     note = [] if trees == count else [tag("p", f"The first {trees} of {count} examples have a tree.", class_="rl-quiet")]
@@ -140,18 +141,31 @@ def _explorer(count: int, trees: int) -> Markup:
     return join([bar, tag("div", table, class_="rl-scroll"), *note, tag("div", id="rl-explorer", aria_live="polite")])
 
 
+class TableRow(NamedTuple):
+    """One example in the page's table, as its script reads it."""
+
+    example: int
+    prompt: str
+    generated: str
+    answer: str
+    right: bool
+    rejected: int
+    """branches"""
+
+
 class _Seen:
     """What is gathered while the examples go by once."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, str, str, bool, int]] = []
+        self.rows: list[TableRow] = []
         self.averages = lens_map.LensAverages()
 
     def fragments(self, found: "Iterator[DumpedExample]", most: int) -> Iterator[str]:
         """Mutates: the table's rows and the averages; yields the trees of the first `most` examples."""
         for example in found:
             self.averages.add(example)
-            self.rows.append((example.index, example.prompt, example.generated, example.correct, example.num_rejected))
+            texts = example.prompt, example.generated, example.answer
+            self.rows.append(TableRow(example.index, *texts, example.correct, example.num_rejected))
             if len(self.rows) <= most:
                 yield _example(example)
 

@@ -6,13 +6,13 @@
     document.body.dataset.theme = dark ? "light" : "dark";
   });
   if (!at("rl-rows")) return;
-  const rows = JSON.parse(at("rl-rows").textContent);  // [example, prompt, generated, right, rejected branches]
+  const rows = JSON.parse(at("rl-rows").textContent);  // [example, prompt, generated, answer, right, rejected branches]
   const texts = rows.map((row) => (row[1] + row[2]).toLowerCase());
   const kinds = {
     all: () => true,
-    right: (row) => row[3],
-    wrong: (row) => !row[3],
-    rejected: (row) => row[4] > 0,
+    right: (row) => row[4],
+    wrong: (row) => !row[4],
+    rejected: (row) => row[5] > 0,
   };
   let found = rows.map((_, i) => i), first = 0, chosen = null;
 
@@ -45,7 +45,7 @@
     const body = at("rl-table");
     body.replaceChildren();
     for (const i of found.slice(first, first + PAGE)) {
-      const [example, prompt, generated, right, rejected] = rows[i];
+      const [example, prompt, generated, answer, right, rejected] = rows[i];
       const line = body.insertRow();
       line.dataset.row = i;
       line.setAttribute("aria-selected", i === chosen);
@@ -55,6 +55,7 @@
       cell(line, "", "rl-number").append(button);
       cell(line, prompt);
       cell(line, generated);
+      cell(line, answer);
       cell(line, right ? "✓" : "✗");
       cell(line, rejected, "rl-number");
       line.addEventListener("click", () => show(i));
