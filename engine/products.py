@@ -88,11 +88,14 @@ class Products:
         counts = self.counts.get(shape, (TILE,))
         if shape not in self.packed:
             return tile_product(x, weight, counts)
-        large = tuple(count for count in counts if count > PACKED_ROWS)
+        packed = self._pack(weight)
+        if len(x) <= PACKED_ROWS:
+            return packed_product(x, packed, weight)
+        large = [count for count in counts if count > PACKED_ROWS]
         whole = len(x) - len(x) % large[-1] if large else 0
-        pieces = [tile_product(x[:whole], weight, large)] if whole else []
-        pieces += [packed_product(piece, self._pack(weight), weight) for piece in x[whole:].split(PACKED_ROWS) if len(piece)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        pieces = [tile_product(x[:whole], weight, tuple(large))] if whole else []
+        pieces += [packed_product(piece, packed, weight) for piece in x[whole:].split(PACKED_ROWS) if len(piece)]
+        return torch.cat(pieces)
 
     def _pack(self, weight: Tensor) -> Tensor:
         where = weight.data_ptr()

@@ -23,7 +23,7 @@ class Rotary:
 
 def inverse_frequencies(rope: Rope, rotary_dim: int) -> Tensor:
     """Angle per position for each pair of rotated dimensions: [rotary_dim / 2], float32."""
-    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rotary_dim
     frequency = 1.0 / (rope.theta**exponent)
     if rope.scaling == "linear":
         return frequency / rope.factor
@@ -47,7 +47,8 @@ def rotary_table(rope: Rope, rotary_dim: int, num_positions: int) -> Tensor:
     """cos and sin for every position: [num_positions, 2, rotary_dim / 2], float32.
 
     The angle is rounded to float32 as every peer does; cos and sin are taken in float64, so that an entry does not
-    depend on how many positions the table has.
+    depend on how many positions the table has. Made on the CPU whatever the default device: on the meta device torch would
+    load its compiler for this, which takes seconds.
     """
-    angle = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope, rotary_dim)[None, :]
+    angle = torch.arange(num_positions, device="cpu").float()[:, None] * inverse_frequencies(rope, rotary_dim)[None, :]
     return torch.stack([angle.double().cos(), angle.double().sin()], dim=1).float()
