@@ -1,0 +1,71 @@
+"""The embedded model runs the fifth picture's own sentence, and tracks longer stories than it was trained on."""
+
+from functools import cache
+
+import pytest
+from typer.testing import CliRunner
+
+from replaylens.cli import app
+from replaylens.engine import thinking_zoo, zoo
+from replaylens.engine.edits import Edit
+from replaylens.engine.engine import Engine
+from replaylens.engine.run import Run
+from replaylens.engine.thinking_engine import ThinkingEngine
+from replaylens.engine.thinking_prefill import GUESSES, Guess
+from replaylens.engine.train import Part
+
+SENTENCE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
+
+
+@cache
+def engine() -> ThinkingEngine:
+    loaded = Engine.load("coin-thinking")
+    assert isinstance(loaded, ThinkingEngine)
+    return loaded
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+def test_the_pictures_sentence(guess: Guess) -> None:
+    branch = engine().prompt(SENTENCE, guess=guess).generate(2)
+    drawn = branch.tree()
+    said = {"".join(chunk.tokens): chunk.thought for chunk in drawn.chunks[:-1]}
+    assert said.pop(" Alice flips") == (" tails", "<EOS>")
+    assert said.pop(" Bob flips") == (" heads", "<EOS>")
+    assert set(said.values()) == {("<EOS>",)}
+    assert branch.text == SENTENCE + " heads."
+    received = ["".join(chunk.tokens) for chunk in drawn.chunks if chunk.state]
+    assert received == [", then", ". What's"], "states go to the chunks after the flips, and nowhere else"
+    assert len(drawn.rounds) == {"sequential": 10, "empty": 3, "drafted": 3}[guess]
+
+
+def test_another_state_in_its_place_turns_thought_and_answer() -> None:
+    """The state after the first flip, taken from a story that began with tails."""
+    root = engine().prompt(SENTENCE, sites="S")
+    other = engine().prompt(SENTENCE.replace("heads", "tails"), sites="S")
+    swapped = Edit.interchange("thinking.state", other.activations["thinking.state"][8:10], slice(8, 10))
+    (turned,) = root.fork(edits=[swapped])
+    words = [engine().text.decode(t.tokens) for t in turned.thoughts.chunks if not t.empty]
+    assert words == [" tails", " tails"]
+    assert turned.generate(2).text == SENTENCE + " tails."
+
+
+@pytest.mark.parametrize(("rendering", "length"), [("picture", 8), ("picture", 12), ("states", 8)])
+def test_held_out_stories(rendering: str, length: int) -> None:
+    examples = zoo.held_out(Part("coin", 1, (("rendering", rendering),)), length, 12)
+    run = engine().replay(examples)
+    assert isinstance(run, Run) and run.accuracy == 1.0
+    for result in run:
+        words = [engine().text.decode(t.tokens) for t in result.thoughts.chunks if not t.empty]
+        assert "".join(words) == "".join(said for _, said in result.example.thoughts)
+
+
+def test_its_card_and_size() -> None:
+    folder = zoo.CHECKPOINTS / "coin-thinking"
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 4e6
+    assert "coin-thinking" in thinking_zoo.names() and engine().fingerprint.weights in (folder / "card.md").read_text()
+
+
+def test_the_command_shows_the_picture() -> None:
+    told = CliRunner().invoke(app, ["replay", "--model", "coin-thinking", "--n", "2", "--quiet"])
+    assert told.exit_code == 0 and "2 examples, 100.0% correct" in told.output, told.output
+    assert "round 1" in told.output and "|S|" in told.output
