@@ -9,6 +9,7 @@ from replaylens.engine.dump_content import Content, layer_of
 from replaylens.engine.dump_manifest import SiteEntry
 from replaylens.engine.dump_plan import DumpPlan
 from replaylens.engine.dump_rows import assemble
+from replaylens.engine.edits import Edit
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.run import Result, replay_examples
 from replaylens.tasks import Example
@@ -71,6 +72,7 @@ class ShardMaker:
             drafter=plan.drafter,
             window=plan.window,
             sampling=plan.sampling,
+            edits=[Edit.from_json(edit) for edit in plan.edits],
             max_new=plan.max_new,
             rejected=plan.rejected,
             batch=self.batch,

@@ -9,6 +9,7 @@ import torch
 from replaylens import tasks
 from replaylens.engine.capture import LensSpec
 from replaylens.engine.drafters import ModelDrafter
+from replaylens.engine.edits import Edit
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.planner import FIXED_WINDOW
 from replaylens.engine.sampling import Sampling
@@ -53,6 +54,8 @@ class DumpPlan:
     dtype: str
     """of the sites; Z is always float32 and int32"""
     examples_per_shard: int
+    edits: tuple[dict[str, Any], ...] = ()
+    """interventions on every example, as `Edit.to_json` spells them"""
     selector: Selector | None = field(default=None, compare=False, repr=False)
     """the function behind custom:NAME; a file cannot hold it"""
 
@@ -88,7 +91,7 @@ class DumpPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` gives the plan back, but for a custom selector."""
-        raw = {name: value for name, value in vars(self).items() if name != "selector"}
+        raw = {name: value for name, value in vars(self).items() if name != "selector" and (value or name != "edits")}
         indices = self.examples
         spelled = {"start": indices.start, "stop": indices.stop} if isinstance(indices, range) else {"indices": list(indices)}
         lens = None if self.lens is None else asdict(self.lens)
@@ -110,13 +113,15 @@ class DumpPlan:
             lens = LensSpec(**{**lens, "sites": tuple(lens["sites"]), "targets": tuple(lens["targets"])})
         sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
         sampling |= {name: tuple(sampling[name]) for name in ("stop", "stop_tokens")}
+        edits = tuple(Edit.from_json(edit).to_json() for edit in given.get("edits", ()))
         fixed = {"examples": indices, "lens": lens, "sampling": Sampling(**sampling), "sites": tuple(given["sites"])}
-        return cls(**{**given, **fixed})
+        return cls(**{**given, **fixed, "edits": edits})
 
     def differences(self, other: "DumpPlan") -> list[str]:
         """Readable lines: which options differ."""
         mine, theirs = self.to_json(), other.to_json()
-        return [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
+        other_edits = ["edits: other interventions"] if mine.pop("edits", None) != theirs.pop("edits", None) else []
+        return other_edits + [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
 
 
 def make_plan(
@@ -128,6 +133,7 @@ def make_plan(
     drafter: str = "lens",
     window: int | None = None,
     sampling: Sampling | None = None,
+    edits: Sequence[Edit] = (),
     max_new: int | None = None,
     rejected: bool = True,
     positions: str | Selector = "all",
@@ -138,6 +144,7 @@ def make_plan(
     """A plan for this engine, every name resolved.
 
     examples   how many, from index 0 on; or which indices, in any order
+    edits      interventions on every example, as in `replay_examples`
     positions  rows to keep: "all", "generated", "last" (of each branch), "steps" (where a step of the task ends), or a
                function from a `Path` to positions
     dtype      "float32", "bfloat16" or "float16"; default: as the model computes
@@ -163,6 +170,7 @@ def make_plan(
         positions=positions if isinstance(positions, str) else CUSTOM + getattr(positions, "__qualname__", "function"),
         dtype=dtype or str(engine.model.embed.dtype).removeprefix("torch."),
         examples_per_shard=examples_per_shard,
+        edits=tuple(edit.to_json() for edit in edits),
         selector=custom,
     )
 

@@ -75,7 +75,7 @@ def assemble(engine: "Engine", plan: DumpPlan, results: Sequence[Result]) -> Con
     starts = np.cumsum([0, *(len(path.tokens) - path.base for path in paths)])
     rows = np.concatenate([[], *(start + np.array(k) - p.base for start, k, p in zip(starts, kept, paths, strict=False))])
     rows = rows.astype(np.int64)
-    logprob, entropy = _probabilities(engine, paths, starts)
+    logprob, entropy = _probabilities(engine, paths, starts, bool(plan.edits))
     columns = _columns(engine, paths, kept)
     columns["logprob"] = pa.array(logprob[rows], pa.float32(), mask=np.isnan(logprob[rows]))
     columns["entropy"] = pa.array(entropy[rows], pa.float32())
@@ -186,14 +186,14 @@ def _label_array(name: str, values: list[Any]) -> pa.Array:
     return pa.array(values, types[kinds.pop()] if kinds else pa.null())
 
 
-def _probabilities(engine: "Engine", paths: list[Path], starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _probabilities(engine: "Engine", paths: list[Path], starts: np.ndarray, edited: bool) -> tuple[np.ndarray, np.ndarray]:
     """(log-probability of each row's own token, entropy of what may follow it), for all rows of the paths.
 
     A token's log-probability is read off the row before it; the first token of a rejected branch was judged by a row of
     the accepted path. The first token of all has none: NaN.
     """
     final = engine.sites.letter("S")[-1]
-    residual = torch.cat([_final_rows(engine, path, final) for path in paths])
+    residual = torch.cat([_final_rows(engine, path, final, edited) for path in paths])
     follows = [token for path in paths for token in [*path.tokens[path.base + 1 :], -1]]
     forks = [i for i, path in enumerate(paths) if path.base]
     judges = [int(starts[_accepted(paths, i)]) + paths[i].base - 1 for i in forks]
@@ -217,12 +217,12 @@ def _accepted(paths: list[Path], i: int) -> int:
     return i - paths[i].branch
 
 
-def _final_rows(engine: "Engine", path: Path, final: str) -> Tensor:
+def _final_rows(engine: "Engine", path: Path, final: str, edited: bool) -> Tensor:
     """The residual stream that leaves the model; computed again, to the same bits, where it was not captured."""
     if final in path.recording.sites():
         return path.recording[final]
-    if engine.guesses():  # states are not in a path's tokens
-        raise BadRequest(f"log-probabilities of a model that thinks are read off {final}: capture S, too")
+    if engine.guesses() or edited:  # a path's tokens say nothing of states and edits
+        raise BadRequest(f"log-probabilities of edited paths, and of a model that thinks, are read off {final}: capture S, too")
     branch = engine.prompt(path.tokens, sites=[final])
     try:
         return branch.activations[final][path.base :]

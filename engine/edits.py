@@ -51,6 +51,30 @@ class Edit:
         """Put rows captured elsewhere (another branch's `activations[site]`) in their place here."""
         return cls(site, "set", source, positions)
 
+    def to_json(self) -> dict[str, Any]:
+        """For plans of dumps: plain values, the value's bytes included."""
+        where = self.positions
+        if isinstance(where, slice):
+            where_plain: Any = {"start": where.start, "stop": where.stop}
+        else:
+            where_plain = where if where is None or isinstance(where, int) else [int(p) for p in where]
+        layers = None if self.layers is None else [int(layer) for layer in self.layers]
+        out = {"site": self.site, "op": self.op, "positions": where_plain, "layers": layers}
+        out |= {"factor": float(self.factor), "seed": self.seed}
+        return out if self.value is None else {**out, "value": _value_to_json(self.value)}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "Edit":
+        """Inverse of `to_json`. BadEdit where it is none."""
+        try:
+            where = raw["positions"]
+            if isinstance(where, dict):
+                where = slice(where["start"], where["stop"])
+            value = _value_from_json(raw["value"]) if "value" in raw else None
+            return cls(raw["site"], raw["op"], value, where, raw["layers"], raw["factor"], raw["seed"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadEdit(f"not an edit: {error!r}") from error
+
 
 @dataclass(frozen=True, eq=False)
 class PlacedEdit:
@@ -118,18 +142,24 @@ class PlacedEdit:
         out = {name: getattr(self, name) for name in ("site", "op", "start", "stop", "factor", "seed", "needs")}
         out["picks"] = list(self.picks)
         if self.value is not None:
-            data = base64.b64encode(self.value.contiguous().numpy().tobytes()).decode()
-            out["value"] = {"shape": list(self.value.shape), "data": data}
+            out["value"] = _value_to_json(self.value)
         return out
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "PlacedEdit":
-        value = None
-        if "value" in raw:
-            array = np.frombuffer(base64.b64decode(raw["value"]["data"]), dtype=np.float32)
-            value = torch.from_numpy(array.reshape(raw["value"]["shape"]).copy())
+        value = _value_from_json(raw["value"]) if "value" in raw else None
         made = _keyed(raw["site"], raw["op"], value, raw["start"], raw["stop"], tuple(raw["picks"]), raw["factor"], raw["seed"])
         return replace(made, needs=raw.get("needs", 0))
+
+
+def _value_to_json(value: Tensor) -> dict[str, Any]:
+    value = value.detach().to("cpu", torch.float32).contiguous()
+    return {"shape": list(value.shape), "data": base64.b64encode(value.numpy().tobytes()).decode()}
+
+
+def _value_from_json(raw: dict[str, Any]) -> Tensor:
+    array = np.frombuffer(base64.b64decode(raw["data"]), dtype=np.float32)
+    return torch.from_numpy(array.reshape(raw["shape"]).copy())
 
 
 def _project_out(rows: Tensor, directions: Tensor) -> Tensor:

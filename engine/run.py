@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.branch import Branch
 from replaylens.engine.capture import Recording
+from replaylens.engine.edits import Edit
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.lane import Statistics
 from replaylens.engine.sampling import Sampling
@@ -132,6 +133,7 @@ def replay_examples(
     window: int | None = None,
     seed: int = 0,
     sampling: Sampling | None = None,
+    edits: Sequence[Edit] = (),
     max_new: int | None = None,
     rejected: bool = True,
     deterministic: bool = True,
@@ -141,6 +143,7 @@ def replay_examples(
     """Prompt with each example, generate its answer, capture every row of the path.
 
     seed           added to the sampling's own; each example draws from a stream of its own, by its index
+    edits          interventions on every example; negative positions count from the end of its prompt
     max_new        tokens to generate at most; default: the length of the right completion and a little more
     rejected       keep the rows of rejected drafts
     deterministic  False: take the fast path's tokens; such a run is not certified and cannot be saved
@@ -156,7 +159,7 @@ def replay_examples(
     with tqdm(total=len(examples), unit="example", disable=not progress) as bar:
         for first in range(0, len(examples), batch):
             some = examples[first : first + batch]
-            branches = engine.prompts([e.prompt for e in some], sites=sites, keep_rejected=rejected)
+            branches = engine.prompts([e.prompt for e in some], sites=sites, keep_rejected=rejected, edits=edits)
             try:
                 for n, group in _by_length(engine, some, branches, max_new).items():
                     own = [replace(sampling, seed=(sampling.seed + e.index) % 2**64) for e, _ in group]
@@ -168,6 +171,7 @@ def replay_examples(
                         path.release()
             bar.update(len(some))
     options = dict(sites=sites, drafter=drafter, window=window, sampling=sampling, max_new=max_new, rejected=rejected)
+    options |= dict(edits=edits)
     return Run(engine, results, options)
 
 

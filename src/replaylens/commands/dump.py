@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from replaylens import tasks
-from replaylens.commands.tasks import _setting
+from replaylens.commands.tasks import setting
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_plan import DTYPES, POSITIONS, make_plan
 from replaylens.engine.dump_verify import OTHER, VERIFIED
@@ -127,7 +127,7 @@ def _tell_dump(made: Dump | None, out: str, as_json: bool) -> None:
 
 
 def _knobs(given: list[str] | None) -> dict[str, Any]:
-    return dict(_setting(each) for each in given or [])
+    return dict(setting(each) for each in given or [])
 
 
 def _part(given: str | None) -> tuple[int, int]:

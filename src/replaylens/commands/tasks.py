@@ -43,7 +43,7 @@ def show(
 ) -> None:
     """Examples of a task, each with its labels aligned under the tokens."""
     try:
-        task = tasks.get(name)(**dict(_setting(given) for given in knob or []))
+        task = tasks.get(name)(**dict(setting(given) for given in knob or []))
         wanted = _wanted(task, labels)
         examples = task.examples(n)
     except TaskError as error:
@@ -64,7 +64,7 @@ def _fail(message: str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def _setting(given: str) -> tuple[str, Any]:
+def setting(given: str) -> tuple[str, Any]:
     key, equals, value = given.partition("=")
     if not equals:
         raise TaskError(f"--knob wants key=value, not {given!r}")
