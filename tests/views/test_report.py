@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,14 +189,19 @@ def test_a_sweep_is_drawn_with_intervals_and_controls(plain_dump: Dump, sweep: R
 
 def test_a_report_about_other_rows_is_said_to_be(dump: Dump, plain_dump: Dump, sweep: Report) -> None:
     assert f"About other rows: digest {plain_dump.digest}" in ReportPage(dump, (sweep,)).html()
+    of_a_run = replace(sweep, source={**sweep.source, "digest": ""})
+    assert "About other rows: of a run, not of a dump" in ReportPage(dump, (of_a_run,)).html()
 
 
 def test_probes_alone(sweep: Report, tmp_path: Path) -> None:
     """A page without a dump; hostile names in a branch question's lines stay text."""
-    told = Report("transfer", [{"what": text, "accuracy": 0.5, "low": None, "n": 3} for text in HOSTILE], sweep.source, {})
+    told = Report(
+        "transfer", [{"what": text, "accuracy": 0.5, "low": 0.4, "high": 0.7, "n": 3} for text in HOSTILE], sweep.source, {}
+    )
     html = ReportPage(probes=(sweep, told)).html()
     found = assert_harmless(html, scripts=1)
     assert "transfer" in found.texts and set(HOSTILE) <= set(found.texts)
+    assert found.texts.count("0.500 [0.400, 0.700]") == len(HOSTILE) and "left:40.0%;width:30.0%" in html
     assert 'id="examples"' not in html
 
 

@@ -24,9 +24,8 @@ def draw(report: Report, digest: str | None) -> Markup:
     source = report.source
     parts: list[str] = [tag("ul", *(tag("li", point) for point in _points(report.summary())))]
     if digest is not None and source.get("digest") != digest:
-        parts.insert(
-            0, tag("p", f"About other rows: digest {source.get('digest')}", class_="rl-verdict", data_status="mismatch")
-        )
+        other = f"digest {source['digest']}" if source.get("digest") else "of a run, not of a dump"
+        parts.insert(0, tag("p", f"About other rows: {other}", class_="rl-verdict", data_status="mismatch"))
     parts.append(_sweep(report.table) if report.kind == "sweep" else _table(report.lines))
     facts = {name: str(value) for name, value in (source | report.settings).items() if value is not None}
     parts.append(tag("details", tag("summary", "Rows and settings"), fact_list(facts)))
@@ -107,15 +106,29 @@ def _control(name: str, value: float) -> Cell | None:
 
 
 def _table(lines: list[dict[str, Any]]) -> Markup:
-    """Lines as they are; numbers rounded, columns without any value left out."""
-    names = [
-        name for name in dict.fromkeys(n for line in lines for n in line) if any(line.get(name) is not None for line in lines)
-    ]
-    head = tag("tr", *(tag("th", name.replace("_", " ")) for name in names))
-    body = [tag("tr", *(_value(line.get(name)) for name in names)) for line in lines[:MOST_LINES]]
+    """Lines as they are; numbers rounded, score and interval drawn, columns without any value left out."""
+    used = dict.fromkeys(name for line in lines for name, value in line.items() if value is not None)
+    names = [name for name in used if name not in ("accuracy", "low", "high")]
+    head = tag("tr", *(tag("th", name.replace("_", " ")) for name in names), tag("th", "score, 95 %"), tag("th"))
+    body = [tag("tr", *(_value(line.get(name)) for name in names), *_score(line)) for line in lines[:MOST_LINES]]
     more = len(lines) - len(body)
     rest = [tag("p", f"and {more} more lines", class_="rl-quiet")] if more > 0 else []
     return join([tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="rl-scroll"), *rest])
+
+
+def _score(line: Mapping[str, Any]) -> tuple[Markup, Markup]:
+    """The score in digits, and as a mark on a scale from 0 to 1 with its interval; the majority's is a thin line there."""
+    value, low, high = (line.get(name) for name in ("accuracy", "low", "high"))
+    if value is None or value != value:
+        return tag("td"), tag("td")
+    if low is None or high is None:
+        return tag("td", f"{value:.3f}"), tag("td")
+    start, end, at = (min(1.0, max(0.0, x)) for x in (low, high, value))
+    bar = tag("i", style=f"left:{start:.1%};width:{max(end - start, 0.004):.1%}")
+    control = line.get("majority")
+    beside = tag("u", style=f"left:{control:.1%}") if control is not None and control == control else ""
+    scale = tag("div", bar, beside, tag("b", style=f"left:{at:.1%}"), class_="rl-scale")
+    return tag("td", f"{value:.3f} [{low:.3f}, {high:.3f}]", class_="rl-number"), tag("td", scale)
 
 
 def _value(value: Any) -> Markup:
