@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from replaylens.probes import registry
 from replaylens.probes.errors import OneClass, ProbeError
@@ -162,11 +163,13 @@ def _compare(
     """Play the probe's variant, its placebos and any ceilings; tabulate rates and differences."""
     if placebos < 1:
         raise ProbeError("an effect without a placebo says nothing: give at least one")
-    outcomes = {"probe": stage.play(make(probe))}
-    outcomes["random direction"] = _mean([stage.play(make(_random(probe, i, seed))) for i in range(placebos)])
+    ceilings = ceilings or {}
+    directions = [probe, *(_random(probe, i, seed) for i in range(placebos)), *untrained]
+    played = stage.play([*map(make, directions), *ceilings.values()])
+    outcomes = {"probe": played[0], "random direction": _mean(played[1 : 1 + placebos])}
     if untrained:
-        outcomes["untrained probe"] = _mean([stage.play(make(each)) for each in untrained])
-    outcomes |= {name: stage.play(variant) for name, variant in (ceilings or {}).items()}
+        outcomes["untrained probe"] = _mean(played[1 + placebos : len(directions)])
+    outcomes |= dict(zip(ceilings, played[len(directions) :], strict=True))
     lines = [_line(f"{kind}: {name}", outcome, stage.roots, seed) for name, outcome in outcomes.items()]
     for name in ("random direction", "untrained probe"):
         if name in outcomes:
@@ -182,13 +185,13 @@ def _mean(outcomes: list[Outcome]) -> Outcome:
 
 
 def _line(what: str, outcome: Outcome, roots: np.ndarray, seed: int) -> dict[str, Any]:
-    rate = bootstrap(np.asarray(outcome.flipped, float)[None], np.ones(len(roots)), roots, seed=seed)[0]
+    rate = bootstrap(outcome.flipped[None], np.ones(len(roots)), roots, seed=seed)[0]
     pull = mean_over_roots(outcome.pull, roots, seed=seed)
     return _fields(what, "flip rate", rate, pull, len(roots))
 
 
 def _difference(what: str, a: Outcome, b: Outcome, roots: np.ndarray, seed: int) -> dict[str, Any]:
-    rate = mean_over_roots(np.asarray(a.flipped, float) - np.asarray(b.flipped, float), roots, seed=seed)
+    rate = mean_over_roots(a.flipped - b.flipped, roots, seed=seed)
     pull = mean_over_roots(a.pull - b.pull, roots, seed=seed)
     return _fields(what, "difference of flip rates", rate, pull, len(roots))
 
@@ -232,14 +235,11 @@ def _sources(stage: Stage, seed: int) -> dict[str, np.ndarray]:
 
 def _refits(stage: Stage, probe: LinearProbe, variant: Variant, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Accuracy of new probes before and after, at the site and on the model's last residual stream."""
-    import torch
-
     before = np.stack([subject.rows[-1].double().numpy() for subject in stage.subjects])
     after = np.stack([subject.rows[-1].double().numpy() + variant(subject)[-1] for subject in stage.subjects])
-    _, plain = stage.watch(lambda s: np.zeros((len(s.positions), before.shape[1])), [stage.final])
-    _, gone = stage.watch(variant, [stage.final])
-    ends = {"site, before": before, "site, after": after}
-    ends |= {"last layer, before": plain[stage.final].double().numpy(), "last layer, after": gone[stage.final].double().numpy()}
+    still: Variant = lambda subject: np.zeros(subject.rows.shape)  # noqa: E731
+    plain, gone = stage.last_rows([still, variant], stage.final)
+    ends = {"site, before": before, "site, after": after, "last layer, before": plain, "last layer, after": gone}
     goal = make_goal(make_target(probe.label, [subject.classes[-1] for subject in stage.subjects]))
     fold = fold_of_roots(stage.roots, 5, seed)
     test = np.arange(5)[:, None] == fold

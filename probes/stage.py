@@ -4,7 +4,7 @@ A variant is a function from a subject to what is added to its rows. It becomes 
 position is shared with the base branch, everything after is computed canonically.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,7 @@ class Outcome:
     """What a variant did, per subject."""
 
     flipped: np.ndarray
-    """bool: another answer than the model's own is now the likeliest"""
+    """1 where another answer than the model's own is now the likeliest, else 0; a mean over placebos lies between"""
     pull: np.ndarray
     """how many nats the margin of the model's own answer over the best other one shrank"""
 
@@ -78,27 +78,38 @@ class Stage:
     def roots(self) -> np.ndarray:
         return np.array([subject.example.root for subject in self.subjects])
 
-    def play(self, variant: Variant) -> Outcome:
-        """Change the rows of every subject and read the answers again."""
-        return self.watch(variant)[0]
+    def play(self, variants: Sequence[Variant]) -> list[Outcome]:
+        """Change the rows of every subject in every way, and read the answers again."""
+        flipped, pull = np.zeros((2, len(variants), len(self.subjects)))
+        for number, subject, forks in self._forks(variants, [self.final]):
+            for v, fork in enumerate(forks):
+                after = self._answer_logits(fork, len(subject.tokens))
+                flipped[v, number] = int(after.argmax()) != subject.answer
+                pull[v, number] = _margin(subject.logits, subject.answer) - _margin(after, subject.answer)
+        return [Outcome(flipped[v], pull[v]) for v in range(len(variants))]
 
-    def watch(self, variant: Variant, sites: Sequence[str] = ()) -> tuple[Outcome, dict[str, Tensor]]:
-        """The same, with the last row [subjects, d] of other sites after the change."""
-        flipped, pull, seen = [], [], {site: [] for site in sites}  # type: ignore[var-annotated]
+    def last_rows(self, variants: Sequence[Variant], site: str) -> list[np.ndarray]:
+        """For each variant, the prompts' last rows [subjects, d] of a site after the change."""
+        found: list[list[Tensor]] = [[] for _ in variants]
+        for _, subject, forks in self._forks(variants, [site]):
+            for rows, fork in zip(found, forks, strict=True):
+                rows.append(fork.activations[site][len(subject.tokens) - 1])
+        return [torch.stack(rows).double().numpy() for rows in found]
+
+    def _forks(self, variants: Sequence[Variant], sites: list[str]) -> Iterator[tuple[int, Subject, "list[Branch]"]]:
+        """(number, subject, a computed fork per variant); all forks of a subject share the KV of one prompt."""
         for first in range(0, len(self.subjects), _BATCH):
             some = self.subjects[first : first + _BATCH]
-            bases = self.engine.prompts([s.tokens for s in some], sites=[self.final, *sites])
-            forks = [base.fork(1, edits=[self._edit(s, variant)])[0] for s, base in zip(some, bases, strict=True)]
-            self.engine.forest.compute([fork.lane for fork in forks])
-            for subject, fork in zip(some, forks, strict=True):
-                before, after = subject.logits, self._answer_logits(fork, len(subject.tokens))
-                flipped.append(int(after.argmax()) != subject.answer)
-                pull.append(_margin(before, subject.answer) - _margin(after, subject.answer))
-                for site in sites:
-                    seen[site].append(fork.activations[site][len(subject.tokens) - 1])
-            for branch in [*forks, *bases]:
+            bases = self.engine.prompts([s.tokens for s in some], sites=sites)
+            forks = [
+                [base.fork(1, edits=[self._edit(s, variant)])[0] for variant in variants]
+                for s, base in zip(some, bases, strict=True)
+            ]
+            self.engine.forest.compute([fork.lane for own in forks for fork in own])
+            for i, (subject, own) in enumerate(zip(some, forks, strict=True)):
+                yield first + i, subject, own
+            for branch in [*bases, *(fork for own in forks for fork in own)]:
                 branch.release()
-        return Outcome(np.array(flipped), np.array(pull)), {site: torch.stack(rows) for site, rows in seen.items()}
 
     def _edit(self, subject: Subject, variant: Variant) -> Edit:
         value = torch.as_tensor(np.asarray(variant(subject)), dtype=torch.float32)

@@ -28,8 +28,8 @@ def main(out: Path, examples: int = 200) -> None:
 
     # A direction that only correlates with the answer does nothing when rows are moved along it.
     questions = rl.tasks.get("coin")(flips=(2, 6))
-    seen = engine.replay(questions.examples(examples), sites="S", drafter="lens")
-    fresh = [e for e in questions.examples(range(examples, 2 * examples)) if e.root not in {r.example.root for r in seen}]
+    seen = rl.probes.ProbeRows.of(engine.replay(questions.examples(examples), sites="S", drafter="lens"))
+    fresh = [e for e in questions.examples(range(examples, 2 * examples)) if e.root not in set(seen.roots)]
     for estimator in ("mass-mean", "logistic"):
         probe = rl.probes.fit_probe(seen, "face", layer=3, position="query", estimator=estimator)
         report = rl.probes.steer(engine, probe, fresh[:50], untrained=rl.probes.placebo_probes(seen, probe))

@@ -1,0 +1,84 @@
+"""Why does one seed of Thinking States think on for ever, and another only as far as it was trained?
+
+python docs/examples/thinking_reliance.py OUT [SEEDS] [STEPS]
+
+Trains small models on up to four operations, seed after seed, and asks two things of each: how far do its thoughts stay right
+beyond that, and does it use the state at all. For the second, the state that a chunk receives is exchanged for the other
+face's: a model that updates its state thinks the other face from there on; one that counts the operations anew, by looking
+back at the text, does not care.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import replaylens as rl
+from replaylens.engine import thinking_train, zoo
+from replaylens.engine.config import ModelConfig
+from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
+from replaylens.engine.thinking_engine import ThinkingEngine
+from replaylens.engine.thinking_score import score
+from replaylens.engine.thinking_train import ThinkingRecipe
+from replaylens.engine.train import Part
+from replaylens.tasks import WordTokenizer
+
+PARITY = Part("coin", 1.0, (("rendering", "states"),))
+SHAPE = ModelConfig(
+    num_layers=4, d_model=64, num_heads=2, num_kv_heads=2, d_head=32, d_mlp=192, vocab_size=106, max_positions=256,
+    rotary_dim=32,
+)  # fmt: skip
+LONGEST, CHUNK, EXAMPLES = 4, 6, 40
+
+
+def recipe(seed: int, steps: int) -> ThinkingRecipe:
+    """The parity table's own recipe, made small: rows of 128 tokens, so that all tested positions are trained."""
+    thinks = ThinkingConfig.for_backbone(SHAPE, CHUNK, WordTokenizer.eos_id, WordTokenizer.pad_id, max_thought=4)
+    return ThinkingRecipe(
+        config=SHAPE, thinking=thinks, width=128, parts=(PARITY,), longest=LONGEST, steps=steps, batch=8, lr=1e-3, seed=seed,
+        warmup=steps // 20, pool=2048,
+    )  # fmt: skip
+
+
+def reliance(model: ThinkingDecoder, tokenizer: WordTokenizer) -> float:
+    """Percent of states whose exchange for the other face's turns the next thought, at lengths that were trained on."""
+    engine = ThinkingEngine(model, tokenizer)
+    blocks, turned, count = engine.prefiller.blocks, 0, 0
+    other = {" heads": " tails", " tails": " heads"}
+    for example in zoo.held_out(PARITY, LONGEST, EXAMPLES):
+        branch = engine.prompt(example.prompt)
+        for chunk in list(branch.thoughts.states)[:-1]:
+            before, after = branch.thoughts.chunks[chunk - 1], branch.thoughts.chunks[chunk]
+            words = [tokenizer.token(t) for t in before.tokens[:-1]]
+            if after.empty or words[-1] not in other:
+                continue
+            swapped = (*(tokenizer.id(other[w]) for w in words), tokenizer.eos_id)
+            state = blocks.state(blocks.compressed(swapped))
+            (fork,) = branch.fork(
+                edits=[rl.Edit.interchange("thinking.state", state, slice(chunk * CHUNK, (chunk + 1) * CHUNK))]
+            )
+            said = [other[tokenizer.token(t)] for t in fork.thoughts.chunks[chunk].tokens[:-1]]
+            turned += said == [tokenizer.token(t) for t in after.tokens[:-1]]
+            count += 1
+            fork.release()
+        branch.release()
+    return 100 * turned / max(1, count)
+
+
+def main(out: Path, seeds: int = 4, steps: int = 1500) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for seed in range(seeds):
+        made = recipe(seed, steps)
+        model = thinking_train.train(made)
+        assert isinstance(model, ThinkingDecoder)
+        model.eval()
+        line: dict[str, float] = {"seed": seed}
+        for length in (4, 6, 8, 12, 16):
+            found = score(model, "thinking", made.thinking, made.tokenizer(), zoo.held_out(PARITY, length, EXAMPLES))
+            line[f"thoughts right at {length}"] = 100 * sum(s.thought for s in found) / EXAMPLES
+        line["turned by another state"] = reliance(model, made.tokenizer())
+        print(json.dumps(line), flush=True)
+        (out / f"seed-{seed}.json").write_text(json.dumps(line, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -1,0 +1,123 @@
+"""Branch questions on the embedded model: each gives a report, refuses what it cannot answer, and has teeth."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replaylens import tasks
+from replaylens.engine.dump import Dump
+from replaylens.engine.engine import Engine
+from replaylens.probes.errors import BadRows, ProbeError
+from replaylens.probes.questions.forced import forced_rows
+from replaylens.probes.questions.judge import judge
+from replaylens.probes.questions.outcome_at_fork import outcome_at_fork, outcome_target
+from replaylens.probes.questions.steering_reach import steering_reach
+from replaylens.probes.questions.text_or_truth import text_or_truth
+from replaylens.probes.questions.transfer import transfer
+from replaylens.probes.questions.viable_branch import viable_branch
+from replaylens.probes.report import Report
+from replaylens.probes.rows import ProbeRows
+from tests.probes.synthetic import rows_of
+
+coin = tasks.get("coin")
+
+
+def line(report: Report, what: str) -> dict[str, Any]:
+    return next(each for each in report.lines if each["what"] == what)
+
+
+def test_transfer(steps_dump: Dump) -> None:
+    """What the text implies transfers to rejected branches; the truth, which their text has left, does much less."""
+    implied, truth = (transfer(steps_dump, label, layers=[1]) for label in ("implied", "face"))
+    assert line(implied, "S1: accepted to rejected")["accuracy"] > 0.8
+    assert line(truth, "S1: accepted to rejected")["accuracy"] < line(implied, "S1: accepted to rejected")["accuracy"] - 0.1
+    assert len(implied.lines) == 6 and implied.findings
+
+
+def test_transfer_needs_both_kinds(steps_dump: Dump) -> None:
+    with pytest.raises(BadRows, match="accepted and of rejected"):
+        transfer(ProbeRows.of(steps_dump).accepted(), "face")
+
+
+def test_text_or_truth(engine: Engine) -> None:
+    """Probes are right on truthful chains; after a lie they agree with text or truth, never with both."""
+    report = text_or_truth(engine, coin(flips=(3, 4), rendering="steps").examples(80), layers=[1, 4])
+    for layer in (1, 4):
+        text, truth = (line(report, f"S{layer}: after the lie, follows the {name}") for name in ("text", "truth"))
+        assert text["accuracy"] + truth["accuracy"] == pytest.approx(1)
+    assert line(report, "S1: truthful chains, truth")["accuracy"] > 0.8
+    with pytest.raises(ProbeError, match="rendering='steps'"):
+        text_or_truth(engine, coin(flips=3).examples(40))
+
+
+def test_forced_lie_parts_text_and_truth(engine: Engine) -> None:
+    """Labels of a forced path: after the wrong face the text implies the other one than is true."""
+    (example,) = [e for e in coin(flips=2, rendering="steps").examples(1)]
+    pieces = example.completion.split(".")
+    face = pieces[0].rsplit(" ", 1)[1]
+    wrong = {"heads": "tails", "tails": "heads"}[face]
+    rows = forced_rows(engine, [example], [f"{pieces[0].removesuffix(face)}{wrong}."], more=2)
+    told = rows.frame[rows.frame["since_query"] > 0]
+    stated = told[told["text"] == f" {wrong}"].iloc[0]
+    assert stated["face"] == face and stated["claimed"] == stated["implied"] == wrong
+    assert len(rows.frame) == len(rows.matrix("S", 2))
+
+
+def test_outcomes(coin_dump: Dump) -> None:
+    """The target is the task's exact probability of the text so far; baselines and layers are all there."""
+    rows = ProbeRows.of(coin_dump).accepted()
+    target = outcome_target(rows, "query")
+    now = rows.at("query").frame["face"]
+    assert np.array_equal(target.values, (now == "heads").astype(float)), "once the question is asked nothing is open"
+    report = outcome_at_fork(coin_dump, layers=[0, 3])
+    assert line(report, "state alone")["accuracy"] > line(report, "S0")["accuracy"]
+    assert report.findings[-1].startswith(("Shown", "Not shown"))
+    with pytest.raises(ProbeError, match="coin can"):
+        other = rows_of(roots=10)
+        other.about.knobs.clear()
+        object.__setattr__(other.source, "about", type(other.about)("fork", {}, "", None))
+        outcome_at_fork(other)
+
+
+def test_judge(coin_dump: Dump) -> None:
+    """Areas lie between chance and one, and the verdict is against all baselines together."""
+    report = judge(coin_dump, draft_layer=2, layers=[3])
+    for what in ("kl alone", "kl, entropy, logprob, token", "judge at S3"):
+        assert 0 <= line(report, what)["accuracy"] <= 1
+    assert line(report, "kl, entropy, logprob")["accuracy"] > 0.7
+    assert report.findings[-1].startswith(("Shown", "Not shown"))
+
+
+def test_judge_needs_the_lens(steps_dump: Dump) -> None:
+    with pytest.raises(BadRows, match="part of Z"):
+        judge(steps_dump, draft_layer=2)
+
+
+def test_viable_branch(engine: Engine, coin_dump: Dump) -> None:
+    """Prompts longer than the model learned are answered wrongly; there the probe of right answers reads less of the truth."""
+    run = engine.replay(coin(flips=(8, 12)).examples(100), sites=["blocks.3.hook_out"], drafter="ngram", rejected=False)
+    report = viable_branch(run, sites=["blocks.3.hook_out"], positions=["query"])
+    right, wrong = report.lines
+    assert right["accuracy"] > 0.8 > wrong["accuracy"]
+    with pytest.raises(BadRows, match=r"all \d+ answers are right"):
+        viable_branch(coin_dump)
+
+
+def test_steering_reach(engine: Engine, coin_dump: Dump) -> None:
+    """At the query, late, steering works; the report says so for every place."""
+    examples = coin(flips=3, seed=3).examples(12)
+    report = steering_reach(engine, coin_dump, examples, "face", layers=[3], placebos=2)
+    assert line(report, "S3 at query: steer: probe")["accuracy"] > 0.8
+    assert len(report.findings) == 4 and "S3 at query: within reach" in report.findings[-1]
+    with pytest.raises(ProbeError, match="prompts of one length"):
+        steering_reach(engine, coin_dump, coin(flips=(2, 3)).examples(9), "face", layers=[3])
+    with pytest.raises(ProbeError, match="are among the rows"):
+        seen = [e for e in coin(flips=(2, 5)).examples(80) if len(e.events) == 3]
+        steering_reach(engine, coin_dump, seen, "face", layers=[3])
+
+
+def test_reports_are_saved(steps_dump: Dump, report_folder: Any) -> None:
+    transfer(steps_dump, "face", layers=[1]).save(report_folder)
+    assert {path.name for path in report_folder.iterdir()} == {"report.json", "summary.txt", "table.csv", "transfer.png"}
+    assert Report.load(report_folder).kind == "transfer"
