@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replaylens.engine.batch import Batch, Segment
 from replaylens.engine.cuda import CanonicalCudaOps, FastCudaOps
 from replaylens.engine.errors import EngineBug
 from replaylens.engine.pages import PageTable
 from replaylens.engine.runner import Runner
 from replaylens.kernels.attention import Rows
+from replaylens.kernels.launch import next_power_of_2
 from replaylens.kernels.sample import sample_logits
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -43,8 +43,7 @@ class DecodeGraph:
         self.pages = torch.full((size, max_pages), spare, dtype=torch.int32, device=device)
         sequence = torch.arange(size, dtype=torch.int32, device=device)
         rows = Rows(sequence, self.short_positions, self.pages)
-        shape = Batch([Segment(PageTable([spare], 1), 0, [0]) for _ in range(size)], runner.pool, (1,), tile=1, device="cuda")
-        self.ops = (CanonicalCudaOps if exact else FastCudaOps)(shape, runner.cache, rows)
+        self.ops = (CanonicalCudaOps if exact else FastCudaOps)(runner.cache, rows)
         self.runner = runner
         self.graph = torch.cuda.CUDAGraph()
         self._capture()
@@ -101,12 +100,8 @@ class Bursts:
         if not places or steps < 1 or len(places) > SIZES[-1]:
             raise EngineBug(f"a burst of {len(places)} requests and {steps} steps")
         size = next(s for s in SIZES if s >= len(places))
-        room = _power_of_2(max(len(place.table.pages) for place in places))
+        room = next_power_of_2(max(len(place.table.pages) for place in places))
         key = (size, room, exact)
         if key not in self._graphs:
             self._graphs[key] = DecodeGraph(self.runner, size, room, exact, self.spare.pages[0])
         return self._graphs[key].run(places, steps).T.tolist()
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()

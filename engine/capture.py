@@ -148,6 +148,7 @@ class PassTap:
     def __init__(self, wanted: frozenset[str]) -> None:
         self.wanted = wanted
         self.values: Rows = {}
+        self._stacked: dict[tuple[str, ...], list[tuple[list[str], Tensor]]] = {}
 
     def wants(self, site: str) -> bool:
         return site in self.wanted
@@ -158,4 +159,17 @@ class PassTap:
 
     def rows(self, sites: Iterable[str], start: int, end: int) -> Rows:
         """A copy of packed rows [start, end) of these sites, on the CPU."""
-        return {site: self.values[site][start:end].to("cpu", copy=True) for site in sites}
+        names = tuple(sites)
+        if names not in self._stacked:
+            self._stacked[names] = self._stack(names)
+        found: Rows = {}
+        for group, stacked in self._stacked[names]:  # one copy for all sites: a long-lived branch keeps its own rows alone
+            found.update(zip(group, stacked[:, start:end].clone().unbind(), strict=True))
+        return {site: found[site] for site in names}
+
+    def _stack(self, sites: tuple[str, ...]) -> list[tuple[list[str], Tensor]]:
+        """Sites of one shape together, [sites, rows, ...] on the CPU: one transfer a pass, not one for each site and branch."""
+        groups: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
+        for site in sites:
+            groups.setdefault((self.values[site].shape, self.values[site].dtype), []).append(site)
+        return [(group, torch.stack([self.values[site] for site in group]).cpu()) for group in groups.values()]

@@ -14,7 +14,6 @@ from replaylens.engine.config import Activation
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.kv_cache import KVCache
 from replaylens.engine.ops import AttentionSpec, Linear, Norm
-from replaylens.engine.pages import PagePool
 from replaylens.engine.rotary import Rotary
 from replaylens.kernels.activation import activation
 from replaylens.kernels.attention import Rows, attention, plan_tiles, rows_per_tile
@@ -45,11 +44,27 @@ class HeadOps:
         return activation(x, kind, gated)
 
 
+class FastHeadOps(HeadOps):
+    """The library's products, which may split a sum differently at every size."""
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)
+
+    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        return torch.addmm(residual, x, linear.weight) if linear.bias is None else residual + self.linear(x, linear)
+
+    def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
+        return activation(self.linear(x, linear), kind, gated)
+
+    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
+        return (x @ table.t()).float()
+
+
 class CanonicalCudaOps(HeadOps):
     """The arithmetic of committed rows."""
 
-    def __init__(self, batch: Batch, cache: KVCache, rows: Rows) -> None:
-        self.batch, self.cache, self.rows = batch, cache, rows
+    def __init__(self, cache: KVCache, rows: Rows) -> None:
+        self.cache, self.rows = cache, rows
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         return rotate(x, rotary.table, self.rows)
@@ -74,23 +89,11 @@ class CanonicalCudaOps(HeadOps):
         return attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
 
 
-class FastCudaOps(CanonicalCudaOps):
-    """The draft path: the library's products."""
-
-    def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)
-
-    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
-        return torch.addmm(residual, x, linear.weight) if linear.bias is None else residual + self.linear(x, linear)
-
-    def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
-        return activation(self.linear(x, linear), kind, gated)
-
-    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
-        return (x @ table.t()).float()
+class FastCudaOps(FastHeadOps, CanonicalCudaOps):
+    """The draft path."""
 
 
-def device_rows(batch: Batch, pool: PagePool, cache: KVCache) -> Rows:
+def device_rows(batch: Batch, cache: KVCache) -> Rows:
     """Where every row's keys lie, on the cache's device."""
     heads = cache.num_heads
     most = max(len(s.table.pages) for s in batch.segments)
@@ -103,4 +106,6 @@ def device_rows(batch: Batch, pool: PagePool, cache: KVCache) -> Rows:
     as_int = lambda values: torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)  # noqa: E731
     tiles = plan_tiles(sequences, per_tile).to(device, non_blocking=True) if longest > 1 else None
     max_keys = max(s.end for s in batch.segments)
-    return Rows(as_int(sequences), batch.positions.to(torch.int32), as_int(pages), tiles, max_keys)
+    return Rows(
+        as_int(sequences), batch.positions.to(torch.int32), as_int(pages), tiles, max_keys, per_tile if tiles is not None else 0
+    )

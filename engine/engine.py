@@ -83,8 +83,10 @@ class Engine:
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text.decode, max_rows)
         if self.runner.device == "cuda":
             from replaylens.engine.burst import Bursts
+            from replaylens.engine.pass_graph import PassGraphs
 
             self.loop.bursts = Bursts(self.runner)
+            self.runner.graphs = PassGraphs(model, self.runner.cache, self.loop.bursts.spare.pages[0])
         self.trace = Trace(self.fingerprint)
         self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.trace)
 

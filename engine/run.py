@@ -170,8 +170,8 @@ def replay_examples(
                     for path in [*branch.rejected, branch]:
                         path.release()
             bar.update(len(some))
-    options = dict(sites=sites, drafter=drafter, window=window, sampling=sampling, max_new=max_new, rejected=rejected)
-    options |= dict(edits=edits)
+    options: dict[str, Any] = dict(sites=sites, drafter=drafter, window=window, sampling=sampling, max_new=max_new)
+    options |= dict(rejected=rejected, edits=edits)
     return Run(engine, results, options)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -15,10 +15,13 @@ from replaylens.engine.edits import EditTap
 from replaylens.engine.errors import NonFinite
 from replaylens.engine.kv_cache import KVCache
 from replaylens.engine.model import Decoder, Tap
-from replaylens.engine.ops import Ops
+from replaylens.engine.ops import Ops, TorchOps
 from replaylens.engine.pages import PagePool, PageTable
 from replaylens.engine.products import Products
 from replaylens.engine.sampling import Sampling
+
+if TYPE_CHECKING:
+    from replaylens.engine.pass_graph import PassGraphs
 
 _ANY_SIZE = (1, 2, 4, 8, 16, 32, 64, 128)
 LENS_ROWS = 256
@@ -60,6 +63,8 @@ class Runner:
         self.products = Products(certificate.row_counts, certificate.packed)
         self.tile = self.products.tile if self.device == "cpu" else 1
         """passes are padded to a multiple of this many rows"""
+        self.graphs: PassGraphs | None = None
+        """where passes are replayed instead of launched; None: on a CPU"""
         self.cache = KVCache(model.config, self.pool, model.embed.dtype, self.device, canary)
 
     def reserve(self, table: PageTable, start: int, end: int) -> None:
@@ -70,8 +75,10 @@ class Runner:
     def exact(self, segments: list[Segment], tap: Tap | None = None, stop_at_layer: int | None = None) -> PassResult:
         """The canonical pass: every row's bits depend on its own path alone. Mutates the cache at the segments' rows."""
         batch = Batch(segments, self.pool, self.certificate.query_rows, self.tile, self.device)
-        ops = self._ops(batch, exact=True)
-        residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap), stop_at_layer)
+        residual = self._replayed(batch, tap, exact=True) if stop_at_layer is None else None
+        if residual is None:
+            ops = self._ops(batch, exact=True)
+            residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap), stop_at_layer)
         rows = batch.logit_rows()
         logits = self.logits(residual[rows]) if rows else residual.new_empty(0, self.model.config.vocab_size)
         return PassResult(batch, residual, _finite(logits))
@@ -80,27 +87,43 @@ class Runner:
     def fast(self, segments: list[Segment], tap: Tap | None = None) -> PassResult:
         """The same function in whatever arithmetic is quickest: for drafts and for requests that asked for no more."""
         batch = Batch(segments, self.pool, _ANY_SIZE, tile=1, device=self.device)
-        ops = self._ops(batch, exact=False)
-        residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap))
+        residual = self._replayed(batch, tap, exact=False)
+        if residual is None:
+            residual = self.model(batch.tokens, batch.positions, self._ops(batch, exact=False), _edited(batch, tap))
         rows = batch.logit_rows()
-        logits = self.model.logits(residual[rows], ops) if rows else residual.new_empty(0, self.model.config.vocab_size)
+        logits = (
+            self.model.logits(residual[rows], self.head_ops(exact=False))
+            if rows
+            else residual.new_empty(0, self.model.config.vocab_size)
+        )
         return PassResult(batch, residual, _finite(logits))
+
+    def _replayed(self, batch: Batch, tap: Tap | None, exact: bool) -> Tensor | None:
+        """The residual stream after the last block, from a graph. None: there is none for this pass, it must be launched."""
+        if self.graphs is None or not isinstance(tap, PassTap | None) or any(s.edits or s.hooks for s in batch.segments):
+            return None
+        ran = self.graphs.run(batch, tap.wanted if tap is not None else frozenset(), exact)
+        if ran is None:
+            return None
+        if tap is not None:
+            tap.values.update(ran.values)
+        return ran.residual
 
     def _ops(self, batch: Batch, exact: bool) -> Ops:
         if self.device == "cpu":
             return CanonicalCpuOps(batch, self.cache, self.products) if exact else FastCpuOps(batch, self.cache)
         from replaylens.engine import cuda  # its kernels need triton, which a CPU machine may lack
 
-        rows = cuda.device_rows(batch, self.pool, self.cache)
-        return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(batch, self.cache, rows)
+        rows = cuda.device_rows(batch, self.cache)
+        return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(self.cache, rows)
 
-    def head_ops(self) -> Ops:
-        """Canonical ops for rows outside a pass: norms and products, no attention."""
+    def head_ops(self, exact: bool = True) -> Ops:
+        """Ops for rows outside a pass: norms and products, no attention."""
         if self.device == "cpu":
-            return _Stateless(self.products)
+            return _Stateless(self.products) if exact else cast(Ops, TorchOps())
         from replaylens.engine import cuda
 
-        return cast(Ops, cuda.HeadOps())  # the head of a model neither rotates nor attends
+        return cast(Ops, cuda.HeadOps() if exact else cuda.FastHeadOps())
 
     def logits(self, residual: Tensor) -> Tensor:
         """Canonical logits of any residual rows [rows, d_model]: the model's own, or a layer's lens."""

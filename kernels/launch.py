@@ -10,7 +10,8 @@ a kernel and not in another, and the two would then round differently. Where one
 `tl.fma`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -33,6 +34,25 @@ GRAM_CHUNK = 512
 PERSISTENT_FROM = 1024
 """rows from which products with weights [K, N] use the persistent kernel: below, its launches cost the host more than it
 saves the device. Up to 64 rows, the sizes of decode steps, which are graphs, it is used where it is faster."""
+_in_graph = False
+
+
+@contextmanager
+def in_graph() -> Iterator[None]:
+    """Kernels are being captured, or warmed up for it: what a launch costs the host does not count. Changes no bit."""
+    global _in_graph
+    before, _in_graph = _in_graph, True
+    try:
+        yield
+    finally:
+        _in_graph = before
+
+
+def persistent_pays(rows: int) -> bool:
+    """Whether a product of this many rows should use the persistent kernel, if it can."""
+    return _in_graph or rows <= 64 or rows >= PERSISTENT_FROM
+
+
 _PROGRAMS = 132
 """multiprocessors that the tile tables have in mind; on another device they are merely less well filled"""
 

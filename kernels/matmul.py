@@ -29,13 +29,13 @@ from replaylens.kernels.activation import KINDS, activate
 from replaylens.kernels.launch import (
     EXACT,
     FLOATS,
-    PERSISTENT_FROM,
     GemmTile,
     ceil_div,
     gated_tile,
     gemm_tile,
     has_copy_engine,
     num_multiprocessors,
+    persistent_pays,
     require,
     require_float,
     require_rows,
@@ -222,7 +222,7 @@ def matmul(
         return out
     if tile is None:
         transposed = w.stride(0) == 1
-        persistent = (rows <= 64 or rows >= PERSISTENT_FROM or transposed) and copyable(x, w)
+        persistent = (persistent_pays(rows) or transposed) and copyable(x, w)
         tile = gemm_tile(rows, depth, columns, x.dtype, transposed, persistent)
     extras = (bias if bias is not None else x, residual if residual is not None else x, wrote if wrote is not None else x)
     flags = dict(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_WROTE=wrote is not None)

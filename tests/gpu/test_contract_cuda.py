@@ -87,3 +87,17 @@ def test_bursts_give_the_bits_of_single_passes(name: str) -> None:
         for branch in branches:
             branch.release()
         served.prefix.clear()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_passes_replayed_as_graphs_give_the_bits_of_launched_ones(name: str) -> None:
+    """Prefills and windows, captured and not; a shape is replayed from its second time on, so everything is run three times."""
+    launched = engine(name, torch.bfloat16)
+    launched.runner.graphs = None
+    served = engine(name, torch.bfloat16)
+    for options in ({"window": 1}, {"drafter": "lens", "window": 6}):
+        truth = outcome(launched, OTHERS, **options)
+        for _ in range(3):
+            assert not differences(outcome(served, OTHERS, **options), truth)
+            served.prefix.clear()
+    assert served.runner.graphs is not None and served.runner.graphs.graphs, "no graph was used"
