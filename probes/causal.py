@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PLACEBOS = 8
 """random directions that a probe's is compared with"""
+_FOLDS = 5
 
 
 def steer(
@@ -241,14 +242,13 @@ def _refits(stage: Stage, probe: LinearProbe, variant: Variant, seed: int) -> tu
     plain, gone = stage.last_rows([still, variant], stage.final)
     ends = {"site, before": before, "site, after": after, "last layer, before": plain, "last layer, after": gone}
     goal = make_goal(make_target(probe.label, [subject.classes[-1] for subject in stage.subjects]))
-    fold = fold_of_roots(stage.roots, 5, seed)
-    test = np.arange(5)[:, None] == fold
+    test = np.arange(_FOLDS)[:, None] == fold_of_roots(stage.roots, _FOLDS, seed)
     goal.check(~test)
     lines, said = [], []
     kind = probe.estimator if registry.get(probe.estimator).swept == "together" else "logistic"
     for name, X in ends.items():
         predicted = held_out(kind, torch.from_numpy(X)[None], [goal], ~test, test).predicted[0, 0]
-        score = bootstrap((predicted == goal.codes)[None], np.ones(len(X)), stage.roots, seed=seed, crossed=True)[0]
+        score = bootstrap((predicted == goal.codes)[None], np.ones(len(X)), stage.roots, seed=seed, folds=_FOLDS)[0]
         lines.append(_fields(f"refit: {name}", "accuracy", score, None, len(X)))
         said.append(f"refit at the {name}: {percent(score.value, score.low, score.high)}.")
     return lines, said

@@ -56,22 +56,24 @@ def bootstrap(
     resamples: int = RESAMPLES,
     seed: int = 0,
     level: float = LEVEL,
-    crossed: bool = False,
+    folds: int = 1,
 ) -> list[Estimate]:
     """Cluster bootstrap over roots of sum(top) / sum(bottom), for each line of top [cells, rows]; bottom is one line.
 
     Percentile intervals. Where every root scores 0, or every one 1, resampling shows no spread: then the end of the interval
     is the exact binomial one for that many roots.
 
-    crossed  the predictions are cross-validated: each root's label helped to predict the others', so that under the null
-             every pair of roots counts twice and the variance doubles. The interval is widened by the root of two.
+    folds  of the cross-validation that the predictions come from; 1: one held-out side. Roots of different folds helped to
+           predict each other, so that scores vary more than resampling shows: the interval is widened by
+           sqrt(1 + folds / (folds - 1)), the correction of Nadeau and Bengio (Machine Learning 52, 2003)
     """
     above, below = root_sums(np.atleast_2d(top), roots), root_sums(np.atleast_2d(bottom), roots)
     weights = root_weights(above.shape[1], resamples, seed).astype(np.float64)
     draws = (weights @ above.T) / (weights @ below.T)  # [resamples, cells]
     tail = (1 - level) / 2
     value = above.sum(1) / below.sum(1)
-    low, high = value + (np.sqrt(2) if crossed else 1.0) * (np.quantile(draws, [tail, 1 - tail], axis=0) - value)
+    widening = np.sqrt(1 + folds / (folds - 1)) if folds > 1 else 1.0
+    low, high = value + widening * (np.quantile(draws, [tail, 1 - tail], axis=0) - value)
     edge = tail ** (1 / above.shape[1])  # the rate at which all roots would agree by chance this rarely
     low = np.where((value == 1) & (low == 1), edge, low)
     high = np.where((value == 0) & (high == 0), 1 - edge, high)

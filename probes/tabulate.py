@@ -99,8 +99,8 @@ def _lines(
     roots, codes = place.rows.roots[tested], goal.codes[tested]
     predicted = place.stack(estimator, number)[:, tested]
     top, bottom = _ratio(goal, predicted, codes)
-    crossed = len(place.split) > 1
-    scores = statistics.bootstrap(top, bottom, roots, resamples=settings.resamples, seed=settings.seed, crossed=crossed)
+    folds = len(place.split)
+    scores = statistics.bootstrap(top, bottom, roots, resamples=settings.resamples, seed=settings.seed, folds=folds)
     orders = statistics.root_permutations(codes, roots, settings.permutations, settings.seed)
     permuted = statistics.permuted_accuracy if goal.kind == "class" else statistics.permuted_product
     null = permuted(predicted, codes, orders)

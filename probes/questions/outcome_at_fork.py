@@ -53,7 +53,7 @@ def outcome_at_fork(
         X = simple[name] if cell is None else rows.matrix(cell.site, cell.layer)
         predicted = held_out("ridge", torch.from_numpy(X).double()[None], [goal], split.train, split.test).predicted[0, 0]
         errors[name] = (goal.codes - predicted) ** 2
-        score = bootstrap((total - errors[name])[None], total, rows.roots, seed=seed, crossed=True)[0]
+        score = bootstrap((total - errors[name])[None], total, rows.roots, seed=seed, folds=folds)[0]
         p = float(permuted_product(predicted[None], goal.codes, orders).p[0])
         lines.append(_fields(name, cell, "r2", score, p, rows))
     for name, cell in cells.items():

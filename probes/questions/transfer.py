@@ -78,7 +78,7 @@ def _line(
     what: str, cell: Any, goal: Goal, roots: np.ndarray, right: np.ndarray, masks: tuple[np.ndarray, np.ndarray], seed: int
 ) -> dict[str, Any]:
     tested = masks[1].any(0)
-    score = bootstrap(right[tested][None], np.ones(tested.sum()), roots[tested], seed=seed, crossed=True)[0]
+    score = bootstrap(right[tested][None], np.ones(tested.sum()), roots[tested], seed=seed, folds=len(masks[1]))[0]
     guess = (majority(goal.codes, *masks) == goal.codes)[tested].mean()
     return _fields(what, cell, "accuracy", score, float(guess), int(tested.sum()), len(np.unique(roots[tested])))
 

@@ -15,7 +15,7 @@ from replaylens.probes.mass_mean import MassMeanProbe
 from replaylens.probes.registry import ESTIMATORS, calibrated, get
 from replaylens.probes.sparse import SparseProbe
 
-OURS = [MassMeanProbe(), MassMeanProbe(whiten=True), SparseProbe(k=3), AttentiveProbe(steps=50), Leace(), Inlp()]
+OURS = [MassMeanProbe(), MassMeanProbe(whiten=True), SparseProbe(k=3), AttentiveProbe(steps=20), Leace(), Inlp()]
 GENERATOR = np.random.default_rng(0)
 Y = GENERATOR.integers(2, size=200)
 X = GENERATOR.normal(size=(200, 8))
