@@ -1,6 +1,7 @@
 """Sweeps: the same report twice, resumed or not; controls that do what they say; every bad setting a named error."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,9 @@ def test_estimators_fitted_apart() -> None:
 
 @pytest.mark.slow
 def test_ray_backend_changes_nothing() -> None:
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # on a busy machine the default of 60 s is too short
     ray = pytest.importorskip("ray")
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
     plain = sweep(rows_of(roots=40), "face", estimators="lda", **(QUICK | {"positions": "all"}))
     try:
         spread = sweep(rows_of(roots=40), "face", estimators="lda", backend="ray", jobs=2, **(QUICK | {"positions": "all"}))
