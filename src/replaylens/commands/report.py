@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replaylens.commands.dump import reporting
-from replaylens.engine import zoo
+from replaylens.engine import thinking_zoo, zoo
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_verify import MISMATCH, Verdict
 from replaylens.engine.dump_verify import verify as verify_dump
@@ -65,7 +65,7 @@ def _engine(dump: Dump, model: str | None, device: str) -> Engine | None:
     if model is not None:
         return Engine.load(model, device=device)
     made_by = dump.manifest.fingerprint.weights
-    loaded = (Engine.load(name, device=device) for name in zoo.names())
+    loaded = (Engine.load(name, device=device) for name in (*zoo.names(), *thinking_zoo.names()))
     return next((engine for engine in loaded if engine.fingerprint.weights == made_by), None)
 
 
