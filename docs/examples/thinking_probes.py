@@ -44,7 +44,7 @@ def content(dump: Dump, out: Path, eos: int) -> list[str]:
     state = rows.matrix("thinking.state")
     thought = rows.matrix("thinking.tokens")[:, 0]
     places = {
-        "received": (state.any(1), ["thinking.state", "S"]),
+        "received": (state.any(1), ["thinking.state"]),
         "thought": ((thought >= 0) & (thought != eos), ["thinking.hook_out", "compress.hook_out"]),
     }
     lines = []
@@ -59,8 +59,10 @@ def content(dump: Dump, out: Path, eos: int) -> list[str]:
 
 
 def _table(report: Report, name: str) -> list[str]:
-    columns = [c for c in ("site", "layer", "label", "accuracy", "low", "high", "majority", "selectivity") if c in report.table]
-    return [f"--- {name}", report.table[columns].round(3).to_string(index=False)]
+    """The labels' own lines; those of known-zero labels are in the report."""
+    table, columns = report.table, ["site", "label", "accuracy", "low", "high", "majority", "selectivity"]
+    shown = table[table["label"].isin(LABELS)][[c for c in columns if c in table]]
+    return [f"--- {name}", shown.round(3).to_string(index=False)]
 
 
 def _by_step(rows: ProbeRows) -> list[str]:
@@ -161,8 +163,8 @@ def main(out: Path, examples: int = 200) -> None:
     for split in ("root", "accepted-rejected"):
         report = rl.probes.sweep(dump, "face", sites="S", positions=["step", "step+2"], split=split)
         report.save(out / f"reading-{split}", figures=False)
-        columns = [c for c in ("layer", "position", "accuracy", "low", "high", "majority") if c in report.table]
-        print(f"--- face, {split}\n{report.table[columns].round(3).to_string(index=False)}", flush=True)
+        shown = report.table[report.table["label"] == "face"][["layer", "position", "accuracy", "low", "high", "majority"]]
+        print(f"--- face, {split}\n{shown.round(3).to_string(index=False)}", flush=True)
 
     for name, table in (("causes", causes(engine, fresh)), ("suffixes", suffixes(engine, fresh))):
         print(f"--- {name}\n{table.to_string()}", flush=True)

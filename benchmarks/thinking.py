@@ -1,0 +1,225 @@
+"""Thinking States on a CPU: speculative prefill against chunk by chunk, answers against chain of thought, training against
+back-propagation through time.
+
+    PYTHONPATH=src:. python -m benchmarks.thinking                         # the first and the last
+    PYTHONPATH=src:. python -m benchmarks.thinking --models FOLDER         # and answers, with model-thinking-N and model-cot-N
+
+A timing counts only because the contract tests pass; here the KV of all roads is compared once more before they are timed.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.table import Table, seconds
+from benchmarks.thinking_gpu import PARITY
+from replaylens.engine import thinking_plain as plain
+from replaylens.engine import thinking_train, zoo
+from replaylens.engine.config import ModelConfig
+from replaylens.engine.edits import Edit
+from replaylens.engine.engine import Engine
+from replaylens.engine.model import Decoder
+from replaylens.engine.ops import AttentionSpec, SequenceOps, TorchOps, visible
+from replaylens.engine.rotary import Rotary
+from replaylens.engine.thinking import THINK_SITE, ThinkingConfig, ThinkingDecoder
+from replaylens.engine.thinking_engine import ThinkingEngine
+from replaylens.engine.thinking_prefill import GUESSES, Guess
+from replaylens.engine.thinking_texts import ChunkBatch, padded
+
+EOS, WORD = 1, 7
+PREFILL = ModelConfig(
+    num_layers=6, d_model=576, num_heads=9, num_kv_heads=3, d_head=64, d_mlp=1536, vocab_size=2048, max_positions=512,
+    rotary_dim=64,
+)  # fmt: skip
+"""blocks of SmolLM2-135M's shape, a fifth as many, and a small vocabulary"""
+TRAINED = ModelConfig(
+    num_layers=4, d_model=64, num_heads=2, num_kv_heads=2, d_head=32, d_mlp=192, vocab_size=106, max_positions=1024,
+    rotary_dim=32,
+)  # fmt: skip
+"""the shape of the parity table"""
+
+
+def random_thinker(config: ModelConfig, chunk: int) -> ThinkingDecoder:
+    thinks = ThinkingConfig.for_backbone(config, chunk, EOS, 0, max_thought=4)
+    return ThinkingDecoder.around(Decoder(config).initialize(0), thinks)
+
+
+# ---- prefill ----------------------------------------------------------------------------------------------------------
+
+
+def forced_thoughts(engine: ThinkingEngine, chunks: int, share: float) -> list[Edit]:
+    """Edits on T that make every n-th chunk think one word, and the others nothing: the arithmetic stays what it was."""
+    said, steps = engine.thinker.think_unembed, engine.thinking.max_thought
+    thinking = {int(i / share) for i in range(round(chunks * share))} if share else set()
+    words = [engine.thought_place(THINK_SITE, i) for i in sorted(thinking)]
+    rest = [place for place in range(chunks * steps) if place not in set(words)]
+    edits = [Edit(THINK_SITE, "set", said[EOS], positions=rest)]
+    return edits + ([Edit(THINK_SITE, "set", said[WORD], positions=words)] if words else [])
+
+
+def prefill(table: Table, chunks: int = 32, chunk: int = 8) -> None:
+    engine = ThinkingEngine(random_thinker(PREFILL, chunk).requires_grad_(False))
+    tokens = torch.randint(8, 2000, (chunks * chunk,), generator=torch.Generator().manual_seed(0)).tolist()
+    for share in (0.0, 0.1, 0.5, 1.0):
+        edits = forced_thoughts(engine, chunks, share)
+        found = engine.prompt(tokens, edits=edits)
+        thoughts = [thought.tokens for thought in found.thoughts.chunks]
+        assert sum(len(t) > 1 for t in thoughts) == round(share * chunks)
+        first, times, rounds = found.kv(), {}, {}
+        roads: dict[str, dict[str, Any]] = {guess: {"guess": guess} for guess in GUESSES}
+        roads["drafted right"] = {"guess": "drafted", "drafts": [thoughts]}
+        for name, options in roads.items():
+            branch = engine.prompt(tokens, edits=edits, **options)
+            assert torch.equal(branch.kv(), first)
+            rounds[name] = len(branch.thoughts.rounds)
+            branch.release()
+            times[name] = seconds(lambda o=options: engine.prompt(tokens, edits=edits, **o).release(), repeats=3, warm=0)  # type: ignore[misc]
+        found.release()
+        for name in list(roads)[1:]:
+            numbers = {"rounds": rounds[name], "ms": 1000 * times[name], "sequential_rounds": rounds["sequential"]}
+            numbers["sequential_ms"] = 1000 * times["sequential"]
+            ratio = times["sequential"] / times[name]
+            table.add(f"prefill, {share:.0%} of {chunks} chunks think: {name} against sequential", ratio=ratio, **numbers)
+
+
+# ---- answers ----------------------------------------------------------------------------------------------------------
+
+
+def answers(table: Table, folder: Path, n: int, lengths: tuple[int, ...], count: int = 8) -> None:
+    """Time from a prompt to its answer, one example at a time, on lengths that both models were trained on."""
+    thinker, writer = Engine.load(folder / f"model-thinking-{n}"), Engine.load(folder / f"model-cot-{n}")
+    assert isinstance(thinker, ThinkingEngine)
+    for length in lengths:
+        examples = zoo.held_out(PARITY, length, count)
+        for guess in ("empty", "drafted"):
+            ours, right = _answered(lambda e, g=guess: _thought(thinker, e.prompt, g), examples)  # type: ignore[misc]
+            theirs, wrote = _answered(lambda e: _written(writer, thinker.thinking, e.prompt, length), examples)
+            table.add(
+                f"answer after {length} steps (N = {n}): {guess} guess against chain of thought", ratio=theirs / ours,
+                aim="2.66 (GSM8K)", ms=1000 * ours, cot_ms=1000 * theirs, right=right, cot_right=wrote,
+            )  # fmt: skip
+
+
+def _answered(answer: Callable[[Any], str], examples: list[Any]) -> tuple[float, float]:
+    """Median seconds an example, and the share that is right."""
+    said = [answer(example) for example in examples]
+    right = sum(text.strip(" .").endswith(e.answer.strip()) for text, e in zip(said, examples, strict=True))
+    return seconds(lambda: [answer(example) for example in examples], repeats=3, warm=0) / len(examples), right / len(examples)
+
+
+def _thought(engine: ThinkingEngine, prompt: str, guess: Guess) -> str:
+    branch = engine.prompt(prompt, guess=guess)
+    branch.generate(10)
+    said = engine.text.decode(branch.generated)
+    branch.release()
+    return said
+
+
+def _written(engine: Engine, thinking: ThinkingConfig, prompt: str, length: int) -> str:
+    """A chain of thought, its <EOS>, and the answer."""
+    branch = engine.prompt(list(padded(engine.text.encode(prompt), thinking)))
+    branch.generate(2 * length + 16)
+    if branch.finish_reason:  # the chain's end is not the answer's
+        (more,) = branch.fork()
+        branch.release()
+        branch = more.generate(10)
+    said = engine.text.decode(branch.generated)
+    branch.release()
+    return said
+
+
+# ---- training ---------------------------------------------------------------------------------------------------------
+
+
+class GrowingSequenceOps(TorchOps):
+    """Chunks that come one after the other, differentiable: keys and values of earlier ones are kept with their graph."""
+
+    def __init__(self, texts: int) -> None:
+        self.texts, self.past = texts, dict[int, tuple[Tensor, Tensor]]()
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | None,
+        spec: AttentionSpec,
+        observe: Callable[[Tensor], object] | None,
+    ) -> Tensor:
+        if rotary is not None:
+            q, k = self.rotate(q, rotary), self.rotate(k, rotary)
+        q, k, v = (x.view(self.texts, -1, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v))
+        if spec.layer in self.past:
+            k, v = (torch.cat([old, new], dim=2) for old, new in zip(self.past[spec.layer], (k, v), strict=True))
+        self.past[spec.layer] = (k, v)
+        rows = torch.arange(k.shape[2] - q.shape[2], k.shape[2])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible(rows, k.shape[2], 0), scale=spec.scale)
+        return out.transpose(1, 2).reshape(-1, q.shape[1], q.shape[3])
+
+
+def recurrent_loss(model: ThinkingDecoder, batch: ChunkBatch) -> Tensor:
+    """The same loss with states from the model's own thoughts, chunk after chunk: the gradient goes back through all of them.
+
+    A thought is passed on softly, as the mean embedding of each step's words, so that there is a gradient at all.
+    """
+    texts, chunks, c = batch.tokens.shape
+    d, m, ops = model.config.d_model, batch.thoughts.shape[-1], GrowingSequenceOps(texts)
+    state, hidden, last = torch.zeros(texts * c, d), [], []
+    for i in range(chunks):
+        positions = torch.arange(i * c, (i + 1) * c).repeat(texts)
+        h, x = model(batch.tokens[:, i].flatten(), positions, state, ops)
+        hidden.append(h.view(texts, 1, c, d))
+        last.append(x.view(texts, 1, c, d))
+        words = plain.thought_logits(model, hidden[-1][:, 0], batch.thoughts[:, i]).softmax(-1) @ model.backbone.embed
+        filled = F.pad(words, (0, 0, 0, max(0, c - m))).flatten(0, 1)
+        places = torch.arange(max(m, c)).repeat(texts)
+        rotary = Rotary(model.compress_rotary, places)
+        out = model.compress(filled, rotary, SequenceOps([max(m, c)] * texts), None).view(texts, -1, d)
+        state = out[:, -c:].reshape(texts * c, d)
+    tokens = thinking_train.token_loss(model.backbone, torch.cat(last, dim=1), batch)
+    return tokens + thinking_train.thought_loss(model, torch.cat(hidden, dim=1), batch)
+
+
+def training(table: Table, texts: int = 8, chunk: int = 6) -> None:
+    model = random_thinker(TRAINED, chunk)
+    generator, first = torch.Generator().manual_seed(0), {}
+    for chunks in (8, 16, 32, 64):
+        tokens = torch.randint(2, 100, (texts, chunks, chunk), generator=generator)
+        thoughts = torch.randint(2, 100, (texts, chunks, 2), generator=generator)
+        thoughts[..., -1] = EOS
+        flags = torch.ones(texts, chunks, dtype=torch.bool)
+        batch = ChunkBatch(
+            tokens, torch.ones(tokens.shape), thoughts, flags, flags.clone().index_fill_(1, torch.tensor([0]), False)
+        )
+        times = {
+            name: seconds(lambda f=loss: f(model, batch).backward(), repeats=3)  # type: ignore[misc]
+            for name, loss in (("parallel", thinking_train.loss), ("through time", recurrent_loss))
+        }
+        first = first or {name: each / chunks for name, each in times.items()}
+        grown = {f"{name.replace(' ', '_')}_per_chunk": each / chunks / first[name] for name, each in times.items()}
+        ms = {f"{name.replace(' ', '_')}_ms": 1000 * each for name, each in times.items()}
+        table.add(f"training step, {chunks} chunks", ratio=times["through time"] / times["parallel"], **ms, **grown)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", type=Path, help="folder with model-thinking-N and model-cot-N, as thinking_gpu leaves them")
+    options = parser.parse_args()
+    table = Table(
+        "thinking-cpu", "one thread; random blocks of SmolLM2-135M's shape (prefill), the parity table's models (others)"
+    )
+    torch.set_num_threads(1)
+    prefill(table)
+    training(table)
+    if options.models is not None:
+        answers(table, options.models, 10, (4, 8))
+    table.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The parity table and its curves from a finished `benchmarks.thinking_gpu` run, as Markdown and as a figure.
+
+PYTHONPATH=src:. python -m benchmarks.thinking_table [benchmarks/results/thinking-gpu.json] [docs/img/thinking-parity.png]
+"""
+
+import json
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.table import RESULTS
+
+NAMES = {"none": "no chain of thought", "cot": "chain of thought", "thinking": "Thinking States"}
+LENGTHS = (20, 30, 40, 50, 60, 70, 80, 90, 100)
+Run = dict[str, Any]
+
+
+def by_length(runs: list[Run], method: str, n: int) -> dict[int, list[float]]:
+    """Percent right of every seed, by length."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        if (run["method"], run["N"]) == (method, n):
+            for length, share in run["curve"].items():
+                found.setdefault(int(length), []).append(share["answered"])
+    return dict(sorted(found.items()))
+
+
+def table(body: dict[str, Any]) -> list[str]:
+    """Mean over seeds, each seed in brackets, beside the published number."""
+    lines = ["| | N | up to N | beyond, up to 100 | published | thoughts all right, beyond |", "|---|---:|---|---|---:|---|"]
+    for row in body["table"]:
+        runs = [r for r in body["runs"] if (r["method"], r["N"]) == (row["method"], row["N"])]
+        inside, beyond, thoughts = ([_share(r, kind, far) for r in runs] for kind, far in _COLUMNS)
+        told = _seeds(thoughts) if row["method"] != "none" else ""
+        cells = [NAMES[row["method"]], str(row["N"]), _seeds(inside), _seeds(beyond), f"{row['published']:.2f}", told]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+_COLUMNS = (("answered", False), ("answered", True), ("thought", True))
+
+
+def _share(run: Run, kind: str, beyond: bool) -> float:
+    return mean(share[kind] for length, share in run["curve"].items() if (int(length) > run["N"]) == beyond)
+
+
+def _seeds(shares: list[float]) -> str:
+    return f"**{mean(shares):.1f}** ({', '.join(f'{share:.1f}' for share in shares)})"
+
+
+def curves(body: dict[str, Any]) -> list[str]:
+    """Mean over seeds by length."""
+    lines = [f"| | N | {' | '.join(map(str, LENGTHS))} |", "|---|---:" + "|---:" * len(LENGTHS) + "|"]
+    for row in body["table"]:
+        found = by_length(body["runs"], row["method"], row["N"])
+        cells = [f"{mean(found[length]):.0f}" if length in found else "" for length in LENGTHS]
+        lines.append(f"| {NAMES[row['method']]} | {row['N']} | {' | '.join(cells)} |")
+    return lines
+
+
+def draw(body: dict[str, Any], path: Path) -> None:
+    """One panel per N: the mean of the seeds as a line, every seed as a dot."""
+    from matplotlib.figure import Figure
+
+    longest = body["plan"]["longest"]
+    figure = Figure(figsize=(3.4 * len(longest), 3.0), layout="constrained")
+    for panel, n in zip(figure.subplots(1, len(longest), sharey=True), longest, strict=True):
+        for method, colour in (("none", "tab:gray"), ("cot", "tab:orange"), ("thinking", "tab:blue")):
+            found = by_length(body["runs"], method, n)
+            panel.plot(list(found), [mean(shares) for shares in found.values()], color=colour, label=NAMES[method])
+            dots = [(length, share) for length, shares in found.items() for share in shares]
+            panel.scatter(*zip(*dots, strict=True), color=colour, s=6, alpha=0.5)
+        panel.axvline(n, color="black", linewidth=0.6, linestyle=":")
+        panel.set(title=f"trained on up to {n}", xlabel="operations", ylim=(0, 103))
+    figure.axes[0].set_ylabel("right answers, %")
+    figure.axes[0].legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main(source: str = str(RESULTS / "thinking-gpu.json"), image: str = "docs/img/thinking-parity.png") -> None:
+    body = json.loads(Path(source).read_text())
+    print("\n".join([*table(body), "", *curves(body)]))
+    draw(body, Path(image))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
