@@ -136,5 +136,5 @@ class Committer:
         if spec.lens is not None:
             residuals = tap.rows(spec.lens.sites, first, end)
             tuned = self.lenses[spec.lens.tuned] if spec.lens.tuned else None
-            rows |= readout.read(spec.lens, self.runner.logits, residuals, emitted, tuned)
+            rows |= readout.read(spec.lens, self.runner, residuals, emitted, tuned)
         return rows

@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from replaylens.engine import cuda_lens
+from replaylens.engine.capture import LensSpec
 from replaylens.engine.certificate import Certificate, Finding
 from replaylens.engine.cuda import HeadOps
 from replaylens.engine.model import Decoder
@@ -29,6 +31,7 @@ def examine(model: Decoder) -> Certificate:
     _products(model, random, findings)
     _rowwise(model, random, findings)
     _attention(model, random, findings)
+    _lens(model, random, findings)
     return Certificate({}, frozenset(), (1,), tuple(findings), torch.get_num_threads())
 
 
@@ -75,6 +78,16 @@ def _compare(op: str, x: Tensor, f: Callable[[Tensor], Tensor], findings: list[F
         same = torch.equal(f(x[:count].clone()), whole[:count])
         findings.append(Finding(op, shape, f"{count} rows against {len(x)}", same))
     findings.append(Finding(op, shape, "row at another offset", torch.equal(f(x[7:40].clone()), whole[7:40])))
+
+
+def _lens(model: Decoder, random: Random, findings: list[Finding]) -> None:
+    """What Z keeps of a row that takes a sum over the vocabulary."""
+
+    def sums(rows: Tensor) -> Tensor:
+        read = cuda_lens.read(LensSpec(()), model, rows, [0] * len(rows))
+        return torch.stack([read["Z.entropy"], read["Z.kl"], read["Z.emitted"]])
+
+    _compare("lens statistics", random(max(_ROWS), 2, model.config.d_model), lambda x: sums(x).movedim(0, -1), findings)
 
 
 def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:

@@ -5,19 +5,19 @@ and of chosen target tokens; the whole distribution only on request. The last en
 logits are bitwise those that the token was chosen from, because both are the same canonical function of the same row.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from replaylens.engine.capture import LensSpec, Rows
+from replaylens.engine.runner import Runner
 from replaylens.engine.tuned_lens import TunedLens
+
+_TOGETHER = 4096
+"""rows times layers that are read together, where all their logits are held at once"""
 
 
 @torch.inference_mode()
-def read(
-    spec: LensSpec, logits_of: Callable[[Tensor], Tensor], rows: Rows, emitted: list[int], tuned: TunedLens | None = None
-) -> Rows:
+def read(spec: LensSpec, runner: Runner, rows: Rows, emitted: list[int], tuned: TunedLens | None = None) -> Rows:
     """Z of captured residual rows.
 
     rows[site] [n, d] for every site of the spec; `emitted[i]` is the token that follows row i (-1: none yet)
@@ -26,13 +26,22 @@ def read(
     stacked = torch.stack([rows[site] for site in spec.sites], dim=1)  # [n, layers, d]
     if tuned is not None:
         stacked = tuned.translate(stacked)
+    return _read(spec, runner, stacked, emitted)
+
+
+def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int]) -> Rows:
     n, layers, d = stacked.shape
+    if runner.device == "cuda":
+        from replaylens.engine import cuda_lens  # its kernel needs triton
+
+        if cuda_lens.serves(spec):
+            return cuda_lens.read(spec, runner.model, stacked, emitted)
     parts: dict[str, list[Tensor]] = {}
-    step = max(1, 4096 // layers)
+    step = max(1, _TOGETHER // layers)
     for first in range(0, n, step):
         block = stacked[first : first + step]
-        # on the CPU, whose sums over a row do not depend on the number of rows; a GPU's do
-        log_p = logits_of(block.reshape(-1, d)).float().cpu().log_softmax(-1).view(len(block), layers, -1)
+        # on the CPU, whose sums over a row do not depend on the number of rows; those of a GPU's library do
+        log_p = runner.logits(block.reshape(-1, d)).float().cpu().log_softmax(-1).view(len(block), layers, -1)
         for name, value in statistics(spec, log_p, emitted[first : first + step]).items():
             parts.setdefault(name, []).append(value)
     return {name: torch.cat(pieces) for name, pieces in parts.items()}

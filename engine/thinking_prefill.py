@@ -222,7 +222,7 @@ class Prefiller:
             streams = {site: raw[site][first:stop] for site in spec.lens.sites}
             lenses, follows = self.forest.loop.committer.lenses, [*tokens[start + 1 : end + 1], -1][: end - start]
             tuned = lenses[spec.lens.tuned] if spec.lens.tuned else None
-            rows |= readout.read(spec.lens, self.forest.runner.logits, streams, follows, tuned)
+            rows |= readout.read(spec.lens, self.forest.runner, streams, follows, tuned)
         return rows
 
     def _trace(self, lane: Lane, capture: CaptureSpec | None) -> None:

@@ -1,13 +1,14 @@
 """The lens: what every layer's residual stream already predicts, without a [rows, vocab] tensor.
 
-    z = unembed(norm(S))  (softcapped)      log_sum_exp, entropy, KL(p || p_final), top-k, log-probs of given tokens
+    z = unembed(norm(S))  (softcapped)      log_sum_exp, entropy, KL(p_final || p), top-k, log-probs of given tokens
 
 **Vocabulary tiles.** A tile of z lives in registers only. Each (row, tile) leaves four float32 numbers behind:
-m = max z, s = sum e^(z - m), t = sum e^(z - m) (z - m), u = sum e^(z - m) (z - z_final). Rows are then merged over tiles:
-with w_i = e^(m_i - M), S = sum w_i s_i,
+m = max z, s = sum e^(z - m), t = sum e^(z - m) (z - m), u = sum e^(f - n) (f - z), where f is the final layer's logit and n
+its maximum in the tile. Rows are then merged over tiles: with w_i = e^(m_i - M), S = sum w_i s_i, and v_i, V of the final
+layer likewise,
 
     log_sum_exp = M + log S        entropy = log S - (sum w_i (t_i + (m_i - M) s_i)) / S
-    kl = (sum w_i u_i) / S - log_sum_exp + log_sum_exp_final
+    kl = (sum v_i u_i) / V - log_sum_exp_final + log_sum_exp
 
 Differences are taken before they are weighted, so nothing cancels when the layer agrees with the final one: there kl is 0.
 
@@ -56,7 +57,7 @@ class LensStats:
     entropy: Tensor
     """[layers, rows] float32, in nats"""
     kl: Tensor | None
-    """[layers, rows] float32: KL(layer || final)"""
+    """[layers, rows] float32: KL(final || layer), what the final layer would lose by this layer's word"""
     top_ids: Tensor
     """[layers, rows, k] int64, largest first; ties: smallest id first"""
     top_log_probs: Tensor
@@ -85,7 +86,9 @@ def _tile_stats(
         final = tl.load(at_final, mask=inside, other=0.0)
         if CAPPED:
             final = cap_tile(final, cap)
-        tl.store(APART + at, tl.sum(e * (z - final), 1), mask=live)
+        n = tl.max(tl.where(inside, final, -1.0e30), 1)
+        weight = tl.where(inside, tl.exp2((final - n[:, None]) * 1.4426950408889634), 0.0)
+        tl.store(APART + at, tl.sum(weight * (final - z), 1), mask=live)
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "first_tile", "final_rows"])
@@ -124,9 +127,10 @@ def _stats_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k", "final_rows", "first_final"])
 def _merge_kernel(
-    MAX, SUM, SHIFTED, APART, LSE, ENTROPY, KL_OUT, TOP_TILES, tiles, k, BLOCK: tl.constexpr, KL: tl.constexpr
+    MAX, SUM, SHIFTED, APART, LSE, ENTROPY, KL_OUT, TOP_TILES, tiles, k, final_rows, first_final,
+    BLOCK: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
     """One row: merge its tiles, and name the k tiles with the largest maxima, lowest first among equals."""
     row = tl.program_id(0).to(tl.int64)
@@ -143,7 +147,11 @@ def _merge_kernel(
     tl.store(ENTROPY + row, log_total - tl.sum(w * tl.where(live, t + (m - top) * s, 0.0), 0) / total)
     if KL:
         u = tl.load(APART + at, mask=live, other=0.0)
-        tl.store(KL_OUT + row, tl.sum(w * u, 0) / total - (top + log_total))
+        at_final = (first_final + row % final_rows) * tiles + i  # the same position's row of the final layer
+        n = tl.load(MAX + at_final, mask=live, other=-1.0e30)
+        v = tl.where(live, tl.exp2((n - tl.max(n, 0)) * 1.4426950408889634), 0.0)
+        mass = tl.sum(v * tl.load(SUM + at_final, mask=live, other=0.0), 0)
+        tl.store(KL_OUT + row, tl.sum(v * u, 0) / mass - (tl.max(n, 0) + tl.log(mass)) + (top + log_total))
     for n in range(k):
         best = tl.max(m, 0)
         where = tl.min(tl.where(m == best, i, BLOCK), 0)
@@ -243,15 +251,13 @@ def lens(
     tiles = ceil_div(vocab, shape.vocab_tile)
     k_tiles = min(k, tiles)
     last = None if final is None else h.view(layers, rows, -1)[final]
-    log_sum_exp, entropy, kl, top_tiles = _merge(_stats(h, w, last, softcap, shape), k_tiles, final is not None)
-    if final is not None:  # kl so far lacks the final layer's log-sum-exp
-        kl = kl.view(layers, rows) + log_sum_exp.view(layers, rows)[final]
+    log_sum_exp, entropy, kl, top_tiles = _merge(_stats(h, w, last, softcap, shape), k_tiles, rows, final)
     top_ids, top_log_probs = _top(h, w, top_tiles, log_sum_exp, k, softcap, shape)
     picked = None if targets is None else _targets(h, w, targets, log_sum_exp, layers, softcap)
     return LensStats(
         log_sum_exp.view(layers, rows),
         entropy.view(layers, rows),
-        kl if final is not None else None,
+        kl.view(layers, rows) if final is not None else None,
         top_ids.view(layers, rows, k),
         top_log_probs.view(layers, rows, k),
         picked.view(layers, rows, -1) if picked is not None else None,
@@ -302,15 +308,18 @@ def _stats(
     return found
 
 
-def _merge(stats: tuple[Tensor, Tensor, Tensor, Tensor], k: int, kl: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log_sum_exp, entropy, kl without the final layer's log_sum_exp, the k most promising tiles of every row."""
+def _merge(
+    stats: tuple[Tensor, Tensor, Tensor, Tensor], k: int, rows: int, final: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log_sum_exp, entropy, kl (where there is a final layer), the k most promising tiles of every row."""
     total, tiles = stats[0].shape
     make = lambda: torch.empty(total, dtype=torch.float32, device=stats[0].device)  # noqa: E731
-    log_sum_exp, entropy, divergence = make(), make(), make() if kl else stats[0][:, 0]
+    log_sum_exp, entropy, divergence = make(), make(), make() if final is not None else stats[0][:, 0]
     top_tiles = torch.empty(total, k, dtype=torch.int32, device=stats[0].device)
     _merge_kernel[(total,)](
-        *stats, log_sum_exp, entropy, divergence, top_tiles, tiles, k, next_power_of_2(tiles), kl, num_warps=4, **EXACT
-    )
+        *stats, log_sum_exp, entropy, divergence, top_tiles, tiles, k, rows, rows * (final or 0),
+        next_power_of_2(tiles), final is not None, num_warps=4, **EXACT,
+    )  # fmt: skip
     return log_sum_exp, entropy, divergence, top_tiles
 
 

@@ -141,7 +141,7 @@ def sample(logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor) 
 def lens(logits: Tensor, final_logits: Tensor | None, targets: Tensor, k: int) -> dict[str, Tensor]:
     """Statistics of softmax(logits) [rows, vocab].
 
-    log_sum_exp, entropy, kl (to softmax of `final_logits`, when given) [rows]; top_ids, top_log_probs [rows, k], largest
+    log_sum_exp, entropy, kl (from softmax(`final_logits`), when given) [rows]; top_ids, top_log_probs [rows, k], largest
     first, ties by smallest id; target_log_probs like `targets` [rows, n].
     """
     log_sum_exp = logits.logsumexp(-1)
@@ -149,7 +149,8 @@ def lens(logits: Tensor, final_logits: Tensor | None, targets: Tensor, k: int) -
     p = log_p.exp()
     found = {"log_sum_exp": log_sum_exp, "entropy": -(p * log_p).sum(-1)}
     if final_logits is not None:
-        found["kl"] = (p * (log_p - final_logits.log_softmax(-1))).sum(-1)
+        final = final_logits.log_softmax(-1)
+        found["kl"] = (final.exp() * (final - log_p)).sum(-1)
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
     found["top_ids"], found["top_log_probs"] = order, log_p.gather(1, order)
     found["target_log_probs"] = log_p.gather(1, targets.long())

@@ -85,7 +85,7 @@ class Reference:
     def _lens(self, path: Path, following: int) -> Rows:
         row = self.row(path)
         if (path, following) not in self._lenses:
-            self._lenses[path, following] = readout.read(self.lens, self.runner.logits, row.sites, [following])
+            self._lenses[path, following] = readout.read(self.lens, self.runner, row.sites, [following])
         return row.sites | self._lenses[path, following]
 
     def continuation(
