@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from replaylens.probes.grams import Grams
-from replaylens.probes.newton import Newton
+from replaylens.probes.quasi_newton import QuasiNewton
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +37,25 @@ def one_hot(codes: np.ndarray, classes: int) -> np.ndarray:
 
 
 def solve(
-    kind: str, x: Tensor, targets: np.ndarray, train: np.ndarray, *, C: float = 1.0, alpha: float = 1.0, tolerance: float = 1e-6
+    kind: str,
+    x: Tensor,
+    targets: np.ndarray,
+    train: np.ndarray,
+    *,
+    C: float = 1.0,
+    alpha: float = 1.0,
+    tolerance: float | None = None,
 ) -> Solution:
     """Fit one kind of probe to every cell, task and fold.
 
-    x        [cells, n, d]
-    targets  [tasks, n, k], see `one_hot`; for the kind `ridge` any numbers
-    train    [tasks, folds, n] bool
+    x          [cells, n, d]
+    targets    [tasks, n, k], see `one_hot`; for the kind `regression` any numbers
+    train      [tasks, folds, n] bool
+    tolerance  of logistic: how far the gradient must fall; default: 1e-6 in double precision, 1e-4 in single
     """
+    if len(x) > 1 and not x.is_cuda:  # a CPU works on cells one after the other anyway: then none waits for another
+        parts = [solve(kind, x[i : i + 1], targets, train, C=C, alpha=alpha, tolerance=tolerance) for i in range(len(x))]
+        return Solution(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
     tasks, folds, n = train.shape
     sets, which = np.unique(train.reshape(tasks * folds, n), axis=0, return_inverse=True)
     grams = Grams(x, sets)
@@ -58,7 +69,8 @@ def solve(
         case "mass-mean" | "mass-mean-whitened":
             weight, bias = _mass_mean(grams, y, where, whiten=kind.endswith("whitened"))
         case "logistic":
-            weight, bias = Newton(grams, y, where, 1.0 / C, tolerance).run()
+            small = tolerance or (1e-6 if x.dtype == torch.float64 else 1e-4)
+            weight, bias = QuasiNewton(grams, y, where, 1.0 / C, small).run()
         case _:
             raise AssertionError(kind)
     return Solution(weight, bias - torch.einsum("btfkd,bd->btfk", weight, grams.shift))

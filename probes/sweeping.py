@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
 
 MEMORY_MB = 1024
-"""of rows that are worked on together; changes no more than the last bits"""
+"""of rows that are loaded together; on a CPU it changes no bit"""
 MakeSplit = Callable[[ProbeRows], Split]
 
 

@@ -73,10 +73,11 @@ def test_same_answers_on_bad_data(dtype: torch.dtype) -> None:
 
 
 def test_cells_and_tasks_do_not_see_each_other() -> None:
-    """A cell solved alone has the coefficients that it has among others, to rounding of the matrix products."""
+    """A cell solved alone has the very bits that it has among others; a label, the coefficients to rounding of the products."""
     x, codes, train = problem(2)
     targets = one_hot(codes, 2)
     both = solve("logistic", torch.from_numpy(x), targets, train, tolerance=1e-10)
+    assert torch.equal(solve("logistic", torch.from_numpy(x[1:]), targets, train, tolerance=1e-10).weight[0], both.weight[1])
     alone = solve("logistic", torch.from_numpy(x[1:]), targets[:1], train[:1], tolerance=1e-10)
     assert torch.allclose(both.weight[1, 0], alone.weight[0, 0], atol=1e-8)
 
