@@ -5,14 +5,18 @@ batch-1 step against the time to read the weights once; canonical passes against
 timing is preceded by a check of the bits it stands for.
 """
 
+import sys
 import time
+import traceback
 from typing import Any
 
 import torch
 
 from benchmarks.table import Table
+from replaylens.engine import cuda_lens
 from replaylens.engine.batch import Segment
-from replaylens.engine.capture import PassTap
+from replaylens.engine.branch import Branch
+from replaylens.engine.capture import LensSpec, PassTap
 from replaylens.engine.config import ModelConfig, Rope
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import Decoder
@@ -161,15 +165,105 @@ def load(table: Table, engine: Engine) -> None:
     )
 
 
+def lens(table: Table, engine: Engine) -> None:
+    """Z at all layers of 512 rows, against the bare products with the unembedding. First: does a row know its batch?"""
+    spec, layers = LensSpec(()), SHAPE.num_layers
+    stacked = torch.randn(512, layers, SHAPE.d_model, dtype=torch.bfloat16, device="cuda")
+    whole = cuda_lens.read(spec, engine.model, stacked, [7] * 512)
+    alone = cuda_lens.read(spec, engine.model, stacked[100:101], [7])
+    assert all(torch.equal(alone[name], whole[name][100:101]) for name in alone), "company moved bits of Z"
+    weight, x = engine.model.unembed.weight, stacked[:, 0].contiguous()
+    out = torch.empty(512, SHAPE.vocab_size, dtype=torch.bfloat16, device="cuda")
+    bare = milliseconds(lambda: [torch.mm(x, weight, out=out) for _ in range(layers)], 5)
+    ours = milliseconds(lambda: cuda_lens.read(spec, engine.model, stacked, [7] * 512), 5)
+    table.add(
+        "Z at 32 layers, 512 rows, over bare products",
+        ratio=ours / bare,
+        aim="<= 1.15",
+        met=ours <= 1.15 * bare,
+        ms=ours,
+        bare_ms=bare,
+    )
+
+
+def contract(table: Table, engine: Engine) -> None:
+    """The short run of the contract at this shape: captured rows alone, in company, and verified from drafts."""
+    mine, others = prompts(1, 100)[0], [prompts(1, n)[0] for n in (3, 40, 130, 77)]
+    found = []
+    for beside, options in (([], {"window": 1}), (others, {"window": 1}), (others[:2], {"drafter": "lens", "window": 6})):
+        branches = engine.prompts([*beside, mine], sites="STCZ")
+        engine.generate(branches, 8, sampling=ENDLESS, final=True, **options)
+        last = branches[-1]
+        found.append((last.tokens, last.kv().cpu(), {site: last.activations[site] for site in last.activations.sites()}))
+        for branch in branches:
+            branch.release()
+        engine.prefix.clear()
+    (tokens, kv, rows), *rest = found
+    bits = lambda x: x.contiguous().view(torch.uint8)  # noqa: E731 (NaN marks a row without successor)
+    wrong = sum(t != tokens or not torch.equal(k, kv) for t, k, _ in rest)
+    wrong += sum(not torch.equal(bits(other[site]), bits(rows[site])) for *_, other in rest for site in rows)
+    table.add(
+        "contract at this shape: tokens, KV, S, T, C, Z",
+        aim="0 differences",
+        met=wrong == 0,
+        differences=wrong,
+        sites=len(rows),
+    )
+
+
+def mixed(table: Table, engine: Engine) -> None:
+    """64 requests of 32 to 256 tokens that arrive at random, each of which generates 64; some ask for the promise."""
+    rates: dict[str, float] = {}
+    for name, share, how in (
+        ("warm-up", 0.5, {}), ("0 %", 0.0, {}), ("10 %", 0.1, {}), ("50 %", 0.5, {}), ("100 %", 1.0, {}),
+        ("100 %, verified", 1.0, {"window": 8}),
+    ):  # fmt: skip
+        rates[name], rejected = _arrivals(engine, share, how)
+        if name != "warm-up":
+            ratio = rates[name] / rates["0 %"]
+            table.add(f"mixed load, {name} deterministic", ratio=ratio, tokens_per_s=rates[name], rejected_drafts=rejected)
+
+
+def _arrivals(engine: Engine, share: float, how: dict[str, Any]) -> tuple[float, int]:
+    """(tokens per second from the first arrival to the last token, drafts that were rejected)."""
+    random = torch.Generator().manual_seed(1)
+    lengths = torch.randint(32, 257, (64,), generator=random).tolist()
+    due = torch.rand(64, generator=random).sort().values.tolist()  # within the first second
+    exact = (torch.randperm(64, generator=random) < round(64 * share)).tolist()
+    waiting = [(at, prompts(1, n)[0], e) for at, n, e in zip(due, lengths, exact, strict=True)]
+    streams, begin = [], time.perf_counter()
+    while waiting or any(not stream.job.done for stream in streams):
+        while waiting and waiting[0][0] <= time.perf_counter() - begin:
+            _, tokens, promised = waiting.pop(0)
+            branch = Branch(engine, engine.forest.plant(tokens, None))
+            options = how if promised else {}
+            streams.append(engine.stream(branch, 64, sampling=ENDLESS, deterministic=promised, **options))
+        engine.loop.step()
+    elapsed = time.perf_counter() - begin
+    rejected = sum(stream.job.statistics.rejected for stream in streams)
+    for stream in streams:
+        stream.branch.release()
+    engine.prefix.clear()
+    return 64 * 64 / elapsed, rejected
+
+
+SECTIONS = (decode, passes, contract, lens, load, mixed)
+
+
 def main() -> None:
+    """All sections, or those named on the command line. One that fails says so, and the others are measured all the same."""
     table = Table("engine-gpu", f"Llama-3.1-8B shape, random weights, bfloat16, {torch.cuda.get_device_name()}")
     print(table.about)
     engine = Engine(subject(), cache_tokens=64 * 512)
-    print(f"certified: {engine.certificate.certified}; controls that differed: {engine.certificate.has_teeth}")
-    decode(table, engine)
-    passes(table, engine)
-    load(table, engine)
-    table.save()
+    print(f"certified: {engine.certificate.certified}; controls that differed: {engine.certificate.has_teeth}", flush=True)
+    for section in SECTIONS:
+        if len(sys.argv) > 1 and section.__name__ not in sys.argv[1:]:
+            continue
+        try:
+            section(table, engine)
+        except Exception:
+            print(f"{section.__name__} FAILED\n{traceback.format_exc()}", flush=True)
+        table.save()
 
 
 if __name__ == "__main__":

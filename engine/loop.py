@@ -58,8 +58,7 @@ class Loop:
         turns = self.admit()
         try:
             self.draft(turns)
-            for exact in (True, False):
-                mine = [turn for turn in turns if turn.job.exact is exact]
+            for exact, mine in self._by_arithmetic(turns):
                 if direct := [turn for turn in mine if turn.burst]:
                     self.burst(direct, exact)
                 if others := [turn for turn in mine if not turn.burst]:
@@ -69,6 +68,13 @@ class Loop:
             self._end_all(error)
             raise
         self._forget_done()
+
+    def _by_arithmetic(self, turns: list[Turn]) -> list[tuple[bool, list[Turn]]]:
+        """(whether canonical, turns that run together). On a device both arithmetics take as long, so requests without the
+        promise go along with those that have it: two passes would take twice as long."""
+        if self.bursts is not None and any(turn.job.exact for turn in turns):
+            return [(True, turns)]
+        return [(exact, [turn for turn in turns if turn.job.exact is exact]) for exact in (True, False)]
 
     def admit(self) -> list[Turn]:
         """Turns for as many jobs as rows and pages allow; those that wait for one token before long prefills.
