@@ -107,23 +107,23 @@ class Engine:
         dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
         if device == "cpu" and dtype is not torch.float32:
             raise BadRequest(f"{dtype} on a CPU is emulated and slow: the CPU engine computes in float32")
-        if cls is Engine and (thinking := _thinking_model(source)) is not None:
+        embedded = isinstance(source, str) and source in zoo.names()
+        draft_model = "coin-draft" if draft_model is None and embedded and source == "coin-plain" else draft_model
+        if draft_model is not None:
+            draft = zoo.load_embedded(draft_model)[0] if draft_model in zoo.names() else draft_model
+            options["draft_model"] = weights.load(draft, dtype).to(device)
+        if (thinking := _thinking_model(source)) is not None:
             from replaylens.engine.thinking_engine import ThinkingEngine
 
             thinker, tokenizer = thinking
             return ThinkingEngine(thinker.to(device, dtype), options.pop("tokenizer", tokenizer), **options)
-        embedded = isinstance(source, str) and source in zoo.names()
         if embedded:
-            model, text = zoo.load_embedded(source)[0], Text(zoo.load_embedded(source)[1])
-            draft_model = "coin-draft" if draft_model is None and source == "coin-plain" else draft_model
-            model = weights.load(model, dtype)
+            plain, words = zoo.load_embedded(source)
+            model, text = weights.load(plain, dtype), Text(words)
         else:
             is_folder = isinstance(source, str | Path) and Path(source).is_dir()
             text = load_text(Path(source)) if is_folder else Text(getattr(source, "tokenizer", None))
             model = weights.load(source, dtype)
-        if draft_model is not None:
-            draft = zoo.load_embedded(draft_model)[0] if draft_model in zoo.names() else draft_model
-            options["draft_model"] = weights.load(draft, dtype).to(device)
         return cls(model.to(device), options.pop("tokenizer", text), **options)
 
     def _repr_html_(self) -> str:

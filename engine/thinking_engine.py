@@ -41,6 +41,8 @@ class ThinkingEngine(Engine):
     """guess  how a prompt's thoughts are guessed ahead: sequential, empty or drafted. Changes no bit that is committed"""
 
     def __init__(self, model: ThinkingDecoder, tokenizer: Any = None, *, guess: Guess = "empty", **options: Any) -> None:
+        if not isinstance(model, ThinkingDecoder):
+            raise BadConfig(f"a {type(model).__name__} does not think: load it with Engine, or train one that does")
         self.thinker, self.thinking, self.guess = model, model.thinking, _known(guess)
         super().__init__(model.backbone, tokenizer, **options)
         if self.text.tokenizer is not None and self.text.eos_id != self.thinking.eos_token:

@@ -301,6 +301,12 @@ def test_a_tokenizer_without_an_end_mark(plain: Subject) -> None:
         plain.engine(tokenizer=NoEnd())
 
 
+def test_a_model_that_does_not_think() -> None:
+    with pytest.raises(BadConfig, match="does not think"):
+        ThinkingEngine.load("coin-plain")
+    assert ThinkingEngine.load("coin-thinking", draft_model="coin-draft").loop.drafters["model"].reproducible
+
+
 # ---- the negative control ---------------------------------------------------------------------------------------------
 
 
