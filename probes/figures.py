@@ -1,5 +1,6 @@
 """Figures of a report: heatmaps and curves, with matplotlib and no display."""
 
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,23 @@ if TYPE_CHECKING:
 
 _CONTROLS = {"majority": "0.5", "bag_of_tokens": "tab:brown", "untrained": "tab:red", "shuffled": "tab:pink"}
 
+_DPI = 120
+
+
+class Picture(Figure):
+    """A figure that draws itself in a notebook, whatever backend pyplot has there."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = BytesIO()
+        self.savefig(buffer, format="png", dpi=_DPI)
+        return buffer.getvalue()
+
 
 def heatmap(table: pd.DataFrame, label: str | None = None, **where: Any) -> Figure:
     """Score by layer and position, one panel per site. A dot: shown over the whole grid (p_family at most 0.05)."""
     part, label = _narrow(table, label, where)
     sites, positions = list(dict.fromkeys(part["site"])), list(dict.fromkeys(part["position"]))
-    figure = Figure(figsize=(1.2 + 2.6 * len(sites), 1.4 + 0.45 * len(positions)), layout="constrained")
+    figure = Picture(figsize=(1.2 + 2.6 * len(sites), 1.4 + 0.45 * len(positions)), layout="constrained")
     axes = figure.subplots(1, len(sites), squeeze=False)[0]
     floor = float(part["majority"].min()) if "majority" in part and part["majority"].notna().any() else float(part["low"].min())
     for axis, site in zip(axes, sites, strict=True):
@@ -43,7 +55,7 @@ def curves(table: pd.DataFrame, label: str | None = None, **where: Any) -> Figur
     """Score by layer with its interval, one panel per position, one line per site; controls of the first site's cells."""
     part, label = _narrow(table, label, where)
     positions = list(dict.fromkeys(part["position"]))
-    figure = Figure(figsize=(1.0 + 3.2 * len(positions), 3.2), layout="constrained")
+    figure = Picture(figsize=(1.0 + 3.2 * len(positions), 3.2), layout="constrained")
     axes = figure.subplots(1, len(positions), squeeze=False, sharey=True)[0]
     for axis, position in zip(axes, positions, strict=True):
         here = part[part["position"] == position]
@@ -71,7 +83,7 @@ def curves(table: pd.DataFrame, label: str | None = None, **where: Any) -> Figur
 
 def bars(table: pd.DataFrame, title: str) -> Figure:
     """A branch question's lines: one bar with its interval per line, named by its column `what`."""
-    figure = Figure(figsize=(6.4, 1.0 + 0.3 * len(table)), layout="constrained")
+    figure = Picture(figsize=(6.4, 1.0 + 0.3 * len(table)), layout="constrained")
     axis = figure.subplots()
     value = table["accuracy"].astype(float)
     error = [(value - table["low"].astype(float)).clip(lower=0), (table["high"].astype(float) - value).clip(lower=0)]
@@ -94,7 +106,7 @@ def save_all(report: "Report", folder: Path) -> list[Path]:
     paths = []
     for name, figure in made.items():
         paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=120, metadata={"Software": None})
+        figure.savefig(paths[-1], dpi=_DPI, metadata={"Software": None})
     return paths
 
 
