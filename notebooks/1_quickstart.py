@@ -1,0 +1,96 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 1. Quickstart
+#
+# Load a model, replay coin-flip stories, look at one, keep everything in a dump, prove the dump, probe it. About a minute
+# on two cores; nothing is downloaded.
+#
+# **What to expect.** The embedded model answers nearly all stories rightly and writes down the coin's state step by step. A
+# smaller model drafts for it and is often wrong; what was wrong is not lost but hangs off the path as a rejected branch.
+# The coin's state can be read off the hidden states where a step is decided, far above every control. At the end of the
+# question it cannot: in this form the model has no need of it yet.
+
+# %%
+import tempfile
+from pathlib import Path
+
+import replaylens as rl
+from replaylens.engine.dump_verify import verify
+
+engine = rl.Engine.load("coin-plain")
+task = rl.tasks.get("coin")(flips=(2, 6), rendering="steps")
+example = task.example(1)
+print(example.prompt + example.completion)
+
+# %% [markdown]
+# ## Replay
+#
+# `sites` says what to capture: S (residual stream), T (what attention writes), C (what the MLP writes), at every layer; Z:
+# what every layer would say next. `drafter` says who guesses ahead. It changes the speed and the rejected branches, never
+# the answer.
+
+# %%
+run = engine.replay(task.examples(60), sites="STCZ", drafter="model", window=4)
+run[1].text, f"{run.accuracy:.0%} right", f"{run.acceptance:.0%} of drafts accepted"
+
+# %% [markdown]
+# Hover a token: position, log-probability, entropy, and what each layer would say next. Blue is the prompt, green was
+# accepted, red was rejected.
+
+# %%
+run.tree(1)
+
+# %% [markdown]
+# Every row of the path is there, and the rejected branches have rows of their own.
+
+# %%
+resid = run[1].activations["blocks.2.hook_in"]
+wrong = run[1].rejected[0]
+print(f"path: {len(run[1].tokens)} tokens, rows {tuple(resid.shape)}")
+print(f"rejected: {engine.text.decode(wrong.tokens[wrong.fork_position :])!r} at position {wrong.fork_position},", end=" ")
+print(f"rows {tuple(wrong.activations['blocks.2.hook_in'].shape)}")
+
+# %% [markdown]
+# ## Dump
+#
+# A folder of safetensors and Parquet with one line per row: token, branch, labels. The digest names all of its content.
+# `verify` replays every example and compares every bit.
+
+# %%
+dump = run.save(Path(tempfile.mkdtemp()) / "coin")
+verdict = verify(dump.url, engine, sample="all")
+print(f"digest {dump.digest}")
+print(verdict)
+
+# %%
+dump.to_pandas()[["example", "branch", "position", "text", "token_state", "face", "logprob"]].query("example == 1").tail(12)
+
+# %% [markdown]
+# ## Probe
+#
+# Splits are by root prompt: all branches of a prompt are on one side. Every score comes with its controls, an interval over
+# roots and a correction over the whole grid; `step` is where a step is decided, `query` the prompt's last token.
+
+# %%
+report = rl.probes.sweep(dump, "face", sites="STC", positions=["step", "query"])
+print(report)
+
+# %% [markdown]
+# A white dot: shown over the whole grid.
+
+# %%
+report.heatmap()
+
+# %%
+report.curves()
+
+# %% [markdown]
+# A probe that reads a state does not show that the model uses it: `rl.probes.steer`, `ablate` and `interchange` test that
+# ([probes](../docs/probes.md)). Next: what the digest is worth, in [2_determinism](2_determinism.ipynb).

@@ -1,0 +1,63 @@
+"""Runs the notebooks' sources, percent scripts beside this file, and writes each as an .ipynb with its outputs.
+
+python notebooks/build.py [NAME ...]    such as 1_quickstart; all without a name
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+
+HERE = Path(__file__).parent
+SECONDS = 300
+"""that one cell may take"""
+Notebook = nbformat.NotebookNode
+
+
+def sources() -> list[Path]:
+    """The percent scripts, in reading order."""
+    return sorted(HERE.glob("[0-9]_*.py"))
+
+
+def read(source: Path) -> Notebook:
+    """A source as a notebook without outputs. Cells have their number as id, so that equal sources give equal files."""
+    notebook: Notebook = jupytext.read(source)
+    for number, cell in enumerate(notebook.cells):
+        cell.id, cell.metadata = f"cell-{number}", {}
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python", "file_extension": ".py", "mimetype": "text/x-python"},
+    }
+    notebook.nbformat_minor = 5
+    return notebook
+
+
+def execute(notebook: Notebook, **kernel: Any) -> Notebook:
+    """Mutates: runs all cells in a fresh kernel; CellExecutionError shows the first that fails. Returns the notebook.
+
+    kernel  options of its start, such as env
+    """
+    about = dict(notebook.metadata)
+    where = {"metadata": {"path": str(HERE)}}
+    quiet = ["--log-level=ERROR"]
+    NotebookClient(notebook, timeout=SECONDS, record_timing=False, resources=where, extra_arguments=quiet).execute(**kernel)
+    notebook.metadata = about  # the kernel adds its version
+    return notebook
+
+
+def main(names: list[str]) -> None:
+    known = {source.stem: source for source in sources()}
+    if unknown := set(names) - set(known):
+        sys.exit(f"no notebook {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    for name in names or known:
+        print(name, end=" ", flush=True)
+        target = HERE / f"{name}.ipynb"
+        nbformat.write(execute(read(known[name])), target)
+        print(f"{target.stat().st_size / 1000:.0f} kB", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
