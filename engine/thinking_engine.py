@@ -108,7 +108,7 @@ class ThinkingEngine(Engine):
             lane = Lane(self.tree.plant(path[: self.thinking.chunk]), PageTable(), hooks=resolved)
             self.loop.lanes[lane.branch] = lane
             prefills.append(Prefill(lane, path, guess, capture, outer, inner, self._drafts(own)))
-        self._prefill(prefills)
+        self.prefiller.run(prefills)
         return [ThinkingBranch(self, p.lane, p.rejected) for p in prefills]
 
     def thought_place(self, site: str, chunk: int, step: int = 0) -> int:
@@ -124,14 +124,6 @@ class ThinkingEngine(Engine):
         return {"thoughts": self.guess}
 
     # ---- inside -------------------------------------------------------------------------------------------------
-
-    def _prefill(self, prefills: list[Prefill]) -> None:
-        try:
-            self.prefiller.run(prefills)
-        except BaseException:
-            for p in prefills:  # nobody has a handle on them
-                self.forest.forget(p.lane.branch)
-            raise
 
     def _chunks(self, text: str | Sequence[int], before: int = 0) -> list[int]:
         """Whole chunks of tokens; BadChunks where ids are none."""
@@ -266,5 +258,5 @@ class ThinkingBranch(Branch):
         prefill = Prefill(lane, path, guess or engine.guess, lane.capture, planted=False)
         prefill.edits, prefill.inner = known.others(lane.edits) + outer, known.inner + inner
         prefill.thoughts, prefill.states = list(known.chunks), dict(known.states)
-        engine._prefill([prefill])
+        engine.prefiller.run([prefill])
         return ThinkingBranch(engine, lane, prefill.rejected)

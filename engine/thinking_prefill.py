@@ -76,14 +76,25 @@ class Prefiller:
         self.forest, self.blocks, self.config = forest, blocks, blocks.config
 
     def run(self, prefills: Sequence[Prefill]) -> None:
-        """Settle all chunks of all prompts, together. Mutates tree, lanes and pages; leaves a trace. A failure is raised, and
-        the lanes are then good for nothing but to be forgotten."""
-        for prefill in prefills:
-            self._begin(prefill)
-        while open_ := [p for p in prefills if p.settled < self._num_chunks(p)]:
-            self._round(open_)
-        for prefill in prefills:
-            self._end(prefill)
+        """Settle all chunks of all prompts, together. Mutates tree, lanes and pages; leaves a trace. When one fails, all of
+        them are forgotten, and the error is raised."""
+        try:
+            for prefill in prefills:
+                self._begin(prefill)
+            while open_ := [p for p in prefills if p.settled < self._num_chunks(p)]:
+                self._round(open_)
+            for prefill in prefills:
+                self._end(prefill)
+        except BaseException:
+            for prefill in prefills:  # nobody has a handle on them
+                self._forget(prefill)
+            raise
+
+    def _forget(self, p: Prefill) -> None:
+        """Mutates: nothing is left of a prompt but two lines of the trace."""
+        if p.planted:
+            self._trace(p.lane, None, "error")
+        self.forest.forget(p.lane.branch)
 
     def _num_chunks(self, p: Prefill) -> int:
         return len(p.path) // self.config.chunk
@@ -225,12 +236,12 @@ class Prefiller:
             rows |= readout.read(spec.lens, self.forest.runner, streams, follows, tuned)
         return rows
 
-    def _trace(self, lane: Lane, capture: CaptureSpec | None) -> None:
+    def _trace(self, lane: Lane, capture: CaptureSpec | None, reason: str | None = None) -> None:
         """States are edits, and edits are data: a replay of the trace needs no thoughts to come to the same bits."""
         trace, tokens = self.forest.trace, self.forest.tree.path(lane.branch)
         kept, details = asdict(capture) if capture else None, edits_json(lane.edits, lane.hooks)
         trace.add("plant", branch=lane.branch, tokens=tokens, capture=kept, **details)
-        trace.add("finish", branch=lane.branch, reason=None, generated=0, length=len(tokens), path=path_digest(tokens))
+        trace.add("finish", branch=lane.branch, reason=reason, generated=0, length=len(tokens), path=path_digest(tokens))
 
 
 def split(edits: Sequence[PlacedEdit]) -> tuple[tuple[PlacedEdit, ...], tuple[PlacedEdit, ...]]:

@@ -15,7 +15,8 @@ import torch
 
 from replaylens.engine.branches import BranchStatus
 from replaylens.engine.edits import Edit
-from replaylens.engine.errors import BadConfig, BadEdit, BadRequest
+from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, NonFinite
+from replaylens.engine.ops import Linear
 from replaylens.engine.thinking_engine import BadChunks, ThinkingBranch, ThinkingEngine
 from replaylens.engine.thinking_prefill import GUESSES, Guess, Prefiller
 from replaylens.engine.thinking_texts import BadThought
@@ -78,6 +79,15 @@ def plain() -> Subject:
 def test_the_subjects_think_here_and_there(subject: Subject) -> None:
     said = [t.empty for path in subject.prompts() for t in subject.truth(tuple(path)).thoughts]
     assert any(said) and not all(said)
+
+
+def test_the_certificate_covers_t_and_c(subject: Subject) -> None:
+    """Every product of T and C has a shape, and its weight a layout, that was examined on the backbone."""
+    engine, model = subject.engine(), subject.model
+    own = [m.weight for block in (model.think, model.compress) for m in block.modules() if isinstance(m, Linear)]
+    assert {tuple(weight.shape) for weight in own} <= engine.certificate.row_counts.keys()
+    theirs = model.backbone.embed.t() if model.backbone.unembed is None else model.backbone.unembed.weight
+    assert model.think_unembed.t().shape == theirs.shape and model.think_unembed.t().stride() == theirs.stride()
 
 
 @pytest.mark.parametrize("guess", GUESSES)
@@ -286,6 +296,21 @@ def test_other_requests_that_cannot_be(plain: Subject) -> None:
     with pytest.raises(BadEdit, match="steps 0 to 3"):
         engine.thought_place("thinking.hook_out", 1, 4)
     assert engine.loop.lanes == {}
+
+
+def test_a_prompt_that_fails_leaves_nothing_behind(plain: Subject, tmp_path: Path) -> None:
+    engine, path = plain.engine(), random_prompt(7, seed=0)
+    root = engine.prompt(path, **KEPT)
+    huge = [Edit(f"blocks.{layer}.hook_out", "add", torch.full((32,), 3e38), positions=[7]) for layer in (1, 2)]
+    for fails in (lambda: engine.prompts([path, path], edits=huge), lambda: root.fork(edits=huge)):
+        with pytest.raises(NonFinite):
+            fails()
+    assert set(engine.loop.lanes) == {root.id, *(branch.id for branch in root.rejected)}
+    assert plain.broken([root]) == []
+    engine.check_integrity()
+    engine.trace.save(tmp_path / "trace.jsonl")
+    replayed = plain.engine().replay(Trace.load(tmp_path / "trace.jsonl"))
+    assert isinstance(replayed, dict) and same_bits(replayed[root.id].kv(), root.kv())
 
 
 class NoEnd:
