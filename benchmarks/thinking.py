@@ -5,9 +5,12 @@ back-propagation through time.
     PYTHONPATH=src:. python -m benchmarks.thinking --models FOLDER         # and answers, with model-thinking-N and model-cot-N
 
 A timing counts only because the contract tests pass; here the KV of all roads is compared once more before they are timed.
+Times are those of the processor, on one thread: what else runs on the machine hardly matters.
 """
 
 import argparse
+import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.table import Table, seconds
+from benchmarks.table import Table
 from benchmarks.thinking_gpu import PARITY
 from replaylens.engine import thinking_plain as plain
 from replaylens.engine import thinking_train, zoo
@@ -42,6 +45,16 @@ TRAINED = ModelConfig(
     rotary_dim=32,
 )  # fmt: skip
 """the shape of the parity table"""
+
+
+def seconds(work: Callable[[], Any], repeats: int = 3) -> float:
+    """Median processor time of `work`, after one run that does not count."""
+    times = []
+    for _ in range(1 + repeats):
+        begin = time.process_time()
+        work()
+        times.append(time.process_time() - begin)
+    return statistics.median(times[1:])
 
 
 def random_thinker(config: ModelConfig, chunk: int) -> ThinkingDecoder:
@@ -78,7 +91,7 @@ def prefill(table: Table, chunks: int = 32, chunk: int = 8) -> None:
             assert torch.equal(branch.kv(), first)
             rounds[name] = len(branch.thoughts.rounds)
             branch.release()
-            times[name] = seconds(lambda o=options: engine.prompt(tokens, edits=edits, **o).release(), repeats=3, warm=0)  # type: ignore[misc]
+            times[name] = seconds(lambda o=options: engine.prompt(tokens, edits=edits, **o).release())  # type: ignore[misc]
         found.release()
         for name in list(roads)[1:]:
             numbers = {"rounds": rounds[name], "ms": 1000 * times[name], "sequential_rounds": rounds["sequential"]}
@@ -96,7 +109,7 @@ def answers(table: Table, folder: Path, n: int, lengths: tuple[int, ...], count:
     assert isinstance(thinker, ThinkingEngine)
     for length in lengths:
         examples = zoo.held_out(PARITY, length, count)
-        for guess in ("empty", "drafted"):
+        for guess in GUESSES:
             ours, right = _answered(lambda e, g=guess: _thought(thinker, e.prompt, g), examples)  # type: ignore[misc]
             theirs, wrote = _answered(lambda e: _written(writer, thinker.thinking, e.prompt, length), examples)
             table.add(
@@ -109,7 +122,7 @@ def _answered(answer: Callable[[Any], str], examples: list[Any]) -> tuple[float,
     """Median seconds an example, and the share that is right."""
     said = [answer(example) for example in examples]
     right = sum(text.strip(" .").endswith(e.answer.strip()) for text, e in zip(said, examples, strict=True))
-    return seconds(lambda: [answer(example) for example in examples], repeats=3, warm=0) / len(examples), right / len(examples)
+    return seconds(lambda: [answer(example) for example in examples]) / len(examples), right / len(examples)
 
 
 def _thought(engine: ThinkingEngine, prompt: str, guess: Guess) -> str:
@@ -197,7 +210,7 @@ def training(table: Table, texts: int = 8, chunk: int = 6) -> None:
             tokens, torch.ones(tokens.shape), thoughts, flags, flags.clone().index_fill_(1, torch.tensor([0]), False)
         )
         times = {
-            name: seconds(lambda f=loss: f(model, batch).backward(), repeats=3)  # type: ignore[misc]
+            name: seconds(lambda f=loss: f(model, batch).backward())  # type: ignore[misc]
             for name, loss in (("parallel", thinking_train.loss), ("through time", recurrent_loss))
         }
         first = first or {name: each / chunks for name, each in times.items()}

@@ -1,6 +1,6 @@
 """Passes as CUDA graphs: a pass of a few hundred rows would otherwise wait for the host, which launches its kernels one by one.
 
-A graph is made for a shape (rows, sequences, pages, sites to keep) when that shape comes a second time. Rows are padded up:
+A graph is made for a shape (rows, sequences, pages, sites to keep) when that shape has come often enough to pay for it. Rows are padded up:
 padding rows stand on a spare page, belong to no attention tile and are seen by nobody. Every kernel gives a row the same bits
 at any number of rows, so a replayed pass and a launched one agree; edits and hook functions are always launched.
 """
@@ -24,6 +24,8 @@ SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """rows that a graph can have; larger passes keep the device busy without one"""
 MOST_GRAPHS = 24
 """the least recently used one goes"""
+WORTH = 8
+"""passes of a shape from which on it gets a graph: making one takes as long as about ten launched passes lose"""
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,11 @@ class PassGraph:
 
 
 class PassGraphs:
-    """Graphs by shape, made when a shape comes a second time."""
+    """Graphs by shape, made when a shape has come `worth` times."""
 
-    def __init__(self, model: Decoder, cache: KVCache, spare: int) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, spare: int, worth: int = WORTH) -> None:
         """`spare`: a page that padding rows may write to; it belongs to the caller."""
-        self.model, self.cache, self.spare = model, cache, spare
+        self.model, self.cache, self.spare, self.worth = model, cache, spare, worth
         self._seen: Counter[PassShape] = Counter()
         self.graphs: OrderedDict[PassShape, PassGraph] = OrderedDict()
 
@@ -112,7 +114,7 @@ class PassGraphs:
         shape = self._shape(batch, sites, exact)
         self._seen[shape] += 1
         if shape not in self.graphs:
-            if self._seen[shape] < 2:
+            if self._seen[shape] < self.worth:
                 return None
             self._add(shape)
         self.graphs.move_to_end(shape)
