@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from replaylens.probes import registry
 from replaylens.probes.errors import OneClass, ProbeError
 from replaylens.probes.goals import make_goal
 from replaylens.probes.heldout import held_out
@@ -102,8 +101,8 @@ def ablate(
 ) -> Report:
     """Replace the rows' component along the direction by its mean; then fit again, at the site and at the model's end.
 
-    The flip rate says whether the answer needed the direction. `refit` lines say how well a new probe of the same kind
-    reads the label off ablated rows: near the original accuracy means that the direction was one of several that carry it.
+    The flip rate says whether the answer needed the direction. `refit` lines say how well a new logistic probe, whatever
+    the kind of the ablated one, reads the label off the rows: near the accuracy before, other directions carry it too.
     """
     _check(engine, probe)
     stage = Stage(engine, examples, probe.site, probe.label, position or probe.position)
@@ -245,9 +244,8 @@ def _refits(stage: Stage, probe: LinearProbe, variant: Variant, seed: int) -> tu
     test = np.arange(_FOLDS)[:, None] == fold_of_roots(stage.roots, _FOLDS, seed)
     goal.check(~test)
     lines, said = [], []
-    kind = probe.estimator if registry.get(probe.estimator).swept == "together" else "logistic"
     for name, X in ends.items():
-        predicted = held_out(kind, torch.from_numpy(X)[None], [goal], ~test, test).predicted[0, 0]
+        predicted = held_out("logistic", torch.from_numpy(X)[None], [goal], ~test, test).predicted[0, 0]
         score = bootstrap((predicted == goal.codes)[None], np.ones(len(X)), stage.roots, seed=seed, folds=_FOLDS)[0]
         lines.append(_fields(f"refit: {name}", "accuracy", score, None, len(X)))
         said.append(f"refit at the {name}: {percent(score.value, score.low, score.high)}.")
