@@ -1,0 +1,182 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 2. Determinism
+#
+# Hidden states are usually a function of the token path *and of the weather*: who else was in the batch, whether a row came
+# from a prefill or from a decode step, how a prompt was cut. replaylens commits only rows that are a function of weights,
+# token path and edits, bit for bit.
+#
+# **What to expect.** First a plain model whose states differ in their last bits, depending on how the same tokens were
+# computed (which ways differ depends on your processor). Then the same weights in an engine, where all ways agree exactly.
+# Then dumps whose digest does not care about batch or drafter, the fast path and why its rows cannot be dumped, and the
+# doctor, who looks for the proof on your machine. About a minute; nothing is downloaded.
+
+# %%
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import replaylens as rl
+from replaylens.engine import certificates
+
+torch.manual_seed(0)
+shape = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+model = LlamaForCausalLM(
+    LlamaConfig(vocab_size=512, pad_token_id=0, **shape)
+).eval()  # random weights: this is about arithmetic
+prompts = torch.randint(1, 512, (16, 40))
+
+# %% [markdown]
+# ## The same tokens, computed in four ways, by transformers
+#
+# We look at the residual stream before the last block.
+
+
+# %%
+@torch.no_grad()
+def states(tokens, **options):
+    out = model(tokens, output_hidden_states=True, use_cache=True, **options)
+    return out.hidden_states[3], out.past_key_values  # [batch, positions, d_model]
+
+
+def decoded(tokens, prefill):
+    """The first tokens in one pass, the others one by one."""
+    first, cache = states(tokens[:, :prefill])
+    rest = [states(tokens[:, i : i + 1], past_key_values=cache)[0] for i in range(prefill, tokens.shape[1])]
+    return torch.cat([first, *rest], 1)
+
+
+def left_padded(tokens, pads):
+    """In a batch whose longest prompt is longer by `pads`, with the mask and positions that belong there."""
+    rows = torch.cat([torch.zeros(len(tokens), pads, dtype=torch.long), tokens], 1)
+    places = (torch.arange(rows.shape[1]) - pads).clamp(min=0).expand(len(rows), -1)
+    return states(rows, attention_mask=(rows > 0).long(), position_ids=places)[0][:, pads:]
+
+
+def compare(ways, reference):
+    rows = {
+        way: ((got != reference).any(-1).float().mean().item(), (got - reference).abs().max().item())
+        for way, got in ways.items()
+    }
+    return pd.DataFrame(rows, index=["share of rows with other bits", "largest difference"]).T
+
+
+alone = torch.cat([states(prompt[None])[0] for prompt in prompts])
+ways = {
+    "in a batch of 16": states(prompts)[0],
+    "in a padded batch": left_padded(prompts, 9),
+    "decoded from token 30 on": torch.cat([decoded(prompt[None], 30) for prompt in prompts]),
+    "decoded in a batch": decoded(prompts, 30),
+}
+compare(ways, alone)
+
+# %% [markdown]
+# The differences are small, but a hash of such states is worth nothing, and no two papers can compare bits.
+#
+# ## The same weights in an engine
+
+# %%
+engine = rl.Engine.load(model)
+site = "blocks.3.hook_in"
+
+
+def rows_of(branches):
+    return torch.stack([branch.activations[site] for branch in branches])
+
+
+def forced(prompt, first):
+    """The first tokens as a prompt, the others one by one."""
+    branch = engine.prompt(prompt[:first], sites=[site])
+    for token in prompt[first:]:
+        branch.force([token])
+    return branch
+
+
+def detoured(prompt):
+    """After a wrong turn that was rolled back, on a fork."""
+    (fork,) = engine.prompt(prompt[:25], sites=[site]).fork()
+    return fork.force([7, 7, 7]).rollback(to=25).force(prompt[25:])
+
+
+paths = prompts.tolist()
+reference = rows_of([engine.prompt(path, sites=[site]) for path in paths])
+ways = {
+    "in a batch of 16": rows_of(engine.prompts(paths, sites=[site])),
+    "beside prompts of other lengths": rows_of(engine.prompts([*paths, *(p[:9] for p in paths)], sites=[site])[:16]),
+    "token by token from 30 on": rows_of([forced(path, 30) for path in paths]),
+    "after a fork and a rollback": rows_of([detoured(path) for path in paths]),
+}
+compare(ways, reference)
+
+# %%
+print("all equal:", all(torch.equal(reference, got) for got in ways.values()))
+print(f"against transformers: at most {(reference - alone).abs().max():.1e} apart: the same sums, added in another order")
+
+# %% [markdown]
+# ## Dumps: one digest, whatever the batch and the drafter
+#
+# Rejected branches depend on who drafted; accepted rows do not.
+
+# %%
+coin = rl.Engine.load("coin-plain")
+examples = rl.tasks.get("coin")(flips=(2, 5), rendering="steps").examples(24)
+folder = Path(tempfile.mkdtemp())
+lines = []
+for number, (drafter, batch) in enumerate([("model", 1), ("model", 24), ("lens", 5), ("ngram", 24)]):
+    dump = coin.replay(examples, sites="STCZ", drafter=drafter, batch=batch).save(folder / str(number))
+    lines.append({"drafter": drafter, "batch": batch, "accepted rows": dump.accepted_digest[:16], "all rows": dump.digest[:16]})
+pd.DataFrame(lines)
+
+# %% [markdown]
+# ## The fast path
+#
+# `deterministic=False` takes the tokens of the fast path as they come. The branch is marked, and a run of such branches is
+# refused by dumps.
+
+# %%
+branch = coin.prompt(examples[0].prompt, sites="S").generate(20)
+fast = coin.prompt(examples[0].prompt, sites="S").generate(20, deterministic=False)
+print(f"certified: {branch.certified}, {fast.certified}; same tokens: {branch.tokens == fast.tokens}")
+name, prompt, n = "blocks.3.hook_in", branch.root_length, min(branch.length, fast.length) - 1
+differ = (branch.activations[name][:n] != fast.activations[name][:n]).any(-1)
+print(f"rows with other bits: {differ[:prompt].sum()} of {prompt} prompt rows, {differ[prompt:].sum()} of {n - prompt} others")
+try:
+    coin.replay(examples[:2], sites="S", deterministic=False).save(folder / "fast")
+except rl.errors.EngineError as error:
+    print(f"{type(error).__name__}: {error}")
+
+# %% [markdown]
+# ## The doctor
+#
+# Why should you believe it on *your* processor? Before it serves a model, the engine compares bits for every op and shape
+# of it: a row alone, in a batch, at another offset, on one thread, a window cut elsewhere. It has negative controls that
+# must differ, or the comparison would prove nothing. It uses only what was certified, and raises `NotCertified` otherwise.
+# In a shell: `replaylens doctor`.
+
+# %%
+certificate = certificates.examine(engine.model)
+findings = pd.DataFrame([vars(finding) for finding in certificate.findings])
+findings["check"] = findings["check"].str.replace("control: ", "")
+print(f"certified: {certificate.certified}")
+findings.groupby(["control", "check"]).equal.agg(compared="size", equal="sum")
+
+# %% [markdown]
+# **Scope.** One fingerprint: weights, config, dtype, device model, versions of torch and of the canonical arithmetic.
+# Another processor may give other bits, and comparisons across fingerprints are refused, not guessed ([the
+# contract](../docs/determinism.md)). Next: [3_branches](3_branches.ipynb).

@@ -1,0 +1,105 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 3. Speculative branches
+#
+# A drafter guesses some tokens ahead, one canonical pass checks them all, what does not stand is rolled back. Elsewhere the
+# rejected tokens vanish. Here they stay in the tree, with hidden states of their own: counterfactual paths, for free.
+#
+# **What to expect.** Five drafters, one output. A tree with red branches, and how it came about. Then two questions. Does a
+# probe of accepted branches read rejected ones? Mostly, and the exception is telling: it reads what the *text* implies
+# rather than what is true. And after a forced lie in the chain of thought, does the state follow the text or the truth?
+# Mostly the text. Both with few stories, so with wide intervals. About a minute and a half; nothing is downloaded.
+
+# %%
+import pandas as pd
+
+import replaylens as rl
+
+engine = rl.Engine.load("coin-plain")
+task = rl.tasks.get("coin")(flips=(2, 6), rendering="steps")
+
+# %% [markdown]
+# ## Who drafts
+#
+# `self` is the fast path of the model itself, `lens` and `tree` leave the model in the middle, `ngram` looks back in the
+# text, `model` is a smaller model. The output is the same for all; what was rejected is not.
+
+# %%
+runs = {
+    drafter: engine.replay(task.examples(20), sites="SZ", drafter=drafter, window=4)
+    for drafter in ("self", "lens", "tree", "ngram", "model")
+}
+written = [result.tokens for result in runs["self"]]
+pd.DataFrame(
+    {
+        "same output": {name: [result.tokens for result in run] == written for name, run in runs.items()},
+        "drafts accepted": {name: f"{run.acceptance:.0%}" for name, run in runs.items()},
+        "rejected branches": {name: sum(len(result.rejected) for result in run) for name, run in runs.items()},
+    }
+)
+
+# %%
+runs["model"].tree(3)
+
+# %% [markdown]
+# Another story, step by step: prefill, decode, verify, rollback, and what the KV cache held. Use the arrows below the
+# picture (or scroll, where scripts are off).
+
+# %%
+engine.replay(task.examples([4]), drafter="model", window=4, max_new=6).timeline(0)
+
+# %% [markdown]
+# ## Branches by hand
+#
+# `fork` copies nothing; `force` writes what you want. One of these two texts now lies.
+
+# %%
+root = engine.prompt(
+    "A coin's state is heads. Alice flips, then Bob flips. What's the state, step by step? A: Alice flips:", sites="SZ"
+)
+honest, lying = root.fork(2)
+honest.force(" tails.").generate(12)
+lying.force(" heads.").generate(12)
+root.tree()
+
+# %% [markdown]
+# ## Do probes of accepted branches read rejected ones?
+#
+# Rejected drafts tell of things that never happened. `face` is the true state; `implied` is where a reader who believes the
+# text ends up. Probes are fitted on some roots and tested on others, of either kind of branch.
+
+# %%
+run = engine.replay(task.examples(80), sites="S", drafter="model", window=4)
+rows = rl.probes.ProbeRows.of(run)
+for kind, some in {"accepted": rows.accepted(), "rejected": rows.rejected()}.items():
+    known = some.frame.dropna(subset=["face", "implied"])
+    print(f"{kind} rows where text and truth differ: {(known['face'] != known['implied']).mean():.0%}")
+for label in ("face", "implied"):
+    print(f"\n{label}:", rl.probes.transfer(rows, label), sep="\n")
+
+# %% [markdown]
+# On the accepted path text and truth agree. On rejected branches they sometimes part, and there the same probe agrees with the
+# text more than with the truth.
+#
+# ## Text or truth?
+#
+# The chain of thought is forced up to its first stated face, which is turned over; then the model goes on by itself. Probes
+# of truthful chains of other roots read the rows after the lie, where truth and text say different things.
+
+# %%
+report = rl.probes.text_or_truth(engine, task.examples(range(200, 280)))
+print(report)
+
+# %%
+report.table.set_index("what")[["accuracy", "low", "high", "rows", "roots"]].round(2)
+
+# %% [markdown]
+# More of these questions: `outcome_at_fork`, `judge`, `viable_branch`, `steering_reach` ([probes](../docs/probes.md)).
+# Next: a model whose thoughts are words, [4_thinking_states](4_thinking_states.ipynb).
