@@ -27,12 +27,13 @@ from replaylens.engine.config import ModelConfig
 from replaylens.engine.edits import Edit
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import Decoder
-from replaylens.engine.ops import AttentionSpec, SequenceOps, TorchOps, visible
+from replaylens.engine.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps, visible
 from replaylens.engine.rotary import Rotary
 from replaylens.engine.thinking import THINK_SITE, ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking_engine import ThinkingEngine
 from replaylens.engine.thinking_prefill import GUESSES, Guess
 from replaylens.engine.thinking_texts import ChunkBatch, padded
+from replaylens.engine.train import Part
 
 EOS, WORD = 1, 7
 PREFILL = ModelConfig(
@@ -118,6 +119,28 @@ def answers(table: Table, folder: Path, n: int, lengths: tuple[int, ...], count:
             )  # fmt: skip
 
 
+def sentences(table: Table, flips: int = 8, count: int = 8) -> None:
+    """The same against a chain of thought in whole sentences, as `coin-plain` writes it: a model of another width."""
+    thinker, writer = Engine.load("coin-thinking"), Engine.load("coin-plain")
+    assert isinstance(thinker, ThinkingEngine)
+    asked, told = (zoo.held_out(Part("coin", 1.0, (("rendering", form),)), flips, count) for form in ("picture", "steps"))
+    theirs, wrote = _answered(lambda e: _steps(writer, e), told)
+    for guess in GUESSES:
+        ours, right = _answered(lambda e, g=guess: _thought(thinker, e.prompt, g), asked)  # type: ignore[misc]
+        table.add(
+            f"answer after {flips} steps (coin-thinking): {guess} guess against sentences", ratio=theirs / ours,
+            aim="2.66 (GSM8K)", ms=1000 * ours, cot_ms=1000 * theirs, right=right, cot_right=wrote,
+        )  # fmt: skip
+
+
+def _steps(engine: Engine, example: Any) -> str:
+    branch = engine.prompt(example.prompt)
+    branch.generate(len(engine.text.encode(example.completion)) + 2)
+    said = engine.text.decode(branch.generated)
+    branch.release()
+    return said
+
+
 def _answered(answer: Callable[[Any], str], examples: list[Any]) -> tuple[float, float]:
     """Median seconds an example, and the share that is right."""
     said = [answer(example) for example in examples]
@@ -155,17 +178,8 @@ class GrowingSequenceOps(TorchOps):
     def __init__(self, texts: int) -> None:
         self.texts, self.past = texts, dict[int, tuple[Tensor, Tensor]]()
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotary: Rotary | None,
-        spec: AttentionSpec,
-        observe: Callable[[Tensor], object] | None,
-    ) -> Tensor:
-        if rotary is not None:
-            q, k = self.rotate(q, rotary), self.rotate(k, rotary)
+    def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
+        q, k, v = self.turned(heads)
         q, k, v = (x.view(self.texts, -1, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v))
         if spec.layer in self.past:
             k, v = (torch.cat([old, new], dim=2) for old, new in zip(self.past[spec.layer], (k, v), strict=True))
@@ -231,6 +245,7 @@ def main() -> None:
     training(table)
     if options.models is not None:
         answers(table, options.models, 10, (4, 8))
+    sentences(table)
     table.save()
 
 

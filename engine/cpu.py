@@ -10,7 +10,6 @@ What makes an op canonical here:
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,9 +17,8 @@ from torch import Tensor
 from replaylens.engine.batch import KV_BLOCK, Batch
 from replaylens.engine.config import Activation
 from replaylens.engine.kv_cache import KVCache
-from replaylens.engine.ops import AttentionSpec, Linear, TorchOps, softcap
+from replaylens.engine.ops import AttentionSpec, Heads, Linear, Observer, TorchOps, softcap
 from replaylens.engine.products import Products
-from replaylens.engine.rotary import Rotary
 
 
 class CachedOps(TorchOps):
@@ -35,17 +33,8 @@ class CachedOps(TorchOps):
         gate, up = x.chunk(2, dim=-1)
         return activate(gate, kind) * up
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotary: Rotary | None,
-        spec: AttentionSpec,
-        observe: Callable[[Tensor], object] | None,
-    ) -> Tensor:
-        if rotary is not None:
-            q, k = self.rotate(q, rotary), self.rotate(k, rotary)
+    def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
+        q, k, v = self.turned(heads)
         batch, data = self.batch, self.cache.data[spec.layer]
         self.cache.write(spec.layer, batch.write_slots, k[: batch.num_rows], v[: batch.num_rows])
         out = torch.zeros(batch.padded + 1, *q.shape[1:], dtype=q.dtype)  # the extra row swallows padding queries

@@ -4,8 +4,6 @@ Every kernel gives a row the same bits at any number of rows and any tile, so no
 canonical. The fast path takes the library's products, which may split a sum differently at every size.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from replaylens.engine.batch import Batch
 from replaylens.engine.config import Activation
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.kv_cache import KVCache
-from replaylens.engine.ops import AttentionSpec, Linear, Norm
+from replaylens.engine.ops import AttentionSpec, Heads, Linear, Norm, Observer
 from replaylens.engine.rotary import Rotary
 from replaylens.kernels.activation import activation
 from replaylens.kernels.attention import Rows, attention, plan_tiles, rows_per_tile
@@ -69,23 +67,15 @@ class CanonicalCudaOps(HeadOps):
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         return rotate(x, rotary.table, self.rows)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotary: Rotary | None,
-        spec: AttentionSpec,
-        observe: Callable[[Tensor], object] | None,
-    ) -> Tensor:
+    def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         if observe is not None:
             raise UnsupportedModel("attention patterns are not captured on CUDA: the kernel never holds them; use a CPU engine")
         keys, values = self.cache.data[spec.layer]
-        size = self.cache.pool.page_size
-        if rotary is None:
-            store(k, v, self.rows, keys, values, size)
+        q, size = heads.q, self.cache.pool.page_size
+        if heads.rotary is None:
+            store(heads.k, heads.v, self.rows, keys, values, size)
         else:
-            q, _ = rotate_and_store(q, k, v, rotary.table, self.rows, keys, values, page_size=size)
+            q, _ = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
         return attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
 
 

@@ -1,14 +1,13 @@
 """`Decoder`: one config-driven transformer over packed rows. Wiring only: the arithmetic is in `Ops`."""
 
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from replaylens.engine.config import ModelConfig
-from replaylens.engine.ops import AttentionSpec, Linear, Norm, Ops, softcap
+from replaylens.engine.ops import AttentionSpec, Heads, Linear, Norm, Observer, Ops, softcap
 from replaylens.engine.rotary import Rotary, rotary_table
 
 
@@ -61,10 +60,10 @@ class Attention(nn.Module):
             k = tapped(tap, self.site + "hook_rot_k", ops.rotate(k, rotary))
             rotary = None
         pattern_site = self.site + "hook_pattern"
-        observe: Callable[[Tensor], object] | None = None
+        observe: Observer | None = None
         if tap is not None and tap.wants(pattern_site):
             observe = lambda pattern: tap(pattern_site, pattern)  # noqa: E731
-        z = ops.attend(q, k, v, rotary, self.spec, observe)
+        z = ops.attend(Heads(q, k, v, rotary), self.spec, observe)
         return tapped(tap, self.site + "o.hook_in", z).reshape(len(x), -1)
 
 

@@ -56,6 +56,23 @@ class AttentionSpec:
         return cls(layer, config.scale, config.attn_softcap, config.window(layer))
 
 
+Observer = Callable[[Tensor], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """What an attention is given."""
+
+    q: Tensor
+    """[rows, heads, d_head]"""
+    k: Tensor
+    """[rows, kv_heads, d_head]"""
+    v: Tensor
+    """[rows, kv_heads, d_head]"""
+    rotary: Rotary | None = None
+    """by which queries and keys are still to be turned; None: they are as they should be"""
+
+
 class Ops(Protocol):
     """The arithmetic of one pass over packed rows. `rows` is the first dimension everywhere."""
 
@@ -87,19 +104,11 @@ class Ops(Protocol):
         """activate(linear(x)), to the bit"""
         ...
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotary: Rotary | None,
-        spec: AttentionSpec,
-        observe: Callable[[Tensor], object] | None,
-    ) -> Tensor:
-        """q [rows, heads, d_head], k and v [rows, kv_heads, d_head] -> [rows, heads, d_head].
+    def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
+        """What the heads gather: [rows, heads, d_head].
 
-        With `rotary`, q and k are rotated first, as `rotate` does. Keeps k and v for later passes where the ops have a
-        cache. `observe` is shown the attention pattern [rows, heads, keys] when given.
+        Keeps keys and values for later passes where the ops have a cache. `observe` is shown the attention pattern
+        [rows, heads, keys] when given.
         """
         ...
 
@@ -123,6 +132,12 @@ class TorchOps:
         cos, sin = angles[:, None, 0].to(x.dtype), angles[:, None, 1].to(x.dtype)  # [rows, 1, half]
         a, b = x[..., :half], x[..., half : 2 * half]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], dim=-1)
+
+    def turned(self, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, the first two turned where they were not yet."""
+        if heads.rotary is None:
+            return heads.q, heads.k, heads.v
+        return self.rotate(heads.q, heads.rotary), self.rotate(heads.k, heads.rotary), heads.v
 
     def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
         if not gated:
@@ -151,17 +166,8 @@ class SequenceOps(TorchOps):
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotary: Rotary | None,
-        spec: AttentionSpec,
-        observe: Callable[[Tensor], object] | None,
-    ) -> Tensor:
-        if rotary is not None:
-            q, k = self.rotate(q, rotary), self.rotate(k, rotary)
+    def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
+        q, k, v = self.turned(heads)
         if len(set(self.lengths)) == 1:
             return self._attend_batch(q, k, v, spec, observe, self.lengths[0])
         if observe is not None:
@@ -175,7 +181,7 @@ class SequenceOps(TorchOps):
         k: Tensor,
         v: Tensor,
         spec: AttentionSpec,
-        observe: Callable[[Tensor], object] | None,
+        observe: Observer | None,
         length: int,
     ) -> Tensor:
         rows, heads, d_head = q.shape

@@ -1,6 +1,6 @@
 """Passes as CUDA graphs: a pass of a few hundred rows would otherwise wait for the host, which launches its kernels one by one.
 
-A graph is made for a shape (rows, sequences, pages, sites to keep) when that shape has come often enough to pay for it. Rows are padded up:
+A graph is made for a shape (rows, sequences, pages, sites to keep) when it has come often enough to pay. Rows are padded up:
 padding rows stand on a spare page, belong to no attention tile and are seen by nobody. Every kernel gives a row the same bits
 at any number of rows, so a replayed pass and a launched one agree; edits and hook functions are always launched.
 """

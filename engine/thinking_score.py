@@ -11,8 +11,7 @@ from torch import Tensor
 from replaylens.engine import thinking_plain as plain
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.model import Decoder
-from replaylens.engine.ops import AttentionSpec, TorchOps, visible
-from replaylens.engine.rotary import Rotary
+from replaylens.engine.ops import AttentionSpec, Heads, Observer, TorchOps, visible
 from replaylens.engine.thinking import ThinkingConfig
 from replaylens.engine.thinking_texts import ChunkBatch, ChunkedText, ChunkTable, Method, chunked
 from replaylens.engine.thinking_train import Model, plain_pass
@@ -114,17 +113,8 @@ class GrowingOps(TorchOps):
         self.positions = torch.empty(0)
         """of the rows of this pass: [texts, rows]"""
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotary: Rotary | None,
-        spec: AttentionSpec,
-        observe: Callable[[Tensor], object] | None,
-    ) -> Tensor:
-        if rotary is not None:
-            q, k = self.rotate(q, rotary), self.rotate(k, rotary)
+    def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
+        q, k, v = self.turned(heads)
         texts, rows = self.positions.shape
         fold = lambda x: x.view(texts, rows, x.shape[1], -1).transpose(1, 2)  # noqa: E731
         cache, (q, k, v) = self.cache[spec.layer], map(fold, (q, k, v))  # [texts, heads, rows, d_head]

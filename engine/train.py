@@ -25,8 +25,7 @@ from replaylens import tasks
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.errors import EngineError
 from replaylens.engine.model import Decoder
-from replaylens.engine.ops import AttentionSpec, SequenceOps, TorchOps
-from replaylens.engine.rotary import Rotary
+from replaylens.engine.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps
 from replaylens.tasks import Example, Task, TaskError, WordTokenizer
 
 BETAS = (0.9, 0.95)
@@ -231,20 +230,11 @@ class PartsOps(TorchOps):
     def __init__(self, batch: Batch) -> None:
         self.groups = [SequenceOps([tokens.shape[1]] * len(tokens)) for tokens, _ in batch]
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotary: Rotary | None,
-        spec: AttentionSpec,
-        observe: Callable[[Tensor], object] | None,
-    ) -> Tensor:
-        if rotary is not None:
-            q, k = self.rotate(q, rotary), self.rotate(k, rotary)
+    def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
+        q, k, v = self.turned(heads)
         rows = [sum(group.lengths) for group in self.groups]
         pieces = zip(self.groups, q.split(rows), k.split(rows), v.split(rows), strict=True)
-        return torch.cat([group.attend(q, k, v, None, spec, observe) for group, q, k, v in pieces])
+        return torch.cat([group.attend(Heads(q, k, v), spec, observe) for group, q, k, v in pieces])
 
 
 def weighted_loss(model: Decoder, batch: Batch) -> Tensor:
