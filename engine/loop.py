@@ -1,6 +1,7 @@
 """`Loop`: admit, draft, verify, roll back, capture. One `step` serves every job that has rows and pages for it."""
 
 from collections.abc import Callable
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from replaylens.engine.batch import Segment
@@ -26,7 +27,7 @@ MAX_BURST = 16
 """direct steps that a device takes before the host looks at them"""
 
 Listener = Callable[[dict[str, Any]], None]
-"""is told every event: submit, draft, verdict, preempt, finish"""
+"""is told every event: submit, draft, draft_failed, verdict, preempt, finish"""
 
 
 class Loop:
@@ -102,18 +103,21 @@ class Loop:
         for name in sorted({turn.job.drafter for turn in turns if turn.num_drafts}):
             mine = [turn for turn in turns if turn.num_drafts and turn.job.drafter == name]
             for turn, chains in zip(mine, self._propose(name, mine), strict=True):
-                turn.chains = _verifiable(chains, turn.num_drafts, len(turn.tables))
+                turn.chains = _verifiable(chains, turn.num_drafts, len(turn.tables), self.runner.model.config.vocab_size)
                 self.tree.append(turn.job.lane.branch, turn.chains[0], TokenState.DRAFT)
                 self._tell("draft", turn.job, at=turn.end, chains=turn.chains)
         return turns
 
     def _propose(self, name: str, turns: list[Turn]) -> list[Chains]:
-        """The drafter's chains. A turn for which it fails goes without: no drafter can fail a request."""
+        """The drafter's chains. A turn for which it fails goes without, and listeners are told: it cannot fail a request."""
         try:
             with self.planner.timing("draft", len(turns), steps=max(turn.num_drafts for turn in turns)):
                 return self.drafters[name].propose([self._call(turn) for turn in turns])
-        except EngineError:
-            return [[[]]] if len(turns) == 1 else [self._propose(name, [turn])[0] for turn in turns]
+        except EngineError as error:
+            if len(turns) > 1:
+                return [self._propose(name, [turn])[0] for turn in turns]
+            self._tell("draft_failed", turns[0].job, drafter=name, error=f"{type(error).__name__}: {error}")
+            return [[[]]]
 
     def verify(self, turns: list[Turn], exact: bool) -> None:
         """One pass over all turns' rows and drafts; then each turn is judged and committed on its own."""
@@ -400,11 +404,14 @@ class Loop:
             listener({"event": event, "branch": job.lane.branch, **details})
 
 
-def _verifiable(chains: Chains, most: int, width: int) -> Chains:
-    """What of a proposal has room: chains that begin differently, no longer and no more than was asked for."""
+def _verifiable(chains: Chains, most: int, width: int, vocab: int) -> Chains:
+    """What of a proposal has room and can be computed: chains that begin differently, no longer and no more than was asked
+    for, up to the first token that is none."""
     by_first: dict[int, list[int]] = {}
-    for chain in filter(None, chains):
-        by_first.setdefault(chain[0], chain[:most])
+    for chain in chains:
+        known = list(takewhile(lambda token: 0 <= token < vocab, chain[:most]))
+        if known:
+            by_first.setdefault(known[0], known)
     return list(by_first.values())[:width] or [[]]
 
 

@@ -304,10 +304,31 @@ def test_a_draft_model_with_nan() -> None:
     branch, other = subject.prompts([[1, 2, 3], [4, 5, 6]])
     with pytest.raises(NonFinite):
         drafts_after(fresh(broken), [1, 2, 3], 0)
+    told: list[dict[str, object]] = []
+    subject.loop.listeners.append(told.append)
     subject.generate([branch, other], 10, drafter="model", window=4)
+    failed = [event for event in told if event["event"] == "draft_failed"]
+    assert failed and all(event["branch"] == branch.id and "NonFinite" in str(event["error"]) for event in failed)
     assert branch.generated == continuation(toy(), [1, 2, 3], 10) and branch.statistics.drafted == 0
     assert other.generated == continuation(toy(), [4, 5, 6], 10) and other.statistics.drafted > 0
     subject.check_integrity()
+
+
+def test_a_drafter_that_proposes_what_is_no_token() -> None:
+    """Somebody else's drafter: what comes before the first such token is verified, the rest is not."""
+
+    class Wild:
+        reproducible, width = True, 1
+
+        def propose(self, calls: list[DraftCall]) -> list[Chains]:
+            return [[[1, VOCAB, 2]] for _ in calls]
+
+    subject = engine()
+    subject.loop.drafters["wild"] = Wild()
+    drafts = watch_drafts(subject)
+    branch = subject.prompt([1, 2, 3]).generate(8, drafter="wild", window=4)
+    assert branch.generated == continuation(toy(), [1, 2, 3], 8)
+    assert {tuple(chain) for _, chains in drafts[branch.id] for chain in chains} == {(1,)}
 
 
 @pytest.mark.parametrize("drafter", ["tree", "lens", "self", "model"])
