@@ -1,23 +1,32 @@
 """Why does one seed of Thinking States think on for ever, and another only as far as it was trained?
 
-python docs/examples/thinking_reliance.py OUT [SEEDS] [STEPS]
+python docs/examples/thinking_reliance.py OUT [SEEDS] [STEPS] [CUT]
 
 Trains small models on up to four operations, seed after seed, and asks two things of each: how far do its thoughts stay right
 beyond that, and does it use the state at all. For the second, the state that a chunk receives is exchanged for the other
 face's: a model that updates its state thinks the other face from there on; one that counts the operations anew, by looking
 back at the text, does not care.
+
+CUT = 1 is a remedy to try: in every other step the rows lose their first chunks, but not the states that came of them, so
+that the thoughts of a text whose beginning is gone can only come from its state.
 """
 
 import json
 import sys
 from pathlib import Path
 
+import numpy as np
+from torch import Tensor
+
 import replaylens as rl
+from replaylens.engine import thinking_plain as plain
 from replaylens.engine import thinking_train, zoo
+from replaylens.engine import train as trainer
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking_engine import ThinkingEngine
 from replaylens.engine.thinking_score import score
+from replaylens.engine.thinking_texts import ChunkBatch
 from replaylens.engine.thinking_train import ThinkingRecipe
 from replaylens.engine.train import Part
 from replaylens.tasks import WordTokenizer
@@ -37,6 +46,25 @@ def recipe(seed: int, steps: int) -> ThinkingRecipe:
         config=SHAPE, thinking=thinks, width=128, parts=(PARITY,), longest=LONGEST, steps=steps, batch=8, lr=1e-3, seed=seed,
         warmup=steps // 20, pool=2048,
     )  # fmt: skip
+
+
+def loss(model: ThinkingDecoder, batch: ChunkBatch, step: int) -> Tensor:
+    """The training loss; in odd steps without the first chunks of every row."""
+    first = int(np.random.default_rng(step).integers(1, batch.tokens.shape[1] // 2)) if step % 2 else 0
+    received = plain.shifted(plain.states_of(model, batch.thoughts), batch.continues)[:, first:]
+    rest = ChunkBatch(**{name: value[:, first:] for name, value in vars(batch).items()})
+    hidden, last = plain.run(model, rest.tokens, received)
+    return thinking_train.token_loss(model.backbone, last, rest) + thinking_train.thought_loss(model, hidden, rest)
+
+
+def trained(made: ThinkingRecipe, cut: bool) -> ThinkingDecoder:
+    model, texts = thinking_train.initial(made), thinking_train.texts_of(made, "cpu")
+    assert isinstance(model, ThinkingDecoder)
+    if cut:
+        trainer.follow(made, model, lambda m, step: loss(m, texts.batch(step), step), "cpu", None, made.steps, None)
+    else:
+        thinking_train.follow(made, texts, model)
+    return model.requires_grad_(False).eval()
 
 
 def reliance(model: ThinkingDecoder, tokenizer: WordTokenizer) -> float:
@@ -64,13 +92,11 @@ def reliance(model: ThinkingDecoder, tokenizer: WordTokenizer) -> float:
     return 100 * turned / max(1, count)
 
 
-def main(out: Path, seeds: int = 4, steps: int = 1500) -> None:
+def main(out: Path, seeds: int = 4, steps: int = 1500, cut: int = 0) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for seed in range(seeds):
         made = recipe(seed, steps)
-        model = thinking_train.train(made)
-        assert isinstance(model, ThinkingDecoder)
-        model.eval()
+        model = trained(made, bool(cut))
         line: dict[str, float] = {"seed": seed}
         for length in (4, 6, 8, 12, 16):
             found = score(model, "thinking", made.thinking, made.tokenizer(), zoo.held_out(PARITY, length, EXAMPLES))
