@@ -92,6 +92,8 @@ class ThinkingEngine(Engine):
         keep_rejected  also keep the rows of suffixes whose thoughts were guessed wrong
         edits          also on thinking.state (positions: tokens), thinking.hook_out and compress.hook_out (`thought_place`)
         guess, drafts  how thoughts are guessed here; guessed thoughts for each prompt, with `drafted`
+
+        States are received by the chunks of a prompt and by the first one behind it: an edit of S elsewhere does nothing.
         """
         guess = _known(guess or self.guess)
         if drafts is not None and guess != "drafted":
@@ -213,8 +215,9 @@ class ThinkingBranch(Branch):
         self._check_open()
         at, chunk = self.length if at is None else at, self.engine.thinking.chunk
         placed, resolved = self.engine._placed(edits, at), self.engine._hooks(hooks)
-        first = 0 if hooks else min([at, *map(self.engine.first_touched, placed)])
-        if first >= self._thought_along(at):
+        along = self._thought_along(at)
+        first = 0 if hooks else min([along, *map(self.engine.first_touched, placed)])
+        if first == along and not split(placed)[1]:
             return [self._fork(at, tuple(placed), resolved) for _ in range(n)]
         return [self._rethink(first // chunk * chunk, at, placed, resolved) for _ in range(n)]
 

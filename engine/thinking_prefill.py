@@ -219,7 +219,7 @@ class Prefiller:
         if spec is not None:
             before = p.kept.chunks if p.kept is not None else ()
             lane.recording = ThinkingRecording(lane.thoughts, spec.thoughts, 0, before)
-            if (end := len(p.path) - spec.lag) > lane.recording.end:
+            if raw.chunks and (end := len(p.path) - spec.lag) > lane.recording.end:
                 lane.recording.append(raw.base, self._rows(spec, raw, raw.base, p.path, end))
         if not p.planted:
             self.forest.trace.add("release", branch=lane.branch)

@@ -169,6 +169,47 @@ def test_forks_and_rollbacks_leave_no_mark(plain: Subject) -> None:
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_any_past_leaves_the_bits_of_path_and_edits_alone(plain: Subject, seed: int) -> None:
+    """Forks, edits, extensions, answers and rollbacks at random; each branch against a prompt on a fresh engine."""
+    draw = random.Random(seed)
+    engine = plain.engine(page_size=4, cache_tokens=1024)
+    live: list[tuple[ThinkingBranch, list[Edit]]] = [(engine.prompt(random_prompt(6, seed=seed), sites="STCZ"), [])]
+    for _ in range(10):
+        branch, edits = draw.choice(live)
+        whole = branch.length == branch._thought_along(branch.length)
+        match draw.choice(["fork", "edit", "extend" if whole else "rollback", "answer"]):
+            case "fork":
+                branch = branch.fork(at=draw.randrange(1, branch.length + 1))[0]
+            case "edit":
+                edits = [*edits, draw.choice(list(edits_of(engine).values()))]
+                branch = branch.fork(edits=edits[-1:])[0]
+            case "extend":
+                branch = branch.extend(random_prompt(draw.randrange(1, 4), seed=draw.randrange(99)), draw.choice(GUESSES))
+            case "answer":
+                branch = branch.fork()[0].generate(draw.randrange(1, 6), final=True).force([draw.randrange(29)])
+            case "rollback":
+                branch.rollback(draw.randrange(branch.root_length, branch.length + 1))
+        live.append((branch, edits))
+        engine.forest.compute([branch.lane])
+        assert_as_fresh(plain, branch, edits)
+    engine.check_integrity()
+
+
+def assert_as_fresh(plain: Subject, branch: ThinkingBranch, edits: list[Edit]) -> None:
+    along = branch._thought_along(branch.length)
+    if not along:
+        return  # nothing thought yet: an ordinary branch
+    fresh = plain.engine(guess="sequential").prompt(branch.tokens[:along], sites="STCZ", edits=edits)
+    if along < branch.length:
+        fresh.force(branch.tokens[along:])
+    assert same_bits(branch.kv(), fresh.kv())
+    assert [t.tokens for t in branch.thoughts.chunks] == [t.tokens for t in fresh.thoughts.chunks]
+    end = min(branch.activations.end, fresh.activations.end)
+    for site in fresh.activations.sites():
+        assert same_bits(branch.activations[site][:end], fresh.activations[site][:end]), site
+
+
 def test_an_extended_prompt_is_the_whole_prompt(plain: Subject) -> None:
     engine, path = plain.engine(), random_prompt(25, seed=25)
     root = engine.prompt(path[:12], **KEPT)
@@ -243,6 +284,18 @@ def test_edits_change_what_comes_after_them_on_every_road_alike(plain: Subject, 
     assert not root.thoughts.chunks[2].empty and not same_bits(first.kv(), root.kv())
     assert [t.tokens for t in first.thoughts.chunks[:2]] == [t.tokens for t in root.thoughts.chunks[:2]]
     assert plain.broken([root]) == []
+
+
+def test_the_state_that_the_answer_receives_can_be_edited(plain: Subject) -> None:
+    path = random_prompt(7, seed=0)
+    engine = plain.engine()
+    edit = Edit("thinking.state", "set", torch.ones(32), positions=[21, 22])
+    (early,) = engine.prompt(path).fork(edits=[edit])
+    (late,) = engine.prompt(path, sites="STCZ").force([5, 6, 7, 8]).fork(edits=[edit])
+    straight = engine.prompt(path, edits=[edit]).force([5, 6, 7, 8])
+    assert same_bits(late.kv(), straight.kv()) and same_bits(early.force([5, 6, 7, 8]).kv(), straight.kv())
+    assert not same_bits(straight.kv(), engine.prompt(path).force([5, 6, 7, 8]).kv())
+    assert late.activations["thinking.state"][21].tolist() == [1.0] * 32
 
 
 def test_edits_add_up_along_forks(plain: Subject) -> None:
