@@ -4,6 +4,7 @@ python notebooks/build.py [NAME ...]    such as 1_quickstart; all without a name
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from nbclient import NotebookClient
 HERE = Path(__file__).parent
 SECONDS = 300
 """that one cell may take"""
+WIDGET = "application/vnd.jupyter.widget-view+json"
 Notebook = nbformat.NotebookNode
 
 
@@ -45,7 +47,23 @@ def execute(notebook: Notebook, **kernel: Any) -> Notebook:
     quiet = ["--log-level=ERROR"]
     NotebookClient(notebook, timeout=SECONDS, record_timing=False, resources=where, extra_arguments=quiet).execute(**kernel)
     notebook.metadata = about  # the kernel adds its version
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = list(_tidy(cell.outputs))
     return notebook
+
+
+def _tidy(outputs: list[Any]) -> Iterator[Any]:
+    """Without progress bars, which are dead outside the kernel; what was printed in one piece, however it arrived."""
+    last = None
+    for output in outputs:
+        if WIDGET in output.get("data", {}):
+            continue
+        if last is not None and output.output_type == last.output_type == "stream" and output.name == last.name:
+            last.text += output.text
+            continue
+        last = output
+        yield output
 
 
 def main(names: list[str]) -> None:

@@ -1,0 +1,142 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 6. Coming from TransformerLens
+#
+# Names, `run_with_cache`, `ActivationCache` and hook functions are the ones you know (TransformerLens 4; the older names
+# are aliases). An engine adds branches, rollback, dumps and the promise about bits. It does not do gradients: train and
+# attribute there, replay here.
+#
+# **What to expect.** A bridge loaded into an engine; the same values under the same names, up to rounding; the cache's own
+# methods; a hook function and the `Edit` that says the same, with the same effect; a prefix frozen and run on; the states
+# of generated tokens in one go; a dump read back as an `ActivationCache`. The model has random weights: this is about the
+# interface. Half a minute, most of it the import of transformer_lens; nothing is downloaded.
+
+# %%
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformer_lens.model_bridge import TransformerBridge
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import replaylens as rl
+
+torch.manual_seed(0)
+folder = tempfile.mkdtemp()  # a Hugging Face folder, as you would have downloaded one
+words = Tokenizer(WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
+special = {"unk_token": "w0", "eos_token": "w1", "bos_token": "w2", "pad_token": "w3"}
+PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+config = LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4)
+LlamaForCausalLM(config).save_pretrained(folder)
+
+bridge = TransformerBridge.boot_transformers(folder, device="cpu", dtype=torch.float32)
+engine = rl.Engine.load(bridge)
+tokens = torch.randint(4, 128, (2, 24))
+
+# %% [markdown]
+# ## The same names, the same values
+
+# %%
+with torch.no_grad():
+    their_logits, theirs = bridge.run_with_cache(tokens)
+logits, cache = engine.run_with_cache(tokens)
+names = list(cache.keys())
+common = [name for name in names if name in theirs.cache_dict and theirs[name].shape == cache[name].shape]
+apart = max((cache[name] - theirs[name]).abs().max().item() for name in common)
+print(f"{len(common)} of {len(names)} names in common; largest difference {apart:.1e}")
+print(f"logits: {(logits - their_logits).abs().max():.1e}; type: {type(cache).__module__}.{type(cache).__name__}")
+print([name for name in names if name.startswith("blocks.2")])
+
+# %% [markdown]
+# An unknown name is an error that names the nearest ones.
+
+# %%
+try:
+    engine.run_with_cache(tokens, "blocks.2.hook_rezid_pre")
+except rl.errors.UnknownSite as error:
+    print(error)
+
+# %% [markdown]
+# The cache's methods work on it, and `names_filter` and `pos_slice` are as you know them.
+
+# %%
+print("resid_post by short name:", torch.equal(cache["resid_post", 2], cache["blocks.2.hook_out"]))
+print("accumulated_resid:", tuple(cache.accumulated_resid(layer=3).shape))
+print("attention rows sum to 1:", bool((cache["pattern", 0].sum(-1) - 1).abs().max() < 1e-5))
+_, last = engine.run_with_cache(tokens, lambda name: name.endswith("mlp.hook_out"), pos_slice=-1)
+print({name: tuple(value.shape) for name, value in last.items() if name.startswith("blocks.1")})
+
+# %% [markdown]
+# ## Hooks, and what to use instead
+#
+# Hook functions work on a fork. Nothing can be promised of what a function computes, so such a branch is not certified. An
+# `Edit` is data: it has a hash, shares KV up to the first edited position, and can be dumped and replayed.
+
+# %%
+direction = torch.randn(64)
+path = tokens[0].tolist()
+
+
+def add(value, hook):
+    return value + direction
+
+
+with torch.no_grad():
+    reference = bridge.run_with_hooks(tokens[:1], fwd_hooks=[("blocks.1.hook_resid_pre", add)])[0, -1]
+root = engine.prompt(path, sites=["unembed.hook_out"])
+(hooked,) = root.fork(hooks=[("blocks.1.hook_resid_pre", add)])
+(edited,) = root.fork(edits=[rl.Edit("blocks.1.hook_resid_pre", "add", direction)])
+engine.generate([hooked, edited], 1)
+for name, branch in {"hook": hooked, "edit": edited}.items():
+    own = branch.activations["unembed.hook_out"][len(path) - 1]
+    print(f"{name}: {(own - reference).abs().max():.1e} from run_with_hooks, certified {branch.certified}")
+print(f"without either: {(logits[0, -1] - reference).abs().max():.1f} away")
+
+# %% [markdown]
+# ## What is new
+#
+# A prefix is computed once and run on as often as you like; the states of generated tokens are there, without running the
+# text again. What `run_with_cache` gives for the finished text has the same bits.
+
+# %%
+root = engine.prompt(path, sites="STC")
+forks = root.fork(3)
+engine.generate(forks, 12, sampling=[rl.Sampling(temperature=1.0, seed=seed) for seed in range(3)], final=True)
+for fork in forks:
+    _, again = engine.run_with_cache(fork.tokens)
+    same = all(torch.equal(again[site][0], fork.activations[site]) for site in fork.activations.sites())
+    print(
+        f"{fork.length - root.length} new tokens, {len(fork.activations.sites())} sites; same bits in a run over the whole: {same}"
+    )
+
+# %% [markdown]
+# Dumps hand out `ActivationCache`s too: load stored activations without the model's data, and go on with your own code.
+
+# %%
+coin = rl.Engine.load("coin-plain")
+run = coin.replay(rl.tasks.get("coin")(flips=(2, 4)).examples(4), sites="STC")
+stored = run.save(Path(folder) / "dump").to_activation_cache(2)
+print({name: tuple(value.shape) for name, value in stored.items() if name.startswith("blocks.3")})
+print("as captured:", torch.equal(stored["blocks.3.hook_in"][0], run[2].activations["blocks.3.hook_in"]))
+
+# %% [markdown]
+# | you write | here | |
+# |---|---|---|
+# | `bridge.run_with_cache(tokens)` | `engine.run_with_cache(tokens)` | the same `ActivationCache`, canonical bits |
+# | `bridge.run_with_hooks(tokens, fwd_hooks=...)` | `branch.fork(edits=...)`, or `hooks=` | edits can be dumped and verified |
+# | `bridge.generate(...)`, then a second run for the states | `branch.generate(n)`, `branch.activations` | one pass |
+# | padding and attention masks for prompts of several lengths | `engine.prompts([...])` | no padding anywhere |
+# | `torch.save(cache)` | `run.save(folder)` | labels, digest, resumable |
+# | `loss.backward()` | stay there | rows carry no gradient |
+
+# %%
+print("gradients:", cache["blocks.0.hook_in"].requires_grad)

@@ -1,0 +1,149 @@
+"""The notebooks run from their sources, say what the committed ones say they say, and are fit to be committed."""
+
+import os
+import re
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient.exceptions import CellExecutionError
+
+from replaylens.engine import smollm2
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NAMES = [source.stem for source in sorted(FOLDER.glob("[0-9]_*.py"))]
+REAL = "5_real_model"
+MOST_BYTES = 600_000
+LOCAL = re.compile(r"/(home|root|tmp|work|Users)/")
+
+
+def load_build() -> Any:
+    """notebooks/build.py: a script beside the notebooks, not a module of the package."""
+    spec = spec_from_file_location("notebooks_build", FOLDER / "build.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build = load_build()
+
+
+def committed(name: str) -> Any:
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def code(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def texts(notebook: Any) -> list[str]:
+    """Everything that a notebook shows, pictures aside."""
+    shown = [output for cell in code(notebook) for output in cell.outputs]
+    return [str(o.get("text", "")) for o in shown] + [str(v) for o in shown for v in o.get("data", {}).values()]
+
+
+def test_all_six_are_there() -> None:
+    assert [name[0] for name in NAMES] == list("123456")
+
+
+# ---- as committed -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_notebook_is_its_source_run_once(name: str) -> None:
+    """Same cells as the source; every code cell ran, in order, without an error or a warning; small enough for git."""
+    made, source = committed(name), build.read(FOLDER / f"{name}.py")
+    nbformat.validate(made)
+    assert [(c.cell_type, c.source, c.id) for c in made.cells] == [(c.cell_type, c.source, c.id) for c in source.cells]
+    assert [cell.execution_count for cell in code(made)] == list(range(1, len(code(made)) + 1))
+    kinds = {(o.output_type, o.get("name")) for cell in code(made) for o in cell.outputs}
+    assert kinds <= {("stream", "stdout"), ("execute_result", None), ("display_data", None)}
+    assert (FOLDER / f"{name}.ipynb").stat().st_size < MOST_BYTES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_notebook_names_no_path_of_the_machine(name: str) -> None:
+    assert [found[0] for text in texts(committed(name)) if (found := LOCAL.search(text))] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_says_first_what_to_expect(name: str) -> None:
+    first = committed(name).cells[0]
+    assert first.cell_type == "markdown" and first.source.startswith(f"# {name[0]}. ") and "What to expect" in first.source
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name: str) -> None:
+    links = [link for cell in committed(name).cells for link in re.findall(r"\]\((?!http)([^)#]+)", cell.source)]
+    assert links and [link for link in links if not (FOLDER / link).exists()] == []
+
+
+# ---- run --------------------------------------------------------------------------------------------------------------
+
+CLAIMS = {
+    "1_quickstart": ["100% right", "verified: 60 examples replayed", "Shown: face at step"],
+    "2_determinism": ["all equal: True", "certified: True, False", "NotCertified", "certified: True"],
+    "3_branches": ["implied:", "accepted rows where text and truth differ: 0%", "S1 follows the text"],
+    "4_thinking_states": ["100% right", "the other face's"],
+    "5_real_model": ["states equal: [True, True, True]", "KV equal:     [True, True, True]", "verified: 6 examples"],
+    "6_coming_from_transformerlens": ["121 of 121 names", "edit: ", "as captured: True", "gradients: False"],
+}
+"""what the words around the cells rely on, on any machine"""
+
+
+def run(name: str, **environment: str) -> Any:
+    return build.execute(build.read(FOLDER / f"{name}.py"), env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+
+
+def check(name: str, notebook: Any) -> None:
+    shown = "\n".join(texts(notebook))
+    assert [claim for claim in CLAIMS[name] if claim not in shown] == []
+    for column in re.findall(r"same (?:output|KV|S, T, C, Z|bits.*:).*", shown):
+        assert "False" not in column
+    assert [len(cell.outputs) for cell in code(notebook)] == [len(cell.outputs) for cell in code(committed(name))]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != REAL])
+def test_notebook_runs(name: str, tmp_path: Path) -> None:
+    """In a fresh kernel, with a cache folder of its own: nothing is fetched, certificates are made anew."""
+    check(name, run(name, REPLAYLENS_CACHE=str(tmp_path)))
+
+
+@pytest.mark.skipif(not smollm2.is_fetched(), reason="SmolLM2-135M is not in the cache folder")
+def test_real_model_runs() -> None:
+    check(REAL, run(REAL))
+
+
+def test_without_the_real_model_its_notebook_says_what_to_do_and_stops(tmp_path: Path) -> None:
+    notebook = build.read(FOLDER / f"{REAL}.py")
+    with pytest.raises(CellExecutionError, match="SystemExit.*replaylens fetch smollm2"):
+        build.execute(notebook, env={**os.environ, "REPLAYLENS_CACHE": str(tmp_path)})
+    assert [cell.execution_count for cell in code(notebook)] == [1] + [None] * (len(code(notebook)) - 1)
+
+
+# ---- controls ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_cell_fails_the_build(tmp_path: Path) -> None:
+    """Negative control: an assertion in a cell is an error here, not an output."""
+    (tmp_path / "1_bad.py").write_text("# %%\nassert 1 + 1 == 3\n\n# %%\nprint('not reached')\n")
+    with pytest.raises(CellExecutionError, match="AssertionError"):
+        build.execute(build.read(tmp_path / "1_bad.py"))
+
+
+def test_progress_bars_are_dropped_and_prints_joined(tmp_path: Path) -> None:
+    """Equal sources give equal files, whatever arrived in how many pieces."""
+    source = tmp_path / "1_noisy.py"
+    source.write_text("# %%\nfrom tqdm.auto import tqdm\nfor i in tqdm(range(3)):\n    print(i, flush=True)\n")
+    files = [nbformat.writes(build.execute(build.read(source))) for _ in range(2)]
+    assert files[0] == files[1]
+    (cell,) = code(nbformat.reads(files[0], as_version=4))
+    assert [output.output_type for output in cell.outputs] == ["stream"] and cell.outputs[0].text == "0\n1\n2\n"
+
+
+def test_unknown_notebook_is_named() -> None:
+    with pytest.raises(SystemExit, match="no notebook 7_none; there are 1_quickstart"):
+        build.main(["7_none"])
