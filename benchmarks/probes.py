@@ -2,7 +2,8 @@
 
 The grid: 30 layers x 3 sites x 8 positions, 5,000 rows each, d = 576, five folds by root. The rows of a position share their
 labels, as in a sweep. Data is made batch by batch, with the spectrum of a residual stream and a label that deeper layers
-hold more of, so that memory does not grow with the grid. Both sides are timed on a sample of the cells and scaled.
+hold more of, so that memory does not grow with the grid. Both sides are timed on a sample of the cells and scaled; on a CPU
+by the time that the processor spent on them.
 """
 
 import argparse
@@ -34,7 +35,8 @@ def rows(position: int, layer: int, site: int) -> np.ndarray:
     x = generator.standard_normal((ROWS, WIDTH), dtype=np.float32) / np.sqrt(np.arange(1, WIDTH + 1, dtype=np.float32))
     turn = np.linalg.qr(generator.standard_normal((WIDTH, WIDTH)))[0].astype(np.float32)
     way = generator.standard_normal(WIDTH).astype(np.float32) / np.sqrt(WIDTH)
-    return (x + np.outer(labels(position) - 0.5, way * 0.6 * layer / LAYERS)) @ turn * 5 + 1
+    planted = np.outer(labels(position) - 0.5, way * 0.6 * layer / LAYERS)
+    return ((x + planted.astype(np.float32)) @ turn * 5 + 1).astype(np.float32)
 
 
 def folds() -> tuple[np.ndarray, np.ndarray]:
@@ -77,17 +79,18 @@ def main(sample: int = 24, batch: int = 6, device: str = "cpu") -> None:
     print(table.about, f"{torch.get_num_threads()} threads")
     warm = rows(0, 1, 0)[None]
     with_replaylens(warm, [labels(0)], device), with_scikit_learn(warm, labels(0))
+    clock = time.process_time if device == "cpu" else time.perf_counter  # other processes must not count on a shared machine
     ours = theirs = five = gap = 0.0
     for position, x in batches(sample, batch):
         y = labels(position)
         others = [np.random.default_rng([position, i]).permutation(y) for i in range(4)]
-        begin = time.perf_counter()
+        begin = clock()
         scores = with_replaylens(x, [y], device)
-        ours, begin = ours + time.perf_counter() - begin, time.perf_counter()
+        ours, begin = ours + clock() - begin, clock()
         with_replaylens(x, [y, *others], device)
-        five, begin = five + time.perf_counter() - begin, time.perf_counter()
+        five, begin = five + clock() - begin, clock()
         reference = with_scikit_learn(x, y)
-        theirs += time.perf_counter() - begin
+        theirs += clock() - begin
         gap = max(gap, *(abs(a - b) for a, b in zip(scores, reference, strict=True)))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     aim, scale, ratio = 3 if device == "cpu" else 50, CELLS / sample, theirs / ours

@@ -24,14 +24,14 @@ class Grams:
         self.counts = self.sets.sum(1).to(x.dtype)  # [sets]
         weights = self.sets.to(x.dtype)
         self.means = torch.einsum("sn,bnd->bsd", weights, self.x) / self.counts[:, None]
-        self._atoms = _atoms(sets)
+        self._sets = sets
 
     @cached_property
     def second(self) -> Tensor:
         """[cells, sets, d, d]: sum of x^T x about each set's own mean."""
         b, _, d = self.x.shape
         total = self.x.new_zeros(b, len(self.sets), d, d)
-        for rows, members in self._atoms:
+        for rows, members in _atoms(self._sets):
             part = self.x[:, torch.as_tensor(rows, device=self.x.device)]
             total[:, torch.as_tensor(members, device=self.x.device)] += (part.mT @ part)[:, None]
         return total - torch.einsum("s,bsd,bse->bsde", self.counts, self.means, self.means)
@@ -48,6 +48,7 @@ class Grams:
 
 def _atoms(sets: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """(rows, sets that hold them) for every different membership; rows in no set are left out."""
-    patterns, place = np.unique(sets.T, axis=0, return_inverse=True)
-    place = place.reshape(-1)
-    return [(np.flatnonzero(place == i), np.flatnonzero(pattern)) for i, pattern in enumerate(patterns) if pattern.any()]
+    packed = np.ascontiguousarray(np.packbits(sets, axis=0).T)  # [rows, bytes]: a row's membership as one key
+    keys = packed.view(f"V{packed.shape[1]}")[:, 0]
+    _, first, place = np.unique(keys, return_index=True, return_inverse=True)
+    return [(np.flatnonzero(place == i), np.flatnonzero(sets[:, row])) for i, row in enumerate(first) if sets[:, row].any()]

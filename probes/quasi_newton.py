@@ -18,7 +18,7 @@ from torch.nn.functional import softplus
 
 from replaylens.probes.grams import Grams
 
-_STEPS, _MEMORY, _HALVINGS = 500, 10, 30
+_STEPS, _MEMORY, _SEARCHES, _HALVINGS = 500, 10, 3, 30
 _ROWS_PER_COLUMN = 4
 """rows that a preconditioner is made of, per column: more would cost more than they save"""
 
@@ -38,8 +38,9 @@ class Pair:
         """[b, t, f]"""
         return (self.w * other.w).sum((3, 4)) + (self.c * other.c).sum(3)
 
-    def norm(self) -> Tensor:
-        return self.dot(self).sqrt()
+    def largest(self) -> Tensor:
+        """[b, t, f]: the largest entry in absolute value."""
+        return torch.maximum(self.w.abs().amax((3, 4)), self.c.abs().amax(3))
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +48,11 @@ class Point:
     """A place with everything known there."""
 
     at: Pair
-    loss: Tensor
-    """[b, t, f]"""
-    gradient: Pair
+    z: Tensor
+    """scores [b, t, f, k, n]"""
     q: Tensor
-    """probabilities [b, t, f, n, k]"""
+    """probabilities, likewise"""
+    gradient: Pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,7 @@ class Move:
 
     @classmethod
     def between(cls, here: Point, there: Point) -> "Move":
-        back = -torch.ones_like(here.loss)
+        back = -torch.ones_like(here.z[..., 0, 0])
         way, bend = there.at.plus(back, here.at), there.gradient.plus(back, here.gradient)
         size = way.dot(bend)
         return cls(way, bend, torch.where(size > torch.finfo(size.dtype).tiny, 1 / size, 0.0))
@@ -76,9 +77,9 @@ class QuasiNewton:
 
     def __init__(self, grams: Grams, y: Tensor, where: Tensor, penalty: float, tolerance: float) -> None:
         """y [t, n, k]; where [t, f]: the set of `grams` that each fold trains on."""
-        self.x, self.y, self.penalty, self.tolerance = grams.x, y[None, :, None], penalty, tolerance
+        self.x, self.y, self.penalty, self.tolerance = grams.x, y.mT[None, :, None], penalty, tolerance
         self.binary = y.shape[-1] == 1
-        self.train = grams.sets[where].to(y.dtype)[None, ..., None]  # [1, t, f, n, 1]
+        self.train = grams.sets[where].to(y.dtype)[None, :, :, None]  # [1, t, f, 1, n]
         self.counts = self.train.sum((3, 4))  # [1, t, f]
         self.scale, self.mean = grams.scales[:, where], grams.means[:, where]  # [b, t, f, d]
         first = where[:, 0]  # the folds of a task share a preconditioner: their rows are mostly the same
@@ -89,17 +90,20 @@ class QuasiNewton:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """(weight [b, t, f, k, d], bias [b, t, f, k]) in the Grams' coordinates."""
-        (b, t, f, d), k = self.scale.shape, self.y.shape[-1]
-        here = self._look(Pair(self.x.new_zeros(b, t, f, k, d), self.x.new_zeros(b, t, f, k)))
-        start = here.gradient.norm().clamp_min(1.0)
+        (b, t, f, d), k = self.scale.shape, self.y.shape[3]
+        start = Pair(self.x.new_zeros(b, t, f, k, d), self.x.new_zeros(b, t, f, k))
+        here = self._look(start, self._forward(start))
         past: deque[Move] = deque(maxlen=_MEMORY)
         for _ in range(_STEPS):
-            active = here.gradient.norm() > self.tolerance * start
+            active = here.gradient.largest() > self.tolerance * self.counts  # scikit-learn's own rule
             if not bool(active.any()):
                 break
-            there = self._descend(here, self._step(here, past), active)
-            if there is None:  # rounding is all that is left
+            step = self._step(here, past)
+            change = self._forward(step)
+            length = self._length(here, step, change, active)
+            if not bool((length > 0).any()):  # rounding is all that is left
                 break
+            there = self._look(here.at.plus(length, step), here.z + length[..., None, None] * change)
             past.append(Move.between(here, there))
             here = there
         weight = here.at.w / self.scale[:, :, :, None]
@@ -118,38 +122,63 @@ class QuasiNewton:
         return Pair(-rest.w, -rest.c)
 
     def _forward(self, pair: Pair) -> Tensor:
-        """Scores of all rows [b, t, f, n, k]."""
+        """Scores of all rows [b, t, f, k, n]: one product for all tasks and folds."""
         u = pair.w / self.scale[:, :, :, None]
         b, t, f, k, d = u.shape
-        z = self.x @ u.reshape(b, t * f * k, d).mT  # [b, n, t f k]: one product for all tasks and folds
-        z = z.view(b, -1, t, f, k).permute(0, 2, 3, 1, 4)
-        return z + (pair.c - torch.einsum("btfkd,btfd->btfk", u, self.mean))[:, :, :, None]
+        z = (u.view(b, t * f * k, d) @ self.x.mT).view(b, t, f, k, -1)
+        return z + (pair.c - torch.einsum("btfkd,btfd->btfk", u, self.mean))[..., None]
 
     def _backward(self, r: Tensor) -> Pair:
-        """The adjoint of `_forward`, for r [b, t, f, n, k]."""
-        b, t, f, n, k = r.shape
-        sums = r.sum(3)
-        raw = (r.permute(0, 1, 2, 4, 3).reshape(b, t * f * k, n) @ self.x).view(b, t, f, k, -1)
+        """The adjoint of `_forward`, for r [b, t, f, k, n]."""
+        b, t, f, k, n = r.shape
+        sums = r.sum(-1)
+        raw = (r.reshape(b, t * f * k, n) @ self.x).view(b, t, f, k, -1)
         return Pair((raw - sums[..., None] * self.mean[:, :, :, None]) / self.scale[:, :, :, None], sums)
 
-    def _look(self, at: Pair) -> Point:
-        z = self._forward(at)
-        if self.binary:
-            misfit, q = softplus(z) - self.y * z, torch.sigmoid(z)
-        else:
-            misfit, q = torch.logsumexp(z, -1, keepdim=True) - (self.y * z).sum(-1, keepdim=True), z.softmax(-1)
-        loss = (self.train * misfit).sum((3, 4)) + 0.5 * self.penalty * at.w.square().sum((3, 4))
+    def _look(self, at: Pair, z: Tensor) -> Point:
+        q = self._probabilities(z)
         fit = self._backward(self.train * (q - self.y))
-        return Point(at, loss, Pair(fit.w + self.penalty * at.w, fit.c), q)
+        return Point(at, z, q, Pair(fit.w + self.penalty * at.w, fit.c))
+
+    def _probabilities(self, z: Tensor) -> Tensor:
+        return torch.sigmoid(z) if self.binary else z.softmax(3)
+
+    def _loss(self, z: Tensor, square: Tensor) -> Tensor:
+        """[b, t, f], from scores and squared weights."""
+        misfit = softplus(z) - self.y * z if self.binary else torch.logsumexp(z, 3, keepdim=True) - (self.y * z).sum(3, True)
+        return (self.train * misfit).sum((3, 4)) + 0.5 * self.penalty * square
+
+    def _length(self, here: Point, step: Pair, change: Tensor, active: Tensor) -> Tensor:
+        """How far to go along the step [b, t, f]: Newton's method in one variable, which needs no product with the rows.
+
+        0 for problems that are done, and where no length makes the loss smaller.
+        """
+        own, cross, square = here.at.w.square().sum((3, 4)), (here.at.w * step.w).sum((3, 4)), step.w.square().sum((3, 4))
+        length = torch.ones_like(own)
+        for _ in range(_SEARCHES):
+            q = self._probabilities(here.z + length[..., None, None] * change)
+            slope = (self.train * (q - self.y) * change).sum((3, 4)) + self.penalty * (cross + length * square)
+            bent = q * (1 - q) * change if self.binary else q * (change - (q * change).sum(3, True))
+            curve = (self.train * bent * change).sum((3, 4)) + self.penalty * square
+            aim = length - slope / curve.clamp_min(torch.finfo(curve.dtype).tiny)
+            length = torch.minimum(torch.maximum(aim, length / 8), 8 * length)
+        before = self._loss(here.z, own)
+        for _ in range(_HALVINGS):
+            after = self._loss(here.z + length[..., None, None] * change, own + 2 * length * cross + length.square() * square)
+            bad = after > before + 4 * torch.finfo(before.dtype).eps * before
+            if not bool((bad & active).any()):
+                break
+            length = torch.where(bad, 0.5 * length, length)
+        return torch.where(active & ~bad, length, 0.0)
 
     def _preconditioner(self, q: Tensor) -> Callable[[Pair], Pair]:
-        """Approximate inverse of the Hessian; factored anew only where the rows' weights have fallen to half.
+        """Approximate inverse of the Hessian; factored anew only where the rows' weights have fallen to a quarter.
 
         Each cell and task decides for itself, so that no problem's path depends on its neighbours.
         """
-        spread = (self.train * q * (1 - q)).sum((3, 4)) / q.shape[-1]  # [b, t, f]: sum over the rows
+        spread = (self.train * q * (1 - q)).sum((3, 4)) / q.shape[3]  # [b, t, f]: sum over the rows
         mean = (spread / self.counts).mean(2)  # [b, t]
-        fallen = mean < 0.5 * self.curvature
+        fallen = mean < 0.25 * self.curvature
         if bool(fallen.any()):
             self.curvature = torch.where(fallen, mean, self.curvature)
             total = (mean * self.counts.mean(2))[fallen][:, None, None] * self.gram[fallen]
@@ -163,19 +192,6 @@ class QuasiNewton:
             return Pair(solved.mT.reshape(b, t, f, k, d), pair.c / bias_weight)
 
         return apply
-
-    def _descend(self, here: Point, step: Pair, active: Tensor) -> Point | None:
-        """Halve steps until every loss falls as it should; problems that are done stay. None: no step is short enough."""
-        slope = here.gradient.dot(step)
-        length = active.to(slope.dtype)
-        slack = 10 * torch.finfo(slope.dtype).eps * here.loss.abs()
-        for _ in range(_HALVINGS):
-            there = self._look(here.at.plus(length, step))
-            bad = active & (there.loss > here.loss + 1e-4 * length * slope + slack)
-            if not bool(bad.any()):
-                return there
-            length = torch.where(bad, 0.5 * length, length)
-        return None
 
 
 def _correlation(grams: Grams, number: int) -> Tensor:

@@ -51,13 +51,14 @@ def solve(
     x          [cells, n, d]
     targets    [tasks, n, k], see `one_hot`; for the kind `regression` any numbers
     train      [tasks, folds, n] bool
-    tolerance  of logistic: how far the gradient must fall; default: 1e-6 in double precision, 1e-4 in single
+    tolerance  of logistic: the largest entry of the gradient, per row, at which to stop; default: 1e-6 in double
+               precision; in single 1e-4, which is scikit-learn's
     """
     if len(x) > 1 and not x.is_cuda:  # a CPU works on cells one after the other anyway: then none waits for another
         parts = [solve(kind, x[i : i + 1], targets, train, C=C, alpha=alpha, tolerance=tolerance) for i in range(len(x))]
         return Solution(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
     tasks, folds, n = train.shape
-    sets, which = np.unique(train.reshape(tasks * folds, n), axis=0, return_inverse=True)
+    sets, which = _different(train.reshape(tasks * folds, n))
     grams = Grams(x, sets)
     y = torch.as_tensor(targets, dtype=x.dtype, device=x.device)
     where = torch.as_tensor(which.reshape(tasks, folds), device=x.device)
@@ -74,6 +75,13 @@ def solve(
         case _:
             raise AssertionError(kind)
     return Solution(weight, bias - torch.einsum("btfkd,bd->btfk", weight, grams.shift))
+
+
+def _different(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the different ones among masks [m, n], in order of appearance; which of them each is [m])"""
+    seen: dict[bytes, int] = {}
+    which = np.array([seen.setdefault(mask.tobytes(), len(seen)) for mask in masks])
+    return masks[[int(np.argmax(which == i)) for i in range(len(seen))]], which
 
 
 def _ridge(grams: Grams, y: Tensor, where: Tensor, alpha: float, sign: bool) -> tuple[Tensor, Tensor]:
