@@ -60,6 +60,7 @@ class Plan:
     seconds: float
     """after this the job ends, whatever is done"""
     device: str
+    methods: tuple[Method, ...] = METHODS
     longest: tuple[int, ...] = (10, 20, 40)
     seeds: tuple[int, ...] = (0, 1, 2)
     d_model: int = 64
@@ -82,7 +83,7 @@ class Plan:
         return 0.75 * self.seconds
 
     def runs(self) -> list[tuple[Method, int, int]]:
-        return [(method, n, seed) for seed in self.seeds for n in self.longest for method in METHODS]
+        return [(method, n, seed) for seed in self.seeds for n in self.longest for method in self.methods]
 
     def lengths(self, n: int) -> list[int]:
         """Tested lengths of a run: five up to N, then those beyond."""
@@ -141,8 +142,8 @@ def one_run(plan: Plan, run: tuple[Method, int, int], clock: Clock, out: Path, r
     model, done, loss = _train(recipe, texts, plan, clock)
     result = dict(method=method, N=n, seed=seed, steps=done, planned=steps, final_loss=loss, train_seconds=clock.now() - begin,
                   setup_seconds=built, tokens_per_step=recipe.batch * plan.width, curve={})  # fmt: skip
-    if seed == plan.seeds[0] and n in (plan.longest[0], plan.longest[-1]):
-        _save(model, recipe, out / f"model-{method}-{n}")
+    if method == "thinking" or (seed == plan.seeds[0] and n in (plan.longest[0], plan.longest[-1])):
+        _save(model, recipe, out / f"model-{method}-{n}{f'-{seed}' if seed else ''}")
     model.to(plan.device)
     for length in plan.lengths(n):
         scores = score(model, method, recipe.thinking, recipe.tokenizer(), zoo.held_out(PARITY, length, plan.examples))
@@ -247,7 +248,7 @@ def collect(plan: Plan, out: Path, clock: Clock) -> None:
     """One table from all runs that left a file: thinking.json, and on the screen."""
     files = [out / f"{method}-{n}-{seed}.json" for method, n, seed in plan.runs()]
     runs = [json.loads(file.read_text()) for file in files if file.exists()]
-    rows = [_row(method, n, runs) for method in reversed(METHODS) for n in plan.longest]
+    rows = [_row(method, n, runs) for method in reversed(METHODS) if method in plan.methods for n in plan.longest]
     for row in rows:
         shown = {k: "-" if row[k] is None else f"{row[k][0]:6.2f} ± {row[k][1]:.2f}" for k in ("inside", "beyond")}
         what = f"{row['method']:9s} N={row['N']:<3d} seeds {row['seeds']}"
@@ -347,9 +348,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results/thinking")))
     parser.add_argument("--tiny", action="store_true", help="a few steps of small models: does it run at all")
     parser.add_argument("--no-mps", action="store_true", help="do not try NVIDIA's multi-process service")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="fewer of them get more steps each")
     parser.add_argument("--table-only", action="store_true", help="do not train the embedded model")
     options = parser.parse_args()
-    plan = Plan(options.seconds, options.device, embedded=not options.table_only, **(TINY if options.tiny else {}))
+    size: dict[str, Any] = {"embedded": not options.table_only, "methods": tuple(options.methods)} | (
+        TINY if options.tiny else {}
+    )
+    plan = Plan(options.seconds, options.device, **size)
     clock = Clock(time.time())
     options.out.mkdir(parents=True, exist_ok=True)
     with shared_gpu(options.device == "cuda" and not options.no_mps):

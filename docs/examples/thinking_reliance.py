@@ -2,7 +2,7 @@
 
 python docs/examples/thinking_reliance.py OUT [SEEDS] [STEPS] [CUT]
 
-Trains small models on up to four operations, seed after seed, and asks two things of each: how far do its thoughts stay right
+Trains small models on up to eight operations, seed after seed, and asks two things of each: how far do its thoughts stay right
 beyond that, and does it use the state at all. For the second, the state that a chunk receives is exchanged for the other
 face's: a model that updates its state thinks the other face from there on; one that counts the operations anew, by looking
 back at the text, does not care.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 import replaylens as rl
 from replaylens.engine import thinking_plain as plain
-from replaylens.engine import thinking_train, zoo
+from replaylens.engine import thinking_train, thinking_zoo, zoo
 from replaylens.engine import train as trainer
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
@@ -36,14 +36,15 @@ SHAPE = ModelConfig(
     num_layers=4, d_model=64, num_heads=2, num_kv_heads=2, d_head=32, d_mlp=192, vocab_size=106, max_positions=256,
     rotary_dim=32,
 )  # fmt: skip
-LONGEST, CHUNK, EXAMPLES = 4, 6, 40
+LONGEST, CHUNK, EXAMPLES, WIDTH = 8, 6, 40, 192
+LENGTHS = (8, 12, 16, 24)
 
 
 def recipe(seed: int, steps: int) -> ThinkingRecipe:
-    """The parity table's own recipe, made small: rows of 128 tokens, so that all tested positions are trained."""
+    """The parity table's own recipe, made small: rows of 192 tokens, so that all tested positions are trained."""
     thinks = ThinkingConfig.for_backbone(SHAPE, CHUNK, WordTokenizer.eos_id, WordTokenizer.pad_id, max_thought=4)
     return ThinkingRecipe(
-        config=SHAPE, thinking=thinks, width=128, parts=(PARITY,), longest=LONGEST, steps=steps, batch=8, lr=1e-3, seed=seed,
+        config=SHAPE, thinking=thinks, width=WIDTH, parts=(PARITY,), longest=LONGEST, steps=steps, batch=8, lr=1e-3, seed=seed,
         warmup=steps // 20, pool=2048,
     )  # fmt: skip
 
@@ -72,7 +73,7 @@ def reliance(model: ThinkingDecoder, tokenizer: WordTokenizer) -> float:
     engine = ThinkingEngine(model, tokenizer)
     blocks, turned, count = engine.prefiller.blocks, 0, 0
     other = {" heads": " tails", " tails": " heads"}
-    for example in zoo.held_out(PARITY, LONGEST, EXAMPLES):
+    for example in zoo.held_out(PARITY, LONGEST, EXAMPLES // 2):
         branch = engine.prompt(example.prompt)
         for chunk in list(branch.thoughts.states)[:-1]:
             before, after = branch.thoughts.chunks[chunk - 1], branch.thoughts.chunks[chunk]
@@ -98,9 +99,10 @@ def main(out: Path, seeds: int = 4, steps: int = 1500, cut: int = 0) -> None:
         made = recipe(seed, steps)
         model = trained(made, bool(cut))
         line: dict[str, float] = {"seed": seed}
-        for length in (4, 6, 8, 12, 16):
+        for length in LENGTHS:
             found = score(model, "thinking", made.thinking, made.tokenizer(), zoo.held_out(PARITY, length, EXAMPLES))
             line[f"thoughts right at {length}"] = 100 * sum(s.thought for s in found) / EXAMPLES
+        thinking_zoo.save(model, made.tokenizer(), out / f"seed-{seed}")
         line["turned by another state"] = reliance(model, made.tokenizer())
         print(json.dumps(line), flush=True)
         (out / f"seed-{seed}.json").write_text(json.dumps(line, indent=1) + "\n")
