@@ -12,10 +12,10 @@
 # Load a model, replay coin-flip stories, look at one, keep everything in a dump, prove the dump, probe it. About a minute
 # on two cores; nothing is downloaded.
 #
-# **What to expect.** The embedded model answers nearly all stories rightly and writes down the coin's state step by step. A
-# smaller model drafts for it and is often wrong; what was wrong is not lost but hangs off the path as a rejected branch.
+# **What to expect.** The embedded model answers nearly all stories rightly and writes down the coin's state step by step.
+# A smaller model drafts for it and is often wrong; what was wrong is not lost but hangs off the path as a rejected branch.
 # The coin's state can be read off the hidden states where a step is decided, far above every control. At the end of the
-# question it cannot: in this form the model has no need of it yet.
+# question sixty stories do not show it, which is no proof that it is not there.
 
 # %%
 import tempfile
@@ -38,7 +38,8 @@ print(example.prompt + example.completion)
 
 # %%
 run = engine.replay(task.examples(60), sites="STCZ", drafter="model", window=4)
-run[1].text, f"{run.accuracy:.0%} right", f"{run.acceptance:.0%} of drafts accepted"
+print(f"{run.accuracy:.0%} right, {run.acceptance:.0%} of drafts accepted")
+print(run[1].text)
 
 # %% [markdown]
 # Hover a token: position, log-probability, entropy, and what each layer would say next. Blue is the prompt, green was

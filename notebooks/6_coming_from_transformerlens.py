@@ -114,9 +114,8 @@ engine.generate(forks, 12, sampling=[rl.Sampling(temperature=1.0, seed=seed) for
 for fork in forks:
     _, again = engine.run_with_cache(fork.tokens)
     same = all(torch.equal(again[site][0], fork.activations[site]) for site in fork.activations.sites())
-    print(
-        f"{fork.length - root.length} new tokens, {len(fork.activations.sites())} sites; same bits in a run over the whole: {same}"
-    )
+    new, sites = fork.length - root.length, len(fork.activations.sites())
+    print(f"{new} new tokens, {sites} sites; the same bits in a run over the whole: {same}")
 
 # %% [markdown]
 # Dumps hand out `ActivationCache`s too: load stored activations without the model's data, and go on with your own code.
@@ -140,3 +139,7 @@ print("as captured:", torch.equal(stored["blocks.3.hook_in"][0], run[2].activati
 
 # %%
 print("gradients:", cache["blocks.0.hook_in"].requires_grad)
+
+# %% [markdown]
+# All names with their shapes: `engine.sites.in_order()`. More: [the contract](../docs/determinism.md),
+# [dumps](../docs/dump_format.md), [probes](../docs/probes.md), [views](../docs/views.md).
