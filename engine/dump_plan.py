@@ -10,7 +10,7 @@ from replaylens import tasks
 from replaylens.engine.capture import LensSpec
 from replaylens.engine.drafters import ModelDrafter
 from replaylens.engine.edits import Edit
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.planner import FIXED_WINDOW
 from replaylens.engine.sampling import Sampling
 from replaylens.engine.weights import weights_hash
@@ -191,7 +191,7 @@ def drafter_settings(engine: "Engine", name: str) -> dict[str, Any]:
     """What guesses depend on besides the path: where the drafter exits, how wide it is, whose weights it has; and how
     thoughts are guessed, where the model thinks."""
     if name not in engine.loop.drafters:
-        raise BadRequest(f"no drafter {name!r}; known: {', '.join(engine.loop.drafters)}")
+        raise BadRequest(no_such("drafter", name, engine.loop.drafters))
     drafter = engine.loop.drafters[name]
     layer = getattr(getattr(drafter, "lens", drafter), "layer", None)
     found: dict[str, Any] = {} if layer is None else {"layer": layer}

@@ -22,7 +22,7 @@ from replaylens.engine.drafters import (
     TreeDrafter,
 )
 from replaylens.engine.edits import Edit, Hook, place
-from replaylens.engine.errors import BadRequest, ClosedBranch
+from replaylens.engine.errors import BadRequest, ClosedBranch, no_such
 from replaylens.engine.forest import Forest
 from replaylens.engine.lane import Job
 from replaylens.engine.loop import Loop
@@ -94,12 +94,14 @@ class Engine:
     def load(
         cls, source: Any, *, device: str = "cpu", dtype: torch.dtype | None = None, draft_model: Any = None, **options: Any
     ) -> "Engine":
-        """From an embedded model's name, a folder, a .gguf file, a transformers model, a TransformerBridge or a Decoder.
+        """From a name (embedded, or smollm2), a folder, a .gguf file, a transformers model, a TransformerBridge or a Decoder.
 
         device  "cpu" (float32) or "cuda" (bfloat16 unless said otherwise)
         """
-        from replaylens.engine import zoo
+        from replaylens.engine import smollm2, zoo
 
+        if isinstance(source, str) and source == smollm2.SHORT:
+            source = smollm2.fetched_folder()
         if device not in ("cpu", "cuda"):
             raise BadRequest(f"device {device!r}: give cpu or cuda")
         if device == "cuda" and not torch.cuda.is_available():
@@ -292,7 +294,7 @@ class Engine:
         branch._check_open()
         if request.drafter not in self.loop.drafters:
             hint = "; load the engine with draft_model=..." if request.drafter == "model" else ""
-            raise BadRequest(f"no drafter {request.drafter!r}; known: {', '.join(self.loop.drafters)}{hint}")
+            raise BadRequest(no_such("drafter", request.drafter, self.loop.drafters) + hint)
         if branch.length + request.n > self.config.max_positions:
             most = self.config.max_positions
             raise BadRequest(f"{branch.length} tokens and {request.n} more exceed the model's {most} positions")

@@ -1,5 +1,8 @@
 """Every error the engine raises on purpose. The text says what to do about it."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class EngineError(Exception):
     """Base of all errors of the engine."""
@@ -141,3 +144,11 @@ class DumpWriteFailed(EngineError, OSError):
 
 class ClusterFailed(EngineError, RuntimeError):
     """The Ray cluster could not be reached, or its workers died again and again on the same shard."""
+
+
+def no_such(kind: str, name: str, known: Iterable[str]) -> str:
+    """The text for a name that is none of the known ones: the nearest first, then all."""
+    known = list(known)
+    nearest = get_close_matches(name, known, n=1, cutoff=0.7)
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    return f"no {kind} {name!r}{hint}; known: {', '.join(known)}"

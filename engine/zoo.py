@@ -8,7 +8,7 @@ import torch
 
 from replaylens.engine import weights
 from replaylens.engine.config import ModelConfig
-from replaylens.engine.errors import EngineError
+from replaylens.engine.errors import EngineError, no_such
 from replaylens.engine.model import Decoder
 from replaylens.engine.ops import SequenceOps
 from replaylens.engine.train import Part, Recipe, is_held_out
@@ -87,7 +87,7 @@ def names() -> tuple[str, ...]:
 def recipe(name: str) -> Recipe:
     """How an embedded model is trained. UnknownModel lists the known names."""
     if name not in RECIPES:
-        raise UnknownModel(f"no embedded model {name!r}; known: {', '.join(names())}")
+        raise UnknownModel(no_such("embedded model", name, names()))
     return RECIPES[name]
 
 

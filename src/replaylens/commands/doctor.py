@@ -36,9 +36,7 @@ def _load(name: str, device: str) -> Decoder:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     if name in zoo.names():
         return weights.load(zoo.load_embedded(name)[0], dtype).to(device)
-    if name == "smollm2" and not smollm2.is_fetched():
-        raise BadRequest("SmolLM2-135M is not there yet; `replaylens fetch smollm2` downloads it")
-    return weights.load(smollm2.cache_folder() if name == "smollm2" else name, dtype).to(device)
+    return weights.load(smollm2.fetched_folder() if name == smollm2.SHORT else name, dtype).to(device)
 
 
 def _show(certificate: Certificate, model: str) -> None:
