@@ -101,7 +101,7 @@ def main() -> None:
     from replaylens.tasks.errors import TaskError
 
     try:
-        app()
+        app(prog_name="replaylens")
     except (EngineError, TaskError) as error:
         Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False, soft_wrap=True)
         sys.exit(2)

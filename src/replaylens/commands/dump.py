@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from replaylens import tasks
-from replaylens.commands.tasks import setting
+from replaylens.commands.completion import DRAFTERS, complete_drafter, complete_model, complete_task
+from replaylens.commands.tasks import JsonOption, setting
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_plan import DTYPES, POSITIONS, make_plan
 from replaylens.engine.dump_verify import OTHER, VERIFIED
@@ -29,16 +30,19 @@ from replaylens.engine.thinking_thoughts import Thoughts
 from replaylens.tasks import TaskError
 
 MODEL = "coin-plain"
-TaskOption = Annotated[str, typer.Option("--task", help="A task's name; see `replaylens tasks list`.")]
-ModelOption = Annotated[str, typer.Option("--model", help="An embedded model's name, or a model folder.")]
+TaskOption = Annotated[
+    str, typer.Option("--task", help="A task's name; see `replaylens tasks list`.", autocompletion=complete_task)
+]
+ModelOption = Annotated[
+    str, typer.Option("--model", help="An embedded model's name, smollm2, or a model folder.", autocompletion=complete_model)
+]
 DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
-DrafterOption = Annotated[str, typer.Option(help="Who guesses ahead: lens, tree, ngram, model or self.")]
+DrafterOption = Annotated[str, typer.Option(help=f"Who guesses ahead: {', '.join(DRAFTERS)}.", autocompletion=complete_drafter)]
 KnobOption = Annotated[list[str] | None, typer.Option("--knob", help="key=value; may be given several times.")]
 TemperatureOption = Annotated[float, typer.Option(min=0, help="0: greedy.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Of the sampling; the task's own seed is --knob seed=...")]
 BatchOption = Annotated[int, typer.Option(min=1, help="Examples worked on together; changes no bit.")]
 MaxNewOption = Annotated[int | None, typer.Option(min=1, help="Tokens per answer.  [default: what the task needs]")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
 
 

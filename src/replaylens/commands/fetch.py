@@ -10,12 +10,17 @@ from replaylens.engine.errors import EngineError
 MODELS = {"smollm2": smollm2.fetch}
 
 
-def fetch(name: Annotated[str, typer.Argument(help=f"Which model: {' or '.join(MODELS)}.")]) -> None:
+def fetch(
+    name: Annotated[str, typer.Argument(help=f"Which model: {' or '.join(MODELS)}.")],
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the folder only.")] = False,
+) -> None:
     """Download a model once and keep it; says where. Does nothing when it is there already."""
     if name not in MODELS:
         raise typer.BadParameter(f"no model {name!r} to fetch; known: {', '.join(MODELS)}")
     try:
-        MODELS[name](typer.echo)
+        folder = MODELS[name]((lambda line: None) if quiet else typer.echo)
     except EngineError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
+    if quiet:
+        typer.echo(folder)

@@ -3,12 +3,14 @@
 Exit codes: 0 fine, 1 the replay found a mismatch (the page is written and says so), 2 bad input, 130 interrupted.
 """
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replaylens.commands.dump import reporting
+from replaylens.commands.dump import JsonOption, QuietOption, reporting
 from replaylens.engine import thinking_zoo, zoo
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_verify import MISMATCH, Verdict
@@ -32,7 +34,8 @@ def report(
     verify: Annotated[float, typer.Option(min=0, max=1, help="Share of the examples to replay; 0: none.")] = 0.01,
     trees: Annotated[int, typer.Option(min=0, help="Examples that get a tree.")] = MOST_TREES,
     title: Annotated[str, typer.Option(help="Of the page.")] = "",
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Make one self-contained page: examples, trees, lens and probes, and the proof that it can be replayed."""
     from replaylens.views.report import ReportPage  # needs pandas
@@ -43,8 +46,11 @@ def report(
         verdict = None if dump is None else _verify(dump, engine, verify, quiet)
         decode = (lambda token: word(engine.text, token)) if engine is not None else None
         written = ReportPage(dump, probes, verdict, decode, trees, title).save(out, progress=not quiet)
-    found = "not replayed" if verdict is None else verdict.status
-    typer.echo(f"{written}: {written.stat().st_size / 1e6:.1f} MB; {found}")
+    found, size = "not replayed" if verdict is None else verdict.status, written.stat().st_size
+    if as_json:
+        typer.echo(json.dumps({"path": str(written), "bytes": size, "verdict": None if verdict is None else asdict(verdict)}))
+    else:
+        typer.echo(f"{written}: {size / 1e6:.1f} MB; {found}")
     if verdict is not None and verdict.status == MISMATCH:
         raise typer.Exit(1)
 

@@ -11,18 +11,24 @@ from rich.table import Table
 from rich.text import Text
 
 from replaylens import tasks
+from replaylens.commands.completion import complete_task
 from replaylens.tasks.errors import TaskError, UnknownLabel
 from replaylens.tasks.example import Example
 from replaylens.tasks.script import NEXT_ACTION
 from replaylens.tasks.task import AnyTask
 from replaylens.tasks.tokenizer import WordTokenizer
 
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+
 app = typer.Typer(help="Tasks with exact ground truth: list them, look at their examples.", no_args_is_help=True)
 
 
 @app.command("list")
-def list_tasks() -> None:
+def list_tasks(as_json: JsonOption = False) -> None:
     """Every task with its knobs, their defaults and what they do."""
+    if as_json:
+        typer.echo(json.dumps([_about(name) for name in tasks.names()], indent=1))
+        return
     console = Console()
     for name in tasks.names():
         task = tasks.get(name)
@@ -33,13 +39,20 @@ def list_tasks() -> None:
         console.print(table)
 
 
+def _about(name: str) -> dict[str, Any]:
+    """One task for --json."""
+    task = tasks.get(name)
+    knobs = {spec.name: {"default": spec.default, "help": spec.metadata["help"]} for spec in fields(task.knobs_class)}
+    return {"name": name, "description": task.description, "knobs": knobs, "labels": task().label_names}
+
+
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="A task's name; see `replaylens tasks list`.")],
+    name: Annotated[str, typer.Argument(help="A task's name; see `replaylens tasks list`.", autocompletion=complete_task)],
     n: Annotated[int, typer.Option("--n", min=1, help="How many examples.")] = 3,
     knob: Annotated[list[str] | None, typer.Option("--knob", help="key=value; may be given several times.")] = None,
     labels: Annotated[str | None, typer.Option(help="Labels to show, with commas between; or 'all'.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Examples of a task, each with its labels aligned under the tokens."""
     try:

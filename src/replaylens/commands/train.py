@@ -36,24 +36,27 @@ def train(
     longest: Annotated[int | None, typer.Option(min=1, help="Models that think: most steps of a training text.")] = None,
     chunk: Annotated[int | None, typer.Option(min=1, help="Models that think: tokens per chunk.")] = None,
     backbone: Annotated[Path | None, typer.Option(help="Models that think: a trained decoder to start from.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Train an embedded model from scratch. Same recipe, same machine: same bits, also after an interruption."""
     folder, changes = out or Path("trained") / name, Changes(method, task, longest, chunk, backbone)
     check_device(device)
     check_folder(folder, resume)
     if name in thinking_zoo.names():
-        _train_thinking(name, changes, steps, seed, device, folder)
+        _train_thinking(name, changes, steps, seed, device, folder, quiet)
     elif changes.given():
         raise typer.BadParameter(
             f"{', '.join(changes.given())}: only for models that think ({', '.join(thinking_zoo.names())})"
         )
     else:
-        _train_plain(name, steps, seed, device, folder)
+        _train_plain(name, steps, seed, device, folder, quiet)
 
 
-def _train_thinking(name: str, changes: Changes, steps: int | None, seed: int | None, device: str, folder: Path) -> None:
+def _train_thinking(
+    name: str, changes: Changes, steps: int | None, seed: int | None, device: str, folder: Path, quiet: bool
+) -> None:
     recipe = changed(train_thinking.changed(thinking_zoo.recipe(name), changes), steps, seed)
-    model, seconds = train_thinking.run(recipe, device, folder / STATE_FILE, name, changes.backbone)
+    model, seconds = train_thinking.run(recipe, device, folder / STATE_FILE, name, changes.backbone, quiet)
     train_thinking.save(model, recipe, folder)
     given = " ".join([name, *changes.given(), f"--steps {recipe.steps} --seed {recipe.seed} --device {device}"])
     made = f"`replaylens train {given}`, {seconds:.0f} s on {machine(device)}"
@@ -63,9 +66,9 @@ def _train_thinking(name: str, changes: Changes, steps: int | None, seed: int | 
     typer.echo(f"{folder}: weights {weights_hash(model)}")
 
 
-def _train_plain(name: str, steps: int | None, seed: int | None, device: str, folder: Path) -> None:
+def _train_plain(name: str, steps: int | None, seed: int | None, device: str, folder: Path, quiet: bool) -> None:
     recipe = changed(zoo.recipe(name), steps, seed)
-    model, seconds = run(recipe, device, folder / STATE_FILE, name)
+    model, seconds = run(recipe, device, folder / STATE_FILE, name, quiet)
     zoo.save(model, recipe.tokenizer(), folder)
     command = f"replaylens train {name} --steps {recipe.steps} --seed {recipe.seed} --device {device}"
     text = card(name, recipe, model, f"`{command}`, {seconds:.0f} s on {machine(device)}")
@@ -97,10 +100,10 @@ def check_folder(folder: Path, resume: bool) -> None:
         raise typer.BadParameter(f"{folder} holds no unfinished run; leave out --resume")
 
 
-def run(recipe: Recipe, device: str, state: Path, name: str) -> tuple[Decoder, float]:
+def run(recipe: Recipe, device: str, state: Path, name: str, quiet: bool) -> tuple[Decoder, float]:
     """Train with a progress bar; the model, and the seconds it took in this process."""
     start = time.monotonic()
-    with tqdm(total=recipe.steps, desc=name, unit="step") as bar:
+    with tqdm(total=recipe.steps, desc=name, unit="step", disable=quiet) as bar:
 
         def show(done: int, loss: float) -> None:
             bar.update(done - bar.n)

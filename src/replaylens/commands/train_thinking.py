@@ -55,10 +55,10 @@ def _method(name: str) -> Method:
     raise typer.BadParameter(f"no method {name!r}; choose one of {', '.join(METHODS)}")
 
 
-def run(recipe: ThinkingRecipe, device: str, state: Path, name: str, backbone: Path | None) -> tuple[Model, float]:
+def run(recipe: ThinkingRecipe, device: str, state: Path, name: str, backbone: Path | None, quiet: bool) -> tuple[Model, float]:
     """Train with a progress bar; the model, and the seconds it took in this process."""
     start = time.monotonic()
-    with tqdm(total=recipe.steps, desc=f"{name} ({recipe.method})", unit="step") as bar:
+    with tqdm(total=recipe.steps, desc=f"{name} ({recipe.method})", unit="step", disable=quiet) as bar:
 
         def show(done: int, loss: float) -> None:
             bar.update(done - bar.n)

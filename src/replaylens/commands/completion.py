@@ -1,0 +1,21 @@
+"""What the shell offers when a value is completed: names of tasks, models and drafters."""
+
+from replaylens import tasks
+
+DRAFTERS = ("lens", "tree", "ngram", "model", "self")
+"""those that a command can name; `forced` needs tokens, which only Python can give"""
+
+
+def complete_task(incomplete: str) -> list[str]:
+    return [name for name in tasks.names() if name.startswith(incomplete)]
+
+
+def complete_drafter(incomplete: str) -> list[str]:
+    return [name for name in DRAFTERS if name.startswith(incomplete)]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    from replaylens.engine import smollm2, thinking_zoo, zoo
+
+    known = (*zoo.names(), *thinking_zoo.names(), smollm2.SHORT)
+    return [name for name in known if name.startswith(incomplete)]

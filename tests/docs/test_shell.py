@@ -1,0 +1,257 @@
+"""Shell comfort: completion, version, suggestions, exit codes, quiet and JSON modes, colours."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+import replaylens
+from replaylens.cli import COMMANDS, app, main
+
+COLOUR = re.compile(r"\x1b\[[\d;]*(3[0-7]|9[0-7]|38;|4[0-7])[\d;]*m")
+"""an escape sequence that sets a colour; bold and underline do not count"""
+
+
+class Shell(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def shell(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shell]:
+    """The script `replaylens` as it is installed, with these words and variables; in this process, to load torch once."""
+
+    def call(*words: str, **environment: str) -> Shell:
+        capfd.readouterr()
+        with monkeypatch.context() as patch:
+            for name in ("NO_COLOR", "FORCE_COLOR"):
+                patch.delenv(name, raising=False)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            patch.setattr(sys, "argv", ["replaylens", *words])
+            with pytest.raises(SystemExit) as ended:
+                main()
+        return Shell(int(ended.value.code or 0), *capfd.readouterr())
+
+    return call
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    """Exit code, what was printed, and the errors; in this process."""
+    done = CliRunner().invoke(app, list(words))
+    return done.exit_code, done.stdout, done.stderr
+
+
+# Loading
+
+
+def test_every_command_is_there() -> None:
+    """The table, the modules and the help agree: each name leads to a command of that name with a line of help."""
+    code, out, _ = run("--help")
+    assert code == 0 and all(re.search(rf"│ {name} +\w", out) for name in COMMANDS)
+    for name in COMMANDS:
+        assert run(name, "--help")[0] == 0
+
+
+LIGHT = """
+import sys, replaylens.cli
+sys.argv = ["replaylens", *{words}]
+try:
+    replaylens.cli.main()
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("words", "heavy"), [(["--version"], False), (["dupm"], False), (["diff", "--help"], True)])
+def test_only_what_is_needed_is_loaded(words: list[str], heavy: bool) -> None:
+    """Version and misspelt commands do without torch; a command that computes brings it (the control)."""
+    done = subprocess.run([sys.executable, "-c", LIGHT.format(words=words)], capture_output=True, text=True)
+    assert done.stdout.split()[-1] == str(heavy)
+
+
+def test_version() -> None:
+    assert run("--version")[:2] == (0, f"{replaylens.__version__}\n")
+
+
+# Completion
+
+
+Completed = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def completed(shell: Callable[..., Shell]) -> Completed:
+    """What bash would offer for a line that ends where the cursor is."""
+
+    def offered(line: str) -> list[str]:
+        asked = {"_REPLAYLENS_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        done = shell(**asked)
+        assert done.code == 0, done.err
+        return done.out.split()
+
+    return offered
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("replaylens d", ["demo", "doctor", "dump", "diff"]),
+        ("replaylens --v", ["--version"]),
+        ("replaylens tasks s", ["show"]),
+        ("replaylens tasks show coin", ["coin", "coins", "coin-resets"]),
+        ("replaylens verify --s", ["--sample", "--seed"]),
+        ("replaylens dump --drafter l", ["lens"]),
+        ("replaylens dump --model coin-t", ["coin-thinking"]),
+        ("replaylens dump --task f", ["fork"]),
+        ("replaylens nothing", []),
+    ],
+)
+def test_completion(completed: Completed, line: str, offered: list[str]) -> None:
+    assert completed(line) == offered
+
+
+@pytest.mark.parametrize("kind", ["bash", "zsh", "fish"])
+def test_completion_script(shell: Callable[..., Shell], kind: str) -> None:
+    """The script that a shell sources calls us back by our own variable."""
+    done = shell(_REPLAYLENS_COMPLETE=f"source_{kind}")
+    assert done.code == 0 and "_REPLAYLENS_COMPLETE" in done.out
+
+
+# Errors that suggest the fix
+
+WRONG = {
+    "command": (["dupm"], "Did you mean 'dump'?"),
+    "option": (["verify", "x", "--sampel", "1"], "--sample"),
+    "task": (["dump", "--out", "OUT", "--task", "coinn"], "did you mean 'coin'?"),
+    "task to show": (["tasks", "show", "boxs"], "did you mean 'boxes'?"),
+    "knob": (["replay", "--knob", "flipz=2"], "did you mean 'flips'?"),
+    "label": (["tasks", "show", "coin", "--labels", "faze"], "did you mean 'face'?"),
+    "model": (["dump", "--out", "OUT", "--model", "coin-plian"], "did you mean 'coin-plain'?"),
+    "model to train": (["train", "coin-drafd"], "did you mean 'coin-draft'?"),
+    "model to examine": (["doctor", "smolm2"], "did you mean 'smollm2'?"),
+    "site": (["dump", "--out", "OUT", "--sites", "blocks.0.hook_inn"], "nearest: blocks.0.hook_in"),
+    "drafter": (["dump", "--out", "OUT", "--drafter", "lenz"], "did you mean 'lens'?"),
+    "dump": (["inspect", "OUT/nothing"], "is no dump"),
+    "no dump": (["probe"], "`replaylens dump` makes one"),
+    "device": (["dump", "--out", "OUT", "--device", "tpu"], "give cpu or cuda"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_name_is_answered_with_the_nearest(shell: Callable[..., Shell], what: str, tmp_path: Path) -> None:
+    """Exit code 2, the suggestion on stderr, no traceback, nothing written."""
+    words, hint = WRONG[what]
+    done = shell(*(word.replace("OUT", str(tmp_path / "out")) for word in words))
+    said = " ".join(done.err.replace("│", " ").split())
+    assert done.code == 2 and hint in said and "Traceback" not in said
+    assert done.out == "" and not (tmp_path / "out").exists()
+
+
+def test_a_far_name_gets_no_suggestion(shell: Callable[..., Shell]) -> None:
+    """Negative control: what is like nothing known is answered with the list only."""
+    done = shell("train", "gpt-5")
+    assert done.code == 2 and "did you mean" not in done.err and "coin-plain" in done.err
+
+
+# Exit codes, quiet and JSON modes
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump of four examples."""
+    where = tmp_path_factory.mktemp("dumps") / "small"
+    code, out, err = run("dump", "--out", str(where), "--n", "4", "--knob", "flips=1,3", "--quiet", "--sites", "SZ")
+    assert (code, err) == (0, "") and "digest" in out
+    return where
+
+
+def test_exit_code_says_yes_or_no(small: Path, tmp_path: Path) -> None:
+    """0: verified, the same; 1: not so; 2: cannot be said. The codes of every command are those of `replaylens.cli`."""
+    other = tmp_path / "other"
+    assert run("dump", "--out", str(other), "--n", "3", "--knob", "flips=1,3", "--quiet", "--sites", "SZ")[0] == 0
+    assert run("verify", str(small), "--all", "--quiet")[0] == 0
+    assert run("diff", str(small), str(small), "--quiet")[0] == 0
+    assert run("diff", str(small), str(other), "--quiet")[0] == 1
+    shard = other / "shard-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    assert run("verify", str(other), "--quiet")[0] == 1
+    assert run("verify", str(small), "--model", "coin-draft", "--quiet")[0] == 2  # another fingerprint: nothing can be said
+    assert run("diff", str(small), str(tmp_path / "nowhere"), "--quiet")[0] == 2
+
+
+def test_json_modes(small: Path, tmp_path: Path) -> None:
+    """Whatever prints facts prints them as JSON too, and nothing else on stdout."""
+    page = ["report", str(small), "--out", str(tmp_path / "page.html"), "--verify", "0.3"]
+    commands = [
+        ["tasks", "list"],
+        ["tasks", "show", "coin", "--n", "1"],
+        ["inspect", str(small)],
+        ["verify", str(small), "--quiet"],
+        ["diff", str(small), str(small), "--quiet"],
+        ["replay", "--n", "1", "--quiet"],
+        ["probe", "--list"],
+        [*page, "--quiet"],
+        ["doctor"],
+    ]
+    for words in commands:
+        code, out, err = run(*words, "--json")
+        assert code == 0 and json.loads(out) and err == "", words
+    listed = json.loads(run("tasks", "list", "--json")[1])
+    assert listed[0]["name"] == "coin" and listed[0]["knobs"]["flips"]["default"] == [1, 8] and "face" in listed[0]["labels"]
+    written = json.loads(run(*page, "--quiet", "--json")[1])
+    assert written["verdict"]["status"] == "verified" and written["bytes"] == (tmp_path / "page.html").stat().st_size
+
+
+def test_quiet_modes(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress goes to stderr, and --quiet leaves it empty (without it, it is not: the control)."""
+    assert "example" in run("verify", str(small), "--all")[2]
+    assert run("verify", str(small), "--all", "--quiet")[2] == ""
+    monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 1)
+    monkeypatch.setattr("replaylens.commands.train.CARD_LENGTHS", (1,))
+    train = ["train", "coin-draft", "--steps", "1", "--out"]
+    assert "step" in run(*train, str(tmp_path / "a"))[2]
+    assert run(*train, str(tmp_path / "b"), "--quiet")[2] == ""
+
+
+def test_no_color(shell: Callable[..., Shell]) -> None:
+    """NO_COLOR is heeded, also where colours are forced; without it they are there (the control)."""
+    words = ["replay", "--n", "1", "--quiet"]
+    assert COLOUR.search(shell(*words, FORCE_COLOR="1").out)
+    assert not COLOUR.search(shell(*words, FORCE_COLOR="1", NO_COLOR="1").out)
+    plain = shell(*words)
+    assert "\x1b" not in plain.out and "1 examples" in plain.out  # a pipe gets no escapes at all
+
+
+@pytest.mark.parametrize("words", [["tasks", "--help"], ["dupm"]])
+def test_no_color_in_help_and_errors(words: list[str]) -> None:
+    """The same for what typer prints; it looks at the variables when it is loaded, hence a process of its own."""
+    found = []
+    for more in ({}, {"NO_COLOR": "1"}):
+        command, asked = [sys.executable, "-m", "replaylens", *words], {**os.environ, "FORCE_COLOR": "1", **more}
+        done = subprocess.run(command, capture_output=True, text=True, env=asked)
+        found.append(bool(COLOUR.search(done.stdout + done.stderr)))
+    assert found == [True, False]
+
+
+def test_interrupt(shell: Callable[..., Shell], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is exit code 130, also in a command that cannot be resumed."""
+
+    def stop(model: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("replaylens.engine.certificates.examine", stop)
+    done = shell("doctor")
+    assert done.code == 130 and "Traceback" not in done.err
