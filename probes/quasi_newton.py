@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from replaylens.probes.grams import Grams
 
-_STEPS, _MEMORY, _SEARCHES, _HALVINGS = 500, 10, 3, 30
+_STEPS, _MEMORY, _SEARCHES = 500, 10, 10
 _ROWS_PER_COLUMN = 4
 """rows that a preconditioner is made of, per column: more would cost more than they save"""
 
@@ -99,10 +98,12 @@ class QuasiNewton:
             if not bool(active.any()):
                 break
             step = self._step(here, past)
-            change = self._forward(step)
-            length = self._length(here, step, change, active)
-            if not bool((length > 0).any()):  # rounding is all that is left
+            slope = here.gradient.dot(step)
+            active = active & (-slope > torch.finfo(slope.dtype).eps * self.counts)  # below, rounding is all that is left
+            if not bool(active.any()):
                 break
+            change = self._forward(step)
+            length = self._length(here, step, change, slope, active)
             there = self._look(here.at.plus(length, step), here.z + length[..., None, None] * change)
             past.append(Move.between(here, there))
             here = there
@@ -143,33 +144,25 @@ class QuasiNewton:
     def _probabilities(self, z: Tensor) -> Tensor:
         return torch.sigmoid(z) if self.binary else z.softmax(3)
 
-    def _loss(self, z: Tensor, square: Tensor) -> Tensor:
-        """[b, t, f], from scores and squared weights."""
-        misfit = softplus(z) - self.y * z if self.binary else torch.logsumexp(z, 3, keepdim=True) - (self.y * z).sum(3, True)
-        return (self.train * misfit).sum((3, 4)) + 0.5 * self.penalty * square
+    def _length(self, here: Point, step: Pair, change: Tensor, slope: Tensor, active: Tensor) -> Tensor:
+        """How far to go along the step [b, t, f], where the loss has halved its slope at least; 0 for problems that are done.
 
-    def _length(self, here: Point, step: Pair, change: Tensor, active: Tensor) -> Tensor:
-        """How far to go along the step [b, t, f]: Newton's method in one variable, which needs no product with the rows.
-
-        0 for problems that are done, and where no length makes the loss smaller.
+        Newton's method in one variable: it needs no product with the rows, and mostly the first guess will do.
         """
-        own, cross, square = here.at.w.square().sum((3, 4)), (here.at.w * step.w).sum((3, 4)), step.w.square().sum((3, 4))
-        length = torch.ones_like(own)
+        cross, square = (here.at.w * step.w).sum((3, 4)), step.w.square().sum((3, 4))
+        length = torch.ones_like(slope)
         for _ in range(_SEARCHES):
             q = self._probabilities(here.z + length[..., None, None] * change)
-            slope = (self.train * (q - self.y) * change).sum((3, 4)) + self.penalty * (cross + length * square)
-            bent = q * (1 - q) * change if self.binary else q * (change - (q * change).sum(3, True))
-            curve = (self.train * bent * change).sum((3, 4)) + self.penalty * square
-            aim = length - slope / curve.clamp_min(torch.finfo(curve.dtype).tiny)
-            length = torch.minimum(torch.maximum(aim, length / 8), 8 * length)
-        before = self._loss(here.z, own)
-        for _ in range(_HALVINGS):
-            after = self._loss(here.z + length[..., None, None] * change, own + 2 * length * cross + length.square() * square)
-            bad = after > before + 4 * torch.finfo(before.dtype).eps * before
-            if not bool((bad & active).any()):
+            pull = self.train * change
+            now = ((q - self.y) * pull).sum((3, 4)) + self.penalty * (cross + length * square)
+            far = active & (now.abs() > 0.5 * slope.abs())
+            if not bool(far.any()):
                 break
-            length = torch.where(bad, 0.5 * length, length)
-        return torch.where(active & ~bad, length, 0.0)
+            bent = q * (1 - q) * change if self.binary else q * (change - (q * change).sum(3, True))
+            curve = (bent * pull).sum((3, 4)) + self.penalty * square
+            aim = length - now / curve.clamp_min(torch.finfo(curve.dtype).tiny)
+            length = torch.where(far, torch.minimum(torch.maximum(aim, length / 8), 8 * length), length)
+        return torch.where(active, length, 0.0)
 
     def _preconditioner(self, q: Tensor) -> Callable[[Pair], Pair]:
         """Approximate inverse of the Hessian; factored anew only where the rows' weights have fallen to a quarter.

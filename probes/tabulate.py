@@ -30,6 +30,7 @@ class Place:
     untrained: dict[str, dict[Cell, Held]] = field(default_factory=dict)
     codes: dict[tuple[Cell, str], tuple[float, float]] = field(default_factory=dict)
     """(cell, label) -> (bits per row, compression)"""
+    _bags: np.ndarray | None = None
 
     def add(self, estimator: str, batch: Sequence[Cell], held: Held) -> None:
         """Mutates."""
@@ -47,10 +48,15 @@ class Place:
                 length = information.code_length(held.log_loss[c, g][there], coded[there], len(goal.classes))
                 self.codes[cell, goal.label] = length
 
-    def stack(self, estimator: str, goal: int, what: str = "predicted", blank: bool = False) -> np.ndarray:
-        """[cells, rows] of one goal."""
-        source = (self.untrained if blank else self.held)[estimator]
-        return np.stack([getattr(source[cell], what)[0, goal] for cell in self.cells])
+    def stack(self, estimator: str, goal: int) -> np.ndarray:
+        """Predictions [cells, rows] of one goal."""
+        return np.stack([self.held[estimator][cell].predicted[0, goal] for cell in self.cells])
+
+    def bags(self, every: ProbeRows) -> np.ndarray:
+        """Token counts of the rows' paths, for all labels alike."""
+        if self._bags is None:
+            self._bags = controls.bags(every, self.rows)
+        return self._bags
 
     def tested(self, goal: Goal) -> np.ndarray:
         """Rows [n] that are tested and have the goal's value."""
@@ -150,7 +156,7 @@ def _shared_controls(place: Place, goal: Goal, rows: ProbeRows) -> dict[str, Any
         return {"majority": 0.0}  # the mean explains nothing
     train, test, tested = place.split.train & goal.present, place.split.test, place.tested(goal)
     tokens = place.rows.frame["token"].to_numpy()
-    bag = torch.from_numpy(controls.bags(rows, place.rows)).double()[None]
+    bag = torch.from_numpy(place.bags(rows)).double()[None]
     said = held_out("logistic", bag, [goal], place.split.train, place.split.test).predicted[0, 0]
     return {
         "majority": _score(goal, controls.majority(goal.codes, train, test), tested),
@@ -167,13 +173,13 @@ def _cell_controls(place: Place, goal: Goal, estimator: str, c: int, score: floa
     for number, other in enumerate(place.goals):
         if other.label != goal.label or other.role not in (SHUFFLED, CONTROL):
             continue
-        value = _score(other, place.stack(estimator, number)[c], place.tested(other))
+        value = _score(other, place.held[estimator][place.cells[c]].predicted[0, number], place.tested(other))
         found["shuffled" if other.role == SHUFFLED else "control_task"] = value
     if found["control_task"] is not None:
         found["selectivity"] = score - found["control_task"]
     if estimator in place.untrained:
-        number = place.goals.index(goal)
-        found["untrained"] = _score(goal, place.stack(estimator, number, blank=True)[c], place.tested(goal))
+        said = place.untrained[estimator][place.cells[c]].predicted[0, place.goals.index(goal)]
+        found["untrained"] = _score(goal, said, place.tested(goal))
     return found
 
 
@@ -181,13 +187,14 @@ def _information(place: Place, number: int, estimator: str, c: int, tested: np.n
     """Bits and calibration, for estimators that give probabilities."""
     goal = place.goals[number]
     found: dict[str, Any] = dict.fromkeys(("v_information", "calibration_error", "code_bits", "compression"))
-    loss = place.stack(estimator, number, "log_loss")[c][tested]
+    held = place.held[estimator][place.cells[c]]
+    loss = held.log_loss[0, number][tested]
     if goal.kind == "class" and not np.isnan(loss).any():
         null = _null_loss(goal, place.split)[tested]
-        confidence = place.stack(estimator, number, "confidence")[c][tested]
-        correct = place.stack(estimator, number)[c][tested] == goal.codes[tested]
+        correct = held.predicted[0, number][tested] == goal.codes[tested]
+        confidence = held.confidence[0, number][tested].astype(np.float64)
         found["v_information"] = information.v_information(loss.astype(np.float64), null)
-        found["calibration_error"] = information.calibration_error(confidence.astype(np.float64), correct)
+        found["calibration_error"] = information.calibration_error(confidence, correct)
     if (place.cells[c], goal.label) in place.codes and estimator == "logistic":
         found["code_bits"], found["compression"] = place.codes[place.cells[c], goal.label]
     return found
