@@ -1,14 +1,11 @@
 """The embedded models: there, small, as good as their cards say; and the lens on them."""
 
-import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from replaylens.cli import app
 from replaylens.engine import lens, zoo
 from replaylens.engine.model import Decoder
 from replaylens.engine.ops import SequenceOps
@@ -163,7 +160,7 @@ def test_card_numbers_can_be_measured_again(name: str, test: str, length: int) -
     assert abs(measured - card_accuracy(name, test, length)) <= 2 / 500 + 1e-9
 
 
-# Lens and demo
+# Lens
 
 
 def test_lens_reads_every_layer() -> None:
@@ -180,14 +177,6 @@ def test_lens_reads_every_layer() -> None:
         assert len(chances) == 4 and chances == sorted(chances, reverse=True)
         assert chances == pytest.approx([float(wanted[tokenizer.id(guess.token)]) for guess in layer.guesses], rel=1e-4)
     assert layers[-1].guesses[0].token == example.answer
-
-
-def test_demo_shows_accuracies_and_layers() -> None:
-    result = CliRunner().invoke(app, ["demo", "--examples", "5", "--show", "2"])
-    assert result.exit_code == 0, result.output
-    assert len(re.findall(r"│ +\d+ │ +100\.0% │ +100\.0% │", result.output)) >= 8
-    assert result.output.count("blocks.3.hook_out") == 2
-    assert "A coin's state is heads." in result.output and "A coin's state is tails." in result.output
 
 
 def test_checkpoints_are_found_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

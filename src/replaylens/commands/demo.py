@@ -1,57 +1,164 @@
-"""`replaylens demo`: an embedded model at work, in a minute."""
+"""`replaylens demo`: the main job on an embedded model, in a minute. Replay, dump, verify, probe, and a page to look at.
 
-from typing import Annotated
+Exit codes: 0 fine, 1 the replay of the dump found a mismatch, 2 bad input or a failure that the text explains, 130 interrupted.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
+from replaylens import tasks
+from replaylens.commands.dump import QuietOption, reporting
 from replaylens.engine import zoo
-from replaylens.engine.lens import LensLayer, next_token_by_layer
-from replaylens.engine.model import Decoder
+from replaylens.engine.dump import Dump
+from replaylens.engine.dump_verify import Verdict, verify
+from replaylens.engine.engine import Engine
+from replaylens.engine.lens import next_token_by_layer
+from replaylens.engine.run import Run
 from replaylens.tasks import Example, WordTokenizer
+from replaylens.views.readings import word
 
-MODEL = "coin-plain"
+if TYPE_CHECKING:
+    from replaylens.probes.report import Report
+
+MODEL, DRAFTER, WINDOW = "coin-plain", "model", 4
+KNOBS = {"flips": (1, 6), "rendering": "steps"}
 FACES = ("heads", "tails")
-LENGTHS = (*range(1, 9), 10, 12, 16)
+LENGTHS = (1, 2, 4, 6, 8, 10, 12, 16)
+HELD_OUT = 50
+"""questions per number of actors and start face"""
 
 
 def demo(
-    examples: Annotated[int, typer.Option(min=1, help="Examples per number of actors and start face.")] = 50,
-    show: Annotated[int, typer.Option(min=0, help="Examples to show layer by layer.")] = 3,
+    examples: Annotated[int, typer.Option(min=20, help="Stories to replay, dump and probe.")] = 100,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the dump, the probes' reports and the page.")] = Path("demo"),
+    quiet: QuietOption = False,
 ) -> None:
-    """Let the embedded model answer coin-flip questions it was not trained on, and look at its layers."""
-    console = Console()
-    model, tokenizer = zoo.load_embedded(MODEL)
-    trained = zoo.recipe(MODEL).longest
-    console.print(f"[bold]{MODEL}[/bold]: {model.config.num_layers} layers, trained on 1 to {trained} actors.")
-    console.print(_accuracy(model, tokenizer, examples))
-    for example in _to_show(show):
-        console.print(_layers(example, next_token_by_layer(model, tokenizer, example.prompt)))
+    """Replay coin-flip stories with a drafter, dump what was captured, prove it, probe it, and make a page of it."""
+    console = Console(highlight=False)
+    with reporting():
+        engine = Engine.load(MODEL)
+        _tell(console, "1/5 The model", *_accuracy(engine), *_layers(engine, *_held_out(FACES[0], 3)))
+        run = _replay(engine, examples, not quiet)
+        _tell(console, "2/5 Replayed", *_replayed(run))
+        dump = run.save(out / f"coin-{examples}", resume=True)
+        verdict = verify(dump.url, engine, sample="all", progress=not quiet)
+        _tell(console, "3/5 Dumped and verified", *_dumped(dump, verdict))
+        reports = _probe(engine, dump, out, not quiet)
+        _tell(console, "4/5 Probed", *_probed(*reports))
+        page = _page(engine, dump, reports, verdict, out, not quiet)
+        _tell(console, "5/5 Look at it", *_what_to_look_at(page, dump, out))
+    if not verdict:
+        raise typer.Exit(1)
 
 
-def _accuracy(model: Decoder, tokenizer: WordTokenizer, number: int) -> Table:
-    table = Table(title=f"Right answers to held-out questions ({number} per cell)")
-    table.add_column("actors", justify="right")
-    for face in FACES:
-        table.add_column(f"from {face}", justify="right")
+def _tell(console: Console, title: str, *parts: RenderableType) -> None:
+    console.print(Text(f"\n{title}", style="bold"))
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
+# ---- the model --------------------------------------------------------------------------------------------------------
+
+
+def _held_out(face: str, length: int, number: int = 1) -> list[Example]:
+    """Questions that the model was not trained on."""
+    return zoo.held_out(zoo.TESTS[f"picture, from {face}"], length, number)
+
+
+def _accuracy(engine: Engine) -> list[RenderableType]:
+    """By number of actors, beyond what was trained on too."""
+    longest = zoo.recipe(MODEL).longest
+    table = Table("start")
     for length in LENGTHS:
-        tests = [zoo.held_out(zoo.TESTS[f"picture, from {face}"], length, number) for face in FACES]
-        table.add_row(str(length), *(f"{zoo.accuracy(model, tokenizer, test):.1%}" for test in tests))
-    return table
+        table.add_column(str(length), justify="right", style="dim" if length > longest else "")
+    for face in FACES:
+        shares = (zoo.accuracy(engine.model, _words(engine), _held_out(face, n, HELD_OUT)) for n in LENGTHS)
+        table.add_row(face, *(f"{share:.0%}" for share in shares))
+    told = f"{MODEL}, {engine.config.num_layers} layers, trained on 1 to {longest} actors. Right answers by number of actors:"
+    return [Text(told), table]
 
 
-def _to_show(number: int) -> list[Example]:
-    """Examples of 2, 3, 4, ... actors, from heads and tails in turn."""
-    return [zoo.held_out(zoo.TESTS[f"picture, from {FACES[i % 2]}"], 2 + i % 7, i + 1)[-1] for i in range(number)]
+def _layers(engine: Engine, example: Example) -> list[RenderableType]:
+    """What every layer would say next, at the end of a question."""
+    table = Table("read at", "next token, by the lens")
+    for layer in next_token_by_layer(engine.model, _words(engine), example.prompt):
+        guesses = "   ".join(f"{guess.token.strip()} {guess.probability:.2f}" for guess in layer.guesses)
+        table.add_row(layer.site, Text(guesses, style="green" if layer.guesses[0].token == example.answer else ""))
+    return [Text.assemble(example.prompt, (example.answer, "bold")), table]
 
 
-def _layers(example: Example, layers: list[LensLayer]) -> Table:
-    table = Table(title=f"{example.prompt}[bold]{example.answer}[/bold]", title_justify="left", min_width=60)
-    table.add_column("read at")
-    table.add_column("next token, by the lens")
-    for layer in layers:
-        told = "   ".join(f"{guess.token.strip()} {guess.probability:.2f}" for guess in layer.guesses)
-        right = layer.guesses[0].token == example.answer
-        table.add_row(layer.site, f"[green]{told}[/green]" if right else told)
-    return table
+def _words(engine: Engine) -> WordTokenizer:
+    assert isinstance(engine.text.tokenizer, WordTokenizer)  # as all embedded models have
+    return engine.text.tokenizer
+
+
+# ---- the main job -----------------------------------------------------------------------------------------------------
+
+
+def _replay(engine: Engine, number: int, progress: bool) -> Run:
+    stories = tasks.get("coin")(**KNOBS).examples(number)
+    run = engine.replay(stories, sites="STCZ", drafter=DRAFTER, window=WINDOW, progress=progress)
+    assert isinstance(run, Run)
+    return run
+
+
+def _replayed(run: Run) -> list[RenderableType]:
+    """Numbers, and the first story with rejected branches."""
+    rejected = [len(result.rejected) for result in run]
+    numbers = f"{len(run)} stories, {run.accuracy:.0%} right; a smaller model drafted, {run.acceptance:.0%} of its tokens stood"
+    kept = f"{sum(rejected)} rejected branches were kept, with S, T, C, Z of their own. One of the stories:"
+    shown = next((number for number, count in enumerate(rejected) if count), 0)
+    return [Text(numbers), Text(kept), run.tree(shown)]
+
+
+def _dumped(dump: Dump, verdict: Verdict) -> list[RenderableType]:
+    size = sum(shard.bytes for shard in dump.manifest.shards) / 1e6
+    where = f"{dump.url}: {dump.manifest.rows} rows, {size:.0f} MB, digest {dump.digest}"
+    return [Text(where), Text(str(verdict), style="green" if verdict else "red")]
+
+
+def _probe(engine: Engine, dump: Dump, out: Path, progress: bool) -> "tuple[Report, ...]":
+    """Where the coin's face can be read off; and whether probes of accepted branches read rejected ones."""
+    from replaylens.probes.questions.transfer import transfer
+    from replaylens.probes.sweeping import sweep
+
+    reports = (sweep(dump, "face", engine=engine, progress=progress), transfer(dump, "implied"))
+    for report in reports:
+        report.save(out / report.kind)
+    return reports
+
+
+def _probed(swept: "Report", transferred: "Report") -> list[RenderableType]:
+    """The first words of both."""
+    return [
+        *map(Text, swept.summary()[:3]),
+        Text(
+            "Probes of what the text implies, fitted on one kind of branch and tested on the same or the other, of other roots:"
+        ),
+        *map(Text, transferred.summary()[:4]),
+    ]
+
+
+def _page(engine: Engine, dump: Dump, reports: "tuple[Report, ...]", verdict: Verdict, out: Path, progress: bool) -> Path:
+    from replaylens.views.report import ReportPage
+
+    made = ReportPage(dump, reports, verdict, lambda token: word(engine.text, token), title="replaylens demo")
+    return made.save(out / "report.html", progress=progress)
+
+
+def _what_to_look_at(page: Path, dump: Dump, out: Path) -> list[RenderableType]:
+    lines = {
+        page.resolve().as_uri(): "",
+        "  Examples": "click a story: its tree, the rejected drafts in red, and what each layer would say at each token",
+        "  Probes": "layer x position heatmaps with controls; framed cells are significant over the whole grid",
+        "  Determinism certificate": "digest, fingerprint, and what the replay found",
+        f"{out / 'sweep'}, {out / 'transfer'}": "tables, figures and words of the probes",
+        f"replaylens verify {dump.url} --all": "replays the dump again and compares every bit",
+        "notebooks/1_quickstart.ipynb": "the same from Python",
+    }
+    return [Text.assemble((name, "bold"), f"  {what}" if what else "") for name, what in lines.items()]
