@@ -97,7 +97,7 @@ def test_estimators_fitted_apart() -> None:
 def test_ray_backend_changes_nothing() -> None:
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # on a busy machine the default of 60 s is too short
     ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     plain = sweep(rows_of(roots=40), "face", estimators="lda", **(QUICK | {"positions": "all"}))
     try:
         spread = sweep(rows_of(roots=40), "face", estimators="lda", backend="ray", jobs=2, **(QUICK | {"positions": "all"}))
