@@ -1,0 +1,42 @@
+"""Pages taken apart: fenced blocks, links, headings."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `language` is sh, python, or anything else, which is not run."""
+
+    page: str
+    line: int
+    """of its first line, from 1"""
+    language: str
+    text: str
+
+
+def blocks(page: str, text: str) -> Iterator[Block]:
+    """The blocks of a page in order. A fence without a language that begins with our command is a shell block."""
+    for found in _FENCE.finditer(text):
+        language, body = found[1], found[2]
+        if not language and body.startswith("replaylens "):
+            language = "sh"
+        yield Block(page, text.count("\n", 0, found.start()) + 2, language, body)
+
+
+def links(text: str) -> list[str]:
+    """Targets of links and pictures."""
+    return [a or b for a, b in _LINK.findall(_FENCE.sub("", text))]
+
+
+def anchors(text: str) -> set[str]:
+    """What a link may name behind #: headings as GitHub spells them."""
+    heads = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}

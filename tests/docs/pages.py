@@ -1,0 +1,60 @@
+"""What the test of the pages has to know, all of it here: what a page takes as given, what is made smaller, what is not run."""
+
+GIVEN = {
+    "docs/probes.md": """
+import replaylens as rl
+engine = rl.Engine.load("coin-plain")
+examples = rl.tasks.get("coin")(flips=(1, 4), seed=1).examples(6)
+engine.replay(rl.tasks.get("coin")(flips=(1, 4)).examples(40), sites="STC", drafter="lens").save("dumps/coin")
+""",
+    "docs/dump_format.md": """
+import os
+import replaylens as rl
+run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=8).examples(40), sites="S", drafter="lens")
+run.save("dump")
+os.chdir("dump")
+""",
+    "docs/views.md": """
+import replaylens as rl
+run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=(1, 4)).examples(20), sites="SZ", drafter="lens")
+rl.probes.sweep(run.save("dumps/coin"), "face", sites="S", positions="query", estimators="ridge").save("probes/coin")
+""",
+}
+"""page -> code that makes what its snippets take as given"""
+
+SMALLER = {
+    "task.examples(64)": "task.examples(12)",
+    "task.examples(40)": "task.examples(20)",
+    ".examples(48)": ".examples(32)",
+    "--n 1000": "--n 20",
+    "--n 200": "--n 20",
+    "--n 100": "--n 6",
+    'sites="STC", positions=["step", "query"])': 'sites="S", positions=["query"])',
+    "--label state --sites STC": "--label state --sites S --layers 3 --positions query",
+    "--model coin-thinking --out": "--model coin-thinking --n 4 --out",
+}
+"""text of a snippet -> what stands in its place in the test; only sizes"""
+
+CI = "CI runs it"
+MINUTES = "takes minutes; the functions behind it are tested on small sizes"
+NETWORK = "needs a network"
+GPU = "needs a GPU"
+WORDS = "an illustration"
+
+NOT_RUN = {
+    "README.md": {"make demo": MINUTES, "make test": CI},
+    "docs/quickstart.md": {"git clone": NETWORK, "make test": CI, "source ": WORDS},
+    "docs/thinking.md": {"replaylens train": MINUTES},
+    "docs/training.md": {"replaylens train": MINUTES},
+    "docs/results.md": {
+        "replaylens ": MINUTES,
+        "rl.probes.": MINUTES,
+        "for label in": MINUTES,
+        "python docs/examples": MINUTES,
+        "make smollm2": NETWORK,
+    },
+}
+"""page -> beginnings of shell lines and Python blocks that are not run, each with its reason"""
+
+PROCESS = {"docs/extending.md": {"import torch\nimport triton\n": {"TRITON_INTERPRET": "1"}}}
+"""page -> beginnings of Python blocks that need a process of their own, with its variables"""
