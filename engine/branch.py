@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 
 
 class Branch:
-    """One token path with its KV. Forks share pages; nothing is copied before it is written."""
+    """One token path with its KV. Forks share pages; nothing is copied before it is written.
+
+    >>> from replaylens import Engine
+    >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips")
+    >>> right, wrong = root.fork(2)
+    >>> wrong.force(", heads, then Bob flips").length - root.length
+    6
+    >>> wrong.rollback(to=root.length).tokens == right.tokens
+    True
+    """
 
     def __init__(self, engine: "Engine", lane: Lane) -> None:
         self.engine, self.lane = engine, lane

@@ -36,7 +36,15 @@ class Matrix(NamedTuple):
 
 
 class Dump:
-    """A finished dump, or the part of it that `where` left. Immutable."""
+    """A finished dump, or the part of it that `where` left. Immutable.
+
+    >>> from replaylens import Engine, tasks
+    >>> run = Engine.load("coin-plain").replay(tasks.get("coin")(flips=2).examples(4), sites="S")
+    >>> dump = run.save("memory://doc-dump")
+    >>> X, y, groups = Dump.open("memory://doc-dump").where(token=dump.index["token"][0]).matrix("S", layer=0, label="shuffled")
+    >>> X.shape, len(set(groups))  # the first token of each of four prompts
+    ((4, 128), 4)
+    """
 
     def __init__(self, files: DumpFiles, filters: tuple[Filter, ...] = ()) -> None:
         self.files, self.manifest, self.filters = files, files.manifest, filters

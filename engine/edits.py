@@ -36,6 +36,12 @@ class Edit:
                value are removed; resample: a row of value, drawn by seed and position, replaces
     positions  None: all; a number, several, or a slice with step 1; negative ones count from the branch's tip
     value      [*site shape] for all positions alike, or [number of positions, *site shape] for `set` and `add`
+
+    >>> from replaylens import Engine
+    >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips. What's the state? A:")
+    >>> plain, (edited,) = root.fork()[0], root.fork(edits=[Edit("S", "zero", positions=-1, layers=[4])])
+    >>> plain.generate(1).tokens == edited.generate(1).tokens, edited.certified
+    (False, True)
     """
 
     site: str

@@ -52,6 +52,13 @@ class Engine:
     lens_layer     where the `lens` and `tree` drafters leave the model; default: the middle
     tree_width     siblings of the `tree` drafter
     canary         debug mode: check before every pass that the cache holds what the branches think it holds
+
+    >>> engine = Engine.load("coin-plain")
+    >>> branch = engine.prompt("A coin's state is heads. Alice flips. What's the state? A:", sites="S")
+    >>> branch.generate(2, drafter="lens").text[-9:]
+    'A: tails.'
+    >>> branch.length, branch.activations["blocks.2.hook_in"].shape  # a row a token; the last one is still pending
+    (17, torch.Size([16, 128]))
     """
 
     def __init__(

@@ -66,6 +66,12 @@ class Run(Sequence[Result]):
     """Results in the order of the examples.
 
     options  what they were replayed with, as a dump's plan wants to know it
+
+    >>> from replaylens import Engine, tasks
+    >>> examples = tasks.get("coin")(flips=2).examples(4)
+    >>> run = Engine.load("coin-plain").replay(examples, sites="S", drafter="lens")
+    >>> run.accuracy, run[0].text == examples[0].text
+    (1.0, True)
     """
 
     def __init__(self, engine: "Engine", results: list[Result], options: dict[str, Any] | None = None) -> None:

@@ -22,7 +22,16 @@ _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True)
 class Sampling:
-    """Choice of the next token. The default is greedy."""
+    """Choice of the next token. The default is greedy.
+
+    >>> import numpy as np
+    >>> logits = np.array([1.0, 3.0, 2.0], dtype=np.float32)
+    >>> Sampling().choose(logits, path=[0], num_prompt=1), Sampling(logit_bias={0: 9.0}).choose(logits, [0], 1)
+    (1, 0)
+    >>> drawn = [Sampling(temperature=1.0, seed=seed).choose(logits, [0], 1) for seed in range(6)]
+    >>> drawn == [Sampling(temperature=1.0, seed=seed).choose(logits, [0], 1) for seed in range(6)]
+    True
+    """
 
     temperature: float = 0.0
     """0: greedy"""

@@ -137,6 +137,12 @@ def fit_probe(
     """One linear probe on all accepted rows at a position. Test it on other roots: here nothing is held out.
 
     shuffled  labels are exchanged between roots first: a probe that learned nothing, as a placebo for causal tests
+
+    >>> from replaylens import Engine, tasks
+    >>> run = Engine.load("coin-plain").replay(tasks.get("coin")(flips=(1, 3)).examples(24), sites="S")
+    >>> probe = fit_probe(run, "face", layer=3, position="query", estimator="mass-mean")
+    >>> probe.classes, probe.weight.shape
+    (('heads', 'tails'), (1, 128))
     """
     spec = registry.get(estimator)
     if not spec.linear:

@@ -57,6 +57,13 @@ def sweep(
     resume   a folder for finished parts: a sweep that was cut short goes on from there
     jobs     processes for estimators that are fitted one by one; backend: joblib's, `ray` for a cluster
     options  the other fields of `SweepSettings`
+
+    >>> from replaylens import Engine, tasks
+    >>> run = Engine.load("coin-plain").replay(tasks.get("coin")(flips=(1, 3)).examples(40), sites="S")
+    >>> report = sweep(run, "face", sites="S", layers=[0, 3], positions="query", estimators="ridge")
+    >>> best = report.best("face")
+    >>> best["layer"], best["accuracy"] > max(best["majority"], best["bag_of_tokens"], best["shuffled"])
+    (3, True)
     """
     rows = ProbeRows.of(given)
     if engine is not None:

@@ -19,7 +19,14 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> type[AnyTask]:
-    """The task class of this name. Raises UnknownTask, which lists the names."""
+    """The task class of this name. Raises UnknownTask, which lists the names.
+
+    >>> example = get("coin")(flips=2, rendering="symbols").example(0)
+    >>> example.text
+    '> H x x = H'
+    >>> example.read(" T").labels_after(len(example.text))["claimed"]  # what another path claims
+    'tails'
+    """
     if name not in _TASKS:
         raise UnknownTask(name, _TASKS)
     return _TASKS[name]
