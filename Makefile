@@ -40,6 +40,7 @@ gpu: $(STAMP)
 smollm2: $(STAMP)
 	$(BIN)/replaylens fetch smollm2
 	$(BIN)/python -m pytest -q -m slow tests/engine/test_smollm2.py
+	$(BIN)/python docs/examples/smollm2.py dumps/smollm2
 
 pictures: $(STAMP)
 	$(BIN)/python docs/img/draw.py
