@@ -10,7 +10,7 @@
 # # 4. Thinking States
 #
 # A model that thinks in words while it reads: after each chunk of input the thinking block T says what there is to think
-# ("tails <EOS>", mostly just "<EOS>"), the compression block C turns the words into a state S, and S is added to the next
+# (`tails <EOS>`, mostly just `<EOS>`), the compression block C turns the words into a state S, and S is added to the next
 # chunk. The KV cache never holds a thought.
 #
 # **What to expect.** One story with its thoughts. The letters S, T, C, Z as tensors. Three ways to prefill, one guessing
@@ -127,5 +127,5 @@ lines = [edited(example, kind) for example in fresh for kind in ("the other face
 pd.DataFrame(lines).groupby("put in").mean().round(2).assign(stories=len(fresh))
 
 # %% [markdown]
-# How it was trained, what was found on larger samples, and what is not like the paper:
+# How it works, what was decided where the paper leaves it open, and how it was trained:
 # [docs/thinking.md](../docs/thinking.md). Next: a real model, [5_real_model](5_real_model.ipynb).

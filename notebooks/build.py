@@ -1,6 +1,8 @@
 """Runs the notebooks' sources, percent scripts beside this file, and writes each as an .ipynb with its outputs.
 
 python notebooks/build.py [NAME ...]    such as 1_quickstart; all without a name
+
+A notebook that stops with SystemExit, for want of a model that is not fetched, is left as it was.
 """
 
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 import jupytext
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 HERE = Path(__file__).parent
 SECONDS = 300
@@ -71,10 +74,16 @@ def main(names: list[str]) -> None:
     if unknown := set(names) - set(known):
         sys.exit(f"no notebook {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     for name in names or known:
-        print(name, end=" ", flush=True)
+        print(f"{name}: ", end="", flush=True)
         target = HERE / f"{name}.ipynb"
-        nbformat.write(execute(read(known[name])), target)
-        print(f"{target.stat().st_size / 1000:.0f} kB", flush=True)
+        try:
+            nbformat.write(execute(read(known[name])), target)
+        except CellExecutionError as error:
+            if error.ename != "SystemExit":
+                raise
+            print(f"left as it was. {error.evalue}", flush=True)  # it lacks something, and says what
+        else:
+            print(f"{target.stat().st_size / 1000:.0f} kB", flush=True)
 
 
 if __name__ == "__main__":
