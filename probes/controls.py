@@ -20,7 +20,8 @@ import torch
 
 from replaylens.engine.model import Decoder
 from replaylens.probes.errors import ProbeError
-from replaylens.probes.rows import MemorySource, ProbeRows
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.sources import MemorySource
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine

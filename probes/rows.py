@@ -8,45 +8,27 @@ X, y, roots = here.matrix("S", 2), here.target("face").values, here.roots
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 
-from replaylens import tasks
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_files import frame_of
 from replaylens.engine.dump_plan import DumpPlan, make_plan
 from replaylens.engine.dump_rows import assemble
 from replaylens.engine.errors import OtherFingerprint, UnknownSite
-from replaylens.engine.fingerprint import Fingerprint
 from replaylens.engine.run import Result, Run
 from replaylens.probes.errors import BadRows, MissingLabel, ProbeError
 from replaylens.probes.positions import Position, add_places
+from replaylens.probes.sources import LETTERS, About, DumpSource, JoinedSource, MemorySource, Source, Subset
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
-    from replaylens.tasks.task import AnyTask
 
 CLASSES_AT_MOST = 64
 """a whole-number label with more values than this is a number to regress on, not classes"""
-_LETTERS = ("S", "T", "C")
-
-
-@dataclass(frozen=True)
-class About:
-    """Where rows come from: what a report cites."""
-
-    task: str
-    knobs: dict[str, Any]
-    digest: str
-    """of the dump; empty for rows that were never dumped"""
-    fingerprint: Fingerprint | None
-
-    def make_task(self) -> "AnyTask":
-        return tasks.get(self.task)(**self.knobs)
 
 
 @dataclass(frozen=True)
@@ -80,83 +62,6 @@ class Target:
         return replace(self, values=self.values[chosen], present=self.present[chosen])
 
 
-class Source(Protocol):
-    """Where rows of sites come from."""
-
-    about: About
-
-    def letters(self, letter: str) -> list[str]:
-        """Stored sites behind a letter, by layer."""
-        ...
-
-    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
-        """Rows [n, d] by their numbers, ascending."""
-        ...
-
-
-class DumpSource:
-    """Rows on disk; read when asked for, only those asked for."""
-
-    def __init__(self, dump: Dump) -> None:
-        self.dump = dump
-        plan = dump.manifest.plan
-        self.about = About(plan.task, plan.knobs, dump.digest, dump.manifest.fingerprint)
-        self.starts = np.cumsum([0, *(shard.rows for shard in dump.manifest.shards)])
-        self._last: tuple[bytes, Dump] | None = None
-
-    def letters(self, letter: str) -> list[str]:
-        return self.dump.manifest.letter(letter)
-
-    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
-        key = numbers.tobytes()
-        if self._last is None or self._last[0] != key:  # many sites are asked for the same rows: the index is read once
-            wanted = np.zeros(self.starts[-1], dtype=bool)
-            wanted[numbers] = True
-            self._last = key, self.dump.where(lambda part: wanted[self.starts[part["shard"]] + part["row"]])
-        return _flat(self._last[1].to_torch(site, layer))
-
-
-class MemorySource:
-    """Rows in memory, by site name."""
-
-    def __init__(self, tensors: dict[str, Tensor], letters: dict[str, list[str]], about: About) -> None:
-        self.tensors, self._letters, self.about = tensors, letters, about
-
-    def letters(self, letter: str) -> list[str]:
-        return [name for name in self._letters.get(letter, []) if name in self.tensors]
-
-    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
-        name = self.letters(site)[layer] if site in _LETTERS and layer is not None else site
-        if name not in self.tensors:
-            raise UnknownSite(f"{name!r} was not captured; captured: {', '.join(self.tensors)}")
-        x = self.tensors[name][torch.from_numpy(numbers)]
-        return _flat(x[:, layer] if name.startswith("Z.") and layer is not None else x)
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(len(x), -1)
-
-
-class JoinedSource:
-    """Several sources one after the other, as one."""
-
-    def __init__(self, sources: Sequence[Source], sizes: Sequence[int]) -> None:
-        self.sources, self.starts = list(sources), np.cumsum([0, *sizes])
-        digests = {source.about.digest for source in sources}
-        self.about = replace(sources[0].about, digest="+".join(sorted(digests)))
-
-    def letters(self, letter: str) -> list[str]:
-        return self.sources[0].letters(letter)
-
-    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
-        pieces = []
-        for source, first, end in zip(self.sources, self.starts[:-1], self.starts[1:], strict=True):
-            own = numbers[(numbers >= first) & (numbers < end)] - first
-            if len(own):
-                pieces.append(source.take(site, layer, own))
-        return torch.cat(pieces)
-
-
 @dataclass(frozen=True, eq=False)
 class ProbeRows:
     """Rows with their index. Immutable: `at`, `where` and the rest give a narrower view."""
@@ -188,7 +93,7 @@ class ProbeRows:
         content = assemble(engine, plan, results)
         frame = frame_of(content.index)
         about = About(plan.task, plan.knobs, "", engine.fingerprint)
-        letters = {letter: engine.sites.letter(letter) for letter in _LETTERS}
+        letters = {letter: engine.sites.letter(letter) for letter in LETTERS}
         return cls._placed(frame, MemorySource(content.tensors, letters, about), plan.positions in ("all", "steps"))
 
     @classmethod
@@ -201,7 +106,7 @@ class ProbeRows:
         if len({rows.source.about.task for rows in parts.values()}) != 1:
             raise ProbeError("rows of different tasks have different labels: join rows of one task")
         frames = [rows.frame.assign(part=name) for name, rows in parts.items()]
-        sources = [_Subset(rows.source, rows.numbers) for rows in parts.values()]
+        sources = [Subset(rows.source, rows.numbers) for rows in parts.values()]
         frame = pd.concat(frames, ignore_index=True)
         return cls(frame, JoinedSource(sources, [len(rows) for rows in parts.values()]), np.arange(len(frame)))
 
@@ -253,7 +158,7 @@ class ProbeRows:
         words = re.split(r"[,\s]+", sites) if isinstance(sites, str) else list(sites)
         cells: list[Cell] = []
         for word in filter(None, words):
-            if not set(word) <= set(_LETTERS):
+            if not set(word) <= set(LETTERS):
                 cells.append(Cell(word, None))
                 continue
             for letter in word:
@@ -289,19 +194,6 @@ class ProbeRows:
             own = [n for n in self.about.make_task().label_names if n in self.frame]
             raise MissingLabel(f"no label {label!r} in these rows; they have {', '.join(own)}")
         return make_target(label, self.frame[name], kind)
-
-
-class _Subset:
-    """Some rows of a source, numbered anew."""
-
-    def __init__(self, source: Source, numbers: np.ndarray) -> None:
-        self.source, self.numbers, self.about = source, numbers, source.about
-
-    def letters(self, letter: str) -> list[str]:
-        return self.source.letters(letter)
-
-    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
-        return self.source.take(site, layer, self.numbers[numbers])
 
 
 def make_target(name: str, values: Any, kind: str = "auto") -> Target:

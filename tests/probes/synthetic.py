@@ -8,7 +8,8 @@ import pandas as pd
 import torch
 
 from replaylens.probes.positions import add_places
-from replaylens.probes.rows import About, MemorySource, ProbeRows
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.sources import About, MemorySource
 
 WIDTH = 16
 

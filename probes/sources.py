@@ -1,0 +1,124 @@
+"""Where rows of sites come from: a dump on disk, tensors in memory, several of them joined, or a part of one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replaylens import tasks
+from replaylens.engine.dump import Dump
+from replaylens.engine.errors import UnknownSite
+from replaylens.engine.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from replaylens.tasks.task import AnyTask
+
+LETTERS = ("S", "T", "C")
+"""sites that come by layer"""
+
+
+@dataclass(frozen=True)
+class About:
+    """Where rows come from: what a report cites."""
+
+    task: str
+    knobs: dict[str, Any]
+    digest: str
+    """of the dump; empty for rows that were never dumped"""
+    fingerprint: Fingerprint | None
+
+    def make_task(self) -> "AnyTask":
+        return tasks.get(self.task)(**self.knobs)
+
+
+class Source(Protocol):
+    """Where rows of sites come from."""
+
+    about: About
+
+    def letters(self, letter: str) -> list[str]:
+        """Stored sites behind a letter, by layer."""
+        ...
+
+    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
+        """Rows [n, d] by their numbers, ascending."""
+        ...
+
+
+class DumpSource:
+    """Rows on disk; read when asked for, only those asked for."""
+
+    def __init__(self, dump: Dump) -> None:
+        self.dump = dump
+        plan = dump.manifest.plan
+        self.about = About(plan.task, plan.knobs, dump.digest, dump.manifest.fingerprint)
+        self.starts = np.cumsum([0, *(shard.rows for shard in dump.manifest.shards)])
+        self._last: tuple[bytes, Dump] | None = None
+
+    def letters(self, letter: str) -> list[str]:
+        return self.dump.manifest.letter(letter)
+
+    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
+        key = numbers.tobytes()
+        if self._last is None or self._last[0] != key:  # many sites are asked for the same rows: the index is read once
+            wanted = np.zeros(self.starts[-1], dtype=bool)
+            wanted[numbers] = True
+            self._last = key, self.dump.where(lambda part: wanted[self.starts[part["shard"]] + part["row"]])
+        return _flat(self._last[1].to_torch(site, layer))
+
+
+class MemorySource:
+    """Rows in memory, by site name."""
+
+    def __init__(self, tensors: dict[str, Tensor], letters: dict[str, list[str]], about: About) -> None:
+        self.tensors, self._letters, self.about = tensors, letters, about
+
+    def letters(self, letter: str) -> list[str]:
+        return [name for name in self._letters.get(letter, []) if name in self.tensors]
+
+    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
+        name = self.letters(site)[layer] if site in LETTERS and layer is not None else site
+        if name not in self.tensors:
+            raise UnknownSite(f"{name!r} was not captured; captured: {', '.join(self.tensors)}")
+        x = self.tensors[name][torch.from_numpy(numbers)]
+        return _flat(x[:, layer] if name.startswith("Z.") and layer is not None else x)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(len(x), -1)
+
+
+class JoinedSource:
+    """Several sources one after the other, as one."""
+
+    def __init__(self, sources: Sequence[Source], sizes: Sequence[int]) -> None:
+        self.sources, self.starts = list(sources), np.cumsum([0, *sizes])
+        digests = {source.about.digest for source in sources}
+        self.about = replace(sources[0].about, digest="+".join(sorted(digests)))
+
+    def letters(self, letter: str) -> list[str]:
+        return self.sources[0].letters(letter)
+
+    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
+        pieces = []
+        for source, first, end in zip(self.sources, self.starts[:-1], self.starts[1:], strict=True):
+            own = numbers[(numbers >= first) & (numbers < end)] - first
+            if len(own):
+                pieces.append(source.take(site, layer, own))
+        return torch.cat(pieces)
+
+
+class Subset:
+    """Some rows of a source, numbered anew."""
+
+    def __init__(self, source: Source, numbers: np.ndarray) -> None:
+        self.source, self.numbers, self.about = source, numbers, source.about
+
+    def letters(self, letter: str) -> list[str]:
+        return self.source.letters(letter)
+
+    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
+        return self.source.take(site, layer, self.numbers[numbers])
