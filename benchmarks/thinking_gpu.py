@@ -72,6 +72,8 @@ class Plan:
     examples: int = 100
     """per tested length"""
     beyond: tuple[int, ...] = (20, 30, 40, 50, 60, 70, 80, 90, 100)
+    cut: bool = False
+    """train Thinking States with `ThinkingRecipe.cut`"""
     embedded: bool = True
     """train the embedded model, too"""
     embedded_steps: int = 3000
@@ -100,6 +102,7 @@ class Plan:
             thinking=ThinkingConfig.for_backbone(config, CHUNK, words.eos_id, words.pad_id, max_thought=4),
             method=method,
             width=self.width,
+            cut=self.cut and method == "thinking",
             parts=(PARITY,),
             longest=n,
             steps=self.most_steps,
@@ -349,6 +352,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a few steps of small models: does it run at all")
     parser.add_argument("--no-mps", action="store_true", help="do not try NVIDIA's multi-process service")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="fewer of them get more steps each")
+    parser.add_argument("--cut", action="store_true", help="train Thinking States to go on from its state alone, too")
     parser.add_argument("--table-only", action="store_true", help="do not train the embedded model")
     options = parser.parse_args()
     size: dict[str, Any] = {"embedded": not options.table_only, "methods": tuple(options.methods)} | (

@@ -82,6 +82,10 @@ class ChunkBatch:
     continues: Tensor
     """chunks that receive the state of the chunk before: all but a text's first. [B, K]"""
 
+    def rest(self, first: int) -> "ChunkBatch":
+        """Without the first chunks of every row."""
+        return ChunkBatch(**{name: value[:, first:] for name, value in vars(self).items()})
+
 
 class ChunkTable:
     """Chunks of many texts in one table; number 0 is an empty one. A batch is a matrix of chunk numbers."""

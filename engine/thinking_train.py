@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,12 +35,17 @@ class ThinkingRecipe(Recipe):
     width: int | None = None
     """rows of this many tokens are filled with texts one after the other, so that all positions and distances up to it are
     trained on, whatever the length of a text; None: one text a row"""
+    cut: bool = False
+    """every other step leaves the first chunks of its rows out, but not the states that came of them: thoughts of a text whose
+    beginning is gone can only come from its state, so the model learns to use it (see docs/results.md)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.thinking.check(self.config)
         if self.method not in METHODS:
             raise BadRecipe(f"no method {self.method!r}; known: {', '.join(METHODS)}")
+        if self.cut and self.method != "thinking":
+            raise BadRecipe(f"cut is for models that think: the baseline {self.method} has no states to go on from")
 
 
 Model = ThinkingDecoder | Decoder
@@ -73,7 +79,17 @@ def follow(
     after_step: Callable[[int, float], None] | None = None,
 ) -> Model:
     """Mutates `model`: the steps of the recipe on texts that are already cut up."""
-    return trainer.follow(recipe, model, lambda m, step: loss(m, texts.batch(step)), device, state, save_every, after_step)
+
+    def loss_at(m: Model, step: int) -> Tensor:
+        batch = texts.batch(step)
+        return loss(m, batch, left_out(step, batch.tokens.shape[1]) if recipe.cut else 0)
+
+    return trainer.follow(recipe, model, loss_at, device, state, save_every, after_step)
+
+
+def left_out(step: int, chunks: int) -> int:
+    """How many of a row's first chunks a step leaves out where the recipe cuts: none, or up to half of them."""
+    return int(np.random.default_rng(step).integers(1, chunks // 2)) if step % 2 and chunks >= 4 else 0
 
 
 def initial(recipe: ThinkingRecipe, backbone: Decoder | None = None) -> Model:
@@ -84,13 +100,17 @@ def initial(recipe: ThinkingRecipe, backbone: Decoder | None = None) -> Model:
     return ThinkingDecoder.around(start, recipe.thinking) if recipe.method == "thinking" else start.requires_grad_()
 
 
-def loss(model: Model, batch: ChunkBatch) -> Tensor:
-    """What a step makes smaller: next-token loss, plus the loss of the thoughts where the model thinks."""
+def loss(model: Model, batch: ChunkBatch, first: int = 0) -> Tensor:
+    """What a step makes smaller: next-token loss, plus the loss of the thoughts where the model thinks.
+
+    first  chunks that are left out, but for the states that came of them
+    """
+    rest = batch.rest(first)
     if isinstance(model, Decoder):
-        return token_loss(model, plain_pass(model, batch.tokens), batch)
-    states = plain.states_of(model, batch.thoughts)
-    hidden, last = plain.run(model, batch.tokens, plain.shifted(states, batch.continues))
-    return token_loss(model.backbone, last, batch) + thought_loss(model, hidden, batch)
+        return token_loss(model, plain_pass(model, rest.tokens), rest)
+    received = plain.shifted(plain.states_of(model, batch.thoughts), batch.continues)[:, first:]
+    hidden, last = plain.run(model, rest.tokens, received)
+    return token_loss(model.backbone, last, rest) + thought_loss(model, hidden, rest)
 
 
 def plain_pass(model: Decoder, tokens: Tensor) -> Tensor:

@@ -2,31 +2,30 @@
 
 python docs/examples/thinking_reliance.py OUT [SEEDS] [STEPS] [CUT]
 
-Trains small models on up to eight operations, seed after seed, and asks two things of each: how far do its thoughts stay right
-beyond that, and does it use the state at all. For the second, the state that a chunk receives is exchanged for the other
-face's: a model that updates its state thinks the other face from there on; one that counts the operations anew, by looking
-back at the text, does not care.
+Trains small models on up to eight operations, seed after seed, and asks three things of each: how far do its thoughts stay
+right beyond that, are they right where all states before them are, and does it use the state at all. For the last, the state
+that a chunk receives is exchanged for the other face's: a model that updates its state thinks the other face from there on;
+one that counts the operations anew, by looking back at the text, does not care.
 
-CUT = 1 is a remedy to try: in every other step the rows lose their first chunks, but not the states that came of them, so
-that the thoughts of a text whose beginning is gone can only come from its state.
+CUT = 1 trains with the remedy, `ThinkingRecipe.cut`.
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
+import torch
 
 import replaylens as rl
 from replaylens.engine import thinking_plain as plain
 from replaylens.engine import thinking_train, thinking_zoo, zoo
-from replaylens.engine import train as trainer
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking_engine import ThinkingEngine
 from replaylens.engine.thinking_score import score
-from replaylens.engine.thinking_texts import ChunkBatch
+from replaylens.engine.thinking_texts import ChunkTable, chunked
 from replaylens.engine.thinking_train import ThinkingRecipe
 from replaylens.engine.train import Part
 from replaylens.tasks import WordTokenizer
@@ -47,25 +46,6 @@ def recipe(seed: int, steps: int) -> ThinkingRecipe:
         config=SHAPE, thinking=thinks, width=WIDTH, parts=(PARITY,), longest=LONGEST, steps=steps, batch=8, lr=1e-3, seed=seed,
         warmup=steps // 20, pool=2048,
     )  # fmt: skip
-
-
-def loss(model: ThinkingDecoder, batch: ChunkBatch, step: int) -> Tensor:
-    """The training loss; in odd steps without the first chunks of every row."""
-    first = int(np.random.default_rng(step).integers(1, batch.tokens.shape[1] // 2)) if step % 2 else 0
-    received = plain.shifted(plain.states_of(model, batch.thoughts), batch.continues)[:, first:]
-    rest = ChunkBatch(**{name: value[:, first:] for name, value in vars(batch).items()})
-    hidden, last = plain.run(model, rest.tokens, received)
-    return thinking_train.token_loss(model.backbone, last, rest) + thinking_train.thought_loss(model, hidden, rest)
-
-
-def trained(made: ThinkingRecipe, cut: bool) -> ThinkingDecoder:
-    model, texts = thinking_train.initial(made), thinking_train.texts_of(made, "cpu")
-    assert isinstance(model, ThinkingDecoder)
-    if cut:
-        trainer.follow(made, model, lambda m, step: loss(m, texts.batch(step), step), "cpu", None, made.steps, None)
-    else:
-        thinking_train.follow(made, texts, model)
-    return model.requires_grad_(False).eval()
 
 
 def reliance(model: ThinkingDecoder, tokenizer: WordTokenizer) -> float:
@@ -93,17 +73,37 @@ def reliance(model: ThinkingDecoder, tokenizer: WordTokenizer) -> float:
     return 100 * turned / max(1, count)
 
 
+@torch.no_grad()
+def with_true_states(model: ThinkingDecoder, tokenizer: WordTokenizer) -> tuple[float, float]:
+    """Percent of thoughts that are right when all states are: after as many operations as were trained on, and after more."""
+    right: dict[bool, list[bool]] = {False: [], True: []}
+    for example in zoo.held_out(PARITY, LENGTHS[-1], EXAMPLES):
+        text = chunked(example, tokenizer, model.thinking, "thinking")
+        table = ChunkTable([text], model.thinking, 1.0, torch.device("cpu"))
+        batch = table.batch(table.row(np.array([0]), int(table.sizes[0]))[None])
+        hidden, _ = plain.run(model, batch.tokens, plain.shifted(plain.states_of(model, batch.thoughts), batch.continues))
+        found, before = plain.think(model, hidden[0], model.thinking.max_thought).tolist(), 0
+        for thought, said in zip(text.thoughts, found, strict=False):
+            right[before > LONGEST].append(tuple(said[: len(thought)]) == thought)
+            before += len(thought) - 1
+    return 100 * float(np.mean(right[False])), 100 * float(np.mean(right[True]))
+
+
 def main(out: Path, seeds: int = 4, steps: int = 1500, cut: int = 0) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for seed in range(seeds):
-        made = recipe(seed, steps)
-        model = trained(made, bool(cut))
+        made = replace(recipe(seed, steps), cut=bool(cut))
+        model = thinking_train.train(made)
+        assert isinstance(model, ThinkingDecoder)
+        model.requires_grad_(False).eval()
         line: dict[str, float] = {"seed": seed}
         for length in LENGTHS:
             found = score(model, "thinking", made.thinking, made.tokenizer(), zoo.held_out(PARITY, length, EXAMPLES))
             line[f"thoughts right at {length}"] = 100 * sum(s.thought for s in found) / EXAMPLES
         thinking_zoo.save(model, made.tokenizer(), out / f"seed-{seed}")
         line["turned by another state"] = reliance(model, made.tokenizer())
+        within, beyond = with_true_states(model, made.tokenizer())
+        line |= {"right given the state, within": within, "right given the state, beyond": beyond}
         print(json.dumps(line), flush=True)
         (out / f"seed-{seed}.json").write_text(json.dumps(line, indent=1) + "\n")
 

@@ -78,6 +78,25 @@ def test_every_part_gets_a_gradient() -> None:
     assert all(bool(x.grad is not None and x.grad.abs().sum() > 0) for x in model.parameters())
 
 
+def test_a_cut_text_goes_on_from_its_state() -> None:
+    """Chunks that are left out reach the loss through their states, and through nothing else."""
+    recipe = replace(TINY, width=64, cut=True)
+    assert {trainer.left_out(step, 32) > 0 for step in range(0, 40, 2)} == {False}
+    assert all(0 < trainer.left_out(step, 32) < 16 for step in range(1, 40, 2))
+    model, batch = trainer.initial(recipe), trainer.texts_of(recipe, "cpu").batch(1)
+    first = 3 + int(batch.continues[0, 3:].nonzero()[0])  # a chunk that goes on from the one before it
+    one, other = (replace(batch, **{name: x.clone()}) for name, x in (("tokens", batch.tokens), ("thoughts", batch.thoughts)))
+    one.tokens[:, :first] = 5
+    other.thoughts[:, first - 1] = torch.tensor([7, 1])[: other.thoughts.shape[-1]]
+    with torch.no_grad():
+        whole = trainer.loss(model, batch, first)
+        assert trainer.loss(model, one, first) == whole
+        assert trainer.loss(model, other, first) != whole
+    assert not same(trainer.train(recipe), trainer.train(replace(recipe, cut=False)))
+    with pytest.raises(BadRecipe, match="no states to go on from"):
+        replace(TINY, method="cot", cut=True)
+
+
 def test_from_a_trained_backbone() -> None:
     backbone, _ = zoo.load_embedded("coin-plain")
     recipe = replace(TINY, config=backbone.config)
