@@ -165,7 +165,7 @@ def lens(engine: rl.Engine, dump: Dump, say: Say) -> None:
     truth = [ANSWERS.index(questions("turn", (1, 4)).example(int(e)).answer) for e in frame["example"][last]]
     prefers = z[last.to_numpy()].argmax(-1)  # [examples, layers + 1]
     shares = (prefers == np.array(truth)[:, None]).mean(0)
-    shown = ", ".join(f"{layer}: {float(shares[layer]):.0%}" for layer in (*LAYERS, 30))
+    shown = ", ".join(f"{layer}: {float(shares[layer]):.0%}" for layer in (*LAYERS, len(shares) - 1))
     say(f"Lens at the query, right one of yes and no by layer ({len(truth)} prompts): {shown}.")
 
 
