@@ -32,6 +32,7 @@ _WHERE = {
     "find_direction": "das",
     "fit_probe": "probe",
     "fit_streaming": "streaming",
+    "forced_rows": "questions.forced",
     "interchange": "causal",
     "judge": "questions.judge",
     "outcome_at_fork": "questions.outcome_at_fork",
