@@ -143,13 +143,20 @@ def test_interrupt_leaves_a_resumable_dump(dump_words: list[str], model_folder: 
     words = [*dump_words, "--out", str(tmp_path / "d"), "--n", "100000", "--shard-examples", "2", "--quiet"]
     code = f"import sys; from tests.dumps.test_cli import app; sys.argv[1:] = {words!r}; app()"
     child = subprocess.Popen(
-        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", code],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     deadline = time.monotonic() + 90
     while not list((tmp_path / "d").glob("part-*.json")) and time.monotonic() < deadline and child.poll() is None:
         time.sleep(0.05)
     child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=60)
+    try:
+        _, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
     assert child.returncode == 130 and "interrupted; go on with" in err and "Traceback" not in err
     assert not list((tmp_path / "d").glob("lock-*")) and not list((tmp_path / "d").glob("*.tmp"))
     assert (tmp_path / "d" / "plan.json").exists()
