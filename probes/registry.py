@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
-from sklearn.linear_model import LogisticRegression, Ridge, RidgeClassifier
+from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -77,11 +77,6 @@ def get(name: str) -> Estimator:
     if name not in ESTIMATORS:
         raise UnknownEstimator(f"no estimator {name!r}; known: {', '.join(ESTIMATORS)}")
     return ESTIMATORS[name]
-
-
-def regressor() -> Any:
-    """What `ridge` is for labels that are numbers."""
-    return make_pipeline(StandardScaler(), Ridge())
 
 
 def calibrated(name: str, X: np.ndarray, y: np.ndarray, roots: np.ndarray, folds: int = 5, seed: int = 0) -> Any:

@@ -145,6 +145,10 @@ class ProbeRows:
         """The rows at a position; see `positions`."""
         return self.where(Position.parse(position).mask(self.frame))
 
+    def renumbered(self) -> "ProbeRows":
+        """The same rows, numbered from 0 on."""
+        return ProbeRows(self.frame, Subset(self.source, self.numbers), np.arange(len(self)))
+
     def accepted(self) -> "ProbeRows":
         return self.where(self.frame["accepted"].to_numpy(dtype=bool))
 

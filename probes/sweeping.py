@@ -68,6 +68,7 @@ def sweep(
     rows = ProbeRows.of(given)
     if engine is not None:
         rows.require(engine)
+        rows = rows.renumbered()  # rows of the untrained model are numbered from 0 on
     chosen: dict[str, Any] = dict(
         labels=_words(label),
         sites=_words(sites),
@@ -109,7 +110,7 @@ class _Sweep:
     def _branches(self, rows: ProbeRows) -> ProbeRows:
         match self.settings.branches:
             case "accepted":
-                return rows.accepted() if self.settings.split not in _NEEDS_BOTH else rows
+                return rows if self.settings.split.partition(":")[0] in _NEEDS_BOTH else rows.accepted()
             case "rejected":
                 return rows.rejected()
         return rows
@@ -165,7 +166,8 @@ class _Sweep:
         return stacked.to(self.settings.device)
 
 
-_NEEDS_BOTH = ("accepted-rejected", "rejected-accepted")
+_NEEDS_BOTH = ("accepted-rejected", "rejected-accepted", "depth")
+"""splits that are about rejected branches: they look at all rows"""
 
 
 def _splitter(settings: SweepSettings) -> MakeSplit:

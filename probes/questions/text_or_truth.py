@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.probe import coefficients
 from replaylens.probes.questions.forced import forced_rows
 from replaylens.probes.registry import get
 from replaylens.probes.report import Report, about_rows, percent
@@ -72,7 +71,6 @@ def _cell_lines(
     cell: Cell, fitted: ProbeRows, honest: ProbeRows, lied: ProbeRows, estimator: str, seed: int
 ) -> list[dict[str, Any]]:
     probe = get(estimator).make().fit(fitted.matrix(cell.site, cell.layer), fitted.target("face").values)
-    coefficients(probe)
     found = []
     parted = lied.where((lied.frame["face"] != lied.frame["implied"]) & lied.frame["face"].notna())
     for name, rows, label in (

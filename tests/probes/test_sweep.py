@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -123,6 +124,33 @@ def test_length_generalisation(coin_dump: Dump) -> None:
     table = sweep(coin_dump, "face", split="length:3", **QUICK).table.query("label == 'face'")
     rows = ProbeRows.of(coin_dump).accepted().at("query")
     assert set(table["rows"]) == {int(by_length(rows, 3).test.sum())}
+
+
+def test_splits_by_branch(steps_dump: Dump) -> None:
+    """Accepted to rejected, back, and by depth: rejected rows are there without being asked for, on other roots."""
+    settings = QUICK | {"positions": "step", "layers": [1], "controls": False}
+    rejected = len(ProbeRows.of(steps_dump).rejected().at("step"))
+    for split in ("accepted-rejected", "depth:0"):
+        line = sweep(steps_dump, "implied", split=split, **settings).best("implied")
+        assert 0 < line["rows"] <= rejected and line["accuracy"] > 0.7
+    assert sweep(steps_dump, "implied", split="rejected-accepted", **settings).best("implied")["rows"] > rejected
+
+
+def test_untrained_rows_of_some_examples(coin_dump: Dump, engine: Engine) -> None:
+    """Rows that are a part of a dump: the untrained model reads the same paths, and lines stay those without it."""
+    rows = ProbeRows.of(coin_dump)
+    some = rows.where(rows.frame["example"] >= 30)
+    with_it, without = (sweep(some, "face", engine=e, **QUICK).table for e in (engine, None))
+    assert with_it["accuracy"].equals(without["accuracy"]) and with_it["untrained"].notna().any()
+    blank = controls.untrained_rows(some.renumbered(), engine, ["S"])
+    path = some.frame[(some.frame["example"] == 31) & some.frame["accepted"]]
+    other = controls.untrained_rows(rows, engine, ["S"])
+    mine, theirs = blank.where(path_mask(blank, path)), other.where(path_mask(other, path))
+    assert np.array_equal(mine.matrix("S", 3), theirs.matrix("S", 3))
+
+
+def path_mask(rows: ProbeRows, path: pd.DataFrame) -> np.ndarray:
+    return (rows.frame["example"] == path["example"].iloc[0]).to_numpy() & rows.frame["accepted"].to_numpy()
 
 
 def test_code_length_and_information(coin_dump: Dump) -> None:
