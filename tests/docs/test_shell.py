@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 import replaylens
 from replaylens.cli import COMMANDS, app, main
+from replaylens.engine import zoo
 
 COLOUR = re.compile(r"\x1b\[[\d;]*(3[0-7]|9[0-7]|38;|4[0-7])[\d;]*m")
 """an escape sequence that sets a colour; bold and underline do not count"""
@@ -219,6 +221,7 @@ def test_quiet_modes(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Progress goes to stderr, and --quiet leaves it empty (without it, it is not: the control)."""
     assert "example" in run("verify", str(small), "--all")[2]
     assert run("verify", str(small), "--all", "--quiet")[2] == ""
+    monkeypatch.setitem(zoo.RECIPES, "coin-draft", replace(zoo.recipe("coin-draft"), pool=16, longest=1, batch=8))
     monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 1)
     monkeypatch.setattr("replaylens.commands.train.CARD_LENGTHS", (1,))
     train = ["train", "coin-draft", "--steps", "1", "--out"]
