@@ -19,7 +19,7 @@ from replaylens.engine.dump_files import DumpFiles
 from replaylens.engine.dump_filter import Filter, Predicate, columns_needed, make_filters
 from replaylens.engine.dump_manifest import INDEX, MANIFEST, MOST_BYTES, Manifest, SiteEntry
 from replaylens.engine.dump_store import Store
-from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump, UnknownSite
+from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump, UnknownSite, no_such
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -151,7 +151,7 @@ class Dump:
             narrowed = self.where(**where) if isinstance(where, dict) else self.where(where)
             return narrowed.matrix(site, layer, label=label)
         if label is not None and label not in (*self.manifest.labels, *CORE.names):
-            raise BadRequest(f"no label {label!r}; this dump has {', '.join(self.manifest.labels)}")
+            raise BadRequest(no_such("label", label, self.manifest.labels))
         rows, y, groups = self._choose(label)
         x = self._gather(site, layer, rows)
         return Matrix(_numpy(x).reshape(len(x), math.prod(x.shape[1:])), y, groups)

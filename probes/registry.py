@@ -12,6 +12,7 @@ from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from replaylens.engine.errors import no_such
 from replaylens.probes.attentive import AttentiveProbe
 from replaylens.probes.ccs import CcsProbe
 from replaylens.probes.erasers import Inlp, Leace
@@ -75,7 +76,7 @@ ESTIMATORS = {
 def get(name: str) -> Estimator:
     """By name; UnknownEstimator lists the names."""
     if name not in ESTIMATORS:
-        raise UnknownEstimator(f"no estimator {name!r}; known: {', '.join(ESTIMATORS)}")
+        raise UnknownEstimator(no_such("estimator", name, ESTIMATORS))
     return ESTIMATORS[name]
 
 

@@ -18,7 +18,7 @@ from replaylens.engine.dump import Dump
 from replaylens.engine.dump_files import frame_of
 from replaylens.engine.dump_plan import DumpPlan, make_plan
 from replaylens.engine.dump_rows import assemble
-from replaylens.engine.errors import OtherFingerprint, UnknownSite
+from replaylens.engine.errors import OtherFingerprint, UnknownSite, no_such
 from replaylens.engine.run import Result, Run
 from replaylens.probes.errors import BadRows, MissingLabel, ProbeError
 from replaylens.probes.positions import Position, add_places
@@ -196,7 +196,7 @@ class ProbeRows:
             name = self.about.make_task().state_label
         if name not in self.frame:
             own = [n for n in self.about.make_task().label_names if n in self.frame]
-            raise MissingLabel(f"no label {label!r} in these rows; they have {', '.join(own)}")
+            raise MissingLabel(no_such("label", label, own))
         return make_target(label, self.frame[name], kind)
 
 

@@ -194,6 +194,20 @@ def test_exit_code_says_yes_or_no(small: Path, tmp_path: Path) -> None:
     assert run("diff", str(small), str(tmp_path / "nowhere"), "--quiet")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        (["--label", "faze"], "'face'"),
+        (["--estimators", "logistics"], "'logistic'"),
+        (["--positions", "stepp"], "write all, a number, step"),
+    ],
+)
+def test_a_wrong_name_in_a_dump(small: Path, wrong: list[str], hint: str) -> None:
+    """Labels, estimators and positions of `probe` likewise."""
+    code, out, err = run("probe", str(small), "--quiet", "--sites", "S", "--folds", "2", *wrong)
+    assert (code, out) == (2, "") and hint in err
+
+
 def test_json_modes(small: Path, tmp_path: Path) -> None:
     """Whatever prints facts prints them as JSON too, and nothing else on stdout."""
     page = ["report", str(small), "--out", str(tmp_path / "page.html"), "--verify", "0.3"]
