@@ -140,7 +140,7 @@ def test_names_held_out() -> None:
 
 
 def test_bad_rows_and_labels(rows: ProbeRows) -> None:
-    with pytest.raises(MissingLabel, match="they have face"):
+    with pytest.raises(MissingLabel, match=r"'nose'.*face, final, parity"):
         rows.target("nose")
     with pytest.raises(UnknownSite):
         rows.cells("T")
