@@ -69,7 +69,7 @@ def _controls(part: "pd.DataFrame") -> list[float]:
 def _map(site: str, own: "pd.DataFrame", low: float, high: float) -> Heatmap:
     """Layers from top to bottom, last first; then the controls, each at its best."""
     positions = list(dict.fromkeys(own["position"]))
-    layers = sorted({None if layer != layer else int(layer) for layer in own["layer"]}, key=lambda x: -1 if x is None else x)
+    layers = sorted({_layer(layer) for layer in own["layer"]}, key=lambda x: -1 if x is None else x)
     lines = {(_layer(line["layer"]), line["position"]): line for line in own.to_dict("records")}
     rows = [tuple(_cell(lines.get((layer, position))) for position in positions) for layer in reversed(layers)]
     names = ["all" if layer is None else f"{site}{layer}" if len(site) == 1 else str(layer) for layer in reversed(layers)]
@@ -82,7 +82,8 @@ def _map(site: str, own: "pd.DataFrame", low: float, high: float) -> Heatmap:
 
 
 def _layer(value: Any) -> int | None:
-    return None if value != value else int(value)
+    """None for a site by name: a table says it with NaN, or with None where no line has a layer."""
+    return None if value is None or value != value else int(value)
 
 
 def _cell(line: Mapping[str, Any] | None) -> Cell | None:
