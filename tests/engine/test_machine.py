@@ -282,7 +282,7 @@ class Sessions(RuleBasedStateMachine):
 
 
 Sessions.TestCase.settings = settings(
-    max_examples=80,
+    max_examples=60,
     stateful_step_count=50,
     derandomize=True,
     database=None,
