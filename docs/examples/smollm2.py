@@ -22,7 +22,7 @@ from replaylens.engine.dump import Dump
 from replaylens.engine.dump_plan import make_plan
 from replaylens.engine.dump_verify import verify
 from replaylens.engine.dump_writer import write_dump
-from replaylens.probes import ProbeRows
+from replaylens.probes import ProbeRows, untrained_rows
 from replaylens.probes.questions.forced import forced_rows
 from replaylens.probes.registry import get
 from replaylens.probes.report import Report, about_rows, percent
@@ -38,6 +38,7 @@ LAYERS = (0, 6, 12, 18, 24, 29)
 SITES = [f"blocks.{layer}.{name}" for layer in LAYERS for name in ("hook_in", "attn.hook_out", "mlp.hook_out")]
 STREAM = [site for site in SITES if site.endswith("hook_in")]
 ANSWERS = (" yes", " no")
+FOLDS = 5
 OTHER = {"heads": "tails", "tails": "heads"}
 Say = Callable[[str], None]
 
@@ -178,33 +179,44 @@ def forks(engine: rl.Engine, n: int, out: Path, say: Say) -> Report:
     Does the face that the model would state next, and the one that a probe of truthful forks reads, follow text or truth?
     """
     examples = rl.tasks.get("coin")(rendering="steps", flips=(2, 4)).examples(n)
-    final = engine.sites.letter("S")[-1]
-    rows = {lie: last_rows(engine, examples, [opening(e, lie) for e in examples], [*STREAM, final]) for lie in (False, True)}
-    truth, roots = rows[True].target("face").values, rows[True].roots
-    stated = rows[True].target("claimed").values
-    faces = np.array(["heads", "tails"])
-    ids = [engine.text.encode(f" {face}", special=False)[0] for face in faces]
-    said = {
-        lie: faces[engine.runner.logits(found.source.take(final, None, found.numbers))[:, ids].argmax(1).numpy()]
-        for lie, found in rows.items()
-    }
-    findings = {
-        "truthful fork: the model's next face is right": said[False] == truth,
-        "truthful fork: it repeats the face just stated": said[False] == rows[False].target("claimed").values,
-        "lied fork: the model's next face follows the text": said[True] != truth,
-        "lied fork: it repeats the lie": said[True] == stated,
-        "both forks end in the same next face": said[True] == said[False],
-    }
-    for site in STREAM:
-        read = {lie: held_out_faces(rows[False], found, site) for lie, found in rows.items()}
-        findings[f"{site}: a probe reads the truth in truthful forks"] = read[False] == truth
-        findings[f"{site}: it follows the text in lied forks"] = read[True] != truth
-    lines = [line(what, right, roots) for what, right in findings.items()]
+    sites = [*STREAM, engine.sites.letter("S")[-1]]
+    paths = {lie: forced_rows(engine, examples, [opening(e, lie) for e in examples], sites=sites) for lie in (False, True)}
+    truthful, lied, blank = map(last, (paths[False], paths[True], untrained_rows(paths[False], engine, STREAM)))
+    lines = [line(what, right, lied.roots) for what, right in own_words(engine, truthful, lied).items()]
+    lines += [line(what, right, lied.roots, FOLDS) for what, right in readings(truthful, lied, blank).items()]
     shown = [f"{each['what']}: {percent(each['accuracy'], each['low'], each['high'])}." for each in lines]
-    report = Report("forks", lines, about_rows(rows[True]), {"examples": n, "estimator": "ridge"}, [], shown)
+    report = Report("forks", lines, about_rows(lied), {"examples": n, "estimator": "ridge"}, [], shown)
     report.save(out / "forks", figures=False)
     say("\n".join(f"* {each}" for each in report.summary()))
     return report
+
+
+def own_words(engine: rl.Engine, truthful: ProbeRows, lied: ProbeRows) -> dict[str, np.ndarray]:
+    """About the likelier one of heads and tails where a face is due."""
+    truth, final = lied.target("face").values, engine.sites.letter("S")[-1]
+    faces = np.array(list(OTHER))
+    ids = [engine.text.encode(f" {face}", special=False)[0] for face in faces]
+    right, wrong = (
+        faces[engine.runner.logits(rows.source.take(final, None, rows.numbers))[:, ids].argmax(1).numpy()]
+        for rows in (truthful, lied)
+    )
+    return {
+        "truthful fork: the model's next face is right": right == truth,
+        "truthful fork: it repeats the face just stated": right == truthful.target("claimed").values,
+        "lied fork: the model's next face follows the text": wrong != truth,
+        "lied fork: it repeats the lie": wrong == lied.target("claimed").values,
+        "both forks end in the same next face": right == wrong,
+    }
+
+
+def readings(truthful: ProbeRows, lied: ProbeRows, blank: ProbeRows) -> dict[str, np.ndarray]:
+    """About what probes of truthful forks read; `blank`: the same forks through a model with random weights."""
+    truth, found = lied.target("face").values, {}
+    for site in STREAM:
+        found[f"{site}: a probe reads the truth in truthful forks"] = held_out_faces(truthful, truthful, site) == truth
+        found[f"{site}: it follows the text in lied forks"] = held_out_faces(truthful, lied, site) != truth
+        found[f"{site}: untrained model, truthful forks"] = held_out_faces(blank, blank, site) == truth
+    return found
 
 
 def opening(example: Example, lie: bool) -> str:
@@ -214,25 +226,24 @@ def opening(example: Example, lie: bool) -> str:
     return f"{head} {OTHER[face] if lie else face}.{second[: second.index(':') + 1]}"
 
 
-def last_rows(engine: rl.Engine, examples: Sequence[Example], texts: Sequence[str], sites: list[str]) -> ProbeRows:
-    """The row of each forced path's last token."""
-    rows = forced_rows(engine, examples, texts, sites=sites)
+def last(rows: ProbeRows) -> ProbeRows:
+    """The row of each path's last token."""
     position = rows.frame.groupby("example")["position"]
     return rows.where((position.transform("max") == rows.frame["position"]).to_numpy())
 
 
 def held_out_faces(truthful: ProbeRows, rows: ProbeRows, site: str) -> np.ndarray:
     """What ridge probes, fitted on truthful forks of other roots, read off these rows."""
-    fold, read = fold_of_roots(rows.roots, 5, 0), np.empty(len(rows), dtype=object)
-    for f in range(5):
+    fold, read = fold_of_roots(rows.roots, FOLDS, 0), np.empty(len(rows), dtype=object)
+    for f in range(FOLDS):
         X, y = truthful.matrix(site)[fold != f], truthful.target("face").values[fold != f]
         read[fold == f] = get("ridge").make().fit(X, y).predict(rows.matrix(site)[fold == f])
     return read
 
 
-def line(what: str, right: np.ndarray, roots: np.ndarray) -> dict[str, Any]:
-    """A share with its interval over roots, as reports have it."""
-    score = bootstrap(right.astype(float)[None], np.ones(len(right)), roots)[0]
+def line(what: str, right: np.ndarray, roots: np.ndarray, folds: int = 1) -> dict[str, Any]:
+    """A share with its interval over roots, as reports have it; wider where folds helped to predict each other."""
+    score = bootstrap(right.astype(float)[None], np.ones(len(right)), roots, folds=folds)[0]
     return {"what": what, "metric": "share", "accuracy": score.value, "low": score.low, "high": score.high, "rows": len(right)}
 
 

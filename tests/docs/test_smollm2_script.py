@@ -59,6 +59,14 @@ def test_forks_on_a_model_that_follows_the_text(script: Any, engine: rl.Engine, 
     assert (tmp_path / "forks" / "report.json").is_file()
 
 
+def test_probes_of_sites_by_name_have_a_page(script: Any, engine: rl.Engine, tmp_path: Path) -> None:
+    """What is probed by site name, without a layer, is drawn too."""
+    run = engine.replay(rl.tasks.get("coin")(flips=(1, 3)).examples(30), sites=script.STREAM)
+    report = rl.probes.sweep(run, "face", sites=script.STREAM, positions="query", estimators="ridge")
+    page = script.ReportPage(None, (report,)).save(tmp_path / "page.html").read_text()
+    assert all(site in page for site in script.STREAM)
+
+
 def test_dump_and_lens(script: Any, engine: rl.Engine, tmp_path: Path) -> None:
     """A dump with forced answers is written and verified; its Z prefers the right answer at the end, not at the start."""
     said: list[str] = []
