@@ -38,7 +38,6 @@ SMALLER = {
 CI = "CI runs it"
 MINUTES = "takes minutes; the functions behind it are tested on small sizes"
 NETWORK = "needs a network"
-GPU = "needs a GPU"
 WORDS = "an illustration"
 
 NOT_RUN = {
@@ -50,7 +49,6 @@ NOT_RUN = {
         "replaylens ": MINUTES,
         "rl.probes.": MINUTES,
         "for label in": MINUTES,
-        "python docs/examples": MINUTES,
         "make smollm2": NETWORK,
     },
 }
