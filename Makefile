@@ -29,7 +29,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run
 
 notebooks: $(STAMP)
-	$(BIN)/python notebooks/build.py
+	OMP_NUM_THREADS=1 $(BIN)/python notebooks/build.py
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow

@@ -6,6 +6,7 @@ Exit codes: 0 fine, 1 the replay of the dump found a mismatch, 2 bad input or a 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -40,6 +41,7 @@ def demo(
 ) -> None:
     """Replay coin-flip stories with a drafter, dump what was captured, prove it, probe it, and make a page of it."""
     console = Console(highlight=False)
+    torch.set_num_threads(1)  # for a model this small, threads cost more in waiting for each other than they gain
     with reporting():
         engine = Engine.load(MODEL)
         _tell(console, "1/5 The model", *_accuracy(engine), *_layers(engine, *_held_out(FACES[0], 3)))
