@@ -1,14 +1,13 @@
 """Fixtures of the dumps' tests: a tiny random model over the coin's words, whose drafts are often rejected."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from replaylens import tasks
-from replaylens.engine import certificates, zoo
+from replaylens.engine import zoo
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_plan import DumpPlan, make_plan
 from replaylens.engine.dump_writer import write_dump
@@ -16,28 +15,11 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.model import Decoder
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
+from tests.own_certificates import own_certificates  # noqa: F401
 from tests.toy_model import random_model
 
 EXAMPLES, PER_SHARD, NEW = 10, 4, 7
 """so that there are three shards, the last of them smaller"""
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def own_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No certificate is taken from, or left in, the user's cache; subprocesses share the tests' own."""
-    folder = tmp_path_factory.mktemp("certificates")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REPLAYLENS_CACHE", str(folder))
-        patch.setattr(certificates, "_EXAMINED", {})
-        yield
 
 
 @pytest.fixture(scope="session")

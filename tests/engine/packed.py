@@ -1,8 +1,7 @@
 """Ragged batches for the oracles: sequences of different lengths, packed into rows and taken apart again."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -11,15 +10,6 @@ from replaylens.engine.ops import SequenceOps
 
 RAGGED = (1, 23, 9, 2, 40)
 """one alone, one longer than every window, and so on; no two equal"""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small run fastest on one thread; a test module that imports this fixture gets it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sequences(lengths: Sequence[int] = RAGGED, vocab_size: int = 97, seed: int = 0) -> list[Tensor]:

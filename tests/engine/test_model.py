@@ -12,7 +12,7 @@ from replaylens.engine.config import ModelConfig, Rope
 from replaylens.engine.model import Decoder
 from replaylens.engine.ops import SequenceOps
 from replaylens.engine.weights import build, load
-from tests.engine.packed import RAGGED, alone, logits, one_thread, pack, sequences, worst  # noqa: F401
+from tests.engine.packed import RAGGED, alone, logits, pack, sequences, worst
 from tests.families import NAMES, hugging_face
 
 TOLERANCE = 2e-5

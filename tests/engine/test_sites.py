@@ -12,7 +12,7 @@ from replaylens.engine.model import Decoder
 from replaylens.engine.sites import SiteTable, table
 from replaylens.engine.weights import load
 from tests.engine.bridges import bridge
-from tests.engine.packed import logits, one_thread, sequences  # noqa: F401
+from tests.engine.packed import logits, sequences
 from tests.families import NAMES, hugging_face
 
 TOLERANCE = 1e-5

@@ -20,7 +20,7 @@ from replaylens.engine.errors import BadConfig, BadWeights, EngineError, Unsuppo
 from replaylens.engine.model import Decoder
 from replaylens.engine.weights import CONFIG_FILE, WEIGHTS_FILE, load, save, weights_hash
 from tests.engine.bridges import bridge
-from tests.engine.packed import logits, one_thread, sequences  # noqa: F401
+from tests.engine.packed import logits, sequences
 from tests.families import NAMES, hugging_face
 
 families = pytest.mark.parametrize("name", NAMES)

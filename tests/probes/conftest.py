@@ -1,24 +1,14 @@
 """Fixtures of the probes' tests: small dumps of the embedded model, and rows whose every property is known."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from replaylens import tasks
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_plan import make_plan
 from replaylens.engine.dump_writer import write_dump
 from replaylens.engine.engine import Engine
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

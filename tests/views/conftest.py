@@ -1,16 +1,15 @@
 """Fixtures of the views' tests: a tiny model that speaks markup, whose drafts are often rejected; runs and dumps of it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
-import torch
 
 from replaylens import tasks
-from replaylens.engine import certificates
 from replaylens.engine.dump import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.run import Run
 from replaylens.tasks import WordTokenizer
+from tests.own_certificates import own_certificates  # noqa: F401
 from tests.toy_model import random_model
 
 HOSTILE = (
@@ -35,23 +34,6 @@ class HostileTokenizer(WordTokenizer):
     def reads(self, token: int) -> str:
         plain = super().decode([token])
         return HOSTILE[token % len(HOSTILE)] if plain.strip().istitle() and len(plain.strip()) > 2 else plain
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def own_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No certificate is taken from, or left in, the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REPLAYLENS_CACHE", str(tmp_path_factory.mktemp("certificates")))
-        patch.setattr(certificates, "_EXAMINED", {})
-        yield
 
 
 @pytest.fixture(scope="session")
