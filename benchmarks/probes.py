@@ -95,6 +95,8 @@ def main(sample: int = 24, batch: int = 6, device: str = "cpu") -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     aim, scale, ratio = 3 if device == "cpu" else 50, CELLS / sample, theirs / ours
     numbers = dict(ours_s=ours * scale, scikit_learn_s=theirs * scale, largest_accuracy_gap=gap, peak_mb=peak)
+    if device != "cpu":
+        numbers["peak_device_mb"] = torch.cuda.max_memory_allocated() / 2**20
     table.add("grid of logistic probes", ratio=ratio, aim=f">= {aim}", met=ratio >= aim and gap <= 0.005, **numbers)
     loop = 5 * theirs  # a loop over five labels takes five times as long
     table.add("with four control labels besides", ratio=loop / five, ours_s=five * scale, scikit_learn_s=loop * scale)
