@@ -8,9 +8,11 @@ from replaylens.tasks.errors import UnknownTask
 from replaylens.tasks.fork import Fork
 from replaylens.tasks.shell import Shell
 from replaylens.tasks.task import AnyTask
+from replaylens.tasks.variables import Variables
 from replaylens.tasks.words import Words
 
-_TASKS: dict[str, type[AnyTask]] = {task.name: task for task in (Coin, Coins, CoinResets, Shell, Words, Fork, Boxes)}
+_ALL: tuple[type[AnyTask], ...] = (Coin, Coins, CoinResets, Shell, Words, Fork, Boxes, Variables)
+_TASKS = {task.name: task for task in _ALL}
 
 
 def names() -> tuple[str, ...]:

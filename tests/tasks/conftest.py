@@ -30,6 +30,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("fork", {"depth": 8}),
     ("boxes", {"boxes": 7}),
     ("boxes", {"boxes": 3, "moves": 10}),
+    ("variables", {}),
+    ("variables", {"variables": 8, "modulus": 7, "operations": 12}),
+    ("variables", {"variables": 2, "modulus": 2, "seed": 5}),
 ]
 
 

@@ -123,3 +123,15 @@ def test_boxes() -> None:
         asked = re.search(r"in box (\d)\?", example.prompt).group(1)
         assert example.answer.strip() == next((thing for thing, box in where.items() if box == asked), "nothing")
         assert example.reading.labels_after(len(example.text))["consistent"] is True
+
+
+def test_variables() -> None:
+    for example in tasks.get("variables")(operations=(1, 9), modulus=9).examples(COUNT):
+        program, asked = re.search(r"^Modulo 9: (.*)\. What is (\w)\? A:$", example.prompt).groups()
+        values: dict[str, int] = {}
+        for target, first, sign, second in re.findall(r"(\w) = (\w)(?: ([+-]) (\w))?", program):
+            left, right = (values[word] if word.isalpha() else int(word or 0) for word in (first, second))
+            values[target] = left - right if sign == "-" else left + right
+        assert int(example.answer) == values[asked] % 9
+        labels = example.reading.labels_after(len(example.text))
+        assert labels["state"] == " ".join(str(values[name] % 9) for name in "abc")

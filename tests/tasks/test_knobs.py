@@ -57,6 +57,11 @@ def test_every_error_is_a_task_error_and_a_value_error() -> None:
         ("fork", {"depth": 1000}, "from 1 to"),
         ("boxes", {"boxes": 2}, "from 3 to 7"),
         ("boxes", {"boxes": 8}, "from 3 to 7"),
+        ("variables", {"variables": 1}, "from 2 to 8"),
+        ("variables", {"variables": 9}, "from 2 to 8"),
+        ("variables", {"modulus": 1}, "from 2 to 10"),
+        ("variables", {"modulus": 11}, "from 2 to 10"),
+        ("variables", {"operations": 0}, "from 1 to"),
     ],
 )
 def test_impossible_knobs(name: str, knobs: dict[str, object], message: str) -> None:

@@ -114,6 +114,8 @@ def test_lies_in_the_other_tasks() -> None:
     assert (last(shell)["held"], last(shell)["claimed"], last(shell)["state"]) == ("green", "red", "green blue red")
     words = tasks.get("words")(group="Z60").read("> g59 g02 = g03")
     assert (last(words)["product"], last(words)["claimed"]) == ("g01", "g03")
+    variables = tasks.get("variables")(variables=2).read("Modulo 10: a = 1. b = 2. a = a - b. What is a? A: 8.")
+    assert (last(variables)["value"], last(variables)["claimed"], last(variables)["state"]) == (9, 8, "9 2")
 
 
 def test_wrong_branch_in_the_fork() -> None:
