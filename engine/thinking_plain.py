@@ -5,8 +5,6 @@ Shapes: B texts of K chunks of c tokens; thoughts have room for M tokens, are fi
 think has the empty thought.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -57,8 +55,9 @@ def run(model: ThinkingDecoder, tokens: Tensor, received: Tensor) -> tuple[Tenso
     return hidden.view(received.shape), last.view(received.shape)
 
 
-def thought_logits(model: ThinkingDecoder, hidden: Tensor, thoughts: Tensor) -> Tensor:
-    """T over chunks' states [..., c, d] and the thoughts as they should be [..., M] -> logits of each token [..., M, vocab]."""
+def thought_logits(model: ThinkingDecoder, hidden: Tensor, thoughts: Tensor, first: int = 0) -> Tensor:
+    """T over chunks' states [..., c, d] and the thoughts as they should be [..., M] -> logits of each token from place `first`
+    on: [..., M - first, vocab]."""
     lead, (c, d), m = thoughts.shape[:-1], hidden.shape[-2:], thoughts.shape[-1]
     known = thoughts.reshape(-1, m)[:, :-1]  # the last token is predicted, never read
     count = len(known)
@@ -67,8 +66,8 @@ def thought_logits(model: ThinkingDecoder, hidden: Tensor, thoughts: Tensor) -> 
     x = torch.cat([hidden.reshape(count, c, d), words], dim=1)
     ops = SequenceOps([c + m - 1] * count)
     positions = torch.arange(c + m - 1, device=known.device).repeat(count)
-    out = model.run_think(x.reshape(-1, d), positions, ops).view(count, c + m - 1, d)[:, c - 1 :]
-    return model.thought_logits(out.reshape(-1, d), ops).view(*lead, m, -1)
+    out = model.run_think(x.reshape(-1, d), positions, ops).view(count, c + m - 1, d)[:, c - 1 + first :]
+    return model.thought_logits(out.reshape(-1, d), ops).view(*lead, m - first, -1)
 
 
 @torch.no_grad()
@@ -78,42 +77,12 @@ def think(model: ThinkingDecoder, hidden: Tensor, limit: int) -> Tensor:
     thoughts = torch.full((*hidden.shape[:-2], limit), eos, device=hidden.device)
     open_ = torch.ones(hidden.shape[:-2], dtype=torch.bool, device=hidden.device)
     for place in range(limit - 1):
-        token = thought_logits(model, hidden, thoughts[..., : place + 1])[..., place, :].argmax(-1)
+        token = thought_logits(model, hidden, thoughts[..., : place + 1], place)[..., 0, :].argmax(-1)
         thoughts[..., place] = torch.where(open_, token, eos)
         open_ &= token != eos
         if not bool(open_.any()):
             break
     return thoughts
-
-
-@dataclass(frozen=True)
-class Settled:
-    """What a model thinks along some texts."""
-
-    thoughts: Tensor
-    """[B, K, M]"""
-    last: Tensor
-    """the residual stream after the last block: [B, K, c, d]"""
-    rounds: int
-
-
-@torch.no_grad()
-def settle(model: ThinkingDecoder, tokens: Tensor, thinks: Tensor, guess: Tensor) -> Settled:
-    """Run texts [B, K, c] with guessed thoughts [B, K, M], in rounds, until every thought comes out as it was guessed.
-
-    `thinks` [B, K]: prompt chunks; the others have empty thoughts. A chunk's thought depends on earlier chunks alone, so each
-    round settles at least one more chunk of every text, and the outcome is the one of going chunk by chunk, whatever the guess.
-    """
-    eos, limit = model.thinking.eos_token, guess.shape[-1]
-    continues = torch.ones_like(thinks)
-    rounds = 0
-    while True:
-        rounds += 1
-        hidden, last = run(model, tokens, shifted(states_of(model, guess), continues))
-        found = torch.where(thinks[..., None], think(model, hidden, limit), eos)
-        if torch.equal(found, guess):
-            return Settled(guess, last, rounds)
-        guess = found
 
 
 @torch.no_grad()

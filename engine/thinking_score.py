@@ -12,10 +12,11 @@ from replaylens.engine import thinking_plain as plain
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.model import Decoder
 from replaylens.engine.ops import AttentionSpec, Heads, Observer, TorchOps, visible
-from replaylens.engine.thinking import ThinkingConfig
+from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking_texts import ChunkBatch, ChunkedText, ChunkTable, Method, chunked
-from replaylens.engine.thinking_train import Model, plain_pass
-from replaylens.tasks import Example, WordTokenizer
+from replaylens.engine.thinking_tokenizer import Tokenizer
+from replaylens.engine.thinking_train import Model, Precision, arithmetic, plain_pass
+from replaylens.tasks import Example
 
 PATIENCE = 64
 """a chain of thought may be this many tokens longer than the right one before it counts as endless"""
@@ -38,21 +39,23 @@ def score(
     model: Model,
     method: Method,
     config: ThinkingConfig,
-    tokenizer: WordTokenizer,
+    tokenizer: Tokenizer,
     examples: Sequence[Example],
     batch: int = 128,
+    precision: Precision = "fp32",
 ) -> list[Score]:
-    """Greedy answers of examples of similar length."""
+    """Greedy answers, in order. Examples of one batch cost as much as its longest: mix lengths only in few, large batches."""
     device = next(model.parameters()).device
     texts = [chunked(example, tokenizer, config, method) for example in examples]
     out: list[Score] = []
-    for start in range(0, len(texts), batch):
-        piece = texts[start : start + batch]
-        if method == "cot":
-            assert isinstance(model, Decoder)
-            out += _written(model, config, piece, device)
-        else:
-            out += _answered(model, config, piece, device)
+    with arithmetic(precision, device.type):
+        for start in range(0, len(texts), batch):
+            piece = texts[start : start + batch]
+            if method == "cot":
+                assert isinstance(model, Decoder)
+                out += _written(model, config, piece)
+            else:
+                out += _answered(model, config, piece, device)
     return out
 
 
@@ -65,11 +68,10 @@ def _answered(model: Model, config: ThinkingConfig, texts: Sequence[ChunkedText]
     if isinstance(model, Decoder):
         backbone, last = model, plain_pass(model, batch.tokens)
     else:
-        room = max(config.max_thought, batch.thoughts.shape[-1])
-        gold = F.pad(batch.thoughts, (0, room - batch.thoughts.shape[-1]), value=config.eos_token)
-        settled = plain.settle(model, batch.tokens, batch.thinks, gold)
-        right = (settled.thoughts == gold).flatten(1).all(1).cpu()
-        backbone, last, rounds = model.backbone, settled.last, settled.rounds
+        thoughts, last = along(model, batch.tokens, batch.thinks)
+        gold = F.pad(batch.thoughts, (0, thoughts.shape[-1] - batch.thoughts.shape[-1]), value=config.eos_token)
+        right = (thoughts == gold).flatten(1).all(1).cpu()
+        backbone, rounds = model.backbone, chunks
     answered = _follows(backbone, last, batch, texts)
     return [Score(a, bool(t), rounds) for a, t in zip(answered, right, strict=True)]
 
@@ -85,7 +87,28 @@ def _follows(model: Decoder, last: Tensor, batch: ChunkBatch, texts: Sequence[Ch
     return verdicts
 
 
-def _written(model: Decoder, config: ThinkingConfig, texts: Sequence[ChunkedText], device: torch.device) -> list[Score]:
+@torch.no_grad()
+def along(model: ThinkingDecoder, tokens: Tensor, thinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Texts [B, K, c] chunk by chunk, all side by side, as the model itself thinks.
+
+    `thinks` [B, K]: prompt chunks; the others have empty thoughts. Gives all thoughts [B, K, max_thought], and the residual
+    stream after the last block [B, K, c, d].
+    """
+    config, (texts, chunks, c) = model.thinking, tokens.shape
+    ops = GrowingOps(model.config, texts, chunks * c, model.backbone.embed)
+    state = model.backbone.embed.new_zeros(texts, c, model.config.d_model)
+    thoughts, lasts = [], []
+    for i in range(chunks):
+        ops.positions = torch.arange(i * c, (i + 1) * c, device=tokens.device).expand(texts, -1)
+        hidden, last = model(tokens[:, i].flatten(), ops.positions.flatten(), state.flatten(0, 1), ops)
+        thought = plain.think(model, hidden.view(texts, c, -1), config.max_thought)
+        thoughts.append(torch.where(thinks[:, i, None], thought, config.eos_token))
+        lasts.append(last.view(texts, c, -1))
+        state = plain.states_of(model, thoughts[-1])
+    return torch.stack(thoughts, 1), torch.stack(lasts, 1)
+
+
+def _written(model: Decoder, config: ThinkingConfig, texts: Sequence[ChunkedText]) -> list[Score]:
     """Answers after a chain of thought that the model writes itself: what follows its first <EOS> counts."""
     right = [text.completion[: text.answer] for text in texts]
     ends = [list(answer).index(config.eos_token) for answer in right]
@@ -93,6 +116,7 @@ def _written(model: Decoder, config: ThinkingConfig, texts: Sequence[ChunkedText
     written = generate(model, [text.prompt for text in texts], limit, lambda new: _enough(new, config, right, ends))
     out = []
     for ids, answer, end in zip(written, right, ends, strict=True):
+        del ids[len(answer) + PATIENCE :]  # others of the batch may be longer
         after = ids[ids.index(config.eos_token) :] if config.eos_token in ids else []
         out.append(Score(tuple(after[: len(answer) - end]) == answer[end:], tuple(ids[: len(answer)]) == answer, limit))
     return out
@@ -108,8 +132,9 @@ class GrowingOps(TorchOps):
     """Plain arithmetic with a dense cache: texts of different lengths grow side by side."""
 
     def __init__(self, config: ModelConfig, texts: int, width: int, like: Tensor) -> None:
-        shape = (config.num_layers, 2, texts, config.num_kv_heads, width, config.d_head)
-        self.cache = like.new_zeros(shape)
+        shape, kind = (config.num_layers, 2, texts, config.num_kv_heads, width, config.d_head), like.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
+        self.cache = like.new_zeros(shape, dtype=dtype)
         self.positions = torch.empty(0)
         """of the rows of this pass: [texts, rows]"""
 

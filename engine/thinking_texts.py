@@ -15,8 +15,9 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.thinking import ThinkingConfig
+from replaylens.engine.thinking_tokenizer import Tokenizer
 from replaylens.engine.train import Recipe, is_held_out, longest_at, step_seed
-from replaylens.tasks import Example, WordTokenizer
+from replaylens.tasks import Example
 
 Method = Literal["thinking", "cot", "none"]
 METHODS: tuple[Method, ...] = ("thinking", "cot", "none")
@@ -45,10 +46,10 @@ def padded(ids: Sequence[int], config: ThinkingConfig) -> tuple[int, ...]:
     return (*ids, *[config.pad_token] * (-len(ids) % config.chunk))
 
 
-def chunked(example: Example, tokenizer: WordTokenizer, config: ThinkingConfig, method: Method) -> ChunkedText:
+def chunked(example: Example, tokenizer: Tokenizer, config: ThinkingConfig, method: Method) -> ChunkedText:
     """The example as a model of this config and method is trained on it. BadThought where a thought does not fit."""
     ids, offsets = tokenizer.encode_with_offsets(example.prompt)
-    ends = np.array([end for _, end in offsets])
+    ends = np.maximum.accumulate([end for _, end in offsets])  # a special token covers nothing: [0, 0)
     prompt = padded(ids, config)
     words: list[list[int]] = [[] for _ in range(len(prompt) // config.chunk)]
     for read, thought in example.thoughts:
@@ -62,9 +63,11 @@ def chunked(example: Example, tokenizer: WordTokenizer, config: ThinkingConfig, 
             f"{config.max_thought}: raise it, or take smaller chunks"
         )
     chain_of_thought = [*chain.from_iterable(words), config.eos_token] if method == "cot" else []
-    answered = example.completion[: example.completion.rindex(example.answer) + len(example.answer)]
-    completion = (*chain_of_thought, *tokenizer.encode(example.completion), config.eos_token)
-    return ChunkedText(prompt, thoughts, completion, len(chain_of_thought) + len(tokenizer.encode(answered)))
+    told = tokenizer.encode(example.completion)
+    answered = tokenizer.encode(example.completion[: example.completion.rindex(example.answer) + len(example.answer)])
+    if told[: len(answered)] != answered:
+        raise BadRequest(f"this tokenizer joins the answer {example.answer!r} with what follows in {example.completion!r}")
+    return ChunkedText(prompt, thoughts, (*chain_of_thought, *told, config.eos_token), len(chain_of_thought) + len(answered))
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ none      the answer alone
 Deterministic and resumable as in `train`, whose steps these are.
 """
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -19,11 +21,15 @@ from torch import Tensor
 
 from replaylens.engine import thinking_plain as plain
 from replaylens.engine import train as trainer
+from replaylens.engine import weights
 from replaylens.engine.model import Decoder
 from replaylens.engine.ops import SequenceOps
 from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking_texts import METHODS, ChunkBatch, ChunkedTexts, Method
+from replaylens.engine.thinking_tokenizer import Tokenizer, backbone_folder, load_tokenizer
 from replaylens.engine.train import BadRecipe, Recipe
+
+Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +44,34 @@ class ThinkingRecipe(Recipe):
     cut: bool = False
     """every other step leaves the first chunks of its rows out, but not the states that came of them: thoughts of a text whose
     beginning is gone can only come from its state, so the model learns to use it (see docs/results.md)"""
+    backbone: str | None = None
+    """the pretrained model to start from, whose tokenizer is the recipe's, too: smollm2, or a folder. None: from scratch, with
+    a tokenizer of the tasks' words"""
+    precision: Precision = "fp32"
+    """bf16: products and attention of the loss are computed in bfloat16 (autocast); weights, their gradients, the optimizer,
+    the residual stream, norms and the loss itself stay in float32. Replay is not concerned: it is canonical in any case"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.thinking.check(self.config)
+        if (eos := self.tokenizer().eos_id) != self.thinking.eos_token:
+            raise BadRecipe(f"thoughts would end with token {self.thinking.eos_token}, but the tokenizer's <EOS> is {eos}")
+        if self.precision not in get_args(Precision):
+            raise BadRecipe(f"no precision {self.precision!r}; known: {', '.join(get_args(Precision))}")
         if self.method not in METHODS:
             raise BadRecipe(f"no method {self.method!r}; known: {', '.join(METHODS)}")
         if self.cut and self.method != "thinking":
             raise BadRecipe(f"cut is for models that think: the baseline {self.method} has no states to go on from")
+
+    def tokenizer(self) -> Tokenizer:  # type: ignore[override]
+        """The backbone's own; from scratch, the words of all tasks."""
+        return super().tokenizer() if self.backbone is None else load_tokenizer(backbone_folder(self.backbone))
+
+    def to_json(self) -> str:
+        """As `Recipe.to_json`. Of a recipe from scratch in float32 it says neither: such recipes are older than the fields."""
+        unset: dict[str, Any] = {"backbone": None, "precision": "fp32"}
+        said = {name: value for name, value in asdict(self).items() if name not in unset or value != unset[name]}
+        return json.dumps(said, sort_keys=True)
 
 
 Model = ThinkingDecoder | Decoder
@@ -60,7 +86,7 @@ def train(
     after_step: Callable[[int, float], None] | None = None,
     backbone: Decoder | None = None,
 ) -> Model:
-    """Follow the recipe, from scratch or from a trained `backbone` of the same shape, as `train.train` does."""
+    """Follow the recipe, as `train.train` does. `backbone`: the trained decoder to start from, where it is loaded already."""
     return follow(recipe, texts_of(recipe, device), initial(recipe, backbone), device, state, save_every, after_step)
 
 
@@ -82,9 +108,15 @@ def follow(
 
     def loss_at(m: Model, step: int) -> Tensor:
         batch = texts.batch(step)
-        return loss(m, batch, left_out(step, batch.tokens.shape[1]) if recipe.cut else 0)
+        with arithmetic(recipe.precision, device):
+            return loss(m, batch, left_out(step, batch.tokens.shape[1]) if recipe.cut else 0)
 
     return trainer.follow(recipe, model, loss_at, device, state, save_every, after_step)
+
+
+def arithmetic(precision: Precision, device: str) -> torch.autocast:
+    """A context in which plain PyTorch computes in this precision."""
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16")
 
 
 def left_out(step: int, chunks: int) -> int:
@@ -94,6 +126,8 @@ def left_out(step: int, chunks: int) -> int:
 
 def initial(recipe: ThinkingRecipe, backbone: Decoder | None = None) -> Model:
     """The model before the first step."""
+    if backbone is None and recipe.backbone is not None:
+        backbone = weights.load(backbone_folder(recipe.backbone))
     if backbone is not None and backbone.config != recipe.config:
         raise BadRecipe("the backbone has another config than the recipe; take the backbone's")
     start = trainer.initial(recipe) if backbone is None else backbone

@@ -4,10 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from replaylens import tasks
-from replaylens.engine import thinking, zoo
+from replaylens.engine import thinking, weights, zoo
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.errors import no_such
 from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
+from replaylens.engine.thinking_tokenizer import Tokenizer, backbone_folder, load_tokenizer
 from replaylens.engine.thinking_train import ThinkingRecipe
 from replaylens.engine.train import BadRecipe, Part
 from replaylens.tasks import WordTokenizer
@@ -66,18 +67,33 @@ def for_task(like: ThinkingRecipe, task: str, longest: int, chunk: int, max_thou
     return replace(like, config=config, thinking=thinks, parts=(part,), longest=longest)
 
 
-def load_embedded(name: str) -> tuple[ThinkingDecoder, WordTokenizer]:
+def around(like: ThinkingRecipe, backbone: str, chunk: int, max_thought: int) -> ThinkingRecipe:
+    """The recipe `like`, but from a pretrained backbone (smollm2, or a folder), with its config and its tokenizer.
+
+    A backbone with a tokenizer of its own was trained on other texts, by others: it is tuned at a low rate, without a
+    curriculum, on fewer rows at a time, and in bfloat16.
+    """
+    folder = backbone_folder(backbone)
+    config, tokenizer = weights.load(folder).config, load_tokenizer(folder)
+    thinks = ThinkingConfig.for_backbone(config, chunk, tokenizer.eos_id, tokenizer.pad_id, max_thought=max_thought)
+    recipe = replace(like, config=config, thinking=thinks, backbone=backbone)
+    if isinstance(tokenizer, WordTokenizer):
+        return recipe
+    return replace(recipe, lr=2e-4, curriculum=0.0, batch=32, precision="bf16")
+
+
+def load_embedded(name: str) -> tuple[ThinkingDecoder, Tokenizer]:
     """An embedded model that thinks, and its tokenizer."""
     recipe(name)
     return load(zoo.CHECKPOINTS / name)
 
 
-def load(folder: Path) -> tuple[ThinkingDecoder, WordTokenizer]:
+def load(folder: Path) -> tuple[ThinkingDecoder, Tokenizer]:
     """A model and its tokenizer from a folder written by `save`."""
-    return thinking.load(folder), WordTokenizer.load(folder / zoo.TOKENIZER_FILE)
+    return thinking.load(folder), load_tokenizer(folder)
 
 
-def save(model: ThinkingDecoder, tokenizer: WordTokenizer, folder: Path) -> None:
+def save(model: ThinkingDecoder, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a model and its tokenizer, to be read by `load`."""
     thinking.save(model, folder)
     tokenizer.save(folder / zoo.TOKENIZER_FILE)

@@ -13,6 +13,7 @@ from replaylens.engine import thinking_plain as plain
 from replaylens.engine.errors import BadConfig, BadWeights
 from replaylens.engine.ops import SequenceOps
 from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
+from replaylens.engine.thinking_score import along
 from tests.engine.reference import random_decoder
 from tests.thinking.reference import BASE, EOS, PAD, random_prompt, thinking_model
 
@@ -40,17 +41,21 @@ def test_without_thoughts_it_is_its_backbone() -> None:
     assert torch.equal(last.view(15, -1), made.backbone(tokens.flatten(), torch.arange(15), ops))
 
 
-@pytest.mark.parametrize("guess", ["empty", "wrong"])
-def test_rounds_of_guesses_settle_on_the_sequential_outcome(guess: str) -> None:
-    made, tokens = thinking_model(), text(7)
-    thoughts, _, logits = plain.sequential(made, tokens)
-    assert any(t[0] != EOS for t in thoughts), "something is thought"
-    first = torch.full((1, 7, 4), EOS) if guess == "empty" else torch.full((1, 7, 4), 5)
-    settled = plain.settle(made, tokens[None], torch.ones(1, 7, dtype=torch.bool), first)
-    assert torch.equal(settled.thoughts[0], thoughts)
-    assert 1 < settled.rounds <= 8
-    again = made.backbone.logits(settled.last.view(21, -1), SequenceOps([21])).view(7, 3, -1)
-    assert torch.allclose(again, logits, atol=1e-4)
+def test_texts_side_by_side_with_a_cache_think_as_each_does_alone() -> None:
+    made, tokens = thinking_model(), torch.stack([text(7), text(7).flip(0)])
+    thinks = torch.ones(2, 7, dtype=torch.bool)
+    thoughts, last = along(made, tokens, thinks)
+    for i in range(2):
+        alone, _, logits = plain.sequential(made, tokens[i])
+        assert any(t[0] != EOS for t in alone), "something is thought"
+        assert torch.equal(thoughts[i], alone)
+        again = made.backbone.logits(last[i].view(21, -1), SequenceOps([21])).view(7, 3, -1)
+        assert torch.allclose(again, logits, atol=1e-4)
+    first = int((thoughts[0, :, 0] != EOS).nonzero()[0])
+    thinks[0, first] = False
+    silenced, _ = along(made, tokens, thinks)
+    assert int(silenced[0, first, 0]) == EOS and not torch.equal(silenced[0], thoughts[0])
+    assert torch.equal(silenced[1], thoughts[1])
 
 
 def test_a_state_reaches_the_next_chunk_and_no_earlier_one() -> None:

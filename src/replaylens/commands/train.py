@@ -35,7 +35,9 @@ def train(
     task: Annotated[str | None, typer.Option(help="Models that think: another task with steps.")] = None,
     longest: Annotated[int | None, typer.Option(min=1, help="Models that think: most steps of a training text.")] = None,
     chunk: Annotated[int | None, typer.Option(min=1, help="Models that think: tokens per chunk.")] = None,
-    backbone: Annotated[Path | None, typer.Option(help="Models that think: a trained decoder to start from.")] = None,
+    backbone: Annotated[
+        Path | None, typer.Option(help="Models that think: start from smollm2, or from a model folder.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Train an embedded model from scratch. Same recipe, same machine: same bits, also after an interruption."""
@@ -56,11 +58,11 @@ def _train_thinking(
     name: str, changes: Changes, steps: int | None, seed: int | None, device: str, folder: Path, quiet: bool
 ) -> None:
     recipe = changed(train_thinking.changed(thinking_zoo.recipe(name), changes), steps, seed)
-    model, seconds = train_thinking.run(recipe, device, folder / STATE_FILE, name, changes.backbone, quiet)
+    model, seconds = train_thinking.run(recipe, device, folder / STATE_FILE, name, quiet)
     train_thinking.save(model, recipe, folder)
     given = " ".join([name, *changes.given(), f"--steps {recipe.steps} --seed {recipe.seed} --device {device}"])
     made = f"`replaylens train {given}`, {seconds:.0f} s on {machine(device)}"
-    text = train_thinking.card(name, recipe, model, made, CARD_EXAMPLES)
+    text = train_thinking.card(name, recipe, model.to(device), made, CARD_EXAMPLES)
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
     (folder / STATE_FILE).unlink(missing_ok=True)
     typer.echo(f"{folder}: weights {weights_hash(model)}")

@@ -12,13 +12,17 @@ from replaylens.engine import train as trainer
 from replaylens.engine.model import Decoder
 from replaylens.engine.thinking_score import score
 from replaylens.engine.thinking_texts import METHODS, Method
+from replaylens.engine.thinking_tokenizer import backbone_folder, load_tokenizer
 from replaylens.engine.thinking_train import Model, ThinkingRecipe
 from replaylens.engine.train import Part
+from replaylens.tasks import WordTokenizer
 
 CARD_FILE = "card.md"
 CARD_LENGTHS = range(1, 17)
 OTHER_CHUNK, OTHER_THOUGHT = 4, 16
 """chunk and longest thought for a task that has no recipe of its own"""
+PRETRAINED_CHUNK = 8
+"""chunk for a pretrained backbone, whose tokens are shorter than words"""
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,16 @@ def changed(recipe: ThinkingRecipe, changes: Changes) -> ThinkingRecipe:
     elif changes.chunk is not None:
         recipe = replace(recipe, thinking=replace(recipe.thinking, chunk=changes.chunk, max_thought=OTHER_THOUGHT))
     if changes.backbone is not None:
-        recipe = replace(recipe, config=weights.load(changes.backbone).config)
+        recipe = thinking_zoo.around(recipe, str(changes.backbone), *_cut(recipe, changes))
     return replace(recipe, longest=longest, method=_method(changes.method or recipe.method))
+
+
+def _cut(recipe: ThinkingRecipe, changes: Changes) -> tuple[int, int]:
+    """Chunk and longest thought around a backbone: those of the recipe only where its tokenizer is ours, too."""
+    tokenizer = load_tokenizer(backbone_folder(str(changes.backbone)))
+    if isinstance(tokenizer, WordTokenizer):
+        return recipe.thinking.chunk, recipe.thinking.max_thought
+    return changes.chunk or PRETRAINED_CHUNK, OTHER_THOUGHT
 
 
 def _method(name: str) -> Method:
@@ -55,7 +67,7 @@ def _method(name: str) -> Method:
     raise typer.BadParameter(f"no method {name!r}; choose one of {', '.join(METHODS)}")
 
 
-def run(recipe: ThinkingRecipe, device: str, state: Path, name: str, backbone: Path | None, quiet: bool) -> tuple[Model, float]:
+def run(recipe: ThinkingRecipe, device: str, state: Path, name: str, quiet: bool) -> tuple[Model, float]:
     """Train with a progress bar; the model, and the seconds it took in this process."""
     start = time.monotonic()
     with tqdm(total=recipe.steps, desc=f"{name} ({recipe.method})", unit="step", disable=quiet) as bar:
@@ -64,15 +76,15 @@ def run(recipe: ThinkingRecipe, device: str, state: Path, name: str, backbone: P
             bar.update(done - bar.n)
             bar.set_postfix(loss=f"{loss:.4f}", longest=trainer.longest_at(recipe, done - 1), refresh=False)
 
-        trained = None if backbone is None else weights.load(backbone)
-        model = thinking_train.train(recipe, device, state, after_step=show, backbone=trained)
+        model = thinking_train.train(recipe, device, state, after_step=show)
     return model, time.monotonic() - start
 
 
 def save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
     """A model that thinks, or a baseline, with its tokenizer."""
     if isinstance(model, Decoder):
-        zoo.save(model, recipe.tokenizer(), folder)
+        weights.save(model, folder)
+        recipe.tokenizer().save(folder / zoo.TOKENIZER_FILE)
     else:
         thinking_zoo.save(model, recipe.tokenizer(), folder)
 
@@ -82,16 +94,17 @@ def card(name: str, recipe: ThinkingRecipe, model: Model, made: str, examples: i
     c, t, tasks = recipe.config, recipe.thinking, ", ".join(sorted({part.task for part in recipe.parts}))
     shares = [f"{dict(part.knobs).get('rendering', part.task)} {part.weight:g}" for part in recipe.parts]
     size = sum(x.numel() for x in model.parameters())
+    origin = "from scratch" if recipe.backbone is None else f"pretrained: `{recipe.backbone}`"
     facts = [
-        f"| backbone | layers: {c.num_layers}, d_model {c.d_model}, {c.num_heads} heads of {c.d_head}, gated MLP of {c.d_mlp}, "
-        f"rotary positions, RMSNorm, tied embeddings; {size:,} weights with T and C, float32 |",
+        f"| backbone | {origin}; layers: {c.num_layers}, d_model {c.d_model}, {c.num_heads} heads of {c.d_head}, gated MLP of "
+        f"{c.d_mlp}, rotary positions, RMSNorm, tied embeddings; {size:,} weights with T and C, float32 |",
         f"| method | {recipe.method}; chunks of {t.chunk} tokens, state added after block {t.write_layer}, T reads block "
         f"{t.read_layer}, thoughts of up to {t.max_thought} tokens |",
         f"| data | {tasks}: {', '.join(shares)}; 1 to {recipe.longest} steps, {recipe.pool} examples per part and length |",
         "| held out | every eighth prompt, by its hash, whatever the seed |",
         f"| loss | next token (after the prompt: weight {recipe.completion_weight:g}) + tokens of the gold thoughts |",
-        f"| run | {recipe.steps} steps of {recipe.batch} rows, seed {recipe.seed}; AdamW, peak rate {recipe.lr:g}, cosine; the "
-        f"longest text grows from 1 step to {recipe.longest} over the first {recipe.curriculum:.0%} |",
+        f"| run | {recipe.steps} steps of {recipe.batch} rows, seed {recipe.seed}; AdamW, peak rate {recipe.lr:g}, cosine, "
+        f"{recipe.precision}; the longest text grows from 1 step to {recipe.longest} over the first {recipe.curriculum:.0%} |",
         f"| made by | {made} |",
         f"| weights | `{weights.weights_hash(model)}` |",
     ]
@@ -111,10 +124,12 @@ def accuracies(recipe: ThinkingRecipe, model: Model, examples: int) -> list[str]
         f"| steps | {' | '.join(tests)} |",
         "|---:" * (len(tests) + 1) + "|",
     ]
+    tokenizer = recipe.tokenizer()
     for length in CARD_LENGTHS if coin else range(1, recipe.longest + 1):
         cells = []
         for part in tests.values():
-            found = score(model, recipe.method, recipe.thinking, recipe.tokenizer(), zoo.held_out(part, length, examples))
+            test = zoo.held_out(part, length, examples)
+            found = score(model, recipe.method, recipe.thinking, tokenizer, test, precision=recipe.precision)
             shares = sum(s.answered for s in found) / examples, sum(s.thought for s in found) / examples
             cells.append(f"{shares[0]:.1%} / {shares[1]:.1%}")
         lines.append(f"| {length} | {' | '.join(cells)} |")
