@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.table import Table
-from benchmarks.thinking_gpu import PARITY
+from benchmarks.thinking_tasks import PARITY
 from replaylens.engine import thinking_plain as plain
 from replaylens.engine import thinking_train, zoo
 from replaylens.engine.config import ModelConfig
@@ -109,7 +109,7 @@ def answers(table: Table, folder: Path, n: int, lengths: tuple[int, ...], count:
     thinker, writer = Engine.load(folder / f"model-thinking-{n}"), Engine.load(folder / f"model-cot-{n}")
     assert isinstance(thinker, ThinkingEngine)
     for length in lengths:
-        examples = zoo.held_out(PARITY, length, count)
+        examples = zoo.held_out(PARITY.part, length, count)
         for guess in GUESSES:
             ours, right = _answered(lambda e, g=guess: _thought(thinker, e.prompt, g), examples)  # type: ignore[misc]
             theirs, wrote = _answered(lambda e: _written(writer, thinker.thinking, e.prompt, length), examples)

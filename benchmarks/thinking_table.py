@@ -1,15 +1,16 @@
-"""The parity table and its curves from a finished `benchmarks.thinking_gpu` run, as Markdown and as a figure.
+"""A table of the paper and its curves from a finished `benchmarks.thinking_gpu` run, as Markdown and as a figure.
 
-PYTHONPATH=src:. python -m benchmarks.thinking_table [benchmarks/results/thinking-gpu.json] [docs/img/thinking-parity.png]
+PYTHONPATH=src:. python -m benchmarks.thinking_table [--task variables] [--source FILE.json] [--image FILE.png]
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks.table import RESULTS
+from benchmarks.thinking_tasks import TASKS
 
 NAMES = {"none": "no chain of thought", "cot": "chain of thought", "thinking": "Thinking States"}
 LENGTHS = (20, 30, 40, 50, 60, 70, 80, 90, 100)
@@ -33,7 +34,8 @@ def table(body: dict[str, Any]) -> list[str]:
         runs = [r for r in body["runs"] if (r["method"], r["N"]) == (row["method"], row["N"])]
         inside, beyond, thoughts = ([_share(r, kind, far) for r in runs] for kind, far in _COLUMNS)
         told = _seeds(thoughts) if row["method"] != "none" else ""
-        cells = [NAMES[row["method"]], str(row["N"]), _seeds(inside), _seeds(beyond), f"{row['published']:.2f}", told]
+        published = "" if row["published"] is None else f"{row['published']:.2f}"  # the paper has three N
+        cells = [NAMES[row["method"]], str(row["N"]), _seeds(inside), _seeds(beyond), published, told]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -79,11 +81,18 @@ def draw(body: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main(source: str = str(RESULTS / "thinking-gpu.json"), image: str = "docs/img/thinking-parity.png") -> None:
-    body = json.loads(Path(source).read_text())
+def main() -> None:
+    """Parse, print, draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--task", default="parity", choices=TASKS)
+    parser.add_argument("--source", type=Path, help="default: benchmarks/results/thinking-TASK-gpu.json")
+    parser.add_argument("--image", type=Path, help="default: docs/img/thinking-TASK.png")
+    options = parser.parse_args()
+    source = options.source or RESULTS / f"thinking-{options.task}-gpu.json"
+    body = json.loads(source.read_text())
     print("\n".join([*table(body), "", *curves(body)]))
-    draw(body, Path(image))
+    draw(body, options.image or Path(f"docs/img/thinking-{options.task}.png"))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
