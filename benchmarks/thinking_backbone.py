@@ -1,0 +1,257 @@
+"""The paper's table with SmolLM2-135M as the pretrained backbone: one job for one GPU.
+
+    PYTHONPATH=src:. python -m benchmarks.thinking_backbone                            # N = 10, 20, 40, three methods, seed 0
+    PYTHONPATH=src:. python -m benchmarks.thinking_backbone --seeds 1 2 --methods thinking --side-by-side 2
+    PYTHONPATH=src:. python -m benchmarks.thinking_backbone --tiny --device cpu        # does it run at all
+    PYTHONPATH=src:. python -m benchmarks.thinking_backbone --pack trained/smollm2     # the backbone in pieces, to be sent
+    PYTHONPATH=src:. python -m benchmarks.thinking_backbone --backbone trained/smollm2 # from pieces, or from any model folder
+
+Texts, tested lengths and table are those of `benchmarks.thinking_gpu`, told in the backbone's own tokens: an operation has 6 or
+7 of them, sometimes 8, so a chunk of 8 decides one or two. Rows are filled with texts up to 832 tokens, as long as the longest
+test with its chain of thought. Runs follow one another, or go in several rows side by side; each gets its share of the time
+that is left, and as many steps as go into it. Trained and tested in bfloat16 with float32 weights. Every run is written when it
+is done, to thinking-backbone/ under $OUT (or --out); the table of all is thinking-backbone.json.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch.multiprocessing as mp
+
+from benchmarks.packed_backbone import pack, unpack
+from benchmarks.thinking_gpu import Clock, TimeIsUp, collect
+from benchmarks.thinking_plan import Plan, Run
+from benchmarks.thinking_tasks import TASKS
+from replaylens.engine import smollm2, thinking_train, weights, zoo
+from replaylens.engine.config import ModelConfig
+from replaylens.engine.model import Decoder
+from replaylens.engine.thinking import ThinkingConfig
+from replaylens.engine.thinking_score import Score, score
+from replaylens.engine.thinking_texts import METHODS, ChunkedTexts, Method
+from replaylens.engine.thinking_tokenizer import backbone_folder, load_tokenizer
+from replaylens.engine.thinking_train import Model, ThinkingRecipe
+
+NAME = "thinking-backbone"
+CHUNK, MAX_THOUGHT = 8, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackbonePlan(Plan):
+    """How large the job is."""
+
+    backbone: str
+    """smollm2, or a model folder"""
+    seeds: tuple[int, ...] = (0,)
+    width: int = 832
+    texts: int = 5120
+    most_steps: int = 2000
+    examples: int = 50
+    lr: float = 2e-4
+    completion_weight: float = 20.0
+    tested_together: int = 256
+    """texts of a batch in the test"""
+
+    @property
+    def result_file(self) -> str:
+        return f"{NAME}.json"
+
+    def recipe(self, method: Method, n: int, seed: int) -> ThinkingRecipe:
+        config, tokenizer = _config(self.backbone), load_tokenizer(backbone_folder(self.backbone))
+        thinks = ThinkingConfig.for_backbone(config, CHUNK, tokenizer.eos_id, tokenizer.pad_id, max_thought=MAX_THOUGHT)
+        return ThinkingRecipe(
+            config=config,
+            thinking=thinks,
+            backbone=self.backbone,
+            precision="bf16",
+            method=method,
+            width=self.width,
+            cut=self.cut and method == "thinking",
+            parts=(self.table_task.part,),
+            longest=n,
+            steps=self.most_steps,
+            batch=self.batch,
+            lr=self.lr,
+            seed=seed,
+            warmup=min(100, self.most_steps // 10),
+            curriculum=0.0,
+            completion_weight=self.completion_weight,
+            pool=max(1, self.texts // n),
+        )
+
+
+@lru_cache(1)
+def _config(backbone: str) -> ModelConfig:
+    return weights.load(backbone_folder(backbone)).config
+
+
+@dataclass
+class Pace:
+    """Seconds that a method was seen to take, on this machine and beside the other runs."""
+
+    step: dict[str, float] = field(default_factory=dict)
+    test: dict[str, float] = field(default_factory=dict)
+
+
+def row_of_runs(plan: BackbonePlan, runs: list[Run], clock: Clock, out: Path) -> None:
+    """Runs one after another; each has its share of the time that is left when it begins. One that fails leaves its traceback."""
+    pace = Pace()
+    for i, run in enumerate(runs):
+        share, name = (plan.seconds - clock.now()) / (len(runs) - i), "-".join(map(str, run))
+        if share <= 0:
+            print(f"{clock.now():5.0f} s  no time left for {name}", flush=True)
+            continue
+        try:
+            one_run(plan, run, clock, clock.now() + share, pace, out)
+        except Exception:
+            (out / f"failed-{name}.txt").write_text(traceback.format_exc())
+            print(f"FAILED {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+
+
+def one_run(plan: BackbonePlan, run: Run, clock: Clock, until: float, pace: Pace, out: Path) -> None:
+    """Train and test one cell of the table by the time `until`; writes <method>-<N>-<seed>.json. Mutates `pace`."""
+    method, n, seed = run
+    begin, recipe = clock.now(), plan.recipe(method, n, seed)
+    texts = thinking_train.texts_of(recipe, plan.device)
+    if method not in pace.step:
+        pace.step[method] = _seconds_per_step(recipe, texts, plan)
+    stop = until - pace.test.get(method, 0.2 * (until - begin))
+    planned = max(2, min(plan.most_steps, int(0.95 * (stop - clock.now()) / pace.step[method])))
+    recipe, ready = replace(recipe, steps=planned, warmup=min(100, planned // 10)), clock.now()
+    model, losses = _train(recipe, texts, plan, clock, stop)
+    trained = clock.now()
+    curve = _curve(plan, recipe, model.to(plan.device), n)
+    pace.test[method] = 1.2 * (clock.now() - trained)
+    result = dict(
+        method=method, N=n, seed=seed, steps=len(losses), planned=planned, final_loss=losses[-1], losses=losses[::25],
+        setup_seconds=ready - begin, train_seconds=trained - ready, test_seconds=clock.now() - trained,
+        tokens_per_step=recipe.batch * plan.width, recipe=json.loads(recipe.to_json()), curve=curve,
+    )  # fmt: skip
+    (out / f"{method}-{n}-{seed}.json").write_text(json.dumps(result))
+    shown = " ".join(f"{length}:{share['answered']:.0f}" for length, share in curve.items())
+    print(f"{clock.now():5.0f} s  {method:8s} N={n:<3d} seed {seed}  {len(losses)} steps in {trained - ready:.0f} s  "
+          f"loss {losses[-1]:.3f}  {shown}", flush=True)  # fmt: skip
+
+
+def _seconds_per_step(recipe: ThinkingRecipe, texts: ChunkedTexts, plan: BackbonePlan) -> float:
+    """Of a model that is thrown away."""
+    warm, timed = (5, 10) if plan.device == "cuda" else (1, 2)
+    short, ticks = replace(recipe, steps=warm + timed, warmup=0), []
+    model = thinking_train.initial(short)
+    thinking_train.follow(short, texts, model, plan.device, after_step=lambda done, loss: ticks.append(time.time()))
+    return (ticks[-1] - ticks[warm - 1]) / timed
+
+
+def _train(
+    recipe: ThinkingRecipe, texts: ChunkedTexts, plan: BackbonePlan, clock: Clock, stop: float
+) -> tuple[Model, list[float]]:
+    """The model, and the loss of every step it got; cut short when the time is up."""
+    model, losses = thinking_train.initial(recipe), []
+
+    def watch(done: int, loss: float) -> None:
+        losses.append(loss)
+        if clock.now() > stop and done < recipe.steps:
+            raise TimeIsUp
+
+    try:
+        thinking_train.follow(recipe, texts, model, plan.device, after_step=watch)
+    except TimeIsUp:
+        model.requires_grad_(False)
+    return model, losses
+
+
+def _curve(plan: BackbonePlan, recipe: ThinkingRecipe, model: Model, n: int) -> dict[int, dict[str, float]]:
+    """Percent right by length; all lengths in few batches."""
+    lengths, number = plan.lengths(n), plan.examples
+    examples = [example for length in lengths for example in zoo.held_out(recipe.parts[0], length, number)]
+    scores = score(model, recipe.method, recipe.thinking, recipe.tokenizer(), examples, plan.tested_together, recipe.precision)
+    return {length: _shares(scores[i * number : (i + 1) * number]) for i, length in enumerate(lengths)}
+
+
+def _shares(scores: list[Score]) -> dict[str, float]:
+    return {name: mean(100.0 * getattr(s, name) for s in scores) for name in ("answered", "thought")}
+
+
+def work(plan: BackbonePlan, rows: int, clock: Clock, out: Path) -> None:
+    """All runs, in so many rows side by side, a process each."""
+    if rows == 1:
+        row_of_runs(plan, plan.runs(), clock, out)
+        return
+    context = mp.get_context("spawn")
+    started = [context.Process(target=row_of_runs, args=(plan, plan.runs()[i::rows], clock, out)) for i in range(rows)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+
+
+TINY: dict[str, Any] = dict(
+    longest=(2, 3), beyond=(4, 6), width=112, batch=2, texts=24, most_steps=4, examples=4, tested_together=64
+)  # fmt: skip
+"""a few steps of a small model: does it run at all"""
+
+
+def tiny_backbone(tokenizer_of: Path, folder: Path) -> Path:
+    """Three random layers that read and write the tokens of a real model."""
+    tokenizer = load_tokenizer(tokenizer_of)
+    config = ModelConfig(
+        num_layers=3, d_model=64, num_heads=2, num_kv_heads=1, d_head=32, d_mlp=96, vocab_size=tokenizer.vocab_size,
+        max_positions=1024, rotary_dim=32,
+    )  # fmt: skip
+    weights.save(Decoder(config).initialize(0), folder)
+    tokenizer.save(folder / zoo.TOKENIZER_FILE)
+    return folder
+
+
+def main() -> None:
+    """Parse, run, collect."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--task", default="parity", choices=TASKS)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--seconds", type=float, default=1500.0, help="time for all runs together")
+    parser.add_argument("--steps", type=int, help="most steps of a run; fewer where time is short")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")))
+    parser.add_argument("--backbone", default=smollm2.SHORT, help="smollm2, a model folder, or a folder of --pack")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--longest", nargs="+", type=int, help="N: most operations of a training text")
+    parser.add_argument("--seeds", nargs="+", type=int)
+    parser.add_argument("--side-by-side", type=int, default=1, help="rows of runs at the same time")
+    parser.add_argument("--cut", action="store_true", help="train Thinking States to go on from its state alone, too")
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--tiny", action="store_true", help="a few steps of a small model: does it run at all")
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write SmolLM2 there in pieces, and do nothing else")
+    options = parser.parse_args()
+    if options.pack is not None:
+        for piece in pack(smollm2.fetched_folder(), options.pack):
+            print(f"{piece}  {piece.stat().st_size:,} bytes")
+        return
+    out, backbone = options.out / NAME, options.backbone
+    out.mkdir(parents=True, exist_ok=True)
+    if backbone != smollm2.SHORT:
+        unpack(backbone_folder(backbone))
+    if options.tiny:
+        backbone = str(tiny_backbone(backbone_folder(backbone), out / "backbone"))
+    given = dict(longest=options.longest, seeds=options.seeds, most_steps=options.steps, lr=options.lr)
+    size = (TINY if options.tiny else {}) | {
+        k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if v is not None
+    }
+    plan = BackbonePlan(
+        seconds=options.seconds, device=options.device, task=options.task, methods=tuple(options.methods), backbone=backbone,
+        cut=options.cut, embedded=False, **size,
+    )  # fmt: skip
+    clock = Clock(time.time())
+    work(plan, options.side_by_side, clock, out)
+    collect(plan, out, clock)
+    (out / plan.result_file).replace(options.out / plan.result_file)
+
+
+if __name__ == "__main__":
+    main()
