@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.cuda import CanonicalCudaOps, FastCudaOps
+from replaylens.engine.cuda_choice import seeds, temperatures
 from replaylens.engine.errors import EngineBug
 from replaylens.engine.pages import PageTable
 from replaylens.engine.runner import Runner
+from replaylens.engine.sampling import Sampling
 from replaylens.kernels.attention import Rows
 from replaylens.kernels.launch import next_power_of_2
 from replaylens.kernels.sample import sample_logits
@@ -24,22 +26,26 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 @dataclass
 class Place:
-    """One request in a burst: its last token, that token's position, and a table with room for all steps."""
+    """One request in a burst: its last token, that token's position, a table with room for all steps, and how it draws."""
 
     token: int
     position: int
     table: PageTable
+    sampling: Sampling
+    """`bare`: the device knows no penalties, biases or filters"""
 
 
 class DecodeGraph:
     """One decode step of `size` requests, captured. Its inputs are tensors that the step itself moves on."""
 
-    def __init__(self, runner: Runner, size: int, max_pages: int, exact: bool, spare: int) -> None:
+    def __init__(self, runner: Runner, size: int, max_pages: int, exact: bool, drawn: bool, spare: int) -> None:
         device = torch.device(runner.device)
-        self.size, self.spare = size, spare
+        self.size, self.drawn, self.spare = size, drawn, spare
         self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self.positions = torch.zeros(size, dtype=torch.int64, device=device)
         self.short_positions = torch.zeros(size, dtype=torch.int32, device=device)
+        self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
+        self.temperatures = torch.zeros(size, dtype=torch.float64, device=device)
         self.pages = torch.full((size, max_pages), spare, dtype=torch.int32, device=device)
         sequence = torch.arange(size, dtype=torch.int32, device=device)
         rows = Rows(sequence, self.short_positions, self.pages)
@@ -62,8 +68,10 @@ class DecodeGraph:
         model = self.runner.model
         self.short_positions.copy_(self.positions)
         residual = model(self.tokens, self.positions, self.ops)
-        self.tokens.copy_(sample_logits(model.logits(residual, self.ops))[0])
+        logits = model.logits(residual, self.ops)
         self.positions.add_(1)
+        noise = (self.seeds, self.positions, self.temperatures) if self.drawn else ()
+        self.tokens.copy_(sample_logits(logits, *noise)[0])
 
     @torch.inference_mode()
     def run(self, places: list[Place], steps: int) -> Tensor:
@@ -75,6 +83,10 @@ class DecodeGraph:
         self.tokens.copy_(torch.tensor([p.token for p in places] + [0] * rest))
         self.positions.copy_(torch.tensor([p.position for p in places] + [0] * rest))
         self.pages.copy_(pages)
+        if self.drawn:
+            samplings = [p.sampling for p in places] + [Sampling()] * rest
+            self.seeds.copy_(seeds(samplings, self.seeds.device))
+            self.temperatures.copy_(temperatures(samplings, self.seeds.device))
         out = torch.empty(steps, self.size, dtype=torch.int64, device=self.tokens.device)
         for step in range(steps):
             if rest:
@@ -89,7 +101,7 @@ class Bursts:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self._graphs: dict[tuple[int, int, bool], DecodeGraph] = {}
+        self._graphs: dict[tuple[int, int, bool, bool], DecodeGraph] = {}
         spare = PageTable()
         runner.pool.reserve(spare, 0, 1)
         self.spare = spare
@@ -101,7 +113,7 @@ class Bursts:
             raise EngineBug(f"a burst of {len(places)} requests and {steps} steps")
         size = next(s for s in SIZES if s >= len(places))
         room = next_power_of_2(max(len(place.table.pages) for place in places))
-        key = (size, room, exact)
+        key = (size, room, exact, any(place.sampling.temperature for place in places))
         if key not in self._graphs:
-            self._graphs[key] = DecodeGraph(self.runner, size, room, exact, self.spare.pages[0])
+            self._graphs[key] = DecodeGraph(self.runner, *key, self.spare.pages[0])
         return self._graphs[key].run(places, steps).T.tolist()

@@ -11,6 +11,7 @@ from replaylens.engine.commit import Committer, Outcome
 from replaylens.engine.drafters import Chains, DraftCall, Drafter
 from replaylens.engine.edits import page_keys
 from replaylens.engine.errors import BadRequest, ClosedBranch, EngineError, NonFinite, OutOfPages
+from replaylens.engine.judging import judged
 from replaylens.engine.lane import Job, Lane
 from replaylens.engine.planner import Planner
 from replaylens.engine.prefix import PrefixIndex
@@ -18,7 +19,7 @@ from replaylens.engine.room import Room
 from replaylens.engine.runner import PassResult, Runner
 from replaylens.engine.trace import path_digest
 from replaylens.engine.turn import Turn
-from replaylens.engine.verify import Verdict, judge
+from replaylens.engine.verify import Verdict
 
 if TYPE_CHECKING:
     from replaylens.engine.burst import Bursts
@@ -139,16 +140,16 @@ class Loop:
         except EngineError as error:
             self._isolate(turns, exact, error)
             return
-        logit_of = {row: i for i, row in enumerate(result.batch.logit_rows())}
+        verdicts = judged([turn for turn in turns if turn.deciding], result, self.tree)
         for turn in turns:
-            self._conclude(turn, result, logit_of, tap)
+            self._conclude(turn, result, verdicts.get(turn), tap)
 
     def burst(self, turns: list[Turn], exact: bool) -> None:
         """Several direct steps on the device; what it chose is canonical and is committed like drafts that stood."""
         from replaylens.engine.burst import Place  # needs triton, as everything on the device does
 
         assert self.bursts is not None
-        places = [Place(turn.rows[-1], turn.start, turn.tables[0]) for turn in turns]
+        places = [Place(turn.rows[-1], turn.start, turn.tables[0], turn.job.sampling) for turn in turns]
         chosen = self.bursts.run(places, min(turn.burst for turn in turns), exact)
         for turn, tokens in zip(turns, chosen, strict=True):
             path = self.tree.branch(turn.job.lane.branch).tokens[: turn.end]
@@ -170,18 +171,12 @@ class Loop:
         else:
             self._abandon(turns, error)
 
-    def _conclude(self, turn: Turn, result: PassResult, logit_of: dict[int, int], tap: PassTap) -> None:
-        """Judge and commit one turn."""
+    def _conclude(self, turn: Turn, result: PassResult, verdict: Verdict | None, tap: PassTap) -> None:
+        """Commit one turn, with what was decided where it was deciding."""
         job, outcome = turn.job, Outcome()
-        if turn.deciding:
-            record = self.tree.branch(job.lane.branch)
-            path, num_prompt = record.tokens[: turn.end], record.root_length
-
-            def choose(chain: int, row: int) -> int:
-                packed = result.batch.row(turn.segments[chain], turn.end - 1 + row)
-                return result.choose(logit_of[packed], job.sampling, path + turn.chains[chain][:row], num_prompt)
-
-            outcome = self._take(turn, judge(turn.chains, choose), path)
+        if verdict is not None:
+            path = self.tree.branch(job.lane.branch).tokens[: turn.end]
+            outcome = self._take(turn, verdict, path)
         rejected_before = len(job.rejected)
         self.committer.commit(turn, outcome, tap, result)
         if any(turn.chains):
@@ -246,10 +241,10 @@ class Loop:
         return turn
 
     def _may_burst(self, job: Job) -> bool:
-        """Whether the device can go on alone: nothing to capture, to edit or to draw by the host's noise."""
+        """Whether the device can go on alone: nothing to capture or to edit, and no choice that needs the whole path."""
         lane = job.lane
         plain = lane.capture is None and not lane.edits and not lane.hooks and self.runner.cache.chain is None
-        return self.bursts is not None and plain and job.sampling.plain_greedy and job.forced_drafts is None
+        return self.bursts is not None and plain and job.sampling.bare and job.forced_drafts is None
 
     def _first_row(self, job: Job) -> int:
         """Where the next pass starts. To say what follows the last token, its row must be computed, if need be again."""

@@ -48,8 +48,12 @@ class PassResult:
 
     def choose(self, row: int, sampling: Sampling, path: list[int], num_prompt: int) -> int:
         """The token after `path`, whose logits are row `row`."""
-        if sampling.plain_greedy and not sampling.temperature:
+        if sampling.plain_greedy:
             return self.greedy[row]
+        if sampling.bare and self.logits.device.type != "cpu":
+            from replaylens.engine.cuda_choice import draw
+
+            return int(draw(self.logits[row : row + 1], [sampling], [len(path)]))
         return sampling.choose(self.logits[row].float().cpu().numpy(), path, num_prompt)
 
 

@@ -84,9 +84,15 @@ class Sampling:
             raise BadRequest(f"stop must be a tuple of strings, not {self.stop!r}")
 
     @property
+    def bare(self) -> bool:
+        """Whether logits, seed and position are all it needs: no penalty, no bias, and nothing filtered out of a draw."""
+        filtered = self.temperature and (self.top_k or self.top_p < 1.0 or self.min_p)
+        return not (filtered or self.logit_bias or self.presence_penalty) and self.repetition_penalty == 1.0
+
+    @property
     def plain_greedy(self) -> bool:
         """Whether the choice is the bare argmax."""
-        return not (self.temperature or self.logit_bias or self.presence_penalty) and self.repetition_penalty == 1.0
+        return self.bare and self.temperature == 0
 
     def choose(self, logits: NDArray[np.float32], path: Sequence[int], num_prompt: int) -> int:
         """The token after `path`, whose last row gave `logits` [vocab]. A pure function of its arguments."""

@@ -3,17 +3,18 @@
     z = unembed(norm(S))  (softcapped)      log_sum_exp, entropy, KL(p_final || p), top-k, log-probs of given tokens
 
 **Vocabulary tiles.** A tile of z lives in registers only. Each (row, tile) leaves four float32 numbers behind:
-m = max z, s = sum e^(z - m), t = sum e^(z - m) (z - m), u = sum e^(f - n) (f - z), where f is the final layer's logit and n
-its maximum in the tile. Rows are then merged over tiles: with w_i = e^(m_i - M), S = sum w_i s_i, and v_i, V of the final
-layer likewise,
+m = max z, s = sum e^(z - m), t = sum e^(z - m) (z - m), c = sum q (z - m), where q = e^(f - n), f is the final layer's logit
+and n its maximum in the tile. Rows are then merged over tiles: with w_i = e^(m_i - M), S = sum w_i s_i, and of the final
+layer v_i = e^(n_i - N), V = sum v_i s'_i,
 
     log_sum_exp = M + log S        entropy = log S - (sum w_i (t_i + (m_i - M) s_i)) / S
-    kl = (sum v_i u_i) / V - log_sum_exp_final + log_sum_exp
+    kl = log S - (sum v_i (c_i + (m_i - M) s'_i)) / V - entropy of the final layer
 
-Differences are taken before they are weighted, so nothing cancels when the layer agrees with the final one: there kl is 0.
+The sums of kl are taken in float64: they nearly cancel where a layer agrees with the final one.
 
-**KL needs the final layer's logits beside each tile.** The vocabulary is taken in strips, and the final logits of one strip
-at a time are written to a scratch small enough to stay in the second-level cache (`launch.strip_width`).
+**KL needs the final layer beside each tile.** The vocabulary is taken in strips, and q of one strip at a time is written to a
+scratch small enough to stay in the second-level cache (`launch.strip_width`). So the exponentials of the final layer are taken
+once, not once per layer, and its own four numbers come from there, too.
 
 **Top-k.** The k largest logits of a row lie in the k tiles with the largest maxima. Only those (row, tile) pairs are multiplied
 again, grouped by tile: about k / tiles of the work, and since the product is canonical the logits are the same bits.
@@ -67,40 +68,46 @@ class LensStats:
 
 
 @triton.jit
+def _softmax_parts(z, inside, EVEN: tl.constexpr):
+    """Of a tile of logits [rows, columns]: m, (z - m) log2(e), e^(z - m). EVEN: all columns are inside the vocabulary."""
+    m = tl.max(z if EVEN else tl.where(inside, z, -1.0e30), 1)  # finite: a tile past the vocabulary must not make NaN
+    shift = tl.broadcast_to((m * -1.4426950408889634)[:, None], z.shape)
+    y = tl.fma(z, tl.full(z.shape, 1.4426950408889634, tl.float32), shift)
+    if EVEN:
+        return m, y, tl.exp2(y)
+    y = tl.where(inside, y, 0.0)
+    return m, y, tl.where(inside, tl.exp2(y), 0.0)
+
+
+@triton.jit
 def _tile_stats(
-    z, row, n0, N, MAX, SUM, SHIFTED, APART, at, live, FINAL, final_rows, final_stride, cap,
-    WIDTH: tl.constexpr, CAPPED: tl.constexpr, KL: tl.constexpr,
+    z, row, n0, N, MAX, SUM, SHIFTED, CROSS, at, live, Q, final_rows, stride_q, cap,
+    WIDTH: tl.constexpr, CAPPED: tl.constexpr, KL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The four numbers of every row of a vocabulary tile that starts at column n0 of the strip."""
     j = n0 + tl.arange(0, WIDTH)
     inside = j[None, :] < N
-    if CAPPED:
-        z = cap_tile(z, cap)
-    m = tl.max(tl.where(inside, z, -1.0e30), 1)  # finite: a tile past the vocabulary must not make NaN
-    e = tl.where(inside, tl.exp2((z - m[:, None]) * 1.4426950408889634), 0.0)
+    m, y, e = _softmax_parts(cap_tile(z, cap) if CAPPED else z, inside, EVEN)
     tl.store(MAX + at, m, mask=live)
     tl.store(SUM + at, tl.sum(e, 1), mask=live)
-    tl.store(SHIFTED + at, tl.sum(e * (z - m[:, None]), 1), mask=live)
+    tl.store(SHIFTED + at, tl.sum(e * y, 1) * 0.6931471805599453, mask=live)
     if KL:
-        at_final = FINAL + (row % final_rows).to(tl.int64)[:, None] * final_stride + j[None, :]
-        final = tl.load(at_final, mask=inside, other=0.0)
-        if CAPPED:
-            final = cap_tile(final, cap)
-        n = tl.max(tl.where(inside, final, -1.0e30), 1)
-        weight = tl.where(inside, tl.exp2((final - n[:, None]) * 1.4426950408889634), 0.0)
-        tl.store(APART + at, tl.sum(weight * (final - z), 1), mask=live)
+        at_q = Q + (row % final_rows).to(tl.int64)[:, None] * stride_q + j[None, :]
+        q = tl.load(at_q) if EVEN else tl.load(at_q, mask=inside, other=0.0)
+        tl.store(CROSS + at, tl.sum(q * y, 1) * 0.6931471805599453, mask=live)
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "first_tile", "final_rows"])
 def _stats_kernel(
-    X, W, MAX, SUM, SHIFTED, APART, FINAL, M, N, K, stride_xm, stride_wk, stride_wn,
-    tiles, first_tile, final_rows, final_stride, cap,
+    X, W, MAX, SUM, SHIFTED, CROSS, Q, M, N, K, stride_xm, stride_wk, stride_wn,
+    tiles, first_tile, final_rows, stride_q, cap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
-    COPY: tl.constexpr, W_TRANSPOSED: tl.constexpr, CAPPED: tl.constexpr, KL: tl.constexpr,
+    COPY: tl.constexpr, W_TRANSPOSED: tl.constexpr, CAPPED: tl.constexpr, KL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Two vocabulary tiles at a time, of a strip of the vocabulary, for all rows."""
     half: tl.constexpr = COLUMNS // 2
-    for index in tl.range(tl.program_id(0), tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS), PROGRAMS):
+    # flattened: the copies of the next tile are on their way while this one's statistics are taken
+    for index in tl.range(tl.program_id(0), tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS), PROGRAMS, flatten=COPY):
         m0, n0 = tile_at(index, M, N, ROWS, COLUMNS, GROUP)
         row = m0 + tl.arange(0, ROWS)
         if COPY:
@@ -118,23 +125,32 @@ def _stats_kernel(
         tile = first_tile + n0 // half
         at = row.to(tl.int64) * tiles + tile
         _tile_stats(
-            left, row, n0, N, MAX, SUM, SHIFTED, APART, at, row < M, FINAL, final_rows, final_stride, cap,
-            half, CAPPED, KL,
-        )  # fmt: skip
+            left, row, n0, N, MAX, SUM, SHIFTED, CROSS, at, row < M, Q, final_rows, stride_q, cap, half, CAPPED, KL, EVEN
+        )
         _tile_stats(
-            right, row, n0 + half, N, MAX, SUM, SHIFTED, APART, at + 1, (row < M) & (tile + 1 < tiles),
-            FINAL, final_rows, final_stride, cap, half, CAPPED, KL,
+            right, row, n0 + half, N, MAX, SUM, SHIFTED, CROSS, at + 1, (row < M) & (tile + 1 < tiles),
+            Q, final_rows, stride_q, cap, half, CAPPED, KL, EVEN,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["k", "final_rows", "first_final"])
-def _merge_kernel(
-    MAX, SUM, SHIFTED, APART, LSE, ENTROPY, KL_OUT, TOP_TILES, tiles, k, final_rows, first_final,
-    BLOCK: tl.constexpr, KL: tl.constexpr,
-):  # fmt: skip
-    """One row: merge its tiles, and name the k tiles with the largest maxima, lowest first among equals."""
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=["tiles", "first_tile"])
+def _final_kernel(Z, MAX, SUM, SHIFTED, N, tiles, first_tile, stride_z, cap, WIDTH: tl.constexpr, CAPPED: tl.constexpr):
+    """One (row, tile) of the final layer's logits in the scratch: its numbers, and e^(f - n) in the logits' place."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    j = tile * WIDTH + tl.arange(0, WIDTH)
+    at_z = Z + row.to(tl.int64) * stride_z + j
+    z = tl.load(at_z, mask=j < N, other=0.0)[None, :]
+    n, y, q = _softmax_parts(cap_tile(z, cap) if CAPPED else z, (j < N)[None, :], False)
+    tl.store(at_z[None, :], q, mask=(j < N)[None, :])
+    at = row.to(tl.int64) * tiles + first_tile + tile + tl.arange(0, 1)
+    tl.store(MAX + at, n)
+    tl.store(SUM + at, tl.sum(q, 1))
+    tl.store(SHIFTED + at, tl.sum(q * y, 1) * 0.6931471805599453)
+
+
+@triton.jit
+def _merged(MAX, SUM, SHIFTED, row, i, tiles):
+    """Of one row: its tiles' maxima, the largest, the tiles' weights, their sums, log S, and the entropy."""
     at, live = row * tiles + i, i < tiles
     m = tl.load(MAX + at, mask=live, other=-1.0e30)
     s = tl.load(SUM + at, mask=live, other=0.0)
@@ -143,15 +159,28 @@ def _merge_kernel(
     w = tl.where(live, tl.exp2((m - top) * 1.4426950408889634), 0.0)
     total = tl.sum(w * s, 0)
     log_total = tl.log(total)
+    return m, top, w, s, log_total, log_total - tl.sum(w * tl.where(live, t + (m - top) * s, 0.0), 0) / total
+
+
+@triton.jit(do_not_specialize=["k", "final_rows", "first_final"])
+def _merge_kernel(
+    MAX, SUM, SHIFTED, CROSS, LSE, ENTROPY, KL_OUT, TOP_TILES, tiles, k, final_rows, first_final,
+    BLOCK: tl.constexpr, KL: tl.constexpr,
+):  # fmt: skip
+    """One row: merge its tiles, and name the k tiles with the largest maxima, lowest first among equals."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    m, top, _, _, log_total, entropy = _merged(MAX, SUM, SHIFTED, row, i, tiles)
     tl.store(LSE + row, top + log_total)
-    tl.store(ENTROPY + row, log_total - tl.sum(w * tl.where(live, t + (m - top) * s, 0.0), 0) / total)
+    tl.store(ENTROPY + row, entropy)
     if KL:
-        u = tl.load(APART + at, mask=live, other=0.0)
-        at_final = (first_final + row % final_rows) * tiles + i  # the same position's row of the final layer
-        n = tl.load(MAX + at_final, mask=live, other=-1.0e30)
-        v = tl.where(live, tl.exp2((n - tl.max(n, 0)) * 1.4426950408889634), 0.0)
-        mass = tl.sum(v * tl.load(SUM + at_final, mask=live, other=0.0), 0)
-        tl.store(KL_OUT + row, tl.sum(v * u, 0) / mass - (tl.max(n, 0) + tl.log(mass)) + (top + log_total))
+        at_final = first_final + row % final_rows  # the same position's row of the final layer
+        _, _, v, s, _, final_entropy = _merged(MAX, SUM, SHIFTED, at_final, i, tiles)
+        c = tl.load(CROSS + row * tiles + i, mask=(i < tiles) & (row != at_final), other=0.0)
+        mass, below = v.to(tl.float64) * s, (m - top).to(tl.float64)
+        expected = tl.sum(v * c.to(tl.float64) + tl.where(i < tiles, mass * below, 0.0), 0) / tl.sum(mass, 0)
+        apart = (log_total.to(tl.float64) - expected - final_entropy).to(tl.float32)
+        tl.store(KL_OUT + row, tl.where((row == at_final) | (apart < 0), 0.0, apart))
     for n in range(k):
         best = tl.max(m, 0)
         where = tl.min(tl.where(m == best, i, BLOCK), 0)
@@ -250,8 +279,7 @@ def lens(
     shape = shape or lens_shape(x.dtype)
     tiles = ceil_div(vocab, shape.vocab_tile)
     k_tiles = min(k, tiles)
-    last = None if final is None else h.view(layers, rows, -1)[final]
-    log_sum_exp, entropy, kl, top_tiles = _merge(_stats(h, w, last, softcap, shape), k_tiles, rows, final)
+    log_sum_exp, entropy, kl, top_tiles = _merge(_stats(h, w, rows, final, softcap, shape), k_tiles, rows, final)
     top_ids, top_log_probs = _top(h, w, top_tiles, log_sum_exp, k, softcap, shape)
     picked = None if targets is None else _targets(h, w, targets, log_sum_exp, layers, softcap)
     return LensStats(
@@ -283,29 +311,43 @@ def _check_lens(x: Tensor, w: Tensor, final: int | None, targets: Tensor | None,
 
 
 def _stats(
-    h: Tensor, w: Tensor, final: Tensor | None, softcap: float, shape: LensShape
+    h: Tensor, w: Tensor, rows: int, final: int | None, softcap: float, shape: LensShape
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Max, sum, shifted sum and distance to the final logits of every (row, vocabulary tile), strip by strip."""
-    total, depth, vocab = h.shape[0], h.shape[1], w.shape[1]
+    """The four numbers of every (row, vocabulary tile), strip by strip; the fourth not of the final layer itself."""
+    total, vocab = h.shape[0], w.shape[1]
     tiles = ceil_div(vocab, shape.vocab_tile)
     make = lambda *n: torch.empty(n, dtype=torch.float32, device=h.device)  # noqa: E731
     found = (make(total, tiles), make(total, tiles), make(total, tiles), make(total, tiles if final is not None else 1))
-    copy = shape.copy and copyable(h, w)
-    width = vocab if final is None else strip_width(len(final), vocab, shape.columns)
-    z_final = make(1 if final is None else len(final), width)
+    width = vocab if final is None else strip_width(rows, vocab, shape.columns)
+    scratch = make(1 if final is None else rows, width)
+    last = slice(total, total) if final is None else slice(final * rows, (final + 1) * rows)
+    others = [piece for piece in (slice(0, last.start), slice(last.stop, total)) if piece.stop > piece.start]
     for start in range(0, vocab, width):
-        strip = w[:, start : start + width]
-        columns = strip.shape[1]
+        strip, first_tile = w[:, start : start + width], start // shape.vocab_tile
         if final is not None:
-            matmul(final, strip, out_dtype=torch.float32, out=z_final[:, :columns])
-        programs = min(num_multiprocessors(h.device), ceil_div(total, shape.rows) * ceil_div(columns, shape.columns))
-        _stats_kernel[(programs,)](
-            *(tiles_of(h, strip, shape) if copy else (h, strip)), *found, z_final, total, columns, depth,
-            h.stride(0), w.stride(0), w.stride(1), tiles, start // shape.vocab_tile, len(z_final), width,
-            softcap or 1.0, shape.rows, shape.columns, shape.depth, programs, ROW_GROUP, copy, w.stride(0) == 1,
-            softcap > 0, final is not None, num_warps=shape.warps, num_stages=shape.stages, **EXACT,
-        )  # fmt: skip
+            logits = matmul(h[last], strip, out_dtype=torch.float32, out=scratch[:, : strip.shape[1]])
+            _final_kernel[(rows, ceil_div(strip.shape[1], shape.vocab_tile))](
+                logits, *(x[last] for x in found[:3]), strip.shape[1], tiles, first_tile, width, softcap or 1.0,
+                shape.vocab_tile, softcap > 0, num_warps=1, **EXACT,
+            )  # fmt: skip
+        for piece in others:
+            _strip_stats(h[piece], strip, [x[piece] for x in found], scratch, first_tile, softcap, final is not None, shape)
     return found
+
+
+def _strip_stats(
+    h: Tensor, strip: Tensor, found: list[Tensor], scratch: Tensor, first_tile: int, softcap: float, kl: bool, shape: LensShape
+) -> None:
+    """The numbers of some rows on one strip of the vocabulary. Writes to `found`."""
+    (total, depth), columns = h.shape, strip.shape[1]
+    copy = shape.copy and copyable(h, strip)
+    programs = min(num_multiprocessors(h.device), ceil_div(total, shape.rows) * ceil_div(columns, shape.columns))
+    _stats_kernel[(programs,)](
+        *(tiles_of(h, strip, shape) if copy else (h, strip)), *found, scratch, total, columns, depth,
+        h.stride(0), strip.stride(0), strip.stride(1), found[0].shape[1], first_tile, len(scratch), scratch.shape[1],
+        softcap or 1.0, shape.rows, shape.columns, shape.depth, programs, ROW_GROUP, copy, strip.stride(0) == 1,
+        softcap > 0, kl, columns % shape.columns == 0, num_warps=shape.warps, num_stages=shape.stages, **EXACT,
+    )  # fmt: skip
 
 
 def _merge(

@@ -135,6 +135,20 @@ def sample(logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor) 
     return torch.where(score == best, token, logits.shape[1]).min(-1).values
 
 
+# judge
+
+
+def judge(chosen: Tensor, drafts: Tensor, first: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """How many drafts of each chain stand, and the token after them: a draft stands while every row chose the next one."""
+    accepted, tokens = [], []
+    for row, chain, count in zip(first.tolist(), drafts.tolist(), length.tolist(), strict=True):
+        said = chosen[row : row + count + 1].tolist()
+        stood = next((i for i in range(count) if said[i] != chain[i]), count)
+        accepted.append(stood)
+        tokens.append(said[stood])
+    return torch.tensor(accepted, device=first.device), torch.tensor(tokens, device=first.device)
+
+
 # lens
 
 

@@ -75,7 +75,7 @@ def _rough_noise(bits):
 
 @triton.jit
 def _exact_scores(z, bits, t):
-    return tl.where(t > 0, z.to(tl.float64) / tl.where(t > 0, t, 1.0).to(tl.float64) + _noise(bits), z.to(tl.float64))
+    return tl.where(t > 0, z.to(tl.float64) / tl.where(t > 0, t, 1.0) + _noise(bits), z.to(tl.float64))
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def _best(z, row, column, mask, SEED, POSITION, TEMPERATURE, M, NOISY: tl.conste
         position = tl.load(POSITION + row, mask=row < M, other=0)
         t = tl.load(TEMPERATURE + row, mask=row < M, other=1.0)
         bits = hash64(seed[:, None], position[:, None], column[None, :])
-        warm = z * (1.0 / tl.where(t > 0, t, 1.0))[:, None] + _rough_noise(bits)
+        warm = z * (1.0 / tl.where(t > 0, t, 1.0)).to(tl.float32)[:, None] + _rough_noise(bits)
         rough = tl.where(mask, tl.where(t[:, None] > 0, warm, z), float("-inf"))
         top = tl.max(rough, 1)
         near = rough >= (top - (2e-4 + 4e-6 * tl.abs(top)))[:, None]
@@ -170,7 +170,7 @@ def sample(
     """Draw one token per row from softmax(x @ w / temperature): (tokens [rows] int64, their logits [rows] float32).
 
     x [rows, d] is already normalised; w [d, vocab] may be a transposed view. seed [rows] int64, position [rows] int32 or
-    int64 (of the token that is drawn), temperature [rows] float32, 0 for greedy; all three None: greedy.
+    int64 (of the token that is drawn), temperature [rows] float64, 0 for greedy; all three None: greedy.
     """
     require(x.dim() == 2, "x has shape {}; expected [rows, d]", x.shape)
     require_float("x", x)
@@ -220,7 +220,7 @@ def _check_noise(rows: int, seed: Tensor | None, position: Tensor | None, temper
         return False
     require(seed.dtype == torch.int64, "seed is {}; expected int64", seed.dtype)
     require(position.dtype in (torch.int32, torch.int64), "position is {}; expected int32 or int64", position.dtype)
-    require(temperature.dtype == torch.float32, "temperature is {}; expected float32", temperature.dtype)
+    require(temperature.dtype == torch.float64, "temperature is {}; expected float64", temperature.dtype)
     for name, x in (("seed", seed), ("position", position), ("temperature", temperature)):
         require_shape(name, x, (rows,))
         require(x.is_contiguous(), "{} must be contiguous", name)

@@ -14,7 +14,7 @@ DEPTH, VOCAB = 4096, 128256
 def measure(report: Report, rows: int, w: Tensor) -> None:
     x = torch.randn(rows, DEPTH, device="cuda", dtype=torch.bfloat16)
     seed = torch.arange(rows, device="cuda")
-    noise = (seed, seed.int(), torch.ones(rows, device="cuda"))
+    noise = (seed, seed.int(), torch.ones(rows, device="cuda", dtype=torch.float64))
     logits = matmul(x, w, out_dtype=torch.float32)
     some = slice(0, 16)
     want = reference.sample(logits[some], *(y[some] for y in noise))

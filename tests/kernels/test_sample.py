@@ -17,7 +17,7 @@ def _hash_kernel(SEED, POSITION, TOKEN, OUT, BLOCK: tl.constexpr):
 
 
 def noise(case, rows):
-    temperature = torch.tensor([0.0, 0.5, 1.0, 2.0] * rows)[:rows].to(case.device)
+    temperature = torch.tensor([0.0, 0.5, 1.0, 2.0, 0.7] * rows, dtype=torch.float64)[:rows].to(case.device)
     seed = case.ints(rows, below=2**62, seed=1, dtype=torch.int64) * 2 - 2**62
     return seed, case.ints(rows, below=5000, seed=2), temperature
 
@@ -72,7 +72,7 @@ def test_frequencies_are_the_softmax(case):
     rows, vocab = 4096, 16
     logits = torch.linspace(-2, 1, vocab).expand(rows, vocab).contiguous().to(case.device)
     seed, position = torch.arange(rows, device=case.device), case.tensor([7] * rows)
-    noise = (seed, position, torch.ones(rows, device=case.device))
+    noise = (seed, position, torch.ones(rows, device=case.device, dtype=torch.float64))
     tokens = sample_logits(logits, *noise)[0] if case.gpu else reference.sample(logits, *noise)
     p = logits[0].softmax(0).cpu()
     seen = torch.bincount(tokens.cpu(), minlength=vocab) / rows
@@ -95,5 +95,5 @@ def test_near_ties_are_settled_in_float64(case, same):
     rows, vocab = (64, 3000) if case.gpu else (5, 60)
     seed, position = torch.arange(rows, device=case.device), case.ints(rows, below=100)
     logits = -reference.gumbel(seed[:, None], position[:, None], torch.arange(vocab, device=case.device)).float()
-    ones = torch.ones(rows, device=case.device)
+    ones = torch.ones(rows, device=case.device, dtype=torch.float64)
     same(sample_logits(logits, seed, position, ones)[0], reference.sample(logits, seed, position, ones))
