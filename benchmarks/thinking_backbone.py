@@ -8,9 +8,9 @@
 
 Texts, tested lengths and table are those of `benchmarks.thinking_gpu`, told in the backbone's own tokens: an operation has 6 or
 7 of them, sometimes 8, so a chunk of 8 decides one or two. Rows are filled with texts up to 832 tokens, as long as the longest
-test with its chain of thought. Runs follow one another, or go in several rows side by side; each gets its share of the time
-that is left, and as many steps as go into it. Trained and tested in bfloat16 with float32 weights. Every run is written when it
-is done, to thinking-backbone/ under $OUT (or --out); the table of all is thinking-backbone.json.
+test with its chain of thought. Runs follow one another, or go in several rows side by side; all train for the same number of
+steps, as many as go into the time. Trained and tested in bfloat16 with float32 weights. Every run is written when it is done,
+to thinking-backbone/ under $OUT (or --out); the table of all is thinking-backbone.json.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import mean
@@ -59,6 +59,8 @@ class BackbonePlan(Plan):
     completion_weight: float = 20.0
     tested_together: int = 256
     """texts of a batch in the test"""
+    aside: float = 30.0
+    """seconds of a run that go into its texts and its test"""
 
     @property
     def result_file(self) -> str:
@@ -93,72 +95,73 @@ def _config(backbone: str) -> ModelConfig:
     return weights.load(backbone_folder(backbone)).config
 
 
-@dataclass
-class Pace:
-    """Seconds that a method was seen to take, on this machine and beside the other runs."""
+class Agreement:
+    """All rows of runs train for the same number of steps: the one that the slowest can do."""
 
-    step: dict[str, float] = field(default_factory=dict)
-    test: dict[str, float] = field(default_factory=dict)
+    def __init__(self, rows: int) -> None:
+        context = mp.get_context("spawn")
+        self.offers, self.meeting = context.Array("q", rows), context.Barrier(rows)
+
+    def least(self, row: int, steps: int) -> int:
+        """The smallest offer, once all have offered."""
+        self.offers[row] = steps
+        self.meeting.wait(timeout=200)
+        return min(self.offers[:])
 
 
-def row_of_runs(plan: BackbonePlan, runs: list[Run], clock: Clock, out: Path) -> None:
-    """Runs one after another; each has its share of the time that is left when it begins. One that fails leaves its traceback."""
-    pace = Pace()
-    for i, run in enumerate(runs):
-        share, name = (plan.seconds - clock.now()) / (len(runs) - i), "-".join(map(str, run))
-        if share <= 0:
+def row_of_runs(plan: BackbonePlan, runs: list[Run], row: int, agreement: Agreement, clock: Clock, out: Path) -> None:
+    """Runs one after another. One that fails leaves its traceback, and the others go on."""
+    pace = {method: _seconds_per_step(plan, method) for method in sorted({method for method, _, _ in runs})}
+    time_left = plan.seconds - clock.now() - plan.aside * len(runs)
+    steps = agreement.least(row, max(2, min(plan.most_steps, int(time_left / sum(pace[method] for method, _, _ in runs)))))
+    for run in runs:
+        name = "-".join(map(str, run))
+        if clock.now() > plan.seconds - plan.aside:
             print(f"{clock.now():5.0f} s  no time left for {name}", flush=True)
             continue
         try:
-            one_run(plan, run, clock, clock.now() + share, pace, out)
+            one_run(plan, run, steps, clock, out)
         except Exception:
             (out / f"failed-{name}.txt").write_text(traceback.format_exc())
             print(f"FAILED {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
 
 
-def one_run(plan: BackbonePlan, run: Run, clock: Clock, until: float, pace: Pace, out: Path) -> None:
-    """Train and test one cell of the table by the time `until`; writes <method>-<N>-<seed>.json. Mutates `pace`."""
+def _seconds_per_step(plan: BackbonePlan, method: Method) -> float:
+    """Of a model that is thrown away, while other rows do the same. Rows are full, so the lengths of texts play no part."""
+    warm, timed = (8, 12) if plan.device == "cuda" else (1, 2)
+    recipe = replace(plan.recipe(method, plan.longest[0], 0), steps=warm + timed, warmup=0, pool=8)
+    ticks: list[float] = []
+    thinking_train.train(recipe, plan.device, after_step=lambda done, loss: ticks.append(time.time()))
+    return (ticks[-1] - ticks[warm - 1]) / timed
+
+
+def one_run(plan: BackbonePlan, run: Run, steps: int, clock: Clock, out: Path) -> None:
+    """Train and test one cell of the table; writes <method>-<N>-<seed>.json. Cut short when the time of the job is up."""
     method, n, seed = run
-    begin, recipe = clock.now(), plan.recipe(method, n, seed)
+    begin, recipe = clock.now(), replace(plan.recipe(method, n, seed), steps=steps, warmup=min(100, steps // 10))
     texts = thinking_train.texts_of(recipe, plan.device)
-    if method not in pace.step:
-        pace.step[method] = _seconds_per_step(recipe, texts, plan)
-    stop = until - pace.test.get(method, 0.2 * (until - begin))
-    planned = max(2, min(plan.most_steps, int(0.95 * (stop - clock.now()) / pace.step[method])))
-    recipe, ready = replace(recipe, steps=planned, warmup=min(100, planned // 10)), clock.now()
-    model, losses = _train(recipe, texts, plan, clock, stop)
+    ready = clock.now()
+    model, losses = _train(recipe, texts, plan, clock)
     trained = clock.now()
     curve = _curve(plan, recipe, model.to(plan.device), n)
-    pace.test[method] = 1.2 * (clock.now() - trained)
     result = dict(
-        method=method, N=n, seed=seed, steps=len(losses), planned=planned, final_loss=losses[-1], losses=losses[::25],
+        method=method, N=n, seed=seed, steps=len(losses), planned=steps, final_loss=losses[-1], losses=losses[::25],
         setup_seconds=ready - begin, train_seconds=trained - ready, test_seconds=clock.now() - trained,
         tokens_per_step=recipe.batch * plan.width, recipe=json.loads(recipe.to_json()), curve=curve,
     )  # fmt: skip
     (out / f"{method}-{n}-{seed}.json").write_text(json.dumps(result))
     shown = " ".join(f"{length}:{share['answered']:.0f}" for length, share in curve.items())
-    print(f"{clock.now():5.0f} s  {method:8s} N={n:<3d} seed {seed}  {len(losses)} steps in {trained - ready:.0f} s  "
-          f"loss {losses[-1]:.3f}  {shown}", flush=True)  # fmt: skip
+    print(f"{clock.now():5.0f} s  {method:8s} N={n:<3d} seed {seed}  {len(losses)} steps in {trained - ready:.0f} s, tested in "
+          f"{clock.now() - trained:.0f} s  loss {losses[-1]:.3f}  {shown}", flush=True)  # fmt: skip
 
 
-def _seconds_per_step(recipe: ThinkingRecipe, texts: ChunkedTexts, plan: BackbonePlan) -> float:
-    """Of a model that is thrown away."""
-    warm, timed = (5, 10) if plan.device == "cuda" else (1, 2)
-    short, ticks = replace(recipe, steps=warm + timed, warmup=0), []
-    model = thinking_train.initial(short)
-    thinking_train.follow(short, texts, model, plan.device, after_step=lambda done, loss: ticks.append(time.time()))
-    return (ticks[-1] - ticks[warm - 1]) / timed
-
-
-def _train(
-    recipe: ThinkingRecipe, texts: ChunkedTexts, plan: BackbonePlan, clock: Clock, stop: float
-) -> tuple[Model, list[float]]:
-    """The model, and the loss of every step it got; cut short when the time is up."""
+def _train(recipe: ThinkingRecipe, texts: ChunkedTexts, plan: BackbonePlan, clock: Clock) -> tuple[Model, list[float]]:
+    """The model, and the loss of every step it got."""
     model, losses = thinking_train.initial(recipe), []
 
     def watch(done: int, loss: float) -> None:
         losses.append(loss)
-        if clock.now() > stop and done < recipe.steps:
+        if clock.now() > plan.seconds - plan.aside and done < recipe.steps:
             raise TimeIsUp
 
     try:
@@ -182,11 +185,12 @@ def _shares(scores: list[Score]) -> dict[str, float]:
 
 def work(plan: BackbonePlan, rows: int, clock: Clock, out: Path) -> None:
     """All runs, in so many rows side by side, a process each."""
+    agreement = Agreement(rows)
+    jobs = [(plan, plan.runs()[row::rows], row, agreement, clock, out) for row in range(rows)]
     if rows == 1:
-        row_of_runs(plan, plan.runs(), clock, out)
+        row_of_runs(*jobs[0])
         return
-    context = mp.get_context("spawn")
-    started = [context.Process(target=row_of_runs, args=(plan, plan.runs()[i::rows], clock, out)) for i in range(rows)]
+    started = [mp.get_context("spawn").Process(target=row_of_runs, args=job) for job in jobs]
     for process in started:
         process.start()
     for process in started:
@@ -194,7 +198,7 @@ def work(plan: BackbonePlan, rows: int, clock: Clock, out: Path) -> None:
 
 
 TINY: dict[str, Any] = dict(
-    longest=(2, 3), beyond=(4, 6), width=112, batch=2, texts=24, most_steps=4, examples=4, tested_together=64
+    longest=(2, 3), beyond=(4, 6), width=112, batch=2, texts=24, most_steps=4, examples=4, tested_together=64, aside=2.0
 )  # fmt: skip
 """a few steps of a small model: does it run at all"""
 
