@@ -28,6 +28,7 @@ from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking_texts import METHODS, ChunkBatch, ChunkedTexts, Method
 from replaylens.engine.thinking_tokenizer import Tokenizer, backbone_folder, load_tokenizer
 from replaylens.engine.train import BadRecipe, Recipe
+from replaylens.engine.train_graph import GraphedSteps
 
 Precision = Literal["fp32", "bf16"]
 
@@ -104,14 +105,25 @@ def follow(
     save_every: int = 500,
     after_step: Callable[[int, float], None] | None = None,
 ) -> Model:
-    """Mutates `model`: the steps of the recipe on texts that are already cut up."""
+    """Mutates `model`: the steps of the recipe on texts that are already cut up.
 
-    def loss_at(m: Model, step: int) -> Tensor:
+    On a CUDA device, steps on rows of one width are replayed from graphs.
+    """
+
+    def inputs_at(step: int) -> tuple[int, tuple[Tensor, ...]]:
         batch = texts.batch(step)
-        with arithmetic(recipe.precision, device):
-            return loss(m, batch, left_out(step, batch.tokens.shape[1]) if recipe.cut else 0)
+        return left_out(step, batch.tokens.shape[1]) if recipe.cut else 0, tuple(vars(batch).values())
 
-    return trainer.follow(recipe, model, loss_at, device, state, save_every, after_step)
+    def loss_of(m: Model, first: int, inputs: tuple[Tensor, ...]) -> Tensor:
+        with arithmetic(recipe.precision, device):
+            return loss(m, ChunkBatch(*inputs), first)
+
+    def steps(m: Model) -> trainer.Steps[Model]:
+        if device == "cpu" or recipe.width is None:
+            return trainer.Steps(recipe, m, lambda m, step: loss_of(m, *inputs_at(step)))
+        return GraphedSteps(recipe, m, inputs_at, loss_of)
+
+    return trainer.follow(recipe, model, steps, device, state, save_every, after_step)
 
 
 def arithmetic(precision: Precision, device: str) -> torch.autocast:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -263,21 +263,43 @@ def train(
     a resumed run); what it raises ends the run.
     """
     texts = Texts(recipe, torch.device(device))
-    return follow(
-        recipe,
-        initial(recipe),
-        lambda model, step: weighted_loss(model, texts.batch(step)),
-        device,
-        state,
-        save_every,
-        after_step,
-    )
+    steps = lambda model: Steps(recipe, model, lambda m, step: weighted_loss(m, texts.batch(step)))  # noqa: E731
+    return follow(recipe, initial(recipe), steps, device, state, save_every, after_step)
+
+
+class Steps(Generic[M]):
+    """Takes the steps of a recipe, one by one. The model lies on its device; every step mutates it."""
+
+    def __init__(self, recipe: Recipe, model: M, loss_at: Callable[[M, int], Tensor]) -> None:
+        """`loss_at(model, step)`: what step number `step` makes smaller."""
+        self.recipe, self.model, self.loss_at = recipe, model, loss_at
+        self.optimizer: torch.optim.Optimizer = adam(model, recipe.lr)
+
+    def take(self, step: int) -> Tensor:
+        """Step number `step`; its loss."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr_at(self.recipe, step)
+        self.optimizer.zero_grad()
+        return descend(self.model, self.optimizer, self.loss_at(self.model, step))
+
+
+def adam(model: nn.Module, lr: float | Tensor, **options: Any) -> torch.optim.Optimizer:
+    """The optimizer of every recipe."""
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True, **options)
+
+
+def descend(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    """Mutates the model: one step down, with gradients that start at zero. The loss, without its gradients."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+    optimizer.step()
+    return loss.detach()
 
 
 def follow(
     recipe: Recipe,
     model: M,
-    loss_at: Callable[[M, int], Tensor],
+    steps: Callable[[M], Steps[M]],
     device: str,
     state: Path | None,
     save_every: int,
@@ -286,12 +308,12 @@ def follow(
     """Mutates `model`: the steps of a recipe, whatever the loss of a step is. The rest as in `train`."""
     with deterministic(device):
         model = model.to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-        first = load_state(state, recipe, model, optimizer) if state is not None and state.exists() else 0
+        taken = steps(model)
+        first = load_state(state, recipe, model, taken.optimizer) if state is not None and state.exists() else 0
         for step in range(first, recipe.steps):
-            loss = _step(model, optimizer, loss_at(model, step), lr_at(recipe, step))
+            loss = taken.take(step)
             if state is not None and (step + 1) % save_every == 0:
-                save_state(state, recipe, model, optimizer, step + 1)
+                save_state(state, recipe, model, taken.optimizer, step + 1)
             if after_step is not None:
                 after_step(step + 1, float(loss))
     return model.cpu().requires_grad_(False).eval()
@@ -305,16 +327,6 @@ def initial(recipe: Recipe) -> Decoder:
         if parameter.ndim == 2:  # not the norms
             parameter.mul_(recipe.init_scale)
     return model
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, lr: float) -> Tensor:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
-    optimizer.step()
-    return loss.detach()
 
 
 @contextmanager

@@ -1,0 +1,52 @@
+"""Training steps replayed from CUDA graphs: deterministic, resumable, and the steps of ordinary launches."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from replaylens.engine import thinking_train, thinking_zoo
+from replaylens.engine.thinking_train import ThinkingRecipe
+from replaylens.engine.train import Steps
+
+pytestmark = pytest.mark.gpu
+RECIPE = replace(thinking_zoo.recipe("coin-thinking"), steps=12, warmup=2, batch=4, pool=8, longest=4, width=96, cut=True)
+
+
+def trained(recipe: ThinkingRecipe, state: Path | None = None, stop_at: int | None = None) -> list[torch.Tensor]:
+    """Weights after the recipe, or after a run that broke off."""
+
+    class Stop(Exception):
+        pass
+
+    def watch(done: int, loss: float) -> None:
+        if done == stop_at:
+            raise Stop
+
+    model = thinking_train.initial(recipe)
+    texts = thinking_train.texts_of(recipe, "cuda")
+    try:
+        thinking_train.follow(recipe, texts, model, "cuda", state, 3, watch)
+    except Stop:
+        pass
+    return [x.detach().cpu() for x in model.state_dict().values()]
+
+
+def test_twice_the_same_bits_and_after_a_break_too(tmp_path: Path) -> None:
+    first, state = trained(RECIPE), tmp_path / "run.safetensors"
+    assert all(torch.equal(a, b) for a, b in zip(first, trained(RECIPE), strict=True))
+    trained(RECIPE, state, stop_at=7)
+    assert state.exists()
+    assert all(torch.equal(a, b) for a, b in zip(first, trained(RECIPE, state), strict=True))
+    other = trained(replace(RECIPE, seed=1))
+    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_the_steps_are_those_of_ordinary_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to how Adam rounds a learning rate that is a tensor."""
+    graphed = trained(RECIPE)
+    launched = lambda recipe, model, inputs_at, loss_of: Steps(recipe, model, lambda m, step: loss_of(m, *inputs_at(step)))  # noqa: E731
+    monkeypatch.setattr(thinking_train, "GraphedSteps", launched)
+    for a, b in zip(graphed, trained(RECIPE), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
