@@ -1,5 +1,6 @@
 """The engine's contract on a CUDA device: the same request gives the same bits however it is run."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from tests.families import NAMES, hugging_face
 pytestmark = pytest.mark.gpu
 PROMPT = torch.randint(1, 97, (75,), generator=torch.Generator().manual_seed(5)).tolist()
 OTHERS = [torch.randint(1, 97, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 9, 10, 40, 130)]
+FILTERED, DRAWN = Sampling(temperature=0.8, top_k=40, seed=11), Sampling(temperature=0.7, seed=2**64 - 3)
+"""drawn by the host, which sees the whole distribution, and by the device"""
 Outcome = tuple[list[int], torch.Tensor, dict[str, torch.Tensor]]
 
 
@@ -48,7 +51,7 @@ def test_bits_depend_on_the_path_alone(name: str, dtype: torch.dtype) -> None:
     """Batch, chunking, page size, drafter, window: none of them moves a bit."""
     served = engine(name, dtype)
     assert served.certificate.certified
-    for sampling in (Sampling(), Sampling(temperature=0.8, top_k=40, seed=11)):
+    for sampling in (Sampling(), FILTERED, DRAWN):
         reference = outcome(served, window=1, sampling=sampling)
         assert not differences(outcome(served, OTHERS, window=1, sampling=sampling), reference)
         for drafter in ("self", "lens", "tree", "ngram", "model"):
@@ -77,10 +80,10 @@ def test_the_fast_path_would_fail_the_contract(monkeypatch: pytest.MonkeyPatch) 
 def test_bursts_give_the_bits_of_single_passes(name: str) -> None:
     """Decode steps replayed as CUDA graphs on the device alone, against one ordinary pass per token."""
     served = engine(name, torch.bfloat16)
-    tokens, kv, _ = outcome(served, window=1)
-    for beside in ([], OTHERS):
+    for sampling, beside in product((Sampling(), DRAWN), ([], OTHERS)):
+        tokens, kv, _ = outcome(served, window=1, sampling=sampling)
         branches = served.prompts([*beside, PROMPT])
-        served.generate(branches, 24, final=True)
+        served.generate(branches, 24, final=True, sampling=sampling)
         assert served.loop.bursts is not None and served.loop.bursts._graphs, "no graph was used"
         assert branches[-1].tokens == tokens and torch.equal(branches[-1].kv().cpu(), kv)
         served.check_integrity()

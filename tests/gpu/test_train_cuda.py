@@ -1,5 +1,6 @@
 """Training steps replayed from CUDA graphs: deterministic, resumable, and the steps of ordinary launches."""
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,10 +27,8 @@ def trained(recipe: ThinkingRecipe, state: Path | None = None, stop_at: int | No
 
     model = thinking_train.initial(recipe)
     texts = thinking_train.texts_of(recipe, "cuda")
-    try:
+    with suppress(Stop):
         thinking_train.follow(recipe, texts, model, "cuda", state, 3, watch)
-    except Stop:
-        pass
     return [x.detach().cpu() for x in model.state_dict().values()]
 
 
