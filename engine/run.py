@@ -196,7 +196,7 @@ def _by_length(
 
 
 def _result(engine: "Engine", example: Example, branch: Branch) -> Result:
-    answer = engine.text.decode(branch.generated)
+    answer = engine.text.decode([token for token in branch.generated if token != engine.text.eos_id])
     rejected = [
         RejectedPath(other.id, other.tokens, engine.tree.branch(other.id).fork_position, other.lane.recording)
         for other in branch.rejected
