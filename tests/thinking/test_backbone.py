@@ -17,6 +17,7 @@ from replaylens.engine import thinking_train as trainer
 from replaylens.engine import thinking_zoo, zoo
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadConfig, BadRequest
+from replaylens.engine.run import replay_examples
 from replaylens.engine.thinking import ThinkingDecoder
 from replaylens.engine.thinking_engine import ThinkingEngine
 from replaylens.engine.thinking_prefill import GUESSES
@@ -198,6 +199,20 @@ def test_it_is_replayed_with_its_own_tokenizer(
         for site in ("thinking.state", "thinking.hook_out", "compress.hook_out", "thinking.tokens"):
             assert torch.equal(branch.activations[site], branches[0].activations[site])
     assert "<EOS>" in str(branches[0].tree())
+
+
+def test_its_answers_are_judged_without_their_end(trained: dict[Method, trainer.Model], recipe: ThinkingRecipe) -> None:
+    """A Hugging Face tokenizer has a text for <EOS>; it is no part of the answer."""
+    model, tokenizer = trained["thinking"], recipe.tokenizer()
+    assert isinstance(model, ThinkingDecoder) and isinstance(tokenizer, PretrainedTokenizer)
+    engine = ThinkingEngine(model, tokenizer.tokenizer)
+    stopped = 0
+    for result in replay_examples(engine, zoo.held_out(STATES, 1, 8)):
+        said = engine.text.decode(result.tokens[result.num_prompt :])
+        if said in (" heads.<|end|>", " tails.<|end|>"):
+            assert result.correct == said.startswith(result.example.answer)
+            stopped += 1
+    assert stopped, "or nothing is shown"
 
 
 def test_a_foreign_tokenizer_is_refused(trained: dict[Method, trainer.Model]) -> None:
