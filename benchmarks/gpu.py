@@ -66,6 +66,12 @@ def milliseconds(work: Any, repeats: int = 10) -> float:
     return sorted(times)[len(times) // 2]
 
 
+def in_turns(*works: Any, rounds: int = 5) -> list[float]:
+    """Median device time of each, measured in turns: the clock of a busy device falls, for all of them alike."""
+    times = [[milliseconds(work, 2) for work in works] for _ in range(rounds)]
+    return [sorted(mine)[rounds // 2] for mine in zip(*times, strict=True)]
+
+
 def prompts(count: int, length: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(count)
     return torch.randint(100, 120000, (count, length), generator=generator).tolist()
@@ -132,10 +138,12 @@ def passes(table: Table, engine: Engine) -> None:
         page_table = PageTable()
         engine.runner.reserve(page_table, 0, rows)
         segment = [Segment(page_table, 0, prompts(1, rows)[0], 1)]
-        exact = milliseconds(lambda s=segment: engine.runner.exact(s), 5)
-        fast = milliseconds(lambda s=segment: engine.runner.fast(s), 5)
         names, _ = engine.sites.select("STC")
-        taken = milliseconds(lambda s=segment, n=names: _captured(engine, s, n), 5)
+        exact, fast, taken = in_turns(
+            lambda s=segment: engine.runner.exact(s),
+            lambda s=segment: engine.runner.fast(s),
+            lambda s=segment, n=names: _captured(engine, s, n),
+        )
         table.add(
             f"canonical pass of {rows} rows",
             ratio=fast / exact,
@@ -184,16 +192,12 @@ def lens(table: Table, engine: Engine) -> None:
     whole = cuda_lens.read(spec, engine.model, stacked, [7] * 512)
     alone = cuda_lens.read(spec, engine.model, stacked[100:101], [7])
     assert all(torch.equal(alone[name], whole[name][100:101]) for name in alone), "company moved bits of Z"
-    weight, x = engine.model.unembed.weight, stacked[:, 0].contiguous()
+    weight, by_layer = engine.model.unembed.weight, stacked.transpose(0, 1).contiguous()
     out = torch.empty(512, SHAPE.vocab_size, dtype=torch.bfloat16, device="cuda")
-    rounds = [  # in turns: the clock of a busy device falls
-        (
-            milliseconds(lambda: [torch.mm(x, weight, out=out) for _ in range(layers)], 2),
-            milliseconds(lambda: cuda_lens.read(spec, engine.model, stacked, [7] * 512), 2),
-        )
-        for _ in range(5)
-    ]
-    bare, ours = (sorted(times)[2] for times in zip(*rounds, strict=True))
+    bare, ours = in_turns(
+        lambda: [torch.mm(x, weight, out=out) for x in by_layer],
+        lambda: cuda_lens.read(spec, engine.model, stacked, [7] * 512),
+    )
     table.add(
         "Z at 32 layers, 512 rows, over bare products",
         ratio=ours / bare,

@@ -46,15 +46,20 @@ def _block(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) 
         softcap=model.config.logit_softcap,
     )
     assert found.kl is not None and found.target_log_probs is not None  # both were asked for
-    out = {
-        "Z.entropy": found.entropy,
-        "Z.kl": found.kl,
-        "Z.emitted": found.target_log_probs[..., 0],
-        "Z.top_ids": found.top_ids.to(torch.int32),
+    columns = {
+        "Z.entropy": found.entropy[..., None],
+        "Z.kl": found.kl[..., None],
+        "Z.emitted": found.target_log_probs[..., :1],
+        "Z.top_ids": found.top_ids.to(torch.int32).view(torch.float32),
         "Z.top_logprobs": found.top_log_probs,
+        "Z.targets": found.target_log_probs[..., 1:],
     }
-    if spec.targets:
-        out["Z.targets"] = found.target_log_probs[..., 1:]
-    rows = {name: value.transpose(0, 1).contiguous().cpu() for name, value in out.items()}
+    sent = torch.cat(list(columns.values()), dim=-1).transpose(0, 1).contiguous().cpu()  # one copy: [n, layers, columns]
+    pieces = sent.split([column.shape[-1] for column in columns.values()], dim=-1)
+    rows = {name: piece.contiguous() for name, piece in zip(columns, pieces, strict=True)}
+    rows |= {name: rows[name].squeeze(-1) for name in ("Z.entropy", "Z.kl", "Z.emitted")}
+    rows["Z.top_ids"] = rows["Z.top_ids"].view(torch.int32)
     rows["Z.emitted"][torch.tensor(emitted) < 0] = float("nan")
+    if not spec.targets:
+        del rows["Z.targets"]
     return rows
