@@ -15,6 +15,9 @@ from replaylens.tasks.tokenizer import vocabulary_of
 NAMES = ("a", "b", "c", "d", "e", "f", "g", "h")
 MIN_VARIABLES = 2
 MIN_MODULUS, MAX_MODULUS = 2, 10
+MAX_ADDED = 3
+"""the largest number added or subtracted: where all numbers are alike, whoever knows only one of the two can but guess, and small
+models learned to set and to copy, but not to add"""
 SET, COPY, ADD, SUBTRACT = "set", "copy", "add", "subtract"
 KINDS = (SET, COPY, ADD, SUBTRACT)
 
@@ -62,11 +65,12 @@ class Variables(Task[VariablesKnobs]):
         return Story(f"{_opening(knobs.modulus)}{told}{_QUESTION} {asked}? A:", f"{answer}.", answer, tuple(events))
 
     def _drawn(self, draws: Draws, t: int, names: tuple[str, ...]) -> Event:
-        """An operation, each kind equally likely. Nothing is added or subtracted that is written 0."""
+        """An operation, each kind equally likely. A number that is added or subtracted is small, and never 0."""
         kind, target = draws.pick(KINDS, "kind", t), draws.pick(names, "target", t)
         if kind == COPY or (kind != SET and draws.chance(0.5, "by a variable", t)):
             return Event(kind, objects=(target, draws.pick([name for name in names if name != target], "other", t)))
-        number = draws.between((0 if kind == SET else 1, self.knobs.modulus - 1), "number", t)
+        largest = self.knobs.modulus - 1
+        number = draws.between((0, largest) if kind == SET else (1, min(MAX_ADDED, largest)), "number", t)
         return Event(kind, objects=(target, str(number)))
 
     def scene(self) -> Scene:

@@ -22,7 +22,7 @@ PINNED: dict[str, list[str]] = {
     "words": ["2f06d52fffffe7a1", "1d4997f784ebd869", "7e408d25c6640153"],
     "fork": ["2a289830ddd71f2c", "449a600a5bb7c32a", "81edc9140208f7b8"],
     "boxes": ["7ea0227e35829c0e", "10300b3fe7be4ed7", "74cedecec3fa4169"],
-    "variables": ["f8c8d7686b54b802", "bd5407a92b62d71d", "81426e668fbabb83"],
+    "variables": ["a09e31deb2f2110b", "51065c53f96a8616", "81426e668fbabb83"],
     "coin states": ["37375ded7d35e5e0", "9a1f9640ee01e428", "59f89a27ea3d4125"],
     "coin wei": ["58e075f3a150ee23", "8eeb2fca6a1c4bb6", "152ce79f6e7310c9"],
     "coin symbols": ["6811a46c28fd37c6", "2f5a2c1241f573b6", "4ffd419dc75f0e38"],
