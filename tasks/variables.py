@@ -16,8 +16,8 @@ NAMES = ("a", "b", "c", "d", "e", "f", "g", "h")
 MIN_VARIABLES = 2
 MIN_MODULUS, MAX_MODULUS = 2, 10
 MAX_ADDED = 3
-"""the largest number added or subtracted: where all numbers are alike, whoever knows only one of the two can but guess, and small
-models learned to set and to copy, but not to add"""
+"""the largest number added or subtracted: where all are equally likely, whoever knows only one of the two can but guess, and a
+small model learned to set and to copy, but not to add"""
 SET, COPY, ADD, SUBTRACT = "set", "copy", "add", "subtract"
 KINDS = (SET, COPY, ADD, SUBTRACT)
 
