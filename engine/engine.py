@@ -125,7 +125,7 @@ class Engine:
             from replaylens.engine.thinking_engine import ThinkingEngine
 
             thinker, tokenizer = thinking
-            return ThinkingEngine(thinker.to(device, dtype), options.pop("tokenizer", tokenizer), **options)
+            return ThinkingEngine(weights.in_dtype(thinker, dtype).to(device), options.pop("tokenizer", tokenizer), **options)
         if embedded:
             plain, words = zoo.load_embedded(source)
             model, text = weights.load(plain, dtype), Text(words)

@@ -139,7 +139,7 @@ class ThinkingDecoder(nn.Module):
             model.compress.load_state_dict(backbone.blocks[0].state_dict())
             model.think_norm.load_state_dict(backbone.ln_final.state_dict())
             model.think_unembed.copy_(table)
-        return model.to(backbone.embed.dtype)
+        return weights.in_dtype(model, backbone.embed.dtype)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, states: Tensor, ops: Ops, tap: Tap | None = None

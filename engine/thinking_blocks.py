@@ -1,4 +1,4 @@
-"""`ThinkingBlocks`: the thinking block T and the compression block C in canonical arithmetic.
+"""`ThinkingBlocks`: the thinking block T and the compression block C in canonical arithmetic, on the backbone's device.
 
 Both are single blocks over a handful of rows, with a cache of their own that lives as long as one thought. Their products
 have the shapes of the backbone's blocks, so its certificate covers them; thoughts of any number of chunks are decoded
@@ -16,8 +16,9 @@ from replaylens.engine.batch import Batch, Segment
 from replaylens.engine.capture import LensSpec, Rows
 from replaylens.engine.cpu import CanonicalCpuOps
 from replaylens.engine.edits import PlacedEdit
-from replaylens.engine.errors import BadRequest, NonFinite
+from replaylens.engine.errors import NonFinite
 from replaylens.engine.kv_cache import KVCache
+from replaylens.engine.ops import Ops
 from replaylens.engine.pages import PagePool, PageTable
 from replaylens.engine.runner import Runner
 from replaylens.engine.thinking import COMPRESS_SITE, THINK_SITE, ThinkingDecoder
@@ -46,14 +47,12 @@ class ThinkingBlocks:
     """T and C of one model. Changes nothing outside its own cache."""
 
     def __init__(self, model: ThinkingDecoder, runner: Runner) -> None:
-        if runner.device != "cpu":
-            raise BadRequest("models that think are replayed on the CPU; load this one with device='cpu'")
         self.model, self.config, self.runner = model, model.thinking, runner
         if not model.config.tied_embeddings:  # the certificate is about tables that lie as the backbone's does
             model.think_unembed.data = model.think_unembed.data.t().contiguous().t()
         self.pool = PagePool(TOGETHER, self.config.chunk + self.config.compressed)
         one_layer = replace(model.config, num_layers=1, windows=model.config.windows[:1])
-        self.cache = KVCache(one_layer, self.pool, model.backbone.embed.dtype)
+        self.cache = KVCache(one_layer, self.pool, model.backbone.embed.dtype, runner.device)
         self._known: dict[Tokens, Tensor] = {}
 
     # ---- T ------------------------------------------------------------------------------------------------------
@@ -84,7 +83,7 @@ class ThinkingBlocks:
             open_ = [n for n in open_ if tokens[n][-1] != config.eos_token]
             if not open_:
                 break
-            words = torch.tensor([tokens[n][-1] for n in open_])
+            words = torch.tensor([tokens[n][-1] for n in open_], device=self.runner.device)
             x = self.model.thought_embedding(words, torch.full_like(words, step))
         for table in tables:
             self.pool.release(table)
@@ -119,7 +118,7 @@ class ThinkingBlocks:
     def compressed(self, thought: Tokens, chunk: int = 0, edits: Sequence[PlacedEdit] = ()) -> Tensor:
         """C over a thought, filled up to c tokens: [rows, d_model]; no rows for an empty one."""
         if len(thought) == 1:
-            return self.model.backbone.embed.new_empty(0, self.model.config.d_model)
+            return torch.empty(0, self.model.config.d_model, dtype=self.model.backbone.embed.dtype)
         if thought not in self._known:
             if len(self._known) == MOST_KNOWN:
                 self._known.clear()
@@ -143,7 +142,7 @@ class ThinkingBlocks:
         batch = self._batch([Segment(table, 0, filled)])
         out = self.model.run_compress(batch.tokens, batch.positions, self._ops(batch))[: len(filled)]
         self.pool.release(table)
-        return _finite(out).clone()
+        return _finite(out).clone().cpu()
 
     # ---- passes -------------------------------------------------------------------------------------------------
 
@@ -152,24 +151,31 @@ class ThinkingBlocks:
         return Segment(table, start, [0] * rows)  # T takes states instead of tokens
 
     def _pass(self, segments: list[Segment], x: Tensor) -> Tensor:
-        """T over new rows x [rows, d_model]: the last row of each segment."""
+        """T over new rows x [rows, d_model]: the last row of each segment, on the CPU."""
         batch = self._batch(segments)
-        padded = torch.zeros(batch.padded, x.shape[1], dtype=x.dtype)
-        padded[: len(x)] = x
-        out = self.model.run_think(padded, batch.positions, self._ops(batch))
-        return _finite(out[[end - 1 for end in batch.offsets[1:]]])
+        out = self.model.run_think(self._padded(x, batch.padded), batch.positions, self._ops(batch))
+        return _finite(out[[end - 1 for end in batch.offsets[1:]]]).cpu()
 
     def _logits(self, rows: Tensor) -> Tensor:
+        """Of rows that T gave out [rows, d_model]: [rows, vocab], on the CPU."""
         tile = self.runner.tile
-        padded = torch.zeros(-(-len(rows) // tile) * tile, rows.shape[1], dtype=rows.dtype)
+        padded = self._padded(rows, -(-len(rows) // tile) * tile)
+        return _finite(self.model.thought_logits(padded, self.runner.head_ops())[: len(rows)]).cpu()
+
+    def _padded(self, rows: Tensor, count: int) -> Tensor:
+        padded = torch.zeros(count, rows.shape[1], dtype=rows.dtype, device=self.runner.device)
         padded[: len(rows)] = rows
-        return _finite(self.model.thought_logits(padded, self.runner.head_ops())[: len(rows)])
+        return padded
 
     def _batch(self, segments: list[Segment]) -> Batch:
-        return Batch(segments, self.pool, self.runner.certificate.query_rows, self.runner.tile)
+        return Batch(segments, self.pool, self.runner.certificate.query_rows, self.runner.tile, self.runner.device)
 
-    def _ops(self, batch: Batch) -> CanonicalCpuOps:
-        return CanonicalCpuOps(batch, self.cache, self.runner.products)
+    def _ops(self, batch: Batch) -> Ops:
+        if self.runner.device == "cpu":
+            return CanonicalCpuOps(batch, self.cache, self.runner.products)
+        from replaylens.engine import cuda  # its kernels need triton, which a CPU machine may lack
+
+        return cuda.CanonicalCudaOps(self.cache, cuda.device_rows(batch, self.cache))
 
 
 def _edited(row: Tensor, chunk: ChunkStates, step: int, room: int) -> Tensor:

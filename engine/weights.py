@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -19,6 +19,8 @@ from replaylens.engine.config import ModelConfig
 from replaylens.engine.errors import BadConfig, BadWeights, UnsupportedModel, no_such
 from replaylens.engine.families import FAMILIES, Tensors, family_of
 from replaylens.engine.model import Decoder
+
+M = TypeVar("M", bound=nn.Module)
 
 CONFIG_FILE = "replaylens.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -80,11 +82,16 @@ def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> Decoder:
     if faults:
         shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
         raise BadWeights(f"weights do not fit the config: {shown}. Check that config and weights belong together.")
-    model = Decoder(config)
-    for parameter in model.parameters():  # not the rotary tables: their angles stay in float32
-        parameter.data = parameter.data.to(dtype)
+    model = in_dtype(Decoder(config), dtype)
     model.load_state_dict({name: x.to(dtype) for name, x in tensors.items()})
     return model.requires_grad_(False).eval()
+
+
+def in_dtype(model: M, dtype: torch.dtype) -> M:
+    """Mutates the weights, not the rotary tables: their angles stay in float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def from_hugging_face(raw_config: dict[str, Any], source: "Source", dtype: torch.dtype) -> Decoder:

@@ -1,0 +1,74 @@
+"""Models that think on a CUDA device: three roads, any company, one outcome."""
+
+import pytest
+import torch
+
+from replaylens.engine import weights
+from replaylens.engine.edits import Edit
+from replaylens.engine.engine import Engine
+from replaylens.engine.thinking import COMPRESS_SITE, STATE_SITE, THINK_SITE
+from replaylens.engine.thinking_engine import ThinkingBranch, ThinkingEngine
+from replaylens.engine.thinking_prefill import GUESSES, Prefiller
+from tests.thinking.reference import SHAPES, random_prompt, thinking_model
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [random_prompt(n, seed=n) for n in (1, 4, 7, 25)]
+Outcome = dict[str, torch.Tensor]
+
+
+def thinker(name: str, dtype: torch.dtype) -> ThinkingEngine:
+    return ThinkingEngine(weights.in_dtype(thinking_model(SHAPES[name]), dtype).to("cuda"), cache_tokens=4096)
+
+
+def outcome(branch: ThinkingBranch) -> Outcome:
+    """KV, captured rows, and what the thoughts were."""
+    found = {site: branch.activations[site].contiguous() for site in branch.activations.sites()}
+    return found | {"kv": branch.kv().cpu(), "tokens": torch.tensor(branch.tokens)}
+
+
+def differences(a: Outcome, b: Outcome) -> list[str]:
+    bits = lambda x: x.contiguous().view(torch.uint8)  # noqa: E731 (NaN marks a row without successor)
+    return [name for name in a.keys() | b.keys() if not torch.equal(bits(a[name]), bits(b[name]))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", SHAPES)
+def test_three_roads_and_any_company(name: str, dtype: torch.dtype) -> None:
+    served = thinker(name, dtype)
+    truth = [outcome(served.prompt(path, sites="STCZ", guess="sequential")) for path in PROMPTS]
+    for guess in GUESSES:
+        together = served.prompts(PROMPTS, sites="STCZ", guess=guess, keep_rejected=True)
+        assert [differences(outcome(branch), right) for branch, right in zip(together, truth, strict=True)] == [[]] * 4
+        served.check_integrity()
+    thoughts = [thought for branch in together for thought in branch.thoughts.chunks]
+    assert any(t.empty for t in thoughts) and not all(t.empty for t in thoughts)
+
+
+def test_edits_on_s_t_and_c() -> None:
+    served, path = thinker("rotary", torch.bfloat16), PROMPTS[2]
+    push = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    plain = outcome(served.prompt(path, sites="STCZ"))
+    places = {STATE_SITE: 4, THINK_SITE: served.thought_place(THINK_SITE, 1), COMPRESS_SITE: 0}
+    for site, place in places.items():
+        edits = [Edit(site, "add", 3 * push, positions=[place])]
+        alone = outcome(served.prompt(path, sites="STCZ", edits=edits, guess="sequential"))
+        assert not differences(outcome(served.prompts([PROMPTS[3], path], sites="STCZ", edits=edits)[1]), alone)
+        assert differences(alone, plain) or site == COMPRESS_SITE  # an empty first thought has no rows of C to edit
+
+
+def test_a_wrong_guess_that_is_kept_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    served = thinker("rotary", torch.bfloat16)
+    right = outcome(served.prompt(PROMPTS[3], sites="STCZ", guess="sequential"))
+    judge = Prefiller._judge
+    monkeypatch.setattr(Prefiller, "_judge", lambda self, p, guessed, found: judge(self, p, [t.tokens for t in found], found))
+    assert differences(outcome(served.prompt(PROMPTS[3], sites="STCZ", guess="empty")), right)
+
+
+def test_the_pictures_sentence() -> None:
+    sentence = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
+    branch = Engine.load("coin-thinking", device="cuda").prompt(sentence).generate(2)
+    assert isinstance(branch, ThinkingBranch)
+    said = {"".join(chunk.tokens): chunk.thought for chunk in branch.tree().chunks[:-1]}
+    assert said.pop(" Alice flips") == (" tails", "<EOS>") and said.pop(" Bob flips") == (" heads", "<EOS>")
+    assert set(said.values()) == {("<EOS>",)} and branch.text == sentence + " heads."
