@@ -21,8 +21,9 @@ import time
 import traceback
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -132,7 +133,7 @@ def _seconds_per_step(plan: BackbonePlan, method: Method) -> float:
     recipe = replace(plan.recipe(method, plan.longest[0], 0), steps=warm + timed, warmup=0, pool=8)
     ticks: list[float] = []
     thinking_train.train(recipe, plan.device, after_step=lambda done, loss: ticks.append(time.time()))
-    return (ticks[-1] - ticks[warm - 1]) / timed
+    return median(after - before for before, after in pairwise(ticks[warm - 1 :]))  # a new shape takes a moment longer
 
 
 def one_run(plan: BackbonePlan, run: Run, steps: int, clock: Clock, out: Path) -> None:

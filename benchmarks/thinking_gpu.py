@@ -18,7 +18,8 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean, pstdev
+from itertools import pairwise
+from statistics import mean, median, pstdev
 from threading import BrokenBarrierError
 from typing import Any
 
@@ -106,7 +107,7 @@ def _seconds_per_step(recipe: ThinkingRecipe, texts: ChunkedTexts, plan: Plan, m
     thinking_train.follow(
         short, texts, thinking_train.initial(short), plan.device, after_step=lambda done, loss: ticks.append(time.time())
     )
-    return (ticks[-1] - ticks[WARM - 1]) / TIMED
+    return median(after - before for before, after in pairwise(ticks[WARM - 1 :]))  # a new shape takes a moment longer
 
 
 def _train(recipe: ThinkingRecipe, texts: ChunkedTexts, plan: Plan, clock: Clock) -> tuple[Model, int, float]:
@@ -232,6 +233,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a few steps of small models: does it run at all")
     parser.add_argument("--no-mps", action="store_true", help="do not try NVIDIA's multi-process service")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="fewer of them get more steps each")
+    parser.add_argument("--seeds", nargs="+", type=int, help="fewer of them get more steps each")
     parser.add_argument("--cut", action="store_true", help="train Thinking States to go on from its state alone, too")
     parser.add_argument("--table-only", action="store_true", help="parity without the embedded model")
     options = parser.parse_args()
@@ -242,7 +244,7 @@ def main() -> None:
         tuple(options.methods),
         cut=options.cut,
         embedded=options.task == "parity" and not options.table_only,
-        **(TINY if options.tiny else {}),
+        **((TINY if options.tiny else {}) | ({"seeds": tuple(options.seeds)} if options.seeds else {})),
     )
     clock, out = Clock(time.time()), options.out / plan.task
     out.mkdir(parents=True, exist_ok=True)

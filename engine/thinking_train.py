@@ -132,8 +132,13 @@ def arithmetic(precision: Precision, device: str) -> torch.autocast:
 
 
 def left_out(step: int, chunks: int) -> int:
-    """How many of a row's first chunks a step leaves out where the recipe cuts: none, or up to half of them."""
-    return int(np.random.default_rng(step).integers(1, chunks // 2)) if step % 2 and chunks >= 4 else 0
+    """How many of a row's first chunks a step leaves out where the recipe cuts: none, or an eighth to all of the first half.
+
+    Few different numbers: each is a shape, and on a GPU a graph, of its own.
+    """
+    if step % 2 == 0 or chunks < 4:
+        return 0
+    return max(1, chunks // 2 * int(np.random.default_rng(step).integers(1, 9)) // 8)
 
 
 def initial(recipe: ThinkingRecipe, backbone: Decoder | None = None) -> Model:
