@@ -17,8 +17,8 @@ import sys
 import time
 import traceback
 from dataclasses import replace
-from pathlib import Path
 from itertools import pairwise
+from pathlib import Path
 from statistics import mean, median, pstdev
 from threading import BrokenBarrierError
 from typing import Any
