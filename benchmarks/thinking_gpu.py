@@ -63,10 +63,7 @@ def one_run(plan: Plan, run: Run, clock: Clock, out: Path, rates: Any, number: i
     recipe = plan.recipe(method, n, seed)
     texts = thinking_train.texts_of(recipe, plan.device)
     built = clock.now()
-    rates[number] = _seconds_per_step(recipe, texts, plan, meeting)
-    _meet(meeting)
-    left, slowest = plan.train_until - clock.now(), max(rates)
-    steps = max(20, min(plan.most_steps, int(0.9 * left / slowest)))
+    steps = plan.steps or _agreed(recipe, texts, plan, clock, rates, number, meeting)
     recipe = replace(recipe, steps=steps, warmup=min(100, steps // 10))
     begin = clock.now()
     model, done, loss = _train(recipe, texts, plan, clock)
@@ -89,6 +86,15 @@ def _test(plan: Plan, recipe: ThinkingRecipe, model: Model, result: dict[str, An
         shares = {name: mean(100.0 * getattr(s, name) for s in scores) for name in ("answered", "thought")}
         result["curve"][length] = {**shares, "rounds": scores[0].rounds}
         file.write_text(json.dumps(result))
+
+
+def _agreed(
+    recipe: ThinkingRecipe, texts: ChunkedTexts, plan: Plan, clock: Clock, rates: Any, number: int, meeting: Any
+) -> int:
+    """A number of steps that the slowest of all runs can do, too."""
+    rates[number] = _seconds_per_step(recipe, texts, plan, meeting)
+    _meet(meeting)
+    return max(20, min(plan.most_steps, int(0.9 * (plan.train_until - clock.now()) / max(rates))))
 
 
 def _meet(meeting: Any) -> None:
@@ -206,21 +212,23 @@ def _row(plan: Plan, method: Method, n: int, runs: list[dict[str, Any]]) -> dict
 
 
 def work(plan: Plan, out: Path, clock: Clock) -> None:
-    """All runs side by side, until they end or the time is up."""
+    """All runs, so many side by side, until they end or the time is up."""
     context = mp.get_context("spawn")
     runs = plan.runs()
     rates, meeting = context.Array("d", len(runs)), context.Barrier(len(runs))
     jobs: list[tuple[Any, str, tuple[Any, ...]]] = [(embedded, EMBEDDED, (plan, clock, out))] if plan.embedded else []
     jobs += [(one_run, "-".join(map(str, r)), (plan, r, clock, out, rates, i, meeting)) for i, r in enumerate(runs)]
-    started = [context.Process(target=_guarded, args=(f, name, out, arguments), daemon=True) for f, name, arguments in jobs]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(max(0.1, plan.seconds - clock.now()))
-    for process, (_, name, _) in zip(started, jobs, strict=True):
-        if process.is_alive():
-            print(f"{clock.now():5.0f} s  {name} did not end in time", flush=True)
-            process.terminate()
+    waiting = [context.Process(target=_guarded, args=(f, name, out, given), name=name, daemon=True) for f, name, given in jobs]
+    running: list[Any] = []
+    while (waiting or running) and clock.now() < plan.seconds:
+        while waiting and len(running) < (plan.at_once or len(jobs)):
+            running.append(waiting.pop(0))
+            running[-1].start()
+        time.sleep(0.1)
+        running = [process for process in running if process.is_alive()]
+    for process in running:
+        print(f"{clock.now():5.0f} s  {process.name} did not end in time", flush=True)
+        process.terminate()
 
 
 def main() -> None:
@@ -234,9 +242,16 @@ def main() -> None:
     parser.add_argument("--no-mps", action="store_true", help="do not try NVIDIA's multi-process service")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="fewer of them get more steps each")
     parser.add_argument("--seeds", nargs="+", type=int, help="fewer of them get more steps each")
+    parser.add_argument("--longest", nargs="+", type=int, help="N: most operations of a training text")
+    parser.add_argument("--steps", type=int, help="of every run; without it, as many as all can do in the time")
+    parser.add_argument("--at-once", type=int, help="runs side by side; without it all. Needs --steps")
     parser.add_argument("--cut", action="store_true", help="train Thinking States to go on from its state alone, too")
     parser.add_argument("--table-only", action="store_true", help="parity without the embedded model")
     options = parser.parse_args()
+    if options.at_once and not options.steps:
+        parser.error("--at-once needs --steps: runs that do not run together cannot agree on a number")
+    given = {"seeds": options.seeds, "longest": options.longest}
+    size = (TINY if options.tiny else {}) | {name: tuple(values) for name, values in given.items() if values}
     plan = Plan(
         options.seconds,
         options.device,
@@ -244,7 +259,9 @@ def main() -> None:
         tuple(options.methods),
         cut=options.cut,
         embedded=options.task == "parity" and not options.table_only,
-        **((TINY if options.tiny else {}) | ({"seeds": tuple(options.seeds)} if options.seeds else {})),
+        steps=options.steps,
+        at_once=options.at_once,
+        **size,
     )
     clock, out = Clock(time.time()), options.out / plan.task
     out.mkdir(parents=True, exist_ok=True)

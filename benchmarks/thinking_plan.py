@@ -36,6 +36,10 @@ class Plan:
     texts: int = 10240
     """training texts of a run, over all lengths"""
     most_steps: int = 8000
+    steps: int | None = None
+    """of every run; None: as many as all of them can do in the time there is"""
+    at_once: int | None = None
+    """runs side by side; None: all"""
     examples: int = 100
     """per tested length"""
     beyond: tuple[int, ...] = (20, 30, 40, 50, 60, 70, 80, 90, 100)

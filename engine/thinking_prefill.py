@@ -139,7 +139,7 @@ class Prefiller:
     def _received(self, p: Prefill, chunk: int, state: Tensor | None) -> PlacedEdit | None:
         """What is added to a chunk: the state [c, d_model] handed to it, under the edits on S; None: nothing."""
         first, width = chunk * self.config.chunk, self.blocks.model.config.d_model
-        rows = torch.zeros(self.config.chunk, width) if state is None else state.clone()
+        rows = torch.zeros(self.config.chunk, width) if state is None else state.to(torch.float32, copy=True)
         for edit in (edit for edit in p.inner if edit.site == STATE_SITE):
             if places := edit.positions(first, first + len(rows)):
                 picks = [place - first for place in places]
