@@ -1,6 +1,6 @@
 """A table of the paper and its curves from a finished `benchmarks.thinking_gpu` run, as Markdown and as a figure.
 
-PYTHONPATH=src:. python -m benchmarks.thinking_table [--task variables] [--source FILE.json] [--image FILE.png]
+PYTHONPATH=src:. python -m benchmarks.thinking_table [--task variables] [--source FILE.json ...] [--image FILE.png]
 """
 
 import argparse
@@ -70,6 +70,8 @@ def draw(body: dict[str, Any], path: Path) -> None:
     for panel, n in zip(figure.subplots(1, len(longest), sharey=True), longest, strict=True):
         for method, colour in (("none", "tab:gray"), ("cot", "tab:orange"), ("thinking", "tab:blue")):
             found = by_length(body["runs"], method, n)
+            if not found:
+                continue
             panel.plot(list(found), [mean(shares) for shares in found.values()], color=colour, label=NAMES[method])
             dots = [(length, share) for length, shares in found.items() for share in shares]
             panel.scatter(*zip(*dots, strict=True), color=colour, s=6, alpha=0.5)
@@ -81,15 +83,32 @@ def draw(body: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def merged(bodies: list[dict[str, Any]]) -> dict[str, Any]:
+    """One body of several, each cell (method, N) with the row and the runs of the last that has it."""
+    cells: dict[tuple[str, int], tuple[dict[str, Any], list[Run]]] = {}
+    for body in bodies:
+        for row in body["table"]:
+            cell = (row["method"], row["N"])
+            cells[cell] = (row, [run for run in body["runs"] if (run["method"], run["N"]) == cell])
+    ordered = sorted(cells, key=lambda cell: (list(NAMES).index(cell[0]), cell[1]))
+    runs = [run for cell in ordered for run in cells[cell][1]]
+    return {"table": [cells[cell][0] for cell in ordered], "runs": runs, "plan": {"longest": sorted({n for _, n in cells})}}
+
+
 def main() -> None:
     """Parse, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--task", default="parity", choices=TASKS)
-    parser.add_argument("--source", type=Path, help="default: benchmarks/results/thinking-TASK-gpu.json")
+    parser.add_argument(
+        "--source",
+        type=Path,
+        nargs="+",
+        help="later files replace cells; default: results/thinking-TASK-gpu.json",
+    )
     parser.add_argument("--image", type=Path, help="default: docs/img/thinking-TASK.png")
     options = parser.parse_args()
-    source = options.source or RESULTS / f"thinking-{options.task}-gpu.json"
-    body = json.loads(source.read_text())
+    sources = options.source or [RESULTS / f"thinking-{options.task}-gpu.json"]
+    body = merged([json.loads(source.read_text()) for source in sources])
     print("\n".join([*table(body), "", *curves(body)]))
     draw(body, options.image or Path(f"docs/img/thinking-{options.task}.png"))
 

@@ -30,9 +30,11 @@ def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) ->
 
 
 def _block(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) -> Rows:
+    """Views of one tensor on the CPU."""
     norm, table = model.ln_final, model.embed.t() if model.unembed is None else model.unembed.weight  # [d, vocab]
     x = stacked.to(table).transpose(0, 1).contiguous()  # [layers, n, d]
-    targets = torch.tensor([[max(token, 0), *spec.targets] for token in emitted], device=table.device)
+    chosen = torch.tensor(spec.targets, dtype=torch.int64).expand(len(emitted), -1)
+    targets = torch.cat([torch.tensor(emitted).clamp_min(0)[:, None], chosen], dim=1).to(table.device)
     found = lens(
         x,
         table,
@@ -56,7 +58,7 @@ def _block(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) 
     }
     sent = torch.cat(list(columns.values()), dim=-1).transpose(0, 1).contiguous().cpu()  # one copy: [n, layers, columns]
     pieces = sent.split([column.shape[-1] for column in columns.values()], dim=-1)
-    rows = {name: piece.contiguous() for name, piece in zip(columns, pieces, strict=True)}
+    rows = dict(zip(columns, pieces, strict=True))
     rows |= {name: rows[name].squeeze(-1) for name in ("Z.entropy", "Z.kl", "Z.emitted")}
     rows["Z.top_ids"] = rows["Z.top_ids"].view(torch.int32)
     rows["Z.emitted"][torch.tensor(emitted) < 0] = float("nan")
