@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from replaylens.engine import weights
+from replaylens import tasks
 from replaylens.engine.edits import Edit
 from replaylens.engine.engine import Engine
 from replaylens.engine.thinking import COMPRESS_SITE, STATE_SITE, THINK_SITE
@@ -16,8 +16,8 @@ PROMPTS = [random_prompt(n, seed=n) for n in (1, 4, 7, 25)]
 Outcome = dict[str, torch.Tensor]
 
 
-def thinker(name: str, dtype: torch.dtype) -> ThinkingEngine:
-    return ThinkingEngine(weights.in_dtype(thinking_model(SHAPES[name]), dtype).to("cuda"), cache_tokens=4096)
+def thinker(name: str) -> ThinkingEngine:
+    return ThinkingEngine(thinking_model(SHAPES[name]).to("cuda"), cache_tokens=4096)
 
 
 def outcome(branch: ThinkingBranch) -> Outcome:
@@ -31,10 +31,10 @@ def differences(a: Outcome, b: Outcome) -> list[str]:
     return [name for name in a.keys() | b.keys() if not torch.equal(bits(a[name]), bits(b[name]))]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", SHAPES)
-def test_three_roads_and_any_company(name: str, dtype: torch.dtype) -> None:
-    served = thinker(name, dtype)
+def test_three_roads_and_any_company(name: str) -> None:
+    """In float32: models this small give the doctor's negative controls nothing to differ in when rounded to bfloat16."""
+    served = thinker(name)
     truth = [outcome(served.prompt(path, sites="STCZ", guess="sequential")) for path in PROMPTS]
     for guess in GUESSES:
         together = served.prompts(PROMPTS, sites="STCZ", guess=guess, keep_rejected=True)
@@ -45,7 +45,7 @@ def test_three_roads_and_any_company(name: str, dtype: torch.dtype) -> None:
 
 
 def test_edits_on_s_t_and_c() -> None:
-    served, path = thinker("rotary", torch.bfloat16), PROMPTS[2]
+    served, path = thinker("rotary"), PROMPTS[2]
     push = torch.randn(32, generator=torch.Generator().manual_seed(0))
     plain = outcome(served.prompt(path, sites="STCZ"))
     places = {STATE_SITE: 4, THINK_SITE: served.thought_place(THINK_SITE, 1), COMPRESS_SITE: 0}
@@ -58,11 +58,22 @@ def test_edits_on_s_t_and_c() -> None:
 
 def test_a_wrong_guess_that_is_kept_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    served = thinker("rotary", torch.bfloat16)
+    served = thinker("rotary")
     right = outcome(served.prompt(PROMPTS[3], sites="STCZ", guess="sequential"))
     judge = Prefiller._judge
     monkeypatch.setattr(Prefiller, "_judge", lambda self, p, guessed, found: judge(self, p, [t.tokens for t in found], found))
     assert differences(outcome(served.prompt(PROMPTS[3], sites="STCZ", guess="empty")), right)
+
+
+def test_a_trained_model_in_bfloat16() -> None:
+    """Stories of 1 to 8 actors: three roads, alone and together."""
+    served = Engine.load("coin-thinking", device="cuda")
+    assert isinstance(served, ThinkingEngine)
+    stories = [tasks.get("coin")(rendering="picture", flips=n).example(n).prompt for n in (1, 3, 5, 8)]
+    truth = [outcome(served.prompt(story, sites="STCZ", guess="sequential")) for story in stories]
+    for guess in GUESSES:
+        together = served.prompts(stories, sites="STCZ", guess=guess)
+        assert [differences(outcome(branch), right) for branch, right in zip(together, truth, strict=True)] == [[]] * 4
 
 
 def test_the_pictures_sentence() -> None:
