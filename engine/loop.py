@@ -4,16 +4,16 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from replaylens.engine.admission import Admission
 from replaylens.engine.batch import Segment
 from replaylens.engine.branches import BranchStatus, BranchTree, TokenState
 from replaylens.engine.capture import PassTap
 from replaylens.engine.commit import Committer, Outcome
 from replaylens.engine.drafters import Chains, DraftCall, Drafter
 from replaylens.engine.edits import page_keys
-from replaylens.engine.errors import BadRequest, ClosedBranch, EngineError, NonFinite, OutOfPages
+from replaylens.engine.errors import BadRequest, ClosedBranch, EngineError, NonFinite
 from replaylens.engine.judging import judged
 from replaylens.engine.lane import Job, Lane
-from replaylens.engine.planner import Planner
 from replaylens.engine.prefix import PrefixIndex
 from replaylens.engine.room import Room
 from replaylens.engine.runner import PassResult, Runner
@@ -24,15 +24,12 @@ from replaylens.engine.verify import Verdict
 if TYPE_CHECKING:
     from replaylens.engine.burst import Bursts
 
-MAX_BURST = 16
-"""direct steps that a device takes before the host looks at them"""
-
 Listener = Callable[[dict[str, Any]], None]
 """is told every event: submit, draft, draft_failed, verdict, preempt, finish"""
 
 
 class Loop:
-    """The scheduler. Older jobs come first; when pages run out, younger ones give theirs up and are computed again later."""
+    """Serves jobs step by step, all that are admitted together."""
 
     def __init__(
         self,
@@ -45,13 +42,12 @@ class Loop:
     ) -> None:
         self.runner, self.tree, self.prefix, self.drafters = runner, tree, prefix, drafters
         self.decode, self.max_rows = decode, max_rows
-        self.planner = Planner()
         self.lanes: dict[int, Lane] = {}
         self.committer = Committer(runner, tree, self.lanes)
         self.room = Room(runner, prefix, self.lanes, lambda job: self._tell("preempt", job))
+        self.admission = Admission(runner, tree, drafters, self.room, max_rows, self.end)
         self.jobs: list[Job] = []
         self.listeners: list[Listener] = []
-        self._clock = 0
         self.bursts: Bursts | None = None
         """where decode steps run on the device alone; None: on a CPU"""
 
@@ -79,25 +75,9 @@ class Loop:
         return [(exact, [turn for turn in turns if turn.job.exact is exact]) for exact in (True, False)]
 
     def admit(self) -> list[Turn]:
-        """Turns for as many jobs as rows and pages allow; those that wait for one token before long prefills.
-
-        Nobody starves: the oldest job comes before all others if it had no turn in the last step, and then it has one.
-        """
-        self._clock += 1
+        """Turns for as many jobs as rows and pages allow; see `Admission`."""
         self._forget_done()
-        budget = self.max_rows
-        turns: list[Turn] = []
-        for job in sorted(self.jobs, key=self._rank):
-            turn = self._plan(job, budget) if budget > 0 else None
-            if turn is not None and not self._make_room(turn):
-                # Nobody has a turn yet, so all others' pages were the oldest job's for the taking: waiting would not help
-                # it, and it would take them again in every step, while the younger compute them again in vain.
-                turn = self._last_resort(job) if job is self.jobs[0] and not turns else None
-            if turn is not None:
-                budget -= (len(turn.rows) + turn.num_drafts) * len(turn.tables)
-                job.lane.last_used = self._clock
-                turns.append(turn)
-        return turns
+        return self.admission.turns(self.jobs, alone=self.bursts is not None)
 
     def draft(self, turns: list[Turn]) -> list[Turn]:
         """Fill in the chains of turns that want drafts. Draft KV goes to slots that the verification overwrites."""
@@ -112,7 +92,7 @@ class Loop:
     def _propose(self, name: str, turns: list[Turn]) -> list[Chains]:
         """The drafter's chains. A turn for which it fails goes without, and listeners are told: it cannot fail a request."""
         try:
-            with self.planner.timing("draft", len(turns), steps=max(turn.num_drafts for turn in turns)):
+            with self.admission.planner.timing("draft", len(turns), steps=max(turn.num_drafts for turn in turns)):
                 return self.drafters[name].propose([self._call(turn) for turn in turns])
         except EngineError as error:
             if len(turns) > 1:
@@ -134,7 +114,7 @@ class Loop:
         try:
             for turn in turns:
                 self._check_canary(turn)
-            with self.planner.timing("exact" if exact else "fast", sum(len(s.tokens) for s in segments)):
+            with self.admission.planner.timing("exact" if exact else "fast", sum(len(s.tokens) for s in segments)):
                 result = self.runner.exact(segments, tap) if exact else self.runner.fast(segments, tap)
             _require_finite(result)
         except EngineError as error:
@@ -220,60 +200,6 @@ class Loop:
         text, before = self.decode(tokens), self.decode(tokens[:-1]).rstrip("\ufffd")  # half a character is no text yet
         return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in stops)
 
-    # ---- what a job needs next ----------------------------------------------------------------------------------
-
-    def _plan(self, job: Job, budget: int) -> Turn | None:
-        """The job's next rows: all that its lane lacks, as far as the budget goes; drafts only after the last token."""
-        tokens = self.tree.branch(job.lane.branch).tokens
-        start = self._first_row(job)
-        rows = tokens[start : start + budget]
-        turn = Turn(job, start, rows, complete=start + len(rows) == len(tokens))
-        if turn.deciding and job.exact:
-            num_drafts = self._num_drafts(job, turn.end)
-            if len(rows) > 1:  # the lane lost its KV, and catches up
-                reproducible = num_drafts and self.drafters[job.drafter].reproducible
-                return Turn(job, start, rows[:-1], complete=False) if reproducible else turn  # same windows as without
-            turn.num_drafts = num_drafts
-            if num_drafts and (1 + num_drafts) * self._width(job, turn.end) > budget:
-                return None  # a window is never cut for lack of room: the rejected branches would depend on the load
-        if turn.deciding and len(rows) == 1 and not turn.num_drafts and self._may_burst(job):
-            turn.burst = min(job.remaining, MAX_BURST)
-        return turn
-
-    def _may_burst(self, job: Job) -> bool:
-        """Whether the device can go on alone: nothing to capture or to edit, and no choice that needs the whole path."""
-        lane = job.lane
-        plain = lane.capture is None and not lane.edits and not lane.hooks and self.runner.cache.chain is None
-        return self.bursts is not None and plain and job.sampling.bare and job.forced_drafts is None
-
-    def _first_row(self, job: Job) -> int:
-        """Where the next pass starts. To say what follows the last token, its row must be computed, if need be again."""
-        num_tokens = len(self.tree.branch(job.lane.branch).tokens)
-        first = job.lane.first_missing(num_tokens, job.final and job.remaining == 0)
-        return min(first, num_tokens - 1) if job.remaining else first
-
-    def _rank(self, job: Job) -> int:
-        passed_over = job is self.jobs[0] and job.lane.last_used < self._clock - 1
-        return 0 if passed_over else 2 if self._num_waiting(job) > 1 else 1
-
-    def _num_waiting(self, job: Job) -> int:
-        return len(self.tree.branch(job.lane.branch).tokens) - self._first_row(job)
-
-    def _num_drafts(self, job: Job, at: int) -> int:
-        if job.forced_drafts is not None:
-            return min(max(map(len, job.forced_drafts.get(at, [[]]))), job.remaining - 1)
-        window = job.window
-        if window is None and job.drafter == "self" and self.bursts is not None:
-            return 0  # the decode step is canonical itself: there is nothing to verify
-        if window is None:
-            deciding = sum(other.exact and other.remaining > 0 for other in self.jobs)
-            window = self.planner.window(self.drafters[job.drafter].reproducible, deciding, job.statistics)
-            window = min(window, self.max_rows // self.drafters[job.drafter].width)
-        return min(window, job.remaining) - 1
-
-    def _width(self, job: Job, at: int) -> int:
-        return len(job.forced_drafts.get(at, [[]])) if job.forced_drafts is not None else self.drafters[job.drafter].width
-
     def _call(self, turn: Turn) -> DraftCall:
         job, record = turn.job, self.tree.branch(turn.job.lane.branch)
         recorded = job.forced_drafts.get(turn.end) if job.forced_drafts is not None else None
@@ -288,26 +214,6 @@ class Loop:
             edits=job.lane.edits,
             hooks=job.lane.hooks,
         )
-
-    # ---- pages --------------------------------------------------------------------------------------------------
-
-    def _make_room(self, turn: Turn) -> bool:
-        """Reserve the turn's pages; younger jobs without a turn in this step may lose theirs. False: it has to wait."""
-        younger = self.jobs[self.jobs.index(turn.job) + 1 :]
-        victims = [job for job in younger if job.lane.last_used != self._clock]
-        width = self._width(turn.job, turn.end) if turn.num_drafts else 1
-        return self.room.reserve(turn, width, self.jobs, victims)
-
-    def _last_resort(self, job: Job) -> Turn | None:
-        """Not even with all pages to itself can the oldest job have its window: it goes without drafts, or fails."""
-        turn, pool = self._plan(job, self.max_rows), self.runner.pool
-        assert turn is not None  # `submit` refused windows larger than a pass
-        turn.num_drafts = turn.burst = 0
-        if self._make_room(turn):
-            return turn
-        needed = pool.num_needed(job.lane.table, turn.start, turn.end)
-        self.end(job, OutOfPages(needed, pool.num_free, pool.num_pages))
-        return None
 
     def _check_canary(self, turn: Turn) -> None:
         """In debug mode: what the pass will read is what the branch thinks it is."""
@@ -368,7 +274,7 @@ class Loop:
 
     def _close_if_done(self, job: Job) -> None:
         allowed = 1 if job.new_tokens and not job.final else 0  # a generated token's own row may stay pending
-        if job.remaining == 0 and self._num_waiting(job) <= allowed:
+        if job.remaining == 0 and self.admission.num_waiting(job) <= allowed:
             lane, job.done = job.lane, True
             if lane.certified:
                 keys = page_keys(lane.edits, len(lane.table.pages), self.runner.pool.page_size)

@@ -117,7 +117,7 @@ class Sessions(RuleBasedStateMachine):
         self.truth = cls.reference
         sizes = {"cache_tokens": 96, "page_size": page_size, "max_rows": max_rows}
         self.engine = Engine(self.model, draft_model=self.draft_model, canary=True, **sizes)
-        self.engine.loop.planner = AnyWindow(seed)
+        self.engine.loop.admission.planner = AnyWindow(seed)
 
     # ---- what users do --------------------------------------------------------------------------------------------
 
