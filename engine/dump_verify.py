@@ -18,8 +18,9 @@ from replaylens.engine.capture import Recording
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_content import Content, Difference, concatenate, first_difference
 from replaylens.engine.dump_maker import ShardMaker
-from replaylens.engine.dump_manifest import INDEX, Manifest
+from replaylens.engine.dump_manifest import INDEX, MANIFEST, Manifest
 from replaylens.engine.dump_plan import CUSTOM, Selector, drafter_settings
+from replaylens.engine.dump_store import Store
 from replaylens.engine.errors import BadDump, BadRequest
 from replaylens.engine.run import RejectedPath, Result
 
@@ -70,6 +71,8 @@ def verify(
 
     sample    share of the examples, drawn by `seed`, at least one; or "all"
     task      where the dump's task is none of ours; selector: where it kept positions by a function of your own
+
+    A damaged dump is a mismatch; where there is no manifest, there is nothing to verify: BadDump, or UnfinishedDump.
     """
     if not (sample == "all" or (isinstance(sample, int | float) and 0 < sample <= 1)):
         raise BadRequest(f"sample {sample!r}: give a share above 0 and up to 1, or 'all'")
@@ -77,6 +80,8 @@ def verify(
         dump = Dump.open(path, check_files=False)
         problems = check_files(dump, progress)
     except BadDump as error:
+        if not Store(path).exists(MANIFEST):
+            raise
         return Verdict(MISMATCH, (str(error),))
     if problems:
         return Verdict(MISMATCH, tuple(problems))

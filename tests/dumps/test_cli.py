@@ -117,6 +117,11 @@ def test_verify(model_folder: Path, reference: Dump, copy: Path, tmp_path: Path)
     assert code == 1 and json.loads(out)["status"] == "mismatch"
     code, _, err = run("verify", reference.url, "--model", model_folder, "--sample", "lots", "--quiet")
     assert code == 2 and "--sample lots" in err
+    code, out, err = run("verify", tmp_path / "nowhere", "--model", model_folder, "--quiet")
+    assert code == 2 and not out and err.startswith("BadDump: ") and "is no dump" in err
+    (copy / "manifest.json").write_text("{}")
+    code, out, _ = run("verify", copy, "--model", model_folder, "--quiet")
+    assert code == 1 and out.startswith("mismatch"), "a damaged dump is still the answer no"
 
 
 def test_verify_with_another_model(reference: Dump, model_folder: Path, tmp_path: Path) -> None:

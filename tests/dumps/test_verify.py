@@ -13,7 +13,7 @@ from replaylens.engine.dump_plan import DumpPlan
 from replaylens.engine.dump_verify import MISMATCH, OTHER, VERIFIED, diff, verify
 from replaylens.engine.dump_writer import write_dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump
 from replaylens.engine.model import Decoder
 from replaylens.tasks import WordTokenizer
 from tests.dumps.conftest import EXAMPLES
@@ -134,6 +134,26 @@ def test_forged_content(engine: Engine, copy: Path, name: str, careful: bool) ->
     found = verdict.difference
     assert verdict.status == MISMATCH and found is not None and found.what.startswith(what)
     assert (found.example, found.branch, found.position) == (0, 0, row), "the first row of the first example is position 0"
+
+
+def test_no_dump_is_no_mismatch(engine: Engine, copy: Path, tmp_path: Path) -> None:
+    """No folder, an empty one, one without its manifest, one that is not finished: there is nothing to verify."""
+    (tmp_path / "empty").mkdir()
+    (copy / "manifest.json").unlink()
+    for path in (tmp_path / "nowhere", tmp_path / "empty", copy):
+        with pytest.raises(BadDump, match=r"no dump: it has no manifest\.json"):
+            verify(path, engine)
+    (copy / "plan.json").write_text("{}")
+    with pytest.raises(UnfinishedDump, match="resume it"):
+        verify(copy, engine)
+
+
+def test_a_manifest_that_is_cut(engine: Engine, copy: Path) -> None:
+    """Negative control of the above: what is there but damaged stays a mismatch."""
+    whole = (copy / "manifest.json").read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2]):
+        (copy / "manifest.json").write_bytes(damaged)
+        assert verify(copy, engine).status == MISMATCH
 
 
 def test_an_extra_row(engine: Engine, copy: Path) -> None:
