@@ -45,7 +45,7 @@ class Result:
     num_prompt: int
     finish_reason: str | None
     correct: bool
-    """whether the generated text ends in the right answer"""
+    """whether the generated text ends in the right answer, in capitals or not"""
     statistics: Statistics
     rejected: list[RejectedPath]
     recording: Recording | None
@@ -218,6 +218,6 @@ def _result(engine: "Engine", example: Example, branch: Branch) -> Result:
 
 
 def _last_word(text: str) -> str:
-    """The last word without its punctuation: in every rendering, the answer."""
-    words = text.replace(".", " ").split()
+    """The last word without its punctuation, in lower case: in every rendering, the answer."""
+    words = text.lower().replace(".", " ").split()
     return words[-1] if words else ""

@@ -112,8 +112,8 @@ def _say(lines: list[dict[str, Any]], words: list[dict[str, Any]]) -> list[str]:
     texts = [line for line in lines if line["what"].endswith("follows the text")]
     said = []
     for line in texts:
-        verdict = "text" if line["low"] > 0.5 else "truth" if line["high"] < 0.5 else "neither surely"
+        verdict = "the text" if line["low"] > 0.5 else "the truth" if line["high"] < 0.5 else "neither for sure"
         share = percent(line["accuracy"], line["low"], line["high"])
-        said.append(f"{line['what'].split(':')[0]} follows the {verdict}: {share} of rows agree with the text.")
+        said.append(f"{line['what'].split(':')[0]} follows {verdict}: {share} of rows agree with the text.")
     said += [f"{line['what']} in {percent(line['accuracy'], line['low'], line['high'])}." for line in words]
     return said

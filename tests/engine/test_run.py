@@ -10,7 +10,7 @@ import replaylens as rl
 from replaylens.engine.branches import BranchStatus
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, NonFinite, UnknownSite
-from replaylens.engine.run import Result, Run
+from replaylens.engine.run import Result, Run, _last_word
 from replaylens.engine.sampling import Sampling
 from replaylens.tasks import Example, WordTokenizer
 from tests.toy_model import Reference, continuation, engine, random_model, scripted_model
@@ -286,3 +286,8 @@ def test_the_progress_bar_counts_examples(
 ) -> None:
     replay(model, words, examples, batch=3, max_new=2, progress=True)
     assert "7/7" in capsys.readouterr().err
+
+
+def test_an_answer_in_capitals_counts() -> None:
+    assert _last_word(" So the state is Heads.") == _last_word(" heads.") == "heads"
+    assert _last_word(" tails.") != "heads" and _last_word("...") == ""
