@@ -202,6 +202,11 @@ class ThinkingBranch(Branch):
 
         return picture(self.engine, self.tokens, self.thoughts)
 
+    def _repr_html_(self) -> str:
+        from replaylens.views.summary import thinking_branch_html
+
+        return thinking_branch_html(self)
+
     def fork(  # type: ignore[override]
         self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()
     ) -> "list[ThinkingBranch]":

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from replaylens import tasks
 from replaylens.engine.dump import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.run import Run
@@ -93,6 +94,26 @@ def test_light_and_dark(tab: Any, report: Path) -> None:
     assert light == tab.evaluate(colour) == "rgb(255, 255, 255)" and dark == "rgb(20, 23, 26)"
     tab.emulate_media(color_scheme="dark")
     assert tab.evaluate("document.body.dataset.theme") == "light", "a choice outlives the system's"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_thoughts(tab: Any, tmp_path: Path, theme: str) -> None:
+    """The picture of a model that thinks, in the explorer: cards on thoughts, also on those that were rolled back."""
+    engine = Engine.load("coin-thinking")
+    made = engine.replay(tasks.get("coin")(rendering="picture", flips=3).examples(2), sites="SZ", drafter="lens")
+    assert isinstance(made, Run)
+    page = ReportPage(made.save(tmp_path / "dump")).save(tmp_path / "report.html")
+    tab.emulate_media(color_scheme=theme)
+    tab.goto(page.as_uri() + "#example-1")
+    tab.wait_for_selector("#rl-explorer[data-example='1'] .rl-thinking")
+    thoughts = tab.locator("#rl-explorer .rl-thought")
+    assert "<EOS>" in thoughts.first.inner_text()
+    thoughts.first.hover()
+    assert "chunk 0" in tab.inner_text(".rl-tip") and "p " in tab.inner_text(".rl-tip")
+    tab.locator("#rl-explorer .rl-thought .rl-rejected").first.hover()
+    assert "rolled back in round 1" in tab.inner_text(".rl-tip") and "state added" in tab.inner_text(".rl-tip")
+    columns = tab.locator("#rl-explorer .rl-chunk").evaluate_all("all => all.map((e) => e.getBoundingClientRect().x)")
+    assert len(columns) == len(made.tree(1).chunks) and columns == sorted(columns)  # type: ignore[union-attr]
 
 
 def test_a_place_in_the_report_can_be_linked(tab: Any, report: Path) -> None:

@@ -1,7 +1,7 @@
-"""Examples of a dump, one by one, as the report shows them: text, outcome, tree, lens. Reads a shard at a time."""
+"""Examples of a dump, one by one, as the report shows them: text, outcome, tree, lens, thoughts. Reads a shard at a time."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,7 +9,9 @@ import numpy as np
 from replaylens.engine.branches import BranchStatus, TokenState
 from replaylens.engine.dump import Dump
 from replaylens.tasks.errors import UnknownTask
+from replaylens.views.dumped_thoughts import DumpedThoughts
 from replaylens.views.readings import Decode, Readings
+from replaylens.views.thinking import Thinking
 from replaylens.views.tree import Path, Token, Tree
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ class DumpedExample:
     tree: Tree
     readings: Readings | None
     """Z of the accepted path"""
+    thinking: Thinking | None = None
+    """of a model that thinks"""
 
 
 def examples(dump: Dump, decode: Decode | None = None, with_lens: bool = True) -> Iterator[DumpedExample]:
@@ -45,9 +49,11 @@ def examples(dump: Dump, decode: Decode | None = None, with_lens: bool = True) -
     for number, shard in enumerate(dump.manifest.shards):
         frame = dump.files.frame(number)
         z = {name: dump.files.shard(number).rows(name, slice(0, shard.rows)).numpy() for name in lens}
+        thoughts = DumpedThoughts.of(dump, number, words)
         for index, rows in frame.groupby("example", sort=True):
             answer = task.example(int(index)).answer.strip() if task else ""
-            yield _example(int(index), answer, rows, z, words, list(dump.labels))
+            example = _example(int(index), answer, rows, z, words, list(dump.labels))
+            yield replace(example, thinking=thoughts.picture(rows, example.tree)) if thoughts else example
 
 
 def _task(dump: Dump) -> "AnyTask | None":

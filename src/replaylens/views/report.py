@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_verify import MISMATCH, VERIFIED, Verdict
 from replaylens.probes.report import Report
-from replaylens.views import dumped, heatmap, lens_map, page, probe_section, tree_html
+from replaylens.views import dumped, heatmap, lens_map, page, probe_section, thinking, tree_html
 from replaylens.views.dumped import DumpedExample
 from replaylens.views.html import Markup, join, tag, void
 from replaylens.views.readings import Decode
@@ -171,6 +171,7 @@ class _Seen:
 
 
 def _example(example: DumpedExample) -> Markup:
-    """Tree and lens of one example."""
+    """Thoughts, tree and lens of one example, as far as the dump holds them."""
     lens = lens_map.example_map(example.tree.trunk.tokens)
-    return join([tree_html.draw(example.tree), *([heatmap.draw(lens)] if lens else [])])
+    thoughts = [thinking.draw(example.thinking)] if example.thinking else []
+    return join([*thoughts, tree_html.draw(example.tree), *([heatmap.draw(lens)] if lens else [])])

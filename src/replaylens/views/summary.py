@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from replaylens.engine.branches import BranchStatus
-from replaylens.views import live, tree_html
+from replaylens.views import live, thinking, tree_html
 from replaylens.views.html import Markup, fragment, tag
 from replaylens.views.svg import cylinder
 from replaylens.views.timeline import Fill
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from replaylens.engine.branch import Branch
     from replaylens.engine.engine import Engine
     from replaylens.engine.run import Run
+    from replaylens.engine.thinking_engine import ThinkingBranch
 
 MOST_TREES = 12
 """unfolded on request in one output"""
@@ -34,12 +35,21 @@ def run_html(run: "Run") -> str:
 
 def branch_html(branch: "Branch") -> str:
     """The branch's tree under its facts."""
+    return fragment(_branch_facts(branch), tree_html.draw(live.tree_of(branch.engine, branch.id)))
+
+
+def thinking_branch_html(branch: "ThinkingBranch") -> str:
+    """The picture of its thoughts under the branch's facts."""
+    return fragment(_branch_facts(branch), thinking.draw(branch.tree()))
+
+
+def _branch_facts(branch: "Branch") -> Markup:
     facts = {
         "status": branch.status.value + (f" ({branch.finish_reason})" if branch.finish_reason else ""),
         "tokens": f"{branch.length}, of which {branch.root_length} are prompt",
         "certified": "yes" if branch.certified else "no: fast path or hook functions",
     }
-    return fragment(fact_list(facts), tree_html.draw(live.tree_of(branch.engine, branch.id)))
+    return fact_list(facts)
 
 
 def engine_html(engine: "Engine") -> str:

@@ -7,7 +7,7 @@
 Plain data in, so that a live run, a dump or a test can draw it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,9 @@ from replaylens.views.tree import visible
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
+END = "<EOS>"
+"""how the token reads that ends every thought"""
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -30,8 +33,8 @@ class Chunk:
     tokens: tuple[str, ...]
     thought: tuple[str, ...]
     """what T said at its end, the end mark included; only that: there was nothing to think"""
-    state: float = 0.0
-    """norm of the state that was added to it; 0: none"""
+    state: float | None = 0.0
+    """norm of the state that was added to it; 0: none; None: nobody kept it"""
     facts: tuple[str, ...] = ()
     """lines that a hover adds, tabs between columns"""
 
@@ -47,6 +50,8 @@ class Round:
     first: int
     kept: int
     last: int
+    dropped: tuple[Chunk, ...] = ()
+    """chunks [kept, last) as they were in this round; none where they are not known"""
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,8 @@ class Thinking:
     def __str__(self) -> str:
         lines = []
         for number, chunk in enumerate(self.chunks):
-            state = f"|S| {chunk.state:.2f}" if chunk.state else "no state"
-            said = " ".join(map(visible, chunk.thought))
-            lines.append(f"{number:>3}  {visible(''.join(chunk.tokens))}  [{state}]  ->  {said}")
+            state = _added(chunk, "|S| {:.2f}", "no state")
+            lines.append(f"{number:>3}  {visible(''.join(chunk.tokens))}  [{state}]  ->  {_said(chunk)}")
         return "\n".join(lines + [f"round {n}: {_told(each)}" for n, each in enumerate(self.rounds, 1)])
 
     __repr__ = __str__
@@ -70,14 +74,19 @@ class Thinking:
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         table = Table("chunk", "tokens", "state added", "thought", title=self.title)
         for number, chunk in enumerate(self.chunks):
-            thought = Text(" ".join(map(visible, chunk.thought)), style="bold" if chunk.thinks else "dim")
+            thought = Text(_said(chunk), style="bold" if chunk.thinks else "dim")
             tokens = Text(visible("".join(chunk.tokens)), style=LOOKS[TokenState.PROMPT].terminal)
-            table.add_row(str(number), tokens, f"{chunk.state:.2f}" if chunk.state else "", thought)
+            table.add_row(str(number), tokens, _added(chunk, "{:.2f}", ""), thought)
         yield table
         yield from (f"round {n}: {_told(each)}" for n, each in enumerate(self.rounds, 1))
 
     def _repr_html_(self) -> str:
         return fragment(draw(self))
+
+
+def step_facts(likely: Iterable[float]) -> tuple[str, ...]:
+    """How likely each word of a thought was, in its order, as facts of a chunk."""
+    return tuple(f"step {step}\tp {p:.3f}" for step, p in enumerate(likely))
 
 
 def draw(picture: Thinking) -> Markup:
@@ -95,12 +104,11 @@ def _column(chunk: Chunk, number: int) -> Markup:
         return f"grid-row:{row};grid-column:{number + 2}"
 
     title = "\n".join([f"chunk {number}", *chunk.facts])
-    words = (tag("span", visible(word), class_="rl-token rl-prompt") for word in chunk.thought)
     tokens = (tag("span", visible(token), class_="rl-token rl-prompt") for token in chunk.tokens)
-    state = f"S{number} + {chunk.state:.2f}" if chunk.state else f"S{number} = 0"
+    state = f"S{number} {_added(chunk, '+ {:.2f}', '= 0')}"
     return join(
         [
-            tag("div", *words, class_=f"rl-thought{'' if chunk.thinks else ' rl-empty'}", style=at(1), data_tip=title),
+            _thought(chunk, "prompt", at(1), title),
             tag("div", tag("b", "T"), tag("b", "C"), tag("i", "↘"), class_="rl-blocks", style=at(2)),
             tag("div", state, class_=f"rl-state{'' if chunk.state else ' rl-empty'}", style=at(3), data_tip=title),
             tag("div", *tokens, class_="rl-chunk", style=at(4)),
@@ -108,17 +116,39 @@ def _column(chunk: Chunk, number: int) -> Markup:
     )
 
 
-def _bars(each: Round, number: int) -> Sequence[Markup]:
-    """Which chunks a round computed: green ones stood, red ones were rolled back."""
+def _thought(chunk: Chunk, look: str, place: str, title: str) -> Markup:
+    words = (tag("span", visible(word), class_=f"rl-token rl-{look}") for word in chunk.thought)
+    return tag("div", *words, class_=f"rl-thought{'' if chunk.thinks else ' rl-empty'}", style=place, data_tip=title)
 
-    def bar(look: str, text: str, start: int, end: int) -> Markup:
-        return tag("div", text, class_=f"rl-bar rl-{look}", style=f"grid-row:{number + 5};grid-column:{start + 2}/{end + 2}")
+
+def _bars(each: Round, number: int) -> Sequence[Markup]:
+    """Which chunks a round computed: green ones stood, red ones were rolled back, with what they had thought if it is known."""
+
+    def at(start: int, end: int) -> str:
+        return f"grid-row:{number + 5};grid-column:{start + 2}/{end + 2}"
 
     made = [tag("i", f"round {number + 1}", class_="rl-row", style=f"grid-row:{number + 5}")]
-    made += [bar("accepted", "KV kept", each.first, each.kept)] if each.kept > each.first else []
-    return made + ([bar("rejected", "rolled back", each.kept, each.last)] if each.last > each.kept else [])
+    if each.kept > each.first:
+        made.append(tag("div", "KV kept", class_="rl-bar rl-accepted", style=at(each.first, each.kept)))
+    for i, chunk in enumerate(each.dropped, each.kept):
+        state = f"state added\t{_added(chunk, '{:.2f}', 'none')}"
+        title = "\n".join([f"chunk {i}, rolled back in round {number + 1}", state, *chunk.facts])
+        made.append(_thought(chunk, "rejected", at(i, i + 1), title))
+    if each.last > each.kept and not each.dropped:
+        made.append(tag("div", "rolled back", class_="rl-bar rl-rejected", style=at(each.kept, each.last)))
+    return made
 
 
 def _told(each: Round) -> str:
     dropped = f", chunks {each.kept} to {each.last - 1} rolled back" if each.last > each.kept else ""
-    return f"chunks {each.first} to {each.last - 1} at once, KV kept up to chunk {each.kept - 1}{dropped}"
+    thoughts = f", which had thought: {' | '.join(map(_said, each.dropped))}" if each.dropped else ""
+    return f"chunks {each.first} to {each.last - 1} at once, KV kept up to chunk {each.kept - 1}{dropped}{thoughts}"
+
+
+def _said(chunk: Chunk) -> str:
+    return " ".join(map(visible, chunk.thought))
+
+
+def _added(chunk: Chunk, some: str, none: str) -> str:
+    """What was added to a chunk: `some` with the norm in it, `none`, or that it is not known."""
+    return "not kept" if chunk.state is None else some.format(chunk.state) if chunk.state else none

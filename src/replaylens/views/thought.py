@@ -4,12 +4,10 @@ from typing import TYPE_CHECKING
 
 from replaylens.engine.thinking_thoughts import Thought, Thoughts
 from replaylens.views.readings import word
-from replaylens.views.thinking import Chunk, Round, Thinking
+from replaylens.views.thinking import END, Chunk, Round, Thinking, step_facts
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
-
-END = "<EOS>"
 
 
 def picture(engine: "Engine", tokens: list[int], thoughts: Thoughts, title: str = "Thinking States") -> Thinking:
@@ -27,8 +25,7 @@ def picture(engine: "Engine", tokens: list[int], thoughts: Thoughts, title: str 
     for number, thought in enumerate(thoughts.chunks):
         words = tuple(word(engine.text, token) for token in tokens[number * c : (number + 1) * c])
         likely = thought.distribution["thinking.top_logprobs"][:, 0].exp().tolist()
-        facts = tuple(f"step {step}\tp {p:.3f}" for step, p in enumerate(likely))
-        chunks.append(Chunk(words, said(thought), norm(number), facts))
+        chunks.append(Chunk(words, said(thought), norm(number), step_facts(likely)))
     if answer := tuple(word(engine.text, token) for token in tokens[len(chunks) * c :]):
         chunks.append(Chunk(answer, (), norm(len(chunks))))
     return Thinking(tuple(chunks), tuple(Round(r.first, r.kept, r.last) for r in thoughts.rounds), title)

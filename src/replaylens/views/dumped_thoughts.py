@@ -1,0 +1,88 @@
+"""`DumpedThoughts`: the Thinking-States picture of a dumped example, from the rows of its thoughts; no model is asked."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from replaylens.engine.dump import Dump
+from replaylens.engine.dump_plan import DumpPlan
+from replaylens.engine.thinking import STATE_SITE
+from replaylens.engine.thinking_thoughts import TOKENS_SITE
+from replaylens.views.readings import Decode
+from replaylens.views.thinking import END, Chunk, Round, Thinking, step_facts
+from replaylens.views.tree import Path, Tree
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_NOTHING = -1
+"""stands for no token"""
+
+
+@dataclass(frozen=True, eq=False)
+class DumpedThoughts:
+    """What a shard holds of thoughts, by row; see `engine.thinking_thoughts`."""
+
+    plan: DumpPlan
+    decode: Decode
+    tokens: np.ndarray
+    """[rows, steps]; rows that hold a thought are the last ones of their chunk"""
+    squares: np.ndarray | None
+    """squared length of the state that was added: [rows]"""
+    likely: np.ndarray | None
+    """probability of each step's likeliest token, NaN where there is no step: [rows, steps]"""
+
+    @classmethod
+    def of(cls, dump: Dump, number: int, decode: Decode) -> "DumpedThoughts | None":
+        """Of one shard; None where the model does not think, or where thoughts or some positions were not kept."""
+        plan, shard = dump.manifest.plan, dump.files.shard(number)
+        if TOKENS_SITE not in dump.sites or plan.positions != "all":
+            return None
+        rows = {
+            name: shard.rows(name, slice(0, shard.entry.rows))
+            for name in (TOKENS_SITE, STATE_SITE, "thinking.top_ids", "thinking.top_logprobs")
+            if name in dump.sites
+        }
+        squares = rows[STATE_SITE].float().square().sum(1).numpy() if STATE_SITE in rows else None
+        likely = None
+        if {"thinking.top_ids", "thinking.top_logprobs"} <= rows.keys():
+            ids, logprobs = rows["thinking.top_ids"][:, :, 0], rows["thinking.top_logprobs"][:, :, 0]
+            likely = np.where(ids.numpy() == _NOTHING, np.nan, logprobs.float().exp().numpy())
+        return cls(plan, decode, rows[TOKENS_SITE].numpy(), squares, likely)
+
+    def picture(self, rows: "pd.DataFrame", tree: Tree) -> Thinking:
+        """Of one example, whose lines of the index these are."""
+        accepted, *others = [self._chunks(path, rows["row"][rows["branch"] == path.branch].to_numpy()) for path in tree.paths]
+        forks = [path.fork_position for path in tree.paths[1:]]
+        suffixes = {fork: tuple(chunks) for fork, chunks in zip(forks, others, strict=True) if chunks}
+        return Thinking(tuple(accepted), tuple(self._rounds(accepted, suffixes)))
+
+    def _chunks(self, path: Path, rows: np.ndarray) -> list[Chunk]:
+        """Of one branch: a chunk ends where a thought stands; what comes behind the last one is the answer. Empty where
+        nothing was thought, as in rejected drafts of an answer."""
+        ends = np.flatnonzero(self.tokens[rows, 0] != _NOTHING) + 1
+        pieces = np.split(np.arange(len(rows)), ends) if len(ends) else []
+        return [self._chunk([path.tokens[i].text for i in piece], rows[piece]) for piece in pieces if len(piece)]
+
+    def _chunk(self, texts: list[str], rows: np.ndarray) -> Chunk:
+        said = [int(token) for token in self.tokens[rows[-1]] if token != _NOTHING]
+        thought = (*map(self.decode, said[:-1]), END) if said else ()
+        state = None if self.squares is None else float(np.sqrt(self.squares[rows].sum()))
+        likely = [] if self.likely is None else [p for p in self.likely[rows[-1]].tolist() if p == p]
+        return Chunk(tuple(texts), thought, state, step_facts(likely))
+
+    def _rounds(self, accepted: list[Chunk], suffixes: dict[int, tuple[Chunk, ...]]) -> list[Round]:
+        """The rounds behind the rolled-back suffixes, by where these begin; none where suffixes were not kept."""
+        count = sum(bool(chunk.thought) for chunk in accepted)
+        if not self.plan.rejected:
+            return []
+        if self.plan.drafter_settings.get("thoughts") == "sequential":
+            return [Round(i, i + 1, i + 1) for i in range(count)]
+        ends = np.cumsum([len(chunk.tokens) for chunk in accepted]).tolist()
+        rounds, first = [], 0
+        for fork, dropped in sorted(suffixes.items()):
+            kept = ends.index(fork) + 1
+            rounds.append(Round(first, kept, kept + len(dropped), dropped))
+            first = kept
+        return [*rounds, Round(first, count, count)]
