@@ -84,6 +84,24 @@ def test_cards(tab: Any, report: Path) -> None:
     assert tab.locator(".rl-tip").count() == 0
 
 
+def test_a_resting_mouse_leaves_the_keyboard_alone(tab: Any, report: Path) -> None:
+    """Focus scrolls the page, so that something else comes to lie below the mouse; it gets its card when the mouse moves."""
+    tab.goto(report.as_uri())
+    tab.wait_for_selector("#rl-explorer .rl-token")
+    tab.locator("#lens .rl-cell").first.hover()
+    focused = tab.locator("#rl-explorer .rl-token[tabindex]").first
+    focused.focus()
+    box = focused.bounding_box()
+    tab.wait_for_timeout(300)
+    card = tab.locator(".rl-tip").bounding_box()
+    assert abs(card["x"] - box["x"]) < 2, "still the card of what has the focus"
+    tab.keyboard.press("Escape")
+    tab.wait_for_timeout(300)
+    assert tab.locator(".rl-tip").count() == 0
+    tab.locator("#lens .rl-cell").first.hover()
+    assert "95 %" in tab.inner_text(".rl-tip")
+
+
 def test_light_and_dark(tab: Any, report: Path) -> None:
     tab.goto(report.as_uri())
     colour = "getComputedStyle(document.body).backgroundColor"

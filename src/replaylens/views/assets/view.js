@@ -33,9 +33,11 @@
     }
   };
   const addCards = (view) => {
-    let tip = null, target = null;
+    let tip = null, target = null, keyboard = false;  // who chose the card: the keyboard, until the mouse moves again
     const hide = () => { tip?.remove(); tip = target = null; };
     const show = (event) => {
+      if (keyboard && event.type === "mouseover") return;  // focus scrolled the page below a mouse that rests
+      keyboard = event.type === "focusin";
       hide();
       target = event.target.closest?.("[data-tip],.rl-token[title],.rl-cell[title]");
       if (!target || !view.contains(target)) return;
@@ -45,6 +47,7 @@
     };
     for (const kind of ["mouseover", "focusin"]) view.addEventListener(kind, show);
     for (const kind of ["mouseleave", "focusout"]) view.addEventListener(kind, hide);
+    view.addEventListener("mousemove", (event) => { if (keyboard) show(event); });
     view.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
     addEventListener("scroll", () => { if (tip) place(tip, target); }, { passive: true, capture: true });
   };
