@@ -107,7 +107,9 @@ def test_the_page_shows_it(thinking_dump: Dump) -> None:
         dropped = sum(len(each.dropped) for each in picture.rounds)
         assert classes.count("rl-thinking") == classes.count("rl-tree") == 1
         assert classes.count("rl-chunk") == len(picture.chunks)
-        assert sum(c.startswith("rl-thought") for c in classes) == len(picture.chunks) + dropped
+        asked = sum(bool(chunk.thought) for chunk in picture.chunks)  # of what was generated, T was not
+        assert classes.count("rl-blocks") == asked and 0 < len(picture.chunks) - asked <= 1
+        assert sum(c.startswith("rl-thought") for c in classes) == asked + dropped
         assert dropped and "rl-bar rl-rejected" not in classes, "every rolled-back chunk tells its thought"
         tips = [value or "" for name, value in found.attributes if name == "data-tip"]
         assert any("rolled back in round 1\nstate added\t" in tip for tip in tips)

@@ -32,7 +32,8 @@ class Chunk:
 
     tokens: tuple[str, ...]
     thought: tuple[str, ...]
-    """what T said at its end, the end mark included; only that: there was nothing to think"""
+    """what T said at its end, the end mark included; only that: there was nothing to think. None at all: generated tokens,
+    which T is not asked about"""
     state: float | None = 0.0
     """norm of the state that was added to it; 0: none; None: nobody kept it"""
     facts: tuple[str, ...] = ()
@@ -66,7 +67,8 @@ class Thinking:
         lines = []
         for number, chunk in enumerate(self.chunks):
             state = _added(chunk, "|S| {:.2f}", "no state")
-            lines.append(f"{number:>3}  {visible(''.join(chunk.tokens))}  [{state}]  ->  {_said(chunk)}")
+            said = f"->  {_said(chunk)}" if chunk.thought else "generated"
+            lines.append(f"{number:>3}  {visible(''.join(chunk.tokens))}  [{state}]  {said}")
         return "\n".join(lines + [f"round {n}: {_told(each)}" for n, each in enumerate(self.rounds, 1)])
 
     __repr__ = __str__
@@ -75,7 +77,7 @@ class Thinking:
         table = Table("chunk", "tokens", "state added", "thought", title=self.title)
         for number, chunk in enumerate(self.chunks):
             thought = Text(_said(chunk), style="bold" if chunk.thinks else "dim")
-            tokens = Text(visible("".join(chunk.tokens)), style=LOOKS[TokenState.PROMPT].terminal)
+            tokens = Text(visible("".join(chunk.tokens)), style=LOOKS[_origin(chunk)].terminal)
             table.add_row(str(number), tokens, _added(chunk, "{:.2f}", ""), thought)
         yield table
         yield from (f"round {n}: {_told(each)}" for n, each in enumerate(self.rounds, 1))
@@ -104,12 +106,12 @@ def _column(chunk: Chunk, number: int) -> Markup:
         return f"grid-row:{row};grid-column:{number + 2}"
 
     title = "\n".join([f"chunk {number}", *chunk.facts])
-    tokens = (tag("span", visible(token), class_="rl-token rl-prompt") for token in chunk.tokens)
+    tokens = (tag("span", visible(token), class_=f"rl-token rl-{_origin(chunk).value}") for token in chunk.tokens)
     state = f"S{number} {_added(chunk, '+ {:.2f}', '= 0')}"
+    blocks = tag("div", tag("b", "T"), tag("b", "C"), tag("i", "↘"), class_="rl-blocks", style=at(2))
     return join(
         [
-            _thought(chunk, "prompt", at(1), title),
-            tag("div", tag("b", "T"), tag("b", "C"), tag("i", "↘"), class_="rl-blocks", style=at(2)),
+            *([_thought(chunk, "prompt", at(1), title), blocks] if chunk.thought else []),
             tag("div", state, class_=f"rl-state{'' if chunk.state else ' rl-empty'}", style=at(3), data_tip=title),
             tag("div", *tokens, class_="rl-chunk", style=at(4)),
         ]
@@ -143,6 +145,11 @@ def _told(each: Round) -> str:
     dropped = f", chunks {each.kept} to {each.last - 1} rolled back" if each.last > each.kept else ""
     thoughts = f", which had thought: {' | '.join(map(_said, each.dropped))}" if each.dropped else ""
     return f"chunks {each.first} to {each.last - 1} at once, KV kept up to chunk {each.kept - 1}{dropped}{thoughts}"
+
+
+def _origin(chunk: Chunk) -> TokenState:
+    """Where its tokens come from: the prompt thinks, what is generated does not."""
+    return TokenState.PROMPT if chunk.thought else TokenState.ACCEPTED
 
 
 def _said(chunk: Chunk) -> str:
