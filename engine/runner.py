@@ -81,7 +81,7 @@ class Runner:
         batch = Batch(segments, self.pool, self.certificate.query_rows, self.tile, self.device)
         residual = self._replayed(batch, tap, exact=True) if stop_at_layer is None else None
         if residual is None:
-            ops = self._ops(batch, exact=True)
+            ops = self.ops(batch, self.cache)
             residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap), stop_at_layer)
         rows = batch.logit_rows()
         logits = self.logits(residual[rows]) if rows else residual.new_empty(0, self.model.config.vocab_size)
@@ -93,7 +93,7 @@ class Runner:
         batch = Batch(segments, self.pool, _ANY_SIZE, tile=1, device=self.device)
         residual = self._replayed(batch, tap, exact=False)
         if residual is None:
-            residual = self.model(batch.tokens, batch.positions, self._ops(batch, exact=False), _edited(batch, tap))
+            residual = self.model(batch.tokens, batch.positions, self.ops(batch, self.cache, exact=False), _edited(batch, tap))
         rows = batch.logit_rows()
         logits = (
             self.model.logits(residual[rows], self.head_ops(exact=False))
@@ -113,13 +113,14 @@ class Runner:
             tap.values.update(ran.values)
         return ran.residual
 
-    def _ops(self, batch: Batch, exact: bool) -> Ops:
+    def ops(self, batch: Batch, cache: KVCache, exact: bool = True) -> Ops:
+        """The arithmetic of a pass over a batch whose pages lie in `cache`: the runner's own, or one of the same layout."""
         if self.device == "cpu":
-            return CanonicalCpuOps(batch, self.cache, self.products) if exact else FastCpuOps(batch, self.cache)
+            return CanonicalCpuOps(batch, cache, self.products) if exact else FastCpuOps(batch, cache)
         from replaylens.engine import cuda  # its kernels need triton, which a CPU machine may lack
 
-        rows = cuda.device_rows(batch, self.cache)
-        return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(self.cache, rows)
+        rows = cuda.device_rows(batch, cache)
+        return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(cache, rows)
 
     def head_ops(self, exact: bool = True) -> Ops:
         """Ops for rows outside a pass: norms and products, no attention."""

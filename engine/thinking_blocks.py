@@ -14,11 +14,9 @@ from torch import Tensor
 from replaylens.engine import readout
 from replaylens.engine.batch import Batch, Segment
 from replaylens.engine.capture import LensSpec, Rows
-from replaylens.engine.cpu import CanonicalCpuOps
 from replaylens.engine.edits import PlacedEdit
 from replaylens.engine.errors import NonFinite
 from replaylens.engine.kv_cache import KVCache
-from replaylens.engine.ops import Ops
 from replaylens.engine.pages import PagePool, PageTable
 from replaylens.engine.runner import Runner
 from replaylens.engine.thinking import COMPRESS_SITE, THINK_SITE, ThinkingDecoder
@@ -140,7 +138,7 @@ class ThinkingBlocks:
         table = PageTable()
         self.cache.copy(self.pool.reserve(table, 0, len(filled)))
         batch = self._batch([Segment(table, 0, filled)])
-        out = self.model.run_compress(batch.tokens, batch.positions, self._ops(batch))[: len(filled)]
+        out = self.model.run_compress(batch.tokens, batch.positions, self.runner.ops(batch, self.cache))[: len(filled)]
         self.pool.release(table)
         return _finite(out).clone().cpu()
 
@@ -153,7 +151,7 @@ class ThinkingBlocks:
     def _pass(self, segments: list[Segment], x: Tensor) -> Tensor:
         """T over new rows x [rows, d_model]: the last row of each segment, on the CPU."""
         batch = self._batch(segments)
-        out = self.model.run_think(self._padded(x, batch.padded), batch.positions, self._ops(batch))
+        out = self.model.run_think(self._padded(x, batch.padded), batch.positions, self.runner.ops(batch, self.cache))
         return _finite(out[[end - 1 for end in batch.offsets[1:]]]).cpu()
 
     def _logits(self, rows: Tensor) -> Tensor:
@@ -169,13 +167,6 @@ class ThinkingBlocks:
 
     def _batch(self, segments: list[Segment]) -> Batch:
         return Batch(segments, self.pool, self.runner.certificate.query_rows, self.runner.tile, self.runner.device)
-
-    def _ops(self, batch: Batch) -> Ops:
-        if self.runner.device == "cpu":
-            return CanonicalCpuOps(batch, self.cache, self.runner.products)
-        from replaylens.engine import cuda  # its kernels need triton, which a CPU machine may lack
-
-        return cuda.CanonicalCudaOps(self.cache, cuda.device_rows(batch, self.cache))
 
 
 def _edited(row: Tensor, chunk: ChunkStates, step: int, room: int) -> Tensor:

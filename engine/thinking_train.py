@@ -118,9 +118,9 @@ def follow(
         with arithmetic(recipe.precision, device):
             return loss(m, ChunkBatch(*inputs), first)
 
-    def steps(m: Model) -> trainer.Steps[Model]:
+    def steps(m: Model) -> trainer.Steps:
         if device == "cpu" or recipe.width is None:
-            return trainer.Steps(recipe, m, lambda m, step: loss_of(m, *inputs_at(step)))
+            return trainer.LaunchedSteps(recipe, m, lambda m, step: loss_of(m, *inputs_at(step)))
         return GraphedSteps(recipe, m, inputs_at, loss_of)
 
     return trainer.follow(recipe, model, steps, device, state, save_every, after_step)

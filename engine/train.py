@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -263,12 +263,22 @@ def train(
     a resumed run); what it raises ends the run.
     """
     texts = Texts(recipe, torch.device(device))
-    steps = lambda model: Steps(recipe, model, lambda m, step: weighted_loss(m, texts.batch(step)))  # noqa: E731
+    steps = lambda model: LaunchedSteps(recipe, model, lambda m, step: weighted_loss(m, texts.batch(step)))  # noqa: E731
     return follow(recipe, initial(recipe), steps, device, state, save_every, after_step)
 
 
-class Steps(Generic[M]):
-    """Takes the steps of a recipe, one by one. The model lies on its device; every step mutates it."""
+class Steps(Protocol):
+    """Takes the steps of a recipe, one by one, on a model that lies on its device."""
+
+    optimizer: torch.optim.Optimizer
+
+    def take(self, step: int) -> Tensor:
+        """Step number `step`, which mutates the model; its loss."""
+        ...
+
+
+class LaunchedSteps(Generic[M]):
+    """Steps whose operations are launched one after the other, on any device."""
 
     def __init__(self, recipe: Recipe, model: M, loss_at: Callable[[M, int], Tensor]) -> None:
         """`loss_at(model, step)`: what step number `step` makes smaller."""
@@ -276,7 +286,6 @@ class Steps(Generic[M]):
         self.optimizer: torch.optim.Optimizer = adam(model, recipe.lr)
 
     def take(self, step: int) -> Tensor:
-        """Step number `step`; its loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr_at(self.recipe, step)
         self.optimizer.zero_grad()
@@ -299,7 +308,7 @@ def descend(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) ->
 def follow(
     recipe: Recipe,
     model: M,
-    steps: Callable[[M], Steps[M]],
+    steps: Callable[[M], Steps],
     device: str,
     state: Path | None,
     save_every: int,

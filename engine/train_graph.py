@@ -1,22 +1,22 @@
 """Training steps as CUDA graphs: a small model's step is many hundred launches, which take far longer than their arithmetic.
 
 Forward, backward, clipping and Adam of one shape are captured once and replayed on new inputs. The learning rate is a tensor,
-which Adam rounds otherwise than a number: graphed steps are deterministic, but not to the bit the steps of `train.Steps`.
+which Adam rounds otherwise than a number: graphed steps are deterministic, but not to the bit those of `train.LaunchedSteps`.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from replaylens.engine.train import Recipe, Steps, adam, descend, lr_at
+from replaylens.engine.train import Recipe, adam, descend, lr_at
 
 M = TypeVar("M", bound=nn.Module)
 Inputs = tuple[Tensor, ...]
 
 
-class GraphedSteps(Steps[M]):
+class GraphedSteps(Generic[M]):
     """The steps of a recipe on a CUDA device, a graph for each key. Inputs of all steps have the same shapes."""
 
     def __init__(

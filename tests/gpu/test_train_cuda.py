@@ -9,7 +9,7 @@ import torch
 
 from replaylens.engine import thinking_train, thinking_zoo
 from replaylens.engine.thinking_train import ThinkingRecipe
-from replaylens.engine.train import Steps
+from replaylens.engine.train import LaunchedSteps
 
 pytestmark = pytest.mark.gpu
 RECIPE = replace(thinking_zoo.recipe("coin-thinking"), steps=12, warmup=2, batch=4, pool=8, longest=4, width=96, cut=True)
@@ -45,7 +45,11 @@ def test_twice_the_same_bits_and_after_a_break_too(tmp_path: Path) -> None:
 def test_the_steps_are_those_of_ordinary_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to how Adam rounds a learning rate that is a tensor."""
     graphed = trained(RECIPE)
-    launched = lambda recipe, model, inputs_at, loss_of: Steps(recipe, model, lambda m, step: loss_of(m, *inputs_at(step)))  # noqa: E731
+    def launched(recipe, model, inputs_at, loss_of):  # type: ignore[no-untyped-def]
+        return LaunchedSteps(recipe, model, lambda m, step: loss_of(m, *inputs_at(step)))
+
+        recipe, model, lambda m, step: loss_of(m, *inputs_at(step))
+    )  # noqa: E731
     monkeypatch.setattr(thinking_train, "GraphedSteps", launched)
     for a, b in zip(graphed, trained(RECIPE), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
