@@ -45,11 +45,10 @@ def test_twice_the_same_bits_and_after_a_break_too(tmp_path: Path) -> None:
 def test_the_steps_are_those_of_ordinary_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to how Adam rounds a learning rate that is a tensor."""
     graphed = trained(RECIPE)
+
     def launched(recipe, model, inputs_at, loss_of):  # type: ignore[no-untyped-def]
         return LaunchedSteps(recipe, model, lambda m, step: loss_of(m, *inputs_at(step)))
 
-        recipe, model, lambda m, step: loss_of(m, *inputs_at(step))
-    )  # noqa: E731
     monkeypatch.setattr(thinking_train, "GraphedSteps", launched)
     for a, b in zip(graphed, trained(RECIPE), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
