@@ -84,7 +84,8 @@ class Engine:
         self.fingerprint = self._fingerprint()
         self.sites = self._site_table()
         self.tree = BranchTree()
-        self.runner = Runner(model, self.certificate, cache_tokens // page_size, page_size, canary)
+        spare = int(model.embed.device.type == "cuda")  # a page beyond the promised ones, for the padding rows of graphs
+        self.runner = Runner(model, self.certificate, cache_tokens // page_size + spare, page_size, canary)
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         drafters = self._make_drafters(draft_model, lens_layer or max(1, self.config.num_layers // 2), tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text.decode, max_rows)

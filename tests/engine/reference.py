@@ -69,12 +69,12 @@ class Reference:
         page = table.pages[-1]
         runner.pool.retain(page)
         runner.pool.release(table)
-        return Row(page, runner.cache.rows([page])[0], tap.rows(self.sites, 0, 1), logits)
+        return Row(page, runner.cache.rows([page])[0].cpu(), tap.rows(self.sites, 0, 1), logits.cpu())
 
     def _kv(self, path: Path) -> Tensor:
         """[positions, layers, 2, kv_heads, d_head]"""
         if not path:
-            return self.runner.cache.rows([])
+            return self.runner.cache.rows([]).cpu()
         return torch.stack([self.row(path[:end]).kv for end in range(1, len(path) + 1)])
 
     def _captured(self, path: Path, start: int, end: int) -> Rows:
@@ -100,10 +100,11 @@ class Reference:
 
 
 def same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    """Equal shapes, types and bytes: NaN equals itself, and the two zeros differ."""
+    """Equal shapes, types and bytes, wherever they lie: NaN equals itself, and the two zeros differ."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
-    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+    ours, theirs = (x.cpu().contiguous().view(torch.uint8) for x in (ours, theirs))
+    return torch.equal(ours, theirs)
 
 
 def differences(branch: Branch, reference: Reference) -> list[str]:
@@ -122,15 +123,15 @@ def differences(branch: Branch, reference: Reference) -> list[str]:
 
 
 @cache
-def decoder(family: str) -> Decoder:
-    """The tiny random model of a family."""
-    return weights.load(hugging_face(family), torch.float32)
+def decoder(family: str, device: str = "cpu") -> Decoder:
+    """The tiny random model of a family. In float32: rounded to bfloat16, models this small have nothing to differ in."""
+    return weights.load(hugging_face(family), torch.float32).to(device)
 
 
 @cache
-def reference_of(family: str) -> Reference:
+def reference_of(family: str, device: str = "cpu") -> Reference:
     """Shared by all tests of a process: rows once computed stay."""
-    return Reference(decoder(family))
+    return Reference(decoder(family, device))
 
 
 def perturbed(model: Decoder, size: float = 0.01) -> Decoder:
@@ -138,7 +139,7 @@ def perturbed(model: Decoder, size: float = 0.01) -> Decoder:
     other, generator = deepcopy(model), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
+            parameter.add_((torch.randn(parameter.shape, generator=generator) * size).to(parameter))
     return other
 
 

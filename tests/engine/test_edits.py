@@ -11,6 +11,7 @@ from replaylens.engine import weights
 from replaylens.engine.edits import Edit, page_keys, place
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadTrace, UnknownSite
+from tests.devices import DEVICES
 from tests.engine.bridges import bridge
 from tests.families import hugging_face
 
@@ -20,8 +21,8 @@ VECTOR = torch.randn(32, generator=torch.Generator().manual_seed(2))
 ROWS = torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
 
 
-def engine(name: str = "llama", **options: Any) -> Engine:
-    return Engine(weights.load(hugging_face(name)), canary=True, **options)
+def engine(name: str = "llama", device: str = "cpu", **options: Any) -> Engine:
+    return Engine(weights.load(hugging_face(name), torch.float32).to(device), canary=True, **options)
 
 
 def bits(x: Tensor) -> bytes:
@@ -104,10 +105,11 @@ EDITS = [
 ]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "neox", "gemma2"])
-def test_edited_bits_do_not_depend_on_the_road(name: str) -> None:
+def test_edited_bits_do_not_depend_on_the_road(name: str, device: str) -> None:
     """Direct, verified with any drafter, forked or planted, alone or beside others: one result."""
-    served = engine(name, lens_layer=2)
+    served = engine(name, device, lens_layer=2)
     (reference,) = served.prompt(TOKENS, sites="STCZ").fork(edits=EDITS)
     reference.generate(14, window=1, final=True)
     plain = served.prompt(TOKENS).generate(14)
@@ -123,16 +125,18 @@ def test_edited_bits_do_not_depend_on_the_road(name: str) -> None:
         served.check_integrity()
 
 
-def test_unedited_neighbours_do_not_move() -> None:
-    served = engine()
+@pytest.mark.parametrize("device", DEVICES)
+def test_unedited_neighbours_do_not_move(device: str) -> None:
+    served = engine(device=device)
     alone = served.prompt(TOKENS, sites="S").activations["blocks.2.hook_out"]
     branches = [served.prompt(TOKENS, sites="S", edits=EDITS), served.prompt(TOKENS, sites="S")]
     served.generate(branches, 6)
     assert torch.equal(branches[1].activations["blocks.2.hook_out"][:LENGTH], alone)
 
 
-def test_pages_are_shared_up_to_the_first_edited_position() -> None:
-    served = engine(page_size=4)
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_are_shared_up_to_the_first_edited_position(device: str) -> None:
+    served = engine(device=device, page_size=4)
     root = served.prompt(TOKENS)
     (child,) = root.fork(edits=[Edit("blocks.0.hook_out", "add", VECTOR, positions=slice(9, None))])
     served.forest.compute([child.lane])
@@ -140,9 +144,10 @@ def test_pages_are_shared_up_to_the_first_edited_position() -> None:
     assert not set(child.lane.table.pages[2:]) & set(root.lane.table.pages)
 
 
-def test_prefixes_are_shared_only_under_the_same_edits() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefixes_are_shared_only_under_the_same_edits(device: str) -> None:
     """Two requests with one prompt share KV if and only if the edits of that part are the same, by content."""
-    served = engine(page_size=4)
+    served = engine(device=device, page_size=4)
     early = Edit("blocks.0.hook_out", "add", VECTOR, positions=[2])
     same = Edit("blocks.0.hook_out", "add", VECTOR.clone(), positions=[2])
     other = Edit("blocks.0.hook_out", "add", VECTOR * 1.0001, positions=[2])
@@ -154,9 +159,10 @@ def test_prefixes_are_shared_only_under_the_same_edits() -> None:
         assert not torch.equal(branch.kv(), first.kv())
 
 
-def test_interchange_reproduces_the_source() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_interchange_reproduces_the_source(device: str) -> None:
     """With the whole residual stream of another path put in, everything after it is that path's."""
-    served = engine()
+    served = engine(device=device)
     source = served.prompt(TOKENS[::-1], sites="S")
     site = "blocks.1.hook_in"
     target = served.prompt(TOKENS, sites="S", edits=[Edit.interchange(site, source.activations[site], slice(0, LENGTH))])
@@ -164,8 +170,9 @@ def test_interchange_reproduces_the_source() -> None:
         assert torch.equal(target.activations[after], source.activations[after])
 
 
-def test_edits_survive_a_trace() -> None:
-    served, fresh = engine(), engine()
+@pytest.mark.parametrize("device", DEVICES)
+def test_edits_survive_a_trace(device: str) -> None:
+    served, fresh = engine(device=device), engine(device=device)
     root = served.prompt(TOKENS, sites="STCZ")
     (child,) = root.fork(edits=EDITS)
     child.generate(8, final=True)
@@ -174,7 +181,7 @@ def test_edits_survive_a_trace() -> None:
     assert all(bits(replayed.activations[s]) == bits(child.activations[s]) for s in child.activations.sites())
     root.fork(hooks=[("blocks.0.hook_in", add)])
     with pytest.raises(BadTrace, match="hook functions"):
-        engine().replay(served.trace)
+        engine(device=device).replay(served.trace)
 
 
 def test_content_hash_sees_every_part_of_an_edit() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -101,8 +102,7 @@ class AnyWindow(Planner):
 class Sessions(RuleBasedStateMachine):
     """Prompts, forks, forced tokens, generations, cancels, rollbacks and releases in any order, in a cache too small."""
 
-    model = random_decoder(CONFIG)
-    draft_model = perturbed(model, 0.02)
+    device = "cpu"
     reference: Reference | None = None
 
     def __init__(self) -> None:
@@ -113,10 +113,10 @@ class Sessions(RuleBasedStateMachine):
     @initialize(page_size=st.sampled_from([1, 4, 16]), max_rows=st.sampled_from([16, 21, 512]), seed=picks)
     def begin(self, page_size: int, max_rows: int, seed: int) -> None:
         cls = type(self)
-        cls.reference = cls.reference or Reference(self.model)
-        self.truth = cls.reference
+        cls.reference = cls.reference or Reference(random_decoder(CONFIG).to(cls.device))
+        self.truth, self.model = cls.reference, cls.reference.runner.model
         sizes = {"cache_tokens": 96, "page_size": page_size, "max_rows": max_rows}
-        self.engine = Engine(self.model, draft_model=self.draft_model, canary=True, **sizes)
+        self.engine = Engine(self.model, draft_model=perturbed(self.model, 0.02), canary=True, **sizes)
         self.engine.loop.admission.planner = AnyWindow(seed)
 
     # ---- what users do --------------------------------------------------------------------------------------------
@@ -281,12 +281,26 @@ class Sessions(RuleBasedStateMachine):
         branch.rejected_ids.clear()
 
 
-Sessions.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=50,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+class SessionsOnCuda(Sessions):
+    """The same on a CUDA device, where tokens are drawn, drafts compared and steps replayed from graphs."""
+
+    device = "cuda"
+    reference = None
+
+
+def some(sessions: int, steps: int) -> settings:
+    """The same sessions on every run."""
+    return settings(
+        max_examples=sessions,
+        stateful_step_count=steps,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+Sessions.TestCase.settings = some(sessions=60, steps=50)
+SessionsOnCuda.TestCase.settings = some(sessions=24, steps=40)
 TestSessions = Sessions.TestCase
+TestSessionsOnCuda = pytest.mark.gpu(SessionsOnCuda.TestCase)

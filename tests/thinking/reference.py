@@ -14,9 +14,9 @@ from replaylens.engine import certificates, sites
 from replaylens.engine.batch import Batch, Segment
 from replaylens.engine.capture import PassTap, Rows
 from replaylens.engine.config import ModelConfig
-from replaylens.engine.cpu import CanonicalCpuOps
 from replaylens.engine.edits import added
 from replaylens.engine.kv_cache import KVCache
+from replaylens.engine.ops import Ops
 from replaylens.engine.pages import PagePool, PageTable
 from replaylens.engine.runner import Runner
 from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
@@ -95,13 +95,13 @@ class ThinkingReference:
             tap = PassTap(frozenset([*self.names, self.config.read_site]))
             result = self.runner.exact([Segment(table, position, [token], 1, edits)], tap)
             rows.append(tap.rows(tap.wanted, 0, 1))
-            logits.append(result.logits[0].clone())
+            logits.append(result.logits[0].cpu())
             if position % c == c - 1:
                 hidden = torch.cat([row[self.config.read_site] for row in rows[-c:]])
                 thoughts.append(self.thought(hidden))
                 if not given and not thoughts[-1].empty:
                     received[chunk + 1] = thoughts[-1].state
-        kv = self.runner.cache.rows(self.runner.pool.slots(table, 0, len(path)))
+        kv = self.runner.cache.rows(self.runner.pool.slots(table, 0, len(path))).cpu()
         self.runner.pool.release(table)
         captured = {site: torch.cat([row[site] for row in rows]) for site in self.names}
         return Truth(kv, captured, torch.stack(logits), thoughts, received)
@@ -114,8 +114,8 @@ class ThinkingReference:
         rows, log_p = [], []
         while len(tokens) < config.max_thought - 1 and (not tokens or tokens[-1] != EOS):
             if tokens:
-                word = torch.tensor([tokens[-1]])
-                out = block.think(self.model.thought_embedding(word, torch.tensor([len(tokens) - 1]))[0])
+                word, step = torch.tensor([[tokens[-1]], [len(tokens) - 1]], device=self.runner.device)
+                out = block.think(self.model.thought_embedding(word, step)[0])
             rows.append(out)
             logits = self._thought_logits(out)
             log_p.append(logits.log_softmax(-1))
@@ -133,9 +133,9 @@ class ThinkingReference:
         return torch.stack([block.compress(token) for token in filled])
 
     def _thought_logits(self, row: Tensor) -> Tensor:
-        padded = torch.zeros(16, len(row))
+        padded = torch.zeros(self.runner.tile, len(row), device=self.runner.device)
         padded[0] = row
-        return self.model.thought_logits(padded, self.runner.head_ops())[0]
+        return self.model.thought_logits(padded, self.runner.head_ops())[0].cpu()
 
 
 class _OneRow:
@@ -144,23 +144,25 @@ class _OneRow:
     def __init__(self, model: ThinkingDecoder, runner: Runner) -> None:
         self.model, self.runner, self.table = model, runner, PageTable()
         self.pool = PagePool(64, 1)
-        self.cache = KVCache(replace(model.config, num_layers=1, windows=model.config.windows[:1]), self.pool, torch.float32)
+        one_layer = replace(model.config, num_layers=1, windows=model.config.windows[:1])
+        self.cache = KVCache(one_layer, self.pool, torch.float32, runner.device)
 
-    def _next(self, token: int) -> tuple[Batch, CanonicalCpuOps]:
-        place = self.table.length
+    def _next(self, token: int) -> tuple[Batch, Ops]:
+        place, runner = self.table.length, self.runner
         self.pool.reserve(self.table, place, place + 1)
-        batch = Batch([Segment(self.table, place, [token])], self.pool, self.runner.certificate.query_rows)
-        return batch, CanonicalCpuOps(batch, self.cache, self.runner.products)
+        segment = Segment(self.table, place, [token])
+        batch = Batch([segment], self.pool, runner.certificate.query_rows, runner.tile, runner.device)
+        return batch, runner.ops(batch, self.cache)
 
     def think(self, row: Tensor) -> Tensor:
         batch, ops = self._next(0)
-        x = torch.zeros(batch.padded, len(row))
+        x = torch.zeros(batch.padded, len(row), device=self.runner.device)
         x[0] = row
-        return self.model.run_think(x, batch.positions, ops)[0]
+        return self.model.run_think(x, batch.positions, ops)[0].cpu()
 
     def compress(self, token: int) -> Tensor:
         batch, ops = self._next(token)
-        return self.model.run_compress(batch.tokens, batch.positions, ops)[0]
+        return self.model.run_compress(batch.tokens, batch.positions, ops)[0].cpu()
 
 
 def differences(branch: Any, truth: Truth) -> list[str]:

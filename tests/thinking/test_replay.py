@@ -21,6 +21,7 @@ from replaylens.engine.thinking_engine import BadChunks, ThinkingBranch, Thinkin
 from replaylens.engine.thinking_prefill import GUESSES, Guess, Prefiller
 from replaylens.engine.thinking_texts import BadThought
 from replaylens.engine.trace import Trace
+from tests.devices import DEVICES, with_devices
 from tests.engine.reference import same_bits
 from tests.thinking.reference import (
     EOS,
@@ -42,8 +43,8 @@ KEPT: dict[str, Any] = {"sites": "STCZ", "keep_rejected": True, "full": True}
 class Subject:
     """A model under test with its slow truth."""
 
-    def __init__(self, name: str) -> None:
-        self.model = thinking_model(SHAPES[name])
+    def __init__(self, name: str, device: str) -> None:
+        self.model = thinking_model(SHAPES[name]).to(device)
         self.reference = ThinkingReference(self.model)
         self.truth: Callable[[tuple[int, ...]], Truth] = cache(self.reference.run)
 
@@ -58,19 +59,19 @@ class Subject:
 
 
 @cache
-def subject_of(name: str) -> Subject:
-    return Subject(name)
+def subject_of(name: str, device: str) -> Subject:
+    return Subject(name, device)
 
 
-@pytest.fixture(params=SHAPES)
+@pytest.fixture(params=with_devices(tuple(SHAPES)))
 def subject(request: pytest.FixtureRequest) -> Subject:
     """Backbones of every kind."""
-    return subject_of(request.param)
+    return subject_of(*request.param)
 
 
-@pytest.fixture
-def plain() -> Subject:
-    return subject_of("rotary")
+@pytest.fixture(params=DEVICES)
+def plain(request: pytest.FixtureRequest) -> Subject:
+    return subject_of("rotary", request.param)
 
 
 # ---- the theorems ---------------------------------------------------------------------------------------------------

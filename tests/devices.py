@@ -1,0 +1,12 @@
+"""Where tests of bits run: on the CPU, and, with the marker `gpu`, on a CUDA device."""
+
+import pytest
+
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+"""for `parametrize` and for a fixture's `params`"""
+
+
+def with_devices(names: tuple[str, ...]) -> list[object]:
+    """Pairs (name, device) for a fixture's `params`."""
+    on_cpu = [pytest.param((name, "cpu"), id=name) for name in names]
+    return [*on_cpu, *(pytest.param((name, "cuda"), id=f"{name}-cuda", marks=pytest.mark.gpu) for name in names)]
