@@ -57,6 +57,7 @@ class DecodeGraph:
     @torch.inference_mode()
     def _capture(self) -> None:
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # the inputs are being written there
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles the kernels; what it writes goes to the spare page
                 self._step()

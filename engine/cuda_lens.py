@@ -21,12 +21,13 @@ def serves(spec: LensSpec) -> bool:
 def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) -> Rows:
     """Z of residual rows [n, layers, d], as `readout.read` describes it; on the CPU."""
     step = max(1, _TOGETHER // stacked.shape[1])
-    parts: dict[str, list[Tensor]] = {}
-    for first in range(0, len(stacked), step):
-        piece = _block(spec, model, stacked[first : first + step], emitted[first : first + step])
-        for name, value in piece.items():
-            parts.setdefault(name, []).append(value)
-    return {name: torch.cat(pieces) for name, pieces in parts.items()}
+    blocks = [
+        _block(spec, model, stacked[first : first + step], emitted[first : first + step])
+        for first in range(0, len(stacked), step)
+    ]
+    if len(blocks) == 1:
+        return blocks[0]
+    return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
 def _block(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) -> Rows:
@@ -34,7 +35,7 @@ def _block(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) 
     norm, table = model.ln_final, model.embed.t() if model.unembed is None else model.unembed.weight  # [d, vocab]
     x = stacked.to(table).transpose(0, 1).contiguous()  # [layers, n, d]
     chosen = torch.tensor(spec.targets, dtype=torch.int64).expand(len(emitted), -1)
-    targets = torch.cat([torch.tensor(emitted).clamp_min(0)[:, None], chosen], dim=1).to(table.device)
+    targets = torch.cat([torch.tensor(emitted).clamp_min(0)[:, None], chosen], dim=1)
     found = lens(
         x,
         table,
@@ -43,25 +44,24 @@ def _block(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) 
         norm.eps,
         norm.kind,
         final=len(x) - 1,
-        targets=targets,
+        targets=targets.to(table.device, non_blocking=True),
         k=min(spec.top_k, table.shape[1]),
         softcap=model.config.logit_softcap,
     )
     assert found.kl is not None and found.target_log_probs is not None  # both were asked for
     columns = {
-        "Z.entropy": found.entropy[..., None],
-        "Z.kl": found.kl[..., None],
-        "Z.emitted": found.target_log_probs[..., :1],
+        "Z.entropy": found.entropy,
+        "Z.kl": found.kl,
+        "Z.emitted": found.target_log_probs[..., 0],
         "Z.top_ids": found.top_ids.to(torch.int32).view(torch.float32),
         "Z.top_logprobs": found.top_log_probs,
-        "Z.targets": found.target_log_probs[..., 1:],
     }
-    sent = torch.cat(list(columns.values()), dim=-1).transpose(0, 1).contiguous().cpu()  # one copy: [n, layers, columns]
-    pieces = sent.split([column.shape[-1] for column in columns.values()], dim=-1)
-    rows = dict(zip(columns, pieces, strict=True))
-    rows |= {name: rows[name].squeeze(-1) for name in ("Z.entropy", "Z.kl", "Z.emitted")}
+    if spec.targets:
+        columns["Z.targets"] = found.target_log_probs[..., 1:]
+    turned = [column.transpose(0, 1) for column in columns.values()]  # [n, layers, ...]
+    sent = torch.cat([x.flatten() for x in turned]).cpu()  # one copy: the host waits once
+    pieces = sent.split([x.numel() for x in turned])
+    rows = {name: piece.view(x.shape) for name, piece, x in zip(columns, pieces, turned, strict=True)}
     rows["Z.top_ids"] = rows["Z.top_ids"].view(torch.int32)
     rows["Z.emitted"][torch.tensor(emitted) < 0] = float("nan")
-    if not spec.targets:
-        del rows["Z.targets"]
     return rows

@@ -82,8 +82,10 @@ def test_the_subjects_think_here_and_there(subject: Subject) -> None:
     assert any(said) and not all(said)
 
 
-def test_the_certificate_covers_t_and_c(subject: Subject) -> None:
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_certificate_covers_t_and_c(name: str) -> None:
     """Every product of T and C has a shape, and its weight a layout, that was examined on the backbone."""
+    subject = subject_of(name, "cpu")
     engine, model = subject.engine(), subject.model
     own = [m.weight for block in (model.think, model.compress) for m in block.modules() if isinstance(m, Linear)]
     assert {tuple(weight.shape) for weight in own} <= engine.certificate.row_counts.keys()
