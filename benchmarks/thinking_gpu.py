@@ -245,6 +245,7 @@ def main() -> None:
     parser.add_argument("--longest", nargs="+", type=int, help="N: most operations of a training text")
     parser.add_argument("--beyond", nargs="+", type=int, help="tested numbers of operations; those above N count as beyond")
     parser.add_argument("--width", type=int, help="tokens of a training row; the longest tested text must fit")
+    parser.add_argument("--batch", type=int, help="training rows of a step")
     parser.add_argument("--steps", type=int, help="of every run; without it, as many as all can do in the time")
     parser.add_argument("--at-once", type=int, help="runs side by side; without it all. Needs --steps")
     parser.add_argument("--cut", action="store_true", help="train Thinking States to go on from its state alone, too")
@@ -252,8 +253,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.at_once and not options.steps:
         parser.error("--at-once needs --steps: runs that do not run together cannot agree on a number")
-    given = {name: tuple(getattr(options, name)) for name in ("seeds", "longest", "beyond") if getattr(options, name)}
-    size = (TINY if options.tiny else {}) | given | ({"width": options.width} if options.width else {})
+    given: dict[str, Any] = {
+        name: tuple(getattr(options, name)) for name in ("seeds", "longest", "beyond") if getattr(options, name)
+    }
+    given |= {name: getattr(options, name) for name in ("width", "batch") if getattr(options, name)}
+    size = (TINY if options.tiny else {}) | given
     plan = Plan(
         options.seconds,
         options.device,

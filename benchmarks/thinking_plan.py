@@ -56,8 +56,8 @@ class Plan:
 
     @property
     def train_until(self) -> float:
-        """Seconds after which nothing trains any more: the rest is for testing."""
-        return 0.75 * self.seconds
+        """Seconds after which nothing trains any more. The rest is for testing; runs in turns are mostly tested by then."""
+        return (0.75 if self.at_once is None else 0.9) * self.seconds
 
     @property
     def result_file(self) -> str:
