@@ -23,20 +23,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch.multiprocessing as mp
 
 from benchmarks.packed_backbone import pack, unpack
-from benchmarks.thinking_gpu import Clock, TimeIsUp, collect
+from benchmarks.thinking_gpu import Clock, TimeIsUp, collect, curve_of
 from benchmarks.thinking_plan import Plan, Run
 from benchmarks.thinking_tasks import TASKS
 from replaylens.engine import smollm2, thinking_train, weights, zoo
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.model import Decoder
 from replaylens.engine.thinking import ThinkingConfig
-from replaylens.engine.thinking_score import Score, score
 from replaylens.engine.thinking_texts import METHODS, ChunkedTexts, Method
 from replaylens.engine.thinking_tokenizer import backbone_folder, load_tokenizer
 from replaylens.engine.thinking_train import Model, ThinkingRecipe
@@ -58,8 +57,6 @@ class BackbonePlan(Plan):
     examples: int = 50
     lr: float = 2e-4
     completion_weight: float = 20.0
-    tested_together: int = 256
-    """texts of a batch in the test"""
     aside: float = 30.0
     """seconds of a run that go into its texts and its test"""
 
@@ -144,7 +141,7 @@ def one_run(plan: BackbonePlan, run: Run, steps: int, clock: Clock, out: Path) -
     ready = clock.now()
     model, losses = _train(recipe, texts, plan, clock)
     trained = clock.now()
-    curve = _curve(plan, recipe, model.to(plan.device), n)
+    curve = curve_of(plan, recipe, model.to(plan.device))
     result = dict(
         method=method, N=n, seed=seed, steps=len(losses), planned=steps, final_loss=losses[-1], losses=losses[::25],
         setup_seconds=ready - begin, train_seconds=trained - ready, test_seconds=clock.now() - trained,
@@ -170,18 +167,6 @@ def _train(recipe: ThinkingRecipe, texts: ChunkedTexts, plan: BackbonePlan, cloc
     except TimeIsUp:
         model.requires_grad_(False)
     return model, losses
-
-
-def _curve(plan: BackbonePlan, recipe: ThinkingRecipe, model: Model, n: int) -> dict[int, dict[str, float]]:
-    """Percent right by length; all lengths in few batches."""
-    lengths, number = plan.lengths(n), plan.examples
-    examples = [example for length in lengths for example in zoo.held_out(recipe.parts[0], length, number)]
-    scores = score(model, recipe.method, recipe.thinking, recipe.tokenizer(), examples, plan.tested_together, recipe.precision)
-    return {length: _shares(scores[i * number : (i + 1) * number]) for i, length in enumerate(lengths)}
-
-
-def _shares(scores: list[Score]) -> dict[str, float]:
-    return {name: mean(100.0 * getattr(s, name) for s in scores) for name in ("answered", "thought")}
 
 
 def work(plan: BackbonePlan, rows: int, clock: Clock, out: Path) -> None:

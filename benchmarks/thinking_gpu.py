@@ -32,7 +32,7 @@ from benchmarks.thinking_tasks import TASKS
 from replaylens.commands.train_thinking import CARD_FILE, card
 from replaylens.engine import thinking, thinking_train, thinking_zoo, weights, zoo
 from replaylens.engine.model import Decoder
-from replaylens.engine.thinking_score import score
+from replaylens.engine.thinking_score import Score, score
 from replaylens.engine.thinking_texts import METHODS, ChunkedTexts, Method
 from replaylens.engine.thinking_train import Model, ThinkingRecipe
 
@@ -56,7 +56,7 @@ class Clock:
 
 
 def one_run(plan: Plan, run: Run, clock: Clock, out: Path, rates: Any, number: int, meeting: Any) -> None:
-    """Train and test one cell of the table; writes <method>-<N>-<seed>.json, and again after each tested length."""
+    """Train and test one cell of the table; writes <method>-<N>-<seed>.json."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True
     method, n, seed = run
@@ -67,25 +67,29 @@ def one_run(plan: Plan, run: Run, clock: Clock, out: Path, rates: Any, number: i
     recipe = replace(recipe, steps=steps, warmup=min(100, steps // 10))
     begin = clock.now()
     model, done, loss = _train(recipe, texts, plan, clock)
-    result: dict[str, Any] = dict(
-        method=method, N=n, seed=seed, steps=done, planned=steps, final_loss=loss, train_seconds=clock.now() - begin,
-        setup_seconds=built, tokens_per_step=recipe.batch * plan.width, curve={},
-    )  # fmt: skip
+    trained = clock.now()
     if method == "thinking" or (seed == plan.seeds[0] and n in (plan.longest[0], plan.longest[-1])):
         _save(model, recipe, out / f"model-{method}-{n}{f'-{seed}' if seed else ''}")
-    _test(plan, recipe, model.to(plan.device), result, out / f"{method}-{n}-{seed}.json")
+    result: dict[str, Any] = dict(
+        method=method, N=n, seed=seed, steps=done, planned=steps, final_loss=loss, setup_seconds=built,
+        train_seconds=trained - begin, tokens_per_step=recipe.batch * plan.width,
+        curve=curve_of(plan, recipe, model.to(plan.device)), test_seconds=clock.now() - trained,
+    )  # fmt: skip
+    (out / f"{method}-{n}-{seed}.json").write_text(json.dumps(result))
     done_line = f"{method:8s} N={n:<3d} seed {seed}  {done} steps  loss {loss:.3f}  {_summary(result)}"
     print(f"{clock.now():5.0f} s  {done_line}", flush=True)
 
 
-def _test(plan: Plan, recipe: ThinkingRecipe, model: Model, result: dict[str, Any], file: Path) -> None:
-    """Fill in the curve of the result, length by length, and write the file after each."""
-    for length in plan.lengths(recipe.longest):
-        examples = zoo.held_out(plan.table_task.part, length, plan.examples)
-        scores = score(model, recipe.method, recipe.thinking, recipe.tokenizer(), examples)
-        shares = {name: mean(100.0 * getattr(s, name) for s in scores) for name in ("answered", "thought")}
-        result["curve"][length] = {**shares, "rounds": scores[0].rounds}
-        file.write_text(json.dumps(result))
+def curve_of(plan: Plan, recipe: ThinkingRecipe, model: Model) -> dict[int, dict[str, float]]:
+    """Percent of right answers and right thoughts by length; all lengths in few batches."""
+    lengths, number = plan.lengths(recipe.longest), plan.examples
+    examples = [example for length in lengths for example in zoo.held_out(recipe.parts[0], length, number)]
+    scores = score(model, recipe.method, recipe.thinking, recipe.tokenizer(), examples, plan.tested_together, recipe.precision)
+    return {length: _shares(scores[i * number : (i + 1) * number]) for i, length in enumerate(lengths)}
+
+
+def _shares(scores: list[Score]) -> dict[str, float]:
+    return {name: mean(100.0 * getattr(s, name) for s in scores) for name in ("answered", "thought")}
 
 
 def _agreed(

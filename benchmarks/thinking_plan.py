@@ -42,6 +42,8 @@ class Plan:
     """runs side by side; None: all"""
     examples: int = 100
     """per tested length"""
+    tested_together: int = 256
+    """texts of a batch in the test"""
     beyond: tuple[int, ...] = (20, 30, 40, 50, 60, 70, 80, 90, 100)
     cut: bool = False
     """train Thinking States with `ThinkingRecipe.cut`"""
