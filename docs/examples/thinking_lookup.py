@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,7 @@ def main(folder: Path, lengths: list[int]) -> None:
     for length in lengths:
         for distance, right in thoughts(model, tokenizer, length):
             groups[max(edge for edge in EDGES if edge <= distance)].append(right)
-    for low, high in zip(EDGES, EDGES[1:], strict=False):
+    for low, high in pairwise(EDGES):
         if groups[low]:
             wrong = len(groups[low]) - sum(groups[low])
             line = {"distance": [low, high - 1], "thoughts": len(groups[low]), "wrong": wrong}
