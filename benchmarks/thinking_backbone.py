@@ -21,24 +21,24 @@ import time
 import traceback
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch.multiprocessing as mp
 
+from benchmarks import timed_training
 from benchmarks.packed_backbone import pack, unpack
-from benchmarks.thinking_gpu import Clock, TimeIsUp, collect, curve_of
+from benchmarks.thinking_gpu import collect, curve_of
 from benchmarks.thinking_plan import Plan, Run
 from benchmarks.thinking_tasks import TASKS
+from benchmarks.timed_training import Clock
 from replaylens.engine import smollm2, thinking_train, weights, zoo
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.model import Decoder
 from replaylens.engine.thinking import ThinkingConfig
-from replaylens.engine.thinking_texts import METHODS, ChunkedTexts, Method
+from replaylens.engine.thinking_texts import METHODS, Method
 from replaylens.engine.thinking_tokenizer import backbone_folder, load_tokenizer
-from replaylens.engine.thinking_train import Model, ThinkingRecipe
+from replaylens.engine.thinking_train import ThinkingRecipe
 
 NAME = "thinking-backbone"
 CHUNK, MAX_THOUGHT = 8, 8
@@ -109,7 +109,7 @@ class Agreement:
 
 def row_of_runs(plan: BackbonePlan, runs: list[Run], row: int, agreement: Agreement, clock: Clock, out: Path) -> None:
     """Runs one after another. One that fails leaves its traceback, and the others go on."""
-    pace = {method: _seconds_per_step(plan, method) for method in sorted({method for method, _, _ in runs})}
+    pace = {method: _pace(plan, method) for method in sorted({method for method, _, _ in runs})}
     time_left = plan.seconds - clock.now() - plan.aside * len(runs)
     steps = agreement.least(row, max(2, min(plan.most_steps, int(time_left / sum(pace[method] for method, _, _ in runs)))))
     for run in runs:
@@ -124,13 +124,11 @@ def row_of_runs(plan: BackbonePlan, runs: list[Run], row: int, agreement: Agreem
             print(f"FAILED {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
 
 
-def _seconds_per_step(plan: BackbonePlan, method: Method) -> float:
-    """Of a model that is thrown away, while other rows do the same. Rows are full, so the lengths of texts play no part."""
+def _pace(plan: BackbonePlan, method: Method) -> float:
+    """Seconds per step, while other rows of runs do the same. Rows are full, so the lengths of texts play no part."""
+    recipe = replace(plan.recipe(method, plan.longest[0], 0), pool=8)
     warm, timed = (8, 12) if plan.device == "cuda" else (1, 2)
-    recipe = replace(plan.recipe(method, plan.longest[0], 0), steps=warm + timed, warmup=0, pool=8)
-    ticks: list[float] = []
-    thinking_train.train(recipe, plan.device, after_step=lambda done, loss: ticks.append(time.time()))
-    return median(after - before for before, after in pairwise(ticks[warm - 1 :]))  # a new shape takes a moment longer
+    return timed_training.seconds_per_step(recipe, thinking_train.texts_of(recipe, plan.device), plan.device, warm, timed)
 
 
 def one_run(plan: BackbonePlan, run: Run, steps: int, clock: Clock, out: Path) -> None:
@@ -139,7 +137,7 @@ def one_run(plan: BackbonePlan, run: Run, steps: int, clock: Clock, out: Path) -
     begin, recipe = clock.now(), replace(plan.recipe(method, n, seed), steps=steps, warmup=min(100, steps // 10))
     texts = thinking_train.texts_of(recipe, plan.device)
     ready = clock.now()
-    model, losses = _train(recipe, texts, plan, clock)
+    model, losses = timed_training.train(recipe, texts, plan.device, clock, plan.seconds - plan.aside)
     trained = clock.now()
     curve = curve_of(plan, recipe, model.to(plan.device))
     result = dict(
@@ -151,22 +149,6 @@ def one_run(plan: BackbonePlan, run: Run, steps: int, clock: Clock, out: Path) -
     shown = " ".join(f"{length}:{share['answered']:.0f}" for length, share in curve.items())
     print(f"{clock.now():5.0f} s  {method:8s} N={n:<3d} seed {seed}  {len(losses)} steps in {trained - ready:.0f} s, tested in "
           f"{clock.now() - trained:.0f} s  loss {losses[-1]:.3f}  {shown}", flush=True)  # fmt: skip
-
-
-def _train(recipe: ThinkingRecipe, texts: ChunkedTexts, plan: BackbonePlan, clock: Clock) -> tuple[Model, list[float]]:
-    """The model, and the loss of every step it got."""
-    model, losses = thinking_train.initial(recipe), []
-
-    def watch(done: int, loss: float) -> None:
-        losses.append(loss)
-        if clock.now() > plan.seconds - plan.aside and done < recipe.steps:
-            raise TimeIsUp
-
-    try:
-        thinking_train.follow(recipe, texts, model, plan.device, after_step=watch)
-    except TimeIsUp:
-        model.requires_grad_(False)
-    return model, losses
 
 
 def work(plan: BackbonePlan, rows: int, clock: Clock, out: Path) -> None:

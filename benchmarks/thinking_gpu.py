@@ -13,22 +13,24 @@ table of all is thinking-TASK-gpu.json there. How large it is, and why that is f
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 import traceback
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median, pstdev
+from statistics import mean, pstdev
 from threading import BrokenBarrierError
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
+from benchmarks import timed_training
 from benchmarks.shared_gpu import shared_gpu
 from benchmarks.thinking_plan import TINY, Plan, Run
 from benchmarks.thinking_tasks import TASKS
+from benchmarks.timed_training import Clock
 from replaylens.commands.train_thinking import CARD_FILE, card
 from replaylens.engine import thinking, thinking_train, thinking_zoo, weights, zoo
 from replaylens.engine.model import Decoder
@@ -39,20 +41,6 @@ from replaylens.engine.thinking_train import Model, ThinkingRecipe
 EMBEDDED = "coin-thinking"
 WARM, TIMED = 15, 25
 """steps before the clock, and on it, when the runs agree on a number of steps"""
-
-
-class TimeIsUp(Exception):
-    """Training ran into the time limit."""
-
-
-class Clock:
-    """Seconds since the job began, the same in all its processes."""
-
-    def __init__(self, begin: float) -> None:
-        self.begin = begin
-
-    def now(self) -> float:
-        return time.time() - self.begin
 
 
 def one_run(plan: Plan, run: Run, clock: Clock, out: Path, rates: Any, number: int, meeting: Any) -> None:
@@ -66,8 +54,8 @@ def one_run(plan: Plan, run: Run, clock: Clock, out: Path, rates: Any, number: i
     steps = plan.steps or _agreed(recipe, texts, plan, clock, rates, number, meeting)
     recipe = replace(recipe, steps=steps, warmup=min(100, steps // 10))
     begin = clock.now()
-    model, done, loss = _train(recipe, texts, plan, clock)
-    trained = clock.now()
+    model, losses = timed_training.train(recipe, texts, plan.device, clock, plan.train_until)
+    trained, done, loss = clock.now(), len(losses), losses[-1]
     if method == "thinking" or (seed == plan.seeds[0] and n in (plan.longest[0], plan.longest[-1])):
         _save(model, recipe, out / f"model-{method}-{n}{f'-{seed}' if seed else ''}")
     result: dict[str, Any] = dict(
@@ -96,7 +84,8 @@ def _agreed(
     recipe: ThinkingRecipe, texts: ChunkedTexts, plan: Plan, clock: Clock, rates: Any, number: int, meeting: Any
 ) -> int:
     """A number of steps that the slowest of all runs can do, too."""
-    rates[number] = _seconds_per_step(recipe, texts, plan, meeting)
+    _meet(meeting)  # so that the pace is that of all at once
+    rates[number] = timed_training.seconds_per_step(recipe, texts, plan.device, WARM, TIMED)
     _meet(meeting)
     return max(20, min(plan.most_steps, int(0.9 * (plan.train_until - clock.now()) / max(rates))))
 
@@ -107,34 +96,6 @@ def _meet(meeting: Any) -> None:
         meeting.wait(timeout=150)
     except BrokenBarrierError:
         print("a run is missing; the others go on", flush=True)
-
-
-def _seconds_per_step(recipe: ThinkingRecipe, texts: ChunkedTexts, plan: Plan, meeting: Any) -> float:
-    """Of a model that is thrown away, while all other runs do the same."""
-    short = replace(recipe, steps=WARM + TIMED, warmup=0)
-    ticks: list[float] = []
-    _meet(meeting)
-    thinking_train.follow(
-        short, texts, thinking_train.initial(short), plan.device, after_step=lambda done, loss: ticks.append(time.time())
-    )
-    return median(after - before for before, after in pairwise(ticks[WARM - 1 :]))  # a new shape takes a moment longer
-
-
-def _train(recipe: ThinkingRecipe, texts: ChunkedTexts, plan: Plan, clock: Clock) -> tuple[Model, int, float]:
-    """The model, the steps it got, and its last loss; cut short when the time is up."""
-    model, last = thinking_train.initial(recipe), (0, 0.0)
-
-    def watch(done: int, loss: float) -> None:
-        nonlocal last
-        last = (done, loss)
-        if clock.now() > plan.train_until:
-            raise TimeIsUp
-
-    try:
-        thinking_train.follow(recipe, texts, model, plan.device, after_step=watch)
-    except TimeIsUp:
-        model.requires_grad_(False)
-    return model, *last
 
 
 def _save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
@@ -148,31 +109,20 @@ def embedded(plan: Plan, clock: Clock, out: Path) -> None:
     torch.set_num_threads(1)
     steps = plan.embedded_steps
     recipe = replace(thinking_zoo.recipe(EMBEDDED), steps=steps, warmup=min(100, steps // 10), pool=plan.embedded_pool)
-    begin, model, last = clock.now(), thinking_train.initial(recipe), 0
-    texts = thinking_train.texts_of(recipe, plan.device)
-
-    def watch(done: int, loss: float) -> None:
-        nonlocal last
-        last = done
-        if done % 500 == 0:
-            print(f"{clock.now():5.0f} s  {EMBEDDED} {done} steps, loss {loss:.4f}", flush=True)
-        if clock.now() > plan.train_until:
-            raise TimeIsUp
-
-    try:
-        thinking_train.follow(recipe, texts, model, plan.device, after_step=watch)
-    except TimeIsUp:
-        model.requires_grad_(False)
+    begin, texts = clock.now(), thinking_train.texts_of(recipe, plan.device)
+    model, losses = timed_training.train(recipe, texts, plan.device, clock, plan.train_until)
     model = model.cpu()
     assert not isinstance(model, Decoder)
     thinking_zoo.save(model, recipe.tokenizer(), out / EMBEDDED)
     name = torch.cuda.get_device_name() if plan.device == "cuda" else "a CPU"
-    cut = "" if last == recipe.steps else f", CUT SHORT after {last} steps"
+    cut = "" if len(losses) == recipe.steps else f", CUT SHORT after {len(losses)} steps"
     command = f"replaylens train {EMBEDDED} --device {plan.device}"
     beside = f"{name} beside {len(plan.runs())} other runs, torch {torch.__version__}{cut}"
     made = f"`{command}`, {clock.now() - begin:.0f} s on {beside}"
     (out / EMBEDDED / CARD_FILE).write_text(card(EMBEDDED, recipe, model.to(plan.device), made, plan.examples))
-    print(f"{clock.now():5.0f} s  {EMBEDDED} done: {last} steps\n" + (out / EMBEDDED / CARD_FILE).read_text(), flush=True)
+    print(
+        f"{clock.now():5.0f} s  {EMBEDDED} done: {len(losses)} steps\n" + (out / EMBEDDED / CARD_FILE).read_text(), flush=True
+    )
 
 
 def _guarded(work: Any, name: str, out: Path, arguments: tuple[Any, ...]) -> None:
@@ -273,6 +223,7 @@ def main() -> None:
         at_once=options.at_once,
         **size,
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # an exit takes the child processes along
     clock, out = Clock(time.time()), options.out / plan.task
     out.mkdir(parents=True, exist_ok=True)
     with shared_gpu(options.device == "cuda" and not options.no_mps):

@@ -167,3 +167,11 @@ def test_a_branch_in_a_notebook_is_its_picture() -> None:
     assert "certified" in found.texts and f"{branch.length}, of which {branch.root_length} are prompt" in found.texts
     plain = super(type(branch), branch)._repr_html_()
     assert 'rl-thinking"' not in plain and 'class="rl-tree"' in plain, "plain branches are drawn as before"
+
+
+def test_a_run_in_a_notebook_unfolds_its_pictures() -> None:
+    run = thinker().replay(COIN.examples(3), sites="STCZ")
+    found = assert_harmless(run._repr_html_(), scripts=1)
+    classes = [value or "" for name, value in found.attributes if name == "class"]
+    assert classes.count("rl-thinking") == 3 and "rl-tree" not in classes
+    assert classes.count("rl-chunk") == sum(len(run.tree(i).chunks) for i in range(3))

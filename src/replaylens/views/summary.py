@@ -7,6 +7,7 @@ from replaylens.engine.branches import BranchStatus
 from replaylens.views import live, thinking, tree_html
 from replaylens.views.html import Markup, fragment, tag
 from replaylens.views.svg import cylinder
+from replaylens.views.thinking import Thinking
 from replaylens.views.timeline import Fill
 from replaylens.views.tree import Tree
 
@@ -27,7 +28,7 @@ def run_html(run: "Run") -> str:
         "right answers": f"{run.accuracy:.1%}" if len(run) else "none",
         "drafts accepted": f"{run.acceptance:.1%}" if run.acceptance == run.acceptance else "nothing drafted",
     }
-    folded = [_folded(live.tree_of_result(run.engine, result)) for result in run.results[:MOST_TREES]]
+    folded = [_folded(run.tree(i)) for i in range(min(len(run), MOST_TREES))]
     more = len(run) - len(folded)
     rest = [tag("p", f"and {more} more: run.tree(i) shows any of them", class_="rl-quiet")] if more > 0 else []
     return fragment(fact_list(facts), *folded, *rest)
@@ -78,7 +79,11 @@ def fact_list(facts: Mapping[str, str | int | float]) -> Markup:
     )
 
 
-def _folded(tree: Tree) -> Markup:
-    text = "".join(token.text for token in tree.trunk.tokens)
-    head = f"{tree.title}, {len(tree.paths) - 1} branches: …{text[-70:]}"
-    return tag("details", tag("summary", head), tree_html.draw(tree))
+def _folded(tree: Tree | Thinking) -> Markup:
+    if isinstance(tree, Thinking):
+        told = "".join(token for chunk in tree.chunks for token in chunk.tokens)
+        what, drawn = f"{len(tree.rounds)} rounds", thinking.draw(tree)
+    else:
+        told = "".join(token.text for token in tree.trunk.tokens)
+        what, drawn = f"{len(tree.paths) - 1} branches", tree_html.draw(tree)
+    return tag("details", tag("summary", f"{tree.title}, {what}: …{told[-70:]}"), drawn)
