@@ -50,17 +50,18 @@ class AttentionGroup:
     slots: Tensor
     """[pieces * keys]: slot of every key; padding points at the null page"""
     positions: Tensor
-    """[pieces, query rows]"""
+    """[pieces, query rows]; padding stands where its piece begins"""
     num_keys: int
     """per piece, a multiple of KV_BLOCK"""
     masks: dict[int, Tensor]
-    """window -> [pieces, query rows, 1, keys], True where a key is hidden"""
+    """window -> [pieces, query rows, 1, last keys], True where a key is hidden"""
 
     def hidden(self, window: int) -> Tensor:
-        """Which keys each query must not see; made once per pass and window."""
+        """Which of the last keys each query must not see; all queries see those before. Made once per pass and window."""
         if window not in self.masks:
             seen = visible(self.positions.view(-1), self.num_keys, window)
-            self.masks[window] = ~seen.view(*self.positions.shape, 1, self.num_keys)
+            first = 0 if window else int(self.positions.min()) + 1
+            self.masks[window] = ~seen.view(*self.positions.shape, 1, self.num_keys)[..., first:]
         return self.masks[window]
 
 
@@ -120,7 +121,7 @@ class Batch:
         rows, positions, key_slots = [], [], []
         for _, _, first_row, n, segment, first_position in pieces:
             rows.append(list(range(first_row, first_row + n)) + [self.padded] * (queries - n))
-            positions.append(list(range(first_position, first_position + n)) + [0] * (queries - n))
+            positions.append(list(range(first_position, first_position + n)) + [first_position] * (queries - n))
             own = pool.slots(segment.table, 0, first_position + n)
             key_slots += own + [0] * (keys - len(own))
         return AttentionGroup(torch.tensor(rows), torch.tensor(key_slots), torch.tensor(positions), keys, {})

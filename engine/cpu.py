@@ -17,34 +17,60 @@ from torch import Tensor
 from replaylens.engine.batch import KV_BLOCK, Batch
 from replaylens.engine.config import Activation
 from replaylens.engine.kv_cache import KVCache
-from replaylens.engine.ops import AttentionSpec, Heads, Linear, Observer, TorchOps, softcap
+from replaylens.engine.ops import AttentionSpec, Heads, Linear, Norm, Observer, TorchOps, softcap
 from replaylens.engine.products import Products
+from replaylens.engine.rotary import Rotary
 
 
-class CachedOps(TorchOps):
-    """Attention through the paged cache; what a product is, the child says."""
+class CpuOps(TorchOps):
+    """What the passes of a CPU do to rows, each by itself: the meaning of `TorchOps`, with fewer copies and calls."""
 
-    def __init__(self, batch: Batch, cache: KVCache) -> None:
-        self.batch, self.cache = batch, cache
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """The library's own steps, to the bit, without its dispatch."""
+        if norm.kind == "layer":
+            return super().norm(x, norm)
+        scale = x.square().mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
+        return (x * scale).mul_(norm.weight)
+
+    def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
+        half = rotary.table.shape[-1]
+        cos, sin = rotary.rows[:, None].unbind(2)  # [rows, 1, half]
+        a, b, rest = x.tensor_split((half, 2 * half), dim=-1)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        torch.sub(a * cos, b * sin, out=out[..., :half])
+        torch.add(b * cos, a * sin, out=out[..., half : 2 * half])
+        out[..., 2 * half :] = rest
+        return out
 
     def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
         if not gated:
             return activate(x, kind)
         gate, up = x.chunk(2, dim=-1)
-        return activate(gate, kind) * up
+        return activate(gate, kind).mul_(up)
+
+    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        return self.linear(x, linear).add_(residual)
+
+
+class CachedOps(CpuOps):
+    """Attention through the paged cache; what a product is, the child says."""
+
+    def __init__(self, batch: Batch, cache: KVCache) -> None:
+        self.batch, self.cache = batch, cache
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         q, k, v = self.turned(heads)
         batch, data = self.batch, self.cache.data[spec.layer]
         self.cache.write(spec.layer, batch.write_slots, k[: batch.num_rows], v[: batch.num_rows])
         out = torch.zeros(batch.padded + 1, *q.shape[1:], dtype=q.dtype)  # the extra row swallows padding queries
-        q = torch.cat([q * spec.scale, q.new_zeros(1, *q.shape[1:])])
+        scaled = torch.zeros_like(out)
+        torch.mul(q, spec.scale, out=scaled[:-1])
         patterns = []
         for group in batch.groups:
             keys = data[0].index_select(1, group.slots)
             values = data[1].index_select(1, group.slots)
             z, pattern = attend_blocks(
-                q[group.rows], keys, values, group.hidden(spec.window), spec.softcap, observe is not None
+                scaled[group.rows], keys, values, group.hidden(spec.window), spec.softcap, observe is not None
             )
             out[group.rows] = z
             patterns.append(pattern)
@@ -66,7 +92,7 @@ def attend_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of scaled queries over gathered keys.
 
-    q [pieces, rows, heads, d], keys and values [kv_heads, pieces * n, d], hidden [pieces, rows, 1, n]
+    q [pieces, rows, heads, d], keys and values [kv_heads, pieces * n, d], hidden [pieces, rows, 1, the last keys]
     -> ([pieces, rows, heads, d], pattern [pieces, rows, heads, n] or an empty tensor)
     """
     pieces, rows, heads, d = q.shape
@@ -75,7 +101,7 @@ def attend_blocks(
     folded = q.view(pieces, rows, kv_heads, group, d).permute(2, 0, 1, 3, 4).reshape(kv_heads * pieces, rows * group, d)
     keys, values = keys.view(kv_heads * pieces, n, d), values.view(kv_heads * pieces, n, d)
     scores = softcap(torch.bmm(folded, keys.transpose(1, 2)), cap)
-    scores.view(kv_heads, pieces, rows, group, n).masked_fill_(hidden, -math.inf)
+    scores.view(kv_heads, pieces, rows, group, n)[..., n - hidden.shape[-1] :].masked_fill_(hidden, -math.inf)
     weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     total = weights[..., :KV_BLOCK].sum(-1, keepdim=True)
     out = torch.bmm(weights[..., :KV_BLOCK], values[:, :KV_BLOCK])
@@ -110,7 +136,8 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
     """Position-independent activations; see the head of the file."""
     match kind:
         case "silu":
-            return x / torch.neg(x).exp_().add_(1)
+            below = torch.neg(x).exp_().add_(1)
+            return torch.div(x, below, out=below)
         case "gelu_tanh":
             inner = (x * x * x).mul_(0.044715).add_(x).mul_(math.sqrt(2 / math.pi))
             return inner.tanh_().add_(1).mul_(x).mul_(0.5)

@@ -18,7 +18,7 @@ from replaylens.engine.capture import LensSpec
 from replaylens.engine.certificate import Certificate, Finding
 from replaylens.engine.errors import NotCertified
 from replaylens.engine.model import Decoder
-from replaylens.engine.ops import Linear, Norm, TorchOps, visible
+from replaylens.engine.ops import Linear, Norm, visible
 from replaylens.engine.products import Products, RowCounts, Shape, can_pack
 from replaylens.engine.rotary import Rotary
 
@@ -145,7 +145,7 @@ def _examine_tile(
 
 def _examine_rowwise(model: Decoder, generator: torch.Generator, findings: list[Finding]) -> None:
     """Norms, activations, rotary: each must give a row the same bits in any number of rows."""
-    c, ops = model.config, TorchOps()
+    c, ops = model.config, cpu.CpuOps()
     norms = {(m.weight.shape[0], m.kind): (name, m) for name, m in model.named_modules() if isinstance(m, Norm)}
     for (width, kind), (name, norm) in norms.items():
         _compare_rows(

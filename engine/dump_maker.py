@@ -63,6 +63,11 @@ class ShardMaker:
         streams = self.plan.lens.sites if self.plan.lens is not None else ()
         return [*self.plan.sites, *streams, self.engine.sites.letter("S")[-1]]
 
+    @property
+    def edits(self) -> list[Edit]:
+        """The plan's interventions, to be placed on a prompt."""
+        return [Edit.from_json(edit) for edit in self.plan.edits]
+
     def _replay(self, examples: list[Example]) -> list[Result]:
         plan = self.plan
         return replay_examples(
@@ -72,7 +77,7 @@ class ShardMaker:
             drafter=plan.drafter,
             window=plan.window,
             sampling=plan.sampling,
-            edits=[Edit.from_json(edit) for edit in plan.edits],
+            edits=self.edits,
             max_new=plan.max_new,
             rejected=plan.rejected,
             batch=self.batch,

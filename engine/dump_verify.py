@@ -169,14 +169,18 @@ class _Replay:
                 if example == result.example.index:
                     fork = int(rows["fork_position"].iloc[0])
                     tokens = result.tokens[:fork] + [int(token) for token in rows["token"]]
-                    paths.append(RejectedPath(int(branch), tokens, fork, self._recorded(tokens, fork)))
+                    recording = self._recorded(tokens, result.num_prompt, fork)
+                    paths.append(RejectedPath(int(branch), tokens, fork, recording))
             return replace(result, rejected=paths)
 
         return complete
 
-    def _recorded(self, tokens: list[int], fork: int) -> Recording:
-        branch = self.engine.prompt(tokens, sites=self.maker.wanted)
+    def _recorded(self, tokens: list[int], num_prompt: int, fork: int) -> Recording:
+        """A path's rows from `fork` on, under the plan's edits: those count negative positions from the prompt's end."""
+        branch = self.engine.prompt(tokens[:num_prompt], sites=self.maker.wanted, edits=self.maker.edits)
         try:
+            if rest := tokens[num_prompt:]:
+                branch.force(rest)
             recording = Recording(base=fork)
             recording.append(fork, {site: branch.activations[site][fork:] for site in branch.activations.sites()})
             return recording

@@ -91,11 +91,13 @@ class Products:
         packed = self._pack(weight)
         if len(x) <= PACKED_ROWS:
             return packed_product(x, packed, weight)
-        large = [count for count in counts if count > PACKED_ROWS]
+        large = tuple(count for count in counts if count > PACKED_ROWS)
         whole = len(x) - len(x) % large[-1] if large else 0
-        pieces = [tile_product(x[:whole], weight, tuple(large))] if whole else []
-        pieces += [packed_product(piece, packed, weight) for piece in x[whole:].split(PACKED_ROWS) if len(piece)]
-        return torch.cat(pieces)
+        out = x.new_empty(len(x), weight.shape[1])
+        tiled(x[:whole], out[:whole], large, lambda a, b: torch.mm(a, weight, out=b))
+        for first in range(whole, len(x), PACKED_ROWS):
+            out[first : first + PACKED_ROWS] = packed_product(x[first : first + PACKED_ROWS], packed, weight)
+        return out
 
     def _pack(self, weight: Tensor) -> Tensor:
         where = weight.data_ptr()
