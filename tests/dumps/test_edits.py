@@ -13,7 +13,9 @@ from replaylens.engine.dump_writer import write_dump
 from replaylens.engine.edits import Edit
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest
+from replaylens.engine.model import Decoder
 from replaylens.engine.run import Run
+from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.dumps.conftest import EXAMPLES, NEW, PER_SHARD
 
@@ -56,6 +58,16 @@ def test_it_is_verified_from_its_own_plan(engine: Engine, edited: Dump) -> None:
     opened = Dump.open(edited.url)
     assert opened.manifest.plan == edited.manifest.plan and len(opened.manifest.plan.edits) == 3
     assert verify(edited.url, engine, sample="all").status == VERIFIED
+
+
+def test_rejected_paths_are_recomputed_under_the_edits(
+    engine: Engine, model: Decoder, tokenizer: WordTokenizer, planned: Planned, edits: list[Edit], tmp_path: Path
+) -> None:
+    """A judge without that drafter takes the rejected paths from the dump; edits from before the prompt's end reach them."""
+    dump = write_dump(engine, planned(edits=edits, drafter="model", window=5, examples=4), tmp_path)
+    assert dump is not None and dump.manifest.accepted_rows < dump.manifest.rows, "the test needs rejected rows"
+    verdict = verify(tmp_path, Engine(model, tokenizer), sample="all")
+    assert verdict and verdict.rows == dump.manifest.rows and not verdict.notes, verdict
 
 
 def test_a_saved_run_is_the_same_dump(engine: Engine, coin: AnyTask, edits: list[Edit], edited: Dump, tmp_path: Path) -> None:
