@@ -44,6 +44,11 @@ class Split:
     def __len__(self) -> int:
         return len(self.train)
 
+    @property
+    def digest(self) -> str:
+        """Of which rows are fitted on and tested in which fold, whatever the split is called."""
+        return hashlib.sha256(repr(self.train.shape).encode() + self.train.tobytes() + self.test.tobytes()).hexdigest()
+
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield from zip(self.train, self.test, strict=True)
 

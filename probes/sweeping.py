@@ -128,11 +128,12 @@ class _Sweep:
         except OneClass as error:
             raise OneClass(f"position {position!r}: {error}") from None
         place = Place(position, here, split, goals, cells, notes)
+        part = f"{position}/{split.digest}"  # a split of the user's own is known by nothing but its masks
         for batch in _batches(here, cells):
             for estimator in settings.estimators:
-                name = f"{position}/{estimator}/{batch[0]}"
+                name = f"{part}/{estimator}/{batch[0]}"
                 place.add(estimator, batch, parts.get(name, partial(self._fit, place, here, batch, estimator)))
-            self._extras(place, here, batch, parts)
+            self._extras(place, here, batch, parts, part)
             bar.update(len(batch))
         return place
 
@@ -143,19 +144,19 @@ class _Sweep:
         masks = (place.split.train, place.split.test)
         return held_out(estimator, self._load(rows, batch), place.goals, *masks, nuisance=nuisance, jobs=self.jobs)
 
-    def _extras(self, place: Place, here: ProbeRows, batch: list[Cell], parts: Parts) -> None:
+    def _extras(self, place: Place, here: ProbeRows, batch: list[Cell], parts: Parts, part: str) -> None:
         """The untrained model, and the online code."""
         settings = self.settings
         if self.blank is not None:
             blank = replace(here, source=self.blank.source)
             for estimator in settings.estimators:
-                name = f"{place.position}/untrained/{estimator}/{batch[0]}"
+                name = f"{part}/untrained/{estimator}/{batch[0]}"
                 made = parts.get(name, partial(self._fit, place, blank, batch, estimator))
                 place.add_untrained(estimator, batch, made)
         if settings.code_length and "logistic" in settings.estimators:
             goals = [goal for goal in place.goals if goal.role == LABEL and goal.kind == "class"]
             train, test = _with_two_classes(goals, *code_blocks(here.roots, settings.seed))
-            name = f"{place.position}/code/{batch[0]}"
+            name = f"{part}/code/{batch[0]}"
             held = parts.get(name, lambda: held_out("logistic", self._load(here, batch), goals, train, test))
             place.add_code(goals, batch, held, np.asarray(test.any(0)))
 
@@ -210,9 +211,9 @@ def _stored(rows: ProbeRows, settings: SweepSettings) -> list[str]:
 
 
 def _digest(rows: ProbeRows) -> str:
-    """Of which rows these are; for rows in memory, of their index."""
-    index = hashlib.sha256(rows.frame.to_csv(index=False).encode()).hexdigest()
-    return f"{rows.about.digest}:{index}"
+    """Of which rows these are; for rows in memory, of their index and the engine that made them."""
+    index, made = hashlib.sha256(rows.frame.to_csv(index=False).encode()).hexdigest(), rows.about.fingerprint
+    return f"{rows.about.digest}:{made.digest if made else ''}:{index}"
 
 
 def _words(given: str | Sequence[str]) -> tuple[str, ...]:

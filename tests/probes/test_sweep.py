@@ -20,7 +20,7 @@ from replaylens.probes.heldout import held_out, residualised
 from replaylens.probes.report import Report
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.splits import by_length, by_root
-from replaylens.probes.sweeping import sweep
+from replaylens.probes.sweeping import MakeSplit, sweep
 from tests.probes.synthetic import rows_of
 from tests.toy_model import engine as toy_engine
 
@@ -74,6 +74,16 @@ def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch:
     assert calls[0] == 1
     with pytest.raises(OtherSweep):
         sweep(coin_dump, "parity", **settings)
+
+
+def test_parts_of_another_split_are_not_used(tmp_path: Path) -> None:
+    """Two splits of one name, as lambdas are: the second is computed, the first still found."""
+    settings = QUICK | {"positions": "all", "controls": False}
+    makes: list[MakeSplit] = [lambda rows: by_root(rows, 2, 0), lambda rows: by_root(rows, 5, 7)]
+    fresh = [body(sweep(rows_of(), "face", split=make, **settings)) for make in makes]
+    assert fresh[0] != fresh[1]
+    for make, report in zip([*makes, makes[0]], [*fresh, fresh[0]], strict=True):
+        assert body(sweep(rows_of(), "face", split=make, resume=tmp_path, **settings)) == report
 
 
 def test_batches_change_nothing_that_counts(coin_dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
