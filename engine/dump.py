@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.capture import Rows
-from replaylens.engine.dump_content import CORE
+from replaylens.engine.dump_content import CORE, at_layer
 from replaylens.engine.dump_files import DumpFiles
 from replaylens.engine.dump_filter import Filter, Predicate, columns_needed, make_filters
 from replaylens.engine.dump_manifest import INDEX, MANIFEST, MOST_BYTES, Manifest, SiteEntry
@@ -108,10 +108,8 @@ class Dump:
     def resolve(self, site: str, layer: int | None = None) -> tuple[str, int | None]:
         """The stored name behind a letter and layer, a name or an alias; and for Z the entry along its layers."""
         sites = self.manifest.sites
-        if named := self.manifest.letter(site) if site in "STC" else []:
-            if layer is None or not -len(named) <= layer < len(named):
-                raise UnknownSite(f"{site} is stored at layers 0 to {len(named) - 1}: say which, not {layer}")
-            return named[layer], None
+        if stored := self.manifest.layers(site) if site in "STC" else {}:
+            return at_layer(site, stored, layer), None
         name = next((n for n, entry in sites.items() if site == n or site in entry.aliases), None)
         if name is None:
             raise UnknownSite(f"{site!r} is not in this dump; it holds {', '.join(sites)}")

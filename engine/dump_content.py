@@ -18,6 +18,8 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from replaylens.engine.errors import UnknownSite
+
 LOCATORS = ("shard", "row")
 """index columns that say where a row lies"""
 CORE = pa.schema(
@@ -173,6 +175,22 @@ def layer_of(site: str) -> int | None:
     """The layer in a site's name."""
     found = re.match(r"blocks\.(\d+)\.", site)
     return int(found[1]) if found else None
+
+
+def by_layer(sites: Iterable[str]) -> dict[int, str]:
+    """Sites of one letter by their layer, in order. The stream that leaves block l counts as l + 1: it would enter that."""
+    leaves = re.compile(r"blocks\.\d+\.hook_out")
+    found = {(layer_of(site) or 0) + bool(leaves.fullmatch(site)): site for site in sites}
+    return dict(sorted(found.items()))
+
+
+def at_layer(letter: str, stored: dict[int, str], layer: int | None) -> str:
+    """The site of a letter at a layer; -1 is the last one stored. UnknownSite lists the layers that there are."""
+    if layer is not None and -len(stored) <= layer < 0:
+        return list(stored.values())[layer]
+    if layer not in stored:
+        raise UnknownSite(f"{letter} is stored at layers {', '.join(map(str, stored))}: say which, not {layer}")
+    return stored[layer]
 
 
 def _names_differ(what: str, here: set[str], there: set[str]) -> Difference | None:

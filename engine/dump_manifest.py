@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from replaylens.engine.dump_content import combine
+from replaylens.engine.dump_content import by_layer, combine
 from replaylens.engine.dump_plan import DumpPlan
 from replaylens.engine.errors import BadDump, EngineError
 from replaylens.engine.fingerprint import Fingerprint
@@ -106,6 +106,10 @@ class Manifest:
     def letter(self, letter: str) -> list[str]:
         """Stored sites of a letter, in layer order."""
         return [name for name, site in self.sites.items() if site.letter == letter]
+
+    def layers(self, letter: str) -> dict[int, str]:
+        """Stored sites of S, T or C by their layer in the model."""
+        return by_layer(self.letter(letter))
 
     def to_bytes(self) -> bytes:
         """The file: the same manifest gives the same bytes."""

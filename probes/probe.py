@@ -13,6 +13,7 @@ from sklearn.base import clone
 from sklearn.pipeline import Pipeline
 
 from replaylens.engine.dump import Dump
+from replaylens.engine.dump_content import at_layer
 from replaylens.engine.run import Run
 from replaylens.probes import registry
 from replaylens.probes.errors import BadProbeFile, NotLinear, ProbeError
@@ -163,7 +164,8 @@ def fit_probe(
     X = rows.matrix(site, layer).astype(np.float64)
     weight, bias = coefficients(clone(spec.make()).fit(X, values))
     means = np.stack([X[values == name].mean(0) for name in goal.classes])
-    stored = rows.source.letters(site)[layer] if site in ("S", "T", "C") and layer is not None else site
+    layers = rows.source.letters(site)
+    stored = at_layer(site, layers, layer) if layers else site
     return LinearProbe(weight, bias, means, goal.classes, label, stored, cell, str(position), estimator, about_rows(rows))
 
 

@@ -161,15 +161,19 @@ class ProbeRows:
         """Every place that the sites name: letters S, T, C with all their layers (or those given), or stored names."""
         words = re.split(r"[,\s]+", sites) if isinstance(sites, str) else list(sites)
         cells: list[Cell] = []
+        known: set[int] = set()
         for word in filter(None, words):
             if not set(word) <= set(LETTERS):
                 cells.append(Cell(word, None))
                 continue
             for letter in word:
-                stored = len(self.source.letters(letter))
+                stored = self.source.letters(letter)
                 if not stored:
                     raise UnknownSite(f"site {letter} was not captured: dump or replay with sites that have it")
-                cells += [Cell(letter, n) for n in range(stored) if layers is None or n in layers]
+                known |= stored.keys()
+                cells += [Cell(letter, n) for n in stored if layers is None or n in layers]
+        if known and (missing := sorted(set(layers or ()) - known)):
+            raise UnknownSite(f"no layer {missing[0]}; {sites}: stored at layers {', '.join(map(str, sorted(known)))}")
         if not cells:
             raise UnknownSite(f"sites {sites!r} at layers {layers}: there is nothing there")
         return cells

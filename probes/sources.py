@@ -10,6 +10,7 @@ from torch import Tensor
 
 from replaylens import tasks
 from replaylens.engine.dump import Dump
+from replaylens.engine.dump_content import at_layer
 from replaylens.engine.errors import UnknownSite
 from replaylens.engine.fingerprint import Fingerprint
 
@@ -39,8 +40,8 @@ class Source(Protocol):
 
     about: About
 
-    def letters(self, letter: str) -> list[str]:
-        """Stored sites behind a letter, by layer."""
+    def letters(self, letter: str) -> dict[int, str]:
+        """Stored sites behind a letter, by their layer in the model."""
         ...
 
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
@@ -58,8 +59,8 @@ class DumpSource:
         self.starts = np.cumsum([0, *(shard.rows for shard in dump.manifest.shards)])
         self._last: tuple[bytes, Dump] | None = None
 
-    def letters(self, letter: str) -> list[str]:
-        return self.dump.manifest.letter(letter)
+    def letters(self, letter: str) -> dict[int, str]:
+        return self.dump.manifest.layers(letter)
 
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
         key = numbers.tobytes()
@@ -76,11 +77,12 @@ class MemorySource:
     def __init__(self, tensors: dict[str, Tensor], letters: dict[str, list[str]], about: About) -> None:
         self.tensors, self._letters, self.about = tensors, letters, about
 
-    def letters(self, letter: str) -> list[str]:
-        return [name for name in self._letters.get(letter, []) if name in self.tensors]
+    def letters(self, letter: str) -> dict[int, str]:
+        return {layer: name for layer, name in enumerate(self._letters.get(letter, [])) if name in self.tensors}
 
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
-        name = self.letters(site)[layer] if site in LETTERS and layer is not None else site
+        stored = self.letters(site)
+        name = at_layer(site, stored, layer) if stored else site
         if name not in self.tensors:
             raise UnknownSite(f"{name!r} was not captured; captured: {', '.join(self.tensors)}")
         x = self.tensors[name][torch.from_numpy(numbers)]
@@ -99,7 +101,7 @@ class JoinedSource:
         digests = {source.about.digest for source in sources}
         self.about = replace(sources[0].about, digest="+".join(sorted(digests)))
 
-    def letters(self, letter: str) -> list[str]:
+    def letters(self, letter: str) -> dict[int, str]:
         return self.sources[0].letters(letter)
 
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
@@ -117,7 +119,7 @@ class Subset:
     def __init__(self, source: Source, numbers: np.ndarray) -> None:
         self.source, self.numbers, self.about = source, numbers, source.about
 
-    def letters(self, letter: str) -> list[str]:
+    def letters(self, letter: str) -> dict[int, str]:
         return self.source.letters(letter)
 
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
