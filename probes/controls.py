@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 import torch
 
 from replaylens.engine.model import Decoder
 from replaylens.probes.errors import ProbeError
+from replaylens.probes.paths import row_paths
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sources import MemorySource
 
@@ -47,45 +47,35 @@ def token_identity(codes: np.ndarray, tokens: np.ndarray, train: np.ndarray, tes
     return out
 
 
-def bags(every: ProbeRows, chosen: ProbeRows) -> np.ndarray:
-    """[chosen rows, different tokens]: how often each token occurs on the row's path up to and with the row.
+def histories(every: ProbeRows, chosen: ProbeRows) -> list[np.ndarray] | None:
+    """For each chosen row the tokens of its path up to and with it. None where a token of some path is not among the rows.
 
     every  all rows of the dump or run, from which the paths are read
     """
-    frame = every.frame
-    tokens, column = np.unique(frame["token"].to_numpy(), return_inverse=True)
-    wanted = pd.Series(np.arange(len(chosen)), index=chosen.numbers)
-    position, branch, fork = (frame[name].to_numpy() for name in ("position", "branch", "fork_position"))
-    out = np.zeros((len(chosen), len(tokens)), dtype=np.float32)
-    for rows in frame.groupby("example", sort=False).indices.values():
-        main = rows[branch[rows] == 0]
-        for number in np.unique(branch[rows]):
-            own = rows[branch[rows] == number]
-            asked = np.flatnonzero(np.isin(every.numbers[own], chosen.numbers))
-            if not len(asked):
-                continue
-            path = own if number == 0 else np.concatenate([main[position[main] < fork[own[0]]], own])
-            seen = np.cumsum(np.eye(len(tokens), dtype=np.float32)[column[path]], axis=0)
-            out[wanted[every.numbers[own[asked]]]] = seen[len(path) - len(own) + asked]
-    return out
+    token, place = every.frame["token"].to_numpy(), {number: i for i, number in enumerate(chosen.numbers)}
+    found: dict[int, np.ndarray] = {}
+    for path in row_paths(every.frame):
+        tokens, before = token[path.rows], len(path.rows) - path.num_own
+        for end, number in enumerate(every.numbers[path.own], before):
+            if number in place:
+                if not path.whole[end]:
+                    return None
+                found[place[number]] = tokens[: end + 1]
+    return [found[i] for i in range(len(chosen))]
 
 
-def contexts(every: ProbeRows, chosen: ProbeRows) -> tuple[np.ndarray, int] | None:
-    """(type of each chosen row, tokens looked at): the shortest suffix of the path that has enough types; None if none has."""
-    frame = every.frame
-    token, position = frame["token"].to_numpy(), frame["position"].to_numpy()
-    before: dict[tuple[int, int, int], int] = {
-        key: number for number, key in enumerate(zip(frame["example"], frame["branch"], position, strict=True))
-    }
-    place = {number: i for i, number in enumerate(every.numbers)}
-    suffixes: list[list[int]] = []
-    for number in chosen.numbers:
-        i = place[number]
-        example, branch, at = frame["example"].iat[i], frame["branch"].iat[i], int(position[i])
-        fork = frame["fork_position"].iat[i]
-        path = [before.get((example, branch if p >= fork else 0, p)) for p in range(at, at - LONGEST_CONTEXT, -1)]
-        suffixes.append([-1 if n is None else int(token[n]) for n in path])
-    table = np.array(suffixes, dtype=np.int64).reshape(len(chosen), LONGEST_CONTEXT)
+def bags(paths: Sequence[np.ndarray]) -> np.ndarray:
+    """[rows, different tokens]: how often each token occurs on the row's path, as `histories` gives it."""
+    tokens = np.unique(np.concatenate(paths))
+    return np.stack([np.bincount(np.searchsorted(tokens, path), minlength=len(tokens)) for path in paths]).astype(np.float32)
+
+
+def contexts(paths: Sequence[np.ndarray]) -> tuple[np.ndarray, int] | None:
+    """(type of each row, tokens looked at): the shortest suffix of the paths that has enough types; None if none has."""
+    table = np.full((len(paths), LONGEST_CONTEXT), -1, dtype=np.int64)  # -1: before the path's start
+    for line, path in zip(table, paths, strict=True):
+        last = path[::-1][:LONGEST_CONTEXT]
+        line[: len(last)] = last
     for length in range(1, LONGEST_CONTEXT + 1):
         types = np.unique(table[:, :length], axis=0, return_inverse=True)[1].reshape(-1)
         if types.max(initial=0) + 1 >= LEAST_TYPES:
@@ -111,25 +101,18 @@ def untrained_rows(rows: ProbeRows, engine: "Engine", sites: Sequence[str], seed
     model = Decoder(engine.config).initialize(seed).requires_grad_(False).to(engine.model.embed)
     blank = Engine(model, engine.text)
     frame = rows.frame
-    keys = frame.groupby(["example", "branch"], sort=False).indices
-    paths: list[tuple[np.ndarray, list[int], int]] = []  # (rows, tokens, first own position)
-    for (example, _), own in keys.items():
-        own = own[np.argsort(frame["position"].to_numpy()[own], kind="stable")]
-        first = int(frame["fork_position"].iat[own[0]])
-        main = keys[example, 0]
-        head = main[frame["position"].to_numpy()[main] < first]
-        tokens = frame["token"].to_numpy()[np.concatenate([head, own])].tolist()
-        if frame["position"].iat[own[0]] != first or len(tokens) != frame["position"].iat[own[-1]] + 1:
-            raise ProbeError("the untrained model must read whole paths: dump all positions, and give all rows")
-        paths.append((own, tokens, first))
+    paths = list(row_paths(frame))
+    if not all(path.whole.all() for path in paths):
+        raise ProbeError("the untrained model must read whole paths: dump all positions, and give all rows")
+    token = frame["token"].to_numpy()
     names, _ = engine.sites.select(list(sites))
     tensors = {name: torch.zeros(len(frame), *engine.sites.sites[name].shape) for name in names}
     for start in range(0, len(paths), batch):
         some = paths[start : start + batch]
-        branches = blank.prompts([tokens for _, tokens, _ in some], sites=list(names))
-        for (own, _, first), made in zip(some, branches, strict=True):
+        branches = blank.prompts([token[path.rows].tolist() for path in some], sites=list(names))
+        for path, made in zip(some, branches, strict=True):
             for name in names:
-                tensors[name][torch.from_numpy(own)] = made.activations[name][first:].float()
+                tensors[name][torch.from_numpy(path.own)] = made.activations[name][len(path.rows) - path.num_own :].float()
             made.release()
     letters = {letter: engine.sites.letter(letter) for letter in "STC"}
     return ProbeRows(frame, MemorySource(tensors, letters, rows.about), np.arange(len(frame)))

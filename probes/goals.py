@@ -58,15 +58,23 @@ def make_goal(target: Target, role: str = LABEL, chance: float | None = None) ->
 
 
 def goals_at(
-    here: ProbeRows, every: ProbeRows, labels: Sequence[str], train: np.ndarray, *, with_controls: bool, seed: int
+    here: ProbeRows,
+    paths: Sequence[np.ndarray] | None,
+    labels: Sequence[str],
+    train: np.ndarray,
+    *,
+    with_controls: bool,
+    seed: int,
 ) -> tuple[list[Goal], list[str]]:
     """(goals at one position, notes on controls that cannot be had there).
 
-    every  all rows, from which contexts are read; train [folds, rows of `here`]
+    paths  of the rows, as `controls.histories` gives them; train [folds, rows]
     """
     goals, notes = [], []
-    context = controls.contexts(every, here) if with_controls else None
-    if with_controls and context is None:
+    context = controls.contexts(paths) if with_controls and paths is not None else None
+    if with_controls and paths is None:
+        notes.append("bag of tokens, control task: the paths have holes; dump all positions, and give all rows")
+    elif with_controls and context is None:
         notes.append("control task: the contexts here have too few types")
     for label in labels:
         goal = make_goal(here.target(label))

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from replaylens.probes.errors import BadPosition
+from replaylens.probes.paths import row_paths
 
 STEP_LABELS = ("actions", "hops")
 """labels that count the task's steps, the first that a task has; where one grows, a step was decided"""
@@ -76,20 +77,16 @@ def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
     counter = next((name for name in STEP_LABELS if name in frame), None)
     places = np.full((4, len(frame)), np.nan)  # step, since_step, until_step, since_query
     counted = frame[counter].to_numpy(dtype=float, na_value=np.nan) if counter and knows_steps else None
-    position, fork = frame["position"].to_numpy(), frame["fork_position"].to_numpy()
+    position = frame["position"].to_numpy()
     in_prompt = (frame["token_state"] == "prompt").to_numpy()
     for rows in frame.groupby("example", sort=False).indices.values():
-        branch = frame["branch"].to_numpy()[rows]
-        main = rows[branch == 0]
+        main = rows[frame["branch"].to_numpy()[rows] == 0]
         prompt, after = main[in_prompt[main]], main[~in_prompt[main]]
         if len(prompt) or len(after):
             places[3, rows] = position[rows] - (position[prompt].max() if len(prompt) else position[after].min() - 1)
-        if counted is None:
-            continue
-        for number in np.unique(branch):
-            own = rows[branch == number]
-            path = own if number == 0 else np.concatenate([main[position[main] < fork[own[0]]], own])
-            places[:3, own] = _steps(counted[path], position[path])[:, len(path) - len(own) :]
+    if counted is not None:
+        for path in row_paths(frame):
+            places[:3, path.own] = _steps(counted[path.rows], position[path.rows])[:, -path.num_own :]
     for name, values in zip(("step", "since_step", "until_step", "since_query"), places, strict=True):
         frame[name] = values
     frame["steps"] = frame["step"].where(frame["branch"] == 0).groupby(frame["example"]).transform("max")

@@ -121,13 +121,13 @@ class _Sweep:
         if not len(here):
             raise BadRows(f"no row at position {position!r}; dump that position, or choose another")
         split, settings = self.make_split(here), self.settings
+        paths = controls.histories(self.rows, here) if settings.controls else None
+        how: dict[str, Any] = dict(with_controls=settings.controls, seed=settings.seed)
         try:
-            goals, notes = goals_at(
-                here, self.rows, settings.labels, split.train, with_controls=settings.controls, seed=settings.seed
-            )
+            goals, notes = goals_at(here, paths, settings.labels, split.train, **how)
         except OneClass as error:
             raise OneClass(f"position {position!r}: {error}") from None
-        place = Place(position, here, split, goals, cells, notes)
+        place = Place(position, here, split, goals, cells, notes, paths)
         part = f"{position}/{split.digest}"  # a split of the user's own is known by nothing but its masks
         for batch in _batches(here, cells):
             for estimator in settings.estimators:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,12 @@ class Place:
     goals: list[Goal]
     cells: list[Cell]
     notes: list[str]
+    paths: list[np.ndarray] | None
+    """tokens of each row's path; None where they are not all there"""
     held: dict[str, dict[Cell, Held]] = field(default_factory=dict)
     untrained: dict[str, dict[Cell, Held]] = field(default_factory=dict)
     codes: dict[tuple[Cell, str], tuple[float, float]] = field(default_factory=dict)
     """(cell, label) -> (bits per row, compression)"""
-    _bags: np.ndarray | None = None
 
     def add(self, estimator: str, batch: Sequence[Cell], held: Held) -> None:
         """Mutates."""
@@ -52,11 +54,10 @@ class Place:
         """Predictions [cells, rows] of one goal."""
         return np.stack([self.held[estimator][cell].predicted[0, goal] for cell in self.cells])
 
-    def bags(self, every: ProbeRows) -> np.ndarray:
-        """Token counts of the rows' paths, for all labels alike."""
-        if self._bags is None:
-            self._bags = controls.bags(every, self.rows)
-        return self._bags
+    @cached_property
+    def bags(self) -> torch.Tensor | None:
+        """[1, rows, tokens]: counts of the rows' paths, for all labels alike."""
+        return None if self.paths is None else torch.from_numpy(controls.bags(self.paths)).double()[None]
 
     def tested(self, goal: Goal) -> np.ndarray:
         """Rows [n] that are tested and have the goal's value."""
@@ -79,7 +80,7 @@ def tabulate(places: list[Place], rows: ProbeRows, settings: SweepSettings) -> R
             if goal.role in (LABEL, ZERO):
                 shared: dict[str, Any] = dict.fromkeys(("majority", "token_identity", "bag_of_tokens"))
                 if goal.role == LABEL and settings.controls:
-                    shared |= _shared_controls(place, goal, rows)
+                    shared |= _shared_controls(place, goal)
                 for estimator in settings.estimators:
                     own, null = _lines(place, number, estimator, shared, settings)
                     lines += own
@@ -150,19 +151,20 @@ def _score(goal: Goal, predicted: np.ndarray, tested: np.ndarray) -> float:
     return float(top.sum() / bottom.sum())
 
 
-def _shared_controls(place: Place, goal: Goal, rows: ProbeRows) -> dict[str, Any]:
+def _shared_controls(place: Place, goal: Goal) -> dict[str, Any]:
     """Controls that do not look at the model: the same for every cell."""
     if goal.kind == "number":
         return {"majority": 0.0}  # the mean explains nothing
     train, test, tested = place.split.train & goal.present, place.split.test, place.tested(goal)
     tokens = place.rows.frame["token"].to_numpy()
-    bag = torch.from_numpy(place.bags(rows)).double()[None]
-    said = held_out("logistic", bag, [goal], place.split.train, place.split.test).predicted[0, 0]
-    return {
+    found = {
         "majority": _score(goal, controls.majority(goal.codes, train, test), tested),
         "token_identity": _score(goal, controls.token_identity(goal.codes, tokens, train, test), tested),
-        "bag_of_tokens": _score(goal, said, tested),
     }
+    if place.bags is not None:
+        said = held_out("logistic", place.bags, [goal], place.split.train, test).predicted[0, 0]
+        found["bag_of_tokens"] = _score(goal, said, tested)
+    return found
 
 
 def _cell_controls(place: Place, goal: Goal, estimator: str, c: int, score: float) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import torch
 
 from replaylens.engine.dump import Dump
 from replaylens.engine.run import Run
-from replaylens.probes.errors import ProbeError
+from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.goals import make_goal
 from replaylens.probes.heldout import held_out
+from replaylens.probes.paths import row_paths
 from replaylens.probes.report import Report, about_rows
 from replaylens.probes.rows import Cell, ProbeRows, Target, make_target
 from replaylens.probes.splits import by_root
@@ -67,14 +68,14 @@ def outcome_at_fork(
 def outcome_target(every: ProbeRows, position: str) -> Target:
     """The exact probability of the task's first outcome at each row of a position, from the path's text up to it."""
     task: Any = every.about.make_task()
-    wanted, frame = set(every.at(position).numbers), every.frame
+    wanted, words = set(every.at(position).numbers), every.frame["text"].to_numpy()
     found: dict[int, float] = {}
-    for rows in frame.groupby("example", sort=False).indices.values():
-        text = ""
-        for i in rows[np.argsort(frame["position"].to_numpy()[rows])]:
-            text += frame["text"].iat[i]
-            if every.numbers[i] in wanted:
-                found[int(every.numbers[i])] = next(iter(task.outcomes(text).values()))
+    for path in row_paths(every.frame):
+        for end, number in enumerate(every.numbers[path.rows]):
+            if number in wanted:
+                if not path.whole[end]:
+                    raise BadRows("outcomes are computed from whole texts: dump all positions, and give all rows")
+                found[int(number)] = next(iter(task.outcomes("".join(words[path.rows[: end + 1]])).values()))
     return make_target("outcome", [found[int(n)] for n in every.at(position).numbers], "number")
 
 

@@ -17,6 +17,7 @@ from replaylens.probes import controls, sweeping
 from replaylens.probes.errors import BadProbeFile, BadRows, OneClass, OtherSweep, ProbeError, TooFewRoots, UnknownEstimator
 from replaylens.probes.goals import make_goal
 from replaylens.probes.heldout import held_out, residualised
+from replaylens.probes.questions.outcome_at_fork import outcome_at_fork
 from replaylens.probes.report import Report
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.splits import by_length, by_root
@@ -194,8 +195,10 @@ def test_bags_count_the_path(steps_dump: Dump) -> None:
     """Token counts of a row, rejected or not, are those of the tokens on its own path."""
     every = ProbeRows.of(steps_dump)
     chosen = every.rejected().at("step")
-    bags = controls.bags(every, chosen)
-    frame, tokens = every.frame, np.unique(every.frame["token"])
+    paths = controls.histories(every, chosen)
+    assert paths is not None
+    bags = controls.bags(paths)
+    frame, tokens = every.frame, np.unique(np.concatenate(paths))
     for i in (0, len(chosen) // 2, len(chosen) - 1):
         row = chosen.frame.iloc[i]
         own = frame[(frame["example"] == row["example"]) & (frame["branch"] == row["branch"])]
@@ -209,12 +212,35 @@ def test_control_task_is_a_function_of_the_context(coin_dump: Dump) -> None:
     """Equal contexts have equal control labels; classes are about as frequent as the real ones."""
     every = ProbeRows.of(coin_dump)
     here = every.accepted().at("step")
-    types, length = controls.contexts(every, here) or (np.zeros(0), 0)
+    types, length = controls.contexts(controls.histories(every, here) or []) or (np.zeros(0), 0)
     goal = make_goal(here.target("face"))
     labels = controls.control_labels(types, goal.codes)
     assert length >= 2 and len(np.unique(types)) >= controls.LEAST_TYPES
     assert all(len(set(labels[types == t])) == 1 for t in np.unique(types))
     assert not np.array_equal(labels, controls.control_labels(types, goal.codes, seed=1))
+
+
+def test_controls_of_the_path_need_the_whole_path(coin_dump: Dump) -> None:
+    """Rows of steps only do not tell what stood between them: two controls are left out and said to be; the others stay."""
+    every = ProbeRows.of(coin_dump).accepted()
+    whole, steps = (sweep(rows, "face", **(QUICK | {"positions": "step:2"})) for rows in (every, every.at("step")))
+    for report, there in ((whole, True), (steps, False)):
+        main = report.table.query("label == 'face'")
+        for name in ("bag_of_tokens", "control_task", "selectivity"):
+            assert main[name].notna().all() == main[name].notna().any() == there
+        assert main["token_identity"].notna().all() and any("paths have holes" in note for note in report.notes) != there
+    assert "Controls not run: bag_of_tokens" in steps.text()
+    with pytest.raises(BadRows, match="whole texts"):
+        outcome_at_fork(every.at("step"))
+
+
+def test_controls_of_joined_rows(coin_dump: Dump) -> None:
+    """Parts number their examples alike; their paths are read apart."""
+    rows = ProbeRows.of(coin_dump)
+    both = ProbeRows.join(a=rows, b=rows)
+    paths, alone = controls.histories(both, both.at("query")), controls.histories(rows, rows.at("query"))
+    assert paths is not None and alone is not None
+    assert all(np.array_equal(mine, own) for mine, own in zip(paths, [*alone, *alone], strict=True))
 
 
 def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
