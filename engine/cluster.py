@@ -5,6 +5,7 @@ JSON; the dump is the same, bit for bit, on one worker or many, as long as all h
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -33,6 +34,9 @@ class ShardWorker:
         from replaylens.engine.engine import Engine
 
         self.engine = Engine.load(model, **json.loads(engine_options))
+
+    def ready(self) -> None:
+        """Answers once the cluster has given this worker a place, and its engine is loaded."""
 
     def plan(self, task: str, examples: str, options: str) -> str:
         """The plan that the options mean for this engine, and the engine's fingerprint."""
@@ -71,7 +75,8 @@ def dump_on_cluster(
 
     model     a name or folder that `Engine.load` takes, on every machine
     address   of a running cluster; "local" starts one on this machine, or uses the one that this process is part of
-    workers   actors; default: one per GPU if the engines use GPUs, else one per CPU
+    workers   actors at most; default: one per GPU if the engines use GPUs, else one per CPU. Those that the cluster has
+              no room for wait for it; the others do the work
     options   knobs of the task, and those of `make_plan`
     """
     if callable(options.get("positions")):
@@ -113,28 +118,39 @@ class _Pool:
                 raise ClusterFailed(f"the first worker died before it could plan: {error}") from error
 
     def write_all(self, numbers: list[int], path: str, head: str, batch: int) -> Iterator[int]:
-        """Have all shards written; yields each number when it is done. Order and assignment are of no consequence."""
-        waiting, attempts = list(reversed(numbers)), dict.fromkeys(numbers, 0)
-        idle = [self._first, *(self._start() for _ in range(min(self.size, len(numbers)) - 1))]
-        running: dict[Any, tuple[Any, int]] = {}
-        while waiting or running:
+        """Have all shards written; yields each number when it is done. Order and assignment are of no consequence.
+
+        An actor gets a shard once it has answered: what the cluster has no room for waits, and nothing waits for it.
+        """
+        waiting, idle, deaths = list(reversed(numbers)), [self._first], Counter[int | None]()
+        calls: dict[Any, tuple[Any, int | None]] = {}
+        for _ in range(min(self.size, len(numbers)) - 1):
+            calls |= self._greet()
+        while waiting or any(number is not None for _, number in calls.values()):
             while waiting and idle:
                 actor, number = idle.pop(), waiting.pop()
-                attempts[number] += 1
-                running[actor.write.remote(path, head, number, batch)] = actor, number
-            (done,), _ = self.ray.wait(list(running), num_returns=1)
-            actor, number = running.pop(done)
+                calls[actor.write.remote(path, head, number, batch)] = actor, number
+            (done,), _ = self.ray.wait(list(calls), num_returns=1)
+            actor, written = calls.pop(done)
             try:
                 with _own_errors(self.ray):
                     self.ray.get(done)
             except self.ray.exceptions.RayActorError as error:
-                if attempts[number] >= ATTEMPTS:
-                    raise ClusterFailed(f"shard {number}: its worker died {ATTEMPTS} times; the last: {error}") from error
-                waiting.append(number)
-                idle.append(self._start())
+                deaths[written] += 1
+                if deaths[written] >= ATTEMPTS:
+                    whose = "a worker died before it was ready" if written is None else f"shard {written}: its worker died"
+                    raise ClusterFailed(f"{whose}, {ATTEMPTS} times; the last: {error}") from error
+                waiting += [] if written is None else [written]
+                calls |= self._greet()
             else:
                 idle.append(actor)
-                yield number
+                if written is not None:
+                    yield written
+
+    def _greet(self) -> dict[Any, tuple[Any, None]]:
+        """A new actor, and the call that it answers once it can work."""
+        actor = self._start()
+        return {actor.ready.remote(): (actor, None)}
 
 
 @contextmanager

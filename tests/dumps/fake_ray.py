@@ -18,12 +18,16 @@ class TaskFailed(Exception):
 
 
 class FakeRay:
-    """As much of Ray as a dump needs. `dies(actor number, method, arguments)` says which calls kill their actor."""
+    """As much of Ray as a dump needs.
+
+    dies   (actor number, method, arguments) -> whether the call kills its actor
+    slots  actors after the first so many find no place, ever: their calls are not answered
+    """
 
     exceptions = SimpleNamespace(RayActorError=ActorDied, RayTaskError=TaskFailed)
 
-    def __init__(self, cpus: int, dies: Callable[[int, str, tuple[Any, ...]], bool]) -> None:
-        self.cpus, self.dies, self.started, self.waits = cpus, dies, 0, 0
+    def __init__(self, cpus: int, dies: Callable[[int, str, tuple[Any, ...]], bool], slots: int = 1000) -> None:
+        self.cpus, self.dies, self.slots, self.started, self.waits = cpus, dies, slots, 0, 0
 
     def cluster_resources(self) -> dict[str, float]:
         return {"CPU": float(self.cpus)} if self.cpus else {}
@@ -41,7 +45,9 @@ class FakeRay:
     def wait(self, calls: list["_Call"], num_returns: int) -> tuple[list["_Call"], list["_Call"]]:
         """Not always the oldest: the order in which shards come back is of no consequence."""
         self.waits += 1
-        chosen = calls[self.waits % len(calls)]
+        placed = [call for call in calls if call.actor.number <= self.slots]
+        assert placed, "nobody will ever answer"
+        chosen = placed[self.waits % len(placed)]
         return [chosen], [call for call in calls if call is not chosen]
 
 

@@ -85,8 +85,8 @@ def test_two_workers_of_which_one_is_killed(model_folder: Path, reference: Dump,
 def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRay]:
     """Put a stand-in in Ray's place."""
 
-    def install(dies: Dies = lambda *call: False, cpus: int = 2) -> FakeRay:
-        ray = FakeRay(cpus, dies)
+    def install(dies: Dies = lambda *call: False, cpus: int = 2, **more: Any) -> FakeRay:
+        ray = FakeRay(cpus, dies, **more)
 
         @contextmanager
         def connected(address: str) -> Iterator[FakeRay]:
@@ -107,6 +107,20 @@ def test_any_number_of_workers(fake: Any, model_folder: Path, reference: Dump, t
     assert ray.started == min(workers or 2, 3)
 
 
+def test_more_workers_than_slots(fake: Any, model_folder: Path, reference: Dump, tmp_path: Path) -> None:
+    """Those without a place are given nothing: one worker writes all shards, instead of waiting for others for ever."""
+    ray = fake(cpus=1, slots=1)
+    dump = dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=3, **OPTIONS)
+    assert dump is not None and same_bytes(tmp_path, reference) and ray.started == 3
+
+
+def test_workers_that_never_get_ready(fake: Any, model_folder: Path, tmp_path: Path) -> None:
+    fake(lambda actor, method, args: method == "ready" or (method == "write" and actor == 1))
+    with pytest.raises(ClusterFailed, match=f"before it was ready, {cluster.ATTEMPTS} times"):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=1, **OPTIONS)
+    assert not list(tmp_path.glob("lock-*"))
+
+
 def test_dead_workers_are_replaced(fake: Any, model_folder: Path, reference: Dump, tmp_path: Path) -> None:
     """Every worker dies on its second shard."""
     written: dict[int, int] = {}
@@ -123,7 +137,7 @@ def test_dead_workers_are_replaced(fake: Any, model_folder: Path, reference: Dum
 def test_a_shard_that_kills_its_workers(fake: Any, model_folder: Path, reference: Dump, tmp_path: Path) -> None:
     """It is given up after a few attempts; the other shards are kept, and the dump can be resumed."""
     fake(lambda actor, method, args: method == "write" and args[2] == 1)
-    with pytest.raises(ClusterFailed, match=f"shard 1: its worker died {cluster.ATTEMPTS} times"):
+    with pytest.raises(ClusterFailed, match=f"shard 1: its worker died, {cluster.ATTEMPTS} times"):
         dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=1, **OPTIONS)
     assert (tmp_path / "plan.json").exists() and not list(tmp_path.glob("lock-*"))
     ray = fake()
