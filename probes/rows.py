@@ -71,6 +71,8 @@ class ProbeRows:
     source: Source
     numbers: np.ndarray
     """of the rows in the source, ascending"""
+    wider: pd.DataFrame | None = None
+    """the frame that this one was narrowed from; None: it was not"""
 
     # ---- making them --------------------------------------------------------------------------------------------
 
@@ -102,13 +104,23 @@ class ProbeRows:
 
     @classmethod
     def join(cls, **parts: "ProbeRows") -> "ProbeRows":
-        """Rows of several dumps or runs as one; the column `part` says whose they are."""
-        if len({rows.source.about.task for rows in parts.values()}) != 1:
+        """Rows of several dumps or runs of one engine as one; the column `part` says whose they are.
+
+        OtherFingerprint where they were made by different engines: a difference between them would be read as one of the parts.
+        """
+        if len({rows.about.task for rows in parts.values()}) != 1:
             raise ProbeError("rows of different tasks have different labels: join rows of one task")
-        frames = [rows.frame.assign(part=name) for name, rows in parts.items()]
-        sources = [Subset(rows.source, rows.numbers) for rows in parts.values()]
-        frame = pd.concat(frames, ignore_index=True)
-        return cls(frame, JoinedSource(sources, [len(rows) for rows in parts.values()]), np.arange(len(frame)))
+        made = {name: rows.about.fingerprint for name, rows in parts.items() if rows.about.fingerprint is not None}
+        for name, other in made.items():
+            first = next(iter(made))
+            if other != made[first]:
+                lines = "; ".join(made[first].differences(other))
+                raise OtherFingerprint(f"{first!r} and {name!r} come from different engines ({lines}): join rows of one engine")
+        frame, wider = _concatenated({name: rows.frame for name, rows in parts.items()}), None
+        if any(rows.wider is not None for rows in parts.values()):
+            wider = _concatenated({name: rows.whole for name, rows in parts.items()})
+        source = JoinedSource([Subset(rows.source, rows.numbers) for rows in parts.values()], [len(r) for r in parts.values()])
+        return cls(frame, source, np.arange(len(frame)), wider)
 
     # ---- what they are ------------------------------------------------------------------------------------------
 
@@ -121,6 +133,11 @@ class ProbeRows:
     @property
     def about(self) -> About:
         return self.source.about
+
+    @property
+    def whole(self) -> pd.DataFrame:
+        """The index of all rows that these were narrowed from: what a prompt holds is read off it, not off one position."""
+        return self.frame if self.wider is None else self.wider
 
     @property
     def roots(self) -> np.ndarray:
@@ -139,7 +156,7 @@ class ProbeRows:
     def where(self, mask: np.ndarray | pd.Series) -> "ProbeRows":
         """The rows for which the mask (one boolean per row) holds."""
         keep = np.asarray(mask, dtype=bool)
-        return ProbeRows(self.frame[keep].reset_index(drop=True), self.source, self.numbers[keep])
+        return ProbeRows(self.frame[keep].reset_index(drop=True), self.source, self.numbers[keep], self.whole)
 
     def at(self, position: str | int) -> "ProbeRows":
         """The rows at a position; see `positions`."""
@@ -147,7 +164,7 @@ class ProbeRows:
 
     def renumbered(self) -> "ProbeRows":
         """The same rows, numbered from 0 on."""
-        return ProbeRows(self.frame, Subset(self.source, self.numbers), np.arange(len(self)))
+        return ProbeRows(self.frame, Subset(self.source, self.numbers), np.arange(len(self)), self.wider)
 
     def accepted(self) -> "ProbeRows":
         return self.where(self.frame["accepted"].to_numpy(dtype=bool))
@@ -202,6 +219,10 @@ class ProbeRows:
             own = [n for n in self.about.make_task().label_names if n in self.frame]
             raise MissingLabel(no_such("label", label, own))
         return make_target(label, self.frame[name], kind)
+
+
+def _concatenated(frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    return pd.concat([frame.assign(part=name) for name, frame in frames.items()], ignore_index=True)
 
 
 def make_target(name: str, values: Any, kind: str = "auto") -> Target:

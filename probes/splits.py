@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
-from replaylens.probes.errors import ProbeError, RootOnBothSides, TooFewRoots
+from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, TooFewRoots
+from replaylens.probes.paths import row_paths
 from replaylens.probes.rows import ProbeRows
 from replaylens.tasks.splits import is_test_root
 
@@ -116,20 +118,36 @@ def by_part(rows: ProbeRows, fit_on: str, test_on: str) -> Split:
 
 
 def by_names(rows: ProbeRows, held_out: set[str]) -> Split:
-    """Fit on prompts without these names, test on prompts with none but these; mixed prompts are left out."""
+    """Fit on prompts without these names, test on prompts with none but these; mixed prompts are left out.
+
+    Names are looked for in the whole paths of a prompt, whichever rows of them are given.
+    """
     if "name" not in rows.frame:
         raise ProbeError("the task has no label 'name': names cannot be held out")
-    inside = rows.frame["name"].isin(held_out).where(rows.frame["name"].notna())
-    by_prompt = inside.groupby(rows.frame["root"])
-    none = ~by_prompt.transform("max").fillna(0).astype(bool).to_numpy()
-    every = by_prompt.transform("min").fillna(0).astype(bool).to_numpy()
-    return _once("names", rows, none, every)
+    whole = _whole_paths(rows)
+    named = whole.loc[whole["name"].notna(), ["root", "name"]]
+    inside = named["name"].isin(held_out)
+    some, others = set(named.loc[inside, "root"]), set(named.loc[~inside, "root"])
+    return _once("names", rows, ~np.isin(rows.roots, list(some)), np.isin(rows.roots, list(some - others)))
 
 
 def by_phrase(rows: ProbeRows, word: str) -> Split:
-    """Fit on prompts without this token (" not", say), test on prompts with it."""
-    has = rows.frame["root"].isin(set(rows.frame.loc[rows.frame["text"] == word, "root"])).to_numpy()
-    return _once(f"phrasing with {word.strip()!r}", rows, ~has, has)
+    """Fit on prompts without this token (" not", say) on any of their branches, test on those with it on the accepted one.
+
+    The token is looked for in the whole paths of a prompt, whichever rows of them are given.
+    """
+    whole = _whole_paths(rows)
+    found = whole[whole["text"] == word]
+    accepted = found.loc[found["accepted"].astype(bool), "root"]
+    fit, test = (np.isin(rows.roots, roots.unique().tolist()) for roots in (found["root"], accepted))
+    return _once(f"phrasing with {word.strip()!r}", rows, ~fit, test)
+
+
+def _whole_paths(rows: ProbeRows) -> pd.DataFrame:
+    """All rows that these were narrowed from. BadRows where they have holes: a word might be hidden there."""
+    if not all(path.whole.all() for path in row_paths(rows.whole)):
+        raise BadRows("what a prompt holds is read off whole paths: dump all positions, and narrow the rows of the whole dump")
+    return rows.whole
 
 
 def by_mask(rows: ProbeRows, name: str, fit: np.ndarray, test: np.ndarray) -> Split:

@@ -1,5 +1,7 @@
 """Rows from dumps and from runs are the same rows; positions mean what they say; roots stay on one side."""
 
+import copy
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -13,6 +15,7 @@ from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClas
 from replaylens.probes.goals import make_goal
 from replaylens.probes.positions import Position
 from replaylens.probes.rows import ProbeRows, make_target
+from replaylens.probes.sweeping import sweep
 from tests.probes.synthetic import rows_of
 from tests.toy_model import engine as toy_engine
 
@@ -136,6 +139,34 @@ def test_names_held_out() -> None:
     assert set(rows.frame["name"][split.test[0]]) == {"Cid"} and set(rows.frame["name"][split.train[0]]) == {"Ann", "Bob"}
 
 
+@pytest.mark.parametrize("position", ["step:1", "query"])
+@pytest.mark.parametrize("kind", ["names", "phrase"])
+def test_what_prompts_hold_is_read_off_all_of_them(rows: ProbeRows, kind: str, position: str) -> None:
+    """A sweep asks for the split of one position's rows; words elsewhere in a prompt still keep it out of the fit."""
+    frame = rows.frame
+    held = set(sorted(frame["name"].dropna().unique())[::2])
+    has = frame["name"].isin(held) if kind == "names" else frame["text"] == " not"
+    seen: list[tuple[ProbeRows, splits.Split]] = []
+
+    def spied(here: ProbeRows) -> splits.Split:
+        seen.append((here, splits.by_names(here, held) if kind == "names" else splits.by_phrase(here, " not")))
+        return seen[0][1]
+
+    sweep(rows, "face", sites="S", layers=[3], positions=position, estimators="ridge", split=spied, controls=False)
+    ((here, split),) = seen
+    fitted, tested = (set(here.roots[mask[0]]) for mask in (split.train, split.test))
+    assert fitted and not fitted & set(frame[has]["root"]), "no held-out word anywhere in a prompt that is fitted on"
+    assert tested <= set(frame[has & frame["accepted"]]["root"])
+
+
+def test_held_out_words_need_whole_paths(coin_dump: Dump) -> None:
+    rows = ProbeRows.of(coin_dump).at("step")
+    holes = ProbeRows(rows.frame, rows.source, rows.numbers)
+    for make in (lambda: splits.by_phrase(holes, " not"), lambda: splits.by_names(holes, {"Alice"})):
+        with pytest.raises(BadRows, match="whole paths"):
+            make()
+
+
 # What cannot be
 
 
@@ -163,6 +194,18 @@ def test_rows_that_are_not_finite() -> None:
 def test_rows_of_another_engine(rows: ProbeRows) -> None:
     with pytest.raises(OtherFingerprint, match="weights"):
         rows.require(toy_engine())
+
+
+def test_rows_of_two_models_are_not_joined(engine: Engine) -> None:
+    """One weight changed is another model; the same engine's rows are joined."""
+    model = copy.deepcopy(engine.model)
+    model.blocks[0].mlp.down.weight.data.mul_(1.5)
+    other = Engine(model, engine.text)
+    examples = tasks.get("coin")(flips=2).examples(4)
+    mine, theirs = (ProbeRows.of(e.replay(examples, sites="S", drafter="ngram", rejected=False)) for e in (engine, other))
+    with pytest.raises(OtherFingerprint, match=r"'a' and 'b' come from different engines \(weights"):
+        ProbeRows.join(a=mine, b=theirs)
+    ProbeRows.join(a=mine, b=mine).require(engine)
 
 
 def test_filtered_dumps_are_refused(coin_dump: Dump) -> None:
