@@ -10,6 +10,7 @@ import math
 import os
 import re
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,9 @@ from replaylens.engine.dump_store import Store
 from replaylens.engine.errors import DumpLocked
 
 FINISH = "lock-finish"
+_PAUSE = 0.01
+_PROBE = 2.0
+"""seconds; those who only look whether a lock is held have it for much less"""
 _NAME = re.compile(r"lock-(\d{1,6})-of-(\d{1,6})")
 
 
@@ -29,13 +33,27 @@ def lock_name(part: tuple[int, int]) -> str:
 
 
 class DumpLock:
-    """A context manager: entering takes the lock or raises DumpLocked, leaving gives it back."""
+    """A context manager: entering takes the lock or raises DumpLocked, leaving gives it back.
 
-    def __init__(self, store: Store, name: str) -> None:
-        self.store, self.name = store, name
+    patience  seconds to wait for whoever holds it
+    """
+
+    def __init__(self, store: Store, name: str, patience: float = 0.0) -> None:
+        self.store, self.name, self.patience = store, name, patience
         self._handle: int | None = None
 
     def __enter__(self) -> "DumpLock":
+        deadline = time.monotonic() + self.patience
+        while True:
+            try:
+                self._take()
+                return self
+            except DumpLocked:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_PAUSE)
+
+    def _take(self) -> None:
         if self.store.local:
             self._take_local()
         else:
@@ -44,30 +62,24 @@ class DumpLock:
             if _is_held(self.store, other):
                 self._give_back()
                 raise _locked(self.store, other)
-        return self
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Hold this lock whatever overlapping ones there are."""
-        self._take_local() if self.store.local else self._take_remote()
-        try:
-            yield
-        finally:
-            self._give_back()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._give_back()
 
     def _take_local(self) -> None:
-        path = self.store.path(self.name)
+        path, deadline = self.store.path(self.name), time.monotonic() + _PROBE
         while True:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            if not _flock(handle):
-                os.close(handle)
+            if _flock(handle, fcntl.LOCK_EX):
+                if _same_file(handle, path):
+                    break
+                os.close(handle)  # its last owner removed it between our opening and our locking
+                continue
+            owner = _parse(os.pread(handle, 4096, 0))
+            os.close(handle)
+            if (owner and _is_alive(owner)) or time.monotonic() >= deadline:
                 raise _locked(self.store, self.name)
-            if _same_file(handle, path):
-                break
-            os.close(handle)  # its last owner removed it between our opening and our locking
+            time.sleep(_PAUSE)  # no owner is named: somebody only looks whether it is held, or is about to write his name
         owner = _parse(os.pread(handle, 4096, 0))
         if owner and owner.get("host") != socket.gethostname():  # a shared disk: flock need not reach other machines
             os.close(handle)
@@ -82,9 +94,22 @@ class DumpLock:
             return
         if _is_held(self.store, self.name):
             raise _locked(self.store, self.name)
-        self.store.write(self.name, mine)
-        if self.store.read(self.name, 4096) != mine:  # somebody else took it over at the same moment
-            raise _locked(self.store, self.name)
+        with self._taking_over():  # a dead process left it; one of those who see that may remove it, the others not
+            if _is_held(self.store, self.name):
+                raise _locked(self.store, self.name)
+            self.store.remove(self.name)
+            if not self.store.create(self.name, mine):
+                raise _locked(self.store, self.name)
+
+    @contextmanager
+    def _taking_over(self) -> Iterator[None]:
+        name = f"takeover-{self.name}"
+        if not self.store.create(name, _identity()):
+            raise _locked(self.store, name)
+        try:
+            yield
+        finally:
+            self.store.remove(name)
 
     def _give_back(self) -> None:
         with suppress(OSError):
@@ -114,31 +139,54 @@ def sweep(store: Store) -> None:
     for name in store.sizes():
         if name == FINISH or _NAME.fullmatch(name):
             lock = DumpLock(store, name)
-            with suppress(DumpLocked), lock._alone():
-                pass
+            with suppress(DumpLocked):
+                if store.local:
+                    _remove_if_free(store, name)
+                else:
+                    lock._take_remote()
+                    lock._give_back()
+
+
+def _remove_if_free(store: Store, name: str) -> None:
+    """Writes no name into it: a writer who comes for the lock at this moment sees that it is not another's, and waits."""
+    with _opened(store, name) as handle:
+        if handle is not None and _is_free(handle, fcntl.LOCK_EX) and _same_file(handle, store.path(name)):
+            store.remove(name)
+
+
+@contextmanager
+def _opened(store: Store, name: str) -> Iterator[int | None]:
+    """A local lock file; None where there is none."""
+    try:
+        handle = os.open(store.path(name), os.O_RDWR)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _is_free(handle: int, kind: int) -> bool:
+    """Whether a local lock is nobody's. If so, nobody gets it before the handle is closed."""
+    owner = _parse(os.pread(handle, 4096, 0))
+    distant = bool(owner) and owner.get("host") != socket.gethostname()
+    return not distant and _flock(handle, kind)
 
 
 def _is_held(store: Store, name: str) -> bool:
     """Whether a live process holds the lock, as far as can be told from here."""
     if store.local:
-        try:
-            handle = os.open(store.path(name), os.O_RDWR)
-        except FileNotFoundError:
-            return False
-        try:
-            owner = _parse(os.pread(handle, 4096, 0))
-            return not _flock(handle) or (bool(owner) and owner.get("host") != socket.gethostname())
-        finally:
-            os.close(handle)
-    named = _owner(store, name)
-    if named is None:
-        return False
-    return named.get("host") != socket.gethostname() or _is_alive(named.get("pid"), named.get("started"))
+        with _opened(store, name) as handle:
+            return handle is not None and not _is_free(handle, fcntl.LOCK_SH)
+    owner = _owner(store, name)
+    return owner is not None and _is_alive(owner)
 
 
-def _flock(handle: int) -> bool:
+def _flock(handle: int, kind: int) -> bool:
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except OSError:
         return False
     return True
@@ -165,7 +213,11 @@ def _started(pid: int) -> str | None:
         return None
 
 
-def _is_alive(pid: Any, started: Any) -> bool:
+def _is_alive(owner: dict[str, Any]) -> bool:
+    """Whether the process that a lock names lives; of other machines, and of nobody knows whom, that must be assumed."""
+    pid, started = owner.get("pid"), owner.get("started")
+    if owner.get("host") != socket.gethostname():
+        return True
     if not isinstance(pid, int) or pid < 1:
         return False
     try:

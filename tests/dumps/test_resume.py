@@ -267,43 +267,6 @@ def test_race_for_one_folder(engine: Engine, planned: Planned, reference: Dump, 
     assert Dump.open(tmp_path).digest == reference.digest
 
 
-@pytest.mark.parametrize(
-    "mine, other, clash",
-    [((0, 1), (2, 3), True), ((0, 2), (1, 2), False), ((0, 2), (1, 3), True), ((1, 4), (1, 2), True), ((0, 4), (1, 2), False)],
-)
-@pytest.mark.parametrize("url", ["local", "memory://locks"])
-def test_parts_clash_when_they_share_shards(
-    tmp_path: Path, url: str, mine: tuple[int, int], other: tuple[int, int], clash: bool
-) -> None:
-    store = Store(tmp_path if url == "local" else url)
-    store.make()
-    with DumpLock(store, lock_name(other)):
-        if clash:
-            with pytest.raises(DumpLocked, match=lock_name(other)), DumpLock(store, lock_name(mine)):
-                pass
-        else:
-            with DumpLock(store, lock_name(mine)):
-                pass
-    assert store.sizes() == {}
-
-
-def test_lock_files_of_the_dead_and_the_distant(tmp_path: Path) -> None:
-    """A lock of a dead process here is void; one of another machine is respected, and the text says what to do."""
-    for store in (Store(tmp_path), Store("memory://stale")):
-        store.make()
-        import socket
-
-        dead = {"host": socket.gethostname(), "pid": 2**22 + 1, "started": "1"}
-        store.write("lock-0-of-1", json.dumps(dead).encode())
-        with DumpLock(store, "lock-0-of-1"):
-            assert str(os.getpid()).encode() in store.read("lock-0-of-1", 4096)
-        distant = {"host": "elsewhere", "pid": 1, "started": "1"}
-        store.write("lock-0-of-1", json.dumps(distant).encode())
-        with pytest.raises(DumpLocked, match=r"elsewhere.*delete the file lock-0-of-1"), DumpLock(store, "lock-0-of-1"):
-            pass
-        store.remove("lock-0-of-1")
-
-
 def test_parts_make_one_dump(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     """Whoever writes the last shard finishes the dump; more parts than shards are fine; late comers find it done."""
     for i in (2, 0, 3):
