@@ -151,11 +151,9 @@ class Branch:
 
     def rollback(self, to: int) -> "Branch":
         """Cut the path back to its first `to` tokens: tokens, KV, captured rows and finish state together. Returns self."""
-        self._check_open()
+        self._check_idle()
         if type(to) is not int:
             raise BadRequest(f"rollback(to={to!r}): give a whole number of tokens")
-        if any(job.lane is self.lane for job in self.engine.loop.jobs):
-            raise BadRequest(f"branch {self.id} is being worked on: finish or close its stream first")
         self.engine.forest.rollback(self.lane, to)
         return self
 
@@ -167,6 +165,11 @@ class Branch:
     def _check_open(self) -> None:
         if self.status is BranchStatus.RELEASED:
             raise ClosedBranch(f"branch {self.id} was released; use a live branch, or prompt again")
+
+    def _check_idle(self) -> None:
+        self._check_open()
+        if any(job.lane is self.lane for job in self.engine.loop.jobs):
+            raise BadRequest(f"branch {self.id} is being worked on: finish or close its stream first")
 
     def _absorb(self, job: Job) -> None:
         """Mutates: take over what a finished job counted."""

@@ -42,6 +42,8 @@ class DecodeGraph:
         device = torch.device(runner.device)
         self.size, self.drawn, self.spare = size, drawn, spare
         self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        self.chosen = torch.zeros(size, dtype=torch.int64, device=device)
+        """as drawn: a row of NaN draws a token beyond the vocabulary, which must not be looked up in the next step"""
         self.positions = torch.zeros(size, dtype=torch.int64, device=device)
         self.short_positions = torch.zeros(size, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
@@ -72,11 +74,12 @@ class DecodeGraph:
         logits = model.logits(residual, self.ops)
         self.positions.add_(1)
         noise = (self.seeds, self.positions, self.temperatures) if self.drawn else ()
-        self.tokens.copy_(sample_logits(logits, *noise)[0])
+        self.chosen.copy_(sample_logits(logits, *noise)[0])
+        self.tokens.copy_(self.chosen.clamp(max=model.config.vocab_size - 1))
 
     @torch.inference_mode()
     def run(self, places: list[Place], steps: int) -> Tensor:
-        """Tokens that `steps` steps chose: [steps, requests], on the device."""
+        """Tokens that `steps` steps chose: [steps, requests], on the device; none of the vocabulary where logits were NaN."""
         pages = torch.full(self.pages.shape, self.spare, dtype=torch.int32)
         for i, place in enumerate(places):
             pages[i, : len(place.table.pages)] = torch.tensor(place.table.pages, dtype=torch.int32)
@@ -93,7 +96,7 @@ class DecodeGraph:
             if rest:
                 self.positions[len(places) :] = 0  # padding stays on its one spare slot
             self.graph.replay()
-            out[step] = self.tokens
+            out[step] = self.chosen
         return out[:, : len(places)]
 
 
@@ -110,8 +113,10 @@ class Bursts:
 
     def run(self, places: list[Place], steps: int, exact: bool) -> list[list[int]]:
         """For each request the tokens that follow, `steps` of them. Precondition: tables have room for all their rows."""
-        if not places or steps < 1 or len(places) > SIZES[-1]:
+        if not places or steps < 1:
             raise EngineBug(f"a burst of {len(places)} requests and {steps} steps")
+        if len(places) > SIZES[-1]:
+            return self.run(places[: SIZES[-1]], steps, exact) + self.run(places[SIZES[-1] :], steps, exact)
         size = next(s for s in SIZES if s >= len(places))
         room = next_power_of_2(max(len(place.table.pages) for place in places))
         key = (size, room, exact, any(place.sampling.temperature for place in places))

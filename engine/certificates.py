@@ -11,7 +11,7 @@ import torch
 import replaylens
 from replaylens.engine import doctor
 from replaylens.engine.certificate import Certificate
-from replaylens.engine.fingerprint import CANONICAL_VERSION, device_name
+from replaylens.engine.fingerprint import canonical_version, device_name, triton_version
 from replaylens.engine.model import Decoder
 
 _EXAMINED: dict[str, Certificate] = {}
@@ -48,7 +48,8 @@ def _key(model: Decoder) -> str:
         str(torch.get_num_threads()),
         torch.__version__,
         replaylens.__version__,
-        str(CANONICAL_VERSION),
+        canonical_version(model.embed.device),
+        triton_version(model.embed.device),
         platform.machine(),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from replaylens.engine import readout
 from replaylens.engine.branches import BranchTree, TokenState
-from replaylens.engine.capture import HEAD_SITES, PassTap, Rows
+from replaylens.engine.capture import HEAD_SITES, LensSpec, PassTap, Rows
+from replaylens.engine.errors import BadRequest
 from replaylens.engine.lane import Lane
 from replaylens.engine.pages import PageTable
 from replaylens.engine.runner import PassResult, Runner
@@ -34,15 +35,17 @@ class Committer:
 
         `result` is the pass that did it; None after a burst, which captures and rejects nothing.
         """
+        followed = turn.chains[outcome.chain]
+        stood = {i: 0 for i, chain in enumerate(turn.chains) if i != outcome.chain and chain}
+        stood |= {outcome.chain: outcome.accepted} if len(followed) > outcome.accepted else {}
+        # all that can fail comes first: rows are read, by the lens, too, while nothing has changed yet
+        captured = self._captured(turn, outcome, tap, result)
+        cut_off = {i: self._cut_off(turn, i, n, tap, result) for i, n in stood.items()}
         turn.closed = True
         self.drop_drafts(turn)
         self._accept_rows(turn)
-        for i, chain in enumerate(turn.chains):
-            if i != outcome.chain and chain:
-                self._reject(turn, i, 0, tap, result)
-        followed = turn.chains[outcome.chain]
-        if len(followed) > outcome.accepted:
-            self._reject(turn, outcome.chain, outcome.accepted, tap, result)
+        for i, n in stood.items():
+            self._reject(turn, i, n, cut_off[i])
         branch = turn.job.lane.branch
         if outcome.accepted:
             self.tree.append(branch, followed[: outcome.accepted], TokenState.DRAFT)
@@ -50,7 +53,8 @@ class Committer:
         if outcome.pending:  # a finished branch takes no tokens, not even none
             self.tree.append(branch, outcome.pending, TokenState.PENDING)
         self._accept_kv(turn, outcome)
-        self._record(turn, outcome, tap, result)
+        if captured is not None and turn.job.lane.recording is not None:
+            turn.job.lane.recording.append(*captured)
 
     def abandon(self, turn: Turn) -> None:
         """Undo a turn whose pass failed: the branch stands where it stood. Mutates tree, lane and pages."""
@@ -89,22 +93,36 @@ class Committer:
         for table in turn.tables[1:]:
             self.runner.pool.release(table)
 
-    def _record(self, turn: Turn, outcome: Outcome, tap: PassTap, result: PassResult | None) -> None:
-        """Captured rows of the committed positions, but for those at the tip whose successor must be known first."""
+    def _captured(self, turn: Turn, outcome: Outcome, tap: PassTap, result: PassResult | None) -> tuple[int, Rows, bool] | None:
+        """(first position, rows, open end) of the positions to be committed, but for those at the tip whose successor must be
+        known first. None: nothing to record."""
         job, lane = turn.job, turn.job.lane
         if lane.capture is None or lane.recording is None or result is None:
-            return
-        tokens = self.tree.branch(lane.branch).tokens
-        ended = job.final and job.remaining == 0 and lane.computed == len(tokens)
-        end = lane.computed if ended else min(lane.computed, len(tokens) - lane.capture.lag)
+            return None
+        accepted = turn.chains[outcome.chain][: outcome.accepted]
+        tokens = [*self.tree.branch(lane.branch).tokens[: turn.end], *accepted, *outcome.pending]
+        if not turn.complete:  # of the tokens that wait for their rows, all are known
+            tokens = self.tree.branch(lane.branch).tokens
+        computed = turn.end + outcome.accepted
+        ended = job.final and job.remaining == 0 and computed == len(tokens)
+        end = computed if ended else min(computed, len(tokens) - lane.capture.lag)
         start = max(turn.start, lane.recording.end - lane.recording.open_end)  # while KV is computed again, rows stay
-        if end > start:
-            first = result.batch.row(turn.segments[outcome.chain], start)
-            emitted = [*tokens[start + 1 : end + 1], -1][: end - start]
-            open_end = end == len(tokens) and lane.capture.lag > 0
-            lane.recording.append(start, self._rows(lane, tap, first, emitted), open_end)
+        if end <= start:
+            return None
+        first = result.batch.row(turn.segments[outcome.chain], start)
+        emitted = [*tokens[start + 1 : end + 1], -1][: end - start]
+        open_end = end == len(tokens) and lane.capture.lag > 0
+        return start, self._rows(lane, tap, first, emitted), open_end
 
-    def _reject(self, turn: Turn, index: int, stood: int, tap: PassTap, result: PassResult | None) -> None:
+    def _cut_off(self, turn: Turn, index: int, stood: int, tap: PassTap, result: PassResult | None) -> Rows | None:
+        """The rows of a chain from its first draft that did not stand on; None: nobody keeps them."""
+        lane, chain = turn.job.lane, turn.chains[index]
+        if lane.recording is None or lane.capture is None or not lane.capture.rejected or result is None:
+            return None
+        first = result.batch.row(turn.segments[index], turn.end + stood)
+        return self._rows(lane, tap, first, [*chain[stood + 1 :], -1])
+
+    def _reject(self, turn: Turn, index: int, stood: int, rows: Rows | None) -> None:
         """File chain[stood:] as a rejected branch, with its own canonical rows and, where asked, its pages."""
         job, lane, chain = turn.job, turn.job.lane, turn.chains[index]
         self.tree.append(lane.branch, chain, TokenState.DRAFT)
@@ -114,10 +132,9 @@ class Committer:
         self.tree.rollback(lane.branch, turn.end)
         job.rejected.append(kept)
         other = Lane(kept, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, thoughts=lane.thoughts)
-        if lane.recording is not None and lane.capture is not None and lane.capture.rejected and result is not None:
-            first = result.batch.row(turn.segments[index], turn.end + stood)
+        if rows is not None and lane.recording is not None:
             other.capture, other.recording = lane.capture, lane.recording.like(base=turn.end + stood)
-            other.recording.append(turn.end + stood, self._rows(lane, tap, first, [*chain[stood + 1 :], -1]))
+            other.recording.append(turn.end + stood, rows)
         if job.keep_rejected:
             other.computed = turn.end + len(chain)
             other.table = self.runner.pool.fork(turn.tables[index], other.computed)
@@ -135,6 +152,13 @@ class Committer:
             rows |= self.runner.head(tap.rows([spec.last], first, end)[spec.last], head)
         if spec.lens is not None:
             residuals = tap.rows(spec.lens.sites, first, end)
-            tuned = self.lenses[spec.lens.tuned] if spec.lens.tuned else None
-            rows |= readout.read(spec.lens, self.runner, residuals, emitted, tuned)
+            rows |= readout.read(spec.lens, self.runner, residuals, emitted, self._tuned(spec.lens))
         return rows
+
+    def _tuned(self, spec: LensSpec) -> TunedLens | None:
+        """The lens that Z is read through."""
+        if spec.tuned is not None and spec.tuned not in self.lenses:
+            raise BadRequest(
+                f"Z was read through the tuned lens {spec.tuned[:16]}: make it known with engine.capture_spec('Z', lens=...)"
+            )
+        return None if spec.tuned is None else self.lenses[spec.tuned]

@@ -160,6 +160,7 @@ def _examine_rowwise(model: Decoder, generator: torch.Generator, findings: list[
     _compare_rows("log-softmax", logits, lambda x: x.log_softmax(-1), findings)
     lens = torch.randn(64, 3, c.vocab_size, generator=generator).log_softmax(-1)
     _compare_rows("lens statistics", lens, _lens_statistics, findings)
+    _compare_rows("lens statistics of one layer", lens[:, :1], _lens_statistics, findings)
     if c.rotary_dim:
         heads = torch.randn(64, c.num_heads, c.d_head, generator=generator)
         table = torch.randn(1, 2, c.rotary_dim // 2, generator=generator)

@@ -45,6 +45,8 @@ PLAN = "plan.json"
 Part = tuple[int, int]
 """(i, n): write every n-th shard, from number i on"""
 _MOST_PART = 1 << 28
+_PATIENCE = 60.0
+"""seconds to wait for another writer who finishes the dump, or makes a damaged one ready for repair"""
 _COMPRESSION = "zstd"
 
 
@@ -177,9 +179,7 @@ class DumpWriter:
             state = "a finished dump" if MANIFEST in there else "an unfinished dump"
             raise DumpExists(f"{self.store.url} holds {state}: resume it, or write elsewhere")
         if MANIFEST in there:
-            manifest = Manifest.from_bytes(self.store.read(MANIFEST, MOST_BYTES), self.store.url)
-            self._check_same(manifest.plan, manifest.fingerprint)
-            if not self._reopen_if_damaged(manifest):
+            if not self._reopen_if_damaged():
                 return []
         elif not self.store.create(PLAN, self._head()):
             self._check_plan()
@@ -263,21 +263,24 @@ class DumpWriter:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def finish(self) -> "Dump | None":
-        """If every shard is there: merge the indices, write the manifest, clean up. Any writer may do it; one does."""
+        """If every shard is there: merge the indices, write the manifest, clean up. Any writer may do it; one does.
+
+        None while shards are missing, or another writer takes longer over it than we wait.
+        """
         from replaylens.engine.dump import Dump
 
-        if not self.store.exists(MANIFEST):
-            parts = [self.part(number) for number in range(self.plan.num_shards)]
-            whole = [part for part in parts if part is not None]
-            if len(whole) < len(parts):
+        try:
+            with DumpLock(self.store, FINISH, _PATIENCE):
+                if not self.store.exists(MANIFEST):
+                    parts = [self.part(number) for number in range(self.plan.num_shards)]
+                    whole = [part for part in parts if part is not None]
+                    if len(whole) < len(parts):
+                        return None
+                    self._merge(whole)
+                self._clean_up()
+        except DumpLocked:
+            if not self.store.exists(MANIFEST):
                 return None
-            try:
-                with DumpLock(self.store, FINISH):
-                    if not self.store.exists(MANIFEST):
-                        self._merge(whole)
-            except DumpLocked:
-                return None  # another writer is at it
-        self._clean_up()
         return Dump.open(self.store.url)
 
     def _merge(self, parts: list[ShardPart]) -> None:
@@ -310,23 +313,59 @@ class DumpWriter:
             if name == PLAN or name.startswith("part-") or name.endswith(TEMPORARY):
                 self.store.remove(name)
 
-    def _reopen_if_damaged(self, manifest: Manifest) -> bool:
-        """Make a finished dump with damaged files an unfinished one, whose good shards count as done. Whether it was."""
-        broken = {i for i, entry in enumerate(manifest.shards) if not self._is_whole(entry.name, entry)}
-        index_is_whole = self._is_whole(INDEX, manifest.index)
-        if not broken and index_is_whole:
+    # ---- repairing ----------------------------------------------------------------------------------------------
+
+    def _reopen_if_damaged(self) -> bool:
+        """Make a finished dump with damaged files an unfinished one, whose good shards count as done. Whether it is one.
+
+        Other writers may be at the same: what was found damaged is looked at again where only one can be, for by then
+        somebody may have reopened the dump, or even repaired it.
+        """
+        seen = self._manifest()
+        suspects = self._damaged(seen) if seen is not None else set()
+        if seen is not None and not suspects:
             return False
+        with DumpLock(self.store, FINISH, _PATIENCE):
+            manifest = self._manifest()
+            if manifest is None:
+                self._check_plan()
+                return True
+            if damaged := self._damaged(manifest, suspects):
+                self._reopen(manifest, damaged)
+            return bool(damaged)
+
+    def _manifest(self) -> Manifest | None:
+        """The manifest, if there is one: that of our plan and fingerprint."""
+        try:
+            raw = self.store.read(MANIFEST, MOST_BYTES)
+        except BadDump:
+            if self.store.exists(MANIFEST):
+                raise
+            return None
+        manifest = Manifest.from_bytes(raw, self.store.url)
+        self._check_same(manifest.plan, manifest.fingerprint)
+        return manifest
+
+    def _damaged(self, manifest: Manifest, among: set[str] | None = None) -> set[str]:
+        """Files, all or some, that are missing or not the ones that were hashed."""
+        entries: dict[str, ShardEntry | IndexEntry] = {
+            **{shard.name: shard for shard in manifest.shards},
+            INDEX: manifest.index,
+        }
+        return {name for name in entries if (among is None or name in among) and not self._is_whole(name, entries[name])}
+
+    def _reopen(self, manifest: Manifest, damaged: set[str]) -> None:
+        """Mutates: plan and notes of the good shards are written, then the manifest goes."""
         self.store.write(PLAN, self._head(manifest.digest))
-        if index_is_whole:
+        if INDEX not in damaged:
             with self.store.fs.open(self.store.path(INDEX), "rb") as file:
                 groups = pq.ParquetFile(file)
                 filled = [i for i, entry in enumerate(manifest.shards) if entry.rows]
                 for group, i in enumerate(filled):
-                    if i not in broken:
+                    if manifest.shards[i].name not in damaged:
                         self._write_part(i, manifest.shards[i], groups.read_row_group(group), manifest.sites)
         self.store.remove(MANIFEST)
         self.store.remove(INDEX)
-        return True
 
 
 def _index(number: int) -> str:

@@ -87,7 +87,8 @@ class Engine:
         spare = int(model.embed.device.type == "cuda")  # a page beyond the promised ones, for the padding rows of graphs
         self.runner = Runner(model, self.certificate, cache_tokens // page_size + spare, page_size, canary)
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
-        drafters = self._make_drafters(draft_model, lens_layer or max(1, self.config.num_layers // 2), tree_width)
+        middle = max(1, self.config.num_layers // 2)
+        drafters = self._make_drafters(draft_model, middle if lens_layer is None else lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text.decode, max_rows)
         if self.runner.device == "cuda":
             from replaylens.engine.burst import Bursts
@@ -222,7 +223,7 @@ class Engine:
         """Append given tokens to each branch, whatever the model thinks of them, and compute all their rows together."""
         paths = [self.text.encode(t, special=False) if isinstance(t, str) else list(t) for t in tokens]
         for branch, ids in zip(branches, paths, strict=True):
-            branch._check_open()
+            branch._check_idle()
             if not ids:
                 raise BadRequest("force: give at least one token")
             self._check_tokens(ids, branch.length)
@@ -281,6 +282,8 @@ class Engine:
         if wants_lens:
             if lens is not None:
                 self.loop.committer.lenses[lens.digest] = lens.require(self.model)
+            if type(top_k) is not int or not 1 <= top_k <= self.config.vocab_size:
+                raise BadRequest(f"top_k {top_k!r}: Z keeps between 1 and {self.config.vocab_size} tokens")
             ids = tuple(self._target(t) for t in targets)
             spec = LensSpec(residuals, top_k, ids, full, None if lens is None else lens.digest)
         return CaptureSpec(names, spec, rejected, residuals[-1])

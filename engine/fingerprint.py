@@ -51,13 +51,13 @@ def take(model: Decoder) -> Fingerprint:
         dtype=str(model.embed.dtype).removeprefix("torch."),
         device=device_name(device),
         torch=torch.__version__,
-        triton=_triton_version() if device.type == "cuda" else "none",
+        triton=triton_version(device),
         replaylens=replaylens.__version__,
-        canonical=_canonical(device),
+        canonical=canonical_version(device),
     )
 
 
-def _canonical(device: torch.device) -> str:
+def canonical_version(device: torch.device) -> str:
     """The version of the arithmetic, with the constants that take part in it."""
     if device.type == "cuda":
         from replaylens.kernels import launch
@@ -84,7 +84,10 @@ def _cpu_model() -> str:
     return clean.get("model name") or clean.get("CPU part") or platform.processor()
 
 
-def _triton_version() -> str:
+def triton_version(device: torch.device) -> str:
+    """Of the compiler of the kernels, where the device runs them."""
+    if device.type != "cuda":
+        return "none"
     from importlib.metadata import version
 
     return version("triton")

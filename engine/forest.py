@@ -117,8 +117,11 @@ class Forest:
         self.run([Job(lane, exact=lane.exact) for lane in lanes])
 
     def submit(self, job: Job) -> None:
-        """Queue a job; stepping the loop works on it."""
+        """Queue a job; stepping the loop works on it. A request that is refused leaves no event: nothing happened."""
         if job.new_tokens:
+            if refusal := self.loop.refusal(job):
+                job.done, job.error = True, refusal
+                return
             options = {"deterministic": job.exact, "final": job.final, "keep_rejected": job.keep_rejected}
             self.trace.add("generate", branch=job.lane.branch, n=job.new_tokens, sampling=asdict(job.sampling), **options)
         self.loop.submit(job)

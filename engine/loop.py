@@ -24,6 +24,7 @@ from replaylens.engine.verify import Verdict
 if TYPE_CHECKING:
     from replaylens.engine.burst import Bursts
 
+_NOT_FINITE = "the model gave NaN or infinite activations; nothing of this pass was committed. Check edits and weights."
 Listener = Callable[[dict[str, Any]], None]
 """is told every event: submit, draft, draft_failed, verdict, preempt, finish"""
 
@@ -53,8 +54,9 @@ class Loop:
 
     def step(self) -> None:
         """One round for every job that can have one. A job's failure stays its own."""
-        turns = self.admit()
+        turns: list[Turn] = []
         try:
+            turns += self.admit()
             self.draft(turns)
             for exact, mine in self._by_arithmetic(turns):
                 if direct := [turn for turn in mine if turn.burst]:
@@ -132,6 +134,9 @@ class Loop:
         places = [Place(turn.rows[-1], turn.start, turn.tables[0], turn.job.sampling) for turn in turns]
         chosen = self.bursts.run(places, min(turn.burst for turn in turns), exact)
         for turn, tokens in zip(turns, chosen, strict=True):
+            if max(tokens) >= self.runner.model.config.vocab_size:
+                self._abandon([turn], NonFinite(_NOT_FINITE))
+                continue
             path = self.tree.branch(turn.job.lane.branch).tokens[: turn.end]
             turn.chains = [tokens[:-1]]
             outcome = self._take(turn, Verdict(0, len(tokens) - 1, tokens[-1]), path, drafted=0)
@@ -182,6 +187,8 @@ class Loop:
                 new = new[: i + 1]
                 break
         accepted = min(len(new), verdict.num_accepted)
+        if job.finish_reason and len(new) <= verdict.num_accepted:  # a draft ended it: those behind are neither right nor wrong
+            turn.chains[verdict.chain] = chain[:accepted]
         job.generated += len(new)
         if drafted is None:
             drafted = sum(map(len, turn.chains))
@@ -229,13 +236,13 @@ class Loop:
     def submit(self, job: Job) -> None:
         """Queue a job; `step` works on it. One that can never be served ends at once, with an error."""
         self._tell("submit", job)
-        if refusal := self._refusal(job):
+        if refusal := self.refusal(job):
             self.end(job, refusal)
         else:
             self._close_if_done(job)
         self.jobs += [] if job.done else [job]
 
-    def _refusal(self, job: Job) -> EngineError | None:
+    def refusal(self, job: Job) -> EngineError | None:
         """Why a job cannot be served, whatever the others do."""
         record, vocab = self.tree.branch(job.lane.branch), self.runner.model.config.vocab_size
         if any(other.lane is job.lane for other in self.jobs):
@@ -245,9 +252,13 @@ class Loop:
         if not record.tokens:
             return BadRequest(f"branch {record.id} has no tokens: force at least one before generating")
         drafts = job.forced_drafts or {}
-        named = [*job.sampling.logit_bias, *(t for chains in drafts.values() for chain in chains for t in chain)]
+        named = [
+            *job.sampling.logit_bias,
+            *job.sampling.stop_tokens,
+            *(t for chains in drafts.values() for chain in chains for t in chain),
+        ]
         if bad := [t for t in named if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]:
-            return BadRequest(f"token {bad[0]!r} in logit_bias or drafts is not in the vocabulary of {vocab}")
+            return BadRequest(f"token {bad[0]!r} in logit_bias, stop_tokens or drafts is not in the vocabulary of {vocab}")
         width = self.drafters[job.drafter].width if job.new_tokens else 1
         rows = [min(job.window or 1, job.new_tokens) * width]
         rows += [min(1 + max(map(len, chains)), job.new_tokens) * len(chains) for chains in drafts.values() if chains]
@@ -319,6 +330,4 @@ def _verifiable(chains: Chains, most: int, width: int, vocab: int) -> Chains:
 def _require_finite(result: PassResult) -> None:
     """NaN in one row would reach its neighbours in the cache's blocks, and the prefix index: refuse before it is committed."""
     if not bool(result.residual[: result.batch.num_rows].isfinite().all()):
-        raise NonFinite(
-            "the model gave NaN or infinite activations; nothing of this pass was committed. Check edits and weights."
-        )
+        raise NonFinite(_NOT_FINITE)

@@ -20,6 +20,7 @@ def replay_trace(engine: "Engine", trace: Trace, sites: str | None = None) -> di
 
     Of branches that are not certified the tokens are taken as they were; their rejected drafts, and what was forked from
     these, are left out: nobody promised them.
+    A request that was still running when the trace was taken is replayed to its end.
     `sites`: capture these instead of what was captured then. Raises OtherFingerprint before anything runs, and
     ReplayMismatch should a verification come out otherwise than recorded.
     """

@@ -25,13 +25,15 @@ class Request:
             raise BadRequest(f"generate {self.n} tokens: give at least 1")
         if self.window is not None and self.window < 1:
             raise BadRequest(f"window {self.window}: give at least 1 (1 decodes directly)")
+        if self.drafts is not None and self.drafter != "forced":
+            raise BadRequest(f"drafts are for drafter='forced', not for {self.drafter!r}")
 
     def job(self, lane: Lane, eos_id: int | None) -> Job:
         """The work this means on a lane. The tokenizer's end-of-sequence token ends it, unless the sampling ignores it."""
         stop = self.sampling.stop_tokens
         if eos_id is not None and not self.sampling.ignore_eos:
             stop = (*stop, eos_id)
-        forced = {int(at): [list(c) for c in chains] for at, chains in (self.drafts or {}).items()}
+        forced = {int(at): [list(c) for c in chains] for at, chains in (self.drafts or {}).items() if chains}
         return Job(
             lane,
             new_tokens=self.n,

@@ -82,6 +82,8 @@ class Sampling:
             raise BadRequest(f"top_k and seed must be whole numbers: {self}")
         if not isinstance(self.stop, tuple | list) or not all(isinstance(stop, str) for stop in self.stop):
             raise BadRequest(f"stop must be a tuple of strings, not {self.stop!r}")
+        if not isinstance(self.stop_tokens, tuple | list) or not all(type(token) is int for token in self.stop_tokens):
+            raise BadRequest(f"stop_tokens must be a tuple of token ids, not {self.stop_tokens!r} (strings go into stop)")
 
     @property
     def bare(self) -> bool:

@@ -61,8 +61,19 @@ class ThinkingBlocks:
         return [t for i in range(0, len(chunks), TOGETHER) for t in self._think(chunks[i : i + TOGETHER], full)]
 
     def _think(self, chunks: Sequence[ChunkStates], full: bool) -> list[Thought]:
-        config = self.config
         tables = [PageTable() for _ in chunks]
+        try:
+            said = self._decode(chunks, tables)
+        finally:
+            for table in tables:
+                self.pool.release(table)
+        return [self._thought(*each, full) for each in zip(chunks, *said, strict=True)]
+
+    def _decode(
+        self, chunks: Sequence[ChunkStates], tables: list[PageTable]
+    ) -> tuple[list[list[int]], list[list[Tensor]], list[list[Tensor]]]:
+        """Tokens, T's rows and their logits, by chunk and step. Takes pages into `tables`."""
+        config = self.config
         tokens: list[list[int]] = [[] for _ in chunks]
         rows: list[list[Tensor]] = [[] for _ in chunks]
         logits: list[list[Tensor]] = [[] for _ in chunks]
@@ -83,9 +94,7 @@ class ThinkingBlocks:
                 break
             words = torch.tensor([tokens[n][-1] for n in open_], device=self.runner.device)
             x = self.model.thought_embedding(words, torch.full_like(words, step))
-        for table in tables:
-            self.pool.release(table)
-        return [self._thought(*each, full) for each in zip(chunks, tokens, rows, logits, strict=True)]
+        return tokens, rows, logits
 
     def _thought(self, chunk: ChunkStates, tokens: list[int], rows: list[Tensor], logits: list[Tensor], full: bool) -> Thought:
         """The record of one thought, its state included. One that reached the limit is ended by force."""
@@ -137,9 +146,11 @@ class ThinkingBlocks:
         filled = [*thought, *[self.config.eos_token] * (self.config.chunk - len(thought))]
         table = PageTable()
         self.cache.copy(self.pool.reserve(table, 0, len(filled)))
-        batch = self._batch([Segment(table, 0, filled)])
-        out = self.model.run_compress(batch.tokens, batch.positions, self.runner.ops(batch, self.cache))[: len(filled)]
-        self.pool.release(table)
+        try:
+            batch = self._batch([Segment(table, 0, filled)])
+            out = self.model.run_compress(batch.tokens, batch.positions, self.runner.ops(batch, self.cache))[: len(filled)]
+        finally:
+            self.pool.release(table)
         return _finite(out).clone().cpu()
 
     # ---- passes -------------------------------------------------------------------------------------------------

@@ -104,12 +104,13 @@ class ThinkingEngine(Engine):
             raise BadRequest(f"drafts for {len(given)} prompts, but {len(paths)} prompts")
         capture = self.capture_spec(sites, rejected=keep_rejected, **lens) if sites else None
         resolved = self._hooks(hooks)
+        placed = [split(self._placed(edits, len(path))) for path in paths]
+        guessed = [self._drafts(own) for own in given]
         prefills = []
-        for path, own in zip(paths, given, strict=True):
-            outer, inner = split(self._placed(edits, len(path)))
+        for path, (outer, inner), own in zip(paths, placed, guessed, strict=True):  # all is checked: now lanes are made
             lane = Lane(self.tree.plant(path[: self.thinking.chunk]), PageTable(), hooks=resolved)
             self.loop.lanes[lane.branch] = lane
-            prefills.append(Prefill(lane, path, guess, capture, outer, inner, self._drafts(own)))
+            prefills.append(Prefill(lane, path, guess, capture, outer, inner, own))
         self.prefiller.run(prefills)
         return [ThinkingBranch(self, p.lane, p.rejected) for p in prefills]
 

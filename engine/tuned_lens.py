@@ -35,8 +35,7 @@ class TunedLens:
 
     @property
     def digest(self) -> str:
-        raw = self.weight.contiguous().numpy().tobytes() + self.bias.contiguous().numpy().tobytes()
-        return hashlib.sha256(raw + self.unembed.encode()).hexdigest()
+        return hashlib.sha256(_raw(self.weight) + _raw(self.bias) + self.unembed.encode()).hexdigest()
 
     def translate(self, stacked: Tensor) -> Tensor:
         """[n, layers + 1, d] -> the same, all but the last entry translated. One row at a time in arithmetic: no row sees
@@ -82,8 +81,13 @@ def unembed_hash(model: Decoder) -> str:
     tensors.append(model.embed if model.unembed is None else model.unembed.weight)
     digest = hashlib.sha256()
     for x in tensors:
-        digest.update(x.detach().contiguous().numpy().tobytes())
+        digest.update(_raw(x))
     return digest.hexdigest()
+
+
+def _raw(x: Tensor) -> bytes:
+    """The bytes of a tensor of any type, wherever it lies."""
+    return x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def train(
@@ -96,22 +100,22 @@ def train(
     seed: int = 0,
     tell: Callable[[int, float], None] | None = None,
 ) -> TunedLens:
-    """Fit the translators on residual rows [n, layers + 1, d], as captured from S. A function of its arguments."""
+    """Fit the translators, in float32, on residual rows [n, layers + 1, d], as captured from S. A function of its arguments."""
     n, layers, d = len(rows), rows.shape[1] - 1, rows.shape[2]
-    generator, ops = torch.Generator().manual_seed(seed), SequenceOps([1])
-    weight = torch.zeros(layers, d, d, requires_grad=True)
-    bias = torch.zeros(layers, d, requires_grad=True)
+    generator, ops, device, dtype = torch.Generator().manual_seed(seed), SequenceOps([1]), model.embed.device, model.embed.dtype
+    weight = torch.zeros(layers, d, d, device=device, requires_grad=True)
+    bias = torch.zeros(layers, d, device=device, requires_grad=True)
     optimizer = torch.optim.Adam([weight, bias], lr=lr)
     for step in range(steps):
-        some = rows[torch.randint(n, (min(batch, n),), generator=generator)].clone()
-        final = model.logits(some[:, -1], ops).log_softmax(-1)
-        x = some[:, :-1]
-        moved = x + torch.einsum("nld,led->nle", x, weight) + bias
-        log_p = model.logits(moved.reshape(-1, d), ops).log_softmax(-1).view(len(some), layers, -1)
+        some = rows[torch.randint(n, (min(batch, n),), generator=generator)].clone().to(device)
+        final = model.logits(some[:, -1].to(dtype), ops).float().log_softmax(-1)
+        x = some[:, :-1].float()
+        moved = (x + torch.einsum("nld,led->nle", x, weight) + bias).to(dtype)
+        log_p = model.logits(moved.reshape(-1, d), ops).float().log_softmax(-1).view(len(some), layers, -1)
         loss = (final.exp()[:, None] * (final[:, None] - log_p)).sum(-1).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if tell is not None:
             tell(step, float(loss.detach()))
-    return TunedLens(weight.detach(), bias.detach(), unembed_hash(model))
+    return TunedLens(weight.detach().cpu(), bias.detach().cpu(), unembed_hash(model))

@@ -18,7 +18,7 @@ from replaylens.engine.certificate import Certificate, Finding
 from replaylens.engine.config import Activation
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NotCertified
-from replaylens.engine.ops import Linear, TorchOps
+from replaylens.engine.ops import Linear
 from replaylens.engine.products import Products
 from tests.engine.reference import decoder
 from tests.families import NAMES
@@ -157,8 +157,8 @@ def attention_by_neighbours(patch: pytest.MonkeyPatch) -> str:
 
 
 def norm_over_a_batch(patch: pytest.MonkeyPatch) -> str:
-    right = TorchOps.norm
-    patch.setattr(TorchOps, "norm", lambda self, x, norm: right(self, x, norm) * (1 + x.abs().amax() * 1e-6))
+    right = cpu.CpuOps.norm
+    patch.setattr(cpu.CpuOps, "norm", lambda self, x, norm: right(self, x, norm) * (1 + x.abs().amax() * 1e-6))
     return r"rms norm \(ln_final\) \[32\]: 'row alone'"
 
 
