@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ from replaylens.engine.errors import (
 )
 from replaylens.engine.model import Decoder
 from replaylens.tasks import WordTokenizer
+from tests.dumps.damage import flip_bit
 
 Planned = Callable[..., DumpPlan]
 
@@ -212,6 +214,60 @@ def test_resume_repairs_a_finished_dump(engine: Engine, planned: Planned, refere
     assert repaired is not None and repaired.digest == reference.digest
     for name in reference.files.store.sizes():
         assert (copy / name).read_bytes() == Path(reference.url, name).read_bytes(), name
+
+
+def test_two_repair_one_dump(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
+    """One has seen the damage; before it does anything about it, another repairs the dump and finishes it."""
+    flip_bit(copy / "shard-00000.safetensors")
+    maker, repaired = ShardMaker(engine, planned()), list[Dump | None]()
+
+    class Slow(dump_writer.DumpWriter):
+        def _is_whole(self, name: str, entry: Any) -> bool:
+            whole = super()._is_whole(name, entry)
+            if name == "index.parquet" and not repaired:  # the last that is looked at
+                repaired.append(write_dump(engine, planned(), copy, part=(0, 2), resume=True))
+            return whole
+
+    slow = Slow(copy, planned(), engine.fingerprint)
+    late = slow.write(maker.make, maker.sites, resume=True, part=(1, 2))
+    assert repaired[0] is not None and late is not None
+    assert Dump.open(copy).digest == reference.digest and sorted(late.files.store.sizes()) == sorted(
+        reference.files.store.sizes()
+    )
+
+
+def test_one_reopens_and_both_repair(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
+    """The dump is damaged in both parts' shards: the second finds it reopened, does its own, and finishes."""
+    for number in (0, 1):
+        flip_bit(copy / f"shard-{number:05d}.safetensors")
+    assert write_dump(engine, planned(), copy, part=(0, 2), resume=True) is None
+    done = write_dump(engine, planned(), copy, part=(1, 2), resume=True)
+    assert done is not None and done.digest == reference.digest
+
+
+def test_who_finds_another_finishing_waits_for_the_dump(
+    engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None would say that shards are missing; none are. Both writers get the dump."""
+    assert write_dump(engine, planned(), tmp_path, part=(0, 2)) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(dump_writer.DumpWriter, "finish", lambda self: None)
+        write_dump(engine, planned(), tmp_path, part=(1, 2))
+    merging, original, found = threading.Event(), dump_writer.DumpWriter._merge, list[Dump | None]()
+
+    def slowly(self: dump_writer.DumpWriter, parts: Any) -> None:
+        merging.set()
+        time.sleep(0.2)
+        original(self, parts)
+
+    monkeypatch.setattr(dump_writer.DumpWriter, "_merge", slowly)
+    writers = [dump_writer.DumpWriter(tmp_path, planned(), engine.fingerprint) for _ in range(2)]
+    first = threading.Thread(target=lambda: found.append(writers[0].finish()))
+    first.start()
+    assert merging.wait(60)
+    found.append(writers[1].finish())
+    first.join()
+    assert [dump.digest for dump in found if dump is not None] == [reference.digest] * 2
 
 
 def test_resume_of_a_whole_dump_does_nothing(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
