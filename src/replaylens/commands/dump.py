@@ -124,7 +124,7 @@ def _tell_dump(made: Dump | None, out: str, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
     elif made is None:
-        typer.echo(f"{out}: this part is done; other writers are still at theirs")
+        typer.echo(f"{out}: this part is done, the dump is not finished yet")
     else:
         typer.echo(f"{out}: {facts['rows']} rows in {facts['shards']} shards, {facts['bytes'] / 1e6:.1f} MB")
         typer.echo(f"digest {facts['digest']}\naccepted rows {facts['accepted_digest']}")
