@@ -21,6 +21,7 @@ _WHERE = {
     "Split": "splits",
     "ablate": "causal",
     "by_acceptance": "splits",
+    "by_answer": "splits",
     "by_depth": "splits",
     "by_length": "splits",
     "by_mask": "splits",

@@ -20,7 +20,7 @@ from replaylens.probes.errors import OneClass, ProbeError
 from replaylens.probes.goals import make_goal
 from replaylens.probes.heldout import held_out
 from replaylens.probes.probe import LinearProbe
-from replaylens.probes.report import Report, percent
+from replaylens.probes.report import Report, percent, score_line
 from replaylens.probes.rows import make_target
 from replaylens.probes.splits import fold_of_roots
 from replaylens.probes.stage import Outcome, Stage, Subject, Variant
@@ -187,20 +187,17 @@ def _mean(outcomes: list[Outcome]) -> Outcome:
 def _line(what: str, outcome: Outcome, roots: np.ndarray, seed: int) -> dict[str, Any]:
     rate = bootstrap(outcome.flipped[None], np.ones(len(roots)), roots, seed=seed)[0]
     pull = mean_over_roots(outcome.pull, roots, seed=seed)
-    return _fields(what, "flip rate", rate, pull, len(roots))
+    return score_line(what, "flip rate", rate, len(roots), **_nats(pull))
 
 
 def _difference(what: str, a: Outcome, b: Outcome, roots: np.ndarray, seed: int) -> dict[str, Any]:
     rate = mean_over_roots(a.flipped - b.flipped, roots, seed=seed)
     pull = mean_over_roots(a.pull - b.pull, roots, seed=seed)
-    return _fields(what, "difference of flip rates", rate, pull, len(roots))
+    return score_line(what, "difference of flip rates", rate, len(roots), **_nats(pull))
 
 
-def _fields(what: str, metric: str, rate: Estimate, pull: Estimate | None, rows: int) -> dict[str, Any]:
-    found = {"what": what, "metric": metric, "accuracy": rate.value, "low": rate.low, "high": rate.high, "rows": rows}
-    names = ("nats", "nats_low", "nats_high")
-    values = (None, None, None) if pull is None else (pull.value, pull.low, pull.high)
-    return found | dict(zip(names, values, strict=True))
+def _nats(pull: Estimate) -> dict[str, float]:
+    return {"nats": pull.value, "nats_low": pull.low, "nats_high": pull.high}
 
 
 def _say(kind: str, lines: list[dict[str, Any]], about: dict[str, Any]) -> list[str]:
@@ -247,6 +244,6 @@ def _refits(stage: Stage, probe: LinearProbe, variant: Variant, seed: int) -> tu
     for name, X in ends.items():
         predicted = held_out("logistic", torch.from_numpy(X)[None], [goal], ~test, test).predicted[0, 0]
         score = bootstrap((predicted == goal.codes)[None], np.ones(len(X)), stage.roots, seed=seed, folds=_FOLDS)[0]
-        lines.append(_fields(f"refit: {name}", "accuracy", score, None, len(X)))
+        lines.append(score_line(f"refit: {name}", "accuracy", score, len(X)))
         said.append(f"refit at the {name}: {percent(score.value, score.low, score.high)}.")
     return lines, said

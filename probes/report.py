@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from replaylens.probes.errors import BadProbeFile, ProbeError
-from replaylens.probes.rows import ProbeRows
+from replaylens.probes.rows import Cell, ProbeRows
+from replaylens.probes.statistics import Estimate
 from replaylens.probes.summary import summarise
 
 if TYPE_CHECKING:
@@ -127,6 +128,13 @@ def about_rows(rows: ProbeRows) -> dict[str, Any]:
         "rows": len(rows),
         "roots": int(rows.frame["root"].nunique()),
     }
+
+
+def score_line(what: str, metric: str, score: Estimate, rows: int, cell: Cell | None = None, **more: Any) -> dict[str, Any]:
+    """One line of a branch question or a causal test; docs/probes.md describes the fields."""
+    place = {} if cell is None else {"site": cell.site, "layer": cell.layer}
+    numbers = {"accuracy": score.value, "low": score.low, "high": score.high, "rows": rows}
+    return {"what": what, **place, "metric": metric, **numbers, **more}
 
 
 def _plain(value: Any) -> Any:

@@ -97,6 +97,12 @@ def by_depth(rows: ProbeRows, deepest: int, folds: int = 5, seed: int = 0) -> Sp
     return _crossed(f"depth above {deepest}", rows, shallow, ~shallow, folds, seed)
 
 
+def by_answer(rows: ProbeRows, folds: int = 5, seed: int = 0) -> Split:
+    """Fit where the answer was right, test right and wrong answers of other roots."""
+    right = rows.frame["correct"].to_numpy(dtype=bool)
+    return _crossed("right answers", rows, right, np.ones(len(rows), bool), folds, seed)
+
+
 def by_length(rows: ProbeRows, longest: int) -> Split:
     """Fit on prompts of at most `longest` steps, test on longer ones."""
     short = (rows.frame["steps"] <= longest).to_numpy()

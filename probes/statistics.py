@@ -48,6 +48,33 @@ def root_sums(values: np.ndarray, roots: np.ndarray) -> np.ndarray:
     return np.add.reduceat(np.asarray(values, dtype=np.float64)[..., order], starts, axis=-1)
 
 
+def interval(value: np.ndarray, draws: np.ndarray, level: float = LEVEL, folds: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """(low, high) of scores [cells] from those of resampled roots [resamples, cells]: percentiles, widened.
+
+    folds  of the cross-validation that the predictions come from; 1: one held-out side. Roots of different folds helped to
+           predict each other, so that scores vary more than resampling shows: the interval is widened by
+           sqrt(1 + folds / (folds - 1)), the correction of Nadeau and Bengio (Machine Learning 52, 2003)
+    """
+    tail = (1 - level) / 2
+    low, high = value + _widening(folds) * (np.quantile(draws, [tail, 1 - tail], axis=0) - value)
+    return low, high
+
+
+def _widening(folds: int) -> float:
+    return float(np.sqrt(1 + folds / (folds - 1))) if folds > 1 else 1.0
+
+
+def simultaneous(value: np.ndarray, draws: np.ndarray, level: float = LEVEL, folds: int = 1) -> list[Estimate]:
+    """Intervals that hold for all cells together, so that the best of them may be looked at; arguments as for `interval`.
+
+    A cell's end is its spread times the level's quantile of the largest standardised deviation over all cells.
+    """
+    spread = draws.std(0)
+    farthest = (np.abs(draws - value) / np.where(spread > 0, spread, np.inf)).max(1)  # [resamples]
+    reach = _widening(folds) * np.quantile(farthest, level) * spread
+    return [Estimate(float(v), float(v - r), float(v + r), level) for v, r in zip(value, reach, strict=True)]
+
+
 def bootstrap(
     top: np.ndarray,
     bottom: np.ndarray,
@@ -57,40 +84,45 @@ def bootstrap(
     seed: int = 0,
     level: float = LEVEL,
     folds: int = 1,
+    least: float = 0.0,
 ) -> list[Estimate]:
     """Cluster bootstrap over roots of sum(top) / sum(bottom), for each line of top [cells, rows]; bottom is one line.
 
     Percentile intervals. Where every root scores 0, or every one 1, resampling shows no spread: then the end of the interval
     is the exact binomial one for that many roots.
 
-    folds  of the cross-validation that the predictions come from; 1: one held-out side. Roots of different folds helped to
-           predict each other, so that scores vary more than resampling shows: the interval is widened by
-           sqrt(1 + folds / (folds - 1)), the correction of Nadeau and Bengio (Machine Learning 52, 2003)
+    folds  see `interval`
+    least  the lowest score there is: 0 of a share, -inf of an r2. The highest is 1
     """
     above, below = root_sums(np.atleast_2d(top), roots), root_sums(np.atleast_2d(bottom), roots)
     weights = root_weights(above.shape[1], resamples, seed).astype(np.float64)
     draws = (weights @ above.T) / (weights @ below.T)  # [resamples, cells]
-    tail = (1 - level) / 2
     value = above.sum(1) / below.sum(1)
-    widening = np.sqrt(1 + folds / (folds - 1)) if folds > 1 else 1.0
-    low, high = value + widening * (np.quantile(draws, [tail, 1 - tail], axis=0) - value)
-    edge = tail ** (1 / above.shape[1])  # the rate at which all roots would agree by chance this rarely
+    low, high = interval(value, draws, level, folds)
+    edge = ((1 - level) / 2) ** (1 / above.shape[1])  # the rate at which all roots would agree by chance this rarely
     low = np.where((value == 1) & (low == 1), edge, low)
     high = np.where((value == 0) & (high == 0), 1 - edge, high)
-    high = np.minimum(high, 1.0)  # no score here exceeds 1
+    low, high = np.maximum(low, least), np.minimum(high, 1.0)  # widening knows nothing of where scores end
     return [Estimate(float(v), float(a), float(b), level) for v, a, b in zip(value, low, high, strict=True)]
 
 
-def mean_over_roots(
-    values: np.ndarray, roots: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0, level: float = LEVEL
-) -> Estimate:
+def mean_over_roots(values: np.ndarray, roots: np.ndarray, *, seed: int = 0, folds: int = 1) -> Estimate:
     """The mean over rows of any number, with its cluster-bootstrap interval."""
+    value, draws = _means(values[None], roots, seed)
+    low, high = interval(value, draws, folds=folds)
+    return Estimate(float(value[0]), float(low[0]), float(high[0]))
+
+
+def means_over_roots(values: np.ndarray, roots: np.ndarray, *, seed: int = 0, folds: int = 1) -> list[Estimate]:
+    """The mean of each line of values [cells, rows], with intervals that hold for all of them together."""
+    return simultaneous(*_means(values, roots, seed), folds=folds)
+
+
+def _means(values: np.ndarray, roots: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(means [cells], those of resampled roots [resamples, cells])"""
     above, below = root_sums(values, roots), root_sums(np.ones(len(roots)), roots)
-    weights = root_weights(len(below), resamples, seed)
-    draws = (weights @ above) / (weights @ below)
-    tail = (1 - level) / 2
-    low, high = np.quantile(draws, [tail, 1 - tail])
-    return Estimate(float(above.sum() / below.sum()), float(low), float(high), level)
+    weights = root_weights(len(below), RESAMPLES, seed)
+    return above.sum(1) / below.sum(), (weights @ above.T) / (weights @ below)[:, None]
 
 
 # ---- permutation ------------------------------------------------------------------------------------------------------

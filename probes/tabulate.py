@@ -106,8 +106,8 @@ def _lines(
     roots, codes = place.rows.roots[tested], goal.codes[tested]
     predicted = place.stack(estimator, number)[:, tested]
     top, bottom = _ratio(goal, predicted, codes)
-    folds = len(place.split)
-    scores = statistics.bootstrap(top, bottom, roots, resamples=settings.resamples, seed=settings.seed, folds=folds)
+    how: dict[str, Any] = dict(folds=len(place.split), least=0.0 if goal.kind == "class" else -np.inf)
+    scores = statistics.bootstrap(top, bottom, roots, resamples=settings.resamples, seed=settings.seed, **how)
     orders = statistics.root_permutations(codes, roots, settings.permutations, settings.seed)
     permuted = statistics.permuted_accuracy if goal.kind == "class" else statistics.permuted_product
     null = permuted(predicted, codes, orders)

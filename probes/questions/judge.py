@@ -6,18 +6,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from sklearn.metrics import roc_auc_score
 
 from replaylens.engine.dump import Dump
 from replaylens.engine.errors import UnknownSite
 from replaylens.engine.run import Run
 from replaylens.probes.errors import BadRows
 from replaylens.probes.goals import Goal, make_goal
-from replaylens.probes.report import Report, about_rows
+from replaylens.probes.report import Report, about_rows, score_line
 from replaylens.probes.rows import ProbeRows, make_target
 from replaylens.probes.solvers import one_hot, solve
 from replaylens.probes.splits import Split, by_root
-from replaylens.probes.statistics import Estimate, root_weights
+from replaylens.probes.statistics import Estimate, interval, root_weights, simultaneous
 
 BASELINES = ("kl", "entropy", "logprob")
 MINUS = ", minus the three and the token"
@@ -61,7 +60,7 @@ def judge(
         X = rows.matrix(cell.site, cell.layer).astype(np.float64)
         scores[f"judge at {cell}"] = _held_scores(X, goal, split)
         scores[f"judge at {cell} and the three"] = _held_scores(np.column_stack([X, simple]), goal, split)
-    lines = _lines(scores, good, rows, seed)
+    lines = _lines(scores, good, rows, folds, seed)
     settings = dict(draft_layer=draft_layer, folds=folds, seed=seed)
     return Report("judge", lines, about_rows(rows), settings, [], _say(lines, good, rows))
 
@@ -94,13 +93,16 @@ def _held_scores(X: np.ndarray, goal: Goal, split: Split) -> np.ndarray:
     return (scores * split.test).sum(0)
 
 
-def _lines(scores: dict[str, np.ndarray], good: np.ndarray, rows: ProbeRows, seed: int) -> list[dict[str, Any]]:
-    """Areas, and differences from the baselines together, with intervals over roots."""
+def _lines(scores: dict[str, np.ndarray], good: np.ndarray, rows: ProbeRows, folds: int, seed: int) -> list[dict[str, Any]]:
+    """Areas with intervals over roots; differences from the baselines together, with intervals for all cells together."""
+    size, roots = len(rows), rows.frame["root"].nunique()
     draws = {name: _areas(score, good, rows.roots, seed) for name, score in scores.items()}
-    lines = [_fields(name, "auc", _estimate(values), rows) for name, values in draws.items()]
-    for name, values in draws.items():
-        if name.endswith("and the three"):
-            lines.append(_fields(f"{name}{MINUS}", "difference of auc", _estimate(values - draws[FOUR]), rows))
+    fitted = {name: 1 if name.endswith("alone") else folds for name in draws}
+    lines = [score_line(name, "auc", _estimate(draws[name], fitted[name]), size, roots=roots) for name in draws]
+    joint = [name for name in draws if name.endswith("and the three")]
+    gains = np.stack([draws[name] - draws[FOUR] for name in joint], axis=1)  # [1 + resamples, cells]
+    for name, gain in zip(joint, simultaneous(gains[0], gains[1:], folds=folds), strict=True):
+        lines.append(score_line(f"{name}{MINUS}", "difference of auc", gain, size, roots=roots))
     return lines
 
 
@@ -108,19 +110,21 @@ def _areas(score: np.ndarray, good: np.ndarray, roots: np.ndarray, seed: int, re
     """[1 + resamples]: the area, then that of resampled roots (a root drawn twice counts twice)."""
     place = np.unique(roots, return_inverse=True)[1]
     weights = root_weights(place.max() + 1, resamples, seed)
-    areas = [roc_auc_score(good, score)]
-    areas += [roc_auc_score(good, score, sample_weight=w[place]) for w in weights]
-    return np.array(areas)
+    return weighted_areas(score, good, np.vstack([np.ones(len(score)), weights[:, place]]))
 
 
-def _estimate(values: np.ndarray) -> Estimate:
-    low, high = np.quantile(values[1:], [0.025, 0.975])
-    return Estimate(float(values[0]), float(low), float(high))
+def weighted_areas(score: np.ndarray, good: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The area under the ROC curve for each line of row weights [lines, rows]; scikit-learn's, for all lines at once."""
+    order = np.argsort(score, kind="stable")
+    starts = np.flatnonzero(np.diff(score[order], prepend=np.nan) != 0)  # rows of equal score count half
+    above, below = (np.add.reduceat(np.where(rows, weights, 0)[:, order], starts, axis=1) for rows in (good, ~good))
+    wins = above * (np.cumsum(below, axis=1) - below / 2)
+    return np.asarray(wins.sum(1) / (above.sum(1) * below.sum(1)))
 
 
-def _fields(what: str, metric: str, score: Estimate, rows: ProbeRows) -> dict[str, Any]:
-    size = {"rows": len(rows), "roots": rows.frame["root"].nunique()}
-    return {"what": what, "metric": metric, "accuracy": score.value, "low": score.low, "high": score.high, **size}
+def _estimate(values: np.ndarray, folds: int) -> Estimate:
+    low, high = np.clip(interval(values[:1], values[1:, None], folds=folds), 0, 1)
+    return Estimate(float(values[0]), float(low[0]), float(high[0]))
 
 
 def _say(lines: list[dict[str, Any]], good: np.ndarray, rows: ProbeRows) -> list[str]:

@@ -13,10 +13,10 @@ from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.goals import make_goal
 from replaylens.probes.heldout import held_out
 from replaylens.probes.paths import row_paths
-from replaylens.probes.report import Report, about_rows
+from replaylens.probes.report import Report, about_rows, score_line
 from replaylens.probes.rows import Cell, ProbeRows, Target, make_target
 from replaylens.probes.splits import by_root
-from replaylens.probes.statistics import Estimate, bootstrap, mean_over_roots, permuted_product, root_permutations
+from replaylens.probes.statistics import bootstrap, means_over_roots, permuted_product, root_permutations
 
 
 def outcome_at_fork(
@@ -31,7 +31,8 @@ def outcome_at_fork(
     """Ridge regression from rows to the probability of the first outcome, exact by the task, on held-out roots.
 
     Held against what simpler knowledge explains: the state alone, and state and number of steps side by side (without their
-    product). Only a score above these says that the distribution itself is there.
+    product). Only a score above these says that the distribution itself is there. The intervals of these differences hold for
+    all cells together, so that the best cell decides.
     """
     every = ProbeRows.of(given).accepted()
     task = every.about.make_task()
@@ -45,6 +46,7 @@ def outcome_at_fork(
     steps = pd.get_dummies(rows.frame["step"]).to_numpy(dtype=float)
     simple = {"state alone": state[:, None], "state and steps": np.column_stack([state, steps])}
     total = (goal.codes - goal.codes.mean()) ** 2
+    roots = rows.frame["root"].nunique()
     errors: dict[str, np.ndarray] = {}
     lines: list[dict[str, Any]] = []
     cells: dict[str, Cell | None] = dict.fromkeys(simple)
@@ -54,13 +56,13 @@ def outcome_at_fork(
         X = simple[name] if cell is None else rows.matrix(cell.site, cell.layer)
         predicted = held_out("ridge", torch.from_numpy(X).double()[None], [goal], split.train, split.test).predicted[0, 0]
         errors[name] = (goal.codes - predicted) ** 2
-        score = bootstrap((total - errors[name])[None], total, rows.roots, seed=seed, folds=folds)[0]
+        score = bootstrap((total - errors[name])[None], total, rows.roots, seed=seed, folds=folds, least=-np.inf)[0]
         p = float(permuted_product(predicted[None], goal.codes, orders).p[0])
-        lines.append(_fields(name, cell, "r2", score, p, rows))
-    for name, cell in cells.items():
-        if cell is not None:
-            gain = mean_over_roots((errors["state and steps"] - errors[name]) / total.mean(), rows.roots, seed=seed)
-            lines.append(_fields(f"{name} minus state and steps", cell, "difference of r2", gain, None, rows))
+        lines.append(score_line(name, "r2", score, len(rows), cell, p=p, roots=roots))
+    own = {name: cell for name, cell in cells.items() if cell is not None}
+    gains = np.stack([errors["state and steps"] - errors[name] for name in own]) / total.mean()
+    for (name, cell), gain in zip(own.items(), means_over_roots(gains, rows.roots, seed=seed, folds=folds), strict=True):
+        lines.append(score_line(f"{name} minus state and steps", "difference of r2", gain, len(rows), cell, roots=roots))
     settings = dict(position=position, folds=folds, seed=seed)
     return Report("outcome_at_fork", lines, about_rows(rows), settings, [], _say(lines))
 
@@ -79,26 +81,11 @@ def outcome_target(every: ProbeRows, position: str) -> Target:
     return make_target("outcome", [found[int(n)] for n in every.at(position).numbers], "number")
 
 
-def _fields(what: str, cell: Cell | None, metric: str, score: Estimate, p: float | None, rows: ProbeRows) -> dict[str, Any]:
-    place = {"site": cell.site if cell else None, "layer": cell.layer if cell else None}
-    size = {"rows": len(rows), "roots": rows.frame["root"].nunique()}
-    return {
-        "what": what,
-        **place,
-        "metric": metric,
-        "accuracy": score.value,
-        "low": score.low,
-        "high": score.high,
-        "p": p,
-        **size,
-    }
-
-
 def _say(lines: list[dict[str, Any]]) -> list[str]:
     scores = [line for line in lines if line["metric"] == "r2"]
     said = [f"{line['what']}: r2 {line['accuracy']:.3f} [{line['low']:.3f}, {line['high']:.3f}]." for line in scores]
     gains = [line for line in lines if line["metric"] != "r2"]
-    best = max(gains, key=lambda line: line["accuracy"])
+    best = max(gains, key=lambda line: line["low"])
     verdict = "Shown" if best["low"] > 0 else "Not shown"
     more = f"{best['accuracy']:+.3f} [{best['low']:+.3f}, {best['high']:+.3f}]"
     return [*said, f"{verdict}: more than state and number of steps explain side by side; best {best['what']}: {more}."]

@@ -8,7 +8,7 @@ import numpy as np
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.questions.forced import forced_rows
 from replaylens.probes.registry import get
-from replaylens.probes.report import Report, about_rows, percent
+from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.statistics import bootstrap
 from replaylens.tasks import Example
@@ -82,7 +82,8 @@ def _cell_lines(
         rows, target = rows.where(target.present), target[target.present]
         right = probe.predict(rows.matrix(cell.site, cell.layer)) == target.values
         score = bootstrap(right[None], np.ones(len(right)), rows.roots, seed=seed)[0]
-        found.append(_fields(f"{cell}: {name}", cell, score, len(right), rows.roots))
+        roots = rows.frame["root"].nunique()
+        found.append(score_line(f"{cell}: {name}", "share", score, len(right), cell, roots=roots))
     return found
 
 
@@ -98,14 +99,8 @@ def _own_words(lied: ProbeRows, lie_at: int, seed: int) -> tuple[list[dict[str, 
             continue
         truth = (chosen["claimed"] == chosen["face"]).to_numpy(dtype=float)
         score = bootstrap(1 - truth[None], np.ones(len(truth)), chosen["root"].to_numpy(dtype=str), seed=seed)[0]
-        lines.append(_fields(f"{name}: wrong", None, score, len(truth), chosen["root"].to_numpy(dtype=str)))
+        lines.append(score_line(f"{name}: wrong", "share", score, len(truth), roots=chosen["root"].nunique()))
     return lines, notes
-
-
-def _fields(what: str, cell: Cell | None, score: Any, rows: int, roots: np.ndarray) -> dict[str, Any]:
-    place = {"site": cell.site if cell else None, "layer": cell.layer if cell else None}
-    numbers = {"accuracy": score.value, "low": score.low, "high": score.high, "rows": rows, "roots": len(np.unique(roots))}
-    return {"what": what, **place, "metric": "share", **numbers}
 
 
 def _say(lines: list[dict[str, Any]], words: list[dict[str, Any]]) -> list[str]:

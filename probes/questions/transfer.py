@@ -12,8 +12,8 @@ from replaylens.probes.controls import majority
 from replaylens.probes.errors import BadRows
 from replaylens.probes.goals import Goal, make_goal
 from replaylens.probes.heldout import held_out
-from replaylens.probes.report import Report, about_rows, percent
-from replaylens.probes.rows import ProbeRows
+from replaylens.probes.report import Report, about_rows, percent, score_line
+from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.splits import fold_of_roots
 from replaylens.probes.statistics import bootstrap, mean_over_roots
 
@@ -58,7 +58,9 @@ def transfer(
         same = _right(estimator, x, goal, *leaky)
         lines.append(_line(f"{cell}: accepted to rejected, same roots", cell, goal, rows.roots, same, leaky, seed))
         gain = same.astype(float) - said["accepted", "rejected"]
-        lines.append(_leakage(f"{cell}: leakage", cell, rows.roots[~accepted], gain[~accepted], seed))
+        leaked = mean_over_roots(gain[~accepted], rows.roots[~accepted], seed=seed, folds=folds)
+        size: dict[str, Any] = dict(majority=None, roots=len(np.unique(rows.roots[~accepted])))
+        lines.append(score_line(f"{cell}: leakage", "difference", leaked, int((~accepted).sum()), cell, **size))
     settings = dict(label=label, position=position, estimator=estimator, folds=folds, seed=seed)
     return Report("transfer", lines, about_rows(rows), settings, [], _say(lines))
 
@@ -75,22 +77,13 @@ def _right(estimator: str, x: torch.Tensor, goal: Goal, train: np.ndarray, test:
 
 
 def _line(
-    what: str, cell: Any, goal: Goal, roots: np.ndarray, right: np.ndarray, masks: tuple[np.ndarray, np.ndarray], seed: int
+    what: str, cell: Cell, goal: Goal, roots: np.ndarray, right: np.ndarray, masks: tuple[np.ndarray, np.ndarray], seed: int
 ) -> dict[str, Any]:
     tested = masks[1].any(0)
     score = bootstrap(right[tested][None], np.ones(tested.sum()), roots[tested], seed=seed, folds=len(masks[1]))[0]
     guess = (majority(goal.codes, *masks) == goal.codes)[tested].mean()
-    return _fields(what, cell, "accuracy", score, float(guess), int(tested.sum()), len(np.unique(roots[tested])))
-
-
-def _leakage(what: str, cell: Any, roots: np.ndarray, gain: np.ndarray, seed: int) -> dict[str, Any]:
-    score = mean_over_roots(gain, roots, seed=seed)
-    return _fields(what, cell, "difference", score, None, len(gain), len(np.unique(roots)))
-
-
-def _fields(what: str, cell: Any, metric: str, score: Any, guess: float | None, rows: int, roots: int) -> dict[str, Any]:
-    numbers = {"accuracy": score.value, "low": score.low, "high": score.high, "majority": guess, "rows": rows, "roots": roots}
-    return {"what": what, "site": cell.site, "layer": cell.layer, "metric": metric, **numbers}
+    size: dict[str, Any] = dict(majority=float(guess), roots=len(np.unique(roots[tested])))
+    return score_line(what, "accuracy", score, int(tested.sum()), cell, **size)
 
 
 def _say(lines: list[dict[str, Any]]) -> list[str]:

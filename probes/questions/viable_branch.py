@@ -4,16 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from replaylens.engine.dump import Dump
 from replaylens.engine.run import Run
 from replaylens.probes.errors import BadRows
 from replaylens.probes.goals import make_goal
-from replaylens.probes.registry import get
-from replaylens.probes.report import Report, about_rows, percent
-from replaylens.probes.rows import Cell, ProbeRows
-from replaylens.probes.splits import fold_of_roots
-from replaylens.probes.statistics import bootstrap
+from replaylens.probes.heldout import held_out
+from replaylens.probes.report import Report, about_rows, percent, score_line
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.splits import by_answer
+from replaylens.probes.statistics import Estimate, bootstrap
 
 
 def viable_branch(
@@ -23,13 +24,15 @@ def viable_branch(
     layers: Sequence[int] | None = None,
     positions: Sequence[str] = ("query", "query+1"),
     estimator: str = "logistic",
+    folds: int = 5,
     seed: int = 0,
 ) -> Report:
     """Fit probes for the task's truth on prompts that the model answers rightly; read prompts that it answers wrongly.
 
     The truth is the first of the task's `claims`: the face of a coin, the viable branch of a fork. Accuracy is the mean over
     classes, since a model may err on one class more often. With two classes, a score below one half on wrong answers means
-    that the rows hold the wrong branch instead. One fifth of the right prompts is held out.
+    that the rows hold the wrong branch instead. Every prompt is read by a probe that was fitted on other roots, also where
+    greedy and sampled runs of the same prompts are joined.
     """
     rows = ProbeRows.of(given).accepted()
     truth = rows.about.make_task().claims[0]
@@ -40,30 +43,24 @@ def viable_branch(
         right = here.frame["correct"].to_numpy(dtype=bool)
         if right.all() or not right.any():
             raise BadRows(f"all {len(right)} answers are {'right' if right.any() else 'wrong'}: join prompts of both kinds")
-        held = fold_of_roots(here.roots, 5, seed) == 0
-        make_goal(here.target(truth)).check((right & ~held)[None])
-        sides = {"right answers, held out": here.where(right & held), "wrong answers": here.where(~right)}
+        goal, split = make_goal(here.target(truth)), by_answer(here, folds, seed)
+        goal.check(split.train)
         for cell in here.cells(sites, layers):
-            lines += _lines(cell, position, truth, here.where(right & ~held), sides, estimator, seed)
-    settings = dict(positions=list(positions), estimator=estimator, seed=seed, label=truth)
+            x = torch.from_numpy(here.matrix(cell.site, cell.layer)).double()[None]
+            hit = held_out(estimator, x, [goal], split.train, split.test).predicted[0, 0] == goal.codes
+            for name, side in (("right answers", right), ("wrong answers", ~right)):
+                score = _balanced(hit[side], goal.codes[side], here.roots[side], folds, seed)
+                size: dict[str, Any] = dict(position=position, roots=len(np.unique(here.roots[side])))
+                what = f"{cell} at {position}: {name}"
+                lines.append(score_line(what, "balanced accuracy", score, int(side.sum()), cell, **size))
+    settings = dict(positions=list(positions), estimator=estimator, folds=folds, seed=seed, label=truth)
     return Report("viable_branch", lines, about_rows(rows), settings, [], _say(lines))
 
 
-def _lines(
-    cell: Cell, position: str, truth: str, fit: ProbeRows, sides: dict[str, ProbeRows], estimator: str, seed: int
-) -> list[dict[str, Any]]:
-    probe = get(estimator).make().fit(fit.matrix(cell.site, cell.layer), fit.target(truth).values)
-    found = []
-    for name, rows in sides.items():
-        values = rows.target(truth).values
-        correct = probe.predict(rows.matrix(cell.site, cell.layer)) == values
-        weight = 1 / np.array([(values == value).sum() for value in values])  # every class counts alike
-        score = bootstrap((weight * correct)[None], weight, rows.roots, seed=seed)[0]
-        place = {"what": f"{cell} at {position}: {name}", "site": cell.site, "layer": cell.layer, "position": position}
-        numbers = {"accuracy": score.value, "low": score.low, "high": score.high}
-        size = {"rows": len(rows), "roots": rows.frame["root"].nunique()}
-        found.append({**place, "metric": "balanced accuracy", **numbers, **size})
-    return found
+def _balanced(hit: np.ndarray, codes: np.ndarray, roots: np.ndarray, folds: int, seed: int) -> Estimate:
+    """The mean over classes of the share of rows that are read rightly."""
+    weight = 1 / np.bincount(codes)[codes]  # every class counts alike
+    return bootstrap((weight * hit)[None], weight, roots, seed=seed, folds=folds)[0]
 
 
 def _say(lines: list[dict[str, Any]]) -> list[str]:

@@ -4,13 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.metrics import roc_auc_score
 
 from replaylens import tasks
 from replaylens.engine.dump import Dump
 from replaylens.engine.engine import Engine
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.questions.forced import forced_rows
-from replaylens.probes.questions.judge import judge
+from replaylens.probes.questions.judge import judge, weighted_areas
 from replaylens.probes.questions.outcome_at_fork import outcome_at_fork, outcome_target
 from replaylens.probes.questions.steering_reach import steering_reach
 from replaylens.probes.questions.text_or_truth import text_or_truth
@@ -18,6 +19,7 @@ from replaylens.probes.questions.transfer import transfer
 from replaylens.probes.questions.viable_branch import viable_branch
 from replaylens.probes.report import Report
 from replaylens.probes.rows import ProbeRows
+from replaylens.probes.statistics import Estimate
 from tests.probes.synthetic import rows_of
 
 coin = tasks.get("coin")
@@ -25,6 +27,10 @@ coin = tasks.get("coin")
 
 def line(report: Report, what: str) -> dict[str, Any]:
     return next(each for each in report.lines if each["what"] == what)
+
+
+def width(scored: dict[str, Any]) -> float:
+    return float(scored["high"] - scored["low"])
 
 
 def test_transfer(steps_dump: Dump) -> None:
@@ -73,6 +79,8 @@ def test_outcomes(coin_dump: Dump) -> None:
     report = outcome_at_fork(coin_dump, layers=[0, 3])
     assert line(report, "state alone")["accuracy"] > line(report, "S0")["accuracy"]
     assert report.findings[-1].startswith(("Shown", "Not shown"))
+    name = "S3 minus state and steps"
+    assert width(line(report, name)) > 1.05 * width(line(outcome_at_fork(coin_dump, layers=[3]), name)), "one of two cells"
     with pytest.raises(ProbeError, match="coin can"):
         other = rows_of(roots=10)
         other.about.knobs.clear()
@@ -87,6 +95,17 @@ def test_judge(coin_dump: Dump) -> None:
         assert 0 <= line(report, what)["accuracy"] <= 1
     assert line(report, "kl, entropy, logprob")["accuracy"] > 0.7
     assert report.findings[-1].startswith(("Shown", "Not shown"))
+    name = "judge at S3 and the three, minus the three and the token"
+    one, three = line(report, name), line(judge(coin_dump, draft_layer=2, layers=[0, 1, 3]), name)
+    assert one["accuracy"] == three["accuracy"] and width(three) > 1.05 * width(one), "the best of three must lead by more"
+
+
+def test_areas_are_scikit_learns() -> None:
+    generator = np.random.default_rng(0)
+    score, good = generator.integers(20, size=300) / 7, generator.random(300) < 0.4
+    weights = generator.integers(3, size=(5, 300))
+    theirs = [roc_auc_score(good, score, sample_weight=line) for line in weights]
+    assert np.allclose(weighted_areas(score, good, weights), theirs, atol=1e-12)
 
 
 def test_judge_needs_the_lens(steps_dump: Dump) -> None:
@@ -102,6 +121,15 @@ def test_viable_branch(engine: Engine, coin_dump: Dump) -> None:
     assert right["accuracy"] > 0.8 > wrong["accuracy"]
     with pytest.raises(BadRows, match=r"all \d+ answers are right"):
         viable_branch(coin_dump)
+
+
+def test_wrong_answers_are_read_by_probes_of_other_roots() -> None:
+    """A right and a wrong run of the same prompts, whose rows are noise: a probe that had seen the prompt would know it."""
+    right = rows_of(roots=80, per_root=1, width=128)
+    wrong = ProbeRows(right.frame.assign(correct=False), right.source, right.numbers)
+    report = viable_branch(ProbeRows.join(greedy=right, sampled=wrong), layers=[0], positions=["all"])
+    assert all(0.5 in Estimate(each["accuracy"], each["low"], each["high"]) for each in report.lines)
+    assert [each["rows"] for each in report.lines] == [80, 80]
 
 
 def test_steering_reach(engine: Engine, coin_dump: Dump) -> None:

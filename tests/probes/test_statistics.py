@@ -12,6 +12,7 @@ from replaylens.probes.statistics import (
     false_discovery,
     max_statistic,
     mean_over_roots,
+    means_over_roots,
     permuted_accuracy,
     root_permutations,
     root_sums,
@@ -51,6 +52,36 @@ def test_interval_where_all_agree() -> None:
     assert none.low == 0 and none.high == pytest.approx(1 - 0.025 ** (1 / 30))
     with pytest.raises(TooFewRoots):
         bootstrap(np.ones((1, 3)), np.ones(3), np.array(["a"] * 3))
+
+
+def test_intervals_end_where_scores_end() -> None:
+    """Two of sixty rows right, widened for five folds: the share is at least 0. An r2 may be below."""
+    roots = np.repeat(np.arange(30).astype(str), 2)
+    few = (np.arange(60) < 2)[None]
+    assert bootstrap(few, np.ones(60), roots, folds=5)[0].low == 0
+    assert bootstrap(few, np.ones(60), roots, folds=5, least=-np.inf)[0].low < 0
+    assert bootstrap(~few, np.ones(60), roots, folds=5)[0].high == 1
+
+
+def test_differences_are_widened_for_folds_too() -> None:
+    values, roots = np.random.default_rng(0).normal(size=(1, 60)), np.arange(60).astype(str)
+    plain, crossed = (mean_over_roots(values[0], roots, folds=folds) for folds in (1, 5))
+    assert crossed.high - crossed.low == pytest.approx(1.5 * (plain.high - plain.low))
+    (alone,), (wide,) = (means_over_roots(values, roots, folds=folds) for folds in (1, 5))
+    assert wide.high - wide.low == pytest.approx(1.5 * (alone.high - alone.low))
+
+
+def test_the_best_of_many_differences() -> None:
+    """Twenty differences that are none: some interval misses 0 in most simulations; those for all together in one of twenty."""
+    roots = np.arange(40).astype(str)
+    apart = together = 0
+    for seed in range(40):
+        values = np.random.default_rng(seed).normal(size=(20, 40))
+        apart += any(0 not in mean_over_roots(line, roots, seed=seed) for line in values)
+        together += any(0 not in each for each in means_over_roots(values, roots, seed=seed))
+    assert apart > 20 and together <= 4
+    real = means_over_roots(values + np.eye(20)[:, 7:8], roots)
+    assert real[7].low > 0 and all(0 in each for i, each in enumerate(real) if i != 7)
 
 
 def test_sums_by_root() -> None:
