@@ -23,7 +23,7 @@ def subject() -> tuple[Any, str]:
     import transformers as tf
 
     if smollm2.is_fetched():
-        return tf.AutoModelForCausalLM.from_pretrained(smollm2.cache_folder()).float().eval(), "SmolLM2-135M"
+        return tf.AutoModelForCausalLM.from_pretrained(smollm2.model_folder()).float().eval(), "SmolLM2-135M"
     torch.manual_seed(0)
     config = tf.LlamaConfig(
         vocab_size=49152,
@@ -148,7 +148,7 @@ def _bridge(model: Any) -> Any:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     if smollm2.is_fetched():
-        AutoTokenizer.from_pretrained(smollm2.cache_folder()).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(smollm2.model_folder()).save_pretrained(folder)
     else:
         from tokenizers import Tokenizer, models
 

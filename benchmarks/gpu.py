@@ -280,14 +280,18 @@ def main() -> None:
     print(table.about)
     engine = Engine(subject(), cache_tokens=64 * 512)
     print(f"certified: {engine.certificate.certified}; controls that differed: {engine.certificate.has_teeth}", flush=True)
+    asked, failed = sys.argv[1:], []
     for section in SECTIONS:
-        if len(sys.argv) > 1 and section.__name__ not in sys.argv[1:]:
+        if asked and section.__name__ not in asked:
             continue
         try:
             section(table, engine)
         except Exception:
+            failed.append(section.__name__)
             print(f"{section.__name__} FAILED\n{traceback.format_exc()}", flush=True)
-        table.save()
+        table.save(beside=bool(asked))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -41,9 +41,12 @@ class Table:
         verdict = "" if met is None else "met" if met else "MISSED"
         print(f"{what:58s} {'' if ratio is None else f'{ratio:6.2f}x':>8s}  {aim:10s} {verdict:6s}  {shown}", flush=True)
 
-    def save(self) -> None:
-        """Write benchmarks/results/<name>.json."""
+    def save(self, beside: bool = False) -> None:
+        """Write benchmarks/results/<name>.json. `beside`: lines of the file that this run has not measured stay."""
         RESULTS.mkdir(exist_ok=True)
+        file, rows = RESULTS / f"{self.name}.json", {row["what"]: row for row in self.rows}
+        if beside and file.exists():
+            rows = {row["what"]: row for row in json.loads(file.read_text())["rows"]} | rows
         machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
-        body = {"name": self.name, "about": self.about, "machine": machine, "rows": self.rows}
-        (RESULTS / f"{self.name}.json").write_text(json.dumps(body, indent=1) + "\n")
+        body = {"name": self.name, "about": self.about, "machine": machine, "rows": list(rows.values())}
+        file.write_text(json.dumps(body, indent=1) + "\n")

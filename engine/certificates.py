@@ -10,16 +10,12 @@ import torch
 
 import replaylens
 from replaylens.engine import doctor
+from replaylens.engine.cache_folder import cache_folder
 from replaylens.engine.certificate import Certificate
 from replaylens.engine.fingerprint import canonical_version, device_name, triton_version
 from replaylens.engine.model import Decoder
 
 _EXAMINED: dict[str, Certificate] = {}
-
-
-def cache_folder() -> Path:
-    """Where certificates and fetched models are kept: $REPLAYLENS_CACHE, or the user's cache folder."""
-    return Path(os.environ.get("REPLAYLENS_CACHE") or Path.home() / ".cache" / "replaylens")
 
 
 def certificate_for(model: Decoder) -> Certificate:

@@ -148,7 +148,8 @@ def replay_examples(
 ) -> Run:
     """Prompt with each example, generate its answer, capture every row of the path.
 
-    seed           added to the sampling's own; each example draws from a stream of its own, by its index
+    seed           added to the sampling's own and to each example's index: that is the example's own stream. Runs that are
+                   to be independent need seeds that lie further apart than the indices
     edits          interventions on every example; negative positions count from the end of its prompt
     max_new        tokens to generate at most; default: the length of the right completion and a little more
     rejected       keep the rows of rejected drafts

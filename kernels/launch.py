@@ -75,10 +75,6 @@ class GemmTile:
     persistent: bool = False
     """one program per multiprocessor walks many tiles, fed by the bulk tensor copy engine"""
 
-    def shared_bytes(self, item: int) -> int:
-        """Shared memory that the pipeline needs."""
-        return (self.rows + self.columns) * self.depth * item * self.stages
-
 
 @dataclass(frozen=True)
 class AttentionTile:

@@ -46,7 +46,7 @@ Say = Callable[[str], None]
 def load() -> rl.Engine:
     if not smollm2.is_fetched():
         raise SystemExit("SmolLM2-135M is not there yet; `replaylens fetch smollm2` downloads it")
-    return rl.Engine.load(smollm2.cache_folder(), cache_tokens=16384)
+    return rl.Engine.load(smollm2.model_folder(), cache_tokens=16384)
 
 
 def questions(verb: str, flips: Any, names: str = "train", seed: int = 0) -> Any:

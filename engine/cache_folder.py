@@ -1,0 +1,11 @@
+"""Where things are kept between processes: certificates, fetched models."""
+
+import os
+from pathlib import Path
+
+CACHE_VARIABLE = "REPLAYLENS_CACHE"
+
+
+def cache_folder() -> Path:
+    """$REPLAYLENS_CACHE, or replaylens/ in the user's cache folder."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "replaylens")
