@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,11 @@ class LensSpec:
     """keep whole distributions"""
     tuned: str | None = None
     """digest of the tuned lens it is read through; None: the plain lens"""
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "LensSpec":
+        """From the values of its fields, lists for tuples."""
+        return cls(**{**raw, "sites": tuple(raw["sites"]), "targets": tuple(raw["targets"])})
 
 
 @dataclass

@@ -6,9 +6,10 @@ JSON; the dump is the same, bit for bit, on one worker or many, as long as all h
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from replaylens import tasks
 from replaylens.engine.dump_maker import ShardMaker
 from replaylens.engine.dump_plan import DumpPlan, make_plan
 from replaylens.engine.dump_writer import DumpWriter
-from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint
+from replaylens.engine.edits import Edit
+from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint, no_such
 from replaylens.engine.fingerprint import Fingerprint
 from replaylens.engine.sampling import Sampling
 
@@ -41,9 +43,10 @@ class ShardWorker:
     def plan(self, task: str, examples: str, options: str) -> str:
         """The plan that the options mean for this engine, and the engine's fingerprint."""
         given = json.loads(options)
-        knobs, spelled, sampling = given.pop("knobs", {}), json.loads(examples), given.pop("sampling", None)
-        chosen = None if sampling is None else Sampling(**sampling)
-        plan = make_plan(self.engine, tasks.get(task)(**knobs), spelled, sampling=chosen, **given)
+        made = tasks.get(task)(**given.pop("knobs"))
+        given["sampling"] = Sampling.from_json(given["sampling"])
+        given["edits"] = [Edit.from_json(edit) for edit in given["edits"]]
+        plan = make_plan(self.engine, made, json.loads(examples), **given)
         return json.dumps({"plan": plan.to_json(), "fingerprint": asdict(self.engine.fingerprint)})
 
     def write(self, path: str, head: str, number: int, batch: int) -> int:
@@ -69,6 +72,9 @@ def dump_on_cluster(
     resume: bool = False,
     progress: bool = False,
     engine_options: dict[str, Any] | None = None,
+    knobs: dict[str, Any] | None = None,
+    sampling: Sampling | None = None,
+    edits: Sequence[Edit] = (),
     **options: Any,
 ) -> "Dump | None":
     """Write a dump with the workers of a Ray cluster; the finished dump.
@@ -77,14 +83,15 @@ def dump_on_cluster(
     address   of a running cluster; "local" starts one on this machine, or uses the one that this process is part of
     workers   actors at most; default: one per GPU if the engines use GPUs, else one per CPU. Those that the cluster has
               no room for wait for it; the others do the work
-    options   knobs of the task, and those of `make_plan`
+    knobs     settings of the task
+    options   and sampling and edits: those of `make_plan`. A function for positions, or a tuned lens, cannot be sent
     """
-    if callable(options.get("positions")):
-        raise BadRequest("a function for positions cannot be sent to workers: use a named selector, or write without Ray")
+    chosen = {"sampling": (sampling or Sampling()).to_json(), "edits": [edit.to_json() for edit in edits], "knobs": knobs or {}}
+    sent = _sendable({**options, **chosen})
     engine_options = engine_options or {}
     with _connected(address) as ray:
         pool = _Pool(ray, model, engine_options, workers)
-        head = pool.call("plan", task, json.dumps(examples), json.dumps(options))
+        head = pool.call("plan", task, json.dumps(examples), sent)
         plan, fingerprint = _read_head(head)
         writer = DumpWriter(path, plan, fingerprint)
         with writer.writing((0, 1), resume) as missing, writer.progress_bar(missing, (0, 1), progress) as bar:
@@ -151,6 +158,19 @@ class _Pool:
         """A new actor, and the call that it answers once it can work."""
         actor = self._start()
         return {actor.ready.remote(): (actor, None)}
+
+
+def _sendable(options: dict[str, Any]) -> str:
+    """Options as workers get them; BadRequest for those that `make_plan` does not have, and for what is no plain value."""
+    known = {"knobs", "top_k", "targets", "full", *signature(make_plan).parameters} - {"engine", "task", "examples", "lens"}
+    for name, value in options.items():
+        if name not in known:
+            raise BadRequest(no_such("option", name, sorted(known)) + "; settings of the task go into knobs")
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise BadRequest(f"{name} cannot be sent to workers: give plain values, or write without Ray ({error})") from error
+    return json.dumps(options)
 
 
 @contextmanager

@@ -95,13 +95,13 @@ class DumpPlan:
         indices = self.examples
         spelled = {"start": indices.start, "stop": indices.stop} if isinstance(indices, range) else {"indices": list(indices)}
         lens = None if self.lens is None else asdict(self.lens)
-        return _plain({**raw, "examples": spelled, "lens": lens, "sampling": asdict(self.sampling)})
+        return _plain({**raw, "examples": spelled, "lens": lens, "sampling": self.sampling.to_json()})
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "DumpPlan":
         """Inverse of `to_json`. TypeError, KeyError or BadRequest for anything else; the manifest's reader says where."""
         given = dict(raw)
-        spelled, lens, sampling = given["examples"], given["lens"], dict(given["sampling"])
+        spelled, lens, sampling = given["examples"], given["lens"], Sampling.from_json(given["sampling"])
         if set(spelled) == {"start", "stop"}:
             start, stop = int(spelled["start"]), int(spelled["stop"])
             if not 0 <= start <= stop <= 2**48:
@@ -109,12 +109,9 @@ class DumpPlan:
             indices: range | tuple[int, ...] = range(start, stop)
         else:
             indices = compact(spelled["indices"])
-        if lens is not None:
-            lens = LensSpec(**{**lens, "sites": tuple(lens["sites"]), "targets": tuple(lens["targets"])})
-        sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
-        sampling |= {name: tuple(sampling[name]) for name in ("stop", "stop_tokens")}
+        lens = None if lens is None else LensSpec.from_json(lens)
         edits = tuple(Edit.from_json(edit).to_json() for edit in given.get("edits", ()))
-        fixed = {"examples": indices, "lens": lens, "sampling": Sampling(**sampling), "sites": tuple(given["sites"])}
+        fixed = {"examples": indices, "lens": lens, "sampling": sampling, "sites": tuple(given["sites"])}
         return cls(**{**given, **fixed, "edits": edits})
 
     def differences(self, other: "DumpPlan") -> list[str]:

@@ -123,7 +123,7 @@ class Forest:
                 job.done, job.error = True, refusal
                 return
             options = {"deterministic": job.exact, "final": job.final, "keep_rejected": job.keep_rejected}
-            self.trace.add("generate", branch=job.lane.branch, n=job.new_tokens, sampling=asdict(job.sampling), **options)
+            self.trace.add("generate", branch=job.lane.branch, n=job.new_tokens, sampling=job.sampling.to_json(), **options)
         self.loop.submit(job)
 
     def run(self, jobs: list[Job], progress: bool = False) -> None:

@@ -100,7 +100,7 @@ class _Replayer:
         if stop == 0:
             return
         drafts = {e["at"]: e["chains"] for e in mine if e["event"] == "draft"}
-        sampling, keep, final = _sampling(event["sampling"]), event["keep_rejected"], event["final"]
+        sampling, keep, final = Sampling.from_json(event["sampling"]), event["keep_rejected"], event["final"]
         request = Request(event["n"], sampling, "forced", keep_rejected=keep, drafts=drafts, final=final)
         job = self.engine._job(branch, request)
         before = len(self.engine.trace.events)
@@ -155,13 +155,5 @@ def _edits(event: dict[str, Any]) -> tuple[PlacedEdit, ...]:
 def _capture(raw: dict[str, Any] | None) -> CaptureSpec | None:
     if raw is None:
         return None
-    lens = raw["lens"]
-    if lens is not None:
-        lens = LensSpec(tuple(lens["sites"]), lens["top_k"], tuple(lens["targets"]), lens["full"], lens["tuned"])
+    lens = None if raw["lens"] is None else LensSpec.from_json(raw["lens"])
     return CaptureSpec(tuple(raw["sites"]), lens, raw["rejected"], raw["last"], tuple(raw.get("thoughts", ())))
-
-
-def _sampling(raw: dict[str, Any]) -> Sampling:
-    bias = {int(token): value for token, value in raw["logit_bias"].items()}
-    fixed = {"logit_bias": bias, "stop": tuple(raw["stop"]), "stop_tokens": tuple(raw["stop_tokens"])}
-    return Sampling(**{**raw, **fixed})

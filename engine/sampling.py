@@ -7,7 +7,8 @@ drafter that uses the same noise agrees more often, and the output does not depe
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +85,16 @@ class Sampling:
             raise BadRequest(f"stop must be a tuple of strings, not {self.stop!r}")
         if not isinstance(self.stop_tokens, tuple | list) or not all(type(token) is int for token in self.stop_tokens):
             raise BadRequest(f"stop_tokens must be a tuple of token ids, not {self.stop_tokens!r} (strings go into stop)")
+
+    def to_json(self) -> dict[str, Any]:
+        """For traces, plans of dumps and workers: plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "Sampling":
+        """Inverse of `to_json`, also after a file made text of the biased ids and lists of the tuples."""
+        bias = {int(token): value for token, value in raw["logit_bias"].items()}
+        return cls(**{**raw, "logit_bias": bias, "stop": tuple(raw["stop"]), "stop_tokens": tuple(raw["stop_tokens"])})
 
     @property
     def bare(self) -> bool:

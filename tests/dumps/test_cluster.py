@@ -12,13 +12,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from replaylens.engine import cluster
 from replaylens.engine.cluster import dump_on_cluster
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_lock import DumpLock
+from replaylens.engine.dump_plan import make_plan
 from replaylens.engine.dump_store import Store
+from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.edits import Edit
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, ClusterFailed, DumpLocked, OtherFingerprint
+from replaylens.engine.sampling import Sampling
+from replaylens.tasks.task import AnyTask
 from tests.dumps.conftest import EXAMPLES, NEW, PER_SHARD
 from tests.dumps.fake_ray import FakeRay
 
@@ -155,13 +162,43 @@ def test_errors_come_out_as_they_are(fake: Any, model_folder: Path, tmp_path: Pa
     fake()
     with pytest.raises(BadRequest, match="oracle"):
         dump_on_cluster(str(model_folder), tmp_path, "coin", 2, drafter="oracle", **OPTIONS)
-    with pytest.raises(BadRequest, match="cannot be sent"):
-        dump_on_cluster(str(model_folder), tmp_path, "coin", 2, positions=lambda path: [0], **OPTIONS)
     with pytest.raises(BadRequest, match="0 workers"):
         dump_on_cluster(str(model_folder), tmp_path, "coin", 2, workers=0, **OPTIONS)
     fake(cpus=0)
     with pytest.raises(BadRequest, match="has 0 CPUs"):
         dump_on_cluster(str(model_folder), tmp_path, "coin", 2, **OPTIONS)
+
+
+def test_all_options_of_a_plan_reach_the_workers(
+    fake: Any, engine: Engine, coin: AnyTask, model_folder: Path, tmp_path: Path
+) -> None:
+    """Sampling and edits too: the same dump as without workers."""
+    fake()
+    options: dict[str, Any] = {
+        "sampling": Sampling(temperature=0.7, seed=5, stop=("tails",), stop_tokens=(3,), logit_bias={4: 0.5}),
+        "edits": [Edit("S", "add", torch.ones(engine.config.d_model), positions=slice(-3, None), layers=[1])],
+        "top_k": 3,
+        "max_new": NEW,
+    }
+    here = write_dump(engine, make_plan(engine, coin, 3, **options), tmp_path / "here")
+    there = dump_on_cluster(str(model_folder), tmp_path / "there", "coin", 3, knobs={"flips": [1, 3]}, **options)
+    assert here is not None and there is not None and (there.digest, there.manifest.plan) == (here.digest, here.manifest.plan)
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        ({"flips": 3}, "no option 'flips'.*go into knobs"),
+        ({"lens": object()}, "no option 'lens'"),
+        ({"knobs": {"flips": {1, 2}}}, "knobs cannot be sent"),
+        ({"positions": len}, "positions cannot be sent"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(fake: Any, tmp_path: Path, options: dict[str, Any], complaint: str) -> None:
+    ray = fake()
+    with pytest.raises(BadRequest, match=complaint):
+        dump_on_cluster("coin-plain", tmp_path, "coin", 2, **options)
+    assert not ray.started
 
 
 def test_a_worker_with_other_bits_is_refused(model_folder: Path, reference: Dump, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def dump(
                 raise BadRequest("--shard is for processes without Ray: give one of --shard and --ray")
             from replaylens.engine.cluster import dump_on_cluster
 
-            options |= {"knobs": knobs, "sampling": asdict(sampling)}
+            options |= {"knobs": knobs, "sampling": sampling}
             where: dict[str, Any] = {"address": ray or "local", "workers": workers, "engine_options": {"device": device}}
             made = dump_on_cluster(model, out, task, n, **where, **common, **options)
         else:
