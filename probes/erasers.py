@@ -76,7 +76,7 @@ class Inlp(TransformerMixin, BaseEstimator):
             probe = clone(RidgeClassifier() if self.estimator is None else self.estimator).fit(rest, names)
             if probe.score(rest, names) <= majority:
                 break
-            basis = np.linalg.svd(np.vstack([basis, np.atleast_2d(probe.coef_)]), full_matrices=False)[2]
+            basis = row_space(np.vstack([basis, row_space(np.atleast_2d(probe.coef_))]))
         self.basis_ = basis  # orthonormal directions that are taken away
         return self
 
@@ -84,6 +84,12 @@ class Inlp(TransformerMixin, BaseEstimator):
         check_is_fitted(self)
         X = validate_data(self, X, reset=False)
         return X - X @ self.basis_.T @ self.basis_
+
+
+def row_space(lines: np.ndarray) -> np.ndarray:
+    """Orthonormal directions [m, d] that lines [k, d] span; k classes have one less than k, whatever rounding adds."""
+    _, size, directions = np.linalg.svd(lines, full_matrices=False)
+    return directions[size > 1e-9 * size.max()]
 
 
 def _classes(y: np.ndarray) -> np.ndarray:

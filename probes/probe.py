@@ -16,6 +16,7 @@ from replaylens.engine.dump import Dump
 from replaylens.engine.dump_content import at_layer
 from replaylens.engine.run import Run
 from replaylens.probes import registry
+from replaylens.probes.erasers import row_space
 from replaylens.probes.errors import BadProbeFile, NotLinear, ProbeError
 from replaylens.probes.goals import make_goal
 from replaylens.probes.report import about_rows
@@ -72,8 +73,7 @@ class LinearProbe:
     @property
     def basis(self) -> np.ndarray:
         """Orthonormal directions [m, d] that the scores depend on."""
-        _, size, lines = np.linalg.svd(self.weight - self.weight.mean(0) * (len(self.weight) > 1), full_matrices=False)
-        return lines[size > 1e-9 * size.max()]
+        return row_space(self.weight - self.weight.mean(0) * (len(self.weight) > 1))
 
     def _place(self, name: str) -> int:
         if name not in self.classes:

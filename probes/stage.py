@@ -4,7 +4,8 @@ A variant is a function from a subject to what is added to its rows. It becomes 
 position is shared with the base branch, everything after is computed canonically.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,50 +82,54 @@ class Stage:
     def play(self, variants: Sequence[Variant]) -> list[Outcome]:
         """Change the rows of every subject in every way, and read the answers again."""
         flipped, pull = np.zeros((2, len(variants), len(self.subjects)))
-        for number, subject, forks in self._forks(variants, [self.final]):
-            for v, fork in enumerate(forks):
-                after = self._answer_logits(fork, len(subject.tokens))
-                flipped[v, number] = int(after.argmax()) != subject.answer
-                pull[v, number] = _margin(subject.logits, subject.answer) - _margin(after, subject.answer)
+        with closing(self._forks(variants, [self.final])) as played:
+            for number, subject, forks in played:
+                for v, fork in enumerate(forks):
+                    after = self._answer_logits(fork, len(subject.tokens))
+                    flipped[v, number] = int(after.argmax()) != subject.answer
+                    pull[v, number] = _margin(subject.logits, subject.answer) - _margin(after, subject.answer)
         return [Outcome(flipped[v], pull[v]) for v in range(len(variants))]
 
     def last_rows(self, variants: Sequence[Variant], site: str) -> list[np.ndarray]:
         """For each variant, the prompts' last rows [subjects, d] of a site after the change."""
         found: list[list[Tensor]] = [[] for _ in variants]
-        for _, subject, forks in self._forks(variants, [site]):
-            for rows, fork in zip(found, forks, strict=True):
-                rows.append(fork.activations[site][len(subject.tokens) - 1])
+        with closing(self._forks(variants, [site])) as played:
+            for _, subject, forks in played:
+                for rows, fork in zip(found, forks, strict=True):
+                    rows.append(fork.activations[site][len(subject.tokens) - 1])
         return [torch.stack(rows).double().numpy() for rows in found]
 
-    def _forks(self, variants: Sequence[Variant], sites: list[str]) -> Iterator[tuple[int, Subject, "list[Branch]"]]:
-        """(number, subject, a computed fork per variant); all forks of a subject share the KV of one prompt."""
+    def _forks(
+        self, variants: Sequence[Variant], sites: list[str]
+    ) -> Generator[tuple[int, Subject, "list[Branch]"], None, None]:
+        """(number, subject, a computed fork per variant); all forks of a subject share the KV of one prompt.
+
+        Close it: branches of a batch live until the next one is asked for.
+        """
         for first in range(0, len(self.subjects), _BATCH):
             some = self.subjects[first : first + _BATCH]
-            bases = self.engine.prompts([s.tokens for s in some], sites=sites)
-            forks = [
-                [base.fork(1, edits=[self._edit(s, variant)])[0] for variant in variants]
-                for s, base in zip(some, bases, strict=True)
-            ]
-            self.engine.forest.compute([fork.lane for own in forks for fork in own])
-            for i, (subject, own) in enumerate(zip(some, forks, strict=True)):
-                yield first + i, subject, own
-            for branch in [*bases, *(fork for own in forks for fork in own)]:
-                branch.release()
+            edits = [[self._edit(subject, variant) for variant in variants] for subject in some]
+            with held(self.engine.prompts([s.tokens for s in some], sites=sites)) as bases, held([]) as forks:
+                for base, own in zip(bases, edits, strict=True):
+                    for edit in own:
+                        forks += base.fork(1, edits=[edit])
+                self.engine.forest.compute([fork.lane for fork in forks])
+                for i, subject in enumerate(some):
+                    yield first + i, subject, forks[i * len(variants) : (i + 1) * len(variants)]
 
     def _edit(self, subject: Subject, variant: Variant) -> Edit:
         value = torch.as_tensor(np.asarray(variant(subject)), dtype=torch.float32)
         return Edit(self.site, "add", value, positions=subject.positions)
 
     def _look(self, examples: Sequence[Example]) -> list[Subject]:
-        branches = self.engine.prompts([e.prompt for e in examples], sites=[self.final, self.site])
         found = []
-        for example, branch in zip(examples, branches, strict=True):
-            positions, classes = self._places(example, branch.tokens)
-            if positions:
-                rows = branch.activations[self.site][positions]
-                logits = self._answer_logits(branch, branch.length)
-                found.append(Subject(example, branch.tokens, positions, rows, classes, logits))
-            branch.release()
+        with held(self.engine.prompts([e.prompt for e in examples], sites=[self.final, self.site])) as branches:
+            for example, branch in zip(examples, branches, strict=True):
+                positions, classes = self._places(example, branch.tokens)
+                if positions:
+                    rows = branch.activations[self.site][positions]
+                    logits = self._answer_logits(branch, branch.length)
+                    found.append(Subject(example, branch.tokens, positions, rows, classes, logits))
         if not found:
             raise BadPosition(f"no prompt has a row at {self.position.spec!r} with the label {self.label!r}")
         return found
@@ -145,6 +150,16 @@ class Stage:
         mask = self.position.mask(add_places(frame, knows_steps=True)) & frame[name].notna().to_numpy()
         chosen = np.flatnonzero(mask)
         return [int(p) for p in chosen], [str(labels[name][p]) for p in chosen]
+
+
+@contextmanager
+def held(branches: "list[Branch]") -> "Iterator[list[Branch]]":
+    """Branches that are released at the end, whatever happens; more may be appended meanwhile."""
+    try:
+        yield branches
+    finally:
+        for branch in branches:
+            branch.release()
 
 
 def _single_tokens(engine: "Engine", words: Sequence[str]) -> list[int]:

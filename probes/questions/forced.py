@@ -7,9 +7,11 @@ from replaylens.engine.dump_plan import make_plan
 from replaylens.engine.run import Result
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.rows import ProbeRows
+from replaylens.probes.stage import held
 from replaylens.tasks import Example
 
 if TYPE_CHECKING:
+    from replaylens.engine.branch import Branch
     from replaylens.engine.engine import Engine
 
 _BATCH = 32
@@ -36,27 +38,27 @@ def forced_rows(
     for first in range(0, len(examples), _BATCH):
         chosen = slice(first, first + _BATCH)
         some, texts = examples[chosen], continuations[chosen]
-        branches = engine.prompts([e.prompt for e in some], sites=sites)
-        engine.force_all(branches, list(texts))
-        for n, branch in zip(lengths[chosen], branches, strict=True):
-            if n:
-                branch.generate(n, drafter="ngram", final=True)
-        for example, branch in zip(some, branches, strict=True):
-            written = engine.text.decode(branch.generated)
-            results.append(
-                Result(
-                    example=example,
-                    branch=branch.id,
-                    tokens=branch.tokens,
-                    text=branch.text,
-                    num_prompt=branch.root_length,
-                    finish_reason=branch.finish_reason,
-                    correct=example.answer.strip() in written.rstrip(". ").rsplit(" ", 1)[-1:],
-                    statistics=branch.statistics,
-                    rejected=[],
-                    recording=branch.activations,
-                )
-            )
-            branch.release()
+        with held(engine.prompts([e.prompt for e in some], sites=sites)) as branches:
+            engine.force_all(branches, list(texts))
+            for n, branch in zip(lengths[chosen], branches, strict=True):
+                if n:
+                    branch.generate(n, drafter="ngram", final=True)
+            results += [_result(engine, example, branch) for example, branch in zip(some, branches, strict=True)]
     plan = make_plan(engine, examples[0].maker, [e.index for e in examples], sites=sites, drafter="ngram", rejected=False)
     return ProbeRows.of_results(engine, plan, results)
+
+
+def _result(engine: "Engine", example: Example, branch: "Branch") -> Result:
+    written = engine.text.decode(branch.generated)
+    return Result(
+        example=example,
+        branch=branch.id,
+        tokens=branch.tokens,
+        text=branch.text,
+        num_prompt=branch.root_length,
+        finish_reason=branch.finish_reason,
+        correct=example.answer.strip() in written.rstrip(". ").rsplit(" ", 1)[-1:],
+        statistics=branch.statistics,
+        rejected=[],
+        recording=branch.activations,
+    )

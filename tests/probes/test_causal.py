@@ -10,12 +10,13 @@ import torch
 from replaylens import tasks
 from replaylens.engine.dump import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import OtherFingerprint
+from replaylens.engine.errors import BadEdit, EngineError, OtherFingerprint
 from replaylens.probes.causal import ablate, interchange, steer
-from replaylens.probes.errors import BadPosition, BadProbeFile, NotLinear, ProbeError
+from replaylens.probes.errors import BadPosition, BadProbeFile, MissingLabel, NotLinear, ProbeError
 from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
+from replaylens.probes.questions.forced import forced_rows
 from replaylens.probes.report import Report
-from replaylens.probes.stage import Stage
+from replaylens.probes.stage import Stage, Subject
 from replaylens.tasks import Example
 from tests.toy_model import engine as toy_engine
 
@@ -95,6 +96,25 @@ def test_stage_reads_the_model_itself(engine: Engine, fresh: list[Example]) -> N
     lanes = len(engine.loop.lanes)
     stage.play([lambda subject: np.ones(subject.rows.shape)] * 2)
     assert len(engine.loop.lanes) == lanes
+
+
+def test_what_fails_leaves_nothing_behind(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
+    """Refused edits, labels and continuations: no branch stays, no page stays taken."""
+    before = len(engine.loop.lanes), engine.runner.pool.num_free
+    with pytest.raises(BadEdit):
+        steer(engine, probe, fresh[:4], factor=1e39, placebos=1)
+    with pytest.raises(MissingLabel):
+        Stage(engine, fresh[:4], "blocks.2.hook_in", "nose")
+    with pytest.raises(EngineError):
+        forced_rows(engine, fresh[:4], [" heads."] * 3 + [" heads" * 4000])
+    stage = Stage(engine, fresh[:4], "blocks.2.hook_in", "face")
+    with pytest.raises(ValueError, match="second"):
+        stage.play([lambda subject: np.zeros(subject.rows.shape), _refuse])
+    assert (len(engine.loop.lanes), engine.runner.pool.num_free) == before
+
+
+def _refuse(subject: Subject) -> np.ndarray:
+    raise ValueError("second")
 
 
 def test_saved_probe(probe: LinearProbe, coin_dump: Dump, tmp_path: Path) -> None:

@@ -108,3 +108,16 @@ def test_nullspace_projection_erases_a_planted_direction() -> None:
     cleaned = Inlp(iterations=12).fit_transform(X, y)
     assert LogisticRegression().fit(cleaned, y).score(cleaned, y) < 0.65
     assert np.linalg.matrix_rank(cleaned) < X.shape[1]
+
+
+def test_nullspace_projection_takes_one_direction_less_than_classes() -> None:
+    """Three classes along two directions: these go, and nothing else does, whatever the scale of the rows."""
+    generator = np.random.default_rng(0)
+    y = generator.integers(3, size=600)
+    for scale in (1.0, 1e12):
+        X = scale * (generator.normal(size=(600, 20)) + 5 * np.eye(20)[y] * (y < 2)[:, None])
+        once, cleaner = Inlp(iterations=1).fit(X, y.astype(str)), Inlp().fit(X, y.astype(str))
+        assert once.basis_.shape == (2, 20) and np.allclose(once.basis_ @ once.basis_.T, np.eye(2))
+        assert np.linalg.norm(once.basis_[:, :2]) > 1.35, "both lie in the plane that was planted"
+        assert len(cleaner.basis_) % 2 == 0 and np.linalg.matrix_rank(cleaner.transform(X)) == 20 - len(cleaner.basis_)
+        assert LogisticRegression().fit(once.transform(X), y).score(once.transform(X), y) < 0.55
