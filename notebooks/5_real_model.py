@@ -30,7 +30,7 @@ from replaylens.engine.dump_verify import verify
 
 if not smollm2.is_fetched():
     raise SystemExit("SmolLM2-135M is not fetched yet. Run this once, then run the notebook again:  replaylens fetch smollm2")
-engine = rl.Engine.load(smollm2.cache_folder())
+engine = rl.Engine.load(smollm2.model_folder())
 print(f"{engine.config.num_layers} layers, d_model {engine.config.d_model}, vocabulary {engine.config.vocab_size}")
 
 # %% [markdown]

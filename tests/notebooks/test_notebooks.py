@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = [source.stem for source in sorted(FOLDER.glob("[0-9]_*.py"))]
 REAL = "5_real_model"
 MOST_BYTES = 600_000
-CACHE = smollm2.cache_folder().parent
+CACHE = smollm2.model_folder().parent
 """the user's; other tests point the variable elsewhere later"""
 LOCAL = re.compile(r"/(home|root|tmp|work|Users)/")
 
