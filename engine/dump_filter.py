@@ -31,17 +31,31 @@ class Filter:
         wanted = self.wanted
         if wanted is None:
             return np.asarray(values.isna(), dtype=bool)
-        if isinstance(wanted, range) and wanted.step == 1:
-            found = (values >= wanted.start) & (values < wanted.stop)
-        elif isinstance(wanted, slice):
-            found = values.notna()
-            found &= (values >= wanted.start) if wanted.start is not None else True
-            found &= (values < wanted.stop) if wanted.stop is not None else True
+        if isinstance(wanted, slice) or (isinstance(wanted, range) and wanted.step == 1):
+            found = self._within(values)
         elif isinstance(wanted, Iterable) and not isinstance(wanted, str):
             found = values.isin(list(wanted))
         else:
             found = values == wanted
         return np.asarray(found.fillna(False), dtype=bool)
+
+    def _within(self, values: "pd.Series") -> "pd.Series":
+        """Whether values lie between start and stop of what is wanted, the end left out. BadRequest for another kind."""
+        start, stop = self.wanted.start, self.wanted.stop
+        if self.wanted.step not in (None, 1):
+            raise BadRequest(f"where {self.column}={self.wanted}: a slice with a step; give a range or a list")
+        found = values.notna()
+        if not found.any():
+            return found
+        try:
+            found &= (values >= start) if start is not None else True
+            found &= (values < stop) if stop is not None else True
+        except TypeError:
+            some = values.dropna().iloc[0]
+            raise BadRequest(
+                f"where {self.column}={self.wanted}: its values, such as {some}, do not compare with these ends"
+            ) from None
+        return found
 
     def _called(self, frame: "pd.DataFrame") -> np.ndarray:
         given = self.wanted(frame)

@@ -135,6 +135,14 @@ def test_where_with_functions_and_chains(dump: Dump) -> None:
         len(dump.where(lambda f: f.position))
 
 
+@pytest.mark.parametrize(
+    "column, ends", [("face", range(3)), ("face", slice(1, 2)), ("position", slice("a", None)), ("position", slice(0, 9, 2))]
+)
+def test_ends_of_another_kind(dump: Dump, column: str, ends: Any) -> None:
+    with pytest.raises(BadRequest, match=f"where {column}="):
+        len(dump.where(**{column: ends}))
+
+
 def test_unknown_names(dump: Dump) -> None:
     with pytest.raises(BadRequest, match=r"no column 'colour'.*face"):
         dump.where(colour="red")
