@@ -214,6 +214,16 @@ def test_diff_of_equal_dumps(engine: Engine, planned: Planned, reference: Dump, 
     assert found and found.remarks == ("plan: examples_per_shard: 4 here, 3 there",)
 
 
+def test_diff_across_fingerprints(reference: Dump, copy: Path) -> None:
+    """It is said how they differ; where the rows part is found all the same."""
+    edit_manifest(copy, lambda raw: raw["fingerprint"].update(torch="2.99.0"))
+    found = diff(reference, copy)
+    assert found and found.remarks == (f"fingerprint: torch: {torch.__version__} here, 2.99.0 there",)
+    forge_index(copy, "face", 8, "sideways")
+    forge_digests(copy)
+    assert diff(reference, copy).difference is not None and diff(reference, copy).remarks == found.remarks
+
+
 def test_diff_names_row_site_and_layer(reference: Dump, copy: Path) -> None:
     forge_shard(copy, 1, lambda tensors: tensors["blocks.1.mlp.hook_out"].view(torch.int32)[6, 2].bitwise_xor_(1))
     forge_digests(copy)
