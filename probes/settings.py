@@ -5,6 +5,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from replaylens.probes import registry
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.positions import Position
@@ -53,6 +55,7 @@ class SweepSettings:
             f"precision {self.precision!r}: choose {', '.join(PRECISIONS)}": self.precision in PRECISIONS,
             f"{self.resamples} resamples: give at least 100": self.resamples >= 100,
             f"{self.permutations} permutations: give at least 19": self.permutations >= 19,
+            f"device {self.device!r} is not there: give cpu, or cuda where torch finds a GPU": _is_there(self.device),
             "give at least one label, site, position and estimator": all(
                 (self.labels, self.sites, self.positions, self.estimators)
             ),
@@ -73,3 +76,11 @@ class SweepSettings:
     def key(self, rows_digest: str) -> str:
         """Hash of settings and rows: parts of a sweep can be used again only under the same one."""
         return hashlib.sha256(json.dumps([self.to_json(), rows_digest], sort_keys=True).encode()).hexdigest()
+
+
+def _is_there(device: str) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):  # torch raises either, by what is missing
+        return False
+    return True

@@ -65,11 +65,15 @@ def fit_streaming(
     progress: bool = False,
     **options: Any,
 ) -> StreamedMoments:
-    """Replay examples and keep moments only: memory does not grow with their number. Options as in `Engine.replay`."""
+    """Replay examples and keep moments only: memory does not grow with their number. Options as in `Engine.replay`.
+
+    Examples are taken in the order of their index, as a dump has them; the order in which they are given moves no bit.
+    """
+    examples = sorted(examples, key=lambda example: example.index)
     collected = StreamedMoments(label, classes, sites, position)
     options = {"drafter": "lens", "rejected": False, **options}
     for first in tqdm(range(0, len(examples), batch), unit="batch", disable=not progress):
-        some = sorted(examples[first : first + batch], key=lambda example: example.index)
+        some = examples[first : first + batch]
         run: Any = engine.replay(some, sites=sites, batch=batch, **options)
         plan = make_plan(engine, some[0].maker, [e.index for e in some], **run.options)
         collected.add(ProbeRows.of_results(engine, plan, run.results))

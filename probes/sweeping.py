@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from replaylens.engine.dump import Dump
+from replaylens.engine.errors import no_such
 from replaylens.engine.run import Run
 from replaylens.probes import controls, splits
-from replaylens.probes.errors import BadRows, OneClass, ProbeError
+from replaylens.probes.errors import BadRows, MissingLabel, OneClass, ProbeError
 from replaylens.probes.goals import LABEL, Goal, goals_at
 from replaylens.probes.heldout import Held, held_out
 from replaylens.probes.information import code_blocks
@@ -55,7 +57,7 @@ def sweep(
     split    root: cross-validation over roots; or as `SweepSettings.split` says; or a function from rows to a `Split`
     engine   the engine that made the rows: adds the untrained model as a control. OtherFingerprint if it is another
     resume   a folder for finished parts: a sweep that was cut short goes on from there
-    jobs     processes for estimators that are fitted one by one; backend: joblib's, `ray` for a cluster
+    jobs     processes for estimators that are fitted one by one, -1: one per core; backend: joblib's, `ray` for a cluster
     options  the other fields of `SweepSettings`
 
     >>> from replaylens import Engine, tasks
@@ -81,6 +83,8 @@ def sweep(
         raise ProbeError(f"unknown options {sorted(unknown)}; known: {', '.join(each.name for each in fields(SweepSettings))}")
     chosen |= {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     settings = SweepSettings(**chosen)
+    if jobs == 0:
+        raise ProbeError("jobs 0: give a number of processes, or -1 for one per core")
     make_split = split if callable(split) else _splitter(settings)
     blank = controls.untrained_rows(rows, engine, _stored(rows, settings), settings.seed) if engine is not None else None
     with _backend(backend):
@@ -138,9 +142,7 @@ class _Sweep:
         return place
 
     def _fit(self, place: Place, rows: ProbeRows, batch: list[Cell], estimator: str) -> Held:
-        nuisance = None
-        if self.settings.residualise:
-            nuisance = place.rows.frame[list(self.settings.residualise)].to_numpy(dtype=np.float64, na_value=0.0)
+        nuisance = _numbers(place.rows, self.settings.residualise) if self.settings.residualise else None
         masks = (place.split.train, place.split.test)
         return held_out(estimator, self._load(rows, batch), place.goals, *masks, nuisance=nuisance, jobs=self.jobs)
 
@@ -187,6 +189,21 @@ def _splitter(settings: SweepSettings) -> MakeSplit:
         known = "root, length:8, depth:2, accepted-rejected, rejected-accepted, part:A:B, or a function"
         raise ProbeError(f"split {settings.split!r}: give {known}")
     return made[name]
+
+
+def _numbers(rows: ProbeRows, names: Sequence[str]) -> np.ndarray:
+    """Columns of the index [rows, names]. MissingLabel where there is no such column, BadRows where a row has no number."""
+    frame = rows.frame
+    known = [name for name in frame if pd.api.types.is_numeric_dtype(frame[name])]
+    for name in names:
+        if name not in known:
+            raise MissingLabel(no_such("column of numbers to residualise by", name, known))
+        if missing := int(frame[name].isna().sum()):
+            raise BadRows(
+                f"residualise {name!r}: {missing} of {len(frame)} rows have no value there; "
+                f"leave the column out, or give rows that have it"
+            )
+    return frame[list(names)].to_numpy(dtype=np.float64)
 
 
 def _with_two_classes(goals: list[Goal], train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -34,6 +34,8 @@ def text_or_truth(
     Examples are the task `coin` in its rendering `steps`. Probes are fitted on truthful chains of the tasks' train roots and
     read lied ones of the test roots, at `position` after the lie, where truth (`face`) and text (`implied`) differ.
     """
+    if lie_at < 1:
+        raise ProbeError(f"lie_at {lie_at}: stated faces are counted from 1 on")
     examples = [e for e in examples if len(e.events) > lie_at]
     if not examples or examples[0].task != "coin" or examples[0].maker.knobs.rendering != "steps":
         raise ProbeError("text_or_truth asks the task coin with rendering='steps' and more steps than lie_at")

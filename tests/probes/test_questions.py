@@ -55,6 +55,8 @@ def test_text_or_truth(engine: Engine) -> None:
     assert line(report, "S1: truthful chains, truth")["accuracy"] > 0.8
     with pytest.raises(ProbeError, match="rendering='steps'"):
         text_or_truth(engine, coin(flips=3).examples(40))
+    with pytest.raises(ProbeError, match="counted from 1"):
+        text_or_truth(engine, coin(flips=3, rendering="steps").examples(40), lie_at=0)
 
 
 def test_forced_lie_parts_text_and_truth(engine: Engine) -> None:

@@ -51,10 +51,12 @@ def test_moments_are_right() -> None:
     assert np.allclose(moments.within.numpy(), within, atol=1e-12)
 
 
-@pytest.mark.parametrize("batch", [7, 80])
-def test_fitted_while_capturing(engine: Engine, coin_dump: Dump, batch: int) -> None:
-    """Mass-mean, whitened and LEACE, from a replay in any batches and from the dump: the same bits."""
+@pytest.mark.parametrize("batch, backwards", [(7, False), (80, False), (32, True)])
+def test_fitted_while_capturing(engine: Engine, coin_dump: Dump, batch: int, backwards: bool) -> None:
+    """Mass-mean, whitened and LEACE, from a replay in any batches and any order and from the dump: the same bits."""
     examples = tasks.get("coin")(flips=(2, 5)).examples(80)
+    if backwards:
+        examples = examples[::-1]
     collected = fit_streaming(engine, examples, "face", ["heads", "tails"], sites="S", batch=batch)
     rows = ProbeRows.of(coin_dump).accepted().at("step")
     for layer in (0, 2, 4):

@@ -14,7 +14,16 @@ from replaylens.engine.dump import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint
 from replaylens.probes import controls, sweeping
-from replaylens.probes.errors import BadProbeFile, BadRows, OneClass, OtherSweep, ProbeError, TooFewRoots, UnknownEstimator
+from replaylens.probes.errors import (
+    BadProbeFile,
+    BadRows,
+    MissingLabel,
+    OneClass,
+    OtherSweep,
+    ProbeError,
+    TooFewRoots,
+    UnknownEstimator,
+)
 from replaylens.probes.goals import make_goal
 from replaylens.probes.heldout import held_out, residualised
 from replaylens.probes.questions.outcome_at_fork import outcome_at_fork
@@ -266,6 +275,12 @@ def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
         ({"precision": "half"}, ProbeError, "double, single"),
         ({"colour": "red"}, ProbeError, "unknown options"),
         ({"permutations": 3}, ProbeError, "at least 19"),
+        ({"residualise": ("nosuch",)}, MissingLabel, "'nosuch'.*position"),
+        ({"residualise": ("face",)}, MissingLabel, "column of numbers"),
+        ({"residualise": ("since_step", "until_step")}, BadRows, "'until_step': 80 of 80 rows have no value"),
+        ({"device": "cuda:99"}, ProbeError, "'cuda:99' is not there"),
+        ({"device": "toaster"}, ProbeError, "'toaster' is not there"),
+        ({"jobs": 0}, ProbeError, "jobs 0: give"),
     ],
 )
 def test_bad_settings(coin_dump: Dump, options: dict[str, Any], error: type[Exception], message: str) -> None:
