@@ -197,7 +197,6 @@ def _by_length(
 
 
 def _result(engine: "Engine", example: Example, branch: Branch) -> Result:
-    answer = engine.text.decode([token for token in branch.generated if token != engine.text.eos_id])
     rejected = [
         RejectedPath(other.id, other.tokens, engine.tree.branch(other.id).fork_position, other.lane.recording)
         for other in branch.rejected
@@ -209,13 +208,19 @@ def _result(engine: "Engine", example: Example, branch: Branch) -> Result:
         text=branch.text,
         num_prompt=branch.root_length,
         finish_reason=branch.finish_reason,
-        correct=_last_word(answer) == _last_word(example.completion),
+        correct=is_right(engine, example, branch.generated),
         statistics=branch.statistics,
         rejected=rejected,
         recording=branch.lane.recording,
         certified=branch.certified,
         thoughts=branch.lane.thoughts,
     )
+
+
+def is_right(engine: "Engine", example: Example, generated: list[int]) -> bool:
+    """Whether generated tokens end with the example's answer."""
+    answer = engine.text.decode([token for token in generated if token != engine.text.eos_id])
+    return _last_word(answer) == _last_word(example.completion)
 
 
 def _last_word(text: str) -> str:
