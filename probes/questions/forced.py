@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from replaylens.engine.dump_plan import make_plan
-from replaylens.engine.run import Result
+from replaylens.engine.run import Result, is_right
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.stage import held
@@ -49,7 +49,6 @@ def forced_rows(
 
 
 def _result(engine: "Engine", example: Example, branch: "Branch") -> Result:
-    written = engine.text.decode(branch.generated)
     return Result(
         example=example,
         branch=branch.id,
@@ -57,7 +56,7 @@ def _result(engine: "Engine", example: Example, branch: "Branch") -> Result:
         text=branch.text,
         num_prompt=branch.root_length,
         finish_reason=branch.finish_reason,
-        correct=example.answer.strip() in written.rstrip(". ").rsplit(" ", 1)[-1:],
+        correct=is_right(engine, example, branch.generated),
         statistics=branch.statistics,
         rejected=[],
         recording=branch.activations,

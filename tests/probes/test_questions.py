@@ -72,6 +72,19 @@ def test_forced_lie_parts_text_and_truth(engine: Engine) -> None:
     assert len(rows.frame) == len(rows.matrix("S", 2))
 
 
+def test_forced_answers_are_judged_as_replayed_ones(engine: Engine) -> None:
+    """Right where the model's own answer would be, with its full stop or without, and whatever it adds."""
+    examples = coin(flips=2).examples(4)
+    run = engine.replay(examples, drafter="ngram")
+    assert all(result.correct for result in run.results), "coin-plain answers short prompts rightly"
+    other = {" heads": " tails", " tails": " heads"}
+    for more in (0, 3):
+        for end in ("", "."):
+            right = forced_rows(engine, examples, [f"{e.answer}{end}" for e in examples], more=more)
+            wrong = forced_rows(engine, examples, [f"{other[e.answer]}{end}" for e in examples], more=more)
+            assert right.frame["correct"].all() and not wrong.frame["correct"].any()
+
+
 def test_outcomes(coin_dump: Dump) -> None:
     """The target is the task's exact probability of the text so far; baselines and layers are all there."""
     rows = ProbeRows.of(coin_dump).accepted()
