@@ -196,7 +196,7 @@ def _difference(what: str, a: Outcome, b: Outcome, roots: np.ndarray, seed: int)
     return score_line(what, "difference of flip rates", rate, len(roots), **_nats(pull))
 
 
-def _nats(pull: Estimate) -> dict[str, float]:
+def _nats(pull: Estimate) -> dict[str, Any]:
     return {"nats": pull.value, "nats_low": pull.low, "nats_high": pull.high}
 
 

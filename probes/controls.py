@@ -47,12 +47,10 @@ def token_identity(codes: np.ndarray, tokens: np.ndarray, train: np.ndarray, tes
     return out
 
 
-def histories(every: ProbeRows, chosen: ProbeRows) -> list[np.ndarray] | None:
-    """For each chosen row the tokens of its path up to and with it. None where a token of some path is not among the rows.
-
-    every  all rows of the dump or run, from which the paths are read
-    """
-    token, place = every.frame["token"].to_numpy(), {number: i for i, number in enumerate(chosen.numbers)}
+def histories(rows: ProbeRows) -> list[np.ndarray] | None:
+    """For each row the tokens of its path up to and with it. None where the dump or run has not kept all of them."""
+    every = rows.whole
+    token, place = every.frame["token"].to_numpy(), {number: i for i, number in enumerate(rows.numbers)}
     found: dict[int, np.ndarray] = {}
     for path in row_paths(every.frame):
         tokens, before = token[path.rows], len(path.rows) - path.num_own
@@ -61,7 +59,7 @@ def histories(every: ProbeRows, chosen: ProbeRows) -> list[np.ndarray] | None:
                 if not path.whole[end]:
                     return None
                 found[place[number]] = tokens[: end + 1]
-    return [found[i] for i in range(len(chosen))]
+    return [found[i] for i in range(len(rows))]
 
 
 def bags(paths: Sequence[np.ndarray]) -> np.ndarray:

@@ -73,7 +73,7 @@ def goals_at(
     goals, notes = [], []
     context = controls.contexts(paths) if with_controls and paths is not None else None
     if with_controls and paths is None:
-        notes.append("bag of tokens, control task: the paths have holes; dump all positions, and give all rows")
+        notes.append("bag of tokens, control task: the paths have holes; dump all positions")
     elif with_controls and context is None:
         notes.append("control task: the contexts here have too few types")
     for label in labels:

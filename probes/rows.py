@@ -71,8 +71,8 @@ class ProbeRows:
     source: Source
     numbers: np.ndarray
     """of the rows in the source, ascending"""
-    wider: pd.DataFrame | None = None
-    """the frame that this one was narrowed from; None: it was not"""
+    wider: "ProbeRows | None" = None
+    """the rows that these were narrowed from; None: they were not"""
 
     # ---- making them --------------------------------------------------------------------------------------------
 
@@ -116,11 +116,12 @@ class ProbeRows:
             if other != made[first]:
                 lines = "; ".join(made[first].differences(other))
                 raise OtherFingerprint(f"{first!r} and {name!r} come from different engines ({lines}): join rows of one engine")
-        frame, wider = _concatenated({name: rows.frame for name, rows in parts.items()}), None
-        if any(rows.wider is not None for rows in parts.values()):
-            wider = _concatenated({name: rows.whole for name, rows in parts.items()})
-        source = JoinedSource([Subset(rows.source, rows.numbers) for rows in parts.values()], [len(r) for r in parts.values()])
-        return cls(frame, source, np.arange(len(frame)), wider)
+        whole = {name: rows.whole for name, rows in parts.items()}
+        frame = pd.concat([rows.frame.assign(part=name) for name, rows in whole.items()], ignore_index=True)
+        source = JoinedSource([Subset(rows.source, rows.numbers) for rows in whole.values()], [len(r) for r in whole.values()])
+        joined = cls(frame, source, np.arange(len(frame)))
+        kept = np.concatenate([np.isin(whole[name].numbers, rows.numbers) for name, rows in parts.items()])
+        return joined if kept.all() else joined.where(kept)
 
     # ---- what they are ------------------------------------------------------------------------------------------
 
@@ -135,9 +136,9 @@ class ProbeRows:
         return self.source.about
 
     @property
-    def whole(self) -> pd.DataFrame:
-        """The index of all rows that these were narrowed from: what a prompt holds is read off it, not off one position."""
-        return self.frame if self.wider is None else self.wider
+    def whole(self) -> "ProbeRows":
+        """All rows that these were narrowed from: what a prompt or path holds is read off them, not off one position."""
+        return self if self.wider is None else self.wider
 
     @property
     def roots(self) -> np.ndarray:
@@ -163,8 +164,8 @@ class ProbeRows:
         return self.where(Position.parse(position).mask(self.frame))
 
     def renumbered(self) -> "ProbeRows":
-        """The same rows, numbered from 0 on."""
-        return ProbeRows(self.frame, Subset(self.source, self.numbers), np.arange(len(self)), self.wider)
+        """The same rows, numbered from 0 on, as if there had never been others."""
+        return ProbeRows(self.frame, Subset(self.source, self.numbers), np.arange(len(self)))
 
     def accepted(self) -> "ProbeRows":
         return self.where(self.frame["accepted"].to_numpy(dtype=bool))
@@ -219,10 +220,6 @@ class ProbeRows:
             own = [n for n in self.about.make_task().label_names if n in self.frame]
             raise MissingLabel(no_such("label", label, own))
         return make_target(label, self.frame[name], kind)
-
-
-def _concatenated(frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    return pd.concat([frame.assign(part=name) for name, frame in frames.items()], ignore_index=True)
 
 
 def make_target(name: str, values: Any, kind: str = "auto") -> Target:

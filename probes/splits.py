@@ -151,9 +151,9 @@ def by_phrase(rows: ProbeRows, word: str) -> Split:
 
 def _whole_paths(rows: ProbeRows) -> pd.DataFrame:
     """All rows that these were narrowed from. BadRows where they have holes: a word might be hidden there."""
-    if not all(path.whole.all() for path in row_paths(rows.whole)):
+    if not all(path.whole.all() for path in row_paths(rows.whole.frame)):
         raise BadRows("what a prompt holds is read off whole paths: dump all positions, and narrow the rows of the whole dump")
-    return rows.whole
+    return rows.whole.frame
 
 
 def by_mask(rows: ProbeRows, name: str, fit: np.ndarray, test: np.ndarray) -> Split:

@@ -125,7 +125,7 @@ class _Sweep:
         if not len(here):
             raise BadRows(f"no row at position {position!r}; dump that position, or choose another")
         split, settings = self.make_split(here), self.settings
-        paths = controls.histories(self.rows, here) if settings.controls else None
+        paths = controls.histories(here) if settings.controls else None
         how: dict[str, Any] = dict(with_controls=settings.controls, seed=settings.seed)
         try:
             goals, notes = goals_at(here, paths, settings.labels, split.train, **how)
@@ -229,7 +229,9 @@ def _stored(rows: ProbeRows, settings: SweepSettings) -> list[str]:
 
 def _digest(rows: ProbeRows) -> str:
     """Of which rows these are; for rows in memory, of their index and the engine that made them."""
-    index, made = hashlib.sha256(rows.frame.to_csv(index=False).encode()).hexdigest(), rows.about.fingerprint
+    made = rows.about.fingerprint
+    frames = [rows.frame] if rows.wider is None else [rows.frame, rows.wider.frame]
+    index = hashlib.sha256("".join(frame.to_csv(index=False) for frame in frames).encode()).hexdigest()
     return f"{rows.about.digest}:{made.digest if made else ''}:{index}"
 
 

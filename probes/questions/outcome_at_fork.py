@@ -70,15 +70,16 @@ def outcome_at_fork(
 def outcome_target(every: ProbeRows, position: str) -> Target:
     """The exact probability of the task's first outcome at each row of a position, from the path's text up to it."""
     task: Any = every.about.make_task()
-    wanted, words = set(every.at(position).numbers), every.frame["text"].to_numpy()
+    here, every = every.at(position), every.whole
+    wanted, words = set(here.numbers), every.frame["text"].to_numpy()
     found: dict[int, float] = {}
     for path in row_paths(every.frame):
-        for end, number in enumerate(every.numbers[path.rows]):
+        for end, number in enumerate(every.numbers[path.own], len(path.rows) - path.num_own):
             if number in wanted:
                 if not path.whole[end]:
-                    raise BadRows("outcomes are computed from whole texts: dump all positions, and give all rows")
+                    raise BadRows("outcomes are computed from whole texts: dump all positions")
                 found[int(number)] = next(iter(task.outcomes("".join(words[path.rows[: end + 1]])).values()))
-    return make_target("outcome", [found[int(n)] for n in every.at(position).numbers], "number")
+    return make_target("outcome", [found[int(n)] for n in here.numbers], "number")
 
 
 def _say(lines: list[dict[str, Any]]) -> list[str]:

@@ -204,7 +204,7 @@ def test_bags_count_the_path(steps_dump: Dump) -> None:
     """Token counts of a row, rejected or not, are those of the tokens on its own path."""
     every = ProbeRows.of(steps_dump)
     chosen = every.rejected().at("step")
-    paths = controls.histories(every, chosen)
+    paths = controls.histories(chosen)
     assert paths is not None
     bags = controls.bags(paths)
     frame, tokens = every.frame, np.unique(np.concatenate(paths))
@@ -221,7 +221,7 @@ def test_control_task_is_a_function_of_the_context(coin_dump: Dump) -> None:
     """Equal contexts have equal control labels; classes are about as frequent as the real ones."""
     every = ProbeRows.of(coin_dump)
     here = every.accepted().at("step")
-    types, length = controls.contexts(controls.histories(every, here) or []) or (np.zeros(0), 0)
+    types, length = controls.contexts(controls.histories(here) or []) or (np.zeros(0), 0)
     goal = make_goal(here.target("face"))
     labels = controls.control_labels(types, goal.codes)
     assert length >= 2 and len(np.unique(types)) >= controls.LEAST_TYPES
@@ -230,9 +230,15 @@ def test_control_task_is_a_function_of_the_context(coin_dump: Dump) -> None:
 
 
 def test_controls_of_the_path_need_the_whole_path(coin_dump: Dump) -> None:
-    """Rows of steps only do not tell what stood between them: two controls are left out and said to be; the others stay."""
+    """A dump of steps only does not tell what stood between them: two controls are left out and said to be; the others stay.
+
+    Rows that were narrowed from a whole dump still know their paths.
+    """
     every = ProbeRows.of(coin_dump).accepted()
-    whole, steps = (sweep(rows, "face", **(QUICK | {"positions": "step:2"})) for rows in (every, every.at("step")))
+    narrow = every.at("step")
+    kept = ProbeRows(narrow.frame, narrow.source, narrow.numbers)
+    whole, part, steps = (sweep(rows, "face", **(QUICK | {"positions": "step:2"})) for rows in (every, narrow, kept))
+    assert part.table.equals(whole.table)
     for report, there in ((whole, True), (steps, False)):
         main = report.table.query("label == 'face'")
         for name in ("bag_of_tokens", "control_task", "selectivity"):
@@ -240,16 +246,18 @@ def test_controls_of_the_path_need_the_whole_path(coin_dump: Dump) -> None:
         assert main["token_identity"].notna().all() and any("paths have holes" in note for note in report.notes) != there
     assert "Controls not run: bag_of_tokens" in steps.text()
     with pytest.raises(BadRows, match="whole texts"):
-        outcome_at_fork(every.at("step"))
+        outcome_at_fork(kept)
 
 
 def test_controls_of_joined_rows(coin_dump: Dump) -> None:
     """Parts number their examples alike; their paths are read apart."""
     rows = ProbeRows.of(coin_dump)
-    both = ProbeRows.join(a=rows, b=rows)
-    paths, alone = controls.histories(both, both.at("query")), controls.histories(rows, rows.at("query"))
-    assert paths is not None and alone is not None
-    assert all(np.array_equal(mine, own) for mine, own in zip(paths, [*alone, *alone], strict=True))
+    alone = controls.histories(rows.at("query"))
+    for both in (ProbeRows.join(a=rows, b=rows).at("query"), ProbeRows.join(a=rows.at("query"), b=rows.at("query"))):
+        paths = controls.histories(both)
+        assert paths is not None and alone is not None
+        assert all(np.array_equal(mine, own) for mine, own in zip(paths, [*alone, *alone], strict=True))
+        assert np.array_equal(both.matrix("S", 2), np.tile(rows.at("query").matrix("S", 2), (2, 1)))
 
 
 def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
