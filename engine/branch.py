@@ -7,7 +7,7 @@ from torch import Tensor
 
 from replaylens.engine.branches import BranchStatus, TokenState
 from replaylens.engine.capture import Recording
-from replaylens.engine.edits import Edit, Hook, place
+from replaylens.engine.edits import Edit, Hook, place_all
 from replaylens.engine.errors import BadRequest, ClosedBranch
 from replaylens.engine.lane import Job, Lane, Statistics
 from replaylens.engine.stream import Stream
@@ -131,7 +131,7 @@ class Branch:
             raise BadRequest(f"fork({n}, at={at}): give whole numbers, and at least 1 fork")
         self._check_open()
         at, sites = self.length if at is None else at, self.engine.sites
-        placed = tuple(p for edit in edits for p in place(edit, sites, at))
+        placed = place_all(edits, sites, at)
         resolved = tuple((sites.resolve(name), hook) for name, hook in hooks)
         return [Branch(self.engine, self.engine.forest.fork(self.lane, at, placed, resolved)) for _ in range(n)]
 

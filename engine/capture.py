@@ -1,6 +1,6 @@
 """`CaptureSpec` and `Recording`: which rows of which sites are kept, in the same transaction as tokens and KV."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +125,23 @@ class Recording:
 
     def sites(self) -> list[str]:
         return list(self.chunks[0].rows) if self.chunks else []
+
+    def keys(self) -> list[str]:
+        """The sites, as of a dictionary."""
+        return self.sites()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sites())
+
+    def __contains__(self, site: object) -> bool:
+        return site in self.sites()
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Sites with all their rows, as of a dictionary."""
+        return ((site, self[site]) for site in self.sites())
+
+    def __repr__(self) -> str:
+        return f"Recording(positions {self.base} to {self.end - 1}, {len(self.sites())} sites)"
 
     def positions(self) -> list[int]:
         return [p for chunk in self.chunks for p in range(chunk.start, chunk.end)]

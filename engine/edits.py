@@ -184,8 +184,17 @@ def _dots(rows: Tensor, direction: Tensor) -> Tensor:
     return (rows * direction).sum(-1, keepdim=True)
 
 
+def place_all(edits: Iterable[Edit], table: SiteTable, length: int) -> tuple[PlacedEdit, ...]:
+    """Several edits on a branch of `length` tokens, in their order."""
+    if not isinstance(edits, Iterable):
+        raise BadEdit(f"edits must be a list of them, not {type(edits).__name__}")
+    return tuple(placed for edit in edits for placed in place(edit, table, length))
+
+
 def place(edit: Edit, table: SiteTable, length: int) -> list[PlacedEdit]:
     """Resolve an edit on a branch of `length` tokens: one placed edit per site. BadEdit says what is wrong."""
+    if not isinstance(edit, Edit):
+        raise BadEdit(f"{edit!r} is no Edit: give a list of them")
     if edit.op not in _OPS:
         raise BadEdit(f"no edit {edit.op!r}; known: {', '.join(_OPS)}")
     if not np.isfinite(edit.factor):
@@ -224,7 +233,10 @@ def _where(positions: Positions, length: int) -> tuple[int, int | None, tuple[in
         if start < 0 or (stop is not None and stop <= start):
             raise BadEdit(f"positions [{start}, {stop}) are empty or before the beginning")
         return start, stop, ()
-    picks = tuple(sorted({p + length if p < 0 else p for p in ([positions] if isinstance(positions, int) else positions)}))
+    several = [positions] if isinstance(positions, int) else list(positions) if isinstance(positions, Iterable) else [positions]
+    if bad := [p for p in several if not isinstance(p, int | np.integer) or isinstance(p, bool)]:
+        raise BadEdit(f"position {bad[0]!r}: give whole numbers, or a slice")
+    picks = tuple(sorted({int(p) + length if p < 0 else int(p) for p in several}))
     if not picks or picks[0] < 0:
         raise BadEdit(f"positions {positions} on a branch of {length} tokens: give at least one, none before the beginning")
     return picks[0], picks[-1] + 1, picks
@@ -237,6 +249,8 @@ def _check_value(edit: Edit, name: str, shape: tuple[int, ...], count: int | Non
         return None
     if edit.value is None:
         raise BadEdit(f"{edit.op} needs a value")
+    if not isinstance(edit.value, Tensor):
+        raise BadEdit(f"the value for {name} is a {type(edit.value).__name__}; wanted is a tensor of shape {shape}")
     value = edit.value.detach().to("cpu", torch.float32).clone()
     if not bool(torch.isfinite(value).all()):
         raise BadEdit(f"the value for {name} holds NaN or infinity")
@@ -244,7 +258,8 @@ def _check_value(edit: Edit, name: str, shape: tuple[int, ...], count: int | Non
         return _orthonormal(value.view(-1, *shape) if value.shape[-1:] == shape[-1:] else value, shape)
     several = (len(value), *shape) if edit.op == "resample" else (count, *shape) if count else shape
     if tuple(value.shape) not in ((several,) if edit.op == "resample" else (shape, several)):
-        raise BadEdit(f"the value for {name} has shape {tuple(value.shape)}; wanted is {shape} or {several}")
+        wanted = " or ".join(str(each) for each in dict.fromkeys([shape, several]))
+        raise BadEdit(f"the value for {name} has shape {tuple(value.shape)}; wanted is {wanted}")
     return value
 
 
@@ -252,7 +267,7 @@ def _orthonormal(directions: Tensor, shape: tuple[int, ...]) -> Tensor:
     if len(shape) != 1 or directions.dim() != 2:
         raise BadEdit(f"project_out works on vectors; the site's rows have shape {shape}")
     q, r = torch.linalg.qr(directions.double().T)
-    if bool((r.diagonal().abs() < 1e-8 * r.abs().max()).any()):
+    if bool((r.diagonal().abs() <= 1e-8 * r.abs().max()).any()):
         raise BadEdit("the directions to project out are zero or depend on one another")
     return q.T.float().contiguous()
 
@@ -304,8 +319,18 @@ class EditTap:
                     if name == site:
                         rows_now = value[first : first + len(segment.tokens)][None]  # a batch of one, as its users expect
                         changed = hook(rows_now, HookContext(site, segment.start))
-                        value[first : first + len(segment.tokens)] = (rows_now if changed is None else changed)[0]
+                        value[first : first + len(segment.tokens)] = _hooked(site, rows_now, changed)[0]
         return self.inner(site, value) if self.inner is not None and self.inner.wants(site) else value
+
+
+def _hooked(site: str, value: Tensor, changed: Any) -> Tensor:
+    """What a hook function makes of a value: None leaves it, or as changed in place; BadEdit where it is of another shape."""
+    if changed is None:
+        return value
+    if not isinstance(changed, Tensor) or changed.shape != value.shape:
+        told = f"a tensor of shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else f"a {type(changed).__name__}"
+        raise BadEdit(f"the hook function on {site} gave {told}; wanted is a tensor of shape {tuple(value.shape)}, or None")
+    return changed
 
 
 @dataclass(frozen=True)

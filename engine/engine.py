@@ -21,7 +21,7 @@ from replaylens.engine.drafters import (
     SelfDrafter,
     TreeDrafter,
 )
-from replaylens.engine.edits import Edit, Hook, place
+from replaylens.engine.edits import Edit, Hook, place_all
 from replaylens.engine.errors import BadRequest, ClosedBranch, no_such
 from replaylens.engine.forest import Forest
 from replaylens.engine.lane import Job
@@ -144,14 +144,14 @@ class Engine:
 
     # ---- branches -----------------------------------------------------------------------------------------------
 
-    def prompt(self, text: str | Sequence[int], **options: Any) -> Branch:
+    def prompt(self, text: str | Sequence[int] | Tensor, **options: Any) -> Branch:
         """A new root branch, its prompt computed. Options as in `prompts`."""
         (branch,) = self.prompts([text], **options)
         return branch
 
     def prompts(
         self,
-        texts: Iterable[str | Sequence[int]],
+        texts: Iterable[str | Sequence[int] | Tensor],
         *,
         sites: str | Sequence[str] | None = None,
         keep_rejected: bool = False,
@@ -166,9 +166,9 @@ class Engine:
         edits, hooks   interventions, as in `Branch.fork`
         lens           how Z is stored: top_k, targets, full (see `capture_spec`)
         """
-        paths = [self._check_tokens(self.text.encode(t) if isinstance(t, str) else list(t)) for t in texts]
+        paths = [self.tokens_of(text) for text in texts]
         capture = self.capture_spec(sites, rejected=keep_rejected, **lens) if sites else None
-        placed = [tuple(p for edit in edits for p in place(edit, self.sites, len(path))) for path in paths]
+        placed = [place_all(edits, self.sites, len(path)) for path in paths]
         resolved = tuple((self.sites.resolve(name), hook) for name, hook in hooks)
         lanes = [self.forest.plant(path, capture, own, resolved) for path, own in zip(paths, placed, strict=True)]
         try:
@@ -305,7 +305,7 @@ class Engine:
         branch._check_open()
         if request.drafter not in self.loop.drafters:
             hint = "; load the engine with draft_model=..." if request.drafter == "model" else ""
-            raise BadRequest(no_such("drafter", request.drafter, self.loop.drafters) + hint)
+            raise BadRequest(no_such("drafter", str(request.drafter), self.loop.drafters) + hint)
         if branch.length + request.n > self.config.max_positions:
             most = self.config.max_positions
             raise BadRequest(f"{branch.length} tokens and {request.n} more exceed the model's {most} positions")
@@ -328,6 +328,10 @@ class Engine:
             drafters["model"] = ModelDrafter(own, self.config.vocab_size)
         return drafters
 
+    def tokens_of(self, text: str | Sequence[int] | Tensor) -> list[int]:
+        """The token ids of a prompt, or BadRequest: empty, out of the vocabulary, or too long."""
+        return self._check_tokens(self.text.encode(text) if isinstance(text, str) else token_list(text))
+
     def _check_tokens(self, ids: list[int], before: int = 0) -> list[int]:
         """The ids, or BadRequest: empty, out of the vocabulary, or too long."""
         if not ids:
@@ -345,6 +349,14 @@ class Engine:
         if len(ids) != 1:
             raise BadRequest(f"target {target!r} is {len(ids)} tokens; a target must be one token")
         return ids[0]
+
+
+def token_list(tokens: Any) -> list[int]:
+    """Token ids as a list: of a sequence, or of a tensor or array of one dimension."""
+    ids = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens) if isinstance(tokens, Iterable) else None
+    if not isinstance(ids, list):
+        raise BadRequest(f"a prompt is text or token ids, not {tokens!r}")
+    return ids
 
 
 def _thinking_model(source: Any) -> "tuple[ThinkingDecoder, Text] | None":

@@ -58,7 +58,7 @@ def run_with_cache(
 
 def _paths(engine: "Engine", tokens: str | Sequence[int] | Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
     if isinstance(tokens, str):
-        return [engine.text.encode(tokens)]
+        return [engine.tokens_of(tokens)]
     raw: Any = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
     paths = [list(path) for path in raw] if raw and isinstance(raw[0], list | tuple) else [raw]
     if len({len(path) for path in paths}) != 1:

@@ -9,10 +9,12 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from replaylens.engine.branch import Branch
 from replaylens.engine.capture import CaptureSpec
 from replaylens.engine.edits import Edit, Hook, PlacedEdit, place
-from replaylens.engine.engine import Engine
+from replaylens.engine.engine import Engine, token_list
 from replaylens.engine.errors import BadConfig, BadEdit, BadRequest
 from replaylens.engine.fingerprint import Fingerprint
 from replaylens.engine.lane import Lane
@@ -70,13 +72,13 @@ class ThinkingEngine(Engine):
         rest = tuple(name for name in spec.sites if name not in LETTERS)
         return replace(spec, sites=rest or (spec.last,), thoughts=thoughts)
 
-    def prompt(self, text: str | Sequence[int], **options: Any) -> "ThinkingBranch":
+    def prompt(self, text: str | Sequence[int] | Tensor, **options: Any) -> "ThinkingBranch":
         (branch,) = self.prompts([text], **options)
         return branch
 
     def prompts(  # type: ignore[override]
         self,
-        texts: Iterable[str | Sequence[int]],
+        texts: Iterable[str | Sequence[int] | Tensor],
         *,
         sites: str | Sequence[str] | None = None,
         keep_rejected: bool = False,
@@ -98,7 +100,7 @@ class ThinkingEngine(Engine):
         guess = _known(guess or self.guess)
         if drafts is not None and guess != "drafted":
             raise BadRequest("drafts are for guess='drafted'")
-        paths = [self._chunks(text) for text in texts]
+        paths = [self.tokens_of(text) for text in texts]
         given = [list(d) for d in drafts] if drafts is not None else [[] for _ in paths]
         if len(given) != len(paths):
             raise BadRequest(f"drafts for {len(given)} prompts, but {len(paths)} prompts")
@@ -128,12 +130,16 @@ class ThinkingEngine(Engine):
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _chunks(self, text: str | Sequence[int], before: int = 0) -> list[int]:
+    def tokens_of(self, text: str | Sequence[int] | Tensor) -> list[int]:
+        """As `Engine.tokens_of`: a text is padded up to a whole chunk; token ids must be whole chunks."""
+        return self._chunks(text)
+
+    def _chunks(self, text: str | Sequence[int] | Tensor, before: int = 0) -> list[int]:
         """Whole chunks of tokens; BadChunks where ids are none."""
         c = self.thinking.chunk
         if isinstance(text, str):
             return self._check_tokens(list(padded(self.text.encode(text, special=before == 0), self.thinking)), before)
-        if len(ids := list(text)) % c:
+        if len(ids := token_list(text)) % c:
             raise BadChunks(
                 f"{len(ids)} tokens are not whole chunks of {c}: fill the prompt up with token {self.thinking.pad_token} "
                 "(thinking_texts.padded), or give text"
@@ -146,6 +152,8 @@ class ThinkingEngine(Engine):
     def _placed(self, edits: Sequence[Edit], length: int) -> list[PlacedEdit]:
         """Edits at their places. BadEdit for what can be captured but not edited."""
         out: list[PlacedEdit] = []
+        if not isinstance(edits, Iterable):
+            raise BadEdit(f"edits must be a list of them, not {type(edits).__name__}")
         for edit in edits:
             if edit.site in LETTERS and edit.site not in (STATE_SITE, THINK_SITE, COMPRESS_SITE):
                 raise BadEdit(f"{edit.site} can be captured but not edited; edit {THINK_SITE} instead")

@@ -7,8 +7,9 @@ import torch
 
 from replaylens.engine import readout, tuned_lens, weights
 from replaylens.engine.capture import LensSpec
+from replaylens.engine.edits import Edit
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, BadTrace, NonFinite
+from replaylens.engine.errors import BadEdit, BadRequest, BadTrace, NonFinite
 from replaylens.engine.loop import Loop
 from replaylens.engine.sampling import Sampling
 from replaylens.engine.thinking_engine import ThinkingEngine
@@ -188,3 +189,58 @@ def test_a_refused_prompt_of_a_thinker_leaves_no_branch() -> None:
     with pytest.raises(BadRequest):
         thinker.prompts([PROMPT, PROMPT], guess="drafted", drafts=[[], [(99999,)]])
     assert thinker.loop.lanes == {} and not thinker.tree.roots()
+
+
+# ---- what users try ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [lambda x, hook: x[:, :1], lambda x, hook: x[0], lambda x, hook: x.numpy()])
+def test_a_hook_function_that_gives_something_else_is_refused(served: Engine, wrong: Any) -> None:
+    """A single row used to be written over all positions."""
+    (child,) = served.prompt(PROMPT).fork(hooks=[("blocks.1.hook_in", wrong)])
+    with pytest.raises(BadEdit, match=r"the hook function on blocks\.1\.hook_in gave a"):
+        child.generate(2)
+    served.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda: Edit("blocks.1.hook_in", "add", [1.0, 2.0]), "is a list; wanted is a tensor of shape"),  # type: ignore[arg-type]
+        (lambda: Edit("blocks.1.hook_in", "add", torch.ones(3)), r"wanted is \(128,\)$"),
+        (lambda: Edit("blocks.1.hook_in", "zero", positions=1.5), "give whole numbers"),  # type: ignore[arg-type]
+        (lambda: Edit("blocks.1.hook_in", "project_out", torch.zeros(128)), "are zero or depend"),
+        (lambda: "blocks.1.hook_in", "is no Edit"),
+    ],
+)
+def test_edits_that_are_none(served: Engine, edit: Any, says: str) -> None:
+    root = served.prompt(PROMPT)
+    with pytest.raises(BadEdit, match=says):
+        root.fork(edits=[edit()])
+    with pytest.raises(BadEdit, match="must be a list"):
+        served.prompt(PROMPT, edits=Edit("blocks.1.hook_in", "zero"))  # type: ignore[arg-type]
+
+
+def test_prompts_as_tensors_and_as_nothing(served: Engine) -> None:
+    ids = served.prompt(PROMPT).tokens
+    assert served.prompt(torch.tensor(ids)).tokens == ids
+    for nothing in (None, 7):
+        with pytest.raises(BadRequest, match="text or token ids"):
+            served.prompt(nothing)  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="no drafter 'None'"):
+        served.prompt(ids).generate(2, drafter=None)  # type: ignore[arg-type]
+
+
+def test_captured_rows_read_like_a_dictionary(served: Engine) -> None:
+    rows = served.prompt(PROMPT, sites="S").activations
+    assert "blocks.0.hook_in" in rows and "blocks.9.hook_in" not in rows
+    assert list(rows) == rows.keys() == served.sites.letter("S")
+    assert all(torch.equal(x, rows[site]) for site, x in rows.items()) and dict(rows).keys() == set(rows)
+    assert repr(rows) == f"Recording(positions 0 to 8, {len(rows.sites())} sites)"
+
+
+def test_a_thinker_pads_what_is_run_with_a_cache() -> None:
+    thinker = Engine.load("coin-thinking")
+    text = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
+    logits, cache = thinker.run_with_cache(text, names_filter="blocks.0.hook_in")
+    assert logits.shape[1] == cache["blocks.0.hook_in"].shape[1] == thinker.prompt(text).length
