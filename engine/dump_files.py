@@ -97,9 +97,13 @@ class DumpFiles:
 
     @cached_property
     def _index(self) -> Any:
-        """The index file: as many lines and columns as the manifest says, before any of them is read."""
+        """The index file: the one that was hashed, with as many lines and columns as the manifest says."""
         path = self.store.path(INDEX)
         try:
+            if self.store.sha256(INDEX) != self.manifest.index.sha256:
+                raise self._bad_index(
+                    "it was changed after it was written, its SHA-256 is another. Resume the dump to repair it"
+                )
             source = path if self.store.local else self.store.fs.open(path, "rb")
             index = pq.ParquetFile(source, memory_map=self.store.local)
         except (pa.ArrowException, OSError) as error:

@@ -148,6 +148,8 @@ def make_plan(
     lens       how Z is stored: top_k, targets, full, lens (see `Engine.capture_spec`)
     """
     spec = engine.capture_spec(sites, rejected=rejected, **lens)
+    if not spec.sites and not spec.thoughts and spec.lens is None:
+        raise BadRequest(f"sites {sites!r}: nothing would be stored; give letters of STCZ, or site names")
     for name in spec.sites:
         if 0 in engine.sites.sites[name].shape:
             raise BadRequest(f"{name} has as many columns as the path has keys: a dump holds rows of one width only")

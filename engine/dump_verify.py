@@ -209,8 +209,14 @@ class Comparison:
 
 
 def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, progress: bool = False) -> Comparison:
-    """Compare two dumps row by row, however they were cut into shards. `accepted`: leave rejected branches out."""
+    """Compare two dumps row by row, however they were cut into shards. `accepted`: leave rejected branches out.
+
+    All files are hashed first: of a damaged dump nothing can be said, and BadDump names what is damaged.
+    """
     mine, yours = (given if isinstance(given, Dump) else Dump.open(given) for given in (a, b))
+    for dump in {mine.url: mine, yours.url: yours}.values():
+        if problems := check_files(dump, progress):
+            raise BadDump(f"{dump.url} is damaged: {'; '.join(problems)}. Resume it to repair it")
     remarks = [f"fingerprint: {line}" for line in mine.manifest.fingerprint.differences(yours.manifest.fingerprint)]
     remarks += [f"plan: {line}" for line in mine.manifest.plan.differences(yours.manifest.plan)]
     every = sorted({*mine.manifest.plan.examples, *yours.manifest.plan.examples})

@@ -14,7 +14,7 @@ Two shards are in memory at most, whatever the number of examples.
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -120,6 +120,8 @@ class DumpWriter:
     """Files of one dump in the making. Knows nothing of models: content comes from a maker, here or on another machine."""
 
     def __init__(self, path: str | Path, plan: DumpPlan, fingerprint: Fingerprint) -> None:
+        if not str(path).strip():
+            raise BadRequest("the path is empty: name a folder for the dump")
         self.store, self.plan, self.fingerprint = Store(path), plan, fingerprint
 
     def write(
@@ -133,10 +135,13 @@ class DumpWriter:
     ) -> "Dump | None":
         """Make and write every missing shard of this part, then finish the dump if all shards of all parts are there.
 
-        While a shard is made, the one before it is hashed and written by a thread; two are in memory at most.
+        While a shard is made, the one before it is hashed and written by a thread; two are in memory at most. A dump that
+        fails before its first shard is whole leaves nothing.
         """
         with (
+            self._new_folder(),
             self.writing(part, resume) as missing,
+            self._beginning(part),
             self.progress_bar(missing, part, progress) as bar,
             ThreadPoolExecutor(1) as thread,
         ):
@@ -158,6 +163,34 @@ class DumpWriter:
         with DumpLock(self.store, lock_name(part)):
             yield self.begin(part, resume)
 
+    @contextmanager
+    def _new_folder(self) -> Iterator[None]:
+        """If the block fails, a folder that was not there before goes again, unless something is in it."""
+        was_there = self.store.fs.exists(self.store.root)
+        try:
+            yield
+        except BaseException:
+            if not was_there:
+                with suppress(OSError):
+                    self.store.fs.rmdir(self.store.root)
+            raise
+
+    @contextmanager
+    def _beginning(self, part: Part) -> Iterator[None]:
+        """If the block fails before any shard is whole, what was begun goes again: the next try may have another plan.
+
+        Only under a lock on all shards: others could have begun by the same plan. A reopened dump keeps its digest.
+        """
+        try:
+            yield
+        except BaseException:
+            ours = [name for name in self.store.sizes() if name == PLAN or name.startswith(("shard-", "part-"))]
+            done = any(name.endswith(".json") and name != PLAN for name in ours)
+            if part[1] == 1 and not done and self._read_head()[2] is None:
+                for name in ours:
+                    self.store.remove(name)
+            raise
+
     def progress_bar(self, missing: list[int], part: Part, shown: bool) -> Any:
         total = sum(len(self.plan.indices(number)) for number in self.numbers(part))
         done = total - sum(len(self.plan.indices(number)) for number in missing)
@@ -177,7 +210,7 @@ class DumpWriter:
         there = self.store.sizes()
         if (MANIFEST in there or PLAN in there) and not resume and part[1] == 1:
             state = "a finished dump" if MANIFEST in there else "an unfinished dump"
-            raise DumpExists(f"{self.store.url} holds {state}: resume it, or write elsewhere")
+            raise DumpExists(f"{self.store.url} holds {state}: resume it, write elsewhere, or delete the folder")
         if MANIFEST in there:
             if not self._reopen_if_damaged():
                 return []
@@ -203,7 +236,10 @@ class DumpWriter:
 
     def _check_same(self, plan: DumpPlan, fingerprint: Fingerprint) -> None:
         if differences := self.plan.differences(plan):
-            raise OtherPlan(f"{self.store.url} was begun with other options: {'; '.join(differences)}")
+            raise OtherPlan(
+                f"{self.store.url} was begun with other options: {'; '.join(differences)}. Resume it with its own, write "
+                f"elsewhere, or delete the folder"
+            )
         if differences := self.fingerprint.differences(fingerprint):
             raise OtherFingerprint(f"{self.store.url} was begun under another fingerprint: {'; '.join(differences)}")
 

@@ -18,6 +18,7 @@ from replaylens.engine.dump import Dump
 from replaylens.engine.dump_content import combine
 from replaylens.engine.dump_manifest import IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
 from replaylens.engine.dump_plan import DumpPlan
+from replaylens.engine.dump_store import Store
 from replaylens.engine.dump_writer import write_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnknownSite
@@ -242,7 +243,8 @@ def large(reference: Dump, folder: Path, num_shards: int, with_index: bool) -> P
     shards = tuple(
         ShardEntry(shard_name(i), 10 * i, 10 * i + 9, ROWS, ROWS, whole, none, none, none) for i in range(num_shards)
     )
-    index = IndexEntry(num_shards * ROWS, (folder / "index.parquet").stat().st_size, none)
+    sha256 = Store(folder).sha256("index.parquet") if with_index else none
+    index = IndexEntry(num_shards * ROWS, (folder / "index.parquet").stat().st_size, sha256)
     sites = {name: SiteEntry("float32", (WIDTH,), 0, "S", ())}
     manifest = Manifest(plan, reference.manifest.fingerprint, sites, dict(reference.manifest.labels), index, shards)
     (folder / "manifest.json").write_bytes(manifest.to_bytes())

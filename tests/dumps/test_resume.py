@@ -181,6 +181,63 @@ def test_existing_dumps_are_not_overwritten(engine: Engine, planned: Planned, co
         write_dump(engine, planned(max_new=3), copy, resume=True)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_failure_before_the_first_shard_leaves_nothing(
+    engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    """So that the corrected plan can be written to the same place. A file of the user's stays."""
+
+    def fail(*_: object) -> None:
+        raise BadRequest("too long")
+
+    for folder in (tmp_path / "new", tmp_path / "old"):
+        if folder.name == "old":
+            folder.mkdir()
+            (folder / "notes.txt").write_text("mine")
+        with monkeypatch.context() as patch, pytest.raises(BadRequest, match="too long"):
+            patch.setattr(ShardMaker, "make", fail)
+            write_dump(engine, planned(), folder, resume=resume)
+    assert not (tmp_path / "new").exists() and [file.name for file in (tmp_path / "old").iterdir()] == ["notes.txt"]
+    assert write_dump(engine, planned(examples=5), tmp_path / "new") is not None
+
+
+def test_a_failure_after_the_first_shard_leaves_it(
+    engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: what is whole is kept, and so is the plan that it belongs to."""
+    make = ShardMaker.make
+
+    def fail_at_two(maker: ShardMaker, number: int, *rest: Any) -> Any:
+        if number == 2:
+            raise BadRequest("too long")
+        return make(maker, number, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(BadRequest, match="too long"):
+        patch.setattr(ShardMaker, "make", fail_at_two)
+        write_dump(engine, planned(), tmp_path)
+    assert (tmp_path / "plan.json").exists() and (tmp_path / "part-00000.json").exists()
+    with pytest.raises(DumpExists, match="delete the folder"):
+        write_dump(engine, planned(examples=5), tmp_path)
+    resumed = write_dump(engine, planned(), tmp_path, resume=True)
+    assert resumed is not None and resumed.digest == reference.digest
+
+
+def test_a_failed_repair_keeps_the_digest(
+    engine: Engine, planned: Planned, reference: Dump, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dump of which no shard is whole was still a dump: what it must come out as is not forgotten."""
+    for number in range(3):
+        flip_bit(copy / f"shard-{number:05d}.safetensors")
+
+    def fail(*_: object) -> None:
+        raise BadRequest("too long")
+
+    with monkeypatch.context() as patch, pytest.raises(BadRequest, match="too long"):
+        patch.setattr(ShardMaker, "make", fail)
+        write_dump(engine, planned(), copy, resume=True)
+    assert json.loads((copy / "plan.json").read_text())["digest"] == reference.digest
+
+
 def test_resume_with_other_options_or_weights(
     engine: Engine, model: Decoder, tokenizer: WordTokenizer, planned: Planned, tmp_path: Path
 ) -> None:

@@ -214,6 +214,23 @@ def test_diff_of_equal_dumps(engine: Engine, planned: Planned, reference: Dump, 
     assert found and found.remarks == ("plan: examples_per_shard: 4 here, 3 there",)
 
 
+@pytest.mark.parametrize("name", ["shard-00001.safetensors", "index.parquet"])
+def test_diff_of_a_damaged_dump(reference: Dump, copy: Path, name: str) -> None:
+    """Its manifest still has the digests of the whole one: equality is not claimed by them alone."""
+    flip_bit(copy / name)
+    for pair in ((reference, copy), (copy, reference), (copy, copy)):
+        with pytest.raises(BadDump, match=f"copy is damaged: {name} was changed"):
+            diff(*pair)
+
+
+def test_a_damaged_index_is_not_read(copy: Path) -> None:
+    flip_bit(copy / "index.parquet", 200)
+    with pytest.raises(BadDump, match="its SHA-256 is another"):
+        Dump.open(copy).matrix("S", 0)
+    with pytest.raises(BadDump, match="its SHA-256 is another"):
+        _ = Dump.open(copy).index
+
+
 def test_diff_across_fingerprints(reference: Dump, copy: Path) -> None:
     """It is said how they differ; where the rows part is found all the same."""
     edit_manifest(copy, lambda raw: raw["fingerprint"].update(torch="2.99.0"))
