@@ -87,7 +87,7 @@ class Run(Sequence[Result]):
         return iter(self.results)
 
     def __repr__(self) -> str:
-        return f"Run({len(self)} examples, {self.accuracy:.1%} correct, {self.acceptance:.1%} of drafts accepted)"
+        return f"Run({len(self)} examples, {self.accuracy:.1%} correct, {self.drafting})"
 
     @property
     def accuracy(self) -> float:
@@ -98,6 +98,12 @@ class Run(Sequence[Result]):
         """Share of drafts that stood, over all examples."""
         drafted = sum(r.statistics.drafted for r in self.results)
         return sum(r.statistics.accepted for r in self.results) / drafted if drafted else float("nan")
+
+    @property
+    def drafting(self) -> str:
+        """The acceptance in words."""
+        drafted = any(r.statistics.drafted for r in self.results)
+        return f"{self.acceptance:.1%} of drafts accepted" if drafted else "nothing drafted"
 
     def tree(self, index: int) -> "Tree | Thinking":
         """The branch tree of one example: its path, and the rejected drafts hanging off it; of a model that thinks, its

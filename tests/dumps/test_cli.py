@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from replaylens.commands import dump as commands
 from replaylens.engine.dump import Dump
+from replaylens.engine.engine import Engine
 from tests.dumps.damage import flip_bit
 
 app = typer.Typer()
@@ -70,6 +71,12 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a part that is none": (["--shard", "first"], "give i/n"),
     "part and Ray": (["--shard", "0/2", "--ray", "local"], "one of --shard and --ray"),
     "an unknown model": (["--model", "/nowhere"], "/nowhere"),
+    "part and workers": (["--shard", "0/2", "--workers", "2"], "one of --shard and --ray, --workers"),
+    "nothing to store": (["--sites", ""], "nothing would be stored"),
+    "a knob given twice": (["--knob", "flips=2"], "--knob flips is given twice: 1,3 and 2"),
+    "no drafter": (["--drafter", "none"], "give --window 1"),
+    "a drafter without a model": (["--drafter", "model"], "with --draft-model"),
+    "a model that does not draft": (["--draft-model", "coin-draft"], "would not be used"),
 }
 
 
@@ -79,6 +86,40 @@ def test_bad_input(dump_words: list[str], tmp_path: Path, name: str) -> None:
     words, complaint = BAD[name]
     code, _, err = run(*dump_words, "--out", tmp_path / "d", "--quiet", *words)
     assert code == 2 and complaint in err and "Traceback" not in err and not (tmp_path / "d").exists()
+
+
+def test_an_empty_path_is_not_the_current_folder(
+    dump_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(*dump_words, "--out", "", "--quiet")
+    assert code == 2 and "--out is empty" in err and not list(tmp_path.iterdir())
+
+
+def test_a_corrected_command_can_follow_one_that_failed_at_once(model_folder: Path, tmp_path: Path) -> None:
+    words = ["dump", "--model", model_folder, "--n", 2, "--max-new", 3, "--out", tmp_path / "d", "--quiet"]
+    code, _, err = run(*words, "--knob", "flips=500")
+    assert code == 2 and "exceed the model's" in err and not (tmp_path / "d").exists()
+    assert run(*words, "--knob", "flips=2")[0] == 0
+
+
+def test_workers_are_used(dump_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without --ray: then they are on this machine."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("replaylens.engine.cluster.dump_on_cluster", lambda *_, **options: asked.update(options))
+    code, _, _ = run(*dump_words, "--out", tmp_path, "--workers", 1)
+    assert code == 0 and (asked["address"], asked["workers"]) == ("local", 1)
+
+
+def test_draft_model(dump_words: list[str], tmp_path: Path) -> None:
+    code, _, err = run(*dump_words, "--out", tmp_path, "--drafter", "model", "--draft-model", "coin-draft", "--quiet")
+    assert code == 0, err
+    assert Dump.open(tmp_path).manifest.plan.drafter_settings["weights"] == Engine.load("coin-draft").fingerprint.weights
+
+
+def test_window_one_drafts_nothing(model_folder: Path) -> None:
+    code, out, _ = run("replay", "--model", model_folder, "--n", 1, "--max-new", 3, "--window", 1, "--quiet")
+    assert code == 0 and "nothing drafted" in out
 
 
 def test_existing_dump(dump_words: list[str], copy: Path) -> None:
@@ -134,6 +175,19 @@ def test_verify_with_another_model(reference: Dump, model_folder: Path, tmp_path
     assert code == 2 and out.startswith("other fingerprint") and "weights: " in out
 
 
+def test_the_embedded_model_that_made_a_dump_is_found(tmp_path: Path, reference: Dump, copy: Path) -> None:
+    """Also one that thinks. Where it is none of ours, --model is asked for, and the files are looked at all the same."""
+    words = ["dump", "--model", "coin-thinking", "--n", 2, "--knob", "flips=1", "--sites", "S", "--quiet"]
+    assert run(*words, "--out", tmp_path / "thinking")[0] == 0
+    code, out, _ = run("verify", tmp_path / "thinking", "--all", "--quiet")
+    assert code == 0 and out.startswith("verified: 2 examples")
+    code, out, _ = run("verify", reference.url, "--quiet")
+    assert code == 2 and "name its model with --model" in out
+    flip_bit(copy / "shard-00002.safetensors")
+    code, out, _ = run("verify", copy, "--quiet")
+    assert code == 1 and "shard-00002.safetensors was changed" in out
+
+
 def test_diff(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
     run(*dump_words, "--out", tmp_path, "--drafter", "tree", "--quiet")
     code, out, _ = run("diff", reference.url, tmp_path, "--quiet")
@@ -141,6 +195,9 @@ def test_diff(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
     code, out, _ = run("diff", reference.url, tmp_path, "--accepted", "--quiet", "--json")
     assert code == 0 and json.loads(out)["same"] is True
     assert run("diff", reference.url, tmp_path / "nowhere", "--quiet")[0] == 2
+    flip_bit(tmp_path / "shard-00001.safetensors")
+    code, out, err = run("diff", tmp_path, tmp_path, "--quiet")
+    assert code == 2 and not out and "shard-00001.safetensors was changed" in err
 
 
 def test_interrupt_leaves_a_resumable_dump(dump_words: list[str], model_folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from replaylens import tasks
-from replaylens.commands.dump import QuietOption, reporting
+from replaylens.commands.dump import QuietOption
+from replaylens.commands.reporting import reporting
 from replaylens.engine import zoo
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_verify import Verdict, verify

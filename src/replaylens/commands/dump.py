@@ -5,8 +5,7 @@ Exit codes: 0 fine, 1 a mismatch was found, 2 bad input or a failure that the te
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -14,8 +13,20 @@ from rich.console import Console
 from rich.text import Text
 
 from replaylens import tasks
-from replaylens.commands.completion import DRAFTERS, complete_drafter, complete_model, complete_task
-from replaylens.commands.tasks import JsonOption, setting
+from replaylens.commands.completion import complete_task
+from replaylens.commands.engines import (
+    MODEL,
+    DeviceOption,
+    DrafterOption,
+    DraftModelOption,
+    MakerOption,
+    ModelOption,
+    WindowOption,
+    check_drafter,
+    engine_that_made,
+)
+from replaylens.commands.reporting import reporting
+from replaylens.commands.tasks import JsonOption, KnobOption, settings
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_plan import DTYPES, POSITIONS, make_plan
 from replaylens.engine.dump_verify import OTHER, VERIFIED
@@ -23,44 +34,19 @@ from replaylens.engine.dump_verify import diff as diff_dumps
 from replaylens.engine.dump_verify import verify as verify_dump
 from replaylens.engine.dump_writer import write_dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, EngineError, UnfinishedDump
+from replaylens.engine.errors import BadDump, BadRequest
 from replaylens.engine.run import Result, Run
 from replaylens.engine.sampling import Sampling
 from replaylens.engine.thinking_thoughts import Thoughts
-from replaylens.tasks import TaskError
 
-MODEL = "coin-plain"
 TaskOption = Annotated[
     str, typer.Option("--task", help="A task's name; see `replaylens tasks list`.", autocompletion=complete_task)
 ]
-ModelOption = Annotated[
-    str, typer.Option("--model", help="An embedded model's name, smollm2, or a model folder.", autocompletion=complete_model)
-]
-DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
-DrafterOption = Annotated[str, typer.Option(help=f"Who guesses ahead: {', '.join(DRAFTERS)}.", autocompletion=complete_drafter)]
-KnobOption = Annotated[list[str] | None, typer.Option("--knob", help="key=value; may be given several times.")]
 TemperatureOption = Annotated[float, typer.Option(min=0, help="0: greedy.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Of the sampling; the task's own seed is --knob seed=...")]
 BatchOption = Annotated[int, typer.Option(min=1, help="Examples worked on together; changes no bit.")]
 MaxNewOption = Annotated[int | None, typer.Option(min=1, help="Tokens per answer.  [default: what the task needs]")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
-
-
-@contextmanager
-def reporting(resumable: str | None = None) -> Iterator[None]:
-    """Errors on purpose become one line and exit code 2; Ctrl-C becomes exit code 130."""
-    try:
-        yield
-    except (EngineError, TaskError, OSError) as error:
-        _say(f"{type(error).__name__}: {error}")
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt:
-        _say(f"interrupted; go on with: {resumable}" if resumable else "interrupted")
-        raise typer.Exit(130) from None
-
-
-def _say(line: str) -> None:
-    Console(stderr=True, highlight=False).print(Text(line), soft_wrap=True)
 
 
 def dump(
@@ -71,7 +57,8 @@ def dump(
     device: DeviceOption = "cpu",
     sites: Annotated[str, typer.Option(help="Letters of STCZ, or site names with commas between.")] = "STCZ",
     drafter: DrafterOption = "lens",
-    window: Annotated[int | None, typer.Option(min=1, help="Rows per verification.  [default: 8]")] = None,
+    draft_model: DraftModelOption = None,
+    window: WindowOption = None,
     knob: KnobOption = None,
     positions: Annotated[str, typer.Option(help=f"Rows to keep: {', '.join(POSITIONS)}.")] = "all",
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}.  [default: the model's]")] = None,
@@ -84,12 +71,14 @@ def dump(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what the folder holds.")] = False,
     shard: Annotated[str | None, typer.Option(help="i/n: write every n-th shard from i on, beside other processes.")] = None,
     ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster, or 'local'.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Ray workers.  [default: one per device]")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Ray workers; without --ray, on this machine.  [default: one per device]")
+    ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Replay examples of a task and write every captured row, with labels and hashes. Can be interrupted and resumed."""
-    with reporting(resumable="the same command and --resume"):
+    with reporting(lambda: "the same command and --resume"):
         options: dict[str, Any] = {
             "sites": sites,
             "drafter": drafter,
@@ -101,19 +90,23 @@ def dump(
             "examples_per_shard": shard_examples,
         }
         sampling = Sampling(temperature=temperature, seed=seed)
-        knobs = _knobs(knob)
+        knobs = settings(knob)
+        chosen: dict[str, Any] = {"device": device, "draft_model": draft_model}
         common: dict[str, Any] = {"batch": batch, "resume": resume, "progress": not quiet}
         part = _part(shard)
-        if ray is not None or (workers or 1) > 1:
+        check_drafter(model, drafter, draft_model)
+        if not out.strip():
+            raise BadRequest("--out is empty: name a folder for the dump")
+        if ray is not None or workers is not None:
             if shard is not None:
-                raise BadRequest("--shard is for processes without Ray: give one of --shard and --ray")
+                raise BadRequest("--shard is for processes without Ray: give one of --shard and --ray, --workers")
             from replaylens.engine.cluster import dump_on_cluster
 
             options |= {"knobs": knobs, "sampling": sampling}
-            where: dict[str, Any] = {"address": ray or "local", "workers": workers, "engine_options": {"device": device}}
+            where: dict[str, Any] = {"address": ray or "local", "workers": workers, "engine_options": chosen}
             made = dump_on_cluster(model, out, task, n, **where, **common, **options)
         else:
-            engine = Engine.load(model, device=device)
+            engine = Engine.load(model, **chosen)
             plan = make_plan(engine, tasks.get(task)(**knobs), n, sampling=sampling, **options)
             made = write_dump(engine, plan, out, part=part, **common)
         _tell_dump(made, out, as_json)
@@ -128,10 +121,6 @@ def _tell_dump(made: Dump | None, out: str, as_json: bool) -> None:
     else:
         typer.echo(f"{out}: {facts['rows']} rows in {facts['shards']} shards, {facts['bytes'] / 1e6:.1f} MB")
         typer.echo(f"digest {facts['digest']}\naccepted rows {facts['accepted_digest']}")
-
-
-def _knobs(given: list[str] | None) -> dict[str, Any]:
-    return dict(setting(each) for each in given or [])
 
 
 def _part(given: str | None) -> tuple[int, int]:
@@ -163,6 +152,8 @@ def replay(
     model: ModelOption = MODEL,
     device: DeviceOption = "cpu",
     drafter: DrafterOption = "lens",
+    draft_model: DraftModelOption = None,
+    window: WindowOption = None,
     knob: KnobOption = None,
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = 0,
@@ -173,11 +164,13 @@ def replay(
 ) -> None:
     """Replay examples of a task: what the model writes, what its drafter guessed, and what stood."""
     with reporting():
-        engine = Engine.load(model, device=device)
-        examples = tasks.get(task)(**_knobs(knob)).examples(n)
+        check_drafter(model, drafter, draft_model)
+        engine = Engine.load(model, device=device, draft_model=draft_model)
+        examples = tasks.get(task)(**settings(knob)).examples(n)
         run = engine.replay(
             examples,
             drafter=drafter,
+            window=window,
             sampling=Sampling(temperature=temperature, seed=seed),
             max_new=max_new,
             batch=batch,
@@ -194,8 +187,7 @@ def replay(
         console.print(_coloured(engine, result), soft_wrap=True)
         if result.thoughts is not None:
             console.print(Text(str(run.tree(number))), soft_wrap=True)
-    stood = f"{run.acceptance:.1%} of drafts accepted" if run.acceptance == run.acceptance else "nothing drafted"
-    console.print(f"{len(run)} examples, {run.accuracy:.1%} correct, {stood}")
+    console.print(f"{len(run)} examples, {run.accuracy:.1%} correct, {run.drafting}")
 
 
 def _record(engine: Engine, result: Result) -> dict[str, Any]:
@@ -241,11 +233,7 @@ def inspect(
 ) -> None:
     """What a dump holds: task, options, sites, labels, fingerprint, digests."""
     with reporting():
-        try:
-            found = Dump.open(path)
-        except UnfinishedDump as error:
-            _say(f"unfinished: {error}")
-            raise typer.Exit(2) from error
+        found = Dump.open(path)
     manifest = found.manifest
     facts = _facts(found) | {
         "plan": manifest.plan.to_json(),
@@ -276,7 +264,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def verify(
     path: Annotated[str, typer.Argument(help="A dump's folder.")],
-    model: ModelOption = MODEL,
+    model: MakerOption = None,
     device: DeviceOption = "cpu",
     sample: Annotated[str, typer.Option(help="Share of the examples to replay: 0.01, or 1%.")] = "0.01",
     every: Annotated[bool, typer.Option("--all", help="Replay every example.")] = False,
@@ -288,9 +276,21 @@ def verify(
     """Check a dump's hashes, then replay some of its examples and compare every bit."""
     with reporting():
         share: float | str = "all" if every else _share(sample)
-        verdict = verify_dump(path, Engine.load(model, device=device), sample=share, seed=seed, batch=batch, progress=not quiet)
+        maker = _maker(path, device) if model is None else Engine.load(model, device=device)
+        engine = maker or Engine.load(MODEL, device=device)  # any will do to check the files
+        verdict = verify_dump(path, engine, sample=share, seed=seed, batch=batch, progress=not quiet)
+        if verdict.status == OTHER and maker is None:
+            verdict = replace(verdict, notes=("no embedded model made this dump: name its model with --model",))
     typer.echo(json.dumps(asdict(verdict), indent=1) if as_json else str(verdict))
     raise typer.Exit({VERIFIED: 0, OTHER: 2}.get(verdict.status, 1))
+
+
+def _maker(path: str, device: str) -> Engine | None:
+    """The embedded model that made a dump; None: it is none of ours, or the dump is too damaged to tell."""
+    try:
+        return engine_that_made(Dump.open(path, check_files=False), device)
+    except BadDump:
+        return None
 
 
 def _share(given: str) -> float:

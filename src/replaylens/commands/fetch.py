@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from replaylens.commands.reporting import say_error
 from replaylens.engine import smollm2
 from replaylens.engine.errors import EngineError
 
@@ -20,7 +21,7 @@ def fetch(
     try:
         folder = MODELS[name]((lambda line: None) if quiet else typer.echo)
     except EngineError as error:
-        typer.echo(f"error: {error}", err=True)
+        say_error(error)
         raise typer.Exit(1) from error
     if quiet:
         typer.echo(folder)

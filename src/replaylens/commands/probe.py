@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replaylens.commands.dump import DeviceOption, JsonOption, QuietOption, reporting
+from replaylens.commands.dump import JsonOption, QuietOption
+from replaylens.commands.engines import DeviceOption, MakerOption, engine_that_made
+from replaylens.commands.reporting import reporting
 from replaylens.engine.dump import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
@@ -55,7 +57,7 @@ def probe(
     if listed:
         _list(as_json)
         return
-    with reporting(resumable="the same command" if resume else None):
+    with reporting(lambda: "the same command" if resume else None):
         from replaylens.probes.sweeping import sweep
 
         found = _open(path)
@@ -99,7 +101,7 @@ def steer(
     factor: Annotated[float, typer.Option(help="steer: how far, in distances between class means.")] = 1.0,
     n: Annotated[int, typer.Option("--n", min=1, help="Prompts, none of them in the dump.")] = 100,
     placebos: Annotated[int, typer.Option(min=1, help="Random directions to compare with.")] = 8,
-    model: Annotated[str, typer.Option(help="The dump's model.")] = "coin-plain",
+    model: MakerOption = None,
     device: DeviceOption = "cpu",
     seed: SeedOption = 0,
     out: OutOption = None,
@@ -112,7 +114,10 @@ def steer(
 
         if test not in TESTS:
             raise BadRequest(f"--test {test}: choose {', '.join(TESTS)}")
-        found, engine = _open(path), Engine.load(model, device=device)
+        found = _open(path)
+        engine = engine_that_made(found, device) if model is None else Engine.load(model, device=device)
+        if engine is None:
+            raise BadRequest("no embedded model made this dump: name its model with --model")
         if saved is not None:
             probe = LinearProbe.load(saved)
         else:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replaylens.commands.dump import JsonOption, QuietOption, reporting
-from replaylens.engine import thinking_zoo, zoo
+from replaylens.commands.dump import JsonOption, QuietOption
+from replaylens.commands.engines import MakerOption, engine_that_made
+from replaylens.commands.reporting import reporting
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_verify import MISMATCH, Verdict
 from replaylens.engine.dump_verify import verify as verify_dump
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
 def report(
     sources: Annotated[list[str], typer.Argument(help="A dump's folder, and reports of probes; or one of these.")],
     out: Annotated[Path, typer.Option("--out", help="The HTML file to write.")] = Path("report.html"),
-    model: Annotated[
-        str | None, typer.Option("--model", help="What to replay with.  [default: the embedded model that made the dump]")
-    ] = None,
+    model: MakerOption = None,
     device: Annotated[str, typer.Option(help="Where to replay: cpu or cuda.")] = "cpu",
     verify: Annotated[float, typer.Option(min=0, max=1, help="Share of the examples to replay; 0: none.")] = 0.01,
     trees: Annotated[int, typer.Option(min=0, help="Examples that get a tree.")] = MOST_TREES,
@@ -38,11 +37,14 @@ def report(
     quiet: QuietOption = False,
 ) -> None:
     """Make one self-contained page: examples, trees, lens and probes, and the proof that it can be replayed."""
-    from replaylens.views.report import ReportPage  # needs pandas
+    from replaylens.views.report import ReportPage, page_file  # needs pandas
 
     with reporting():
+        page_file(out)
         dump, probes = _open(sources)
-        engine = None if dump is None else _engine(dump, model, device)
+        engine = None
+        if dump is not None:
+            engine = engine_that_made(dump, device) if model is None else Engine.load(model, device=device)
         verdict = None if dump is None else _verify(dump, engine, verify, quiet)
         decode = (lambda token: word(engine.text, token)) if engine is not None else None
         written = ReportPage(dump, probes, verdict, decode, trees, title).save(out, progress=not quiet)
@@ -64,15 +66,6 @@ def _open(sources: list[str]) -> "tuple[Dump | None, tuple[Report, ...]]":
     if len(dumps) > 1:
         raise BadRequest(f"{' and '.join(dumps)}: a page is about one dump; make a page of each")
     return (Dump.open(dumps[0]) if dumps else None), tuple(map(Report.load, probes))
-
-
-def _engine(dump: Dump, model: str | None, device: str) -> Engine | None:
-    """The model that made the dump: the one that is named, or that of ours with the same weights; None: neither."""
-    if model is not None:
-        return Engine.load(model, device=device)
-    made_by = dump.manifest.fingerprint.weights
-    loaded = (Engine.load(name, device=device) for name in (*zoo.names(), *thinking_zoo.names()))
-    return next((engine for engine in loaded if engine.fingerprint.weights == made_by), None)
 
 
 def _verify(dump: Dump, engine: Engine | None, share: float, quiet: bool) -> Verdict | None:

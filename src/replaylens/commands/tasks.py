@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, fields
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from replaylens import tasks
 from replaylens.commands.completion import complete_task
+from replaylens.commands.reporting import reporting
 from replaylens.tasks.errors import TaskError, UnknownLabel
 from replaylens.tasks.example import Example
 from replaylens.tasks.script import NEXT_ACTION
@@ -19,6 +20,7 @@ from replaylens.tasks.task import AnyTask
 from replaylens.tasks.tokenizer import WordTokenizer
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+KnobOption = Annotated[list[str] | None, typer.Option("--knob", help="key=value; may be given several times.")]
 
 app = typer.Typer(help="Tasks with exact ground truth: list them, look at their examples.", no_args_is_help=True)
 
@@ -50,17 +52,15 @@ def _about(name: str) -> dict[str, Any]:
 def show(
     name: Annotated[str, typer.Argument(help="A task's name; see `replaylens tasks list`.", autocompletion=complete_task)],
     n: Annotated[int, typer.Option("--n", min=1, help="How many examples.")] = 3,
-    knob: Annotated[list[str] | None, typer.Option("--knob", help="key=value; may be given several times.")] = None,
+    knob: KnobOption = None,
     labels: Annotated[str | None, typer.Option(help="Labels to show, with commas between; or 'all'.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Examples of a task, each with its labels aligned under the tokens."""
-    try:
-        task = tasks.get(name)(**dict(setting(given) for given in knob or []))
+    with reporting():
+        task = tasks.get(name)(**settings(knob))
         wanted = _wanted(task, labels)
         examples = task.examples(n)
-    except TaskError as error:
-        _fail(str(error))
     tokenizer = WordTokenizer(task.vocabulary())
     if as_json:
         typer.echo(json.dumps([_record(example, tokenizer, wanted) for example in examples], indent=1))
@@ -72,12 +72,18 @@ def show(
             console.print(line, no_wrap=True, overflow="ellipsis")
 
 
-def _fail(message: str) -> NoReturn:
-    Console(stderr=True, highlight=False).print(Text(f"error: {message}"), soft_wrap=True)
-    raise typer.Exit(2)
+def settings(given: list[str] | None) -> dict[str, Any]:
+    """Knobs as they were given, by name; TaskError for one without a value, or with two."""
+    found: dict[str, Any] = {}
+    for each in given or []:
+        name, value = _setting(each)
+        if name in found:
+            raise TaskError(f"--knob {name} is given twice: {_shown(found[name])} and {_shown(value)}")
+        found[name] = value
+    return found
 
 
-def setting(given: str) -> tuple[str, Any]:
+def _setting(given: str) -> tuple[str, Any]:
     key, equals, value = given.partition("=")
     if not equals:
         raise TaskError(f"--knob wants key=value, not {given!r}")

@@ -8,6 +8,7 @@ import numpy as np
 
 from replaylens.engine.branches import BranchStatus, TokenState
 from replaylens.engine.dump import Dump
+from replaylens.engine.errors import BadDump
 from replaylens.tasks.errors import UnknownTask
 from replaylens.views.dumped_thoughts import DumpedThoughts
 from replaylens.views.readings import Decode, Readings
@@ -117,10 +118,18 @@ def _path(branch: int, own: "pd.DataFrame", reading: Readings | None, decode: De
         holds = tuple((name, str(values[i])) for name, values in zip(labels, known, strict=True) if not _missing(values[i]))
         lens = reading.layers(position) if reading else ()
         reads = text or decode(token)
-        tokens.append(Token(reads, position, TokenState(state), _number(logprob), _number(entropy), lens, holds))
+        tokens.append(Token(reads, position, _state(state), _number(logprob), _number(entropy), lens, holds))
     rejected = branch > 0
     status = BranchStatus.REJECTED if rejected else BranchStatus.FINISHED
     return Path(branch, 0 if rejected else None, int(own["fork_position"].iloc[0]), status.value, tuple(tokens))
+
+
+def _state(written: str) -> TokenState:
+    try:
+        return TokenState(written)
+    except ValueError:
+        known = ", ".join(state.value for state in TokenState)
+        raise BadDump(f"the index has a token_state {written!r}; known: {known}. `replaylens verify` says more") from None
 
 
 def _missing(value: Any) -> bool:

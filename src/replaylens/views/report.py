@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.dump import Dump
 from replaylens.engine.dump_verify import MISMATCH, VERIFIED, Verdict
+from replaylens.engine.errors import BadRequest
 from replaylens.probes.report import Report
 from replaylens.views import dumped, heatmap, lens_map, page, probe_section, thinking, tree_html
 from replaylens.views.dumped import DumpedExample
@@ -37,7 +38,7 @@ class ReportPage:
 
     def save(self, path: str | Path, progress: bool = False) -> Path:
         """Write the page under a temporary name, then rename it."""
-        target = Path(path)
+        target = page_file(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         waiting = target.with_name(target.name + ".tmp")
         waiting.write_text(self.html(progress), encoding="utf-8")
@@ -56,6 +57,14 @@ class ReportPage:
         return page.assemble(
             title, "; ".join([*lead, *(f"{p.kind}, {len(p.lines)} lines" for p in self.probes)]), sections, data
         )
+
+
+def page_file(path: str | Path) -> Path:
+    """Where a page is to be written; BadRequest for what cannot be a file."""
+    target = Path(path)
+    if not target.name or target.is_dir():
+        raise BadRequest(f"{path} is a folder: name the file to write, such as {target / 'report.html'}")
+    return target
 
 
 def _about_dump(wanted: ReportPage, dump: Dump, progress: bool) -> tuple[list[page.Section], Markup, list[str]]:
