@@ -92,8 +92,18 @@ def train(
 
 
 def texts_of(recipe: ThinkingRecipe, device: str) -> ChunkedTexts:
-    """The recipe's training texts."""
-    return ChunkedTexts(recipe, recipe.thinking, recipe.method, recipe.width, torch.device(device))
+    """The recipe's training texts. BadRecipe where, filled up to whole chunks, they are longer than the model."""
+    texts, chunk = (
+        ChunkedTexts(recipe, recipe.thinking, recipe.method, recipe.width, torch.device(device)),
+        recipe.thinking.chunk,
+    )
+    longest = chunk * (texts.chunks or int(texts.table.sizes.max()))
+    if longest > recipe.config.max_positions:
+        raise BadRecipe(
+            f"in chunks of {chunk} tokens the longest row has {longest} tokens, the config has {recipe.config.max_positions} "
+            "positions: take smaller chunks, or texts of fewer steps"
+        )
+    return texts
 
 
 def follow(

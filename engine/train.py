@@ -8,6 +8,8 @@ import hashlib
 import json
 import math
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -43,6 +45,10 @@ Batch = list[tuple[Tensor, Tensor]]
 
 class BadRecipe(EngineError, ValueError):
     """A recipe that cannot be followed, or a saved run that belongs to another recipe."""
+
+
+class RunExists(EngineError, FileExistsError):
+    """The folder already holds a trained model, or an unfinished run that nobody said to resume."""
 
 
 @dataclass(frozen=True)
@@ -259,8 +265,8 @@ def train(
     """Follow the recipe; the trained decoder, on the CPU.
 
     `state`: a file that holds the run so far. If it is there, the run goes on from it; it is written every
-    `save_every` steps. `after_step` is told the number of steps done and the last loss (0.0 before the first step of
-    a resumed run); what it raises ends the run.
+    `save_every` steps, after the last one, and on Ctrl-C, which ends the run after its present step. `after_step` is
+    told the number of steps done and the last loss; what it raises ends the run.
     """
     texts = Texts(recipe, torch.device(device))
     steps = lambda model: LaunchedSteps(recipe, model, lambda m, step: weighted_loss(m, texts.batch(step)))  # noqa: E731
@@ -315,16 +321,18 @@ def follow(
     after_step: Callable[[int, float], None] | None,
 ) -> M:
     """Mutates `model`: the steps of a recipe, whatever the loss of a step is. The rest as in `train`."""
-    with deterministic(device):
+    with deterministic(device), held_interrupt() as interrupted:
         model = model.to(device)
         taken = steps(model)
         first = load_state(state, recipe, model, taken.optimizer) if state is not None and state.exists() else 0
-        for step in range(first, recipe.steps):
-            loss = taken.take(step)
-            if state is not None and (step + 1) % save_every == 0:
-                save_state(state, recipe, model, taken.optimizer, step + 1)
+        for done in range(first + 1, recipe.steps + 1):
+            loss, stop = taken.take(done - 1), interrupted()
+            if state is not None and (stop or done % save_every == 0 or done == recipe.steps):
+                save_state(state, recipe, model, taken.optimizer, done)
             if after_step is not None:
-                after_step(step + 1, float(loss))
+                after_step(done, float(loss))
+            if stop:
+                break
     return model.cpu().requires_grad_(False).eval()
 
 
@@ -349,6 +357,30 @@ def deterministic(device: str) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
+def held_interrupt() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is held back until the block ends, so that it cannot tear a step apart; the function says whether it came.
+
+    A second one is not held back. Outside the main thread, which alone gets signals, nothing changes.
+    """
+    before, came = signal.getsignal(signal.SIGINT), threading.Event()
+
+    def hold(*_: Any) -> None:
+        came.set()
+        signal.signal(signal.SIGINT, before)
+
+    ours = threading.current_thread() is threading.main_thread() and callable(before)
+    if ours:
+        signal.signal(signal.SIGINT, hold)
+    try:
+        yield came.is_set
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
+    if came.is_set():
+        raise KeyboardInterrupt
 
 
 def save_state(path: Path, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, done: int) -> None:

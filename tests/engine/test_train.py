@@ -1,7 +1,9 @@
 """The trainer: the same bits twice, and after an interruption; nothing held out is trained on; bad recipes are named."""
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,39 @@ def test_a_resumed_run_gives_the_uninterrupted_bits(trained: Decoder, tmp_path: 
     resumed = trainer.train(TINY, state=state, save_every=3, after_step=lambda done, loss: steps.append(done))
     assert steps == list(range(stop // 3 * 3 + 1, TINY.steps + 1)), "it goes on from the last save"
     assert_same(resumed, trained)
+
+
+def interrupted_loss(at: int) -> Callable[..., torch.Tensor]:
+    """The loss; in the middle of step number `at`, counted from 1, somebody presses Ctrl-C."""
+    real, calls = trainer.weighted_loss, count(1)
+
+    def loss(*given: Any) -> torch.Tensor:
+        if next(calls) == at:
+            signal.raise_signal(signal.SIGINT)
+        return real(*given)
+
+    return loss
+
+
+def test_ctrl_c_saves_a_whole_step(trained: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is held back to the end of the step, which is saved; resumed, the bits are those of an uninterrupted run."""
+    state, before = tmp_path / "training.safetensors", signal.getsignal(signal.SIGINT)
+    steps: list[int] = []
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trainer, "weighted_loss", interrupted_loss(at=5))
+        trainer.train(TINY, state=state, after_step=lambda done, loss: steps.append(done))
+    assert steps == [1, 2, 3, 4, 5] and signal.getsignal(signal.SIGINT) is before
+    resumed = trainer.train(TINY, state=state, after_step=lambda done, loss: steps.append(done))
+    assert steps == list(range(1, TINY.steps + 1))
+    assert_same(resumed, trained)
+
+
+def test_a_second_ctrl_c_is_not_held_back() -> None:
+    with pytest.raises(KeyboardInterrupt), trainer.held_interrupt() as came:
+        signal.raise_signal(signal.SIGINT)
+        assert came()
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the second one was held back, too")
 
 
 def test_interrupted_twice(trained: Decoder, tmp_path: Path) -> None:
@@ -279,10 +314,63 @@ def test_command_resumes(tmp_path: Path) -> None:
     assert_same(zoo.load(tmp_path)[0], trainer.train(recipe))
 
 
+@pytest.mark.usefixtures("small_command")
+def test_command_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C long before the first regular save: the run is kept, and the line says how to go on."""
+    asked = ["train", "coin-draft", "--out", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "weighted_loss", interrupted_loss(at=5))
+        result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 130 and "interrupted; go on with: the same command and --resume" in _flat(result.stderr)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "weighted_loss", interrupted_loss(at=12 - 5 + 1))
+        assert CliRunner().invoke(app, [*asked, "--resume"]).exit_code == 0, "it goes on after step 5: no eighth step"
+    assert_same(zoo.load(tmp_path / "run")[0], trainer.train(command.changed(TINY, None, None)))
+
+
+@pytest.mark.usefixtures("small_command")
+def test_command_interrupted_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "Texts", stop)
+    result = CliRunner().invoke(app, ["train", "coin-draft", "--out", str(tmp_path / "run")])
+    assert result.exit_code == 130 and "--resume" not in result.stderr and not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("small_command")
+def test_command_killed_in_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are there, the card is not: --resume makes it without another step."""
+    asked = ["train", "coin-draft", "--out", str(tmp_path)]
+
+    def die(*_: object) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zoo, "accuracy", die)
+        assert isinstance(CliRunner().invoke(app, asked).exception, Interrupted)
+    before = zoo.load(tmp_path)[0]
+    result = CliRunner().invoke(app, [*asked, "--resume"])
+    assert result.exit_code == 0 and "scoring held-out examples" in result.stderr, result.output
+    assert "for the rest of an interrupted run" in (tmp_path / "card.md").read_text()
+    assert_same(zoo.load(tmp_path)[0], before)
+
+
+@pytest.mark.usefixtures("small_command")
+@pytest.mark.parametrize("more", [[], ["--resume"]])
+def test_command_does_not_train_over_a_model(tmp_path: Path, more: list[str]) -> None:
+    asked = ["train", "coin-draft", "--steps", "2", "--out", str(tmp_path)]
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    result = CliRunner().invoke(app, [*asked, *more])
+    assert result.exit_code == 2 and "RunExists: " in result.stderr and "holds a trained model" in _flat(result.stderr)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_command_names_the_models(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["train", "coin-plane", "--out", str(tmp_path)])
-    assert isinstance(result.exception, zoo.UnknownModel)
-    assert "coin-plain, coin-draft" in str(result.exception)
+    assert result.exit_code == 2
+    assert "UnknownModel: " in result.stderr and "coin-plain, coin-draft, coin-thinking" in _flat(result.stderr)
 
 
 @pytest.mark.usefixtures("small_command")

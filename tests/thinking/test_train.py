@@ -152,9 +152,11 @@ def test_the_command(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         (["coin-thinking", "--method", "magic"], "no method"),
         (["coin-plain", "--method", "cot"], "only for models"),
+        (["coin-thinking", "--steps", "2", "--chunk", "1000"], "in chunks of 1000 tokens the longest row has 2000 tokens"),
     ],
 )
-def test_what_the_command_refuses(arguments: list[str], says: str, tmp_path: Path) -> None:
+def test_what_the_command_refuses(arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY)
     result = CliRunner().invoke(app, ["train", *arguments, "--out", str(tmp_path / "x")])
     assert result.exit_code == 2
     assert says in result.output

@@ -1,7 +1,6 @@
 """`replaylens train`: make one of the embedded models anew."""
 
 import platform
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -11,12 +10,15 @@ import typer
 from tqdm import tqdm
 
 from replaylens.commands import train_thinking
-from replaylens.commands.train_thinking import CARD_FILE, Changes
+from replaylens.commands.reporting import reporting
+from replaylens.commands.train_thinking import CARD_FILE, Changes, scoring
 from replaylens.engine import thinking_zoo, zoo
 from replaylens.engine import train as trainer
+from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.model import Decoder
-from replaylens.engine.train import Recipe
-from replaylens.engine.weights import weights_hash
+from replaylens.engine.thinking_train import Model
+from replaylens.engine.train import Recipe, RunExists
+from replaylens.engine.weights import CONFIG_FILE, weights_hash
 
 STATE_FILE = "training.safetensors"
 CARD_EXAMPLES = 500
@@ -42,41 +44,42 @@ def train(
 ) -> None:
     """Train an embedded model from scratch. Same recipe, same machine: same bits, also after an interruption."""
     folder, changes = out or Path("trained") / name, Changes(method, task, longest, chunk, backbone)
-    check_device(device)
-    check_folder(folder, resume)
-    if name in thinking_zoo.names():
-        _train_thinking(name, changes, steps, seed, device, folder, quiet)
-    elif changes.given():
-        raise typer.BadParameter(
-            f"{', '.join(changes.given())}: only for models that think ({', '.join(thinking_zoo.names())})"
-        )
-    else:
-        _train_plain(name, steps, seed, device, folder, quiet)
+    with reporting(lambda: "the same command and --resume" if (folder / STATE_FILE).exists() else None):
+        check_name(name, changes)
+        check_device(device)
+        check_folder(folder, resume)
+        if name in thinking_zoo.names():
+            model = _train_thinking(name, changes, steps, seed, device, folder, quiet)
+        else:
+            model = _train_plain(name, steps, seed, device, folder, quiet)
+    typer.echo(f"{folder}: weights {weights_hash(model)}")
 
 
 def _train_thinking(
     name: str, changes: Changes, steps: int | None, seed: int | None, device: str, folder: Path, quiet: bool
-) -> None:
+) -> Model:
     recipe = changed(train_thinking.changed(thinking_zoo.recipe(name), changes), steps, seed)
-    model, seconds = train_thinking.run(recipe, device, folder / STATE_FILE, name, quiet)
+    model, spent = train_thinking.run(recipe, device, folder / STATE_FILE, name, quiet)
     train_thinking.save(model, recipe, folder)
     given = " ".join([name, *changes.given(), f"--steps {recipe.steps} --seed {recipe.seed} --device {device}"])
-    made = f"`replaylens train {given}`, {seconds:.0f} s on {machine(device)}"
-    text = train_thinking.card(name, recipe, model.to(device), made, CARD_EXAMPLES)
-    (folder / CARD_FILE).write_text(text, encoding="utf-8")
-    (folder / STATE_FILE).unlink(missing_ok=True)
-    typer.echo(f"{folder}: weights {weights_hash(model)}")
+    made = f"`replaylens train {given}`, {spent} on {machine(device)}"
+    _finish(folder, train_thinking.card(name, recipe, model.to(device), made, CARD_EXAMPLES, progress=not quiet))
+    return model
 
 
-def _train_plain(name: str, steps: int | None, seed: int | None, device: str, folder: Path, quiet: bool) -> None:
+def _train_plain(name: str, steps: int | None, seed: int | None, device: str, folder: Path, quiet: bool) -> Decoder:
     recipe = changed(zoo.recipe(name), steps, seed)
-    model, seconds = run(recipe, device, folder / STATE_FILE, name, quiet)
+    model, spent = run(recipe, device, folder / STATE_FILE, name, quiet)
     zoo.save(model, recipe.tokenizer(), folder)
     command = f"replaylens train {name} --steps {recipe.steps} --seed {recipe.seed} --device {device}"
-    text = card(name, recipe, model, f"`{command}`, {seconds:.0f} s on {machine(device)}")
+    _finish(folder, card(name, recipe, model, f"`{command}`, {spent} on {machine(device)}", progress=not quiet))
+    return model
+
+
+def _finish(folder: Path, text: str) -> None:
+    """The card, and only then the state goes: until there is a card, --resume can go on."""
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
     (folder / STATE_FILE).unlink(missing_ok=True)
-    typer.echo(f"{folder}: weights {weights_hash(model)}")
 
 
 def changed(recipe: R, steps: int | None, seed: int | None) -> R:
@@ -85,26 +88,36 @@ def changed(recipe: R, steps: int | None, seed: int | None) -> R:
     return replace(recipe, steps=steps, warmup=min(recipe.warmup, steps // 10), seed=recipe.seed if seed is None else seed)
 
 
+def check_name(name: str, changes: Changes) -> None:
+    """Refuse models that are not ours, and options that the model does not have."""
+    if name not in (*zoo.names(), *thinking_zoo.names()):
+        raise zoo.UnknownModel(no_such("embedded model", name, (*zoo.names(), *thinking_zoo.names())))
+    if changes.given() and name not in thinking_zoo.names():
+        raise BadRequest(f"{', '.join(changes.given())}: only for models that think ({', '.join(thinking_zoo.names())})")
+
+
 def check_device(device: str) -> None:
     """Refuse a device that is not here, before any work is done."""
     if device not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"no device {device!r}; choose cpu or cuda")
+        raise BadRequest(f"no device {device!r}; choose cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("PyTorch sees no CUDA device here; use --device cpu")
+        raise BadRequest("PyTorch sees no CUDA device here; use --device cpu")
 
 
 def check_folder(folder: Path, resume: bool) -> None:
-    """Neither start over a run that could go on, nor claim to go on where there is none."""
-    there = (folder / STATE_FILE).exists()
+    """Neither start over a run that could go on or is done, nor claim to go on where there is none."""
+    there, trained = (folder / STATE_FILE).exists(), (folder / CONFIG_FILE).exists()
     if there and not resume:
-        raise typer.BadParameter(f"{folder} holds an unfinished run; add --resume, or give another --out")
+        raise RunExists(f"{folder} holds an unfinished run; add --resume, or give another --out")
+    if trained and not there:
+        raise RunExists(f"{folder} holds a trained model; give another --out, or delete the folder")
     if resume and not there:
-        raise typer.BadParameter(f"{folder} holds no unfinished run; leave out --resume")
+        raise BadRequest(f"{folder} holds no unfinished run; leave out --resume")
 
 
-def run(recipe: Recipe, device: str, state: Path, name: str, quiet: bool) -> tuple[Decoder, float]:
-    """Train with a progress bar; the model, and the seconds it took in this process."""
-    start = time.monotonic()
+def run(recipe: Recipe, device: str, state: Path, name: str, quiet: bool) -> tuple[Decoder, str]:
+    """Train with a progress bar; the model, and how long it took."""
+    told = train_thinking.stopwatch(state)
     with tqdm(total=recipe.steps, desc=name, unit="step", disable=quiet) as bar:
 
         def show(done: int, loss: float) -> None:
@@ -112,7 +125,8 @@ def run(recipe: Recipe, device: str, state: Path, name: str, quiet: bool) -> tup
             bar.set_postfix(loss=f"{loss:.4f}", longest=trainer.longest_at(recipe, done - 1), refresh=False)
 
         model = trainer.train(recipe, device, state, after_step=show)
-    return model, time.monotonic() - start
+        bar.update(recipe.steps - bar.n)  # a resumed run may have no step left
+    return model, told()
 
 
 def machine(device: str) -> str:
@@ -122,9 +136,10 @@ def machine(device: str) -> str:
     return f"{platform.machine()} CPU, threads: {torch.get_num_threads()}, torch {torch.__version__}"
 
 
-def card(name: str, recipe: Recipe, model: Decoder, made: str) -> str:
+def card(name: str, recipe: Recipe, model: Decoder, made: str, progress: bool = False) -> str:
     """What the model is, how it was made (`made`), and how well it does, measured here and now, as Markdown."""
-    return "\n".join([f"# {name}", "", *_facts(recipe, model, made), "", "## Accuracy", "", *_accuracies(recipe, model), ""])
+    accuracies = _accuracies(recipe, model, progress)
+    return "\n".join([f"# {name}", "", *_facts(recipe, model, made), "", "## Accuracy", "", *accuracies, ""])
 
 
 def _facts(recipe: Recipe, model: Decoder, made: str) -> list[str]:
@@ -150,7 +165,7 @@ def _facts(recipe: Recipe, model: Decoder, made: str) -> list[str]:
     ]
 
 
-def _accuracies(recipe: Recipe, model: Decoder) -> list[str]:
+def _accuracies(recipe: Recipe, model: Decoder, progress: bool) -> list[str]:
     """One line per number of actors. Short questions are few, so the number of different ones is told, too."""
     tokenizer = recipe.tokenizer()
     lines = [
@@ -162,7 +177,7 @@ def _accuracies(recipe: Recipe, model: Decoder) -> list[str]:
         f"| actors | {' | '.join(zoo.TESTS)} | prompts |",
         "|---:" * (len(zoo.TESTS) + 2) + "|",
     ]
-    for length in CARD_LENGTHS:
+    for length in scoring(CARD_LENGTHS, progress):
         tests = [zoo.held_out(part, length, CARD_EXAMPLES) for part in zoo.TESTS.values()]
         shares = [f"{zoo.accuracy(model, tokenizer, test):.1%}" for test in tests]
         prompts = min(len({example.root for example in test}) for test in tests)

@@ -1,14 +1,15 @@
 """`replaylens train coin-thinking`: models that think, their baselines, and the same for other tasks."""
 
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import typer
 from tqdm import tqdm
 
 from replaylens.engine import thinking_train, thinking_zoo, weights, zoo
 from replaylens.engine import train as trainer
+from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import Decoder
 from replaylens.engine.thinking_score import score
 from replaylens.engine.thinking_texts import METHODS, Method
@@ -64,12 +65,23 @@ def _method(name: str) -> Method:
     for method in METHODS:
         if method == name:
             return method
-    raise typer.BadParameter(f"no method {name!r}; choose one of {', '.join(METHODS)}")
+    raise BadRequest(f"no method {name!r}; choose one of {', '.join(METHODS)}")
 
 
-def run(recipe: ThinkingRecipe, device: str, state: Path, name: str, quiet: bool) -> tuple[Model, float]:
-    """Train with a progress bar; the model, and the seconds it took in this process."""
-    start = time.monotonic()
+def stopwatch(state: Path) -> Callable[[], str]:
+    """Starts now; tells the seconds since, and that they are not all where the run goes on from a saved state."""
+    start, rest = time.monotonic(), " for the rest of an interrupted run" if state.exists() else ""
+    return lambda: f"{time.monotonic() - start:.0f} s{rest}"
+
+
+def scoring(lengths: Sequence[int], progress: bool) -> Iterable[int]:
+    """Lengths to measure the card's accuracies at, under a progress bar that says what takes so long."""
+    return tqdm(lengths, desc="scoring held-out examples for the card", unit="length", disable=not progress)
+
+
+def run(recipe: ThinkingRecipe, device: str, state: Path, name: str, quiet: bool) -> tuple[Model, str]:
+    """Train with a progress bar; the model, and how long it took."""
+    told = stopwatch(state)
     with tqdm(total=recipe.steps, desc=f"{name} ({recipe.method})", unit="step", disable=quiet) as bar:
 
         def show(done: int, loss: float) -> None:
@@ -77,7 +89,8 @@ def run(recipe: ThinkingRecipe, device: str, state: Path, name: str, quiet: bool
             bar.set_postfix(loss=f"{loss:.4f}", longest=trainer.longest_at(recipe, done - 1), refresh=False)
 
         model = thinking_train.train(recipe, device, state, after_step=show)
-    return model, time.monotonic() - start
+        bar.update(recipe.steps - bar.n)  # a resumed run may have no step left
+    return model, told()
 
 
 def save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
@@ -89,7 +102,7 @@ def save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
         thinking_zoo.save(model, recipe.tokenizer(), folder)
 
 
-def card(name: str, recipe: ThinkingRecipe, model: Model, made: str, examples: int) -> str:
+def card(name: str, recipe: ThinkingRecipe, model: Model, made: str, examples: int, progress: bool = False) -> str:
     """What the model is, how it was made (`made`), and how well it does, measured here and now, as Markdown."""
     c, t, tasks = recipe.config, recipe.thinking, ", ".join(sorted({part.task for part in recipe.parts}))
     shares = [f"{dict(part.knobs).get('rendering', part.task)} {part.weight:g}" for part in recipe.parts]
@@ -109,11 +122,22 @@ def card(name: str, recipe: ThinkingRecipe, model: Model, made: str, examples: i
         f"| weights | `{weights.weights_hash(model)}` |",
     ]
     return "\n".join(
-        [f"# {name}", "", "| | |", "|---|---|", *facts, "", "## Accuracy", "", *accuracies(recipe, model, examples), ""]
+        [
+            f"# {name}",
+            "",
+            "| | |",
+            "|---|---|",
+            *facts,
+            "",
+            "## Accuracy",
+            "",
+            *accuracies(recipe, model, examples, progress),
+            "",
+        ]
     )
 
 
-def accuracies(recipe: ThinkingRecipe, model: Model, examples: int) -> list[str]:
+def accuracies(recipe: ThinkingRecipe, model: Model, examples: int, progress: bool = False) -> list[str]:
     """One line per number of steps: answers right, and answers with all thoughts right."""
     coin = all(part.task == "coin" for part in recipe.parts)
     tests = thinking_zoo.TESTS if coin else {part.task: Part(part.task, 1.0, part.knobs) for part in recipe.parts}
@@ -125,7 +149,7 @@ def accuracies(recipe: ThinkingRecipe, model: Model, examples: int) -> list[str]
         "|---:" * (len(tests) + 1) + "|",
     ]
     tokenizer = recipe.tokenizer()
-    for length in CARD_LENGTHS if coin else range(1, recipe.longest + 1):
+    for length in scoring(CARD_LENGTHS if coin else range(1, recipe.longest + 1), progress):
         cells = []
         for part in tests.values():
             test = zoo.held_out(part, length, examples)
