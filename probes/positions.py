@@ -6,9 +6,11 @@
 | `7` | the token at position 7 of its path |
 | `step`, `step+2`, `step-1` | where a step of the task is decided; two tokens later; the token before |
 | `step:3`, `step:3+1` | the same, of the third step only |
-| `query`, `query-1`, `query+1` | the prompt's last token, from which the answer is read; before it; the answer's first token |
+| `query`, `query-1`, `query+1` | the prompt's last token with labels; before it; the answer's first token |
 
-A row belongs to the last step decided, so `step+5` has no rows where the next step comes four tokens later.
+A row belongs to the last step decided, so `step+5` has no rows where the next step comes four tokens later. The answer is read
+from the prompt's last token. That is the query, except where a model fills prompts up with padding, which has no text and no
+labels: the query is then the last token before it, and padding is at no distance from the query.
 """
 
 import re
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from replaylens.engine.dump_content import CORE
 from replaylens.probes.errors import BadPosition
 from replaylens.probes.paths import row_paths
 
@@ -70,7 +73,7 @@ def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
     step         steps decided so far on the row's path (in a chain of thought: as far as it has walked)
     since_step   tokens since the last one was decided; NaN before the first
     until_step   tokens until the next one is decided; NaN after the last
-    since_query  tokens since the prompt's last; negative before it
+    since_query  tokens since the prompt's last one with labels, padding not counted; negative before it, NaN on padding
     steps        how many steps the example's accepted path has in all
     """
     frame = frame.copy()
@@ -79,11 +82,14 @@ def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
     counted = frame[counter].to_numpy(dtype=float, na_value=np.nan) if counter and knows_steps else None
     position = frame["position"].to_numpy()
     in_prompt = (frame["token_state"] == "prompt").to_numpy()
+    labelled = frame.drop(columns=[*CORE.names, "shard", "row", "depth"], errors="ignore").notna().any(axis=1).to_numpy()
     for rows in frame.groupby("example", sort=False).indices.values():
         main = rows[frame["branch"].to_numpy()[rows] == 0]
         prompt, after = main[in_prompt[main]], main[~in_prompt[main]]
         if len(prompt) or len(after):
-            places[3, rows] = position[rows] - (position[prompt].max() if len(prompt) else position[after].min() - 1)
+            end = position[prompt].max() if len(prompt) else position[after].min() - 1
+            query = position[prompt[labelled[prompt]]].max(initial=-1)
+            places[3, rows] = _since_query(position[rows], end if query < 0 else query, end)
     if counted is not None:
         for path in row_paths(frame):
             places[:3, path.own] = _steps(counted[path.rows], position[path.rows])[:, -path.num_own :]
@@ -91,6 +97,11 @@ def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
         frame[name] = values
     frame["steps"] = frame["step"].where(frame["branch"] == 0).groupby(frame["example"]).transform("max")
     return frame
+
+
+def _since_query(position: np.ndarray, query: int, end: int) -> np.ndarray:
+    """Tokens since the query, of a prompt that ends at `end`: what lies between them is padding and has none."""
+    return np.select([position <= query, position > end], [position - query, position - end], np.nan)
 
 
 def _steps(counted: np.ndarray, position: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClas
 from replaylens.probes.goals import make_goal
 from replaylens.probes.positions import Position
 from replaylens.probes.rows import ProbeRows, make_target
+from replaylens.probes.stage import Stage
 from replaylens.probes.sweeping import sweep
 from tests.probes.synthetic import rows_of
 from tests.toy_model import engine as toy_engine
@@ -47,6 +48,20 @@ def test_positions_of_a_text(rows: ProbeRows) -> None:
     assert (third["actions"] == 3).all() and third["example"].is_unique
     assert len(main.at("step:3-1")) == len(third) and (main.at("step:3-1").frame["actions"] == 2).all()
     assert len(main.at("all")) == len(main)
+
+
+def test_query_of_padded_prompts() -> None:
+    """A model that reads whole chunks fills prompts up: the query is the last word, the answer is next, padding is neither."""
+    thinker, task = Engine.load("coin-thinking"), tasks.get("coin")(rendering="picture")
+    rows = ProbeRows.of(thinker.replay(task.examples(8), sites="S")).accepted()
+    prompts = rows.frame[rows.frame["token_state"] == "prompt"].groupby("example")
+    padded = prompts["since_query"].agg(lambda since: since.isna().any())
+    assert padded.all()
+    for spec, words in (("query", {":"}), ("query-1", {" A"}), ("query+1", {" heads", " tails"})):
+        here = rows.at(spec)
+        assert set(here.frame["text"]) == words and len(here) == 8 and here.target("state").present.all()
+    stage = Stage(thinker, task.examples(8), "blocks.2.hook_in", "state", "query")
+    assert [subject.positions for subject in stage.subjects] == [[p] for p in rows.at("query").frame["position"]]
 
 
 def test_steps_of_rejected_branches(steps_dump: Dump) -> None:
