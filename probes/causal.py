@@ -5,12 +5,13 @@ ablate       take the direction's variation out of the rows; then fit a probe ag
 interchange  give a row the component of a row of another class, along the direction only
 
 Each is held against random directions of the same length and against untrained probes (fitted on labels exchanged between
-roots), on the same prompts and prefixes. What counts is the difference, with its interval over roots. An untrained
+roots), on the same prompts and prefixes. What counts is the difference, with its interval over roots and placebos. An untrained
 mass-mean probe is a hard placebo: where the label is the main axis along which rows vary, chance differences of means lie
 on that axis too, only their sign is random; when components are exchanged, the sign does not even matter.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from replaylens.probes.report import Report, percent, score_line
 from replaylens.probes.rows import make_target
 from replaylens.probes.splits import fold_of_roots
 from replaylens.probes.stage import Outcome, Stage, Subject, Variant
-from replaylens.probes.statistics import Estimate, bootstrap, mean_over_roots
+from replaylens.probes.statistics import Estimate, bootstrap, mean_over_placebos, mean_over_roots
 from replaylens.tasks import Example
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 PLACEBOS = 8
 """random directions that a probe's is compared with"""
+_RATE, _DIFFERENCE = (0.0, 1.0), (-1.0, 1.0)
+"""between which ends flip rates and their differences lie"""
 _FOLDS = 5
 
 
@@ -48,7 +51,8 @@ def steer(
 ) -> Report:
     """Move rows towards another class and see whether the answer follows.
 
-    untrained  probes fitted on shuffled labels (see `placebo_probes`), as a second placebo; their effects are averaged
+    examples   prompts that the probe was not fitted on; a note of the report says where some are, as far as the probe knows
+    untrained  probes fitted on shuffled labels (see `placebo_probes`), as a second placebo; a sample, as random ones are
     factor     in units of the distance between the class means; every direction moves rows equally far
     position   default: where the probe was fitted
     """
@@ -144,9 +148,7 @@ def _towards(chosen: LinearProbe, probe: LinearProbe, factor: float) -> Variant:
 
 def _random(probe: LinearProbe, number: int, seed: int) -> LinearProbe:
     """The probe with its weights replaced by noise."""
-    noise = np.random.default_rng([seed, number, 0xD1CE]).normal(size=probe.weight.shape)
-    names = ("bias", "means", "classes", "label", "site", "cell", "position", "estimator", "source")
-    return LinearProbe(noise, **{name: getattr(probe, name) for name in names})
+    return replace(probe, weight=np.random.default_rng([seed, number, 0xD1CE]).normal(size=probe.weight.shape))
 
 
 def _compare(
@@ -166,22 +168,29 @@ def _compare(
     ceilings = ceilings or {}
     directions = [probe, *(_random(probe, i, seed) for i in range(placebos)), *untrained]
     played = stage.play([*map(make, directions), *ceilings.values()])
-    outcomes = {"probe": played[0], "random direction": _mean(played[1 : 1 + placebos])}
+    own, many = played[0], {"random direction": played[1 : 1 + placebos]}
     if untrained:
-        outcomes["untrained probe"] = _mean(played[1 + placebos : len(directions)])
-    outcomes |= dict(zip(ceilings, played[len(directions) :], strict=True))
-    lines = [_line(f"{kind}: {name}", outcome, stage.roots, seed) for name, outcome in outcomes.items()]
-    for name in ("random direction", "untrained probe"):
-        if name in outcomes:
-            lines.append(_difference(f"{kind}: probe minus {name}", outcomes["probe"], outcomes[name], stage.roots, seed))
+        many["untrained probe"] = played[1 + placebos : len(directions)]
+    others = dict(zip(ceilings, played[len(directions) :], strict=True))
+    lines = [
+        _line(f"{kind}: probe", own, stage.roots, seed),
+        *(_line_of_placebos(f"{kind}: {name}", each, stage.roots, seed) for name, each in many.items()),
+        *(_line(f"{kind}: {name}", each, stage.roots, seed) for name, each in others.items()),
+        *(_difference(f"{kind}: probe minus {name}", own, each, stage.roots, seed) for name, each in many.items()),
+    ]
     about = {"label": probe.label, "site": probe.site, "position": stage.position.spec, "estimator": probe.estimator}
     settings = {**about, **settings, "placebos": placebos, "seed": seed, "prompts": len(stage.subjects)}
     notes = [] if untrained else ["untrained probe: none was given"]
-    return Report(kind, lines, probe.source, settings, notes, _say(kind, lines, about))
+    notes += [f"spread between placebos: only one {name} was given" for name, each in many.items() if len(each) == 1]
+    return Report(kind, lines, probe.source, settings, notes + _not_held_out(stage, probe), _say(kind, lines, about))
 
 
-def _mean(outcomes: list[Outcome]) -> Outcome:
-    return Outcome(np.mean([o.flipped for o in outcomes], axis=0), np.mean([o.pull for o in outcomes], axis=0))
+def _not_held_out(stage: Stage, probe: LinearProbe) -> list[str]:
+    """Notes on prompts that the probe was fitted on, as far as it knows them."""
+    if not probe.roots:
+        return ["held-out prompts: the probe does not tell which ones it was fitted on"]
+    seen = int(np.isin(stage.roots, probe.roots).sum())
+    return [f"held-out prompts: {seen} of {len(stage.roots)} are among those that the probe was fitted on"] if seen else []
 
 
 def _line(what: str, outcome: Outcome, roots: np.ndarray, seed: int) -> dict[str, Any]:
@@ -190,9 +199,15 @@ def _line(what: str, outcome: Outcome, roots: np.ndarray, seed: int) -> dict[str
     return score_line(what, "flip rate", rate, len(roots), **_nats(pull))
 
 
-def _difference(what: str, a: Outcome, b: Outcome, roots: np.ndarray, seed: int) -> dict[str, Any]:
-    rate = mean_over_roots(a.flipped - b.flipped, roots, seed=seed)
-    pull = mean_over_roots(a.pull - b.pull, roots, seed=seed)
+def _line_of_placebos(what: str, placebos: list[Outcome], roots: np.ndarray, seed: int) -> dict[str, Any]:
+    rate = mean_over_placebos(np.stack([p.flipped for p in placebos]), roots, seed=seed, ends=_RATE)
+    pull = mean_over_placebos(np.stack([p.pull for p in placebos]), roots, seed=seed)
+    return score_line(what, "flip rate", rate, len(roots), **_nats(pull))
+
+
+def _difference(what: str, own: Outcome, placebos: list[Outcome], roots: np.ndarray, seed: int) -> dict[str, Any]:
+    rate = mean_over_placebos(np.stack([own.flipped - p.flipped for p in placebos]), roots, seed=seed, ends=_DIFFERENCE)
+    pull = mean_over_placebos(np.stack([own.pull - p.pull for p in placebos]), roots, seed=seed)
     return score_line(what, "difference of flip rates", rate, len(roots), **_nats(pull))
 
 

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from replaylens.engine.errors import UnknownSite
 from replaylens.probes.errors import BadRows
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.rows import Cell
+from replaylens.probes.sources import LETTERS
 from replaylens.probes.stage import Stage
 from replaylens.tasks import Example
 
@@ -35,7 +37,7 @@ def find_direction(
     """
     from transformer_lens.tools.analysis.interchange import fit_das
 
-    name = engine.sites.letter(site)[layer] if site in ("S", "T", "C") else engine.sites.resolve(site)
+    name = _name(engine, site, layer)
     stage = Stage(engine, examples, name, label, "query")
     tokens = [subject.tokens for subject in stage.subjects]
     if len({len(path) for path in tokens}) != 1:
@@ -68,4 +70,16 @@ def find_direction(
     way = way if way @ (means[1] - means[0]) > 0 else -way
     about = {"task": examples[0].task, "fingerprint": engine.fingerprint.digest, "digest": ""}
     cell = Cell(site, layer)
-    return LinearProbe(way[None], -way[None] @ means.mean(0), means, names, label, name, cell, "query", "das", about)
+    roots = tuple(np.unique(stage.roots).tolist())
+    bias = -way[None] @ means.mean(0)
+    return LinearProbe(way[None], bias, means, names, label, name, cell, "query", "das", about, roots)
+
+
+def _name(engine: "Engine", site: str, layer: int) -> str:
+    """The site's own name. UnknownSite where the letter has no such layer."""
+    if site not in LETTERS:
+        return engine.sites.resolve(site)
+    names = engine.sites.letter(site)
+    if layer not in range(len(names)):
+        raise UnknownSite(f"no layer {layer}; {site} has layers 0 to {len(names) - 1}")
+    return names[layer]

@@ -13,7 +13,6 @@ from sklearn.base import clone
 from sklearn.pipeline import Pipeline
 
 from replaylens.engine.dump import Dump
-from replaylens.engine.dump_content import at_layer
 from replaylens.engine.run import Run
 from replaylens.probes import registry
 from replaylens.probes.erasers import row_space
@@ -46,6 +45,15 @@ class LinearProbe:
     estimator: str
     source: dict[str, Any]
     """of the rows it was fitted on: task, digest, fingerprint"""
+    roots: tuple[str, ...] = ()
+    """the root prompts it was fitted on, sorted; none: they are not known"""
+
+    def __repr__(self) -> str:
+        where = str(self.cell) if str(self.cell) == self.site else f"{self.cell} ({self.site})"
+        return (
+            f"LinearProbe({self.label} at {where}, {self.position}: {', '.join(self.classes)}; {self.estimator} on "
+            f"{len(self.roots) or 'unknown'} roots, d = {self.weight.shape[1]})"
+        )
 
     def scores(self, X: np.ndarray) -> np.ndarray:
         """[rows] for two classes, else [rows, classes]"""
@@ -93,6 +101,7 @@ class LinearProbe:
             "schema": SCHEMA,
             "classes": list(self.classes),
             "cell": [self.cell.site, self.cell.layer],
+            "roots": list(self.roots),
             **{name: getattr(self, name) for name in ("label", "site", "position", "estimator", "source")},
         }
         path.with_suffix(".json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
@@ -109,7 +118,8 @@ class LinearProbe:
                 raise BadProbeFile(f"{path} is {raw['format']} {raw['schema']}; wanted is {FORMAT} {SCHEMA}")
             arrays = {name: tensors[name].numpy() for name in _TENSORS}
             text = {name: raw[name] for name in ("label", "site", "position", "estimator", "source")}
-            probe = cls(**arrays, classes=tuple(raw["classes"]), cell=Cell(*raw["cell"]), **text)
+            roots = tuple(map(str, raw.get("roots", ())))  # older files do not tell
+            probe = cls(**arrays, classes=tuple(raw["classes"]), cell=Cell(*raw["cell"]), roots=roots, **text)
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise BadProbeFile(f"{path} is no saved probe: {error}") from error
         return probe._checked(path)
@@ -150,7 +160,9 @@ def fit_probe(
         raise NotLinear(
             f"{estimator} has no direction; linear ones: logistic, ridge, lda, mass-mean, mass-mean-whitened, sparse"
         )
-    rows = ProbeRows.of(given).accepted().at(position)
+    rows = ProbeRows.of(given)
+    cell = rows.cell(site, layer)
+    rows = rows.accepted().at(position)
     target = rows.target(label)
     rows, target = rows.where(target.present), target[target.present]
     goal = make_goal(target)
@@ -160,16 +172,26 @@ def fit_probe(
     values = target.values
     if shuffled:
         values = values[root_permutations(goal.codes, rows.roots, 1, seed)[0]]
-    cell = Cell(site, layer)
     X = rows.matrix(site, layer).astype(np.float64)
     weight, bias = coefficients(clone(spec.make()).fit(X, values))
     means = np.stack([X[values == name].mean(0) for name in goal.classes])
-    layers = rows.source.letters(site)
-    stored = at_layer(site, layers, layer) if layers else site
-    return LinearProbe(weight, bias, means, goal.classes, label, stored, cell, str(position), estimator, about_rows(rows))
+    stored = site if layer is None else rows.source.letters(site).get(layer, site)
+    return LinearProbe(
+        weight,
+        bias,
+        means,
+        goal.classes,
+        label,
+        stored,
+        cell,
+        str(position),
+        estimator,
+        about_rows(rows),
+        tuple(np.unique(rows.roots).tolist()),
+    )
 
 
-def placebo_probes(given: Dump | Run | ProbeRows, like: LinearProbe, count: int = 4, seed: int = 0) -> list[LinearProbe]:
+def placebo_probes(given: Dump | Run | ProbeRows, like: LinearProbe, count: int = 8, seed: int = 0) -> list[LinearProbe]:
     """Probes of the same kind and place as another, each fitted on labels exchanged between roots."""
     rows, cell = ProbeRows.of(given), like.cell
     how: dict[str, Any] = dict(site=cell.site, layer=cell.layer, position=like.position, estimator=like.estimator)

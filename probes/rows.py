@@ -196,6 +196,13 @@ class ProbeRows:
             raise UnknownSite(f"sites {sites!r} at layers {layers}: there is nothing there")
         return cells
 
+    def cell(self, site: str, layer: int | None = None) -> Cell:
+        """One place, as `cells` gives them: a letter with its layer, or a stored name. UnknownSite says what there is."""
+        if site in LETTERS and layer is None:
+            stored = ", ".join(str(each.layer) for each in self.cells(site))
+            raise UnknownSite(f"site {site} comes by layer: say which, there are {stored}")
+        return self.cells(site, [layer])[0] if site in LETTERS and layer is not None else Cell(site, layer)
+
     def matrix(self, site: str, layer: int | None = None) -> np.ndarray:
         """[rows, d], in float32 or wider. BadRows where a row is not finite."""
         x = self.source.take(site, layer, self.numbers)

@@ -86,7 +86,13 @@ class MemorySource:
         if name not in self.tensors:
             raise UnknownSite(f"{name!r} was not captured; captured: {', '.join(self.tensors)}")
         x = self.tensors[name][torch.from_numpy(numbers)]
-        return _flat(x[:, layer] if name.startswith("Z.") and layer is not None else x)
+        if layer is None or stored:
+            return _flat(x)
+        if not name.startswith("Z."):
+            raise UnknownSite(f"{name} is a site of one layer: leave the layer out, or give a letter to choose one")
+        if not -x.shape[1] <= layer < x.shape[1]:
+            raise UnknownSite(f"{name} is stored at layers 0 to {x.shape[1] - 1}, not {layer}")
+        return _flat(x[:, layer])
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Outcome:
     """What a variant did, per subject."""
 
     flipped: np.ndarray
-    """1 where another answer than the model's own is now the likeliest, else 0; a mean over placebos lies between"""
+    """1 where another answer than the model's own is now the likeliest, else 0"""
     pull: np.ndarray
     """how many nats the margin of the model's own answer over the best other one shrank"""
 

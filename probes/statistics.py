@@ -99,11 +99,40 @@ def bootstrap(
     draws = (weights @ above.T) / (weights @ below.T)  # [resamples, cells]
     value = above.sum(1) / below.sum(1)
     low, high = interval(value, draws, level, folds)
-    edge = ((1 - level) / 2) ** (1 / above.shape[1])  # the rate at which all roots would agree by chance this rarely
-    low = np.where((value == 1) & (low == 1), edge, low)
-    high = np.where((value == 0) & (high == 0), 1 - edge, high)
+    doubt = _doubt(above.shape[1], level)
+    low = np.where((value == 1) & (low == 1), 1 - doubt, low)
+    high = np.where((value == 0) & (high == 0), doubt, high)
     low, high = np.maximum(low, least), np.minimum(high, 1.0)  # widening knows nothing of where scores end
     return [Estimate(float(v), float(a), float(b), level) for v, a, b in zip(value, low, high, strict=True)]
+
+
+def _doubt(observations: int, level: float = LEVEL) -> float:
+    """The exact binomial end where all observations agree: the largest share of others that would stay unseen this rarely."""
+    return float(1 - ((1 - level) / 2) ** (1 / observations))
+
+
+def mean_over_placebos(
+    values: np.ndarray, roots: np.ndarray, *, seed: int = 0, ends: tuple[float, float] | None = None
+) -> Estimate:
+    """The mean of values [placebos, rows] with an interval over both: each resample draws roots and, apart from them, placebos.
+
+    Placebos are a sample of directions as roots are one of prompts: where a placebo does the same to every prompt, its
+    thousand rows are one observation.
+
+    ends  the lowest and highest value there is. Where all values are alike, resampling shows no spread: then the interval is
+          the exact binomial one for the smaller of both numbers. None: values have no ends, and no such interval
+    """
+    sums, sizes = root_sums(values, roots), root_sums(np.ones(len(roots)), roots)  # [placebos, roots], [roots]
+    weights = root_weights(len(sizes), RESAMPLES, seed)
+    count = len(values)
+    drawn = np.random.default_rng([seed, 0xF1A7]).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    draws = ((drawn @ sums) * weights).sum(1) / (count * (weights @ sizes))
+    value = float(values.mean())
+    low, high = (float(end) for end in np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
+    if ends is not None and np.ptp(values) == 0:
+        doubt = _doubt(min(count, len(sizes)))
+        low, high = max(ends[0], value - doubt), min(ends[1], value + doubt)
+    return Estimate(value, low, high)
 
 
 def mean_over_roots(values: np.ndarray, roots: np.ndarray, *, seed: int = 0, folds: int = 1) -> Estimate:

@@ -11,6 +11,7 @@ from replaylens.probes.statistics import (
     bootstrap,
     false_discovery,
     max_statistic,
+    mean_over_placebos,
     mean_over_roots,
     means_over_roots,
     permuted_accuracy,
@@ -52,6 +53,30 @@ def test_interval_where_all_agree() -> None:
     assert none.low == 0 and none.high == pytest.approx(1 - 0.025 ** (1 / 30))
     with pytest.raises(TooFewRoots):
         bootstrap(np.ones((1, 3)), np.ones(3), np.array(["a"] * 3))
+
+
+@pytest.mark.parametrize("placebos, rate", [(4, 0.5), (8, 0.25), (8, 0.5), (8, 0.8)])
+def test_interval_covers_over_placebos(placebos: int, rate: float) -> None:
+    """Placebos that flip every prompt or none: intervals hold the rate of such directions; over prompts alone they do not."""
+    roots, hits, naive = np.arange(30).astype(str), 0, 0
+    for seed in range(150):
+        flips = np.random.default_rng(seed).random(placebos) < rate
+        values = np.repeat(flips[:, None].astype(float), 30, 1)
+        hits += rate in mean_over_placebos(values, roots, seed=seed, ends=(0, 1))
+        naive += rate in mean_over_roots(values.mean(0), roots, seed=seed)
+    assert hits / 150 >= 0.88 and naive / 150 < 0.5
+
+
+def test_interval_over_placebos_where_all_agree() -> None:
+    """Eight directions that flip nothing may still come from a kind of which a third does; a thousand prompts do not help."""
+    doubt = 1 - 0.025 ** (1 / 8)
+    for roots in (np.arange(8).astype(str), np.arange(1000).astype(str)):
+        none = mean_over_placebos(np.zeros((8, len(roots))), roots, ends=(0, 1))
+        assert none.value == none.low == 0 and none.high == pytest.approx(doubt)
+        equal = mean_over_placebos(np.zeros((8, len(roots))), roots, ends=(-1, 1))
+        assert equal.low == pytest.approx(-doubt) and equal.high == pytest.approx(doubt)
+        more = mean_over_placebos(np.ones((8, len(roots))), roots, ends=(-1, 1))
+        assert more.low == pytest.approx(1 - doubt) and more.value == more.high == 1
 
 
 def test_intervals_end_where_scores_end() -> None:
