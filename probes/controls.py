@@ -1,6 +1,6 @@
 """Controls: what a number must be compared with before it says anything about the model.
 
-majority        always the most frequent class of the training rows
+majority        always the most frequent class: of the training rows, or of the tested ones where that does better
 token identity  the most frequent class of the row's own token
 bag of tokens   logistic regression on how often each token occurs in the path up to the row
 shuffled        the same probe, fitted and tested on labels exchanged between roots
@@ -30,9 +30,16 @@ LEAST_TYPES, LONGEST_CONTEXT = 10, 16
 """a control task needs this many types of context; contexts grow up to so many tokens to find them"""
 
 
-def majority(codes: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
-    """Predicted class numbers [rows] of held-out rows; -1 elsewhere. Masks [folds, rows]."""
-    return token_identity(codes, np.zeros(len(codes), dtype=np.int64), train, test)
+def majority(codes: np.ndarray, train: np.ndarray, test: np.ndarray) -> float:
+    """The accuracy of always guessing one class on the tested rows. Masks [folds, rows]; rows without class (-1) do not count.
+
+    A class that is frequent in the other folds is rare in the tested one, so that guessing by training rows can fall below
+    one over the number of classes. The control is therefore at least the best constant guess on the tested rows.
+    """
+    tested = test.any(0) & (codes >= 0)
+    said = token_identity(codes, np.zeros(len(codes), dtype=np.int64), train & (codes >= 0), test)
+    best = np.bincount(codes[tested]).max() / tested.sum()
+    return max(float((said == codes)[tested].mean()), float(best))
 
 
 def token_identity(codes: np.ndarray, tokens: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Splits: which rows a probe is fitted on and which it is tested on. Always by root prompt.
 
-A root's fold is a hash of its id and the seed, ranked: the same root has the same fold at every site, layer, position and
-label of a sweep, whatever rows are there. Two branches of a root are never on both sides; a split that would have them there is
-refused, not repaired.
+A root's fold is the rank of a hash of its id and the seed among the roots that have rows there: the same root has the same fold
+at every site, layer and label of a position, and at every position that the same roots have rows of. Where only some have
+(`step:3`), ranks are theirs, and a root's fold can be another one. Two branches of a root are never on both sides; a split that
+would have them there is refused, not repaired.
 """
 
 import hashlib

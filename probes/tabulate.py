@@ -158,7 +158,7 @@ def _shared_controls(place: Place, goal: Goal) -> dict[str, Any]:
     train, test, tested = place.split.train & goal.present, place.split.test, place.tested(goal)
     tokens = place.rows.frame["token"].to_numpy()
     found = {
-        "majority": _score(goal, controls.majority(goal.codes, train, test), tested),
+        "majority": controls.majority(goal.codes, train, test),
         "token_identity": _score(goal, controls.token_identity(goal.codes, tokens, train, test), tested),
     }
     if place.bags is not None:

@@ -81,8 +81,7 @@ def _line(
 ) -> dict[str, Any]:
     tested = masks[1].any(0)
     score = bootstrap(right[tested][None], np.ones(tested.sum()), roots[tested], seed=seed, folds=len(masks[1]))[0]
-    guess = (majority(goal.codes, *masks) == goal.codes)[tested].mean()
-    size: dict[str, Any] = dict(majority=float(guess), roots=len(np.unique(roots[tested])))
+    size: dict[str, Any] = dict(majority=majority(goal.codes, *masks), roots=len(np.unique(roots[tested])))
     return score_line(what, "accuracy", score, int(tested.sum()), cell, **size)
 
 

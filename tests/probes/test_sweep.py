@@ -200,6 +200,16 @@ def test_residualised_rows_lose_the_nuisance() -> None:
 # Controls
 
 
+def test_majority_is_no_worse_than_a_constant() -> None:
+    """Each row held out, the others have more of the other class: guessing by them is always wrong, a coin is not."""
+    codes, alone = np.array([0, 1] * 5), np.eye(10, dtype=bool)
+    assert (controls.token_identity(codes, np.zeros(10, int), ~alone, alone) != codes).all()
+    assert controls.majority(codes, ~alone, alone) == 0.5
+    some = np.array([0, 0, 1, -1, 1, 0, -1, 0])  # two rows without a class
+    one = np.arange(8)[None] < 4
+    assert controls.majority(some, ~one, one) == 2 / 3
+
+
 def test_bags_count_the_path(steps_dump: Dump) -> None:
     """Token counts of a row, rejected or not, are those of the tokens on its own path."""
     every = ProbeRows.of(steps_dump)
