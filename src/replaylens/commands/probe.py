@@ -100,7 +100,7 @@ def steer(
     test: Annotated[str, typer.Option(help=f"{', '.join(TESTS)}.")] = "steer",
     factor: Annotated[float, typer.Option(help="steer: how far, in distances between class means.")] = 1.0,
     n: Annotated[int, typer.Option("--n", min=1, help="Prompts, none of them in the dump.")] = 100,
-    placebos: Annotated[int, typer.Option(min=1, help="Random directions to compare with.")] = 8,
+    placebos: Annotated[int, typer.Option(min=1, help="Random directions, and untrained probes, to compare with.")] = 8,
     model: MakerOption = None,
     device: DeviceOption = "cpu",
     seed: SeedOption = 0,
@@ -122,7 +122,8 @@ def steer(
             probe = LinearProbe.load(saved)
         else:
             probe = fit_probe(found, label, site=site, layer=layer, position=position, estimator=estimator)
-        how: dict[str, Any] = {"untrained": placebo_probes(found, probe, seed=seed), "placebos": placebos, "seed": seed}
+        how: dict[str, Any] = {"placebos": placebos, "seed": seed}
+        how["untrained"] = placebo_probes(found, probe, count=placebos, seed=seed)
         if test == "steer":
             how["factor"] = factor
         report = getattr(causal, test)(engine, probe, _unseen(found, n), **how)
