@@ -52,6 +52,9 @@ class Thought:
     state: Tensor
     """what it hands on to the next chunk: [c, d_model]"""
 
+    def __repr__(self) -> str:
+        return f"Thought(tokens={self.tokens}, state of {' x '.join(map(str, self.state.shape))})"
+
     @property
     def empty(self) -> bool:
         return len(self.tokens) == 1
@@ -79,6 +82,10 @@ class Thoughts:
     inner: tuple[PlacedEdit, ...] = ()
     """interventions on S, T and C that it was thought under"""
     rounds: tuple[Round, ...] = ()
+
+    def __repr__(self) -> str:
+        chunks = f"{len(self.chunks)} chunks of {self.config.chunk} tokens"
+        return f"Thoughts({chunks}, {sum(not t.empty for t in self.chunks)} with a thought, {len(self.rounds)} rounds)"
 
     def until(self, length: int) -> "Thoughts":
         """What depends on the first `length` tokens alone: thoughts of whole chunks, and the states that they hand on."""

@@ -3,14 +3,17 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from replaylens.views.timeline import Timeline
 from replaylens.views.tree import Tree
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_snippets() -> None:
+def test_snippets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All code blocks in one go; then the last lines of each are what the page says they are."""
+    monkeypatch.chdir(tmp_path)
     text = (DOCS / "views.md").read_text()
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.S):
@@ -18,6 +21,7 @@ def test_snippets() -> None:
     run, root = names["run"], names["root"]
     assert isinstance(run.tree(1), Tree) and isinstance(run.timeline(1), Timeline)  # type: ignore[attr-defined]
     assert len(root.tree().paths) >= 3  # type: ignore[attr-defined]
+    assert str(names["told"]) == str(names["wrong"].timeline())  # type: ignore[attr-defined]
 
 
 def test_pictures_are_there() -> None:

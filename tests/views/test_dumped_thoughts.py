@@ -175,3 +175,11 @@ def test_a_run_in_a_notebook_unfolds_its_pictures() -> None:
     classes = [value or "" for name, value in found.attributes if name == "class"]
     assert classes.count("rl-thinking") == 3 and "rl-tree" not in classes
     assert classes.count("rl-chunk") == sum(len(run.tree(i).chunks) for i in range(3))
+
+
+def test_thoughts_and_runs_are_told_in_a_line() -> None:
+    run = thinker().replay(COIN.examples(2), window=1)
+    assert isinstance(run, Run) and repr(run).endswith("nothing drafted)")
+    thoughts = run[0].thoughts
+    assert thoughts is not None and repr(thoughts).startswith(f"Thoughts({len(thoughts.chunks)} chunks of {CHUNK} tokens, ")
+    assert len(repr(thoughts)) < 100 and repr(thoughts.chunks[0]).endswith("state of 3 x 32)")

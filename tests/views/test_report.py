@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from replaylens.tasks import WordTokenizer
 from replaylens.views import dumped, lens_map
 from replaylens.views.readings import word
 from replaylens.views.report import ReportPage
+from tests.dumps.damage import flip_bit, forge_index
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE
 
@@ -253,3 +255,25 @@ def test_command_refuses_what_it_cannot_do(dump: Dump, tmp_path: Path) -> None:
     unknown = call(dump.url, "--out", tmp_path / "a.html")
     assert unknown.exit_code == 2 and "--model" in unknown.output and not (tmp_path / "a.html").exists()
     assert call(dump.url, "--out", tmp_path / "a.html", "--verify", 0).exit_code == 0
+
+
+@pytest.mark.parametrize("out", [".", "", "folder", "folder/.."])
+def test_a_folder_is_no_page(dump: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    done = call(dump.url, "--verify", 0, "--out", out)
+    assert done.exit_code == 2 and done.stderr.startswith("BadRequest: ") and "name the file" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_damaged_index_is_named(dump: Dump, tmp_path: Path) -> None:
+    """By its hash; and one whose hash was corrected, by what it says."""
+    copy = tmp_path / "copy"
+    shutil.copytree(dump.url, copy)
+    forge_index(copy, "token_state", 2, "proUpt")
+    done = call(copy, "--verify", 0, "--out", tmp_path / "a.html")
+    assert done.exit_code == 2 and "token_state 'proUpt'" in done.stderr
+    flip_bit(copy / "index.parquet", 100)
+    done = call(copy, "--verify", 0, "--out", tmp_path / "a.html")
+    assert done.exit_code == 2 and "BadDump: " in done.stderr and "its SHA-256 is another" in done.stderr
+    assert not (tmp_path / "a.html").exists()

@@ -53,7 +53,7 @@ def test_all_drafts_stand(t: list[int]) -> None:
     assert verify.checks[-1].draft is None and verify.checks[-1].verifier is not None
     assert accept.kv == Fill(6, 4)
     assert shown(accept) == [("T0", ACCEPTED), ("T1", ACCEPTED), ("T2", ACCEPTED), ("T3", ACCEPTED), ("T4", PENDING)]
-    assert [slot.text for slot in accept.generated] == [str(token) for token in t[:5]]
+    assert [slot.text for slot in accept.generated] == [f" {token}" for token in t[:5]]
 
 
 def test_a_draft_is_rejected(t: list[int]) -> None:
@@ -64,7 +64,7 @@ def test_a_draft_is_rejected(t: list[int]) -> None:
     assert [frame.phase for frame in (decode, verify, rollback)] == [Phase.DECODE, Phase.VERIFY, Phase.ROLLBACK]
     assert shown(verify) == [("T0", PENDING), ("T1′", DRAFT), ("T2′", REJECTED), ("T3′", REJECTED)]
     said = [(check.stands, check.verifier.text if check.verifier else None) for check in verify.checks]
-    assert said == [(True, str(t[1])), (False, str(t[2])), (False, None)]
+    assert said == [(True, f" {t[1]}"), (False, f" {t[2]}"), (False, None)]
     assert (decode.kv, rollback.kv) == (Fill(6, 0, 4), Fill(6, 2))
     assert shown(rollback) == [("T0", ACCEPTED), ("T1", ACCEPTED), ("T2", PENDING)]
 
@@ -73,9 +73,9 @@ def test_siblings(t: list[int]) -> None:
     wrong = (t[1] + 1) % 61
     frames = frames_of({len(P) + 1: [[wrong, wrong], t[1:3]]}, 4)
     decode, verify, rollback = frames[2:5]
-    assert decode.kv.draft == 5 and [[slot.text for slot in c] for c in decode.siblings] == [[str(t[1]), str(t[2])]]
+    assert decode.kv.draft == 5 and [[slot.text for slot in c] for c in decode.siblings] == [[f" {t[1]}", f" {t[2]}"]]
     assert [[slot.state for slot in chain] for chain in verify.siblings] == [[REJECTED, REJECTED]]
-    assert [slot.text for slot in verify.generated] == [str(token) for token in t[:3]]
+    assert [slot.text for slot in verify.generated] == [f" {token}" for token in t[:3]]
     assert rollback.kv == Fill(6, 3)
 
 
@@ -126,7 +126,7 @@ def test_tokens_that_left_no_event_are_unknown_not_invented(t: list[int]) -> Non
     told = timeline(subject.trace, branch.id, str)
     assert [slot.text for slot in told.frames[-1].generated] == ["…"] * 3
     known = timeline(subject.trace, branch.id, str, {branch.id: branch.tokens})
-    assert [slot.text for slot in known.frames[-1].generated] == [str(token) for token in t[:3]]
+    assert [slot.text for slot in known.frames[-1].generated] == [f" {token}" for token in t[:3]]
     false = timeline(subject.trace, branch.id, str, {branch.id: [*P, 0, 0, 0]})
     assert [slot.text for slot in false.frames[-1].generated] == ["…"] * 3, "a path that the trace did not see"
 

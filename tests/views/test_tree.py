@@ -11,6 +11,7 @@ from replaylens.engine.run import Run
 from replaylens.views import live, tree_html
 from replaylens.views.readings import Readings, word
 from replaylens.views.tree import Tree, visible
+from tests.toy_model import random_model
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE
 
@@ -78,6 +79,14 @@ def test_a_fork_hangs_where_it_left(engine: Engine) -> None:
     assert child.tree().trunk.fork_position == 0, "a fork's own tree shows its whole path"
     for branch in (early, child, root):
         branch.release()
+
+
+def test_numbers_keep_apart_where_there_is_no_tokenizer() -> None:
+    """In trees and timelines as in the branch's own text."""
+    engine = Engine(random_model())
+    branch = engine.prompt([60, 10, 9]).force([1, 19])
+    assert branch.text == "60 10 9 1 19"
+    assert " 60 10 9" in str(branch.tree()) and " 1 19" in str(branch.tree()) and " 1 19" in str(branch.timeline())
 
 
 def test_too_many_branches_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

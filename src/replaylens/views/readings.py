@@ -68,7 +68,9 @@ class Readings:
 
 
 def word(text: Text, token: int) -> str:
-    """How a token reads; the one that ends a text, which reads as nothing, by its name."""
+    """How a token reads; the one that ends a text, which reads as nothing, by its name; a number with a space before it."""
+    if text.tokenizer is None:
+        return f" {text.token(token)}"
     return text.token(token) or ("<eos>" if token == text.eos_id else "")
 
 
