@@ -57,6 +57,10 @@ class ThinkingRecipe(Recipe):
         self.thinking.check(self.config)
         if (eos := self.tokenizer().eos_id) != self.thinking.eos_token:
             raise BadRecipe(f"thoughts would end with token {self.thinking.eos_token}, but the tokenizer's <EOS> is {eos}")
+        if 2 * self.thinking.chunk > (most := self.config.max_positions):
+            raise BadRecipe(
+                f"chunks of {self.thinking.chunk} tokens: a text takes two at least, and the config has {most} positions"
+            )
         if self.precision not in get_args(Precision):
             raise BadRecipe(f"no precision {self.precision!r}; known: {', '.join(get_args(Precision))}")
         if self.method not in METHODS:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import replaylens
 from replaylens.cli import COMMANDS, app, main
 from replaylens.engine import zoo
+from tests.dumps.damage import edit_manifest
 
 COLOUR = re.compile(r"\x1b\[[\d;]*(3[0-7]|9[0-7]|38;|4[0-7])[\d;]*m")
 """an escape sequence that sets a colour; bold and underline do not count"""
@@ -145,6 +146,10 @@ WRONG = {
     "site": (["dump", "--out", "OUT", "--sites", "blocks.0.hook_inn"], "nearest: blocks.0.hook_in"),
     "drafter": (["dump", "--out", "OUT", "--drafter", "lenz"], "did you mean 'lens'?"),
     "dump": (["inspect", "OUT/nothing"], "is no dump"),
+    "knob given twice": (["replay", "--knob", "flips=2", "--knob", "flips=3"], "flips is given twice"),
+    "no drafter": (["replay", "--drafter", "none"], "give --window 1"),
+    "nobody who drafts": (["replay", "--model", "coin-draft", "--drafter", "model"], "with --draft-model"),
+    "model that thinks": (["train", "coin-thinkin"], "did you mean 'coin-thinking'?"),
     "no dump": (["probe"], "`replaylens dump` makes one"),
     "device": (["dump", "--out", "OUT", "--device", "tpu"], "give cpu or cuda"),
 }
@@ -192,6 +197,18 @@ def test_exit_code_says_yes_or_no(small: Path, tmp_path: Path) -> None:
     assert run("verify", str(other), "--quiet")[0] == 1
     assert run("verify", str(small), "--model", "coin-draft", "--quiet")[0] == 2  # another fingerprint: nothing can be said
     assert run("diff", str(small), str(tmp_path / "nowhere"), "--quiet")[0] == 2
+
+
+def test_steer_finds_the_model_of_a_dump(tmp_path: Path) -> None:
+    """Also one that thinks; where it is none of the embedded ones, it asks for --model."""
+    dump = ["dump", "--model", "coin-thinking", "--n", "12", "--knob", "flips=1,3", "--sites", "blocks.2.hook_in", "--quiet"]
+    assert run(*dump, "--out", str(tmp_path / "d"))[0] == 0
+    words = ["steer", str(tmp_path / "d"), "--site", "blocks.2.hook_in", "--n", "2", "--placebos", "1"]
+    code, out, err = run(*words)
+    assert code == 0 and "random direction" in out, err
+    edit_manifest(tmp_path / "d", lambda raw: raw["fingerprint"].update(weights="0" * 64))
+    code, out, err = run(*words)
+    assert (code, out) == (2, "") and "name its model with --model" in err
 
 
 @pytest.mark.parametrize(

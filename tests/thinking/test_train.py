@@ -152,7 +152,8 @@ def test_the_command(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         (["coin-thinking", "--method", "magic"], "no method"),
         (["coin-plain", "--method", "cot"], "only for models"),
-        (["coin-thinking", "--steps", "2", "--chunk", "1000"], "in chunks of 1000 tokens the longest row has 2000 tokens"),
+        (["coin-thinking", "--steps", "2", "--chunk", "1000"], "chunks of 1000 tokens: a text takes two at least"),
+        (["coin-thinking", "--steps", "2", "--longest", "60"], "in chunks of 2 tokens the longest row has"),
     ],
 )
 def test_what_the_command_refuses(arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

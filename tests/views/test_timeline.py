@@ -126,7 +126,7 @@ def test_tokens_that_left_no_event_are_unknown_not_invented(t: list[int]) -> Non
     told = timeline(subject.trace, branch.id, str)
     assert [slot.text for slot in told.frames[-1].generated] == ["…"] * 3
     known = timeline(subject.trace, branch.id, str, {branch.id: branch.tokens})
-    assert [slot.text for slot in known.frames[-1].generated] == [f" {token}" for token in t[:3]]
+    assert [slot.text for slot in known.frames[-1].generated] == [str(token) for token in t[:3]]
     false = timeline(subject.trace, branch.id, str, {branch.id: [*P, 0, 0, 0]})
     assert [slot.text for slot in false.frames[-1].generated] == ["…"] * 3, "a path that the trace did not see"
 
