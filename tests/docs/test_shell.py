@@ -142,6 +142,7 @@ WRONG = {
     "label": (["tasks", "show", "coin", "--labels", "faze"], "did you mean 'face'?"),
     "model": (["dump", "--out", "OUT", "--model", "coin-plian"], "did you mean 'coin-plain'?"),
     "model to train": (["train", "coin-drafd"], "did you mean 'coin-draft'?"),
+    "model to fetch": (["fetch", "smolm2"], "did you mean 'smollm2'?"),
     "model to examine": (["doctor", "smolm2"], "did you mean 'smollm2'?"),
     "site": (["dump", "--out", "OUT", "--sites", "blocks.0.hook_inn"], "nearest: blocks.0.hook_in"),
     "drafter": (["dump", "--out", "OUT", "--drafter", "lenz"], "did you mean 'lens'?"),

@@ -307,7 +307,7 @@ def diff(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """The first row, site and layer at which two dumps differ. Exit code 0: the same content; 1: not."""
+    """The first row, site and layer at which two dumps differ. Exit code 0: the same content; 1: not; 2: damaged."""
     with reporting():
         found = diff_dumps(a, b, accepted=accepted, progress=not quiet)
     typer.echo(json.dumps({"same": bool(found), **asdict(found)}, indent=1) if as_json else str(found))

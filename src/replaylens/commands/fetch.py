@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
-from replaylens.commands.reporting import say_error
+from replaylens.commands.reporting import reporting, say_error
 from replaylens.engine import smollm2
-from replaylens.engine.errors import EngineError
+from replaylens.engine.errors import BadRequest, EngineError, no_such
 
 MODELS = {"smollm2": smollm2.fetch}
 
@@ -16,8 +16,9 @@ def fetch(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the folder only.")] = False,
 ) -> None:
     """Download a model once and keep it; says where. Does nothing when it is there already."""
-    if name not in MODELS:
-        raise typer.BadParameter(f"no model {name!r} to fetch; known: {', '.join(MODELS)}")
+    with reporting():
+        if name not in MODELS:
+            raise BadRequest(no_such("model to fetch", name, MODELS))
     try:
         folder = MODELS[name]((lambda line: None) if quiet else typer.echo)
     except EngineError as error:
