@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 PLACEBOS = 8
 """random directions that a probe's is compared with"""
-_RATE, _DIFFERENCE = (0.0, 1.0), (-1.0, 1.0)
-"""between which ends flip rates and their differences lie"""
 _FOLDS = 5
 
 
@@ -194,21 +192,33 @@ def _not_held_out(stage: Stage, probe: LinearProbe) -> list[str]:
 
 
 def _line(what: str, outcome: Outcome, roots: np.ndarray, seed: int) -> dict[str, Any]:
-    rate = bootstrap(outcome.flipped[None], np.ones(len(roots)), roots, seed=seed)[0]
     pull = mean_over_roots(outcome.pull, roots, seed=seed)
-    return score_line(what, "flip rate", rate, len(roots), **_nats(pull))
+    return score_line(what, "flip rate", _rate(outcome, roots, seed), len(roots), **_nats(pull))
 
 
 def _line_of_placebos(what: str, placebos: list[Outcome], roots: np.ndarray, seed: int) -> dict[str, Any]:
-    rate = mean_over_placebos(np.stack([p.flipped for p in placebos]), roots, seed=seed, ends=_RATE)
-    pull = mean_over_placebos(np.stack([p.pull for p in placebos]), roots, seed=seed)
-    return score_line(what, "flip rate", rate, len(roots), **_nats(pull))
+    pull = mean_over_placebos(np.stack([each.pull for each in placebos]), roots, seed=seed)
+    return score_line(what, "flip rate", _rate_of_placebos(placebos, roots, seed), len(roots), **_nats(pull))
 
 
 def _difference(what: str, own: Outcome, placebos: list[Outcome], roots: np.ndarray, seed: int) -> dict[str, Any]:
-    rate = mean_over_placebos(np.stack([own.flipped - p.flipped for p in placebos]), roots, seed=seed, ends=_DIFFERENCE)
-    pull = mean_over_placebos(np.stack([own.pull - p.pull for p in placebos]), roots, seed=seed)
+    """Where one side flips all answers or none, resampling knows nothing of its doubt: then both sides' ends are added up."""
+    flipped = np.stack([each.flipped for each in placebos])
+    if np.ptp(own.flipped) == 0 or np.ptp(flipped) == 0:
+        mine, other = _rate(own, roots, seed), _rate_of_placebos(placebos, roots, seed)
+        rate = Estimate(mine.value - other.value, mine.low - other.high, mine.high - other.low)
+    else:
+        rate = mean_over_placebos(own.flipped - flipped, roots, seed=seed)
+    pull = mean_over_placebos(own.pull - np.stack([each.pull for each in placebos]), roots, seed=seed)
     return score_line(what, "difference of flip rates", rate, len(roots), **_nats(pull))
+
+
+def _rate(outcome: Outcome, roots: np.ndarray, seed: int) -> Estimate:
+    return bootstrap(outcome.flipped[None], np.ones(len(roots)), roots, seed=seed)[0]
+
+
+def _rate_of_placebos(placebos: list[Outcome], roots: np.ndarray, seed: int) -> Estimate:
+    return mean_over_placebos(np.stack([each.flipped for each in placebos]), roots, seed=seed, share=True)
 
 
 def _nats(pull: Estimate) -> dict[str, Any]:

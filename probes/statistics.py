@@ -111,16 +111,14 @@ def _doubt(observations: int, level: float = LEVEL) -> float:
     return float(1 - ((1 - level) / 2) ** (1 / observations))
 
 
-def mean_over_placebos(
-    values: np.ndarray, roots: np.ndarray, *, seed: int = 0, ends: tuple[float, float] | None = None
-) -> Estimate:
+def mean_over_placebos(values: np.ndarray, roots: np.ndarray, *, seed: int = 0, share: bool = False) -> Estimate:
     """The mean of values [placebos, rows] with an interval over both: each resample draws roots and, apart from them, placebos.
 
     Placebos are a sample of directions as roots are one of prompts: where a placebo does the same to every prompt, its
     thousand rows are one observation.
 
-    ends  the lowest and highest value there is. Where all values are alike, resampling shows no spread: then the interval is
-          the exact binomial one for the smaller of both numbers. None: values have no ends, and no such interval
+    share  values are 0 or 1. Where all are alike, resampling shows no spread: then the end of the interval is the exact
+           binomial one for as many observations as there are roots or placebos, whichever are fewer
     """
     sums, sizes = root_sums(values, roots), root_sums(np.ones(len(roots)), roots)  # [placebos, roots], [roots]
     weights = root_weights(len(sizes), RESAMPLES, seed)
@@ -129,9 +127,9 @@ def mean_over_placebos(
     draws = ((drawn @ sums) * weights).sum(1) / (count * (weights @ sizes))
     value = float(values.mean())
     low, high = (float(end) for end in np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
-    if ends is not None and np.ptp(values) == 0:
+    if share and np.ptp(values) == 0:
         doubt = _doubt(min(count, len(sizes)))
-        low, high = max(ends[0], value - doubt), min(ends[1], value + doubt)
+        low, high = max(0.0, value - doubt), min(1.0, value + doubt)
     return Estimate(value, low, high)
 
 

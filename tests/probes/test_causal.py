@@ -46,7 +46,8 @@ def test_steering_flips_the_answer(engine: Engine, coin_dump: Dump, probe: Linea
     report = steer(engine, probe, fresh, untrained=placebo_probes(coin_dump, probe, 16))
     assert line(report, "steer: probe")["accuracy"] > 0.9
     assert line(report, "steer: random direction")["accuracy"] < 0.1
-    assert line(report, "steer: probe minus random direction")["low"] > 0.6
+    placebo = 0.025 ** (1 / 8)  # eight random directions that flip nothing may come from a kind of which some do
+    assert line(report, "steer: probe minus random direction")["low"] == pytest.approx(0.025 ** (1 / N) - (1 - placebo))
     assert line(report, "steer: probe minus untrained probe")["low"] > 0
     assert json.dumps(report.to_json()) == json.dumps(
         steer(engine, probe, fresh, untrained=placebo_probes(coin_dump, probe, 16)).to_json()
@@ -61,7 +62,7 @@ def test_intervals_know_that_placebos_are_a_sample(
     untrained = [replace(probe, weight=sign * probe.weight) for sign in few]
     report = steer(engine, probe, fresh, untrained=untrained, placebos=2)
     difference = line(report, "steer: probe minus untrained probe")
-    assert difference["accuracy"] == 0.25 and difference["low"] == 0 and difference["high"] > 0.5
+    assert difference["accuracy"] == 0.25 and difference["low"] <= 0 and difference["high"] > 0.5
     assert any(said.startswith("Not shown") and "untrained" in said for said in report.findings)
     assert all(each["low"] < each["high"] and each["nats_low"] < each["nats_high"] for each in report.lines)
     one = steer(engine, probe, fresh, untrained=untrained[:1], placebos=1)

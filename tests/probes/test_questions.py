@@ -150,7 +150,7 @@ def test_wrong_answers_are_read_by_probes_of_other_roots() -> None:
 def test_steering_reach(engine: Engine, coin_dump: Dump) -> None:
     """At the query, late, steering works; the report says so for every place."""
     examples = coin(flips=3, seed=3).examples(12)
-    report = steering_reach(engine, coin_dump, examples, "face", layers=[3], placebos=2)
+    report = steering_reach(engine, coin_dump, examples, "face", layers=[3])
     assert line(report, "S3 at query: steer: probe")["accuracy"] > 0.8
     assert len(report.findings) == 4 and "S3 at query: within reach" in report.findings[-1]
     with pytest.raises(ProbeError, match="prompts of one length"):

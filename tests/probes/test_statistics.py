@@ -62,7 +62,7 @@ def test_interval_covers_over_placebos(placebos: int, rate: float) -> None:
     for seed in range(150):
         flips = np.random.default_rng(seed).random(placebos) < rate
         values = np.repeat(flips[:, None].astype(float), 30, 1)
-        hits += rate in mean_over_placebos(values, roots, seed=seed, ends=(0, 1))
+        hits += rate in mean_over_placebos(values, roots, seed=seed, share=True)
         naive += rate in mean_over_roots(values.mean(0), roots, seed=seed)
     assert hits / 150 >= 0.88 and naive / 150 < 0.5
 
@@ -71,12 +71,10 @@ def test_interval_over_placebos_where_all_agree() -> None:
     """Eight directions that flip nothing may still come from a kind of which a third does; a thousand prompts do not help."""
     doubt = 1 - 0.025 ** (1 / 8)
     for roots in (np.arange(8).astype(str), np.arange(1000).astype(str)):
-        none = mean_over_placebos(np.zeros((8, len(roots))), roots, ends=(0, 1))
+        none = mean_over_placebos(np.zeros((8, len(roots))), roots, share=True)
         assert none.value == none.low == 0 and none.high == pytest.approx(doubt)
-        equal = mean_over_placebos(np.zeros((8, len(roots))), roots, ends=(-1, 1))
-        assert equal.low == pytest.approx(-doubt) and equal.high == pytest.approx(doubt)
-        more = mean_over_placebos(np.ones((8, len(roots))), roots, ends=(-1, 1))
-        assert more.low == pytest.approx(1 - doubt) and more.value == more.high == 1
+        every = mean_over_placebos(np.ones((8, len(roots))), roots, share=True)
+        assert every.low == pytest.approx(1 - doubt) and every.value == every.high == 1
 
 
 def test_intervals_end_where_scores_end() -> None:
