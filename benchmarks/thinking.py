@@ -28,12 +28,12 @@ from replaylens.engine.edits import Edit
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import Decoder
 from replaylens.engine.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps, visible
+from replaylens.engine.recipe import Part
 from replaylens.engine.rotary import Rotary
 from replaylens.engine.thinking import THINK_SITE, ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking_engine import ThinkingEngine
 from replaylens.engine.thinking_prefill import GUESSES, Guess
 from replaylens.engine.thinking_texts import ChunkBatch, padded
-from replaylens.engine.train import Part
 
 EOS, WORD = 1, 7
 PREFILL = ModelConfig(

@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
 from replaylens.engine.dump_content import CORE, LOCATORS, Content, concatenate, count_accepted
+from replaylens.engine.dump_head import HEAD, Head
 from replaylens.engine.dump_lock import FINISH, DumpLock, lock_name, sweep
 from replaylens.engine.dump_maker import ShardMaker, describe_sites
 from replaylens.engine.dump_manifest import INDEX, MANIFEST, MOST_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
@@ -33,7 +34,7 @@ from replaylens.engine.dump_plan import DumpPlan, Selector, make_plan
 from replaylens.engine.dump_rows import assemble
 from replaylens.engine.dump_shard import write_shard
 from replaylens.engine.dump_store import TEMPORARY, Store
-from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, OtherFingerprint, OtherPlan, ReplayMismatch
+from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch
 from replaylens.engine.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
     from replaylens.engine.run import Run
 
-PLAN = "plan.json"
 Part = tuple[int, int]
 """(i, n): write every n-th shard, from number i on"""
 _MOST_PART = 1 << 28
@@ -123,6 +123,7 @@ class DumpWriter:
         if not str(path).strip():
             raise BadRequest("the path is empty: name a folder for the dump")
         self.store, self.plan, self.fingerprint = Store(path), plan, fingerprint
+        self.head = Head(self.store, plan, fingerprint)
 
     def write(
         self,
@@ -184,9 +185,9 @@ class DumpWriter:
         try:
             yield
         except BaseException:
-            ours = [name for name in self.store.sizes() if name == PLAN or name.startswith(("shard-", "part-"))]
-            done = any(name.endswith(".json") and name != PLAN for name in ours)
-            if part[1] == 1 and not done and self._read_head()[2] is None:
+            ours = [name for name in self.store.sizes() if name == HEAD or name.startswith(("shard-", "part-"))]
+            done = any(name.endswith(".json") and name != HEAD for name in ours)
+            if part[1] == 1 and not done and self.head.digest is None:
                 for name in ours:
                     self.store.remove(name)
             raise
@@ -208,40 +209,15 @@ class DumpWriter:
     def begin(self, part: Part, resume: bool) -> list[int]:
         """Check that what lies there is ours to go on with; the shards that are still to be written."""
         there = self.store.sizes()
-        if (MANIFEST in there or PLAN in there) and not resume and part[1] == 1:
+        if (MANIFEST in there or HEAD in there) and not resume and part[1] == 1:
             state = "a finished dump" if MANIFEST in there else "an unfinished dump"
             raise DumpExists(f"{self.store.url} holds {state}: resume it, write elsewhere, or delete the folder")
         if MANIFEST in there:
             if not self._reopen_if_damaged():
                 return []
-        elif not self.store.create(PLAN, self._head()):
-            self._check_plan()
+        elif not self.head.create():
+            self.head.check()
         return [number for number in self.numbers(part) if not self.is_done(number)]
-
-    def _head(self, digest: str | None = None) -> bytes:
-        head = {"fingerprint": asdict(self.fingerprint), "plan": self.plan.to_json(), "digest": digest}
-        return json.dumps(head, indent=1).encode()
-
-    def _check_plan(self) -> None:
-        raw = self._read_head()
-        self._check_same(*raw[:2])
-
-    def _read_head(self) -> tuple[DumpPlan, Fingerprint, str | None]:
-        """Plan, fingerprint, and the digest that a damaged dump had before it was reopened."""
-        try:
-            raw = json.loads(self.store.read(PLAN, _MOST_PART))
-            return DumpPlan.from_json(raw["plan"]), Fingerprint(**raw["fingerprint"]), raw.get("digest")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadDump(f"{self.store.url}/{PLAN} is damaged ({error}): delete the folder and begin again") from None
-
-    def _check_same(self, plan: DumpPlan, fingerprint: Fingerprint) -> None:
-        if differences := self.plan.differences(plan):
-            raise OtherPlan(
-                f"{self.store.url} was begun with other options: {'; '.join(differences)}. Resume it with its own, write "
-                f"elsewhere, or delete the folder"
-            )
-        if differences := self.fingerprint.differences(fingerprint):
-            raise OtherFingerprint(f"{self.store.url} was begun under another fingerprint: {'; '.join(differences)}")
 
     def is_done(self, number: int) -> bool:
         """Whether a shard and its index are there, whole: sizes and hashes are those that were noted."""
@@ -333,7 +309,7 @@ class DumpWriter:
         index = IndexEntry(sum(part.shard.rows for part in parts), file.num_bytes, file.sha256)
         shards = tuple(part.shard for part in parts)
         manifest = Manifest(self.plan, self.fingerprint, parts[0].sites, labels, index, shards)
-        before = self._read_head()[2]
+        before = self.head.digest
         if before not in (None, manifest.digest):
             raise ReplayMismatch(f"{self.store.url}: repaired, the dump has digest {manifest.digest}; before it was {before}")
         self.store.write(MANIFEST, manifest.to_bytes())
@@ -346,7 +322,7 @@ class DumpWriter:
         """Remove what only the writing needed. Locks are left to their holders, if those live."""
         sweep(self.store)
         for name in self.store.sizes():
-            if name == PLAN or name.startswith("part-") or name.endswith(TEMPORARY):
+            if name == HEAD or name.startswith("part-") or name.endswith(TEMPORARY):
                 self.store.remove(name)
 
     # ---- repairing ----------------------------------------------------------------------------------------------
@@ -364,7 +340,7 @@ class DumpWriter:
         with DumpLock(self.store, FINISH, _PATIENCE):
             manifest = self._manifest()
             if manifest is None:
-                self._check_plan()
+                self.head.check()
                 return True
             if damaged := self._damaged(manifest, suspects):
                 self._reopen(manifest, damaged)
@@ -379,7 +355,7 @@ class DumpWriter:
                 raise
             return None
         manifest = Manifest.from_bytes(raw, self.store.url)
-        self._check_same(manifest.plan, manifest.fingerprint)
+        self.head.require(manifest.plan, manifest.fingerprint)
         return manifest
 
     def _damaged(self, manifest: Manifest, among: set[str] | None = None) -> set[str]:
@@ -392,7 +368,7 @@ class DumpWriter:
 
     def _reopen(self, manifest: Manifest, damaged: set[str]) -> None:
         """Mutates: plan and notes of the good shards are written, then the manifest goes."""
-        self.store.write(PLAN, self._head(manifest.digest))
+        self.head.rewrite(manifest.digest)
         if INDEX not in damaged:
             with self.store.fs.open(self.store.path(INDEX), "rb") as file:
                 groups = pq.ParquetFile(file)

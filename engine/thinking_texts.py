@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.recipe import Recipe
 from replaylens.engine.thinking import ThinkingConfig
 from replaylens.engine.thinking_tokenizer import Tokenizer
-from replaylens.engine.train import Recipe, is_held_out, longest_at, step_seed
+from replaylens.engine.train import is_held_out, longest_at, step_seed
 from replaylens.tasks import Example
 
 Method = Literal["thinking", "cot", "none"]

@@ -24,10 +24,10 @@ from replaylens.engine import train as trainer
 from replaylens.engine import weights
 from replaylens.engine.model import Decoder
 from replaylens.engine.ops import SequenceOps
+from replaylens.engine.recipe import BadRecipe, Recipe
 from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking_texts import METHODS, ChunkBatch, ChunkedTexts, Method
 from replaylens.engine.thinking_tokenizer import Tokenizer, backbone_folder, load_tokenizer
-from replaylens.engine.train import BadRecipe, Recipe
 from replaylens.engine.train_graph import GraphedSteps
 
 Precision = Literal["fp32", "bf16"]

@@ -7,10 +7,10 @@ from replaylens import tasks
 from replaylens.engine import thinking, weights, zoo
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.errors import no_such
+from replaylens.engine.recipe import BadRecipe, Part
 from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking_tokenizer import Tokenizer, backbone_folder, load_tokenizer
 from replaylens.engine.thinking_train import ThinkingRecipe
-from replaylens.engine.train import BadRecipe, Part
 from replaylens.tasks import WordTokenizer
 
 _COIN = ModelConfig(

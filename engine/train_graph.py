@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from replaylens.engine.train import Recipe, adam, descend, lr_at
+from replaylens.engine.recipe import Recipe
+from replaylens.engine.train import adam, descend, lr_at
 
 M = TypeVar("M", bound=nn.Module)
 Inputs = tuple[Tensor, ...]

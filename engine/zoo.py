@@ -11,7 +11,8 @@ from replaylens.engine.config import ModelConfig
 from replaylens.engine.errors import EngineError, no_such
 from replaylens.engine.model import Decoder
 from replaylens.engine.ops import SequenceOps
-from replaylens.engine.train import Part, Recipe, is_held_out
+from replaylens.engine.recipe import Part, Recipe
+from replaylens.engine.train import is_held_out
 from replaylens.tasks import Example, WordTokenizer
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"

@@ -19,9 +19,9 @@ import torch
 
 from replaylens.engine import thinking, zoo
 from replaylens.engine import thinking_plain as plain
+from replaylens.engine.recipe import Part
 from replaylens.engine.thinking import ThinkingDecoder
 from replaylens.engine.thinking_texts import ChunkTable, chunked
-from replaylens.engine.train import Part
 from replaylens.tasks import WordTokenizer
 
 VARIABLES = Part("variables", 1.0)

@@ -22,12 +22,12 @@ import replaylens as rl
 from replaylens.engine import thinking_plain as plain
 from replaylens.engine import thinking_train, thinking_zoo, zoo
 from replaylens.engine.config import ModelConfig
+from replaylens.engine.recipe import Part
 from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking_engine import ThinkingEngine
 from replaylens.engine.thinking_score import score
 from replaylens.engine.thinking_texts import ChunkTable, chunked
 from replaylens.engine.thinking_train import ThinkingRecipe
-from replaylens.engine.train import Part
 from replaylens.tasks import WordTokenizer
 
 PARITY = Part("coin", 1.0, (("rendering", "states"),))

@@ -18,7 +18,8 @@ from replaylens.engine import zoo
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.model import Decoder
 from replaylens.engine.ops import SequenceOps
-from replaylens.engine.train import BadRecipe, Part, Recipe, Texts
+from replaylens.engine.recipe import BadRecipe, Part, Recipe
+from replaylens.engine.train import Texts
 from replaylens.engine.weights import weights_hash
 
 PICTURE = Part("coin", 3, (("rendering", "picture"),))

@@ -17,6 +17,7 @@ from replaylens.engine import thinking_train as trainer
 from replaylens.engine import thinking_zoo, zoo
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadConfig, BadRequest
+from replaylens.engine.recipe import BadRecipe, Part
 from replaylens.engine.run import replay_examples
 from replaylens.engine.thinking import ThinkingDecoder
 from replaylens.engine.thinking_engine import ThinkingEngine
@@ -25,7 +26,6 @@ from replaylens.engine.thinking_score import score
 from replaylens.engine.thinking_texts import METHODS, Method, chunked
 from replaylens.engine.thinking_tokenizer import PretrainedTokenizer, backbone_folder, load_tokenizer
 from replaylens.engine.thinking_train import ThinkingRecipe
-from replaylens.engine.train import BadRecipe, Part
 from tests.thinking.pretrained import hugging_face_tokenizer, write_backbone
 from tests.thinking.test_train import TINY, same
 

@@ -9,10 +9,10 @@ from replaylens.cli import app
 from replaylens.engine import thinking_zoo, zoo
 from replaylens.engine.edits import Edit
 from replaylens.engine.engine import Engine
+from replaylens.engine.recipe import Part
 from replaylens.engine.run import Run
 from replaylens.engine.thinking_engine import ThinkingEngine
 from replaylens.engine.thinking_prefill import GUESSES, Guess
-from replaylens.engine.train import Part
 
 SENTENCE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
 

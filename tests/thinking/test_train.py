@@ -14,11 +14,11 @@ from replaylens.engine import thinking_train as trainer
 from replaylens.engine import thinking_zoo, zoo
 from replaylens.engine.config import ModelConfig
 from replaylens.engine.model import Decoder
+from replaylens.engine.recipe import BadRecipe, Part
 from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking_score import generate, score
 from replaylens.engine.thinking_texts import METHODS, Method
 from replaylens.engine.thinking_train import ThinkingRecipe
-from replaylens.engine.train import BadRecipe, Part
 
 SHAPE = ModelConfig(
     num_layers=3, d_model=16, num_heads=2, num_kv_heads=2, d_head=8, d_mlp=24, vocab_size=106, max_positions=256, rotary_dim=8

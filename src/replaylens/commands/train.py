@@ -16,8 +16,9 @@ from replaylens.engine import thinking_zoo, zoo
 from replaylens.engine import train as trainer
 from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.model import Decoder
+from replaylens.engine.recipe import Recipe
 from replaylens.engine.thinking_train import Model
-from replaylens.engine.train import Recipe, RunExists
+from replaylens.engine.train import RunExists
 from replaylens.engine.weights import CONFIG_FILE, weights_hash
 
 STATE_FILE = "training.safetensors"

@@ -11,11 +11,11 @@ from replaylens.engine import thinking_train, thinking_zoo, weights, zoo
 from replaylens.engine import train as trainer
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import Decoder
+from replaylens.engine.recipe import Part
 from replaylens.engine.thinking_score import score
 from replaylens.engine.thinking_texts import METHODS, Method
 from replaylens.engine.thinking_tokenizer import backbone_folder, load_tokenizer
 from replaylens.engine.thinking_train import Model, ThinkingRecipe
-from replaylens.engine.train import Part
 from replaylens.tasks import WordTokenizer
 
 CARD_FILE = "card.md"
