@@ -1,7 +1,7 @@
 """The trainer: the same bits twice, and after an interruption; nothing held out is trained on; bad recipes are named."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -107,6 +107,15 @@ def interrupted_loss(at: int) -> Callable[..., torch.Tensor]:
     return loss
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C does what it does in a terminal; in the background of a shell it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_saves_a_whole_step(trained: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is held back to the end of the step, which is saved; resumed, the bits are those of an uninterrupted run."""
     state, before = tmp_path / "training.safetensors", signal.getsignal(signal.SIGINT)
@@ -120,6 +129,7 @@ def test_ctrl_c_saves_a_whole_step(trained: Decoder, tmp_path: Path, monkeypatch
     assert_same(resumed, trained)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_second_ctrl_c_is_not_held_back() -> None:
     with pytest.raises(KeyboardInterrupt), trainer.held_interrupt() as came:
         signal.raise_signal(signal.SIGINT)
@@ -315,7 +325,7 @@ def test_command_resumes(tmp_path: Path) -> None:
     assert_same(zoo.load(tmp_path)[0], trainer.train(recipe))
 
 
-@pytest.mark.usefixtures("small_command")
+@pytest.mark.usefixtures("small_command", "ctrl_c")
 def test_command_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C long before the first regular save: the run is kept, and the line says how to go on."""
     asked = ["train", "coin-draft", "--out", str(tmp_path / "run")]
