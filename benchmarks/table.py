@@ -26,6 +26,12 @@ def seconds(work: Callable[[], Any], repeats: int = 5, warm: int = 1) -> float:
     return statistics.median(times)
 
 
+def in_turns(*works: Callable[[], Any], rounds: int = 5) -> list[float]:
+    """Median time of each, measured in turns after one run that does not count: the machine's mood changes for all alike."""
+    times = [[seconds(work, repeats=1, warm=0) for work in works] for _ in range(rounds + 1)][1:]
+    return [statistics.median(mine) for mine in zip(*times, strict=True)]
+
+
 @dataclass
 class Table:
     """One benchmark's outcome. Numbers are ratios measured in one run; absolute times say little on shared machines."""
