@@ -100,9 +100,8 @@ class Committer:
         if lane.capture is None or lane.recording is None or result is None:
             return None
         accepted = turn.chains[outcome.chain][: outcome.accepted]
-        tokens = [*self.tree.branch(lane.branch).tokens[: turn.end], *accepted, *outcome.pending]
-        if not turn.complete:  # of the tokens that wait for their rows, all are known
-            tokens = self.tree.branch(lane.branch).tokens
+        tokens = self.tree.branch(lane.branch).tokens  # of a part of a prompt, the rest is known; else drafts may stand behind
+        tokens = [*tokens[: turn.end], *accepted, *outcome.pending] if turn.complete else tokens
         computed = turn.end + outcome.accepted
         ended = job.final and job.remaining == 0 and computed == len(tokens)
         end = computed if ended else min(computed, len(tokens) - lane.capture.lag)
@@ -152,11 +151,11 @@ class Committer:
             rows |= self.runner.head(tap.rows([spec.last], first, end)[spec.last], head)
         if spec.lens is not None:
             residuals = tap.rows(spec.lens.sites, first, end)
-            rows |= readout.read(spec.lens, self.runner, residuals, emitted, self._tuned(spec.lens))
+            rows |= readout.read(spec.lens, self.runner, residuals, emitted, self.tuned(spec.lens))
         return rows
 
-    def _tuned(self, spec: LensSpec) -> TunedLens | None:
-        """The lens that Z is read through."""
+    def tuned(self, spec: LensSpec) -> TunedLens | None:
+        """The lens that Z is read through; None: the plain one. BadRequest where nobody made it known."""
         if spec.tuned is not None and spec.tuned not in self.lenses:
             raise BadRequest(
                 f"Z was read through the tuned lens {spec.tuned[:16]}: make it known with engine.capture_spec('Z', lens=...)"

@@ -249,10 +249,7 @@ def _lens_rows(engine: "Engine", spec: LensSpec, paths: list[Path], chosen: Tens
     rows = chosen if len(chosen) else torch.tensor([0])  # to learn the shapes of no rows, one is read and dropped
     follows = torch.tensor([token for path in paths for token in [*path.tokens[path.base + 1 :], -1]])[rows]
     streams = {site: _gather(paths, site, rows) for site in spec.sites}
-    known = engine.loop.committer.lenses
-    if spec.tuned and spec.tuned not in known:
-        raise BadRequest(f"Z was read through the tuned lens {spec.tuned[:16]}: make it known with capture_spec('Z', lens=...)")
-    tuned = known[spec.tuned] if spec.tuned else None
+    tuned = engine.loop.committer.tuned(spec)
     read: list[Rows] = []
     for i in range(0, len(rows), _BLOCK):
         block = {site: x[i : i + _BLOCK] for site, x in streams.items()}

@@ -186,9 +186,14 @@ def _dots(rows: Tensor, direction: Tensor) -> Tensor:
 
 def place_all(edits: Iterable[Edit], table: SiteTable, length: int) -> tuple[PlacedEdit, ...]:
     """Several edits on a branch of `length` tokens, in their order."""
+    return tuple(placed for edit in several(edits) for placed in place(edit, table, length))
+
+
+def several(edits: Iterable[Edit]) -> Iterable[Edit]:
+    """The edits, or BadEdit: a single one is none of them."""
     if not isinstance(edits, Iterable):
         raise BadEdit(f"edits must be a list of them, not {type(edits).__name__}")
-    return tuple(placed for edit in edits for placed in place(edit, table, length))
+    return edits
 
 
 def place(edit: Edit, table: SiteTable, length: int) -> list[PlacedEdit]:

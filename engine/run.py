@@ -177,7 +177,7 @@ def replay_examples(
                 for n, group in _by_length(engine, some, branches, max_new).items():
                     own = [replace(sampling, seed=(sampling.seed + e.index) % 2**64) for e, _ in group]
                     engine.generate([b for _, b in group], n, sampling=own, **how)
-                results += [_result(engine, example, branch) for example, branch in zip(some, branches, strict=True)]
+                results += [result_of(engine, example, branch) for example, branch in zip(some, branches, strict=True)]
             finally:
                 for branch in branches:
                     for path in [*branch.rejected, branch]:
@@ -202,7 +202,8 @@ def _by_length(
     return groups
 
 
-def _result(engine: "Engine", example: Example, branch: Branch) -> Result:
+def result_of(engine: "Engine", example: Example, branch: Branch) -> Result:
+    """What came of an example on a branch that went on from its prompt. Precondition: the branch is not released yet."""
     rejected = [
         RejectedPath(other.id, other.tokens, engine.tree.branch(other.id).fork_position, other.lane.recording)
         for other in branch.rejected
@@ -214,7 +215,7 @@ def _result(engine: "Engine", example: Example, branch: Branch) -> Result:
         text=branch.text,
         num_prompt=branch.root_length,
         finish_reason=branch.finish_reason,
-        correct=is_right(engine, example, branch.generated),
+        correct=_is_right(engine, example, branch.generated),
         statistics=branch.statistics,
         rejected=rejected,
         recording=branch.lane.recording,
@@ -223,7 +224,7 @@ def _result(engine: "Engine", example: Example, branch: Branch) -> Result:
     )
 
 
-def is_right(engine: "Engine", example: Example, generated: list[int]) -> bool:
+def _is_right(engine: "Engine", example: Example, generated: list[int]) -> bool:
     """Whether generated tokens end with the example's answer."""
     answer = engine.text.decode([token for token in generated if token != engine.text.eos_id])
     return _last_word(answer) == _last_word(example.completion)

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from replaylens.engine.dump_plan import make_plan
-from replaylens.engine.run import Result, is_right
+from replaylens.engine.run import Result, result_of
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.stage import held
 from replaylens.tasks import Example
 
 if TYPE_CHECKING:
-    from replaylens.engine.branch import Branch
     from replaylens.engine.engine import Engine
 
 _BATCH = 32
@@ -43,21 +42,6 @@ def forced_rows(
             for n, branch in zip(lengths[chosen], branches, strict=True):
                 if n:
                     branch.generate(n, drafter="ngram", final=True)
-            results += [_result(engine, example, branch) for example, branch in zip(some, branches, strict=True)]
+            results += [result_of(engine, example, branch) for example, branch in zip(some, branches, strict=True)]
     plan = make_plan(engine, examples[0].maker, [e.index for e in examples], sites=sites, drafter="ngram", rejected=False)
     return ProbeRows.of_results(engine, plan, results)
-
-
-def _result(engine: "Engine", example: Example, branch: "Branch") -> Result:
-    return Result(
-        example=example,
-        branch=branch.id,
-        tokens=branch.tokens,
-        text=branch.text,
-        num_prompt=branch.root_length,
-        finish_reason=branch.finish_reason,
-        correct=is_right(engine, example, branch.generated),
-        statistics=branch.statistics,
-        rejected=[],
-        recording=branch.activations,
-    )
