@@ -186,10 +186,10 @@ def _dots(rows: Tensor, direction: Tensor) -> Tensor:
 
 def place_all(edits: Iterable[Edit], table: SiteTable, length: int) -> tuple[PlacedEdit, ...]:
     """Several edits on a branch of `length` tokens, in their order."""
-    return tuple(placed for edit in several(edits) for placed in place(edit, table, length))
+    return tuple(placed for edit in listed(edits) for placed in place(edit, table, length))
 
 
-def several(edits: Iterable[Edit]) -> Iterable[Edit]:
+def listed(edits: Iterable[Edit]) -> Iterable[Edit]:
     """The edits, or BadEdit: a single one is none of them."""
     if not isinstance(edits, Iterable):
         raise BadEdit(f"edits must be a list of them, not {type(edits).__name__}")
@@ -238,10 +238,10 @@ def _where(positions: Positions, length: int) -> tuple[int, int | None, tuple[in
         if start < 0 or (stop is not None and stop <= start):
             raise BadEdit(f"positions [{start}, {stop}) are empty or before the beginning")
         return start, stop, ()
-    several = [positions] if isinstance(positions, int) else list(positions) if isinstance(positions, Iterable) else [positions]
-    if bad := [p for p in several if not isinstance(p, int | np.integer) or isinstance(p, bool)]:
+    given = list(positions) if isinstance(positions, Iterable) else [positions]
+    if bad := [p for p in given if not isinstance(p, int | np.integer) or isinstance(p, bool)]:
         raise BadEdit(f"position {bad[0]!r}: give whole numbers, or a slice")
-    picks = tuple(sorted({int(p) + length if p < 0 else int(p) for p in several}))
+    picks = tuple(sorted({int(p) + length if p < 0 else int(p) for p in given}))
     if not picks or picks[0] < 0:
         raise BadEdit(f"positions {positions} on a branch of {length} tokens: give at least one, none before the beginning")
     return picks[0], picks[-1] + 1, picks

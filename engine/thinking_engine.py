@@ -13,7 +13,7 @@ from torch import Tensor
 
 from replaylens.engine.branch import Branch
 from replaylens.engine.capture import CaptureSpec
-from replaylens.engine.edits import Edit, Hook, PlacedEdit, place, several
+from replaylens.engine.edits import Edit, Hook, PlacedEdit, listed, place
 from replaylens.engine.engine import Engine, token_list
 from replaylens.engine.errors import BadConfig, BadEdit, BadRequest
 from replaylens.engine.fingerprint import Fingerprint
@@ -152,7 +152,7 @@ class ThinkingEngine(Engine):
     def _placed(self, edits: Sequence[Edit], length: int) -> list[PlacedEdit]:
         """Edits at their places. BadEdit for what can be captured but not edited."""
         out: list[PlacedEdit] = []
-        for edit in several(edits):
+        for edit in listed(edits):
             if edit.site in LETTERS and edit.site not in (STATE_SITE, THINK_SITE, COMPRESS_SITE):
                 raise BadEdit(f"{edit.site} can be captured but not edited; edit {THINK_SITE} instead")
             out += place(edit, self.sites, self._axis(edit.site, length))

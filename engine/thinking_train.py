@@ -97,10 +97,8 @@ def train(
 
 def texts_of(recipe: ThinkingRecipe, device: str) -> ChunkedTexts:
     """The recipe's training texts. BadRecipe where, filled up to whole chunks, they are longer than the model."""
-    texts, chunk = (
-        ChunkedTexts(recipe, recipe.thinking, recipe.method, recipe.width, torch.device(device)),
-        recipe.thinking.chunk,
-    )
+    texts = ChunkedTexts(recipe, recipe.thinking, recipe.method, recipe.width, torch.device(device))
+    chunk = recipe.thinking.chunk
     longest = chunk * (texts.chunks or int(texts.table.sizes.max()))
     if longest > recipe.config.max_positions:
         raise BadRecipe(
