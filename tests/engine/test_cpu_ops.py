@@ -20,7 +20,8 @@ def values(*shape: int) -> torch.Tensor:
 def test_norms(kind: str, width: int) -> None:
     norm = Norm(width, kind, 1e-5)  # type: ignore[arg-type]
     with torch.no_grad():
-        norm.weight.copy_(values(width))
+        for parameter in norm.parameters():  # they are not initialised
+            parameter.copy_(values(width))
         for rows in ROWS:
             for shape in ((rows, width), (rows, 3, width)):
                 assert torch.equal(CpuOps().norm(values(*shape), norm), TorchOps().norm(values(*shape), norm))
