@@ -199,9 +199,9 @@ def test_labels_follow_each_branch(tokenizer: WordTokenizer, tmp_path: Path) -> 
     right = [ids(" heads"), ids(".")]
     engine.generate([branch], 3, drafter="forced", drafts={branch.length: [right]}, window=4, final=True)
     assert engine.text.decode(branch.generated).startswith(" tails.")
-    from replaylens.engine.run import _result
+    from replaylens.engine.run import result_of
 
-    run = Run(engine, [_result(engine, task.example(0), branch)], {"sites": "S", "drafter": "forced"})
+    run = Run(engine, [result_of(engine, task.example(0), branch)], {"sites": "S", "drafter": "forced"})
     dump = run.save(tmp_path)
     said = dump.where(token_state="accepted").index.iloc[0]
     rejected = dump.where(token_state="rejected").index.iloc[0]
