@@ -70,6 +70,7 @@ class Runner:
         self.device = model.embed.device.type
         self.products = Products(certificate.allowed)
         self._threads_for = cache(certificate.threads_for)
+        self.worth_threads = _WORTH_THREADS
         self._largest = max((inputs * outputs for inputs, outputs in certificate.row_counts), default=0)
         self.tile = self.products.tile if self.device == "cpu" else 1
         """passes are padded to a multiple of this many rows"""
@@ -86,7 +87,7 @@ class Runner:
 
         On as many of the user's threads as are certified. ModesChanged, where somebody changed the modes in the meantime.
         """
-        limit = torch.get_num_threads() if self.device != "cpu" or rows * self._largest >= _WORTH_THREADS else 1
+        limit = torch.get_num_threads() if self.device != "cpu" or rows * self._largest >= self.worth_threads else 1
         return modes.canonical(self._threads_for(limit))
 
     @torch.inference_mode()

@@ -187,8 +187,9 @@ def test_a_planted_op_is_found_and_named_and_no_engine_runs_on_it(
     assert not certificate.certified
     with pytest.raises(NotCertified, match=said):
         doctor.require(certificate)
-    with pytest.raises(NotCertified, match=said):
+    with pytest.raises(NotCertified, match=said) as refused:
         Engine(decoder(FAMILY))
+    assert "on one thread" in str(refused.value) and "MKL_CBWR=AVX2,STRICT" in str(refused.value)  # and what to try
     assert not no_cache.exists()  # what was not certified is not kept
 
 

@@ -1,4 +1,4 @@
-"""All variants of a canonical product give the bits of one tile on one thread; one that does not is not certified and not used."""
+"""All variants of a canonical product give the bits of one tile on one thread; one that does not is not certified."""
 
 from pathlib import Path
 
