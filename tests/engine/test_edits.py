@@ -176,12 +176,12 @@ def test_edits_survive_a_trace(device: str) -> None:
     root = served.prompt(TOKENS, sites="STCZ")
     (child,) = root.fork(edits=EDITS)
     child.generate(8, final=True)
-    replayed = fresh.replay(served.trace)[child.id]
+    replayed = fresh.replay_trace(served.trace)[child.id]
     assert replayed.tokens == child.tokens
     assert all(bits(replayed.activations[s]) == bits(child.activations[s]) for s in child.activations.sites())
     root.fork(hooks=[("blocks.0.hook_in", add)])
     with pytest.raises(BadTrace, match="hook functions"):
-        engine(device=device).replay(served.trace)
+        engine(device=device).replay_trace(served.trace)
 
 
 def test_content_hash_sees_every_part_of_an_edit() -> None:
