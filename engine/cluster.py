@@ -34,7 +34,7 @@ class ShardWorker:
     """Lives in an actor: an engine, and the shards it is told to write. Takes and gives JSON."""
 
     def __init__(self, model: str, engine_options: str) -> None:
-        from replaylens.engine.engine import Engine
+        from replaylens.engine.serving.core import Engine
 
         self.engine = Engine.load(model, **json.loads(engine_options))
 

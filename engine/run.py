@@ -24,7 +24,7 @@ from replaylens.engine.replay.examples import ReplayOptions, Result
 from replaylens.engine.thinking.picture import picture
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 
 class Run(Sequence[Result]):

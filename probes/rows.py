@@ -27,7 +27,7 @@ from replaylens.probes.positions import Position, add_places
 from replaylens.probes.sources import LETTERS, About, DumpSource, JoinedSource, MemorySource, Source, Subset
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 CLASSES_AT_MOST = 64
 """a whole-number label with more values than this is a number to regress on, not classes"""

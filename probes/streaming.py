@@ -17,7 +17,7 @@ from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.tasks import Example
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 FROM_MOMENTS: dict[str, Callable[[], Any]] = {
     "mass-mean": MassMeanProbe,

@@ -20,7 +20,7 @@ from replaylens.tasks import Example
 from replaylens.tasks.task import AnyTask
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 
 class ShardMaker:

@@ -15,7 +15,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.tasks.task import AnyTask
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 
 def make_plan(

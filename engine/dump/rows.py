@@ -21,7 +21,7 @@ from replaylens.engine.replay.examples import Result
 from replaylens.engine.request.capture import LensSpec, Rows
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 _BLOCK = 4096
 """rows that Z is read of at a time"""

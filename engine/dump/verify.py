@@ -25,7 +25,7 @@ from replaylens.engine.replay.examples import RejectedPath, Result
 from replaylens.engine.request.capture import Recording
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
     from replaylens.tasks.task import AnyTask
 
 VERIFIED, MISMATCH, OTHER = "verified", "mismatch", "other fingerprint"

@@ -16,7 +16,7 @@ from replaylens.engine.thinking.thoughts import Thoughts
 from replaylens.tasks import Example
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 
 @dataclass(frozen=True)

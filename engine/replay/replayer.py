@@ -13,7 +13,7 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.request import Request
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 
 def replay_trace(engine: "Engine", trace: Trace, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:

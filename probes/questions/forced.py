@@ -11,7 +11,7 @@ from replaylens.probes.stage import held
 from replaylens.tasks import Example
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 _BATCH = 32
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadConfig, BadRequest
+from replaylens.engine.serving.core import Engine
 from replaylens.engine.thinking.engine import ThinkingEngine
 from replaylens.engine.thinking.model import ThinkingDecoder
 from replaylens.engine.thinking.prefill import GUESSES

@@ -13,11 +13,11 @@ from replaylens.cli import app
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.pictures.thoughts import Round, Thinking
 from replaylens.engine.run import Run
+from replaylens.engine.serving.core import Engine
 from replaylens.engine.thinking.engine import ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.thinking.thoughts import ThinkingRecording

@@ -34,11 +34,11 @@ from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import OTHER, VERIFIED
 from replaylens.engine.dump.verify import verify as verify_dump
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest
 from replaylens.engine.replay.examples import Result
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.run import Run
+from replaylens.engine.serving.core import Engine
 from replaylens.engine.thinking.thoughts import Thoughts
 
 TaskOption = Annotated[
