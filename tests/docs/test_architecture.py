@@ -1,9 +1,10 @@
-"""docs/architecture.md is true: its paths exist, every room of the engine has a line, every name is defined in its file."""
+"""docs/architecture.md is true: paths exist, rooms and their order are those of the import test, names are defined there."""
 
 import re
 from collections.abc import Iterator
 
 from tests.docs.blocks import ROOT
+from tests.test_imports import ROOMS
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 _PATH = re.compile(r"`([a-z_]+/[\w/]*(?:\.\w+)?)`")
@@ -43,9 +44,15 @@ def test_every_room_has_a_line() -> None:
     assert lines == set(rooms())
 
 
-def test_every_room_is_in_the_diagram() -> None:
-    (diagram,) = re.findall(r"^```\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert {f"engine/{word}" for word in re.findall(r"[a-z]+(?:/|\.py)", diagram)} == set(rooms())
+def floors(text: str) -> list[set[str]]:
+    """The rooms of each line of the page's diagram, from the ground up."""
+    (diagram,) = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [set(re.findall(r"([a-z]+)(?:/|\.py)", line)) for line in reversed(diagram.splitlines())]
+
+
+def test_the_diagram_is_the_table_of_the_import_test() -> None:
+    of_engine = [{room.removeprefix("engine/") for room in rooms} for rooms in ROOMS if rooms[0].startswith("engine/")]
+    assert floors(PAGE) == of_engine
 
 
 def test_names_are_defined_where_the_page_says() -> None:
