@@ -17,6 +17,8 @@ strict = true
 [mypy-replaylens.*]
 follow_imports = silent
 ignore_errors = true
+[mypy-torch.*,numpy.*,pandas.*]
+follow_imports_for_stubs = true
 """
 """signatures of our own alone: `make type` checks what is behind them, and those of torch take a minute to read"""
 GOOD = """
