@@ -22,11 +22,13 @@ from replaylens.engine.loop.drafters import (
 from replaylens.engine.loop.lane import Job
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.prefix import PrefixIndex
-from replaylens.engine.memory.tree import BranchTree
+from replaylens.engine.memory.tree import BranchStatus, BranchTree
 from replaylens.engine.model import sites, weights
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Text, load_text
 from replaylens.engine.passes.runner import Runner
+from replaylens.engine.pictures.live import tree_of
+from replaylens.engine.pictures.summary import MAX_TREES, cache_and_pictures, code
 from replaylens.engine.proof import certificates, fingerprint
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
@@ -140,9 +142,20 @@ class Engine:
         return cls(model.to(device), options.pop("tokenizer", text), **options)
 
     def _repr_html_(self) -> str:
-        from replaylens.engine.pictures.summary import engine_html
-
-        return engine_html(self)
+        pool = self.runner.pool
+        used = pool.num_pages - pool.num_free
+        facts = {
+            "model": f"{self.config.num_layers} layers, width {self.config.d_model}, vocabulary {self.config.vocab_size}",
+            "device": f"{self.fingerprint.device}, {self.fingerprint.dtype}",
+            "certified": "yes" if self.certificate.certified else "no",
+            "fingerprint": code(self.fingerprint.digest),
+            "KV pages": f"{used} of {pool.num_pages} in use, {pool.page_size} positions each",
+        }
+        held = [i for i in self.tree.roots() if self.tree.branch(i).status is not BranchStatus.RELEASED]
+        recordings = {i: lane.recording for i, lane in self.loop.lanes.items()}
+        trees = [tree_of(self.tree, root, recordings, self.text) for root in held[-MAX_TREES:]]
+        more = len(held) - len(trees)
+        return cache_and_pictures(facts, used, pool.num_pages, trees, f"and {more} older roots" if more > 0 else "")
 
     # ---- branches -----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,19 +10,24 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.loop.lane import Statistics
+from replaylens.engine.pictures.live import tree_of
+from replaylens.engine.pictures.readings import word
+from replaylens.engine.pictures.retelling import timeline
+from replaylens.engine.pictures.summary import MAX_TREES, folded_pictures
+from replaylens.engine.pictures.thoughts import Thinking
+from replaylens.engine.pictures.timeline import Timeline
+from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.thinking.picture import picture
+from replaylens.engine.thinking.thoughts import Thoughts
 from replaylens.tasks import Example
 
 if TYPE_CHECKING:
     from replaylens.engine.dump.reader import Dump
     from replaylens.engine.engine import Engine
-    from replaylens.engine.pictures.thoughts import Thinking
-    from replaylens.engine.pictures.timeline import Timeline
-    from replaylens.engine.pictures.tree import Tree
-    from replaylens.engine.thinking.thoughts import Thoughts
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Result:
     recording: Recording | None
     certified: bool = True
     """whether every row of it is canonical; only such examples can be dumped"""
-    thoughts: "Thoughts | None" = None
+    thoughts: Thoughts | None = None
     """what a model that thinks thought along the prompt"""
 
     @property
@@ -105,29 +111,31 @@ class Run(Sequence[Result]):
         drafted = any(r.statistics.drafted for r in self.results)
         return f"{self.acceptance:.1%} of drafts accepted" if drafted else "nothing drafted"
 
-    def tree(self, index: int) -> "Tree | Thinking":
+    def tree(self, index: int) -> Tree | Thinking:
         """The branch tree of one example: its path, and the rejected drafts hanging off it; of a model that thinks, its
         chunks, states and thoughts. Draws itself, or `print` it."""
         result = self.results[index]
         if result.thoughts is not None:
-            from replaylens.engine.thinking.picture import picture
+            return picture(self.engine.text, result.tokens, result.thoughts, f"example {result.example.index}")
+        recordings = {result.branch: result.recording} | {path.branch: path.activations for path in result.rejected}
+        title = f"example {result.example.index}, {'right' if result.correct else 'wrong'}"
+        return tree_of(self.engine.tree, result.branch, recordings, self.engine.text, title)
 
-            return picture(self.engine, result.tokens, result.thoughts, f"example {result.example.index}")
-        from replaylens.engine.pictures.live import tree_of_result
-
-        return tree_of_result(self.engine, result)
-
-    def timeline(self, index: int) -> "Timeline":
+    def timeline(self, index: int) -> Timeline:
         """One example step by step: prefill, decode, verify, rollback, and what the KV cache held."""
-        from replaylens.engine.pictures.retelling import timeline_of
-
         result = self.results[index]
-        return timeline_of(self.engine, result.branch, f"example {result.example.index}")
+        decode, known = partial(word, self.engine.text), {result.branch: result.tokens}
+        return timeline(self.engine.trace, result.branch, decode, known, f"example {result.example.index}")
 
     def _repr_html_(self) -> str:
-        from replaylens.engine.pictures.summary import run_html
-
-        return run_html(self)
+        facts: dict[str, str | int | float] = {
+            "examples": len(self),
+            "right answers": f"{self.accuracy:.1%}" if len(self) else "none",
+            "drafts accepted": f"{self.acceptance:.1%}" if self.acceptance == self.acceptance else "nothing drafted",
+        }
+        shown = [self.tree(i) for i in range(min(len(self), MAX_TREES))]
+        more = len(self) - len(shown)
+        return folded_pictures(facts, shown, f"and {more} more: run.tree(i) shows any of them" if more > 0 else "")
 
     def save(self, path: str | Path, **options: Any) -> "Dump":
         """Write the run as a dump, at a local path or any that fsspec knows. Options: see `dump_writer.save_run`."""
