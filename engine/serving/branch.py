@@ -20,7 +20,7 @@ from replaylens.engine.request.edits import Edit, Hook, place_all
 from replaylens.engine.serving.stream import Stream
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 
 class Branch:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from replaylens.engine.engine import Engine, token_list
 from replaylens.engine.errors import BadConfig, BadEdit, BadRequest
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
@@ -20,6 +19,7 @@ from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, PlacedEdit, listed, place
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import Engine, token_list
 from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder
 from replaylens.engine.thinking.picture import picture

@@ -10,14 +10,14 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.writer import write_dump
-from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.pictures.thoughts import Round, Thinking
 from replaylens.engine.run import Run
+from replaylens.engine.serving.core import Engine
 from replaylens.engine.thinking.engine import ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.thinking.thoughts import ThinkingRecording

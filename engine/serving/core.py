@@ -1,7 +1,7 @@
 """`Engine`: the public object. Loads a model, shows that its arithmetic is canonical here, and serves branches."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -257,14 +257,51 @@ class Engine:
         self.forest.submit(job)
         return stream
 
-    def replay(self, what: "Trace | Iterable[Example]", **options: Any) -> "Run | dict[int, Branch]":
-        """Replay task examples into a `Run` (see `run.replay_examples`), or a recorded `Trace` into its branches."""
-        from replaylens.engine import run
+    def replay(
+        self,
+        examples: "Iterable[Example]",
+        *,
+        sites: str | Sequence[str] | None = None,
+        drafter: str = "self",
+        window: int | None = None,
+        seed: int = 0,
+        sampling: Sampling | None = None,
+        edits: Sequence[Edit] = (),
+        max_new: int | None = None,
+        rejected: bool = True,
+        deterministic: bool = True,
+        batch: int = 32,
+        progress: bool = False,
+    ) -> "Run":
+        """Prompt with each example, generate its answer, capture every row of the path.
+
+        sites          what to capture: "STCZ", or site names
+        drafter, window
+                       as in `generate`
+        seed           added to the sampling's own seed and to each example's index: that is the example's own stream. Runs
+                       that are to be independent need seeds that lie further apart than the indices
+        edits          interventions on every example; negative positions count from the end of its prompt
+        max_new        tokens to generate at most; default: the length of the right completion and a little more
+        rejected       keep the rows of rejected drafts
+        deterministic  False: take the fast path's tokens; such a run is not certified and cannot be saved
+        batch          examples worked on together; has no influence on any bit
+        """
+        from replaylens.engine.replay.examples import ReplayOptions, replay_examples
+        from replaylens.engine.run import Run
+
+        sampling = sampling or Sampling()
+        sampling = replace(sampling, seed=sampling.seed + seed)
+        options = ReplayOptions(sites, drafter, window, sampling, edits, max_new, rejected, deterministic)
+        return Run(self, replay_examples(self, list(examples), options, batch, progress), options)
+
+    def replay_trace(self, trace: Trace, *, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
+        """Replay a recorded trace: its branches by their recorded numbers; see `replayer.replay_trace`.
+
+        sites  capture these instead of what was captured then
+        """
         from replaylens.engine.replay import replayer
 
-        if isinstance(what, Trace):
-            return replayer.replay_trace(self, what, **options)
-        return run.replay_examples(self, list(what), **options)
+        return replayer.replay_trace(self, trace, sites)
 
     def check_integrity(self) -> list[str]:
         """Recount everything: lines that say what was counted, or IntegrityError naming the first fault."""
