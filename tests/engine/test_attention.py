@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine import weights
-from replaylens.engine.batch import KV_BLOCK
-from replaylens.engine.cpu import attend_blocks
 from replaylens.engine.engine import Engine
+from replaylens.engine.model import weights
+from replaylens.engine.passes.batch import KV_BLOCK
+from replaylens.engine.passes.cpu import attend_blocks
 from tests.families import NAMES, hugging_face
 
 LENGTH = 150

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine.cpu import FastCpuOps
-from replaylens.engine.ops import Linear
+from replaylens.engine.model.ops import Linear
+from replaylens.engine.passes.cpu import FastCpuOps
 from tests.toy_model import Reference, engine, toy
 
 PROMPT = [1, 2, 3, 4, 5, 6]

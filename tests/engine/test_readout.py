@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine import readout, weights
-from replaylens.engine.capture import LensSpec
 from replaylens.engine.engine import Engine
+from replaylens.engine.lens import readout
+from replaylens.engine.model import weights
+from replaylens.engine.request.capture import LensSpec
 from tests.families import hugging_face
 
 TOKENS = torch.randint(3, 97, (20,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from replaylens.engine.branch import Branch
+from replaylens.engine.serving.branch import Branch
 from tests.toy_model import VOCAB, Reference, continuation, engine, toy
 
 PROMPT = [1, 2, 3, 4, 5]

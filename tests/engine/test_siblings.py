@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from replaylens.engine.sampling import Sampling
+from replaylens.engine.request.sampling import Sampling
 from tests.toy_model import VOCAB, Reference, continuation, engine, toy
 
 PROMPTS = [[(7 * i + k) % VOCAB for i in range(5)] for k in range(6)]
