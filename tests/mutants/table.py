@@ -1,0 +1,5 @@
+"""All mutants."""
+
+from tests.mutants.engine import ENGINE
+
+MUTANTS = (*ENGINE,)
