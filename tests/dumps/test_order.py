@@ -3,23 +3,25 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 
-from replaylens.engine.dump.plan import make_plan
+from replaylens import Engine
+from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.rows import assemble
-from replaylens.engine.engine import Engine
-from replaylens.engine.run import Result, Run
+from replaylens.engine.replay.examples import Result
+from replaylens.engine.run import Run
 from replaylens.tasks.task import AnyTask
 from tests.dumps.conftest import NEW
+
+OPTIONS: dict[str, Any] = dict(sites="SZ", drafter="tree", window=4, max_new=NEW, rejected=True)
 
 
 @pytest.fixture(scope="module")
 def run(engine: Engine, coin: AnyTask) -> Run:
     """Drafted by the tree: several siblings are rejected at one position."""
-    made = engine.replay(coin.examples(6), sites="SZ", drafter="tree", window=4, max_new=NEW, rejected=True)
-    assert isinstance(made, Run)
-    return made
+    return engine.replay(coin.examples(6), **OPTIONS)
 
 
 def crowded(run: Run) -> Result:
@@ -34,7 +36,7 @@ def crowded(run: Run) -> Result:
 def test_the_order_of_arrival_does_not_show(engine: Engine, coin: AnyTask, run: Run) -> None:
     """Every order of the rejected branches, and one of them reported twice, gives the same content."""
     result = crowded(run)
-    plan = make_plan(engine, coin, [result.example.index], **run.options)
+    plan = make_plan(engine, coin, [result.example.index], **OPTIONS)
     digests = {
         assemble(engine, plan, [replace(result, rejected=list(order))]).digests()
         for order in [*permutations(result.rejected[:4]), [*result.rejected[:4], result.rejected[0]]]
@@ -46,7 +48,7 @@ def test_the_order_of_arrival_does_not_show(engine: Engine, coin: AnyTask, run: 
 
 def test_branches_are_numbered_by_fork_and_tokens(engine: Engine, coin: AnyTask, run: Run) -> None:
     result = crowded(run)
-    plan = make_plan(engine, coin, [result.example.index], **run.options)
+    plan = make_plan(engine, coin, [result.example.index], **OPTIONS)
     frame = assemble(engine, plan, [replace(result, rejected=result.rejected[::-1])]).index.to_pandas()
     numbered = [
         (int(rows["fork_position"].iloc[0]), tuple(rows["token"]))

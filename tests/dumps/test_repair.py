@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from replaylens import Engine
 from replaylens.engine.dump.content import Content
-from replaylens.engine.dump.maker import ShardMaker
+from replaylens.engine.dump.maker import ShardMaker, write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.writer import write_dump
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import ReplayMismatch, UnfinishedDump
 from tests.dumps.damage import flip_bit
 

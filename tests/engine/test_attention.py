@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine.engine import Engine
+from replaylens import Engine
 from replaylens.engine.model import weights
 from replaylens.engine.passes.batch import KV_BLOCK
 from replaylens.engine.passes.cpu import attend_blocks

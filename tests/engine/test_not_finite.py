@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from replaylens.engine.engine import Engine
+from replaylens import Engine
 from replaylens.engine.errors import NonFinite
 from replaylens.engine.memory.tree import TokenState
 from tests.toy_model import Reference, continuation, engine, random_model

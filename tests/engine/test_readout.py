@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine.engine import Engine
+from replaylens import Engine
 from replaylens.engine.lens import readout
 from replaylens.engine.model import weights
 from replaylens.engine.request.capture import LensSpec

@@ -293,10 +293,10 @@ def test_a_recorded_path_that_ends_otherwise_is_found_out() -> None:
         other[place] = (other[place] + 1) % 50
         finish = first(subject.trace, "finish", lambda event: event["generated"] == 5)
         assert finish["path"] == path_digest(branch.tokens) != path_digest(other)
-        assert engine().replay(subject.trace)[branch.id].tokens == branch.tokens
+        assert engine().replay_trace(subject.trace)[branch.id].tokens == branch.tokens
         finish["path"] = path_digest(other)
         with pytest.raises(ReplayMismatch, match="other ones came out"):
-            engine().replay(subject.trace)
+            engine().replay_trace(subject.trace)
 
 
 def test_path_digests_tell_paths_apart() -> None:

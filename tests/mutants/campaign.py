@@ -26,7 +26,19 @@ NEEDED = 0.9
 """the share of mutants that must be killed"""
 LIMIT = 300.0
 """seconds for the tests of one mutant"""
-_NOT_COPIED = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info", "build", "demo", "dist", "dumps", "report")
+_NOT_COPIED = (
+    ".git",
+    ".venv",
+    "__pycache__",
+    ".*_cache",
+    ".hypothesis",
+    "*.egg-info",
+    "build",
+    "demo",
+    "dist",
+    "dumps",
+    "report",
+)
 _FAILED = re.compile(r"^FAILED (\S+)", re.MULTILINE)
 
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from replaylens import tasks
+from replaylens import Engine, tasks
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine
 from replaylens.probes.causal import interchange, steer
 from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
 from replaylens.probes.stage import Outcome, Stage, Variant

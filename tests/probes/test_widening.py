@@ -7,9 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from replaylens import tasks
+from replaylens import Engine, tasks
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine
 from replaylens.probes import statistics
 from replaylens.probes.causal import ablate
 from replaylens.probes.probe import fit_probe
