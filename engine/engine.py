@@ -1,373 +1,184 @@
-"""`Engine`: the public object. Loads a model, shows that its arithmetic is canonical here, and serves branches."""
+"""`Engine`: the public object. Loads a model, and replays examples and traces on it."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, ClosedBranch, no_such
-from replaylens.engine.lens.tuned import TunedLens
-from replaylens.engine.loop.drafters import (
-    Drafter,
-    ForcedDrafter,
-    LensDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    SelfDrafter,
-    TreeDrafter,
-)
-from replaylens.engine.loop.lane import Job
-from replaylens.engine.loop.loop import Loop
-from replaylens.engine.memory.prefix import PrefixIndex
-from replaylens.engine.memory.tree import BranchTree
-from replaylens.engine.model import sites, weights
+from replaylens.engine.errors import BadRequest, UnsupportedModel, no_such
+from replaylens.engine.model import smollm2, weights
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Text, load_text
-from replaylens.engine.passes.runner import Runner
-from replaylens.engine.proof import certificates, fingerprint
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.request.capture import CaptureSpec, LensSpec
-from replaylens.engine.request.edits import Edit, Hook, place_all
+from replaylens.engine.replay import interop, replayer
+from replaylens.engine.replay.examples import ReplayOptions, replay_examples
+from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.run import Run
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.forest import Forest
-from replaylens.engine.serving.request import Request
-from replaylens.engine.serving.stream import Stream
+from replaylens.engine.serving.core import Core
+from replaylens.engine.thinking import model as thinking
+from replaylens.engine.thinking.core import ThinkingCore
+from replaylens.engine.thinking.model import ThinkingDecoder
+from replaylens.engine.thinking.prefill import Guess
+from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.zoo import thinking as thinking_zoo
+from replaylens.tasks import Example
 
-if TYPE_CHECKING:
-    from replaylens.engine.run import Run
-    from replaylens.engine.thinking.model import ThinkingDecoder
-    from replaylens.tasks import Example
 
-
-class Engine:
+class Engine(Core):
     """A model, its KV cache and its tree of branches.
 
-    cache_tokens   how many positions the KV cache holds; requests wait or are computed again when it is full
-    page_size      positions per page; has no influence on any bit
-    max_rows       rows per pass; has no influence on any bit
-    draft_model    a smaller model with the same tokenizer, for the `model` drafter
-    lens_layer     where the `lens` and `tree` drafters leave the model; default: the middle
-    tree_width     siblings of the `tree` drafter
-    canary         debug mode: check before every pass that the cache holds what the branches think it holds
+    Make one with `Engine.load`; the parameters of the constructor are those of `Core`.
 
     >>> engine = Engine.load("coin-plain")
     >>> branch = engine.prompt("A coin's state is heads. Alice flips. What's the state? A:", sites="S")
     >>> branch.generate(2, drafter="lens").text[-9:]
     'A: tails.'
-    >>> branch.length, branch.activations["blocks.2.hook_in"].shape  # a row a token; the last one is still pending
+    >>> branch.length, branch.activations["blocks.2.hook_in"].shape  # one row per token; the last one is still pending
     (17, torch.Size([16, 128]))
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        tokenizer: Any = None,
+    @classmethod
+    def load(
+        cls,
+        source: Any,
         *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        tokenizer: Any = None,
+        draft_model: Any = None,
         cache_tokens: int = 8192,
         page_size: int = 16,
         max_rows: int = 512,
-        draft_model: "Decoder | None" = None,
         lens_layer: int | None = None,
         tree_width: int = 3,
         canary: bool = False,
-    ) -> None:
-        if cache_tokens < page_size or page_size < 1:
-            raise BadRequest(f"a cache of {cache_tokens} tokens in pages of {page_size}: give room for at least one page")
-        if max_rows < 16:
-            raise BadRequest(f"max_rows {max_rows}: a pass has at least 16 rows")
-        self.model, self.config = model, model.config
-        self.text = tokenizer if isinstance(tokenizer, Text) else Text(tokenizer)
-        self.certificate = certificates.certificate_for(model)
-        self.fingerprint = self._fingerprint()
-        self.sites = self._site_table()
-        self.tree = BranchTree()
-        spare = int(model.embed.device.type == "cuda")  # a page beyond the promised ones, for the padding rows of graphs
-        self.runner = Runner(model, self.certificate, cache_tokens // page_size + spare, page_size, canary)
-        self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
-        middle = max(1, self.config.num_layers // 2)
-        drafters = self._make_drafters(draft_model, middle if lens_layer is None else lens_layer, tree_width)
-        self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text.decode, max_rows)
-        if self.runner.device == "cuda":
-            from replaylens.engine.passes.bursts import Bursts
-            from replaylens.engine.passes.graphs import PassGraphs
-
-            self.loop.bursts = Bursts(self.runner)
-            self.runner.graphs = PassGraphs(model, self.runner.cache, self.loop.bursts.spare.pages[0])
-        self.trace = Trace(self.fingerprint)
-        self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.trace)
-
-    @classmethod
-    def load(
-        cls, source: Any, *, device: str = "cpu", dtype: torch.dtype | None = None, draft_model: Any = None, **options: Any
+        guess: Guess = "empty",
     ) -> "Engine":
         """From a name (embedded, or smollm2), a folder, a .gguf file, a transformers model, a TransformerBridge or a Decoder.
 
-        device  "cpu" (float32) or "cuda" (bfloat16 unless said otherwise)
+        device       "cpu" (float32) or "cuda" (bfloat16 unless said otherwise)
+        tokenizer    instead of the source's own
+        draft_model  a smaller model with the same tokenizer, for the drafter `model`: anything that `source` may be
+        guess        of models that think: how a prompt's thoughts are guessed ahead (see `ThinkingCore`)
+
+        The others are those of `Core`.
         """
-        from replaylens.engine.model import smollm2
-        from replaylens.engine.zoo import coin as zoo
+        dtype = _dtype(device, dtype)
+        if draft_model is None and isinstance(source, str) and source == "coin-plain":
+            draft_model = "coin-draft"
+        draft = None if draft_model is None else _plain_model(draft_model, dtype)[0].to(device)
+        if (found := _thinking_model(source)) is not None:
+            thinker, text = found
+            return ThinkingEngine(
+                weights.in_dtype(thinker, dtype).to(device),
+                text if tokenizer is None else tokenizer,
+                guess=guess,
+                cache_tokens=cache_tokens,
+                page_size=page_size,
+                max_rows=max_rows,
+                draft_model=draft,
+                lens_layer=lens_layer,
+                tree_width=tree_width,
+                canary=canary,
+            )
+        model, text = _plain_model(source, dtype)
+        return cls(
+            model.to(device),
+            text if tokenizer is None else tokenizer,
+            cache_tokens=cache_tokens,
+            page_size=page_size,
+            max_rows=max_rows,
+            draft_model=draft,
+            lens_layer=lens_layer,
+            tree_width=tree_width,
+            canary=canary,
+        )
 
-        if isinstance(source, str) and source == smollm2.SHORT:
-            source = smollm2.fetched_folder()
-        if device not in ("cpu", "cuda"):
-            raise BadRequest(f"device {device!r}: give cpu or cuda")
-        if device == "cuda" and not torch.cuda.is_available():
-            raise BadRequest("no CUDA device is to be had here; load with device='cpu'")
-        dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-        if device == "cpu" and dtype is not torch.float32:
-            raise BadRequest(f"{dtype} on a CPU is emulated and slow: the CPU engine computes in float32")
-        embedded = isinstance(source, str) and source in zoo.names()
-        draft_model = "coin-draft" if draft_model is None and embedded and source == "coin-plain" else draft_model
-        if draft_model is not None:
-            draft = zoo.load_embedded(draft_model)[0] if draft_model in zoo.names() else draft_model
-            options["draft_model"] = weights.load(draft, dtype).to(device)
-        if (thinking := _thinking_model(source)) is not None:
-            from replaylens.engine.thinking.engine import ThinkingEngine
-
-            thinker, tokenizer = thinking
-            return ThinkingEngine(weights.in_dtype(thinker, dtype).to(device), options.pop("tokenizer", tokenizer), **options)
-        if embedded:
-            plain, words = zoo.load_embedded(source)
-            model, text = weights.load(plain, dtype), Text(words)
-        else:
-            is_folder = isinstance(source, str | Path) and Path(source).is_dir()
-            text = load_text(Path(source)) if is_folder else Text(getattr(source, "tokenizer", None))
-            model = weights.load(source, dtype)
-        return cls(model.to(device), options.pop("tokenizer", text), **options)
-
-    def _repr_html_(self) -> str:
-        from replaylens.engine.pictures.summary import engine_html
-
-        return engine_html(self)
-
-    # ---- branches -----------------------------------------------------------------------------------------------
-
-    def prompt(self, text: str | Sequence[int] | Tensor, **options: Any) -> Branch:
-        """A new root branch, its prompt computed. Options as in `prompts`."""
-        (branch,) = self.prompts([text], **options)
-        return branch
-
-    def prompts(
+    def replay(
         self,
-        texts: Iterable[str | Sequence[int] | Tensor],
+        examples: Iterable[Example],
         *,
         sites: str | Sequence[str] | None = None,
-        keep_rejected: bool = False,
-        edits: Sequence[Edit] = (),
-        hooks: Sequence[Hook] = (),
-        **lens: Any,
-    ) -> list[Branch]:
-        """Several root branches, computed together.
-
-        sites          what to capture on them and their forks: "STCZ", or site names
-        keep_rejected  capture the rows of rejected drafts too
-        edits, hooks   interventions, as in `Branch.fork`
-        lens           how Z is stored: top_k, targets, full (see `capture_spec`)
-        """
-        paths = [self.tokens_of(text) for text in texts]
-        capture = self.capture_spec(sites, rejected=keep_rejected, **lens) if sites else None
-        placed = [place_all(edits, self.sites, len(path)) for path in paths]
-        resolved = tuple((self.sites.resolve(name), hook) for name, hook in hooks)
-        lanes = [self.forest.plant(path, capture, own, resolved) for path, own in zip(paths, placed, strict=True)]
-        try:
-            self.forest.compute(lanes)
-        except BaseException:
-            for lane in lanes:  # nobody has a handle on them
-                self.forest.forget(lane.branch)
-            raise
-        return [Branch(self, lane) for lane in lanes]
-
-    def generate(
-        self,
-        branches: Sequence[Branch],
-        n: int,
-        *,
-        sampling: Sampling | Sequence[Sampling] | None = None,
         drafter: str = "self",
         window: int | None = None,
+        seed: int = 0,
+        sampling: Sampling | None = None,
+        edits: Sequence[Edit] = (),
+        max_new: int | None = None,
+        rejected: bool = True,
         deterministic: bool = True,
-        keep_rejected: bool = False,
-        drafts: dict[int, list[list[int]]] | None = None,
-        final: bool = False,
+        batch: int = 32,
         progress: bool = False,
-    ) -> list[Branch]:
-        """Generate up to `n` tokens on each branch, all together; the outcome is that of each alone.
+    ) -> Run:
+        """Prompt with each example, generate its answer, capture every row of the path.
 
-        sampling       how tokens are chosen: for all branches, or one for each; default: greedy
-        drafter        who guesses ahead; never changes the output
-        window         rows per verification; 1 decodes directly; None lets the planner choose
-        deterministic  False: take the fast path's tokens at once; the branches are marked as not certified
-        keep_rejected  keep the pages of rejected drafts, so that they can be forked
-        drafts         for the `forced` drafter: chains of tokens by the position they start at
-        final          also compute the last token's own row
+        sites          what to capture: "STCZ", or site names
+        drafter, window
+                       as in `generate`
+        seed           added to the sampling's own seed and to each example's index: that is the example's own stream. Runs
+                       that are to be independent need seeds that lie further apart than the indices
+        edits          interventions on every example; negative positions count from the end of its prompt
+        max_new        tokens to generate at most; default: the length of the right completion and a little more
+        rejected       keep the rows of rejected drafts
+        deterministic  False: take the fast path's tokens; such a run is not certified and cannot be saved
+        batch          examples worked on together; has no influence on any bit
         """
-        own = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(branches)
-        if len(own) != len(branches):
-            raise BadRequest(f"{len(own)} samplings for {len(branches)} branches: give one for all, or one for each")
-        how = (drafter, window, deterministic, keep_rejected, drafts, final)
-        jobs = [self._job(branch, Request(n, each, *how)) for branch, each in zip(branches, own, strict=True)]
-        try:
-            self.forest.run(jobs, progress)
-        finally:
-            for branch, job in zip(branches, jobs, strict=True):
-                branch._absorb(job)
-        return list(branches)
+        sampling = sampling or Sampling()
+        sampling = replace(sampling, seed=sampling.seed + seed)
+        options = ReplayOptions(sites, drafter, window, sampling, edits, max_new, rejected, deterministic)
+        return Run(self, replay_examples(self, list(examples), options, batch, progress), options)
 
-    def cancel(self, job: Job) -> None:
-        """Stop a job at once. What it committed stays on its branch."""
-        self.forest.cancel(job)
+    def replay_trace(self, trace: Trace, *, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
+        """Replay a recorded trace: its branches by their recorded numbers; see `replayer.replay_trace`.
 
-    def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:
-        """Append given tokens to each branch, whatever the model thinks of them, and compute all their rows together."""
-        paths = [self.text.encode(t, special=False) if isinstance(t, str) else list(t) for t in tokens]
-        for branch, ids in zip(branches, paths, strict=True):
-            branch._check_idle()
-            if not ids:
-                raise BadRequest("force: give at least one token")
-            self._check_tokens(ids, branch.length)
-        for branch, ids in zip(branches, paths, strict=True):
-            self.forest.force(branch.lane, ids)
-        self.forest.compute([branch.lane for branch in branches])
-        return list(branches)
-
-    def stream(self, branch: Branch, n: int, **options: Any) -> Stream:
-        """Committed tokens of one branch as they come, options as in `generate`; other submitted work goes on beside it."""
-        known = {f.name for f in fields(Request)} - {"n"}
-        if unknown := set(options) - known:
-            raise BadRequest(f"unknown options {sorted(unknown)}; known: {sorted(known)}")
-        job = self._job(branch, Request(n, **{key: value for key, value in options.items() if value is not None}))
-        stream = Stream(branch, job)
-        self.forest.submit(job)
-        return stream
-
-    def replay(self, what: "Trace | Iterable[Example]", **options: Any) -> "Run | dict[int, Branch]":
-        """Replay task examples into a `Run` (see `run.replay_examples`), or a recorded `Trace` into its branches."""
-        from replaylens.engine import run
-        from replaylens.engine.replay import replayer
-
-        if isinstance(what, Trace):
-            return replayer.replay_trace(self, what, **options)
-        return run.replay_examples(self, list(what), **options)
-
-    def check_integrity(self) -> list[str]:
-        """Recount everything: lines that say what was counted, or IntegrityError naming the first fault."""
-        return self.forest.check_integrity()
+        sites  capture these instead of what was captured then
+        """
+        return replayer.replay_trace(self, trace, sites)
 
     def run_with_cache(self, tokens: Any, names_filter: Any = None, pos_slice: slice | int | None = None) -> tuple[Tensor, Any]:
         """TransformerLens' verb: logits and an `ActivationCache`; see `interop.run_with_cache`."""
-        from replaylens.engine.replay import interop
-
         return interop.run_with_cache(self, tokens, names_filter, pos_slice)
 
-    def capture_spec(
-        self,
-        sites: str | Sequence[str],
-        *,
-        rejected: bool = False,
-        top_k: int = 8,
-        targets: Sequence[str | int] = (),
-        full: bool = False,
-        lens: TunedLens | None = None,
-    ) -> CaptureSpec:
-        """Resolve what to capture; an unknown site is an UnknownSite error that lists the nearest names.
 
-        rejected  keep the rows of rejected drafts too
-        top_k     how many of the likeliest tokens Z keeps; targets: tokens whose log-probs it keeps; full: all of them
-        lens      read Z through this tuned lens instead of the plain one
-        """
-        names, wants_lens = self.sites.select(sites if isinstance(sites, str) else list(sites))
-        residuals = tuple(self.sites.letter("S"))
-        spec = None
-        if wants_lens:
-            if lens is not None:
-                self.loop.committer.lenses[lens.digest] = lens.require(self.model)
-            if type(top_k) is not int or not 1 <= top_k <= self.config.vocab_size:
-                raise BadRequest(f"top_k {top_k!r}: Z keeps between 1 and {self.config.vocab_size} tokens")
-            ids = tuple(self._target(t) for t in targets)
-            spec = LensSpec(residuals, top_k, ids, full, None if lens is None else lens.digest)
-        return CaptureSpec(names, spec, rejected, residuals[-1])
-
-    def guesses(self) -> dict[str, Any]:
-        """What is guessed besides tokens, and how: rejected branches depend on it."""
-        return {}
-
-    # ---- inside -------------------------------------------------------------------------------------------------
-
-    def _fingerprint(self) -> fingerprint.Fingerprint:
-        return fingerprint.take(self.model)
-
-    def _site_table(self) -> sites.SiteTable:
-        return sites.table(self.config)
-
-    def _job(self, branch: Branch, request: Request) -> Job:
-        """The request as work on this branch, or the error that says why it cannot be."""
-        branch._check_open()
-        if request.drafter not in self.loop.drafters:
-            hint = "; load the engine with draft_model=..." if request.drafter == "model" else ""
-            raise BadRequest(no_such("drafter", str(request.drafter), self.loop.drafters) + hint)
-        if branch.length + request.n > self.config.max_positions:
-            most = self.config.max_positions
-            raise BadRequest(f"{branch.length} tokens and {request.n} more exceed the model's {most} positions")
-        if branch.finish_reason:
-            raise ClosedBranch(f"branch {branch.id} is finished: roll it back or fork it to go on")
-        return request.job(branch.lane, self.text.eos_id)
-
-    def _make_drafters(self, draft_model: Decoder | None, layer: int, width: int) -> dict[str, Drafter]:
-        runner = self.runner
-        drafters: dict[str, Drafter] = {
-            "self": SelfDrafter(runner),
-            "lens": LensDrafter(runner, layer),
-            "ngram": NgramDrafter(),
-            "tree": TreeDrafter(runner, layer, width),
-            "forced": ForcedDrafter(),
-        }
-        if draft_model is not None:
-            certificate = certificates.certificate_for(draft_model)
-            own = Runner(draft_model, certificate, runner.pool.num_pages, runner.pool.page_size)
-            drafters["model"] = ModelDrafter(own, self.config.vocab_size)
-        return drafters
-
-    def tokens_of(self, text: str | Sequence[int] | Tensor) -> list[int]:
-        """The token ids of a prompt, or BadRequest: empty, out of the vocabulary, or too long."""
-        return self._check_tokens(self.text.encode(text) if isinstance(text, str) else token_list(text))
-
-    def _check_tokens(self, ids: list[int], before: int = 0) -> list[int]:
-        """The ids, or BadRequest: empty, out of the vocabulary, or too long."""
-        if not ids:
-            raise BadRequest("an empty prompt: give at least one token")
-        if bad := [t for t in ids if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.config.vocab_size]:
-            raise BadRequest(f"token {bad[0]!r} is not in the vocabulary of {self.config.vocab_size}")
-        if before + len(ids) > self.config.max_positions:
-            raise BadRequest(f"{before + len(ids)} tokens exceed the model's {self.config.max_positions} positions")
-        return ids
-
-    def _target(self, target: str | int) -> int:
-        if isinstance(target, int):
-            return self._check_tokens([target])[0]
-        ids = self.text.encode(target, special=False)
-        if len(ids) != 1:
-            raise BadRequest(f"target {target!r} is {len(ids)} tokens; a target must be one token")
-        return ids[0]
+class ThinkingEngine(ThinkingCore, Engine):
+    """An engine for models that think: prompts think in chunks; what comes after them does not."""
 
 
-def token_list(tokens: Any) -> list[int]:
-    """Token ids as a list: of a sequence, or of a tensor or array of one dimension."""
-    ids = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens) if isinstance(tokens, Iterable) else None
-    if not isinstance(ids, list):
-        raise BadRequest(f"a prompt is text or token ids, not {tokens!r}")
-    return ids
+def _dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:
+    """What a device computes in; BadRequest where there is no such device, or no such arithmetic on it."""
+    if device not in ("cpu", "cuda"):
+        raise BadRequest(f"Unknown device {device!r}. Use 'cpu' or 'cuda'.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadRequest("No CUDA device found. Use device='cpu'.")
+    dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+    if device == "cpu" and dtype is not torch.float32:
+        raise BadRequest(f"{dtype} is emulated and slow on a CPU. The CPU engine computes in float32.")
+    return dtype
 
 
-def _thinking_model(source: Any) -> "tuple[ThinkingDecoder, Text] | None":
+def _plain_model(source: Any, dtype: torch.dtype) -> tuple[Decoder, Text]:
+    """A decoder and its tokenizer, from anything that `Engine.load` takes."""
+    if isinstance(source, str) and source in zoo.names():
+        plain, words = zoo.load_embedded(source)
+        return weights.load(plain, dtype), Text(words)
+    if isinstance(source, str) and source == smollm2.SHORT:
+        source = smollm2.fetched_folder()
+    if isinstance(source, str | Path) and not Path(source).exists():
+        known = no_such("model", str(source), (*zoo.names(), *thinking_zoo.names(), smollm2.SHORT))
+        raise UnsupportedModel(f"{source} is neither a folder nor a .gguf file, and there is {known}")
+    is_folder = isinstance(source, str | Path) and Path(source).is_dir()
+    text = load_text(Path(source)) if is_folder else Text(getattr(source, "tokenizer", None))
+    return weights.load(source, dtype), text
+
+
+def _thinking_model(source: Any) -> tuple[ThinkingDecoder, Text] | None:
     """A model that thinks and its tokenizer: by an embedded name, from a folder, or as it is; None: it is none."""
-    from replaylens.engine.thinking import model as thinking
-    from replaylens.engine.zoo import thinking as thinking_zoo
-
-    if isinstance(source, thinking.ThinkingDecoder):
+    if isinstance(source, ThinkingDecoder):
         return source, Text(None)
     if isinstance(source, str) and source in thinking_zoo.names():
         model, tokenizer = thinking_zoo.load_embedded(source)

@@ -1,22 +1,23 @@
 """`ShardMaker`: replays the examples of a shard on an engine and hands over their rows."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from replaylens.engine.dump.content import Content, layer_of
+from replaylens.engine.dump.content import Content
 from replaylens.engine.dump.manifest import SiteEntry
 from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.rows import assemble
+from replaylens.engine.dump.writer import DumpWriter, Part
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import BranchStatus
+from replaylens.engine.model.sites import layer_of
+from replaylens.engine.replay.examples import ReplayOptions, Result, replay_examples
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.run import Result, replay_examples
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import Core
 from replaylens.tasks import Example
-
-if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
-    from replaylens.tasks.task import AnyTask
+from replaylens.tasks.task import AnyTask
 
 
 class ShardMaker:
@@ -26,7 +27,7 @@ class ShardMaker:
     task  where the plan's task is none of ours
     """
 
-    def __init__(self, engine: "Engine", plan: DumpPlan, batch: int = 32, task: "AnyTask | None" = None) -> None:
+    def __init__(self, engine: Core, plan: DumpPlan, batch: int = 32, task: "AnyTask | None" = None) -> None:
         if batch < 1:
             raise BadRequest(f"batch {batch}: give at least 1")
         self.engine, self.plan, self.batch = engine, plan, batch
@@ -61,7 +62,7 @@ class ShardMaker:
     def wanted(self) -> list[str]:
         """The sites that have to be captured: those stored, those that Z is read off, and the model's own output."""
         streams = self.plan.lens.sites if self.plan.lens is not None else ()
-        return [*self.plan.sites, *streams, self.engine.sites.letter("S")[-1]]
+        return [*self.plan.sites, *streams, self.engine.sites.per_layer("S")[-1]]
 
     @property
     def edits(self) -> list[Edit]:
@@ -73,23 +74,25 @@ class ShardMaker:
         return replay_examples(
             self.engine,
             examples,
-            sites=self.wanted,
-            drafter=plan.drafter,
-            window=plan.window,
-            sampling=plan.sampling,
-            edits=self.edits,
-            max_new=plan.max_new,
-            rejected=plan.rejected,
-            batch=self.batch,
-        ).results
+            ReplayOptions(
+                sites=self.wanted,
+                drafter=plan.drafter,
+                window=plan.window,
+                sampling=plan.sampling,
+                edits=self.edits,
+                max_new=plan.max_new,
+                rejected=plan.rejected,
+            ),
+            self.batch,
+        )
 
     def sites(self, content: Content) -> dict[str, SiteEntry]:
         return describe_sites(self.engine, content)
 
 
-def describe_sites(engine: "Engine", content: Content) -> dict[str, SiteEntry]:
+def describe_sites(engine: Core, content: Content) -> dict[str, SiteEntry]:
     """What the manifest says of each stored tensor."""
-    letters = {name: letter for letter in "STC" for name in engine.sites.letter(letter)}
+    letters = {name: letter for letter in "STC" for name in engine.sites.per_layer(letter)}
     found = {}
     for name, x in content.tensors.items():
         aliases = () if name.startswith("Z.") else engine.sites.sites[name].aliases
@@ -99,7 +102,7 @@ def describe_sites(engine: "Engine", content: Content) -> dict[str, SiteEntry]:
     return found
 
 
-def _forget(engine: "Engine", result: Result) -> None:
+def _forget(engine: Core, result: Result) -> None:
     """Mutates: an example's branches leave the engine; their rows live on in the result."""
     for child in engine.tree.children(result.branch):
         if child in engine.loop.lanes:
@@ -108,3 +111,24 @@ def _forget(engine: "Engine", result: Result) -> None:
             engine.tree.release(child)
         engine.tree.forget(child)
     engine.tree.forget(result.branch)
+
+
+def write_dump(
+    engine: Core,
+    plan: DumpPlan,
+    path: str | Path,
+    *,
+    batch: int = 32,
+    resume: bool = False,
+    part: Part = (0, 1),
+    progress: bool = False,
+) -> "Dump | None":
+    """Replay the plan's examples into a dump; the finished dump, or None while other writers' shards are missing.
+
+    batch   examples worked on together; no influence on any bit
+    resume  go on with what is there; shards whose hash verifies are kept
+    part    (i, n): write every n-th shard only; n such calls, in any processes, make the dump together
+    """
+    maker = ShardMaker(engine, plan, batch)
+    writer = DumpWriter(path, plan, engine.fingerprint)
+    return writer.write(maker.make, maker.sites, resume=resume, part=part, progress=progress)

@@ -9,6 +9,7 @@ Z  the lens distribution at every S (not a tensor of the pass: see `lens`)
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -118,7 +119,13 @@ class SiteTable:
         raise UnknownSite(f"no site {name!r} in this model; nearest: {', '.join(near) or 'none'}; letters: {LETTERS}")
 
     def letter(self, letter: str) -> list[str]:
-        """The sites behind S, T or C, in layer order."""
+        """All tensors that a letter names, as `select` chooses them. Z of a plain decoder names none: it is read off S."""
+        if letter not in LETTERS or len(letter) != 1:
+            raise UnknownSite(f"no site letter {letter!r}; known: {', '.join(LETTERS)}")
+        return [] if letter == "Z" else self.per_layer(letter)
+
+    def per_layer(self, letter: str) -> list[str]:
+        """The sites of S, T or C that every layer has, in layer order."""
         c = self.config
         layers = range(c.num_layers)
         match letter:
@@ -129,7 +136,7 @@ class SiteTable:
             case "C":
                 return [self.resolve(f"blocks.{l}.hook_mlp_out") for l in layers]
             case _:
-                raise UnknownSite(f"no site letter {letter!r}; known: S, T, C, Z")
+                raise UnknownSite(f"no site letter {letter!r} that every layer has; known: S, T, C")
 
     def select(self, sites: str | list[str] | tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
         """Resolve "STCZ", "S,T", a name, or a list of these: (site names in model order, whether Z is among them)."""
@@ -139,7 +146,7 @@ class SiteTable:
         for word in filter(None, words):
             if set(word) <= set(LETTERS):
                 lens |= "Z" in word
-                names.update(name for letter in word if letter != "Z" for name in self.letter(letter))
+                names.update(name for letter in word for name in self.letter(letter))
             else:
                 names.add(self.resolve(word))
         order = {name: i for i, name in enumerate(self.in_order())}
@@ -156,3 +163,25 @@ class SiteTable:
 def table(config: ModelConfig) -> SiteTable:
     """The sites of a decoder with this config."""
     return SiteTable(config)
+
+
+def layer_of(site: str) -> int | None:
+    """The layer in a site's name."""
+    found = re.match(r"blocks\.(\d+)\.", site)
+    return int(found[1]) if found else None
+
+
+def by_layer(sites: Iterable[str]) -> dict[int, str]:
+    """Sites of one letter by their layer, in order. The stream that leaves block l counts as l + 1: it would enter that."""
+    leaves = re.compile(r"blocks\.\d+\.hook_out")
+    found = {(layer_of(site) or 0) + bool(leaves.fullmatch(site)): site for site in sites}
+    return dict(sorted(found.items()))
+
+
+def at_layer(letter: str, stored: dict[int, str], layer: int | None) -> str:
+    """The site of a letter at a layer; -1 is the last one stored. UnknownSite lists the layers that there are."""
+    if layer is not None and -len(stored) <= layer < 0:
+        return list(stored.values())[layer]
+    if layer not in stored:
+        raise UnknownSite(f"{letter} is stored at layers {', '.join(map(str, stored))}: say which, not {layer}")
+    return stored[layer]

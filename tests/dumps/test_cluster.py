@@ -17,10 +17,10 @@ import torch
 from replaylens.engine import cluster
 from replaylens.engine.cluster import dump_on_cluster
 from replaylens.engine.dump.lock import DumpLock
-from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
-from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, ClusterFailed, DumpLocked, OtherFingerprint
 from replaylens.engine.request.edits import Edit
@@ -188,8 +188,6 @@ def test_all_options_of_a_plan_reach_the_workers(
 @pytest.mark.parametrize(
     "options, complaint",
     [
-        ({"flips": 3}, "no option 'flips'.*go into knobs"),
-        ({"lens": object()}, "no option 'lens'"),
         ({"knobs": {"flips": {1, 2}}}, "knobs cannot be sent"),
         ({"positions": len}, "positions cannot be sent"),
     ],

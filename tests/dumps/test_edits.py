@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from replaylens.engine.dump.diff import diff
+from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import VERIFIED, diff, verify
-from replaylens.engine.dump.writer import write_dump
+from replaylens.engine.dump.verify import VERIFIED, verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest
 from replaylens.engine.model.decoder import Decoder

@@ -298,7 +298,7 @@ def test_a_replayed_trace_reproduces_every_row(subject: Subject, tmp_path: Path)
     branches[2].rollback(72).generate(4, drafter="self", window=3)
     branches[3].release()
     engine.trace.save(tmp_path / "trace.jsonl")
-    replayed = subject.engine(page_size=8, max_rows=100).replay(Trace.load(tmp_path / "trace.jsonl"))
+    replayed = subject.engine(page_size=8, max_rows=100).replay_trace(Trace.load(tmp_path / "trace.jsonl"))
     assert isinstance(replayed, dict)
     for old in (child, *branches[:3], *branches[4:]):
         for one in (old, *old.rejected):

@@ -226,7 +226,7 @@ class Sessions(RuleBasedStateMachine):
         """The trace of the whole session, on an engine with room for all, brings every branch back, rejected drafts too."""
         if not self.known:
             return
-        replayed = Engine(self.model, cache_tokens=4096).replay(self.engine.trace)
+        replayed = Engine(self.model, cache_tokens=4096).replay_trace(self.engine.trace)
         for one in self.known + self.rejected:
             if one.branch.id not in replayed:
                 assert not one.exact

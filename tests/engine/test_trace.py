@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadTrace, EngineError, NonFinite, OtherFingerprint, OutOfPages, ReplayMismatch
-from replaylens.engine.proof.trace import Trace
+from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import Reference, continuation, engine, random_model, toy
@@ -110,7 +110,7 @@ def test_an_engine_of_another_shape_does_too(told: tuple[Path, dict[str, str]], 
     file, expected = told
     subject = engine(**options)
     subject.prompt([30, 31]).generate(2)  # and it need not be fresh
-    replayed = digests(subject.replay(Trace.load(file)))
+    replayed = digests(subject.replay_trace(Trace.load(file)))
     assert replayed == expected
     subject.check_integrity()
 
@@ -132,7 +132,7 @@ def test_the_digests_have_teeth(told: tuple[Path, dict[str, str]]) -> None:
 
 def test_a_replay_can_capture_what_was_not_captured_then(told: tuple[Path, dict[str, str]]) -> None:
     site = "blocks.1.attn.hook_out"
-    branches = engine().replay(Trace.load(told[0]), sites=[site])
+    branches = engine().replay_trace(Trace.load(told[0]), sites=[site])
     seen = 0
     for branch in branches.values():
         if branch.certified and branch.id in branch.engine.loop.lanes:
@@ -164,7 +164,7 @@ def test_the_same_story_gives_the_same_bytes(told: tuple[Path, dict[str, str]], 
 def test_a_trace_of_another_model_is_refused(told: tuple[Path, dict[str, str]]) -> None:
     subject = engine(random_model(1))
     with pytest.raises(OtherFingerprint, match=r"weights: \w+ here, \w+ there"):
-        subject.replay(Trace.load(told[0]))
+        subject.replay_trace(Trace.load(told[0]))
     assert subject.loop.lanes == {} and subject.trace.events == [], "before anything runs"
 
 
@@ -278,10 +278,35 @@ def test_a_tampered_trace_is_found_out(told: tuple[Path, dict[str, str]], tamper
     TAMPERINGS[tampering](trace)
     subject = engine()
     with pytest.raises((ReplayMismatch, BadTrace)):
-        subject.replay(trace)
+        subject.replay_trace(trace)
     subject.check_integrity()
     assert subject.loop.jobs == []
     assert subject.prompt([9, 8]).generate(4).generated == continuation(toy(), [9, 8], 4)
+
+
+def test_a_recorded_path_that_ends_otherwise_is_found_out() -> None:
+    """Token by token there are no verdicts to contradict: the digest of the whole path, last token included, tells."""
+    for place in (-1, -2, 3, 0):
+        subject = engine()
+        branch = subject.prompt([1, 2, 3]).generate(5, window=1)
+        other = branch.tokens
+        other[place] = (other[place] + 1) % 50
+        finish = first(subject.trace, "finish", lambda event: event["generated"] == 5)
+        assert finish["path"] == path_digest(branch.tokens) != path_digest(other)
+        assert engine().replay_trace(subject.trace)[branch.id].tokens == branch.tokens
+        finish["path"] = path_digest(other)
+        with pytest.raises(ReplayMismatch, match="other ones came out"):
+            engine().replay_trace(subject.trace)
+
+
+def test_path_digests_tell_paths_apart() -> None:
+    """No two of: nothing, every beginning of a path, the path with one token changed, and two numbers run together."""
+    path = [3, 1, 4, 1, 5, 9, 2, 6]
+    others = [path[:end] for end in range(len(path) + 1)]
+    others += [[*path[:i], path[i] + 1, *path[i + 1 :]] for i in range(len(path))]
+    others += [[31, 4, 1, 5, 9, 2, 6], path[::-1]]
+    assert len({path_digest(other) for other in others}) == len(others)
+    assert path_digest(tuple(path)) == path_digest(path)
 
 
 # ---- ends of all kinds -----------------------------------------------------------------------------------------------
@@ -289,7 +314,7 @@ def test_a_tampered_trace_is_found_out(told: tuple[Path, dict[str, str]], tamper
 
 def assert_replays(subject: Engine, tmp_path: Path, **options: Any) -> None:
     subject.trace.save(tmp_path / "trace.jsonl")
-    replayed = engine(subject.model, **options).replay(Trace.load(tmp_path / "trace.jsonl"))
+    replayed = engine(subject.model, **options).replay_trace(Trace.load(tmp_path / "trace.jsonl"))
     assert digests(replayed) == digests(alive(subject))
 
 
@@ -347,7 +372,7 @@ def test_a_trace_saved_while_a_request_runs(tmp_path: Path) -> None:
     next(stream)
     subject.trace.save(tmp_path / "trace.jsonl")
     rest = list(stream)
-    (replayed,) = engine().replay(Trace.load(tmp_path / "trace.jsonl")).values()
+    (replayed,) = engine().replay_trace(Trace.load(tmp_path / "trace.jsonl")).values()
     assert replayed.tokens == branch.tokens and rest
     assert torch.equal(replayed.kv(), branch.kv())
 
@@ -355,10 +380,10 @@ def test_a_trace_saved_while_a_request_runs(tmp_path: Path) -> None:
 def test_replaying_does_not_change_the_trace(told: tuple[Path, dict[str, str]]) -> None:
     trace = Trace.load(told[0])
     before = copy.deepcopy(trace)
-    engine().replay(trace)
+    engine().replay_trace(trace)
     assert trace == before
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(digests(engine().replay(Trace.load(sys.argv[1])))))
+    print(json.dumps(digests(engine().replay_trace(Trace.load(sys.argv[1])))))

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.run import Run

@@ -1,0 +1,372 @@
+"""`Core`: a model whose arithmetic is certified here, and the branches that it serves. `Engine` adds the verbs above it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from replaylens.engine.errors import BadRequest, ClosedBranch, no_such
+from replaylens.engine.lens.tuned import TunedLens
+from replaylens.engine.loop.drafters import (
+    Drafter,
+    ForcedDrafter,
+    LensDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    SelfDrafter,
+    TreeDrafter,
+)
+from replaylens.engine.loop.lane import Job, Lane
+from replaylens.engine.loop.loop import Loop
+from replaylens.engine.memory.prefix import PrefixIndex
+from replaylens.engine.memory.tree import BranchStatus, BranchTree
+from replaylens.engine.model import sites
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.text import Text
+from replaylens.engine.passes.runner import Runner
+from replaylens.engine.pictures.live import tree_of
+from replaylens.engine.pictures.summary import MAX_TREES, cache_and_pictures, code
+from replaylens.engine.proof import certificates, fingerprint
+from replaylens.engine.proof.trace import Trace
+from replaylens.engine.request.capture import CaptureSpec, LensSpec
+from replaylens.engine.request.edits import Edit, Hook, place_all
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.forest import Forest
+from replaylens.engine.serving.request import Request
+from replaylens.engine.serving.stream import Stream
+
+
+class Core:
+    """A model, its KV cache and its tree of branches.
+
+    cache_tokens   how many positions the KV cache holds; requests wait or are computed again when it is full
+    page_size      positions per page; has no influence on any bit
+    max_rows       rows per pass; has no influence on any bit
+    draft_model    a smaller model with the same tokenizer, for the `model` drafter
+    lens_layer     where the `lens` and `tree` drafters leave the model; default: the middle
+    tree_width     siblings of the `tree` drafter
+    canary         debug mode: check before every pass that the cache holds what the branches think it holds
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Any = None,
+        *,
+        cache_tokens: int = 8192,
+        page_size: int = 16,
+        max_rows: int = 512,
+        draft_model: "Decoder | None" = None,
+        lens_layer: int | None = None,
+        tree_width: int = 3,
+        canary: bool = False,
+    ) -> None:
+        if cache_tokens < page_size or page_size < 1:
+            raise BadRequest(f"a cache of {cache_tokens} tokens in pages of {page_size}: give room for at least one page")
+        if max_rows < 16:
+            raise BadRequest(f"max_rows {max_rows}: a pass has at least 16 rows")
+        self.model, self.config = model, model.config
+        self.text = tokenizer if isinstance(tokenizer, Text) else Text(tokenizer)
+        self.certificate = certificates.certificate_for(model)
+        self.fingerprint = self._fingerprint()
+        self.sites = self._site_table()
+        self.tree = BranchTree()
+        spare = int(model.embed.device.type == "cuda")  # a page beyond the promised ones, for the padding rows of graphs
+        self.runner = Runner(model, self.certificate, cache_tokens // page_size + spare, page_size, canary)
+        self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
+        middle = max(1, self.config.num_layers // 2)
+        drafters = self._make_drafters(draft_model, middle if lens_layer is None else lens_layer, tree_width)
+        self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text.decode, max_rows)
+        if self.runner.device == "cuda":
+            from replaylens.engine.passes.bursts import Bursts
+            from replaylens.engine.passes.graphs import PassGraphs
+
+            self.loop.bursts = Bursts(self.runner)
+            self.runner.graphs = PassGraphs(model, self.runner.cache, self.loop.bursts.spare.pages[0])
+        self.trace = Trace(self.fingerprint)
+        self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.trace)
+
+    def __repr__(self) -> str:
+        c, pool = self.config, self.runner.pool
+        cache = f"{pool.num_pages - pool.num_free} of {pool.num_pages} KV pages in use"
+        return f"{type(self).__name__}({c.num_layers} layers, d_model {c.d_model}, {self.fingerprint.device}, {cache})"
+
+    def _repr_html_(self) -> str:
+        pool = self.runner.pool
+        used = pool.num_pages - pool.num_free
+        facts = {
+            "model": f"{self.config.num_layers} layers, width {self.config.d_model}, vocabulary {self.config.vocab_size}",
+            "device": f"{self.fingerprint.device}, {self.fingerprint.dtype}",
+            "certified": "yes" if self.certificate.certified else "no",
+            "fingerprint": code(self.fingerprint.digest),
+            "KV pages": f"{used} of {pool.num_pages} in use, {pool.page_size} positions each",
+        }
+        held = [i for i in self.tree.roots() if self.tree.branch(i).status is not BranchStatus.RELEASED]
+        recordings = {i: lane.recording for i, lane in self.loop.lanes.items()}
+        trees = [tree_of(self.tree, root, recordings, self.text) for root in held[-MAX_TREES:]]
+        more = len(held) - len(trees)
+        return cache_and_pictures(facts, used, pool.num_pages, trees, f"and {more} older roots" if more > 0 else "")
+
+    # ---- branches -----------------------------------------------------------------------------------------------
+
+    def prompt(
+        self,
+        text: str | Sequence[int] | Tensor,
+        *,
+        sites: str | Sequence[str] | None = None,
+        keep_rejected: bool = False,
+        edits: Sequence[Edit] = (),
+        hooks: Sequence[Hook] = (),
+        top_k: int = 8,
+        targets: Sequence[str | int] = (),
+        full: bool = False,
+        lens: TunedLens | None = None,
+    ) -> Branch:
+        """A new root branch, its prompt computed. Options as in `prompts`."""
+        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens)
+        (branch,) = self._planted([text], capture, edits, hooks)
+        return branch
+
+    def prompts(
+        self,
+        texts: Iterable[str | Sequence[int] | Tensor],
+        *,
+        sites: str | Sequence[str] | None = None,
+        keep_rejected: bool = False,
+        edits: Sequence[Edit] = (),
+        hooks: Sequence[Hook] = (),
+        top_k: int = 8,
+        targets: Sequence[str | int] = (),
+        full: bool = False,
+        lens: TunedLens | None = None,
+    ) -> Sequence[Branch]:
+        """Several root branches, computed together.
+
+        sites          what to capture on them and their forks: "STCZ", or site names
+        keep_rejected  capture the rows of rejected drafts too
+        edits, hooks   interventions, as in `Branch.fork`
+        top_k, targets, full, lens
+                       how Z is stored, as in `capture_spec`
+        """
+        return self._planted(texts, self._wanted(sites, keep_rejected, top_k, targets, full, lens), edits, hooks)
+
+    def _wanted(
+        self,
+        sites: str | Sequence[str] | None,
+        rejected: bool,
+        top_k: int,
+        targets: Sequence[str | int],
+        full: bool,
+        lens: TunedLens | None,
+    ) -> CaptureSpec | None:
+        """What a prompt is asked to capture; None: nothing."""
+        if not sites:
+            return None
+        return self.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
+
+    def _planted(
+        self,
+        texts: Iterable[str | Sequence[int] | Tensor],
+        capture: CaptureSpec | None,
+        edits: Sequence[Edit],
+        hooks: Sequence[Hook],
+    ) -> list[Branch]:
+        paths = [self.tokens_of(text) for text in texts]
+        placed = [place_all(edits, self.sites, len(path)) for path in paths]
+        resolved = tuple((self.sites.resolve(name), hook) for name, hook in hooks)
+        lanes = [self.forest.plant(path, capture, own, resolved) for path, own in zip(paths, placed, strict=True)]
+        try:
+            self.forest.compute(lanes)
+        except BaseException:
+            for lane in lanes:  # nobody has a handle on them
+                self.forest.forget(lane.branch)
+            raise
+        return [self.handle(lane) for lane in lanes]
+
+    def handle(self, lane: Lane) -> Branch:
+        """The handle of a lane: what users hold of a branch."""
+        return Branch(self, lane)
+
+    def generate(
+        self,
+        branches: Sequence[Branch],
+        n: int,
+        *,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        drafter: str = "self",
+        window: int | None = None,
+        deterministic: bool = True,
+        keep_rejected: bool = False,
+        drafts: dict[int, list[list[int]]] | None = None,
+        final: bool = False,
+        progress: bool = False,
+    ) -> list[Branch]:
+        """Generate up to `n` tokens on each branch, all together; the outcome is that of each alone.
+
+        sampling       how tokens are chosen: for all branches, or one for each; default: greedy
+        drafter        who guesses ahead; never changes the output
+        window         rows per verification; 1 decodes directly; None lets the planner choose
+        deterministic  False: take the fast path's tokens at once; the branches are marked as not certified
+        keep_rejected  keep the pages of rejected drafts, so that they can be forked
+        drafts         for the `forced` drafter: chains of tokens by the position they start at
+        final          also compute the last token's own row
+        """
+        own = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(branches)
+        if len(own) != len(branches):
+            raise BadRequest(f"{len(own)} samplings for {len(branches)} branches: give one for all, or one for each")
+        how = (drafter, window, deterministic, keep_rejected, drafts, final)
+        return self.serve(branches, [Request(n, each, *how) for each in own], progress)
+
+    def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:
+        """Work off one request on each branch, all together."""
+        jobs = [self._job(branch, request) for branch, request in zip(branches, requests, strict=True)]
+        try:
+            self.forest.run(jobs, progress)
+        finally:
+            for branch, job in zip(branches, jobs, strict=True):
+                branch._absorb(job)
+        return list(branches)
+
+    def cancel(self, job: Job) -> None:
+        """Stop a job at once. What it committed stays on its branch."""
+        self.forest.cancel(job)
+
+    def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:
+        """Append given tokens to each branch, whatever the model thinks of them, and compute all their rows together."""
+        paths = [self.text.encode(t, special=False) if isinstance(t, str) else list(t) for t in tokens]
+        for branch, ids in zip(branches, paths, strict=True):
+            branch._check_idle()
+            if not ids:
+                raise BadRequest("force: give at least one token")
+            self._check_tokens(ids, branch.length)
+        for branch, ids in zip(branches, paths, strict=True):
+            self.forest.force(branch.lane, ids)
+        self.forest.compute([branch.lane for branch in branches])
+        return list(branches)
+
+    def stream(
+        self,
+        branch: Branch,
+        n: int,
+        *,
+        sampling: Sampling | None = None,
+        drafter: str = "self",
+        window: int | None = None,
+        deterministic: bool = True,
+        keep_rejected: bool = False,
+        drafts: dict[int, list[list[int]]] | None = None,
+        final: bool = False,
+    ) -> Stream:
+        """Committed tokens of one branch as they come, options as in `generate`; other submitted work goes on beside it."""
+        request = Request(n, sampling or Sampling(), drafter, window, deterministic, keep_rejected, drafts, final)
+        return self.open_stream(branch, request)
+
+    def open_stream(self, branch: Branch, request: Request) -> Stream:
+        """Start a request on a branch, to be followed token by token."""
+        job = self._job(branch, request)
+        stream = Stream(self.forest, job, branch._absorb)
+        self.forest.submit(job)
+        return stream
+
+    def check_integrity(self) -> list[str]:
+        """Recount everything: lines that say what was counted, or IntegrityError naming the first fault."""
+        return self.forest.check_integrity()
+
+    def capture_spec(
+        self,
+        sites: str | Sequence[str],
+        *,
+        rejected: bool = False,
+        top_k: int = 8,
+        targets: Sequence[str | int] = (),
+        full: bool = False,
+        lens: TunedLens | None = None,
+    ) -> CaptureSpec:
+        """Resolve what to capture; an unknown site is an UnknownSite error that lists the nearest names.
+
+        rejected  keep the rows of rejected drafts too
+        top_k     how many of the likeliest tokens Z keeps; targets: tokens whose log-probs it keeps; full: all of them
+        lens      read Z through this tuned lens instead of the plain one
+        """
+        names, wants_lens = self.sites.select(sites if isinstance(sites, str) else list(sites))
+        residuals = tuple(self.sites.per_layer("S"))
+        spec = None
+        if wants_lens:
+            if lens is not None:
+                self.loop.committer.lenses[lens.digest] = lens.require(self.model)
+            if type(top_k) is not int or not 1 <= top_k <= self.config.vocab_size:
+                raise BadRequest(f"top_k {top_k!r}: Z keeps between 1 and {self.config.vocab_size} tokens")
+            ids = tuple(self._target(t) for t in targets)
+            spec = LensSpec(residuals, top_k, ids, full, None if lens is None else lens.digest)
+        return CaptureSpec(names, spec, rejected, residuals[-1])
+
+    def guesses(self) -> dict[str, Any]:
+        """What is guessed besides tokens, and how: rejected branches depend on it."""
+        return {}
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _fingerprint(self) -> fingerprint.Fingerprint:
+        return fingerprint.take(self.model)
+
+    def _site_table(self) -> sites.SiteTable:
+        return sites.table(self.config)
+
+    def _job(self, branch: Branch, request: Request) -> Job:
+        """The request as work on this branch, or the error that says why it cannot be."""
+        branch._check_open()
+        if request.drafter not in self.loop.drafters:
+            hint = "; load the engine with draft_model=..." if request.drafter == "model" else ""
+            raise BadRequest(no_such("drafter", str(request.drafter), self.loop.drafters) + hint)
+        if branch.length + request.n > self.config.max_positions:
+            most = self.config.max_positions
+            raise BadRequest(f"{branch.length} tokens and {request.n} more exceed the model's {most} positions")
+        if branch.finish_reason:
+            raise ClosedBranch(f"branch {branch.id} is finished: roll it back or fork it to go on")
+        return request.job(branch.lane, self.text.eos_id)
+
+    def _make_drafters(self, draft_model: Decoder | None, layer: int, width: int) -> dict[str, Drafter]:
+        runner = self.runner
+        drafters: dict[str, Drafter] = {
+            "self": SelfDrafter(runner),
+            "lens": LensDrafter(runner, layer),
+            "ngram": NgramDrafter(),
+            "tree": TreeDrafter(runner, layer, width),
+            "forced": ForcedDrafter(),
+        }
+        if draft_model is not None:
+            certificate = certificates.certificate_for(draft_model)
+            own = Runner(draft_model, certificate, runner.pool.num_pages, runner.pool.page_size)
+            drafters["model"] = ModelDrafter(own, self.config.vocab_size)
+        return drafters
+
+    def tokens_of(self, text: str | Sequence[int] | Tensor) -> list[int]:
+        """The token ids of a prompt, or BadRequest: empty, out of the vocabulary, or too long."""
+        return self._check_tokens(self.text.encode(text) if isinstance(text, str) else token_list(text))
+
+    def _check_tokens(self, ids: list[int], before: int = 0) -> list[int]:
+        """The ids, or BadRequest: empty, out of the vocabulary, or too long."""
+        if not ids:
+            raise BadRequest("an empty prompt: give at least one token")
+        if bad := [t for t in ids if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.config.vocab_size]:
+            raise BadRequest(f"token {bad[0]!r} is not in the vocabulary of {self.config.vocab_size}")
+        if before + len(ids) > self.config.max_positions:
+            raise BadRequest(f"{before + len(ids)} tokens exceed the model's {self.config.max_positions} positions")
+        return ids
+
+    def _target(self, target: str | int) -> int:
+        if isinstance(target, int):
+            return self._check_tokens([target])[0]
+        ids = self.text.encode(target, special=False)
+        if len(ids) != 1:
+            raise BadRequest(f"target {target!r} is {len(ids)} tokens; a target must be one token")
+        return ids[0]
+
+
+def token_list(tokens: Any) -> list[int]:
+    """Token ids as a list: of a sequence, or of a tensor or array of one dimension."""
+    ids = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens) if isinstance(tokens, Iterable) else None
+    if not isinstance(ids, list):
+        raise BadRequest(f"a prompt is text or token ids, not {tokens!r}")
+    return ids
