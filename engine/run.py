@@ -220,7 +220,7 @@ def result_of(engine: "Engine", example: Example, branch: Branch) -> Result:
         rejected=rejected,
         recording=branch.lane.recording,
         certified=branch.certified,
-        thoughts=branch.lane.thoughts,
+        thoughts=branch.lane.thoughts and branch.lane.thoughts.copy(),
     )
 
 

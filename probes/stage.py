@@ -96,7 +96,7 @@ class Stage:
         with closing(self._forks(variants, [site])) as played:
             for _, subject, forks in played:
                 for rows, fork in zip(found, forks, strict=True):
-                    rows.append(fork.activations[site][len(subject.tokens) - 1])
+                    rows.append(fork.activations.peek(site)[len(subject.tokens) - 1])
         return [torch.stack(rows).double().numpy() for rows in found]
 
     def _forks(
@@ -135,7 +135,7 @@ class Stage:
         return found
 
     def _answer_logits(self, branch: "Branch", length: int) -> Tensor:
-        row = branch.activations[self.final][length - 1 : length]
+        row = branch.activations.peek(self.final)[length - 1 : length]
         return self.engine.runner.logits(row)[0, self.answers].double().cpu()
 
     def _places(self, example: Example, tokens: list[int]) -> tuple[list[int], list[str]]:

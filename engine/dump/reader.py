@@ -152,7 +152,8 @@ class Dump:
             raise BadRequest(no_such("label", label, self.manifest.labels))
         rows, y, groups = self._choose(label)
         x = self._gather(site, layer, rows)
-        return Matrix(_numpy(x).reshape(len(x), math.prod(x.shape[1:])), y, groups)
+        X = _numpy(x).reshape(len(x), math.prod(x.shape[1:]))
+        return Matrix(X, None if y is None else y.copy(), groups.copy())  # both are kept for the next site: the reader's are his
 
     def to_torch(self, site: str, layer: int | None = None) -> Tensor:
         """Rows of one site, in the stored dtype: [rows, ...]."""

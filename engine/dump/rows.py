@@ -220,12 +220,12 @@ def _accepted(paths: list[Path], i: int) -> int:
 def _final_rows(engine: "Engine", path: Path, final: str, edited: bool) -> Tensor:
     """The residual stream that leaves the model; computed again, to the same bits, where it was not captured."""
     if final in path.recording.sites():
-        return path.recording[final]
+        return path.recording.peek(final)
     if engine.guesses() or edited:  # a path's tokens say nothing of states and edits
         raise BadRequest(f"log-probabilities of edited paths, and of a model that thinks, are read off {final}: capture S, too")
     branch = engine.prompt(path.tokens, sites=[final])
     try:
-        return branch.activations[final][path.base :]
+        return branch.activations.peek(final)[path.base :]
     finally:
         branch.release()
 
@@ -238,7 +238,7 @@ def _tensors(engine: "Engine", plan: DumpPlan, paths: list[Path], rows: np.ndarr
 
 
 def _gather(paths: list[Path], site: str, chosen: Tensor) -> Tensor:
-    every = torch.cat([path.recording[site] for path in paths])
+    every = torch.cat([path.recording.peek(site) for path in paths])
     return every if len(every) == len(chosen) else every[chosen]
 
 

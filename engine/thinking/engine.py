@@ -193,7 +193,11 @@ class ThinkingBranch(Branch):
 
     @property
     def thoughts(self) -> Thoughts:
-        """The thought of every prompt chunk, the states that chunks received, and the rounds that it took."""
+        """The thought of every prompt chunk, the states that chunks received, and the rounds that it took. A copy."""
+        return self._thoughts.copy()
+
+    @property
+    def _thoughts(self) -> Thoughts:
         assert self.lane.thoughts is not None  # the prefill saw to it
         return self.lane.thoughts
 
@@ -207,7 +211,7 @@ class ThinkingBranch(Branch):
         """The picture: chunks, states, thoughts, rounds. Draws itself, or `print` it."""
         from replaylens.engine.thinking.picture import picture
 
-        return picture(self.engine, self.tokens, self.thoughts)
+        return picture(self.engine, self.tokens, self._thoughts)
 
     def _repr_html_(self) -> str:
         from replaylens.engine.pictures.summary import thinking_branch_html
@@ -246,11 +250,11 @@ class ThinkingBranch(Branch):
     def _thought_along(self, at: int) -> int:
         """How many of the first `at` tokens are whole chunks that thought."""
         chunk = self.engine.thinking.chunk
-        return min(at // chunk, len(self.thoughts.chunks)) * chunk
+        return min(at // chunk, len(self._thoughts.chunks)) * chunk
 
     def _fork(self, at: int, edits: tuple[PlacedEdit, ...], hooks: tuple[Hook, ...]) -> "ThinkingBranch":
         lane = self.engine.forest.fork(self.lane, at, edits, hooks)
-        lane.thoughts = self.thoughts.until(at)
+        lane.thoughts = self._thoughts.until(at)
         if isinstance(lane.recording, ThinkingRecording):
             lane.recording.thoughts = lane.thoughts
         return ThinkingBranch(self.engine, lane)
@@ -267,7 +271,7 @@ class ThinkingBranch(Branch):
         self, cut: int, path: list[int], edits: Sequence[PlacedEdit], hooks: tuple[Hook, ...], guess: Guess | None
     ) -> "ThinkingBranch":
         """A fork at the chunk border `cut` with whole prompt chunks `path`, under these edits besides its own."""
-        engine, known = self.engine, self.thoughts.until(cut)
+        engine, known = self.engine, self._thoughts.until(cut)
         outer, inner = split(edits)
         lane = engine.forest.fork(self.lane, cut, (), hooks)
         prefill = Prefill(lane, path, guess or engine.guess, lane.capture, planted=False)

@@ -149,7 +149,7 @@ class Prefiller:
     def _chunks(self, p: Prefill, count: int) -> list[ChunkStates]:
         """What T reads of the next `count` chunks."""
         assert p.lane.recording is not None
-        c, rows = self.config.chunk, p.lane.recording[self.config.read_site]
+        c, rows = self.config.chunk, p.lane.recording.peek(self.config.read_site)
         first = p.settled * c - p.lane.recording.base
         states = rows[first : first + count * c].split(c)
         return [ChunkStates(p.settled + i, hidden, p.inner) for i, hidden in enumerate(states)]
