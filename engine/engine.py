@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, ClosedBranch, no_such
+from replaylens.engine.errors import BadRequest, ClosedBranch, NotRecorded, no_such
+from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.loop.drafters import (
     Drafter,
@@ -34,6 +35,7 @@ from replaylens.engine.request.edits import Edit, Hook, place_all
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
+from replaylens.engine.serving.lock import EngineLock, changing
 from replaylens.engine.serving.request import Request
 from replaylens.engine.serving.stream import Stream
 
@@ -53,6 +55,9 @@ class Engine:
     lens_layer     where the `lens` and `tree` drafters leave the model; default: the middle
     tree_width     siblings of the `tree` drafter
     canary         debug mode: check before every pass that the cache holds what the branches think it holds
+    record         keep every event in `trace`, so that it can be replayed and timelines be drawn; grows with use
+
+    Threads may share an engine: their requests are computed together, and each gets what it would get alone.
 
     >>> engine = Engine.load("coin-plain")
     >>> branch = engine.prompt("A coin's state is heads. Alice flips. What's the state? A:", sites="S")
@@ -74,6 +79,7 @@ class Engine:
         lens_layer: int | None = None,
         tree_width: int = 3,
         canary: bool = False,
+        record: bool = False,
     ) -> None:
         if cache_tokens < page_size or page_size < 1:
             raise BadRequest(f"a cache of {cache_tokens} tokens in pages of {page_size}: give room for at least one page")
@@ -97,8 +103,9 @@ class Engine:
 
             self.loop.bursts = Bursts(self.runner)
             self.runner.graphs = PassGraphs(model, self.runner.cache, self.loop.bursts.spare.pages[0])
-        self.trace = Trace(self.fingerprint)
-        self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.trace)
+        self.lock = EngineLock()
+        trace = Trace(self.fingerprint) if record else None
+        self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.lock, trace)
 
     @classmethod
     def load(
@@ -144,6 +151,13 @@ class Engine:
 
         return engine_html(self)
 
+    @property
+    def trace(self) -> Trace:
+        """Every event since the engine was made; NotRecorded unless that was asked for."""
+        if self.forest.trace is None:
+            raise NotRecorded("this engine records no trace. Make it with record=True, e.g. Engine.load(..., record=True)")
+        return self.forest.trace
+
     # ---- branches -----------------------------------------------------------------------------------------------
 
     def prompt(self, text: str | Sequence[int] | Tensor, **options: Any) -> Branch:
@@ -172,13 +186,10 @@ class Engine:
         capture = self.capture_spec(sites, rejected=keep_rejected, **lens) if sites else None
         placed = [place_all(edits, self.sites, len(path)) for path in paths]
         resolved = tuple((self.sites.resolve(name), hook) for name, hook in hooks)
-        lanes = [self.forest.plant(path, capture, own, resolved) for path, own in zip(paths, placed, strict=True)]
-        try:
+        with self.forest.made() as lanes:
+            with held_interrupt():
+                lanes += [self.forest.plant(path, capture, own, resolved) for path, own in zip(paths, placed, strict=True)]
             self.forest.compute(lanes)
-        except BaseException:
-            for lane in lanes:  # nobody has a handle on them
-                self.forest.forget(lane.branch)
-            raise
         return [Branch(self, lane) for lane in lanes]
 
     def generate(
@@ -209,31 +220,39 @@ class Engine:
         if len(own) != len(branches):
             raise BadRequest(f"{len(own)} samplings for {len(branches)} branches: give one for all, or one for each")
         how = (drafter, window, deterministic, keep_rejected, drafts, final)
-        jobs = [self._job(branch, Request(n, each, *how)) for branch, each in zip(branches, own, strict=True)]
-        try:
-            self.forest.run(jobs, progress)
-        finally:
-            for branch, job in zip(branches, jobs, strict=True):
-                branch._absorb(job)
+        requests = [Request(n, each, *how) for each in own]
+        self.forest.serve(lambda: [self._job(b, r) for b, r in zip(branches, requests, strict=True)], progress)
         return list(branches)
 
     def cancel(self, job: Job) -> None:
         """Stop a job at once. What it committed stays on its branch."""
+        if self.loop.lanes.get(job.lane.branch) is not job.lane and not job.done:
+            raise BadRequest(f"branch {job.lane.branch} is none of this engine's: cancel its job where it was started")
         self.forest.cancel(job)
 
     def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:
         """Append given tokens to each branch, whatever the model thinks of them, and compute all their rows together."""
         paths = [self.text.encode(t, special=False) if isinstance(t, str) else list(t) for t in tokens]
+        if len(paths) != len(branches):
+            raise BadRequest(f"{len(paths)} texts for {len(branches)} branches: give one for each")
+        self.forest.serve(lambda: self._forced(branches, paths))
+        return list(branches)
+
+    def _forced(self, branches: Sequence[Branch], paths: Sequence[list[int]]) -> list[Job]:
+        """Mutates: each branch has its tokens more, or, where one cannot, none has. The jobs that compute them."""
+        jobs = [Job(self._own(branch).lane, exact=branch.lane.exact) for branch in branches]
+        self.forest.require(jobs)
         for branch, ids in zip(branches, paths, strict=True):
-            branch._check_idle()
             if not ids:
                 raise BadRequest("force: give at least one token")
             self._check_tokens(ids, branch.length)
+            if branch.finish_reason:
+                raise ClosedBranch(f"branch {branch.id} is finished: roll it back or fork it to go on")
         for branch, ids in zip(branches, paths, strict=True):
             self.forest.force(branch.lane, ids)
-        self.forest.compute([branch.lane for branch in branches])
-        return list(branches)
+        return jobs
 
+    @changing
     def stream(self, branch: Branch, n: int, **options: Any) -> Stream:
         """Committed tokens of one branch as they come, options as in `generate`; other submitted work goes on beside it."""
         known = {f.name for f in fields(Request)} - {"n"}
@@ -241,7 +260,7 @@ class Engine:
             raise BadRequest(f"unknown options {sorted(unknown)}; known: {sorted(known)}")
         job = self._job(branch, Request(n, **{key: value for key, value in options.items() if value is not None}))
         stream = Stream(branch, job)
-        self.forest.submit(job)
+        self.forest.start(job)
         return stream
 
     def replay(self, what: "Trace | Iterable[Example]", **options: Any) -> "Run | dict[int, Branch]":
@@ -305,7 +324,7 @@ class Engine:
 
     def _job(self, branch: Branch, request: Request) -> Job:
         """The request as work on this branch, or the error that says why it cannot be."""
-        branch._check_open()
+        self._own(branch)._check_open()
         if request.drafter not in self.loop.drafters:
             hint = "; load the engine with draft_model=..." if request.drafter == "model" else ""
             raise BadRequest(no_such("drafter", str(request.drafter), self.loop.drafters) + hint)
@@ -315,6 +334,12 @@ class Engine:
         if branch.finish_reason:
             raise ClosedBranch(f"branch {branch.id} is finished: roll it back or fork it to go on")
         return request.job(branch.lane, self.text.eos_id)
+
+    def _own(self, branch: Branch) -> Branch:
+        """The branch, or BadRequest: it is another engine's."""
+        if branch.engine is not self:
+            raise BadRequest(f"branch {branch.id} belongs to another engine: prompt this one with its tokens")
+        return branch
 
     def _make_drafters(self, draft_model: Decoder | None, layer: int, width: int) -> dict[str, Drafter]:
         runner = self.runner

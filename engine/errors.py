@@ -82,10 +82,6 @@ class ClosedBranch(EngineError, RuntimeError):
     """A finished, rejected or released branch asked to change in a way that its status forbids."""
 
 
-class BranchInUse(EngineError, RuntimeError):
-    """A branch that cannot be forgotten yet."""
-
-
 class BadTransition(EngineError, ValueError):
     """A token state that may not follow the present one, or may not stand at that place."""
 
@@ -108,6 +104,10 @@ class BadEdit(EngineError, ValueError):
 
 class BadTrace(EngineError, ValueError):
     """A trace file that is damaged, or of another format."""
+
+
+class NotRecorded(EngineError, RuntimeError):
+    """An engine was asked for its trace, but keeps none: recording is asked for when the engine is made."""
 
 
 class OtherFingerprint(EngineError, ValueError):

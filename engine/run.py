@@ -1,7 +1,7 @@
 """`Run`: task examples replayed on an engine, with everything that was captured on the way."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.loop.lane import Statistics
+from replaylens.engine.memory.tree import Branch as Record
 from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -53,6 +54,8 @@ class Result:
     """whether every row of it is canonical; only such examples can be dumped"""
     thoughts: "Thoughts | None" = None
     """what a model that thinks thought along the prompt"""
+    record: Record | None = field(default=None, repr=False)
+    """its place in the engine's tree, held so that it can be drawn after its release"""
 
     @property
     def activations(self) -> Recording:
@@ -180,8 +183,7 @@ def replay_examples(
                 results += [result_of(engine, example, branch) for example, branch in zip(some, branches, strict=True)]
             finally:
                 for branch in branches:
-                    for path in [*branch.rejected, branch]:
-                        path.release()
+                    branch.release()
             bar.update(len(some))
     options: dict[str, Any] = dict(sites=sites, drafter=drafter, window=window, sampling=sampling, max_new=max_new)
     options |= dict(rejected=rejected, edits=edits)
@@ -205,8 +207,7 @@ def _by_length(
 def result_of(engine: "Engine", example: Example, branch: Branch) -> Result:
     """What came of an example on a branch that went on from its prompt. Precondition: the branch is not released yet."""
     rejected = [
-        RejectedPath(other.id, other.tokens, engine.tree.branch(other.id).fork_position, other.lane.recording)
-        for other in branch.rejected
+        RejectedPath(other.id, other.tokens, other.record.fork_position, other.lane.recording) for other in branch.rejected
     ]
     return Result(
         example=example,
@@ -220,6 +221,7 @@ def result_of(engine: "Engine", example: Example, branch: Branch) -> Result:
         rejected=rejected,
         recording=branch.lane.recording,
         certified=branch.certified,
+        record=branch.record,
         thoughts=branch.lane.thoughts and branch.lane.thoughts.copy(),
     )
 

@@ -136,7 +136,7 @@ class Stage:
 
     def _answer_logits(self, branch: "Branch", length: int) -> Tensor:
         row = branch.activations.peek(self.final)[length - 1 : length]
-        return self.engine.runner.logits(row)[0, self.answers].double().cpu()
+        return self.engine.lock.alone(self.engine.runner.logits, row)[0, self.answers].double().cpu()
 
     def _places(self, example: Example, tokens: list[int]) -> tuple[list[int], list[str]]:
         """Positions of the prompt that the spec chooses, with the label at each."""

@@ -153,7 +153,7 @@ class Dump:
         rows, y, groups = self._choose(label)
         x = self._gather(site, layer, rows)
         X = _numpy(x).reshape(len(x), math.prod(x.shape[1:]))
-        return Matrix(X, None if y is None else y.copy(), groups.copy())  # both are kept for the next site: the reader's are his
+        return Matrix(X, None if y is None else y.copy(), groups.copy())  # what is kept here stays ours
 
     def to_torch(self, site: str, layer: int | None = None) -> Tensor:
         """Rows of one site, in the stored dtype: [rows, ...]."""

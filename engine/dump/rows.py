@@ -201,7 +201,7 @@ def _probabilities(engine: "Engine", paths: list[Path], starts: np.ndarray, edit
     emitted = follows + [paths[i].tokens[paths[i].base] for i in forks]
     spec = LensSpec((final,), top_k=1)
     read = [
-        readout.read(spec, engine.runner, {final: stacked[i : i + _BLOCK]}, emitted[i : i + _BLOCK])
+        engine.lock.alone(readout.read, spec, engine.runner, {final: stacked[i : i + _BLOCK]}, emitted[i : i + _BLOCK])
         for i in range(0, len(emitted), _BLOCK)
     ]
     next_logprob = torch.cat([part["Z.emitted"] for part in read])[:, 0].numpy()
@@ -253,7 +253,7 @@ def _lens_rows(engine: "Engine", spec: LensSpec, paths: list[Path], chosen: Tens
     read: list[Rows] = []
     for i in range(0, len(rows), _BLOCK):
         block = {site: x[i : i + _BLOCK] for site, x in streams.items()}
-        read.append(readout.read(spec, engine.runner, block, follows[i : i + _BLOCK].tolist(), tuned))
+        read.append(engine.lock.alone(readout.read, spec, engine.runner, block, follows[i : i + _BLOCK].tolist(), tuned))
     return {name: torch.cat([part[name] for part in read])[: len(chosen)] for name in read[0]}
 
 

@@ -186,7 +186,6 @@ class _Replay:
             return recording
         finally:
             branch.release()
-            self.engine.tree.forget(branch.id)
 
 
 # ---- two dumps ------------------------------------------------------------------------------------------------------

@@ -22,13 +22,16 @@ def tree_of(engine: "Engine", branch: int, recordings: Mapping[int, Recording | 
 
     recordings  captured rows by branch, where the branches themselves were released
     """
-    lanes = engine.loop.lanes
-    kept = {i: lane.recording for i, lane in lanes.items()} | dict(recordings or {})
-    ids = _below(engine, branch)
-    shown = ids[:MOST_BRANCHES]
+    return engine.lock.alone(_tree_of, engine, branch, recordings or {}, title or f"branch {branch}")
+
+
+def _tree_of(engine: "Engine", branch: int, recordings: Mapping[int, Recording | None], title: str) -> Tree:
+    kept = {i: lane.recording for i, lane in engine.loop.lanes.items()} | dict(recordings)
+    every = _below(engine.tree.branch(branch))
+    shown = {record.id: record for record in every[:MOST_BRANCHES]}
     readings = {i: Readings.of(kept.get(i), partial(word, engine.text)) for i in shown}
-    paths = [_path(engine, i, branch, readings) for i in shown]
-    return Tree(tuple(paths), title or f"branch {branch}", len(ids) - len(shown))
+    paths = [_path(engine, record, shown, branch, readings) for record in shown.values()]
+    return Tree(tuple(paths), title, len(every) - len(shown))
 
 
 def tree_of_result(engine: "Engine", result: "Result") -> Tree:
@@ -38,21 +41,22 @@ def tree_of_result(engine: "Engine", result: "Result") -> Tree:
     return tree_of(engine, result.branch, recordings, f"example {result.example.index}, {outcome}")
 
 
-def _below(engine: "Engine", branch: int) -> list[int]:
+def _below(branch: Record) -> list[Record]:
     """The branch and all below it, level by level: what is left out first is what lies deepest."""
     found, level = [], [branch]
     while level:
         found += level
-        level = [child for parent in level for child in engine.tree.children(parent)]
+        level = [child for parent in level for child in parent.children]
     return found
 
 
-def _path(engine: "Engine", branch: int, trunk: int, readings: Mapping[int, Readings | None]) -> Path:
-    record = engine.tree.branch(branch)
-    own = 0 if branch == trunk else record.fork_position
-    parent = None if branch == trunk else _drawn_parent(engine, record, trunk)
+def _path(
+    engine: "Engine", record: Record, shown: Mapping[int, Record], trunk: int, readings: Mapping[int, Readings | None]
+) -> Path:
+    own = 0 if record.id == trunk else record.fork_position
+    parent = None if record.id == trunk else _drawn_parent(record, shown, trunk)
     before = readings.get(parent) if parent is not None else None
-    reading = readings[branch]
+    reading = readings[record.id]
     tokens = []
     for position in range(own, len(record.tokens)):
         logprob = reading.emitted(position - 1) if reading else None
@@ -61,15 +65,15 @@ def _path(engine: "Engine", branch: int, trunk: int, readings: Mapping[int, Read
         text = word(engine.text, record.tokens[position])
         entropy, lens = (reading.entropy(position), reading.layers(position)) if reading else (None, ())
         tokens.append(Token(text, position, record.states[position], logprob, entropy, lens))
-    return Path(branch, parent, own, record.status.value, tuple(tokens))
+    return Path(record.id, parent, own, record.status.value, tuple(tokens))
 
 
-def _drawn_parent(engine: "Engine", record: Record, trunk: int) -> int:
+def _drawn_parent(record: Record, shown: Mapping[int, Record], trunk: int) -> int:
     """The branch whose own tokens reach up to where this one leaves: its parent, or further up if it left before that."""
     parent = record.parent
     assert parent is not None
-    while parent != trunk and record.fork_position <= engine.tree.branch(parent).fork_position:
-        above = engine.tree.branch(parent).parent
+    while parent != trunk and record.fork_position <= shown[parent].fork_position:  # parents are on higher levels: shown
+        above = shown[parent].parent
         assert above is not None
         parent = above
     return parent

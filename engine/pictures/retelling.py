@@ -23,9 +23,13 @@ PROMPT, ACCEPTED, PENDING, DRAFT, REJECTED = TokenState
 
 
 def timeline_of(engine: "Engine", branch: int, title: str = "") -> Timeline:
-    """The life of one of the engine's branches, from the engine's own trace."""
-    known = {branch: engine.tree.path(branch)}
-    return timeline(engine.trace, branch, partial(word, engine.text), known, title or f"branch {branch}")
+    """The life of one of the engine's branches, from the engine's own trace; NotRecorded where it keeps none."""
+
+    def told() -> Timeline:
+        known = {branch: engine.tree.path(branch)}
+        return timeline(engine.trace, branch, partial(word, engine.text), known, title or f"branch {branch}")
+
+    return engine.lock.alone(told)
 
 
 def timeline(

@@ -56,6 +56,10 @@ def _branch_facts(branch: "Branch") -> Markup:
 
 def engine_html(engine: "Engine") -> str:
     """Model, fingerprint, how full the cache is, and the trees of the branches that are still held."""
+    return engine.lock.alone(_engine_html, engine)
+
+
+def _engine_html(engine: "Engine") -> str:
     config, pool = engine.config, engine.runner.pool
     used = pool.num_pages - pool.num_free
     facts = {

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from replaylens.engine.loop.lane import Job
+from replaylens.engine.serving.lock import EngineLock, reading
 
 if TYPE_CHECKING:
     from replaylens.engine.serving.branch import Branch
@@ -14,28 +15,45 @@ class Stream(Iterator[int]):
 
     def __init__(self, branch: "Branch", job: Job) -> None:
         self.branch, self.job = branch, job
+        self.lock: EngineLock = branch.engine.lock
         self._shown = branch.length
         self._closed = False
 
     def __next__(self) -> int:
-        tokens = self.branch.engine.tree.branch(self.branch.id).tokens
-        while self._shown >= len(tokens):  # a live list: steps append to it
-            if self.job.done or self._closed:
+        while True:
+            ended, seen = self.job.done or self._closed, self.job.generated  # before the tokens: others may step meanwhile
+            if (token := self._next_token()) is not None:
+                return token
+            if ended:
                 self.close()
                 if self.job.error is not None:
                     raise self.job.error
                 raise StopIteration
-            self.branch.engine.loop.step()
+            self._wait(seen)
+
+    @reading
+    def _next_token(self) -> int | None:
+        """The next one that is committed; None: there is none yet."""
+        tokens = self.branch.record.tokens
+        if self._shown >= len(tokens):
+            return None
         self._shown += 1
         return tokens[self._shown - 1]
+
+    def _wait(self, seen: int) -> None:
+        """Until the request has generated more than `seen` tokens, or ended. Interrupted, it is cancelled."""
+        try:
+            self.lock.drive(self.branch.engine.loop.step, lambda: self.job.done or self.job.generated > seen)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Stop the request, if it still runs. What was committed stays on the branch."""
         if not self._closed:
             self._closed = True
-            if not self.job.done:
-                self.branch.engine.forest.cancel(self.job)
-            self.branch._absorb(self.job)
+            self.branch.engine.forest.cancel(self.job)
 
     def __del__(self) -> None:
-        self.close()
+        if not self._closed and not self.job.done:
+            self.lock.soon(self.close)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine, token_list
 from replaylens.engine.errors import BadConfig, BadEdit, BadRequest
+from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.model.weights import weights_hash
@@ -20,6 +21,7 @@ from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, PlacedEdit, listed, place
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.lock import changing
 from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder
 from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefill, Prefiller, split
@@ -108,13 +110,22 @@ class ThinkingEngine(Engine):
         resolved = self._hooks(hooks)
         placed = [split(self._placed(edits, len(path))) for path in paths]
         guessed = [self._drafts(own) for own in given]
-        prefills = []
-        for path, (outer, inner), own in zip(paths, placed, guessed, strict=True):  # all is checked: now lanes are made
-            lane = Lane(self.tree.plant(path[: self.thinking.chunk]), PageTable(), hooks=resolved)
-            self.loop.lanes[lane.branch] = lane
-            prefills.append(Prefill(lane, path, guess, capture, outer, inner, own))
-        self.prefiller.run(prefills)
-        return [ThinkingBranch(self, p.lane, p.rejected) for p in prefills]
+        with self.forest.made() as lanes:
+            with held_interrupt():  # all is checked: now lanes are made
+                lanes += [self._planted(path, resolved) for path in paths]
+            prefills = [
+                Prefill(lane, path, guess, capture, outer, inner, own)
+                for lane, path, (outer, inner), own in zip(lanes, paths, placed, guessed, strict=True)
+            ]
+            self.prefiller.run(prefills)
+        return [ThinkingBranch(self, lane) for lane in lanes]
+
+    @changing
+    def _planted(self, path: list[int], hooks: tuple[Hook, ...]) -> Lane:
+        """Mutates: a lane with the first chunk of a prompt."""
+        lane = Lane(self.tree.plant(path[: self.thinking.chunk]), PageTable(), hooks=hooks)
+        self.forest.add(lane)
+        return lane
 
     def thought_place(self, site: str, chunk: int, step: int = 0) -> int:
         """Where an edit on T or C finds a chunk's thought step: its `positions` number all steps of all chunks."""
@@ -187,10 +198,6 @@ class ThinkingBranch(Branch):
 
     engine: ThinkingEngine
 
-    def __init__(self, engine: ThinkingEngine, lane: Lane, rejected: Sequence[int] = ()) -> None:
-        super().__init__(engine, lane)
-        self.rejected_ids = list(rejected)
-
     @property
     def thoughts(self) -> Thoughts:
         """The thought of every prompt chunk, the states that chunks received, and the rounds that it took. A copy."""
@@ -204,8 +211,7 @@ class ThinkingBranch(Branch):
     @property
     def rejected(self) -> "list[ThinkingBranch]":  # type: ignore[override]
         """Suffixes whose thoughts were guessed wrong, and rejected drafts, as far as they kept rows or pages; in order."""
-        lanes = self.engine.loop.lanes
-        return [ThinkingBranch(self.engine, lanes[i]) for i in self.rejected_ids if i in lanes]
+        return [ThinkingBranch(self.engine, lane) for lane in self._rejected_lanes()]
 
     def tree(self) -> "Thinking":  # type: ignore[override]
         """The picture: chunks, states, thoughts, rounds. Draws itself, or `print` it."""
@@ -233,9 +239,13 @@ class ThinkingBranch(Branch):
         placed, resolved = self.engine._placed(edits, at), self.engine._hooks(hooks)
         along = self._thought_along(at)
         first = 0 if hooks else min([along, *map(self.engine.first_touched, placed)])
-        if first == along and not split(placed)[1]:
-            return [self._fork(at, tuple(placed), resolved) for _ in range(n)]
-        return [self._rethink(first // chunk * chunk, at, placed, resolved) for _ in range(n)]
+        with self.engine.forest.made() as lanes:
+            for _ in range(n):
+                if first == along and not split(placed)[1]:
+                    self._fork(at, tuple(placed), resolved, lanes)
+                else:
+                    self._rethink(first // chunk * chunk, at, placed, resolved, lanes)
+        return [ThinkingBranch(self.engine, lane) for lane in lanes]
 
     def extend(self, text: str | Sequence[int], guess: Guess | None = None) -> "ThinkingBranch":
         """A new branch: this prompt and more of it, thought along. Precondition: nothing but whole prompt chunks so far."""
@@ -245,37 +255,47 @@ class ThinkingBranch(Branch):
                 f"branch {self.id} has tokens that were not thought along: fork it at a chunk border, at most "
                 f"{self._thought_along(self.length)}, and extend the fork"
             )
-        return self._grown(self.length, [*self.tokens, *self.engine._chunks(text, self.length)], (), (), guess)
+        path = [*self.tokens, *self.engine._chunks(text, self.length)]
+        with self.engine.forest.made() as lanes:
+            self._grown(self.length, path, (), (), _known(guess or self.engine.guess), lanes)
+        return ThinkingBranch(self.engine, lanes[0])
 
     def _thought_along(self, at: int) -> int:
         """How many of the first `at` tokens are whole chunks that thought."""
         chunk = self.engine.thinking.chunk
         return min(at // chunk, len(self._thoughts.chunks)) * chunk
 
-    def _fork(self, at: int, edits: tuple[PlacedEdit, ...], hooks: tuple[Hook, ...]) -> "ThinkingBranch":
-        lane = self.engine.forest.fork(self.lane, at, edits, hooks)
+    def _fork(self, at: int, edits: tuple[PlacedEdit, ...], hooks: tuple[Hook, ...], lanes: list[Lane]) -> None:
+        """Mutates: one more lane."""
+        with held_interrupt():
+            lanes.append(lane := self.engine.forest.fork(self.lane, at, edits, hooks))
         lane.thoughts = self._thoughts.until(at)
         if isinstance(lane.recording, ThinkingRecording):
             lane.recording.thoughts = lane.thoughts
-        return ThinkingBranch(self.engine, lane)
 
-    def _rethink(self, cut: int, at: int, edits: Sequence[PlacedEdit], hooks: tuple[Hook, ...]) -> "ThinkingBranch":
-        """A fork at `cut` that thinks its way to `at` again."""
+    def _rethink(self, cut: int, at: int, edits: Sequence[PlacedEdit], hooks: tuple[Hook, ...], lanes: list[Lane]) -> None:
+        """Mutates: one more lane, a fork at `cut` that thinks its way to `at` again."""
         tokens, end = self.tokens[:at], self._thought_along(at)
-        grown = self._grown(cut, tokens[:end], edits, hooks, None)
+        self._grown(cut, tokens[:end], edits, hooks, self.engine.guess, lanes)
         if end < at:
-            grown.force(tokens[end:])
-        return grown
+            ThinkingBranch(self.engine, lanes[-1]).force(tokens[end:])
 
     def _grown(
-        self, cut: int, path: list[int], edits: Sequence[PlacedEdit], hooks: tuple[Hook, ...], guess: Guess | None
-    ) -> "ThinkingBranch":
-        """A fork at the chunk border `cut` with whole prompt chunks `path`, under these edits besides its own."""
+        self,
+        cut: int,
+        path: list[int],
+        edits: Sequence[PlacedEdit],
+        hooks: tuple[Hook, ...],
+        guess: Guess,
+        lanes: list[Lane],
+    ) -> None:
+        """Mutates: one more lane, a fork at the chunk border `cut` with whole prompt chunks `path`, under these edits besides
+        its own."""
         engine, known = self.engine, self._thoughts.until(cut)
         outer, inner = split(edits)
-        lane = engine.forest.fork(self.lane, cut, (), hooks)
-        prefill = Prefill(lane, path, guess or engine.guess, lane.capture, planted=False)
+        with held_interrupt():
+            lanes.append(lane := engine.forest.fork(self.lane, cut, (), hooks))
+        prefill = Prefill(lane, path, guess, lane.capture, planted=False)
         prefill.edits, prefill.inner = known.others(lane.edits) + outer, known.inner + inner
         prefill.thoughts, prefill.states = list(known.chunks), dict(known.states)
         engine.prefiller.run([prefill])
-        return ThinkingBranch(engine, lane, prefill.rejected)
