@@ -193,7 +193,8 @@ class Forest:
     def _submit(self, job: Job) -> None:
         if job.new_tokens:
             options = {"deterministic": job.exact, "final": job.final, "keep_rejected": job.keep_rejected}
-            self.note(job.lane, "generate", n=job.new_tokens, sampling=job.sampling.to_json(), **options)
+            details: dict[str, Any] = {"n": job.new_tokens, "sampling": job.sampling.to_json(), **options}
+            self.note(job.lane, "generate", **details)
         self.loop.submit(job)
 
     def wait(self, jobs: Sequence[Job], progress: bool = False) -> None:

@@ -160,7 +160,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
         """Nobody looks at a branch any more: once released, it goes, but for what others still need of it."""
-        branch_id, record, _ = self.pick(data)
+        _, record, _ = self.pick(data)
         record.held = None
         self.drop()
 

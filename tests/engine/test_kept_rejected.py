@@ -35,7 +35,7 @@ def assert_like_forced(fork: Branch, at: int, sites: str) -> None:
 @pytest.mark.parametrize("rows", [False, True])
 def test_a_fork_of_a_kept_rejected_draft_keeps_its_capture(sites: str, rows: bool) -> None:
     subject = engine(canary=True)
-    branch, rejected = rejected_of(subject, rows, sites=sites)
+    _, rejected = rejected_of(subject, rows, sites=sites)
     for other in rejected:
         (whole,), (part,) = other.fork(), other.fork(at=other.length - 1)
         assert_like_forced(whole.generate(3), other.length, sites)
