@@ -1,49 +1,34 @@
-"""Trees of an engine's own branches, with what was captured on them."""
+"""Trees of live branches, with what was captured on them."""
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 from replaylens.engine.memory.tree import Branch as Record
+from replaylens.engine.model.text import Text
+from replaylens.engine.pictures.paths import Path, Token
 from replaylens.engine.pictures.readings import Readings, word
-from replaylens.engine.pictures.tree import Path, Token, Tree
+from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.request.capture import Recording
 
-if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
-    from replaylens.engine.run import Result
-
-MOST_BRANCHES = 200
+MAX_BRANCHES = 200
 """drawn in one tree"""
 
 
-def tree_of(engine: "Engine", branch: int, recordings: Mapping[int, Recording | None] | None = None, title: str = "") -> Tree:
+def tree_of(trunk: Record, recordings: Mapping[int, Recording | None], text: Text, title: str = "") -> Tree:
     """A branch as the trunk, and everything that was forked or cut from it.
 
-    recordings  captured rows by branch, where the branches themselves were released
+    recordings  captured rows by branch
     """
-    return engine.lock.alone(_tree_of, engine, branch, recordings or {}, title or f"branch {branch}")
+    every = _below(trunk)
+    shown = {record.id: record for record in every[:MAX_BRANCHES]}
+    readings = {i: Readings.of(recordings.get(i), partial(word, text)) for i in shown}
+    paths = [_path(record, shown, trunk.id, readings, text) for record in shown.values()]
+    return Tree(tuple(paths), title or f"branch {trunk.id}", len(every) - len(shown))
 
 
-def _tree_of(engine: "Engine", branch: int, recordings: Mapping[int, Recording | None], title: str) -> Tree:
-    kept = {i: lane.recording for i, lane in engine.loop.lanes.items()} | dict(recordings)
-    every = _below(engine.tree.branch(branch))
-    shown = {record.id: record for record in every[:MOST_BRANCHES]}
-    readings = {i: Readings.of(kept.get(i), partial(word, engine.text)) for i in shown}
-    paths = [_path(engine, record, shown, branch, readings) for record in shown.values()]
-    return Tree(tuple(paths), title, len(every) - len(shown))
-
-
-def tree_of_result(engine: "Engine", result: "Result") -> Tree:
-    """The path of a replayed example, and its rejected drafts."""
-    recordings = {result.branch: result.recording} | {path.branch: path.activations for path in result.rejected}
-    outcome = "right" if result.correct else "wrong"
-    return tree_of(engine, result.branch, recordings, f"example {result.example.index}, {outcome}")
-
-
-def _below(branch: Record) -> list[Record]:
+def _below(trunk: Record) -> list[Record]:
     """The branch and all below it, level by level: what is left out first is what lies deepest."""
-    found, level = [], [branch]
+    found, level = [], [trunk]
     while level:
         found += level
         level = [child for parent in level for child in parent.children]
@@ -51,7 +36,7 @@ def _below(branch: Record) -> list[Record]:
 
 
 def _path(
-    engine: "Engine", record: Record, shown: Mapping[int, Record], trunk: int, readings: Mapping[int, Readings | None]
+    record: Record, shown: Mapping[int, Record], trunk: int, readings: Mapping[int, Readings | None], text: Text
 ) -> Path:
     own = 0 if record.id == trunk else record.fork_position
     parent = None if record.id == trunk else _drawn_parent(record, shown, trunk)
@@ -62,9 +47,9 @@ def _path(
         logprob = reading.emitted(position - 1) if reading else None
         if logprob is None and position == own and before is not None:  # judged by the path that it left
             logprob = before.logprob(position - 1, record.tokens[position])
-        text = word(engine.text, record.tokens[position])
         entropy, lens = (reading.entropy(position), reading.layers(position)) if reading else (None, ())
-        tokens.append(Token(text, position, record.states[position], logprob, entropy, lens))
+        shown_as = word(text, record.tokens[position])
+        tokens.append(Token(shown_as, position, record.states[position], logprob, entropy, lens))
     return Path(record.id, parent, own, record.status.value, tuple(tokens))
 
 
