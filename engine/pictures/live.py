@@ -35,9 +35,7 @@ def _below(trunk: Record) -> list[Record]:
     return found
 
 
-def _path(
-    record: Record, shown: Mapping[int, Record], trunk: int, readings: Mapping[int, Readings | None], text: Text
-) -> Path:
+def _path(record: Record, shown: Mapping[int, Record], trunk: int, readings: Mapping[int, Readings | None], text: Text) -> Path:
     own = 0 if record.id == trunk else record.fork_position
     parent = None if record.id == trunk else _drawn_parent(record, shown, trunk)
     before = readings.get(parent) if parent is not None else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from replaylens.engine.errors import BadTrace, ReplayMismatch
 from replaylens.engine.loop.lane import Lane
@@ -11,13 +11,11 @@ from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.edits import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.request import Request
 
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
 
-
-def replay_trace(engine: "Engine", trace: Trace, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
+def replay_trace(engine: Core, trace: Trace, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
     """The trace's branches by their recorded ids, rejected ones that kept rows or pages included.
 
     Of branches that are not certified the tokens are taken as they were; their rejected drafts, and what was forked from
@@ -31,7 +29,7 @@ def replay_trace(engine: "Engine", trace: Trace, sites: str | Sequence[str] | No
 
 
 class _Replayer:
-    def __init__(self, engine: "Engine", trace: Trace, sites: str | Sequence[str] | None) -> None:
+    def __init__(self, engine: Core, trace: Trace, sites: str | Sequence[str] | None) -> None:
         self.engine, self.trace = engine, trace
         self.capture = engine.capture_spec(sites, rejected=True) if sites else None
         self.branches: dict[int, Branch] = {}

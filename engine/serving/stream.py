@@ -1,22 +1,20 @@
 """`Stream`: committed tokens of one branch, as they come."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from replaylens.engine.loop.lane import Job
+from replaylens.engine.memory.tree import Branch as Record
+from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, reading
-
-if TYPE_CHECKING:
-    from replaylens.engine.serving.branch import Branch
 
 
 class Stream(Iterator[int]):
     """Yields every token that its request commits, whoever steps the loop. Closing it cancels what is left."""
 
-    def __init__(self, branch: "Branch", job: Job) -> None:
-        self.branch, self.job = branch, job
-        self.lock: EngineLock = branch.engine.lock
-        self._shown = branch.length
+    def __init__(self, forest: Forest, job: Job, record: Record) -> None:
+        self.forest, self.job, self.record = forest, job, record
+        self.lock: EngineLock = forest.lock
+        self._shown = len(record.tokens)
         self._closed = False
 
     def __next__(self) -> int:
@@ -34,16 +32,15 @@ class Stream(Iterator[int]):
     @reading
     def _next_token(self) -> int | None:
         """The next one that is committed; None: there is none yet."""
-        tokens = self.branch.record.tokens
-        if self._shown >= len(tokens):
+        if self._shown >= len(self.record.tokens):
             return None
         self._shown += 1
-        return tokens[self._shown - 1]
+        return self.record.tokens[self._shown - 1]
 
     def _wait(self, seen: int) -> None:
         """Until the request has generated more than `seen` tokens, or ended. Interrupted, it is cancelled."""
         try:
-            self.lock.drive(self.branch.engine.loop.step, lambda: self.job.done or self.job.generated > seen)
+            self.lock.drive(self.forest.loop.step, lambda: self.job.done or self.job.generated > seen)
         except BaseException:
             self.close()
             raise
@@ -52,7 +49,7 @@ class Stream(Iterator[int]):
         """Stop the request, if it still runs. What was committed stays on the branch."""
         if not self._closed:
             self._closed = True
-            self.branch.engine.forest.cancel(self.job)
+            self.forest.cancel(self.job)
 
     def __del__(self) -> None:
         if not self._closed and not self.job.done:

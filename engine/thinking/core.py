@@ -1,4 +1,4 @@
-"""`ThinkingEngine`: an engine for models that think. Prompts think in chunks; what comes after them does not.
+"""`ThinkingCore`: the core of an engine for models that think. Prompts think in chunks; what comes after them does not.
 
 A thought's state is an `add` edit at the positions of the chunk that receives it, so branches, forks, rollbacks, drafters,
 captures and dumps are those of any engine.
@@ -7,32 +7,32 @@ captures and dumps are those of any engine.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from torch import Tensor
 
 from replaylens.engine.errors import BadConfig, BadEdit, BadRequest
 from replaylens.engine.interrupts import held_interrupt
+from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.weights import weights_hash
+from replaylens.engine.pictures.summary import one_picture
+from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, PlacedEdit, listed, place
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Engine, token_list
+from replaylens.engine.serving.core import Core, token_list
 from replaylens.engine.serving.lock import changing
 from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
-from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder
+from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder, padded
 from replaylens.engine.thinking.picture import picture
 from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefill, Prefiller, split
 from replaylens.engine.thinking.sites import ThinkingSites
-from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, ThinkingRecording, Thoughts
-from replaylens.engine.training.chunks import padded
-
-if TYPE_CHECKING:
-    from replaylens.engine.model.sites import SiteTable
-    from replaylens.engine.pictures.thoughts import Thinking
+from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, ThinkingRecording, Thoughts, thoughts_of
 
 Drafts = Sequence[Sequence[int]]
 """guessed thoughts of one prompt's chunks, each with its <EOS>"""
@@ -42,14 +42,39 @@ class BadChunks(BadRequest):
     """A prompt that is not whole chunks."""
 
 
-class ThinkingEngine(Engine):
+class ThinkingCore(Core):
     """guess  how a prompt's thoughts are guessed ahead: sequential, empty or drafted. Changes no bit that is committed"""
 
-    def __init__(self, model: ThinkingDecoder, tokenizer: Any = None, *, guess: Guess = "empty", **options: Any) -> None:
+    def __init__(
+        self,
+        model: ThinkingDecoder,
+        tokenizer: Any = None,
+        *,
+        guess: Guess = "empty",
+        cache_tokens: int = 8192,
+        page_size: int = 16,
+        max_rows: int = 512,
+        draft_model: Decoder | None = None,
+        lens_layer: int | None = None,
+        tree_width: int = 3,
+        canary: bool = False,
+        record: bool = False,
+    ) -> None:
         if not isinstance(model, ThinkingDecoder):
             raise BadConfig(f"a {type(model).__name__} does not think: load it with Engine, or train one that does")
         self.thinker, self.thinking, self.guess = model, model.thinking, _known(guess)
-        super().__init__(model.backbone, tokenizer, **options)
+        super().__init__(
+            model.backbone,
+            tokenizer,
+            cache_tokens=cache_tokens,
+            page_size=page_size,
+            max_rows=max_rows,
+            draft_model=draft_model,
+            lens_layer=lens_layer,
+            tree_width=tree_width,
+            canary=canary,
+            record=record,
+        )
         if self.text.tokenizer is not None and self.text.eos_id != self.thinking.eos_token:
             raise BadConfig(
                 f"the tokenizer's <EOS> is {self.text.eos_id}, the model ends its thoughts with {self.thinking.eos_token}: "
@@ -63,23 +88,48 @@ class ThinkingEngine(Engine):
         config = sha256((self.thinker.config.to_json() + self.thinking.to_json()).encode()).hexdigest()
         return replace(plain, weights=weights_hash(self.thinker), config=config)
 
-    def _site_table(self) -> "SiteTable":
+    def _site_table(self) -> SiteTable:
         return ThinkingSites(self.config)
 
-    def capture_spec(self, sites: str | Sequence[str], *, full: bool = False, **options: Any) -> CaptureSpec:
-        """As `Engine.capture_spec`; `full` keeps the whole distributions of thoughts, too."""
-        spec = super().capture_spec(sites, full=full, **options)
+    def capture_spec(
+        self,
+        sites: str | Sequence[str],
+        *,
+        rejected: bool = False,
+        top_k: int = 8,
+        targets: Sequence[str | int] = (),
+        full: bool = False,
+        lens: TunedLens | None = None,
+    ) -> CaptureSpec:
+        """As `Core.capture_spec`; `full` keeps the whole distributions of thoughts, too."""
+        spec = super().capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
         thoughts = tuple(name for name in spec.sites if name in LETTERS)
         if full and spec.lens is not None and FULL_SITE not in thoughts:
             thoughts += (FULL_SITE,)
         rest = tuple(name for name in spec.sites if name not in LETTERS)
         return replace(spec, sites=rest or (spec.last,), thoughts=thoughts)
 
-    def prompt(self, text: str | Sequence[int] | Tensor, **options: Any) -> "ThinkingBranch":
-        (branch,) = self.prompts([text], **options)
+    def prompt(
+        self,
+        text: str | Sequence[int] | Tensor,
+        *,
+        sites: str | Sequence[str] | None = None,
+        keep_rejected: bool = False,
+        edits: Sequence[Edit] = (),
+        hooks: Sequence[Hook] = (),
+        guess: Guess | None = None,
+        drafts: Drafts | None = None,
+        top_k: int = 8,
+        targets: Sequence[str | int] = (),
+        full: bool = False,
+        lens: TunedLens | None = None,
+    ) -> "ThinkingBranch":
+        """A new root branch that thinks along its prompt. Options as in `prompts`; `drafts` are those of this prompt."""
+        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens)
+        (branch,) = self._thought_along([text], capture, edits, hooks, guess, None if drafts is None else [drafts])
         return branch
 
-    def prompts(  # type: ignore[override]
+    def prompts(
         self,
         texts: Iterable[str | Sequence[int] | Tensor],
         *,
@@ -89,9 +139,12 @@ class ThinkingEngine(Engine):
         hooks: Sequence[Hook] = (),
         guess: Guess | None = None,
         drafts: Sequence[Drafts] | None = None,
-        **lens: Any,
-    ) -> "list[ThinkingBranch]":
-        """Several root branches that think along their prompts, computed together. As `Engine.prompts`, and:
+        top_k: int = 8,
+        targets: Sequence[str | int] = (),
+        full: bool = False,
+        lens: TunedLens | None = None,
+    ) -> "Sequence[ThinkingBranch]":
+        """Several root branches that think along their prompts, computed together. As `Core.prompts`, and:
 
         texts          a text is padded up to a whole chunk; token ids must be whole chunks
         keep_rejected  also keep the rows of suffixes whose thoughts were guessed wrong
@@ -100,6 +153,18 @@ class ThinkingEngine(Engine):
 
         States are received by the chunks of a prompt and by the first one behind it: an edit of S elsewhere does nothing.
         """
+        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens)
+        return self._thought_along(texts, capture, edits, hooks, guess, drafts)
+
+    def _thought_along(
+        self,
+        texts: Iterable[str | Sequence[int] | Tensor],
+        capture: CaptureSpec | None,
+        edits: Sequence[Edit],
+        hooks: Sequence[Hook],
+        guess: Guess | None,
+        drafts: Sequence[Drafts] | None,
+    ) -> "list[ThinkingBranch]":
         guess = _known(guess or self.guess)
         if drafts is not None and guess != "drafted":
             raise BadRequest("drafts are for guess='drafted'")
@@ -107,13 +172,12 @@ class ThinkingEngine(Engine):
         given = [list(d) for d in drafts] if drafts is not None else [[] for _ in paths]
         if len(given) != len(paths):
             raise BadRequest(f"drafts for {len(given)} prompts, but {len(paths)} prompts")
-        capture = self.capture_spec(sites, rejected=keep_rejected, **lens) if sites else None
         resolved = self._hooks(hooks)
         placed = [split(self._placed(edits, len(path))) for path in paths]
         guessed = [self._drafts(own) for own in given]
         with self.forest.made() as lanes:
             with held_interrupt():  # all is checked: now lanes are made
-                lanes += [self._planted(path, resolved) for path in paths]
+                lanes += [self._first_chunk(path, resolved) for path in paths]
             prefills = [
                 Prefill(lane, path, guess, capture, outer, inner, own)
                 for lane, path, (outer, inner), own in zip(lanes, paths, placed, guessed, strict=True)
@@ -122,11 +186,14 @@ class ThinkingEngine(Engine):
         return [ThinkingBranch(self, lane) for lane in lanes]
 
     @changing
-    def _planted(self, path: list[int], hooks: tuple[Hook, ...]) -> Lane:
+    def _first_chunk(self, path: list[int], hooks: tuple[Hook, ...]) -> Lane:
         """Mutates: a lane with the first chunk of a prompt."""
         lane = Lane(self.tree.plant(path[: self.thinking.chunk]), PageTable(), hooks=hooks)
         self.forest.add(lane)
         return lane
+
+    def handle(self, lane: Lane) -> "ThinkingBranch":
+        return ThinkingBranch(self, lane)
 
     def thought_place(self, site: str, chunk: int, step: int = 0) -> int:
         """Where an edit on T or C finds a chunk's thought step: its `positions` number all steps of all chunks."""
@@ -197,7 +264,7 @@ def _known(guess: str) -> Guess:
 class ThinkingBranch(Branch):
     """A branch whose prompt was thought along."""
 
-    engine: ThinkingEngine
+    engine: ThinkingCore
 
     @property
     def thoughts(self) -> Thoughts:
@@ -206,21 +273,18 @@ class ThinkingBranch(Branch):
 
     @property
     def _thoughts(self) -> Thoughts:
-        assert self.lane.thoughts is not None  # the prefill saw to it
-        return self.lane.thoughts
+        found = thoughts_of(self.lane)
+        assert found is not None  # the prefill saw to it
+        return found
 
-    @property
-    def rejected(self) -> "list[ThinkingBranch]":  # type: ignore[override]
-        """Suffixes whose thoughts were guessed wrong, and rejected drafts, as far as they kept rows or pages; in order."""
-        return [ThinkingBranch(self.engine, lane) for lane in self._rejected_lanes()]
-
-    def tree(self) -> "Thinking":  # type: ignore[override]
-        """The picture: chunks, states, thoughts, rounds. Draws itself, or `print` it."""
+    def picture(self) -> Thinking:
+        """The Thinking-States picture: chunks, states, thoughts, rounds. Draws itself, or `print` it."""
         return picture(self.engine.text, self.tokens, self._thoughts)
 
-    def fork(  # type: ignore[override]
-        self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()
-    ) -> "list[ThinkingBranch]":
+    def _repr_html_(self) -> str:
+        return one_picture(self._facts(), self.picture())
+
+    def fork(self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()) -> list[Self]:
         """`n` new branches with this path (up to `at`), as `Branch.fork`.
 
         States that were made from the first `at` tokens come along. Behind an edit, prompt chunks think anew: the fork
@@ -239,9 +303,9 @@ class ThinkingBranch(Branch):
                     self._fork(at, tuple(placed), resolved, lanes)
                 else:
                     self._rethink(first // chunk * chunk, at, placed, resolved, lanes)
-        return [ThinkingBranch(self.engine, lane) for lane in lanes]
+        return [type(self)(self.engine, lane) for lane in lanes]
 
-    def extend(self, text: str | Sequence[int], guess: Guess | None = None) -> "ThinkingBranch":
+    def extend(self, text: str | Sequence[int], guess: Guess | None = None) -> Self:
         """A new branch: this prompt and more of it, thought along. Precondition: nothing but whole prompt chunks so far."""
         self._check_open()
         if self.length != self._thought_along(self.length):
@@ -252,7 +316,7 @@ class ThinkingBranch(Branch):
         path = [*self.tokens, *self.engine._chunks(text, self.length)]
         with self.engine.forest.made() as lanes:
             self._grown(self.length, path, (), (), _known(guess or self.engine.guess), lanes)
-        return ThinkingBranch(self.engine, lanes[0])
+        return type(self)(self.engine, lanes[0])
 
     def _thought_along(self, at: int) -> int:
         """How many of the first `at` tokens are whole chunks that thought."""
@@ -263,16 +327,16 @@ class ThinkingBranch(Branch):
         """Mutates: one more lane."""
         with held_interrupt():
             lanes.append(lane := self.engine.forest.fork(self.lane, at, edits, hooks))
-        lane.thoughts = self._thoughts.until(at)
+        thoughts = lane.thoughts = self._thoughts.until(at)
         if isinstance(lane.recording, ThinkingRecording):
-            lane.recording.thoughts = lane.thoughts
+            lane.recording.thoughts = thoughts
 
     def _rethink(self, cut: int, at: int, edits: Sequence[PlacedEdit], hooks: tuple[Hook, ...], lanes: list[Lane]) -> None:
         """Mutates: one more lane, a fork at `cut` that thinks its way to `at` again."""
         tokens, end = self.tokens[:at], self._thought_along(at)
         self._grown(cut, tokens[:end], edits, hooks, self.engine.guess, lanes)
         if end < at:
-            ThinkingBranch(self.engine, lanes[-1]).force(tokens[end:])
+            type(self)(self.engine, lanes[-1]).force(tokens[end:])
 
     def _grown(
         self,
