@@ -287,7 +287,7 @@ def test_a_tampered_trace_is_found_out(told: tuple[Path, dict[str, str]], tamper
 def test_a_recorded_path_that_ends_otherwise_is_found_out() -> None:
     """Token by token there are no verdicts to contradict: the digest of the whole path, last token included, tells."""
     for place in (-1, -2, 3, 0):
-        subject = engine()
+        subject = engine(record=True)
         branch = subject.prompt([1, 2, 3]).generate(5, window=1)
         other = branch.tokens
         other[place] = (other[place] + 1) % 50
