@@ -26,6 +26,7 @@ NEEDED = 0.9
 """the share of mutants that must be killed"""
 LIMIT = 300.0
 """seconds for the tests of one mutant"""
+PLUGIN = "tests.mutants.quick"
 _NOT_COPIED = (
     ".git",
     ".venv",
@@ -39,7 +40,7 @@ _NOT_COPIED = (
     "dumps",
     "report",
 )
-_FAILED = re.compile(r"^FAILED (\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^FAILED (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 class Outcome(Enum):
@@ -126,7 +127,7 @@ class Campaign:
 
     def _pytest(self, tests: Sequence[str], copy: Path, limit: float) -> tuple[int | None, str]:
         """(exit status or None where it took too long, what it said) of tests in a copy."""
-        options = ["-q", "-x", "-rf", "--tb=no", "--no-header", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        options = ["-q", "-x", "-rf", "--tb=no", "--no-header", "-p", "no:cacheprovider", "-p", PLUGIN]
         own = {
             "PYTHONPATH": str(copy / "src"),
             "PYTHONDONTWRITEBYTECODE": "1",
