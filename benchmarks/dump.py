@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.llama import hugging_face
 from benchmarks.table import Table
 from replaylens import tasks
 from replaylens.engine.dump.maker import write_dump
@@ -35,51 +36,12 @@ from replaylens.tasks.task import AnyTask
 BATCH, NEW = 32, 4
 
 
-def hugging_face(model: Decoder) -> Any:
-    """The same function as a LlamaForCausalLM: weights mapped back, and checked by loading them again."""
-    import transformers as tf
-
-    c = model.config
-    made = tf.LlamaForCausalLM(
-        tf.LlamaConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.d_model,
-            intermediate_size=c.d_mlp,
-            num_hidden_layers=c.num_layers,
-            num_attention_heads=c.num_heads,
-            num_key_value_heads=c.num_kv_heads,
-            head_dim=c.d_head,
-            max_position_embeddings=c.max_positions,
-            rms_norm_eps=c.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
-            tie_word_embeddings=c.tied_embeddings,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-    ).eval()
-    made.load_state_dict(_llama_tensors(model), strict=False)
+def peer(model: Decoder) -> Any:
+    """The model as Hugging Face's, the mapping of the weights checked by loading them again."""
+    made = hugging_face(model)
     ours, theirs = (dict(m.state_dict()) for m in (model, weights.load(made)))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours), "the mapping of the weights is wrong"
-    return made.requires_grad_(False)
-
-
-def _llama_tensors(model: Decoder) -> dict[str, Tensor]:
-    c = model.config
-    out = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.ln_final.weight}
-    out["lm_head.weight"] = model.embed if model.unembed is None else model.unembed.weight.T
-    widths = [c.num_heads * c.d_head, c.num_kv_heads * c.d_head, c.num_kv_heads * c.d_head]
-    for layer, block in enumerate(model.blocks):
-        name = f"model.layers.{layer}."
-        parts: dict[str, Tensor] = dict(zip("qkv", block.attn.qkv.weight.T.split(widths), strict=True))
-        out |= {f"{name}self_attn.{x}_proj.weight": part for x, part in parts.items()}
-        out[f"{name}self_attn.o_proj.weight"] = block.attn.o.weight.T
-        gate, up = block.mlp.up.weight.T.chunk(2)
-        out |= {f"{name}mlp.gate_proj.weight": gate, f"{name}mlp.up_proj.weight": up}
-        out[f"{name}mlp.down_proj.weight"] = block.mlp.down.weight.T
-        out[f"{name}input_layernorm.weight"] = block.ln1.weight
-        out[f"{name}post_attention_layernorm.weight"] = block.ln2.weight
-    return {name: x.detach().clone().contiguous() for name, x in out.items()}
+    return made
 
 
 def bridge(model: Any) -> Any:
@@ -164,7 +126,7 @@ def timed(work: Callable[[Path], Any]) -> tuple[float, Any, int]:
 
 def dumping(table: Table, engine: Engine, task: AnyTask, n: int) -> None:
     """The three ways, warmed up on a few examples."""
-    model = hugging_face(engine.model)
+    model = peer(engine.model)
     lens = bridge(model)
     examples, few = task.examples(n), task.examples(BATCH)
     with tempfile.TemporaryDirectory() as name:
