@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.baselines.subject import ENDLESS, SHAPE, random_decoder
 from benchmarks.table import Table
+from replaylens.engine.engine import Engine
 from replaylens.engine.lens import cuda as cuda_lens
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.passes.batch import Segment
@@ -21,7 +22,6 @@ from replaylens.engine.passes.graphs import WORTH
 from replaylens.engine.request.capture import LensSpec, PassTap
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Engine
 
 DRAWN = Sampling(ignore_eos=True, temperature=0.8, seed=3)
 

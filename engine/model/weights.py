@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from replaylens.engine.errors import BadConfig, BadWeights, UnsupportedModel, no_such
+from replaylens.engine.errors import BadConfig, BadWeights, UnsupportedModel
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.families import FAMILIES, Tensors, family_of
@@ -144,12 +144,7 @@ def _load_path(path: Path, dtype: torch.dtype) -> Decoder:
     if path.suffix == ".gguf":
         return _load_gguf(path, dtype)
     if not path.is_dir():
-        from replaylens.engine.model import smollm2  # they load through this file
-        from replaylens.engine.zoo import coin as zoo  # they load through this file
-        from replaylens.engine.zoo import thinking as thinking_zoo
-
-        named = no_such("model", str(path), (*zoo.names(), *thinking_zoo.names(), smollm2.SHORT))
-        raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file, and there is {named}")
+        raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file")
     if (path / CONFIG_FILE).exists():
         config = ModelConfig.from_json((path / CONFIG_FILE).read_text())
         source = _safetensors(path)
