@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from benchmarks.baselines.subject import ENDLESS, Subject
-from replaylens.engine.serving.branch import Branch
 
 ARMS: dict[str, tuple[float, dict[str, Any]]] = {
     "0 %": (0.0, {}),
@@ -72,26 +71,27 @@ def _serve(
 ) -> tuple[float, int, dict[int, list[int]]]:
     """(generated tokens per second, drafts that were rejected, the deterministic requests' tokens by their number)."""
     engine, (share, how), tokens = subject.engine, ARMS[arm], subject.sizes.request_tokens
-    waiting, streams = list(requests), []
+    waiting, served = list(requests), []
 
     def work() -> None:
         step = 0
-        while waiting or any(not stream.job.done for stream in streams):
+        while waiting or any(not stream.job.done for _, stream in served):
             while waiting and (arrival == "at once" or waiting[0][1] <= step):
                 path, _, rank = waiting.pop(0)
-                branch = Branch(engine, engine.forest.plant(path, None))  # its prompt is computed with its request
+                branch = engine.handle(engine.forest.plant(path, None))  # its prompt is computed with its request
                 exact = rank < share
-                streams.append(engine.stream(branch, tokens, sampling=ENDLESS, deterministic=exact, **(how if exact else {})))
+                options = how if exact else {}
+                served.append((branch, engine.stream(branch, tokens, sampling=ENDLESS, deterministic=exact, **options)))
             engine.loop.step()
             step += 1
 
     elapsed = subject.seconds(work)
-    found = {number: stream.branch.tokens for number, stream in enumerate(streams) if stream.job.exact}
-    assert all(len(stream.branch.generated) == tokens for stream in streams)
-    rejected = sum(stream.job.statistics.rejected for stream in streams)
-    for stream in streams:
+    assert all(len(branch.generated) == tokens for branch, _ in served)
+    found = {number: branch.tokens for number, (branch, stream) in enumerate(served) if stream.job.exact}
+    rejected = sum(stream.job.statistics.rejected for _, stream in served)
+    for branch, stream in served:
         stream.close()
-        stream.branch.release()
+        branch.release()
     engine.prefix.clear()
     return len(requests) * tokens / elapsed, rejected, found
 

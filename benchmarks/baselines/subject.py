@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from benchmarks.table import Table
+from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.serving.core import Engine
 
 SHAPE = ModelConfig(
     num_layers=32,
