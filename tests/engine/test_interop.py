@@ -35,6 +35,23 @@ def test_run_with_cache_gives_transformer_lens_values_and_names(name: str) -> No
     assert checked > 40
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_every_site_has_the_shape_that_transformer_lens_gives_it(name: str) -> None:
+    """Prompts from one token on, shorter and longer than a head is wide (8 or 16) and than a block of keys."""
+    subject = Engine(weights.load(hugging_face(name)))
+    for length in range(1, 41):
+        tokens = torch.arange(length)[None] % 90 + 3
+        _, cache = subject.run_with_cache(tokens)
+        with torch.no_grad():
+            _, theirs = bridge(name).run_with_cache(tokens)
+        both = [key for key in cache.keys() if key in theirs.cache_dict]
+        assert len(both) > 40
+        assert {key: cache[key].shape for key in both} == {key: theirs[key].shape for key in both}, length
+        for key, site in subject.sites.sites.items():  # those that TransformerLens does not have, too
+            keys = [subject.config.num_heads, length, length] if key.endswith("hook_pattern") else [length, *site.shape]
+            assert list(cache[key].shape) == [1, *keys], key
+
+
 def test_cache_methods_work(served: Engine) -> None:
     _, cache = served.run_with_cache(TOKENS)
     assert torch.equal(cache["resid_post", 2], cache["blocks.2.hook_out"])
