@@ -23,12 +23,12 @@ from torch import Tensor
 
 from benchmarks.table import Table
 from replaylens import tasks
-from replaylens.engine import weights
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_plan import make_plan
-from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import Decoder
+from replaylens.engine.model import weights
+from replaylens.engine.model.decoder import Decoder
 from replaylens.tasks import Example
 from replaylens.tasks.task import AnyTask
 

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from benchmarks.table import Table
-from replaylens.engine import cuda_lens
-from replaylens.engine.batch import Segment
-from replaylens.engine.branch import Branch
-from replaylens.engine.capture import LensSpec, PassTap
-from replaylens.engine.config import ModelConfig, Rope
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import Decoder
-from replaylens.engine.pages import PageTable
-from replaylens.engine.pass_graph import WORTH
-from replaylens.engine.sampling import Sampling
+from replaylens.engine.lens import cuda as cuda_lens
+from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.model.config import ModelConfig, Rope
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.passes.batch import Segment
+from replaylens.engine.passes.graphs import WORTH
+from replaylens.engine.request.capture import LensSpec, PassTap
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.branch import Branch
 
 SHAPE = ModelConfig(
     num_layers=32,
@@ -125,7 +125,7 @@ def _steps(engine: Engine, count: int, sampling: Sampling) -> dict[bool, float]:
 
 
 def _place(engine: Engine, branch: Branch, sampling: Sampling) -> Any:
-    from replaylens.engine.burst import Place
+    from replaylens.engine.passes.bursts import Place
 
     lane = branch.lane
     engine.runner.reserve(lane.table, lane.computed, lane.computed + 32)

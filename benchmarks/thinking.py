@@ -21,19 +21,20 @@ from torch import Tensor
 
 from benchmarks.table import Table
 from benchmarks.thinking_tasks import PARITY
-from replaylens.engine import thinking_plain as plain
-from replaylens.engine import thinking_train, zoo
-from replaylens.engine.config import ModelConfig
-from replaylens.engine.edits import Edit
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import Decoder
-from replaylens.engine.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps, visible
-from replaylens.engine.recipe import Part
-from replaylens.engine.rotary import Rotary
-from replaylens.engine.thinking import THINK_SITE, ThinkingConfig, ThinkingDecoder
-from replaylens.engine.thinking_engine import ThinkingEngine
-from replaylens.engine.thinking_prefill import GUESSES, Guess
-from replaylens.engine.thinking_texts import ChunkBatch, padded
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps, visible
+from replaylens.engine.model.rotary import Rotary
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.thinking.engine import ThinkingEngine
+from replaylens.engine.thinking.model import THINK_SITE, ThinkingConfig, ThinkingDecoder
+from replaylens.engine.thinking.prefill import GUESSES, Guess
+from replaylens.engine.training import plain
+from replaylens.engine.training import thinking as thinking_train
+from replaylens.engine.training.chunks import ChunkBatch, padded
+from replaylens.engine.training.recipe import Part
+from replaylens.engine.zoo import coin as zoo
 
 EOS, WORD = 1, 7
 PREFILL = ModelConfig(

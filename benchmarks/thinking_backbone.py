@@ -32,13 +32,15 @@ from benchmarks.thinking_gpu import collect, curve_of
 from benchmarks.thinking_plan import Plan, Run
 from benchmarks.thinking_tasks import TASKS
 from benchmarks.timed_training import Clock
-from replaylens.engine import smollm2, thinking_train, weights, zoo
-from replaylens.engine.config import ModelConfig
-from replaylens.engine.model import Decoder
-from replaylens.engine.thinking import ThinkingConfig
-from replaylens.engine.thinking_texts import METHODS, Method
-from replaylens.engine.thinking_tokenizer import backbone_folder, load_tokenizer
-from replaylens.engine.thinking_train import ThinkingRecipe
+from replaylens.engine.model import smollm2, weights
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.thinking.model import ThinkingConfig
+from replaylens.engine.training import thinking as thinking_train
+from replaylens.engine.training.chunks import METHODS, Method
+from replaylens.engine.training.thinking import ThinkingRecipe
+from replaylens.engine.training.tokenizer import backbone_folder, load_tokenizer
+from replaylens.engine.zoo import coin as zoo
 
 NAME = "thinking-backbone"
 CHUNK, MAX_THOUGHT = 8, 8

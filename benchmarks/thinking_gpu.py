@@ -32,11 +32,15 @@ from benchmarks.thinking_plan import TINY, Plan, Run
 from benchmarks.thinking_tasks import TASKS
 from benchmarks.timed_training import Clock
 from replaylens.commands.train_thinking import CARD_FILE, card
-from replaylens.engine import thinking, thinking_train, thinking_zoo, weights, zoo
-from replaylens.engine.model import Decoder
-from replaylens.engine.thinking_score import Score, score
-from replaylens.engine.thinking_texts import METHODS, ChunkedTexts, Method
-from replaylens.engine.thinking_train import Model, ThinkingRecipe
+from replaylens.engine.model import weights
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.thinking import model as thinking
+from replaylens.engine.training import thinking as thinking_train
+from replaylens.engine.training.chunks import METHODS, ChunkedTexts, Method
+from replaylens.engine.training.score import Score, score
+from replaylens.engine.training.thinking import Model, ThinkingRecipe
+from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.zoo import thinking as thinking_zoo
 
 EMBEDDED = "coin-thinking"
 WARM, TIMED = 15, 25

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.thinking_tasks import TASKS, TableTask
-from replaylens.engine.config import ModelConfig
-from replaylens.engine.thinking import ThinkingConfig
-from replaylens.engine.thinking_texts import METHODS, Method
-from replaylens.engine.thinking_train import ThinkingRecipe
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.thinking.model import ThinkingConfig
+from replaylens.engine.training.chunks import METHODS, Method
+from replaylens.engine.training.thinking import ThinkingRecipe
 from replaylens.tasks import WordTokenizer
 
 Run = tuple[Method, int, int]

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from replaylens import tasks
-from replaylens.engine.recipe import Part
-from replaylens.engine.thinking_texts import Method
+from replaylens.engine.training.chunks import Method
+from replaylens.engine.training.recipe import Part
 from replaylens.tasks import WordTokenizer
 
 Cell = tuple[Method, int]

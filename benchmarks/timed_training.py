@@ -5,9 +5,9 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
-from replaylens.engine import thinking_train
-from replaylens.engine.thinking_texts import ChunkedTexts
-from replaylens.engine.thinking_train import Model, ThinkingRecipe
+from replaylens.engine.training import thinking as thinking_train
+from replaylens.engine.training.chunks import ChunkedTexts
+from replaylens.engine.training.thinking import Model, ThinkingRecipe
 
 
 class Clock:

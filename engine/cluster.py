@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replaylens import tasks
-from replaylens.engine.dump_maker import ShardMaker
-from replaylens.engine.dump_plan import DumpPlan, make_plan
-from replaylens.engine.dump_writer import DumpWriter
-from replaylens.engine.edits import Edit
+from replaylens.engine.dump.maker import ShardMaker
+from replaylens.engine.dump.plan import DumpPlan, make_plan
+from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint, no_such
-from replaylens.engine.fingerprint import Fingerprint
-from replaylens.engine.sampling import Sampling
+from replaylens.engine.proof.fingerprint import Fingerprint
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
 
 if TYPE_CHECKING:
-    from replaylens.engine.dump import Dump
+    from replaylens.engine.dump.reader import Dump
 
 ATTEMPTS = 3
 """how often a shard is tried when the actors that write it die"""

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from replaylens.engine import certificates, fingerprint, sites, weights
-from replaylens.engine.branch import Branch
-from replaylens.engine.branches import BranchTree
-from replaylens.engine.capture import CaptureSpec, LensSpec
-from replaylens.engine.drafters import (
+from replaylens.engine.errors import BadRequest, ClosedBranch, no_such
+from replaylens.engine.lens.tuned import TunedLens
+from replaylens.engine.loop.drafters import (
     Drafter,
     ForcedDrafter,
     LensDrafter,
@@ -21,24 +19,27 @@ from replaylens.engine.drafters import (
     SelfDrafter,
     TreeDrafter,
 )
-from replaylens.engine.edits import Edit, Hook, place_all
-from replaylens.engine.errors import BadRequest, ClosedBranch, no_such
-from replaylens.engine.forest import Forest
-from replaylens.engine.lane import Job
-from replaylens.engine.loop import Loop
-from replaylens.engine.model import Decoder
-from replaylens.engine.prefix import PrefixIndex
-from replaylens.engine.request import Request
-from replaylens.engine.runner import Runner
-from replaylens.engine.sampling import Sampling
-from replaylens.engine.stream import Stream
-from replaylens.engine.text import Text, load_text
-from replaylens.engine.trace import Trace
-from replaylens.engine.tuned_lens import TunedLens
+from replaylens.engine.loop.lane import Job
+from replaylens.engine.loop.loop import Loop
+from replaylens.engine.memory.prefix import PrefixIndex
+from replaylens.engine.memory.tree import BranchTree
+from replaylens.engine.model import sites, weights
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.text import Text, load_text
+from replaylens.engine.passes.runner import Runner
+from replaylens.engine.proof import certificates, fingerprint
+from replaylens.engine.proof.trace import Trace
+from replaylens.engine.request.capture import CaptureSpec, LensSpec
+from replaylens.engine.request.edits import Edit, Hook, place_all
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.forest import Forest
+from replaylens.engine.serving.request import Request
+from replaylens.engine.serving.stream import Stream
 
 if TYPE_CHECKING:
     from replaylens.engine.run import Run
-    from replaylens.engine.thinking import ThinkingDecoder
+    from replaylens.engine.thinking.model import ThinkingDecoder
     from replaylens.tasks import Example
 
 
@@ -91,8 +92,8 @@ class Engine:
         drafters = self._make_drafters(draft_model, middle if lens_layer is None else lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text.decode, max_rows)
         if self.runner.device == "cuda":
-            from replaylens.engine.burst import Bursts
-            from replaylens.engine.pass_graph import PassGraphs
+            from replaylens.engine.passes.bursts import Bursts
+            from replaylens.engine.passes.graphs import PassGraphs
 
             self.loop.bursts = Bursts(self.runner)
             self.runner.graphs = PassGraphs(model, self.runner.cache, self.loop.bursts.spare.pages[0])
@@ -107,7 +108,8 @@ class Engine:
 
         device  "cpu" (float32) or "cuda" (bfloat16 unless said otherwise)
         """
-        from replaylens.engine import smollm2, zoo
+        from replaylens.engine.model import smollm2
+        from replaylens.engine.zoo import coin as zoo
 
         if isinstance(source, str) and source == smollm2.SHORT:
             source = smollm2.fetched_folder()
@@ -124,7 +126,7 @@ class Engine:
             draft = zoo.load_embedded(draft_model)[0] if draft_model in zoo.names() else draft_model
             options["draft_model"] = weights.load(draft, dtype).to(device)
         if (thinking := _thinking_model(source)) is not None:
-            from replaylens.engine.thinking_engine import ThinkingEngine
+            from replaylens.engine.thinking.engine import ThinkingEngine
 
             thinker, tokenizer = thinking
             return ThinkingEngine(weights.in_dtype(thinker, dtype).to(device), options.pop("tokenizer", tokenizer), **options)
@@ -138,7 +140,7 @@ class Engine:
         return cls(model.to(device), options.pop("tokenizer", text), **options)
 
     def _repr_html_(self) -> str:
-        from replaylens.views.summary import engine_html
+        from replaylens.engine.pictures.summary import engine_html
 
         return engine_html(self)
 
@@ -244,7 +246,8 @@ class Engine:
 
     def replay(self, what: "Trace | Iterable[Example]", **options: Any) -> "Run | dict[int, Branch]":
         """Replay task examples into a `Run` (see `run.replay_examples`), or a recorded `Trace` into its branches."""
-        from replaylens.engine import replayer, run
+        from replaylens.engine import run
+        from replaylens.engine.replay import replayer
 
         if isinstance(what, Trace):
             return replayer.replay_trace(self, what, **options)
@@ -256,7 +259,7 @@ class Engine:
 
     def run_with_cache(self, tokens: Any, names_filter: Any = None, pos_slice: slice | int | None = None) -> tuple[Tensor, Any]:
         """TransformerLens' verb: logits and an `ActivationCache`; see `interop.run_with_cache`."""
-        from replaylens.engine import interop
+        from replaylens.engine.replay import interop
 
         return interop.run_with_cache(self, tokens, names_filter, pos_slice)
 
@@ -361,7 +364,8 @@ def token_list(tokens: Any) -> list[int]:
 
 def _thinking_model(source: Any) -> "tuple[ThinkingDecoder, Text] | None":
     """A model that thinks and its tokenizer: by an embedded name, from a folder, or as it is; None: it is none."""
-    from replaylens.engine import thinking, thinking_zoo
+    from replaylens.engine.thinking import model as thinking
+    from replaylens.engine.zoo import thinking as thinking_zoo
 
     if isinstance(source, thinking.ThinkingDecoder):
         return source, Text(None)

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from replaylens.engine.branch import Branch
-from replaylens.engine.capture import Recording
-from replaylens.engine.edits import Edit
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.lane import Statistics
-from replaylens.engine.sampling import Sampling
+from replaylens.engine.loop.lane import Statistics
+from replaylens.engine.request.capture import Recording
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.branch import Branch
 from replaylens.tasks import Example
 
 if TYPE_CHECKING:
-    from replaylens.engine.dump import Dump
+    from replaylens.engine.dump.reader import Dump
     from replaylens.engine.engine import Engine
-    from replaylens.engine.thinking_thoughts import Thoughts
-    from replaylens.views.thinking import Thinking
-    from replaylens.views.timeline import Timeline
-    from replaylens.views.tree import Tree
+    from replaylens.engine.pictures.thoughts import Thinking
+    from replaylens.engine.pictures.timeline import Timeline
+    from replaylens.engine.pictures.tree import Tree
+    from replaylens.engine.thinking.thoughts import Thoughts
 
 
 @dataclass(frozen=True)
@@ -110,28 +110,28 @@ class Run(Sequence[Result]):
         chunks, states and thoughts. Draws itself, or `print` it."""
         result = self.results[index]
         if result.thoughts is not None:
-            from replaylens.views.thought import picture
+            from replaylens.engine.thinking.picture import picture
 
             return picture(self.engine, result.tokens, result.thoughts, f"example {result.example.index}")
-        from replaylens.views.live import tree_of_result
+        from replaylens.engine.pictures.live import tree_of_result
 
         return tree_of_result(self.engine, result)
 
     def timeline(self, index: int) -> "Timeline":
         """One example step by step: prefill, decode, verify, rollback, and what the KV cache held."""
-        from replaylens.views.retelling import timeline_of
+        from replaylens.engine.pictures.retelling import timeline_of
 
         result = self.results[index]
         return timeline_of(self.engine, result.branch, f"example {result.example.index}")
 
     def _repr_html_(self) -> str:
-        from replaylens.views.summary import run_html
+        from replaylens.engine.pictures.summary import run_html
 
         return run_html(self)
 
     def save(self, path: str | Path, **options: Any) -> "Dump":
         """Write the run as a dump, at a local path or any that fsspec knows. Options: see `dump_writer.save_run`."""
-        from replaylens.engine import dump_writer
+        from replaylens.engine.dump import writer as dump_writer
 
         return dump_writer.save_run(self, path, **options)
 

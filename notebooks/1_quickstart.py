@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 import replaylens as rl
-from replaylens.engine.dump_verify import verify
+from replaylens.engine.dump.verify import verify
 
 engine = rl.Engine.load("coin-plain")
 task = rl.tasks.get("coin")(flips=(2, 6), rendering="steps")

@@ -27,7 +27,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import replaylens as rl
-from replaylens.engine import certificates
+from replaylens.engine.proof import certificates
 
 torch.manual_seed(0)
 shape = {

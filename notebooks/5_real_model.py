@@ -25,8 +25,8 @@ import pandas as pd
 import torch
 
 import replaylens as rl
-from replaylens.engine import smollm2
-from replaylens.engine.dump_verify import verify
+from replaylens.engine.dump.verify import verify
+from replaylens.engine.model import smollm2
 
 if not smollm2.is_fetched():
     raise SystemExit("SmolLM2-135M is not fetched yet. Run this once, then run the notebook again:  replaylens fetch smollm2")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from replaylens.engine.model import Decoder
+from replaylens.engine.model.decoder import Decoder
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.paths import row_paths
 from replaylens.probes.rows import ProbeRows

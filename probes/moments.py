@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.engine.statistics import StreamingStatistics
 from replaylens.probes.errors import OneClass, ProbeError
+from replaylens.probes.running_moments import StreamingStatistics
 
 
 @dataclass(frozen=True, eq=False)

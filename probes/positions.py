@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from replaylens.engine.dump_content import CORE
+from replaylens.engine.dump.content import CORE
 from replaylens.probes.errors import BadPosition
 from replaylens.probes.paths import row_paths
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from sklearn.base import clone
 from sklearn.pipeline import Pipeline
 
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
 from replaylens.probes import registry
 from replaylens.probes.erasers import row_space

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
 from replaylens.probes.goals import LABEL, Goal, make_goal
 from replaylens.probes.heldout import held_out

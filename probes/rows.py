@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 import torch
 
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_files import frame_of
-from replaylens.engine.dump_plan import DumpPlan, make_plan
-from replaylens.engine.dump_rows import assemble
+from replaylens.engine.dump.files import frame_of
+from replaylens.engine.dump.plan import DumpPlan, make_plan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.rows import assemble
 from replaylens.engine.errors import OtherFingerprint, UnknownSite, no_such
 from replaylens.engine.run import Result, Run
 from replaylens.probes.errors import BadRows, MissingLabel, ProbeError

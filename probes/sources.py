@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from replaylens import tasks
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_content import at_layer
+from replaylens.engine.dump.content import at_layer
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import UnknownSite
-from replaylens.engine.fingerprint import Fingerprint
+from replaylens.engine.proof.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from replaylens.tasks.task import AnyTask

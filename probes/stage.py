@@ -14,14 +14,14 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from replaylens.engine.edits import Edit
+from replaylens.engine.request.edits import Edit
 from replaylens.probes.errors import BadPosition, MissingLabel, ProbeError
 from replaylens.probes.positions import Position, add_places
 from replaylens.tasks import Example, path_offsets
 
 if TYPE_CHECKING:
-    from replaylens.engine.branch import Branch
     from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.branch import Branch
 
 _BATCH = 32
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from replaylens.engine.dump_plan import make_plan
+from replaylens.engine.dump.plan import make_plan
 from replaylens.probes.erasers import Leace
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.mass_mean import MassMeanProbe

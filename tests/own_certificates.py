@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from replaylens.engine import certificates
+from replaylens.engine.proof import certificates
 
 
 @pytest.fixture(autouse=True, scope="session")

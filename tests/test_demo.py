@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from replaylens.cli import app
 from replaylens.commands import demo
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_verify import Verdict, verify
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.verify import Verdict, verify
 from replaylens.engine.engine import Engine
 from replaylens.probes.report import Report
 from tests.dumps.damage import flip_bit

@@ -114,8 +114,8 @@ def test_imports_point_one_way() -> None:
 
 
 PLANTED: dict[str, tuple[str | None, str, str]] = {
-    "tasks above itself": ("tasks", "from replaylens.engine.model import Decoder", "tasks imports engine"),
-    "kernels above itself": ("kernels", "import replaylens.engine.ops", "kernels imports engine"),
+    "tasks above itself": ("tasks", "from replaylens.engine.model.decoder import Decoder", "tasks imports engine"),
+    "kernels above itself": ("kernels", "import replaylens.engine.model.ops", "kernels imports engine"),
     "kernels and tasks": ("kernels", "from replaylens import tasks", "kernels imports tasks"),
     "engine above itself": ("engine", "def f():\n    from replaylens.probes import x", "engine imports probes"),
     "probes above themselves": ("probes", "from replaylens.commands import fetch", "probes imports commands"),
@@ -156,9 +156,9 @@ def test_checker_finds_what_is_planted(plant: str) -> None:
         ("engine", "def f():\n    import transformers"),
         ("engine", "if TYPE_CHECKING:\n    import transformers"),
         ("engine", "import replaylens\nprint(replaylens.__version__)"),
-        ("engine", "def _repr_html_(self):\n    from replaylens.views.summary import run_html"),
-        ("engine", "if TYPE_CHECKING:\n    from replaylens.views.tree import Tree"),
-        ("views", "from replaylens.engine.dump import Dump\nfrom replaylens.probes import x"),
+        ("engine", "def _repr_html_(self):\n    from replaylens.engine.pictures.summary import run_html"),
+        ("engine", "if TYPE_CHECKING:\n    from replaylens.engine.pictures.tree import Tree"),
+        ("views", "from replaylens.engine.dump.reader import Dump\nfrom replaylens.probes import x"),
         ("kernels", "import triton.language as tl"),
         ("tasks", "from replaylens.tasks.coin import Coin"),
         (None, "from replaylens.probes import x\nfrom tests.engine.packed import y\nimport sklearn"),

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replaylens.engine.batch import Segment
-from replaylens.engine.capture import PassTap
-from replaylens.engine.certificates import certificate_for
-from replaylens.engine.config import ModelConfig
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import Decoder
-from replaylens.engine.pages import PageTable
-from replaylens.engine.runner import Runner
-from replaylens.engine.sampling import Sampling
+from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.passes.batch import Segment
+from replaylens.engine.passes.runner import Runner
+from replaylens.engine.proof.certificates import certificate_for
+from replaylens.engine.request.capture import PassTap
+from replaylens.engine.request.sampling import Sampling
 
 VOCAB = 61
 SHAPE = dict(

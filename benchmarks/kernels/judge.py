@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.harness import Report
-from replaylens.engine.verify import judge as judge_on_host
+from replaylens.engine.loop.verify import judge as judge_on_host
 from replaylens.kernels import reference
 from replaylens.kernels.judge import judge
 

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 import replaylens as rl
-from replaylens.engine import smollm2
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_plan import make_plan
-from replaylens.engine.dump_verify import verify
-from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.verify import verify
+from replaylens.engine.dump.writer import write_dump
+from replaylens.engine.model import smollm2
+from replaylens.engine.pictures.readings import word
 from replaylens.probes import ProbeRows, untrained_rows
 from replaylens.probes.questions.forced import forced_rows
 from replaylens.probes.registry import get
@@ -29,7 +30,6 @@ from replaylens.probes.report import Report, about_rows, percent
 from replaylens.probes.splits import fold_of_roots
 from replaylens.probes.statistics import bootstrap
 from replaylens.tasks import Example
-from replaylens.views.readings import word
 from replaylens.views.report import ReportPage
 
 LENGTHS = (1, 2, 3, 4)

@@ -17,11 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from replaylens.engine import thinking, zoo
-from replaylens.engine import thinking_plain as plain
-from replaylens.engine.recipe import Part
-from replaylens.engine.thinking import ThinkingDecoder
-from replaylens.engine.thinking_texts import ChunkTable, chunked
+from replaylens.engine.thinking import model as thinking
+from replaylens.engine.thinking.model import ThinkingDecoder
+from replaylens.engine.training import plain
+from replaylens.engine.training.chunks import ChunkTable, chunked
+from replaylens.engine.training.recipe import Part
+from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import WordTokenizer
 
 VARIABLES = Part("variables", 1.0)

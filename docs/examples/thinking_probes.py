@@ -16,10 +16,10 @@ import pandas as pd
 import torch
 
 import replaylens as rl
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_plan import make_plan
-from replaylens.engine.dump_writer import write_dump
-from replaylens.engine.thinking_engine import ThinkingBranch, ThinkingEngine
+from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.writer import write_dump
+from replaylens.engine.thinking.engine import ThinkingBranch, ThinkingEngine
 from replaylens.probes import ProbeRows
 from replaylens.probes.report import Report
 from replaylens.tasks import Example

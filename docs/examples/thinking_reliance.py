@@ -19,15 +19,17 @@ import numpy as np
 import torch
 
 import replaylens as rl
-from replaylens.engine import thinking_plain as plain
-from replaylens.engine import thinking_train, thinking_zoo, zoo
-from replaylens.engine.config import ModelConfig
-from replaylens.engine.recipe import Part
-from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
-from replaylens.engine.thinking_engine import ThinkingEngine
-from replaylens.engine.thinking_score import score
-from replaylens.engine.thinking_texts import ChunkTable, chunked
-from replaylens.engine.thinking_train import ThinkingRecipe
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.thinking.engine import ThinkingEngine
+from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
+from replaylens.engine.training import plain
+from replaylens.engine.training import thinking as thinking_train
+from replaylens.engine.training.chunks import ChunkTable, chunked
+from replaylens.engine.training.recipe import Part
+from replaylens.engine.training.score import score
+from replaylens.engine.training.thinking import ThinkingRecipe
+from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks import WordTokenizer
 
 PARITY = Part("coin", 1.0, (("rendering", "states"),))

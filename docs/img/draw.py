@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import replaylens as rl
-from replaylens.engine.dump_verify import verify
+from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
+from replaylens.engine.pictures.readings import word
+from replaylens.engine.pictures.timeline import Frame, Phase, Timeline
 from replaylens.engine.run import Run
 from replaylens.probes.sweeping import sweep
-from replaylens.views.readings import word
 from replaylens.views.report import ReportPage
-from replaylens.views.timeline import Frame, Phase, Timeline
 
 HERE = Path(__file__).parent
 EXAMPLES = 64

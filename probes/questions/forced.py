@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from replaylens.engine.dump_plan import make_plan
+from replaylens.engine.dump.plan import make_plan
 from replaylens.engine.run import Result, result_of
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.rows import ProbeRows

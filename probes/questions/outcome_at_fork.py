@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.goals import make_goal

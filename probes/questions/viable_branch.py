@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
 from replaylens.probes.errors import BadRows
 from replaylens.probes.goals import make_goal

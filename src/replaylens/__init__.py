@@ -9,13 +9,13 @@ from typing import Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Branch": "replaylens.engine.branch:Branch",
-    "Dump": "replaylens.engine.dump:Dump",
-    "Edit": "replaylens.engine.edits:Edit",
+    "Branch": "replaylens.engine.serving.branch:Branch",
+    "Dump": "replaylens.engine.dump.reader:Dump",
+    "Edit": "replaylens.engine.request.edits:Edit",
     "Engine": "replaylens.engine.engine:Engine",
     "Run": "replaylens.engine.run:Run",
-    "Sampling": "replaylens.engine.sampling:Sampling",
-    "Trace": "replaylens.engine.trace:Trace",
+    "Sampling": "replaylens.engine.request.sampling:Sampling",
+    "Trace": "replaylens.engine.proof.trace:Trace",
     "errors": "replaylens.engine.errors",
     "probes": "replaylens.probes",
     "tasks": "replaylens.tasks",

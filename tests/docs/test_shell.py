@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import replaylens
 from replaylens.cli import COMMANDS, app, main
-from replaylens.engine import zoo
+from replaylens.engine.zoo import coin as zoo
 from tests.dumps.damage import edit_manifest
 
 COLOUR = re.compile(r"\x1b\[[\d;]*(3[0-7]|9[0-7]|38;|4[0-7])[\d;]*m")
@@ -287,6 +287,6 @@ def test_interrupt(shell: Callable[..., Shell], monkeypatch: pytest.MonkeyPatch)
     def stop(model: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("replaylens.engine.certificates.examine", stop)
+    monkeypatch.setattr("replaylens.engine.proof.certificates.examine", stop)
     done = shell("doctor")
     assert done.code == 130 and "Traceback" not in done.err

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from replaylens import tasks
-from replaylens.engine import zoo
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_plan import DumpPlan, make_plan
-from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.dump.plan import DumpPlan, make_plan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import Decoder
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.own_certificates import own_certificates  # noqa: F401

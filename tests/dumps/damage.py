@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_manifest import _seal, shard_name
-from replaylens.engine.dump_shard import write_shard
-from replaylens.engine.dump_store import Store
+from replaylens.engine.dump.manifest import _seal, shard_name
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.shard import write_shard
+from replaylens.engine.dump.store import Store
 
 
 def flip_bit(path: Path, place: int = -100) -> None:
@@ -68,7 +68,7 @@ def forge_index(folder: Path, column: str, row: int, value: Any) -> None:
 
 def forge_digests(folder: Path) -> None:
     """The most careful of all: every digest is corrected too. Only a replay can tell."""
-    from replaylens.engine.dump_content import combine
+    from replaylens.engine.dump.content import combine
 
     def note(raw: dict[str, Any]) -> None:
         found = [dump.files.content(number).digests() for number in range(len(raw["shards"]))]

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from replaylens.commands import dump as commands
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from tests.dumps.damage import flip_bit
 
@@ -166,7 +166,7 @@ def test_verify(model_folder: Path, reference: Dump, copy: Path, tmp_path: Path)
 
 
 def test_verify_with_another_model(reference: Dump, model_folder: Path, tmp_path: Path) -> None:
-    from replaylens.engine import zoo
+    from replaylens.engine.zoo import coin as zoo
 
     model, tokenizer = zoo.load(model_folder)
     model.embed[3, 3] += 1

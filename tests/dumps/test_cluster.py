@@ -16,15 +16,15 @@ import torch
 
 from replaylens.engine import cluster
 from replaylens.engine.cluster import dump_on_cluster
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_lock import DumpLock
-from replaylens.engine.dump_plan import make_plan
-from replaylens.engine.dump_store import Store
-from replaylens.engine.dump_writer import write_dump
-from replaylens.engine.edits import Edit
+from replaylens.engine.dump.lock import DumpLock
+from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.store import Store
+from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, ClusterFailed, DumpLocked, OtherFingerprint
-from replaylens.engine.sampling import Sampling
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
 from replaylens.tasks.task import AnyTask
 from tests.dumps.conftest import EXAMPLES, NEW, PER_SHARD
 from tests.dumps.fake_ray import FakeRay

@@ -8,8 +8,8 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_content import Content, combine, first_difference
+from replaylens.engine.dump.content import Content, combine, first_difference
+from replaylens.engine.dump.reader import Dump
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from replaylens import tasks
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_plan import DumpPlan, make_plan
-from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.dump.plan import DumpPlan, make_plan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, NotCertified
-from replaylens.engine.model import Decoder
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.run import Run
-from replaylens.engine.sampling import Sampling
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.dumps.conftest import EXAMPLES, NEW, PER_SHARD

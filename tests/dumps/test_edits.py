@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_plan import DumpPlan
-from replaylens.engine.dump_verify import VERIFIED, diff, verify
-from replaylens.engine.dump_writer import write_dump
-from replaylens.engine.edits import Edit
+from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.verify import VERIFIED, diff, verify
+from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest
-from replaylens.engine.model import Decoder
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.request.edits import Edit
 from replaylens.engine.run import Run
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask

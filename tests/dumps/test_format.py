@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 
 KINDS = {"bool": "flag", "string": "text", "float": "number", "int32": "whole", "int64": "whole"}
 

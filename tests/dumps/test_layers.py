@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import UnknownSite
 from replaylens.engine.run import Run

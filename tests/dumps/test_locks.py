@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from replaylens.engine import dump_lock
-from replaylens.engine.dump_lock import DumpLock, lock_name
-from replaylens.engine.dump_store import Store
+from replaylens.engine.dump import lock as dump_lock
+from replaylens.engine.dump.lock import DumpLock, lock_name
+from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import DumpLocked
 
 NAME = "lock-0-of-1"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump, EngineError
 from tests.dumps.damage import edit_manifest, forge_shard
 
@@ -143,7 +143,7 @@ def test_malformed_shard(copy: Path, name: str, remote: bool) -> None:
 
 
 def to_memory(folder: Path) -> str:
-    from replaylens.engine.dump_store import Store
+    from replaylens.engine.dump.store import Store
 
     store = Store(f"memory://malformed/{folder.parent.name}")
     for path in folder.iterdir():

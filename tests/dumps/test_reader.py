@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_content import combine
-from replaylens.engine.dump_manifest import IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
-from replaylens.engine.dump_plan import DumpPlan
-from replaylens.engine.dump_store import Store
-from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.dump.content import combine
+from replaylens.engine.dump.manifest import IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
+from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.store import Store
+from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnknownSite
 from replaylens.tasks.task import AnyTask
@@ -32,7 +32,7 @@ def dump(request: pytest.FixtureRequest, reference: Dump) -> Dump:
     """The reference, mapped from the disk and fetched from a remote store."""
     if request.param == "disk":
         return reference
-    from replaylens.engine.dump_store import Store
+    from replaylens.engine.dump.store import Store
 
     store = Store("memory://reader")
     for name in reference.files.store.sizes():

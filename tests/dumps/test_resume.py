@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from replaylens.engine import dump_store, dump_writer
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_lock import DumpLock, lock_name
-from replaylens.engine.dump_maker import ShardMaker
-from replaylens.engine.dump_plan import DumpPlan
-from replaylens.engine.dump_store import HashingFile, Store
-from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.dump import store as dump_store
+from replaylens.engine.dump import writer as dump_writer
+from replaylens.engine.dump.lock import DumpLock, lock_name
+from replaylens.engine.dump.maker import ShardMaker
+from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.store import HashingFile, Store
+from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import (
     BadDump,
@@ -31,7 +32,7 @@ from replaylens.engine.errors import (
     OtherPlan,
     UnfinishedDump,
 )
-from replaylens.engine.model import Decoder
+from replaylens.engine.model.decoder import Decoder
 from replaylens.tasks import WordTokenizer
 from tests.dumps.damage import flip_bit
 

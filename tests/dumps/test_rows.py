@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from replaylens import tasks
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_plan import DumpPlan, compact, make_plan
-from replaylens.engine.dump_verify import verify
-from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.dump.plan import DumpPlan, compact, make_plan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.verify import verify
+from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnknownSite
-from replaylens.engine.model import Decoder
+from replaylens.engine.lens.tuned import TunedLens, unembed_hash
+from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.run import Run
-from replaylens.engine.tuned_lens import TunedLens, unembed_hash
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.dumps.conftest import EXAMPLES, NEW

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_plan import DumpPlan
-from replaylens.engine.dump_verify import MISMATCH, OTHER, VERIFIED, diff, verify
-from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.verify import MISMATCH, OTHER, VERIFIED, diff, verify
+from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump
-from replaylens.engine.model import Decoder
+from replaylens.engine.model.decoder import Decoder
 from replaylens.tasks import WordTokenizer
 from tests.dumps.conftest import EXAMPLES
 from tests.dumps.damage import edit_manifest, flip_bit, forge_digests, forge_index, forge_shard
@@ -34,7 +34,7 @@ def test_a_good_dump(engine: Engine, reference: Dump) -> None:
 
 
 def test_the_sample_is_drawn_by_its_seed(engine: Engine, reference: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
-    from replaylens.engine import dump_verify
+    from replaylens.engine.dump import verify as dump_verify
 
     drawn = [dump_verify._sampled(reference.manifest, 0.3, seed) for seed in (0, 0, 1, 2, 3)]
     assert drawn[0] == drawn[1] and len(set(map(tuple, drawn))) > 1

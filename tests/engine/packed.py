@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from replaylens.engine.model import Decoder, Tap
-from replaylens.engine.ops import SequenceOps
+from replaylens.engine.model.decoder import Decoder, Tap
+from replaylens.engine.model.ops import SequenceOps
 
 RAGGED = (1, 23, 9, 2, 40)
 """one alone, one longer than every window, and so on; no two equal"""

@@ -12,14 +12,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from replaylens.engine import certificates, readout, sites, weights
-from replaylens.engine.batch import Segment
-from replaylens.engine.branch import Branch
-from replaylens.engine.capture import LensSpec, PassTap, Rows
-from replaylens.engine.config import ModelConfig
-from replaylens.engine.model import Decoder
-from replaylens.engine.runner import Runner
-from replaylens.engine.sampling import Sampling
+from replaylens.engine.lens import readout
+from replaylens.engine.model import sites, weights
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.passes.batch import Segment
+from replaylens.engine.passes.runner import Runner
+from replaylens.engine.proof import certificates
+from replaylens.engine.request.capture import LensSpec, PassTap, Rows
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.branch import Branch
 from tests.families import hugging_face
 
 GREEDY = Sampling()

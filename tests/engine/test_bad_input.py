@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylens.engine.branch import Branch
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import (
     BadRange,
@@ -22,8 +21,9 @@ from replaylens.engine.errors import (
     OutOfPages,
     UnknownSite,
 )
-from replaylens.engine.lane import Job
-from replaylens.engine.sampling import Sampling
+from replaylens.engine.loop.lane import Job
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.branch import Branch
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy
 
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replaylens.engine.branches import Branch, BranchStatus, BranchTree, Node, TokenState
 from replaylens.engine.errors import (
     BadRange,
     BadRollback,
@@ -20,7 +19,8 @@ from replaylens.engine.errors import (
     IntegrityError,
     UnknownBranch,
 )
-from replaylens.engine.pages import PagePool, PageTable
+from replaylens.engine.memory.pages import PagePool, PageTable
+from replaylens.engine.memory.tree import Branch, BranchStatus, BranchTree, Node, TokenState
 
 PROMPT, DRAFT = TokenState.PROMPT, TokenState.DRAFT
 ACCEPTED, PENDING, REJECTED = TokenState.ACCEPTED, TokenState.PENDING, TokenState.REJECTED

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine import cpu
-from replaylens.engine.batch import Batch, Segment
-from replaylens.engine.branch import Branch
-from replaylens.engine.branches import ACCEPTED, DRAFT, PENDING, PROMPT, BranchStatus
-from replaylens.engine.certificates import certificate_for
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadPage, IntegrityError, KVCorruption, NonFinite
-from replaylens.engine.lane import Job
-from replaylens.engine.pages import NULL_PAGE, PagePool, PageTable
-from replaylens.engine.runner import Runner
-from replaylens.engine.sampling import Sampling
+from replaylens.engine.loop.lane import Job
+from replaylens.engine.memory.pages import NULL_PAGE, PagePool, PageTable
+from replaylens.engine.memory.tree import ACCEPTED, DRAFT, PENDING, PROMPT, BranchStatus
+from replaylens.engine.passes import cpu
+from replaylens.engine.passes.batch import Batch, Segment
+from replaylens.engine.passes.runner import Runner
+from replaylens.engine.proof.certificates import certificate_for
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.branch import Branch
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy, watch_passes
 
 SITES = ("blocks.0.attn.hook_out", "blocks.1.hook_in", "blocks.1.hook_out")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from replaylens.engine.config import Rope
-from replaylens.engine.cpu import CpuOps
-from replaylens.engine.ops import Linear, Norm, TorchOps
-from replaylens.engine.rotary import Rotary, rotary_table
+from replaylens.engine.model.config import Rope
+from replaylens.engine.model.ops import Linear, Norm, TorchOps
+from replaylens.engine.model.rotary import Rotary, rotary_table
+from replaylens.engine.passes.cpu import CpuOps
 
 ROWS = (1, 2, 3, 16, 17, 130)
 

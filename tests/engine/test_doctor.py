@@ -12,14 +12,17 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from replaylens import cli
-from replaylens.engine import certificates, cpu, doctor, readout, weights
-from replaylens.engine.capture import LensSpec, Rows
-from replaylens.engine.certificate import Certificate, Finding
-from replaylens.engine.config import Activation
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NotCertified
-from replaylens.engine.ops import Linear
-from replaylens.engine.products import Products
+from replaylens.engine.lens import readout
+from replaylens.engine.model import weights
+from replaylens.engine.model.config import Activation
+from replaylens.engine.model.ops import Linear
+from replaylens.engine.passes import cpu
+from replaylens.engine.passes.certificate import Certificate, Finding
+from replaylens.engine.passes.products import Products
+from replaylens.engine.proof import certificates, doctor
+from replaylens.engine.request.capture import LensSpec, Rows
 from tests.engine.reference import decoder
 from tests.families import NAMES
 

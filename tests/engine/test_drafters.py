@@ -5,16 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylens.engine.branch import Branch
-from replaylens.engine.certificates import certificate_for
-from replaylens.engine.drafters import Chains, DraftCall, ModelDrafter, NgramDrafter
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NonFinite
-from replaylens.engine.lane import Job, Statistics
-from replaylens.engine.model import Decoder
-from replaylens.engine.runner import Runner
-from replaylens.engine.sampling import Sampling
-from replaylens.engine.verify import Verdict, judge
+from replaylens.engine.loop.drafters import Chains, DraftCall, ModelDrafter, NgramDrafter
+from replaylens.engine.loop.lane import Job, Statistics
+from replaylens.engine.loop.verify import Verdict, judge
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.passes.runner import Runner
+from replaylens.engine.proof.certificates import certificate_for
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.branch import Branch
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy
 
 DRAFTERS = ("self", "lens", "ngram", "tree", "model", "forced")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from replaylens.engine.config import ModelConfig, Rope
-from replaylens.engine.model import Decoder
-from replaylens.engine.ops import SequenceOps
-from replaylens.engine.weights import build, load
+from replaylens.engine.model.config import ModelConfig, Rope
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.weights import build, load
 from tests.engine.packed import RAGGED, alone, logits, pack, sequences, worst
 from tests.families import NAMES, hugging_face
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replaylens.engine.errors import BadPage, BadPoolSize, BadRange, ClosedTable, IntegrityError, OutOfPages
-from replaylens.engine.pages import NULL_PAGE, PageCopy, PagePool, PageTable
+from replaylens.engine.memory.pages import NULL_PAGE, PageCopy, PagePool, PageTable
 
 ZERO, POISON = 0, -1
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replaylens.engine import prefix
 from replaylens.engine.errors import BadRange, IntegrityError, OutOfPages
-from replaylens.engine.pages import PagePool, PageTable
-from replaylens.engine.prefix import PrefixIndex, chain_key, root_key
+from replaylens.engine.memory import prefix
+from replaylens.engine.memory.pages import PagePool, PageTable
+from replaylens.engine.memory.prefix import PrefixIndex, chain_key, root_key
 
 SIZE = 2
 Path = tuple[tuple[tuple[int, ...], bytes], ...]

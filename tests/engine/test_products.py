@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine import certificates, doctor, products
-from replaylens.engine.batch import TILE
 from replaylens.engine.engine import Engine
-from replaylens.engine.ops import Linear
-from replaylens.engine.products import Products, tile_product
+from replaylens.engine.model.ops import Linear
+from replaylens.engine.passes import products
+from replaylens.engine.passes.batch import TILE
+from replaylens.engine.passes.products import Products, tile_product
+from replaylens.engine.proof import certificates, doctor
 from tests.engine.reference import decoder
 
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL to pack weights")

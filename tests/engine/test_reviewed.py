@@ -5,14 +5,16 @@ from typing import Any
 import pytest
 import torch
 
-from replaylens.engine import readout, tuned_lens, weights
-from replaylens.engine.capture import LensSpec
-from replaylens.engine.edits import Edit
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, BadTrace, NonFinite
-from replaylens.engine.loop import Loop
-from replaylens.engine.sampling import Sampling
-from replaylens.engine.thinking_engine import ThinkingEngine
+from replaylens.engine.lens import readout
+from replaylens.engine.lens import tuned as tuned_lens
+from replaylens.engine.loop.loop import Loop
+from replaylens.engine.model import weights
+from replaylens.engine.request.capture import LensSpec
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.thinking.engine import ThinkingEngine
 from tests.families import hugging_face
 
 PROMPT = "A coin's state is heads. Alice flips,"

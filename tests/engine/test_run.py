@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import replaylens as rl
-from replaylens.engine.branches import BranchStatus
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, NonFinite, UnknownSite
+from replaylens.engine.memory.tree import BranchStatus
+from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.run import Result, Run, _last_word
-from replaylens.engine.sampling import Sampling
 from replaylens.tasks import Example, WordTokenizer
 from tests.toy_model import Reference, continuation, engine, random_model, scripted_model
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from replaylens.engine import sampling as module
-from replaylens.engine.branches import BranchStatus
 from replaylens.engine.errors import ClosedBranch
-from replaylens.engine.sampling import Sampling, gumbel, hash_bits
+from replaylens.engine.memory.tree import BranchStatus
+from replaylens.engine.request import sampling as module
+from replaylens.engine.request.sampling import Sampling, gumbel, hash_bits
 from replaylens.kernels import reference as kernels
 from tests.toy_model import VOCAB, continuation, engine, scripted_model, toy
 

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylens.engine.branch import Branch
-from replaylens.engine.branches import DRAFT
 from replaylens.engine.engine import Engine
-from replaylens.engine.lane import Job, Statistics
-from replaylens.engine.planner import FIXED_WINDOW, Planner
-from replaylens.engine.sampling import Sampling
+from replaylens.engine.loop.lane import Job, Statistics
+from replaylens.engine.loop.planner import FIXED_WINDOW, Planner
+from replaylens.engine.memory.tree import DRAFT
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.branch import Branch
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, toy, watch_passes
 
 
@@ -341,7 +341,7 @@ def test_the_planners_choice_never_changes_tokens(monkeypatch: pytest.MonkeyPatc
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """A clock that the test moves."""
     now = [0.0]
-    monkeypatch.setattr("replaylens.engine.planner.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("replaylens.engine.loop.planner.time.perf_counter", lambda: now[0])
 
     def advance(seconds: float) -> None:
         now[0] += seconds

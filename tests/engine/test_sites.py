@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import UnknownSite
-from replaylens.engine.model import Decoder
-from replaylens.engine.sites import SiteTable, table
-from replaylens.engine.weights import load
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.sites import SiteTable, table
+from replaylens.engine.model.weights import load
 from tests.engine.bridges import bridge
 from tests.engine.packed import logits, sequences
 from tests.families import NAMES, hugging_face

@@ -12,10 +12,10 @@ import typer
 from typer.testing import CliRunner
 
 from replaylens.commands import fetch as fetch_command
-from replaylens.engine import smollm2
-from replaylens.engine.cache_folder import CACHE_VARIABLE
-from replaylens.engine.smollm2 import FetchFailed
-from replaylens.engine.weights import load
+from replaylens.engine.model import smollm2
+from replaylens.engine.model.cache_folder import CACHE_VARIABLE
+from replaylens.engine.model.smollm2 import FetchFailed
+from replaylens.engine.model.weights import load
 from tests.engine.packed import alone, logits, worst
 
 TEXTS = (

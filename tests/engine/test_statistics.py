@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.statistics import CHUNK, StreamingStatistics
+from replaylens.probes.running_moments import CHUNK, StreamingStatistics
 
 ROWS = torch.randn(3 * CHUNK + 17, 12, generator=torch.Generator().manual_seed(0)) + 2
 

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from replaylens.cli import app
 from replaylens.commands import train as command
-from replaylens.engine import train as trainer
-from replaylens.engine import zoo
-from replaylens.engine.config import ModelConfig
-from replaylens.engine.model import Decoder
-from replaylens.engine.ops import SequenceOps
-from replaylens.engine.recipe import BadRecipe, Part, Recipe
-from replaylens.engine.train import Texts
-from replaylens.engine.weights import weights_hash
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.weights import weights_hash
+from replaylens.engine.training import trainer
+from replaylens.engine.training.recipe import BadRecipe, Part, Recipe
+from replaylens.engine.training.trainer import Texts
+from replaylens.engine.zoo import coin as zoo
 
 PICTURE = Part("coin", 3, (("rendering", "picture"),))
 STEPS = Part("coin", 1, (("rendering", "steps"),))

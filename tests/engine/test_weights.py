@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from replaylens.engine.config import ModelConfig
 from replaylens.engine.errors import BadConfig, BadWeights, EngineError, UnsupportedModel
-from replaylens.engine.model import Decoder
-from replaylens.engine.weights import CONFIG_FILE, WEIGHTS_FILE, load, save, weights_hash
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.weights import CONFIG_FILE, WEIGHTS_FILE, load, save, weights_hash
 from tests.engine.bridges import bridge
 from tests.engine.packed import logits, sequences
 from tests.families import NAMES, hugging_face

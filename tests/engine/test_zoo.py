@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from replaylens.engine import lens, zoo
-from replaylens.engine.model import Decoder
-from replaylens.engine.ops import SequenceOps
-from replaylens.engine.weights import weights_hash
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.weights import weights_hash
+from replaylens.engine.pictures import lens
+from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import Example, WordTokenizer
 
 NAMES = ("coin-plain", "coin-draft")

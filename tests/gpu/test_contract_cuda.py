@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from replaylens.engine import weights
 from replaylens.engine.engine import Engine
-from replaylens.engine.sampling import Sampling
+from replaylens.engine.model import weights
+from replaylens.engine.request.sampling import Sampling
 from tests.families import NAMES, hugging_face
 
 pytestmark = pytest.mark.gpu
@@ -63,9 +63,9 @@ def test_bits_depend_on_the_path_alone(name: str, dtype: torch.dtype) -> None:
 
 def test_the_fast_path_would_fail_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with the library's products in place of the canonical ones, company moves bits."""
-    from replaylens.engine.config import ModelConfig
-    from replaylens.engine.model import Decoder
-    from replaylens.engine.runner import Runner
+    from replaylens.engine.model.config import ModelConfig
+    from replaylens.engine.model.decoder import Decoder
+    from replaylens.engine.passes.runner import Runner
 
     config = ModelConfig(2, 4096, 32, 8, 128, 14336, 97, 512, rotary_dim=128)
     model = weights.build(config, dict(Decoder(config).initialize(0).state_dict()), torch.bfloat16).to("cuda")

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from replaylens import tasks
-from replaylens.engine.edits import Edit
 from replaylens.engine.engine import Engine
-from replaylens.engine.thinking import COMPRESS_SITE, STATE_SITE, THINK_SITE
-from replaylens.engine.thinking_engine import ThinkingBranch, ThinkingEngine
-from replaylens.engine.thinking_prefill import GUESSES, Prefiller
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.thinking.engine import ThinkingBranch, ThinkingEngine
+from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE
+from replaylens.engine.thinking.prefill import GUESSES, Prefiller
 from tests.thinking.reference import SHAPES, random_prompt, thinking_model
 
 pytestmark = pytest.mark.gpu

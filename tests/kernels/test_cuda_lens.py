@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from replaylens.engine import cuda_lens, readout
-from replaylens.engine.capture import LensSpec
-from replaylens.engine.config import ModelConfig
-from replaylens.engine.model import Decoder
-from replaylens.engine.ops import SequenceOps
+from replaylens.engine.lens import cuda as cuda_lens
+from replaylens.engine.lens import readout
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.request.capture import LensSpec
 
 CONFIG = ModelConfig(2, 32, 2, 2, 16, 64, 97, 64, rotary_dim=16)
 

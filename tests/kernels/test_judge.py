@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from replaylens.engine.cuda_choice import Question, answers
-from replaylens.engine.sampling import Sampling
-from replaylens.engine.verify import judge as judge_on_host
+from replaylens.engine.loop.verify import judge as judge_on_host
+from replaylens.engine.passes.choice import Question, answers
+from replaylens.engine.request.sampling import Sampling
 from replaylens.kernels import reference
 from replaylens.kernels.judge import judge
 

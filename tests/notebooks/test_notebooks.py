@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
-from replaylens.engine import smollm2
+from replaylens.engine.model import smollm2
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = [source.stem for source in sorted(FOLDER.glob("[0-9]_*.py"))]

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from replaylens import tasks
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_plan import make_plan
-from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from replaylens import tasks
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, EngineError, OtherFingerprint, UnknownSite
 from replaylens.probes.causal import ablate, interchange, steer

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from replaylens.cli import app
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ("layer_sweep", "branch_question")

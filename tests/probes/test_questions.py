@@ -7,7 +7,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from replaylens import tasks
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.questions.forced import forced_rows

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from replaylens import tasks
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint, UnknownSite
 from replaylens.probes import splits

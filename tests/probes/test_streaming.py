@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaylens import tasks
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.probes.erasers import Leace
 from replaylens.probes.errors import OneClass, ProbeError

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint
 from replaylens.probes import controls, sweeping

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from replaylens import tasks
-from replaylens.engine import weights
-from replaylens.engine.config import ModelConfig
-from replaylens.engine.model import Decoder
-from replaylens.engine.thinking_tokenizer import PretrainedTokenizer
+from replaylens.engine.model import weights
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.training.tokenizer import PretrainedTokenizer
 
 SPECIALS = ["<|text|>", "<|begin|>", "<|end|>"]
 MERGES = 160

@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replaylens.engine import certificates, sites
-from replaylens.engine.batch import Batch, Segment
-from replaylens.engine.capture import PassTap, Rows
-from replaylens.engine.config import ModelConfig
-from replaylens.engine.edits import added
-from replaylens.engine.kv_cache import KVCache
-from replaylens.engine.ops import Ops
-from replaylens.engine.pages import PagePool, PageTable
-from replaylens.engine.runner import Runner
-from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
-from replaylens.engine.thinking_thoughts import Thought
+from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.memory.pages import PagePool, PageTable
+from replaylens.engine.model import sites
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.ops import Ops
+from replaylens.engine.passes.batch import Batch, Segment
+from replaylens.engine.passes.runner import Runner
+from replaylens.engine.proof import certificates
+from replaylens.engine.request.capture import PassTap, Rows
+from replaylens.engine.request.edits import added
+from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
+from replaylens.engine.thinking.thoughts import Thought
 from tests.engine.reference import random_decoder, same_bits
 
 EOS, PAD = 1, 0

@@ -12,20 +12,21 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine import thinking_plain as plain
-from replaylens.engine import thinking_train as trainer
-from replaylens.engine import thinking_zoo, zoo
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadConfig, BadRequest
-from replaylens.engine.recipe import BadRecipe, Part
 from replaylens.engine.run import replay_examples
-from replaylens.engine.thinking import ThinkingDecoder
-from replaylens.engine.thinking_engine import ThinkingEngine
-from replaylens.engine.thinking_prefill import GUESSES
-from replaylens.engine.thinking_score import score
-from replaylens.engine.thinking_texts import METHODS, Method, chunked
-from replaylens.engine.thinking_tokenizer import PretrainedTokenizer, backbone_folder, load_tokenizer
-from replaylens.engine.thinking_train import ThinkingRecipe
+from replaylens.engine.thinking.engine import ThinkingEngine
+from replaylens.engine.thinking.model import ThinkingDecoder
+from replaylens.engine.thinking.prefill import GUESSES
+from replaylens.engine.training import plain
+from replaylens.engine.training import thinking as trainer
+from replaylens.engine.training.chunks import METHODS, Method, chunked
+from replaylens.engine.training.recipe import BadRecipe, Part
+from replaylens.engine.training.score import score
+from replaylens.engine.training.thinking import ThinkingRecipe
+from replaylens.engine.training.tokenizer import PretrainedTokenizer, backbone_folder, load_tokenizer
+from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.zoo import thinking as thinking_zoo
 from tests.thinking.pretrained import hugging_face_tokenizer, write_backbone
 from tests.thinking.test_train import TINY, same
 

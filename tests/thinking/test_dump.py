@@ -10,19 +10,19 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine import thinking_zoo
-from replaylens.engine.config import ModelConfig
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_plan import make_plan
-from replaylens.engine.dump_verify import diff, verify
-from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.verify import diff, verify
+from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.run import Run
-from replaylens.engine.thinking_engine import ThinkingEngine
-from replaylens.engine.thinking_prefill import GUESSES
+from replaylens.engine.thinking.engine import ThinkingEngine
+from replaylens.engine.thinking.prefill import GUESSES
+from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks import WordTokenizer
-from replaylens.views.thinking import Thinking
 from tests.engine.reference import same_bits
 from tests.thinking.reference import thinking_model
 

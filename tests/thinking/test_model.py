@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from replaylens.engine import thinking
-from replaylens.engine import thinking_plain as plain
 from replaylens.engine.errors import BadConfig, BadWeights
-from replaylens.engine.ops import SequenceOps
-from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
-from replaylens.engine.thinking_score import along
+from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.thinking import model as thinking
+from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
+from replaylens.engine.training import plain
+from replaylens.engine.training.score import along
 from tests.engine.reference import random_decoder
 from tests.thinking.reference import BASE, EOS, PAD, random_prompt, thinking_model
 

@@ -6,13 +6,14 @@ import pytest
 from typer.testing import CliRunner
 
 from replaylens.cli import app
-from replaylens.engine import thinking_zoo, zoo
-from replaylens.engine.edits import Edit
 from replaylens.engine.engine import Engine
-from replaylens.engine.recipe import Part
+from replaylens.engine.request.edits import Edit
 from replaylens.engine.run import Run
-from replaylens.engine.thinking_engine import ThinkingEngine
-from replaylens.engine.thinking_prefill import GUESSES, Guess
+from replaylens.engine.thinking.engine import ThinkingEngine
+from replaylens.engine.thinking.prefill import GUESSES, Guess
+from replaylens.engine.training.recipe import Part
+from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.zoo import thinking as thinking_zoo
 
 SENTENCE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from replaylens import tasks
-from replaylens.engine.thinking import ThinkingConfig
-from replaylens.engine.thinking_texts import METHODS, BadThought, ChunkTable, Method, chunked, padded
+from replaylens.engine.thinking.model import ThinkingConfig
+from replaylens.engine.training.chunks import METHODS, BadThought, ChunkTable, Method, chunked, padded
 from replaylens.tasks import Example, WordTokenizer
 
 PICTURE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"

@@ -10,15 +10,16 @@ from torch import nn
 from typer.testing import CliRunner
 
 from replaylens.cli import app
-from replaylens.engine import thinking_train as trainer
-from replaylens.engine import thinking_zoo, zoo
-from replaylens.engine.config import ModelConfig
-from replaylens.engine.model import Decoder
-from replaylens.engine.recipe import BadRecipe, Part
-from replaylens.engine.thinking import ThinkingConfig, ThinkingDecoder
-from replaylens.engine.thinking_score import generate, score
-from replaylens.engine.thinking_texts import METHODS, Method
-from replaylens.engine.thinking_train import ThinkingRecipe
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
+from replaylens.engine.training import thinking as trainer
+from replaylens.engine.training.chunks import METHODS, Method
+from replaylens.engine.training.recipe import BadRecipe, Part
+from replaylens.engine.training.score import generate, score
+from replaylens.engine.training.thinking import ThinkingRecipe
+from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.zoo import thinking as thinking_zoo
 
 SHAPE = ModelConfig(
     num_layers=3, d_model=16, num_heads=2, num_kv_heads=2, d_head=8, d_mlp=24, vocab_size=106, max_positions=256, rotary_dim=8
@@ -118,7 +119,7 @@ def test_scores_count_only_what_the_model_itself_says() -> None:
 def test_greedy_continuations_are_those_of_whole_passes() -> None:
     backbone, tokenizer = zoo.load_embedded("coin-draft")
     prompts = [tokenizer.encode(example.prompt) for n in (1, 4, 2) for example in zoo.held_out(PICTURE, n, 1)]
-    from replaylens.engine.ops import SequenceOps
+    from replaylens.engine.model.ops import SequenceOps
 
     for prompt, new in zip(prompts, generate(backbone, prompts, 6), strict=True):
         path = list(prompt)

@@ -8,13 +8,14 @@ import torch
 from typer.testing import CliRunner
 
 from replaylens.cli import app
-from replaylens.engine import thinking_train as trainer
-from replaylens.engine import thinking_zoo, zoo
-from replaylens.engine.config import ModelConfig
-from replaylens.engine.recipe import Part
-from replaylens.engine.thinking import ThinkingConfig
-from replaylens.engine.thinking_texts import METHODS, Method
-from replaylens.engine.thinking_train import ThinkingRecipe
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.thinking.model import ThinkingConfig
+from replaylens.engine.training import thinking as trainer
+from replaylens.engine.training.chunks import METHODS, Method
+from replaylens.engine.training.recipe import Part
+from replaylens.engine.training.thinking import ThinkingRecipe
+from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.zoo import thinking as thinking_zoo
 
 SHAPE = ModelConfig(
     num_layers=3, d_model=16, num_heads=2, num_kv_heads=2, d_head=8, d_mlp=24, vocab_size=31, max_positions=256, rotary_dim=8

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from replaylens import tasks
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.run import Run
 from replaylens.tasks import WordTokenizer

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from replaylens import tasks
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
+from replaylens.engine.pictures.readings import word
 from replaylens.engine.run import Run
-from replaylens.views.readings import word
 from replaylens.views.report import ReportPage
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from replaylens.views.timeline import Timeline
-from replaylens.views.tree import Tree
+from replaylens.engine.pictures.timeline import Timeline
+from replaylens.engine.pictures.tree import Tree
 
 DOCS = Path(__file__).parents[2] / "docs"
 

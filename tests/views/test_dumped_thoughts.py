@@ -10,19 +10,19 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine.config import ModelConfig
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_plan import make_plan
-from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.writer import write_dump
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.pictures.readings import word
+from replaylens.engine.pictures.thoughts import Round, Thinking
 from replaylens.engine.run import Run
-from replaylens.engine.thinking_engine import ThinkingEngine
-from replaylens.engine.thinking_prefill import GUESSES, Guess
-from replaylens.engine.thinking_thoughts import ThinkingRecording
+from replaylens.engine.thinking.engine import ThinkingEngine
+from replaylens.engine.thinking.prefill import GUESSES, Guess
+from replaylens.engine.thinking.thoughts import ThinkingRecording
 from replaylens.views import dumped
 from replaylens.views.dumped_thoughts import DumpedThoughts
-from replaylens.views.readings import word
 from replaylens.views.report import ReportPage
-from replaylens.views.thinking import Round, Thinking
 from tests.thinking.reference import thinking_model
 from tests.views.checks import assert_harmless
 from tests.views.conftest import HostileTokenizer

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from replaylens.views.html import Markup, fragment, join, script_json, tag, void
+from replaylens.engine.pictures.html import Markup, fragment, join, script_json, tag, void
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE
 

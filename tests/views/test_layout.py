@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylens.engine.branches import TokenState
-from replaylens.views.layout import Place, arrange
-from replaylens.views.tree import Path, Token, Tree
+from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures.layout import Place, arrange
+from replaylens.engine.pictures.tree import Path, Token, Tree
 
 
 def path(branch: int, parent: int | None, fork: int, count: int) -> Path:

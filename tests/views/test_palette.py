@@ -5,8 +5,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from replaylens.engine.branches import TokenState
-from replaylens.views.palette import CHECK, INK, LOOKS, PAGES, css_variables, svg_style
+from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures.palette import CHECK, INK, LOOKS, PAGES, css_variables, svg_style
 
 # Machado, Oliveira and Fernandes (2009), severity 1: what linear RGB turns into.
 BLINDNESS = {

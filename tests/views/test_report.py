@@ -16,18 +16,18 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine import zoo
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_plan import make_plan
-from replaylens.engine.dump_verify import verify
-from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.verify import verify
+from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
+from replaylens.engine.pictures.readings import word
 from replaylens.engine.run import Run
+from replaylens.engine.zoo import coin as zoo
 from replaylens.probes.report import Report
 from replaylens.probes.sweeping import sweep as sweep_rows
 from replaylens.tasks import WordTokenizer
 from replaylens.views import dumped, lens_map
-from replaylens.views.readings import word
 from replaylens.views.report import ReportPage
 from tests.dumps.damage import flip_bit, forge_index
 from tests.views.checks import assert_harmless, parsed

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from replaylens.views.thinking import Chunk, Round, Thinking
+from replaylens.engine.pictures.thoughts import Chunk, Round, Thinking
 from tests.views.checks import assert_harmless
 from tests.views.conftest import HOSTILE
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from replaylens.engine.branches import TokenState
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures import svg
+from replaylens.engine.pictures.retelling import timeline, timeline_of
+from replaylens.engine.pictures.timeline import Fill, Frame, Phase
+from replaylens.engine.proof.trace import Trace
 from replaylens.engine.run import Run
-from replaylens.engine.trace import Trace
-from replaylens.views import svg
-from replaylens.views.retelling import timeline, timeline_of
-from replaylens.views.timeline import Fill, Frame, Phase
 from tests.toy_model import continuation, toy
 from tests.toy_model import engine as toy_engine
 from tests.views.checks import assert_harmless

@@ -5,12 +5,12 @@ import io
 import pytest
 from rich.console import Console
 
-from replaylens.engine.branches import TokenState
 from replaylens.engine.engine import Engine
+from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures import live, tree_html
+from replaylens.engine.pictures.readings import Readings, word
+from replaylens.engine.pictures.tree import Tree, visible
 from replaylens.engine.run import Run
-from replaylens.views import live, tree_html
-from replaylens.views.readings import Readings, word
-from replaylens.views.tree import Tree, visible
 from tests.toy_model import random_model
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE

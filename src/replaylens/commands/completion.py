@@ -15,7 +15,9 @@ def complete_drafter(incomplete: str) -> list[str]:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    from replaylens.engine import smollm2, thinking_zoo, zoo
+    from replaylens.engine.model import smollm2
+    from replaylens.engine.zoo import coin as zoo
+    from replaylens.engine.zoo import thinking as thinking_zoo
 
     known = (*zoo.names(), *thinking_zoo.names(), smollm2.SHORT)
     return [name for name in known if name.startswith(incomplete)]

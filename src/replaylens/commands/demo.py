@@ -15,14 +15,14 @@ from rich.text import Text
 from replaylens import tasks
 from replaylens.commands.dump import QuietOption
 from replaylens.commands.reporting import reporting
-from replaylens.engine import zoo
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_verify import Verdict, verify
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.verify import Verdict, verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.lens import next_token_by_layer
+from replaylens.engine.pictures.lens import next_token_by_layer
+from replaylens.engine.pictures.readings import word
 from replaylens.engine.run import Run
+from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import Example, WordTokenizer
-from replaylens.views.readings import word
 
 if TYPE_CHECKING:
     from replaylens.probes.report import Report

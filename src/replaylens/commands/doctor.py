@@ -7,10 +7,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from replaylens.engine import certificates, smollm2, weights, zoo
-from replaylens.engine.certificate import Certificate
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.model import Decoder
+from replaylens.engine.model import smollm2, weights
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.passes.certificate import Certificate
+from replaylens.engine.proof import certificates
+from replaylens.engine.zoo import coin as zoo
 
 
 def doctor(

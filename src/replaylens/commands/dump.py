@@ -27,17 +27,17 @@ from replaylens.commands.engines import (
 )
 from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_plan import DTYPES, POSITIONS, make_plan
-from replaylens.engine.dump_verify import OTHER, VERIFIED
-from replaylens.engine.dump_verify import diff as diff_dumps
-from replaylens.engine.dump_verify import verify as verify_dump
-from replaylens.engine.dump_writer import write_dump
+from replaylens.engine.dump.plan import DTYPES, POSITIONS, make_plan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.verify import OTHER, VERIFIED
+from replaylens.engine.dump.verify import diff as diff_dumps
+from replaylens.engine.dump.verify import verify as verify_dump
+from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest
+from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.run import Result, Run
-from replaylens.engine.sampling import Sampling
-from replaylens.engine.thinking_thoughts import Thoughts
+from replaylens.engine.thinking.thoughts import Thoughts
 
 TaskOption = Annotated[
     str, typer.Option("--task", help="A task's name; see `replaylens tasks list`.", autocompletion=complete_task)

@@ -5,10 +5,11 @@ from typing import Annotated
 import typer
 
 from replaylens.commands.completion import DRAFTERS, complete_drafter, complete_model
-from replaylens.engine import thinking_zoo, zoo
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.zoo import thinking as thinking_zoo
 
 MODEL = "coin-plain"
 MODEL_HELP = "An embedded model's name, smollm2, or a model folder."

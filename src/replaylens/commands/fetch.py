@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 from replaylens.commands.reporting import reporting, say_error
-from replaylens.engine import smollm2
 from replaylens.engine.errors import BadRequest, EngineError, no_such
+from replaylens.engine.model import smollm2
 
 MODELS = {"smollm2": smollm2.fetch}
 

@@ -10,7 +10,7 @@ import typer
 from replaylens.commands.dump import JsonOption, QuietOption
 from replaylens.commands.engines import DeviceOption, MakerOption, engine_that_made
 from replaylens.commands.reporting import reporting
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 

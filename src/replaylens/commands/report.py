@@ -13,13 +13,13 @@ import typer
 from replaylens.commands.dump import JsonOption, QuietOption
 from replaylens.commands.engines import MakerOption, engine_that_made
 from replaylens.commands.reporting import reporting
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_verify import MISMATCH, Verdict
-from replaylens.engine.dump_verify import verify as verify_dump
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.verify import MISMATCH, Verdict
+from replaylens.engine.dump.verify import verify as verify_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.pictures.readings import word
 from replaylens.views.page import MOST_TREES
-from replaylens.views.readings import word
 
 if TYPE_CHECKING:
     from replaylens.probes.report import Report

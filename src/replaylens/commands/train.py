@@ -12,14 +12,15 @@ from tqdm import tqdm
 from replaylens.commands import train_thinking
 from replaylens.commands.reporting import reporting
 from replaylens.commands.train_thinking import CARD_FILE, Changes, scoring
-from replaylens.engine import thinking_zoo, zoo
-from replaylens.engine import train as trainer
 from replaylens.engine.errors import BadRequest, no_such
-from replaylens.engine.model import Decoder
-from replaylens.engine.recipe import Recipe
-from replaylens.engine.thinking_train import Model
-from replaylens.engine.train import RunExists
-from replaylens.engine.weights import CONFIG_FILE, weights_hash
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.weights import CONFIG_FILE, weights_hash
+from replaylens.engine.training import trainer
+from replaylens.engine.training.recipe import Recipe
+from replaylens.engine.training.thinking import Model
+from replaylens.engine.training.trainer import RunExists
+from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.zoo import thinking as thinking_zoo
 
 STATE_FILE = "training.safetensors"
 CARD_EXAMPLES = 500

@@ -7,15 +7,18 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from replaylens.engine import thinking_train, thinking_zoo, weights, zoo
-from replaylens.engine import train as trainer
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.model import Decoder
-from replaylens.engine.recipe import Part
-from replaylens.engine.thinking_score import score
-from replaylens.engine.thinking_texts import METHODS, Method
-from replaylens.engine.thinking_tokenizer import backbone_folder, load_tokenizer
-from replaylens.engine.thinking_train import Model, ThinkingRecipe
+from replaylens.engine.model import weights
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.training import thinking as thinking_train
+from replaylens.engine.training import trainer
+from replaylens.engine.training.chunks import METHODS, Method
+from replaylens.engine.training.recipe import Part
+from replaylens.engine.training.score import score
+from replaylens.engine.training.thinking import Model, ThinkingRecipe
+from replaylens.engine.training.tokenizer import backbone_folder, load_tokenizer
+from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks import WordTokenizer
 
 CARD_FILE = "card.md"

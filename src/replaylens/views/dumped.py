@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from replaylens.engine.branches import BranchStatus, TokenState
-from replaylens.engine.dump import Dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump
+from replaylens.engine.memory.tree import BranchStatus, TokenState
+from replaylens.engine.pictures.readings import Decode, Readings
+from replaylens.engine.pictures.thoughts import Thinking
+from replaylens.engine.pictures.tree import Path, Token, Tree
 from replaylens.tasks.errors import UnknownTask
 from replaylens.views.dumped_thoughts import DumpedThoughts
-from replaylens.views.readings import Decode, Readings
-from replaylens.views.thinking import Thinking
-from replaylens.views.tree import Path, Token, Tree
 
 if TYPE_CHECKING:
     import pandas as pd

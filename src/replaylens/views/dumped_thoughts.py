@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_plan import DumpPlan
-from replaylens.engine.thinking import STATE_SITE
-from replaylens.engine.thinking_thoughts import TOKENS_SITE
-from replaylens.views.readings import Decode
-from replaylens.views.thinking import END, Chunk, Round, Thinking, step_facts
-from replaylens.views.tree import Path, Tree
+from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.pictures.readings import Decode
+from replaylens.engine.pictures.thoughts import END, Chunk, Round, Thinking, step_facts
+from replaylens.engine.pictures.tree import Path, Tree
+from replaylens.engine.thinking.model import STATE_SITE
+from replaylens.engine.thinking.thoughts import TOKENS_SITE
 
 if TYPE_CHECKING:
     import pandas as pd

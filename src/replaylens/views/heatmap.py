@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replaylens.views.html import Markup, tag
+from replaylens.engine.pictures.html import Markup, tag
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from replaylens.engine.branches import TokenState
+from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures.readings import layer_name
+from replaylens.engine.pictures.tree import Token, visible
 from replaylens.views.dumped import DumpedExample
 from replaylens.views.heatmap import Cell, Heatmap, span
-from replaylens.views.readings import layer_name
-from replaylens.views.tree import Token, visible
 
 MOST_COLUMNS = 40
 MEASURES = {

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import replaylens
-from replaylens.views.html import Markup, asset, join, script_json, style, tag, void
+from replaylens.engine.pictures.html import Markup, asset, join, script_json, style, tag, void
 
 MOST_TREES = 300
 """examples whose trees a page holds unless told otherwise"""

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from replaylens.engine.pictures.html import Markup, join, tag
+from replaylens.engine.pictures.summary import fact_list
 from replaylens.probes.report import Report
 from replaylens.probes.summary import CONTROLS, shown
 from replaylens.views import heatmap
 from replaylens.views.heatmap import Cell, Heatmap, span
-from replaylens.views.html import Markup, join, tag
-from replaylens.views.summary import fact_list
 
 if TYPE_CHECKING:
     import pandas as pd

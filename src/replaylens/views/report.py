@@ -9,15 +9,17 @@ from typing import NamedTuple
 
 from tqdm.auto import tqdm
 
-from replaylens.engine.dump import Dump
-from replaylens.engine.dump_verify import MISMATCH, VERIFIED, Verdict
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.verify import MISMATCH, VERIFIED, Verdict
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.pictures import thoughts as thinking
+from replaylens.engine.pictures import tree_html
+from replaylens.engine.pictures.html import Markup, join, tag, void
+from replaylens.engine.pictures.readings import Decode
+from replaylens.engine.pictures.summary import fact_list
 from replaylens.probes.report import Report
-from replaylens.views import dumped, heatmap, lens_map, page, probe_section, thinking, tree_html
+from replaylens.views import dumped, heatmap, lens_map, page, probe_section
 from replaylens.views.dumped import DumpedExample
-from replaylens.views.html import Markup, join, tag, void
-from replaylens.views.readings import Decode
-from replaylens.views.summary import fact_list
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Activation dumps: planned, written, read, verified."""

@@ -1,0 +1,118 @@
+"""`DumpFiles`: the files of a finished dump, opened when first needed, each checked against the manifest."""
+
+from bisect import bisect_left
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from replaylens.engine.dump.content import CORE, LOCATORS, Content
+from replaylens.engine.dump.filter import add_depth
+from replaylens.engine.dump.manifest import INDEX, Manifest
+from replaylens.engine.dump.shard import ShardFile
+from replaylens.engine.dump.store import Store
+from replaylens.engine.errors import BadDump, BadRequest
+from replaylens.engine.request.capture import Rows
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_OPEN_SHARDS = 8
+
+
+def frame_of(lines: pa.Table) -> "pd.DataFrame":
+    """Lines of an index for pandas, with `depth`. Numbers and flags that may be missing stay numbers and flags."""
+    import pandas as pd
+
+    nullable = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype(), pa.bool_(): pd.BooleanDtype()}
+    frame = lines.to_pandas()
+    for name in lines.column_names:
+        if name == "parent" or name not in (*CORE.names, *LOCATORS):
+            frame[name] = lines.column(name).to_pandas(types_mapper=nullable.get)
+    return add_depth(frame)
+
+
+class DumpFiles:
+    """Shards and index of one dump. Several views of a dump share it."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self.store, self.manifest = store, manifest
+        self.shard = lru_cache(_OPEN_SHARDS)(self._open_shard)
+        self.frame = lru_cache(_OPEN_SHARDS)(self._read_frame)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process opens the files itself."""
+        return DumpFiles, (self.store, self.manifest)
+
+    @property
+    def columns(self) -> list[str]:
+        """Of the index."""
+        return [*CORE.names, *self.manifest.labels, *LOCATORS]
+
+    def shard_of(self, example: int) -> int:
+        """Which shard holds an example. BadRequest where none does."""
+        number = bisect_left(self.manifest.shards, example, key=lambda shard: shard.last_example)
+        if number == len(self.manifest.shards) or example not in self.manifest.plan.indices(number):
+            raise BadRequest(f"example {example} is not in this dump")
+        return number
+
+    def lines(self, number: int, columns: list[str]) -> pa.Table:
+        """One shard's lines of the index."""
+        wanted = self.manifest.shards[number].rows
+        try:
+            if wanted:
+                table = self._index.read_row_group(self._group[number], columns).select(columns)
+            else:
+                table = self._index.schema_arrow.empty_table().select(columns)
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise self._bad_index(str(error)) from None
+        if len(table) != wanted:
+            raise self._bad_index(f"shard {number} has {len(table)} lines for {wanted} rows")
+        return table
+
+    def content(self, number: int) -> Content:
+        """All of a shard."""
+        shard = self.shard(number)
+        tensors: Rows = {name: shard.rows(name, slice(0, shard.entry.rows)) for name in self.manifest.sites}
+        return Content(tensors, self.lines(number, [name for name in self.columns if name not in LOCATORS]))
+
+    def _open_shard(self, number: int) -> ShardFile:
+        return ShardFile(self.store, self.manifest.shards[number], self.manifest.sites)
+
+    def _read_frame(self, number: int) -> "pd.DataFrame":
+        """One shard's index as a pandas frame, with the column `depth`. Shared: not to be changed."""
+        return self.to_frame(self.lines(number, self.columns))
+
+    def to_frame(self, lines: pa.Table) -> "pd.DataFrame":
+        """Lines of the index for pandas, with `depth`; see `frame_of`."""
+        return frame_of(lines)
+
+    @cached_property
+    def _group(self) -> np.ndarray:
+        """The row group of each shard; shards without rows have none."""
+        filled = np.array([shard.rows > 0 for shard in self.manifest.shards], dtype=np.int64)
+        return np.cumsum(filled) - filled
+
+    @cached_property
+    def _index(self) -> Any:
+        """The index file: the one that was hashed, with as many lines and columns as the manifest says."""
+        path = self.store.path(INDEX)
+        try:
+            if self.store.sha256(INDEX) != self.manifest.index.sha256:
+                raise self._bad_index(
+                    "it was changed after it was written, its SHA-256 is another. Resume the dump to repair it"
+                )
+            source = path if self.store.local else self.store.fs.open(path, "rb")
+            index = pq.ParquetFile(source, memory_map=self.store.local)
+        except (pa.ArrowException, OSError) as error:
+            raise self._bad_index(str(error)) from None
+        found = index.metadata.num_rows, index.metadata.num_row_groups, sorted(index.schema_arrow.names)
+        groups = sum(shard.rows > 0 for shard in self.manifest.shards)
+        if found != (self.manifest.rows, groups, sorted(self.columns)):
+            raise self._bad_index(f"it has {found[0]} lines in {found[1]} groups, with columns {', '.join(found[2])[:500]}")
+        return index
+
+    def _bad_index(self, why: str) -> BadDump:
+        return BadDump(f"{self.store.url}/{INDEX} is not the index of this dump: {why}")

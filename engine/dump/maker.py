@@ -1,0 +1,110 @@
+"""`ShardMaker`: replays the examples of a shard on an engine and hands over their rows."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from replaylens.engine.dump.content import Content, layer_of
+from replaylens.engine.dump.manifest import SiteEntry
+from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.rows import assemble
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.memory.tree import BranchStatus
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.run import Result, replay_examples
+from replaylens.engine.serving.branch import Branch
+from replaylens.tasks import Example
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+    from replaylens.tasks.task import AnyTask
+
+
+class ShardMaker:
+    """Makes the content of any shard of a plan. Leaves no branches and no trace of them on the engine; empties its
+    prefix index.
+
+    task  where the plan's task is none of ours
+    """
+
+    def __init__(self, engine: "Engine", plan: DumpPlan, batch: int = 32, task: "AnyTask | None" = None) -> None:
+        if batch < 1:
+            raise BadRequest(f"batch {batch}: give at least 1")
+        self.engine, self.plan, self.batch = engine, plan, batch
+        self.task = task or plan.make_task()
+
+    def make(self, number: int, done: Callable[[int], object] = lambda count: None) -> Content:
+        """One shard. `done` is told how many more examples are finished."""
+        return self.rows_of(self.plan.indices(number), done)
+
+    def rows_of(
+        self,
+        indices: Sequence[int],
+        done: Callable[[int], object] = lambda count: None,
+        change: Callable[[Result], Result] = lambda result: result,
+    ) -> Content:
+        """The rows of any examples of the plan. `change` may swap a result for another before its rows are taken."""
+        mark = len(self.engine.trace.events)
+        results: list[Result] = []
+        try:
+            for first in range(0, len(indices), self.batch):
+                some = [self.task.example(index) for index in indices[first : first + self.batch]]
+                results += self._replay(some)
+                self.engine.prefix.clear()  # captured rows are always computed: keeping their pages would only cost time
+                done(len(some))
+            return assemble(self.engine, self.plan, [change(result) for result in results])
+        finally:
+            for result in results:
+                _forget(self.engine, result)
+            del self.engine.trace.events[mark:]  # the dump is its own record, and the trace must not grow with it
+
+    @property
+    def wanted(self) -> list[str]:
+        """The sites that have to be captured: those stored, those that Z is read off, and the model's own output."""
+        streams = self.plan.lens.sites if self.plan.lens is not None else ()
+        return [*self.plan.sites, *streams, self.engine.sites.letter("S")[-1]]
+
+    @property
+    def edits(self) -> list[Edit]:
+        """The plan's interventions, to be placed on a prompt."""
+        return [Edit.from_json(edit) for edit in self.plan.edits]
+
+    def _replay(self, examples: list[Example]) -> list[Result]:
+        plan = self.plan
+        return replay_examples(
+            self.engine,
+            examples,
+            sites=self.wanted,
+            drafter=plan.drafter,
+            window=plan.window,
+            sampling=plan.sampling,
+            edits=self.edits,
+            max_new=plan.max_new,
+            rejected=plan.rejected,
+            batch=self.batch,
+        ).results
+
+    def sites(self, content: Content) -> dict[str, SiteEntry]:
+        return describe_sites(self.engine, content)
+
+
+def describe_sites(engine: "Engine", content: Content) -> dict[str, SiteEntry]:
+    """What the manifest says of each stored tensor."""
+    letters = {name: letter for letter in "STC" for name in engine.sites.letter(letter)}
+    found = {}
+    for name, x in content.tensors.items():
+        aliases = () if name.startswith("Z.") else engine.sites.sites[name].aliases
+        letter = "Z" if name.startswith("Z.") else letters.get(name)
+        dtype = str(x.dtype).removeprefix("torch.")
+        found[name] = SiteEntry(dtype, tuple(x.shape[1:]), layer_of(name), letter, aliases)
+    return found
+
+
+def _forget(engine: "Engine", result: Result) -> None:
+    """Mutates: an example's branches leave the engine; their rows live on in the result."""
+    for child in engine.tree.children(result.branch):
+        if child in engine.loop.lanes:
+            Branch(engine, engine.loop.lanes[child]).release()
+        elif engine.tree.branch(child).status is not BranchStatus.RELEASED:
+            engine.tree.release(child)
+        engine.tree.forget(child)
+    engine.tree.forget(result.branch)

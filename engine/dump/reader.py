@@ -1,0 +1,257 @@
+"""`Dump`: reads a dump. Opening looks at the manifest only; rows are memory-mapped, the index is read when asked for.
+
+dump = Dump.open("dumps/coin")
+X, y, groups = dump.where(accepted=True).matrix("S", layer=2, label="face")
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replaylens.engine.dump.content import CORE, at_layer
+from replaylens.engine.dump.files import DumpFiles
+from replaylens.engine.dump.filter import Filter, Predicate, columns_needed, make_filters
+from replaylens.engine.dump.manifest import INDEX, MANIFEST, MOST_BYTES, Manifest, SiteEntry
+from replaylens.engine.dump.store import Store
+from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump, UnknownSite, no_such
+from replaylens.engine.request.capture import Rows
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Matrix(NamedTuple):
+    """What scikit-learn wants: `estimator.fit(X, y)`, and groups for its splitters."""
+
+    X: np.ndarray
+    """[rows, features]"""
+    y: np.ndarray | None
+    groups: np.ndarray
+    """the root of each row: rows of one prompt, on any branch, stay together"""
+
+
+class Dump:
+    """A finished dump, or the part of it that `where` left. Immutable.
+
+    >>> from replaylens import Engine, tasks
+    >>> run = Engine.load("coin-plain").replay(tasks.get("coin")(flips=2).examples(4), sites="S")
+    >>> dump = run.save("memory://doc-dump")
+    >>> X, y, groups = Dump.open("memory://doc-dump").where(token=dump.index["token"][0]).matrix("S", layer=0, label="shuffled")
+    >>> X.shape, len(set(groups))  # the first token of each of four prompts
+    ((4, 128), 4)
+    """
+
+    def __init__(self, files: DumpFiles, filters: tuple[Filter, ...] = ()) -> None:
+        self.files, self.manifest, self.filters = files, files.manifest, filters
+        self._chosen: dict[str | None, tuple[list[np.ndarray], np.ndarray | None, np.ndarray]] = {}
+
+    @classmethod
+    def open(cls, path: str | Path, check_files: bool = True) -> "Dump":
+        """Check the manifest, and that every file is there with its size; BadDump or UnfinishedDump says what is wrong."""
+        store = Store(path)
+        there = store.sizes()
+        if MANIFEST not in there:
+            if "plan.json" in there:
+                raise UnfinishedDump(f"{path} is not finished: resume it")
+            raise BadDump(f"{path} is no dump: it has no {MANIFEST}")
+        manifest = Manifest.from_bytes(store.read(MANIFEST, MOST_BYTES), str(path))
+        if check_files:
+            for name, size in [(INDEX, manifest.index.bytes), *((shard.name, shard.bytes) for shard in manifest.shards)]:
+                if there.get(name) != size:
+                    found = f"has {there[name]} bytes" if name in there else "is missing"
+                    raise BadDump(f"{path}: {name} {found}; the manifest says {size} bytes. Resume the dump to repair it")
+        return cls(DumpFiles(store, manifest))
+
+    # ---- what it is ---------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        plan = self.manifest.plan
+        some = " (filtered)" if self.filters else ""
+        return f"Dump({self.url!r}, {plan.task}, {len(plan.examples)} examples, {self.manifest.rows} rows{some})"
+
+    def __len__(self) -> int:
+        """How many rows there are; with filters, the index is read to count them."""
+        return sum(map(len, self._choose(None)[0])) if self.filters else self.manifest.rows
+
+    @property
+    def url(self) -> str:
+        return self.files.store.url
+
+    @property
+    def digest(self) -> str:
+        """Of all its content: the name to cite it by."""
+        return self.manifest.digest
+
+    @property
+    def accepted_digest(self) -> str:
+        """Of the accepted rows only: the same whoever drafted."""
+        return self.manifest.accepted_digest
+
+    @property
+    def sites(self) -> dict[str, SiteEntry]:
+        return dict(self.manifest.sites)
+
+    @property
+    def labels(self) -> list[str]:
+        return list(self.manifest.labels)
+
+    @property
+    def columns(self) -> list[str]:
+        """Index columns; `where` knows `depth` besides."""
+        return self.files.columns
+
+    def resolve(self, site: str, layer: int | None = None) -> tuple[str, int | None]:
+        """The stored name behind a letter and layer, a name or an alias; and for Z the entry along its layers."""
+        sites = self.manifest.sites
+        if stored := self.manifest.layers(site) if site in "STC" else {}:
+            return at_layer(site, stored, layer), None
+        name = next((n for n, entry in sites.items() if site == n or site in entry.aliases), None)
+        if name is None:
+            raise UnknownSite(f"{site!r} is not in this dump; it holds {', '.join(sites)}")
+        if sites[name].letter == "Z":
+            if layer is not None and not -sites[name].shape[0] <= layer < sites[name].shape[0]:
+                raise UnknownSite(f"{name} is stored at layers 0 to {sites[name].shape[0] - 1}, not {layer}")
+            return name, layer
+        if layer not in (None, sites[name].layer):
+            raise UnknownSite(f"{name} is at layer {sites[name].layer}, not {layer}: give a letter to choose a layer")
+        return name, None
+
+    # ---- choosing rows ------------------------------------------------------------------------------------------
+
+    def where(self, predicate: Predicate | None = None, /, **conditions: Any) -> "Dump":
+        """The rows for which all conditions hold; can be called again on the result.
+
+        conditions  column=value: equal; =None: no value; =a set or list: one of these; =a range or slice: within, the end
+                    left out. Columns are those of the index and `depth` (tokens since the path left the accepted one)
+        predicate   a function from a shard's index, a pandas frame, to one boolean per row
+        """
+        return Dump(self.files, self.filters + make_filters(self.columns, predicate, conditions))
+
+    def matrix(
+        self,
+        site: str,
+        layer: int | None = None,
+        *,
+        where: "Predicate | dict[str, Any] | None" = None,
+        label: str | None = None,
+    ) -> Matrix:
+        """Rows of one site with their labels and groups. Rows without a value of the label are left out.
+
+        site   "S", "T" or "C" with a layer; a stored name or alias; or a part of Z such as "Z.top_logprobs"
+        where  as in `where`: a function, or conditions as a dict
+        """
+        if where is not None:
+            narrowed = self.where(**where) if isinstance(where, dict) else self.where(where)
+            return narrowed.matrix(site, layer, label=label)
+        if label is not None and label not in (*self.manifest.labels, *CORE.names):
+            raise BadRequest(no_such("label", label, self.manifest.labels))
+        rows, y, groups = self._choose(label)
+        x = self._gather(site, layer, rows)
+        return Matrix(_numpy(x).reshape(len(x), math.prod(x.shape[1:])), y, groups)
+
+    def to_torch(self, site: str, layer: int | None = None) -> Tensor:
+        """Rows of one site, in the stored dtype: [rows, ...]."""
+        if self.filters:
+            return self._gather(site, layer, self._choose(None)[0])
+        return self._gather(site, layer, [slice(0, shard.rows) for shard in self.manifest.shards])
+
+    def to_numpy(self, site: str, layer: int | None = None) -> np.ndarray:
+        """Rows of one site; bfloat16, which numpy lacks, comes as float32 (exactly)."""
+        return _numpy(self.to_torch(site, layer))
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """The index, with the column `depth`."""
+        import pandas as pd
+
+        frames = [self.files.frame(number)[self._mask(number)] for number in range(len(self.manifest.shards))]
+        return pd.concat(frames, ignore_index=True)
+
+    @property
+    def index(self) -> "pd.DataFrame":
+        return self.to_pandas()
+
+    def stream(self, site: str, layer: int | None = None, batch_rows: int = 4096) -> Iterator[tuple[Tensor, "pd.DataFrame"]]:
+        """Rows of one site with their index, at most `batch_rows` at a time; memory does not grow with the dump."""
+        if batch_rows < 1:
+            raise BadRequest(f"batch_rows {batch_rows}: give at least 1")
+        name, entry = self.resolve(site, layer)
+        for number in range(len(self.manifest.shards)):
+            rows, frame = np.flatnonzero(self._mask(number)), self.files.frame(number)
+            for first in range(0, len(rows), batch_rows):
+                some = rows[first : first + batch_rows]
+                yield _entry(self.files.shard(number).rows(name, some), entry), frame.iloc[some].reset_index(drop=True)
+
+    def to_activation_cache(self, example: int, branch: int = 0) -> Any:
+        """TransformerLens' `ActivationCache` of one path of an example: [1, positions, ...] by stored name and alias.
+
+        A rejected branch comes with the accepted rows before it. The dump must hold all positions.
+        """
+        from transformer_lens import ActivationCache
+
+        if self.manifest.plan.positions != "all":
+            raise BadRequest(f"this dump holds positions {self.manifest.plan.positions!r}; a cache needs all of them")
+        rows = self._path_rows(example, branch)
+        cache: dict[str, Tensor] = {}
+        for name, x in rows.items():
+            for alias in (name, *self.manifest.sites[name].aliases):
+                cache[alias] = x[None]
+        return ActivationCache(cache, None)
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _mask(self, number: int) -> np.ndarray:
+        frame, mask = self.files.frame(number), np.ones(self.manifest.shards[number].rows, dtype=bool)
+        for each in self.filters:
+            mask &= each.mask(frame)
+        return mask
+
+    def _choose(self, label: str | None) -> tuple[list[np.ndarray], np.ndarray | None, np.ndarray]:
+        """Row numbers within each shard, the label's values and the roots; kept for the next site or layer."""
+        if label not in self._chosen:
+            wanted = list(dict.fromkeys([*columns_needed(self.filters, self.columns), "root", *([label] if label else [])]))
+            rows, labels, roots = [], [], []
+            for number in range(len(self.manifest.shards)):
+                frame = self.files.to_frame(self.files.lines(number, wanted))
+                mask = np.array(frame[label].notna()) if label else np.ones(len(frame), dtype=bool)
+                for each in self.filters:
+                    mask &= each.mask(frame)
+                rows.append(np.flatnonzero(mask))
+                roots.append(frame["root"].to_numpy(dtype=object)[mask])
+                labels.append(frame[label].to_numpy(dtype=object)[mask] if label else roots[-1])
+            y = _tidy(np.concatenate(labels)) if label else None
+            self._chosen[label] = rows, y, np.concatenate(roots).astype(str)
+        return self._chosen[label]
+
+    def _gather(self, site: str, layer: int | None, rows: Sequence[np.ndarray | slice]) -> Tensor:
+        name, entry = self.resolve(site, layer)
+        pieces = [_entry(self.files.shard(number).rows(name, some), entry) for number, some in enumerate(rows)]
+        return torch.cat(pieces)
+
+    def _path_rows(self, example: int, branch: int) -> Rows:
+        number = self.files.shard_of(example)
+        frame = self.files.frame(number)
+        mine = frame["example"] == example
+        own = frame[mine & (frame["branch"] == branch)]
+        if not len(own):
+            raise BadRequest(f"example {example} has no branch {branch}; it has {sorted(set(frame[mine]['branch']))}")
+        before = frame[mine & (frame["branch"] == 0) & (frame["position"] < own["fork_position"].iloc[0])]
+        rows = np.concatenate([before.index.to_numpy(), own.index.to_numpy()]).astype(np.int64)
+        return {name: self.files.shard(number).rows(name, rows) for name in self.manifest.sites}
+
+
+def _entry(x: Tensor, entry: int | None) -> Tensor:
+    return x if entry is None else x[:, entry]
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    return (x.float() if x.dtype is torch.bfloat16 else x).numpy()
+
+
+def _tidy(values: np.ndarray) -> np.ndarray:
+    """Labels as an array of one type: text, whole numbers or booleans."""
+    return np.array(values.tolist()) if len(values) else values

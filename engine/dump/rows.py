@@ -1,0 +1,269 @@
+"""From replayed examples to the rows of a dump: branches numbered, positions chosen, labels read, probabilities added.
+
+Rows are ordered by (example, branch, position). Branch 0 is the accepted path; rejected branches follow in the order of
+their fork position, then of their tokens: nothing depends on when the engine came by them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from replaylens.engine.dump.content import CORE, Content
+from replaylens.engine.dump.plan import DTYPES, DumpPlan
+from replaylens.engine.errors import BadRequest, EngineBug, NotCertified
+from replaylens.engine.lens import readout
+from replaylens.engine.request.capture import LensSpec, Recording, Rows
+from replaylens.engine.run import Result
+from replaylens.tasks import Example, Reading, WordTokenizer, path_offsets
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+
+_BLOCK = 4096
+"""rows that Z is read of at a time"""
+
+
+@dataclass(eq=False)
+class Path:
+    """One token path of an example, with the rows that are its own: those from `base` on."""
+
+    example: Example
+    branch: int
+    """0: the accepted path"""
+    tokens: list[int]
+    num_prompt: int
+    base: int
+    """where it left the accepted path; 0 for that one"""
+    correct: bool
+    recording: Recording
+    tokenizer: Any
+
+    @cached_property
+    def _text(self) -> tuple[str, list[tuple[int, int]]]:
+        if not isinstance(self.tokenizer, WordTokenizer):
+            return path_offsets(self.tokenizer, self.tokens)
+        words = {token: self.tokenizer.decode([token]) for token in set(self.tokens)}
+        pieces = [words[token] for token in self.tokens]  # each word's text stands for itself
+        ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+        return "".join(pieces), list(zip([0, *ends[:-1]], ends, strict=True))
+
+    @property
+    def text(self) -> str:
+        return self._text[0]
+
+    @property
+    def offsets(self) -> list[tuple[int, int]]:
+        """Characters [start, end) of each token."""
+        return self._text[1]
+
+    @cached_property
+    def reading(self) -> Reading:
+        """What the task reads in the text."""
+        return self.example.maker.read(self.text, self.example.index)
+
+
+def assemble(engine: "Engine", plan: DumpPlan, results: Sequence[Result]) -> Content:
+    """The rows of some examples, as a dump with this plan holds them. A pure function of plan, weights and paths."""
+    paths = [path for result in sorted(results, key=lambda r: r.example.index) for path in _paths(engine, result)]
+    kept = [_chosen(plan, path) for path in paths]
+    starts = np.cumsum([0, *(len(path.tokens) - path.base for path in paths)])
+    rows = np.concatenate([[], *(start + np.array(k) - p.base for start, k, p in zip(starts, kept, paths, strict=False))])
+    rows = rows.astype(np.int64)
+    logprob, entropy = _probabilities(engine, paths, starts, bool(plan.edits))
+    columns = _columns(engine, paths, kept)
+    columns["logprob"] = pa.array(logprob[rows], pa.float32(), mask=np.isnan(logprob[rows]))
+    columns["entropy"] = pa.array(entropy[rows], pa.float32())
+    labels = _labels(plan, paths, kept)
+    index = pa.table({**{name: columns[name] for name in CORE.names}, **labels})
+    return Content(_tensors(engine, plan, paths, rows), index)
+
+
+def _paths(engine: "Engine", result: Result) -> list[Path]:
+    if not result.certified:
+        raise NotCertified(
+            f"example {result.example.index} was computed on the fast path or under hook functions: its bits cannot be "
+            f"reproduced, and a dump holds nothing else. Replay it with deterministic=True and edits instead of hooks"
+        )
+    distinct = {(other.fork_position, tuple(other.tokens)): other for other in result.rejected}
+    found = [(0, result.tokens, result.activations)]
+    for _, other in sorted(distinct.items(), key=lambda item: item[0]):
+        if other.activations is not None:
+            found.append((other.fork_position, other.tokens, other.activations))
+    paths = []
+    for number, (base, tokens, recording) in enumerate(found):
+        if recording.positions() != list(range(base, len(tokens))):
+            raise EngineBug(f"example {result.example.index}, branch {number}: captured rows do not cover its tokens")
+        paths.append(
+            Path(
+                result.example,
+                number,
+                tokens,
+                result.num_prompt,
+                base,
+                result.correct,
+                recording,
+                engine.text.tokenizer,
+            )
+        )
+    return paths
+
+
+def _chosen(plan: DumpPlan, path: Path) -> list[int]:
+    """The positions of a path's own rows that the plan keeps."""
+    own = range(path.base, len(path.tokens))
+    match plan.positions:
+        case "all":
+            return list(own)
+        case "generated":
+            return [position for position in own if position >= path.num_prompt]
+        case "last":
+            return list(own[-1:])
+        case "steps":
+            ends = {step.end for step in path.reading.steps}
+            return [position for position in own if _ends_step(path.offsets[position], ends)]
+    if plan.selector is None:
+        raise BadRequest(f"positions {plan.positions}: give the function again, a file cannot hold it")
+    wanted = {int(position) for position in plan.selector(path)}
+    if unknown := [position for position in wanted if not 0 <= position < len(path.tokens)]:
+        raise BadRequest(f"{plan.positions} chose position {unknown[0]} of a path with {len(path.tokens)} tokens")
+    return [position for position in own if position in wanted]
+
+
+def _ends_step(offset: tuple[int, int], ends: set[int]) -> bool:
+    """Whether the last character of a step is one of the token's."""
+    return any(offset[0] < end <= offset[1] for end in ends)
+
+
+def _columns(engine: "Engine", paths: list[Path], kept: list[list[int]]) -> dict[str, pa.Array]:
+    """Index columns that need no arithmetic."""
+    counts = np.array([len(positions) for positions in kept])
+    position = np.concatenate([np.asarray(positions, dtype=np.int32) for positions in kept])
+    token = np.concatenate([np.asarray(p.tokens, dtype=np.int32)[k] for p, k in zip(paths, kept, strict=True)])
+    branch = np.repeat([path.branch for path in paths], counts)
+    states = np.where(branch > 0, 2, position >= np.repeat([path.num_prompt for path in paths], counts))
+    known, place = np.unique(token, return_inverse=True)
+    columns = {
+        "example": pa.array(np.repeat([path.example.index for path in paths], counts)),
+        "root": pa.array([path.example.root for path in paths]).take(pa.array(np.repeat(np.arange(len(paths)), counts))),
+        "branch": pa.array(branch),
+        "parent": pa.array(np.zeros(len(branch), dtype=np.int32), mask=branch == 0),
+        "fork_position": pa.array(np.repeat([path.base for path in paths], counts)),
+        "position": pa.array(position),
+        "token": pa.array(token),
+        "text": pa.array([engine.text.token(int(word)) for word in known], pa.string()).take(pa.array(place)),
+        "token_state": pa.array(["prompt", "accepted", "rejected"]).take(pa.array(states)),
+        "accepted": pa.array(branch == 0),
+        "correct": pa.array(np.repeat([path.correct for path in paths], counts)),
+    }
+    return {name: column.cast(CORE.field(name).type) for name, column in columns.items()}
+
+
+def _labels(plan: DumpPlan, paths: list[Path], kept: list[list[int]]) -> dict[str, pa.Array]:
+    """The task's labels at every kept row: one column each, of one type."""
+    names = paths[0].example.maker.label_names
+    if clash := set(names) & {*CORE.names, "shard", "row", "depth"}:
+        raise BadRequest(f"task {plan.task!r} has labels called {sorted(clash)}, which are columns of every index: rename them")
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for path, positions in zip(paths, kept, strict=True):
+        for name, values in path.reading.labels_at([path.offsets[p] for p in positions], names).items():
+            columns[name] += values
+    return {name: _label_array(name, values) for name, values in columns.items()}
+
+
+def _label_array(name: str, values: list[Any]) -> pa.Array:
+    kinds = {type(value) for value in values} - {type(None)}
+    types = {str: pa.string(), int: pa.int64(), bool: pa.bool_()}
+    if len(kinds) > 1 or not kinds <= set(types):
+        raise BadRequest(
+            f"label {name!r} has values of types {sorted(k.__name__ for k in kinds)}: it must be one of str, int, bool"
+        )
+    return pa.array(values, types[kinds.pop()] if kinds else pa.null())
+
+
+def _probabilities(engine: "Engine", paths: list[Path], starts: np.ndarray, edited: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(log-probability of each row's own token, entropy of what may follow it), for all rows of the paths.
+
+    A token's log-probability is read off the row before it; the first token of a rejected branch was judged by a row of
+    the accepted path. The first token of all has none: NaN.
+    """
+    final = engine.sites.letter("S")[-1]
+    residual = torch.cat([_final_rows(engine, path, final, edited) for path in paths])
+    follows = [token for path in paths for token in [*path.tokens[path.base + 1 :], -1]]
+    forks = [i for i, path in enumerate(paths) if path.base]
+    judges = [int(starts[_accepted(paths, i)]) + paths[i].base - 1 for i in forks]
+    stacked = torch.cat([residual, residual[judges]]) if forks else residual
+    emitted = follows + [paths[i].tokens[paths[i].base] for i in forks]
+    spec = LensSpec((final,), top_k=1)
+    read = [
+        readout.read(spec, engine.runner, {final: stacked[i : i + _BLOCK]}, emitted[i : i + _BLOCK])
+        for i in range(0, len(emitted), _BLOCK)
+    ]
+    next_logprob = torch.cat([part["Z.emitted"] for part in read])[:, 0].numpy()
+    entropy = torch.cat([part["Z.entropy"] for part in read])[:, 0].numpy()
+    logprob = np.concatenate([[np.float32("nan")], next_logprob[: len(residual) - 1]])
+    logprob[[int(starts[i]) for i in range(len(paths))]] = np.float32("nan")
+    logprob[[int(starts[i]) for i in forks]] = next_logprob[len(residual) :]
+    return logprob, entropy[: len(residual)]
+
+
+def _accepted(paths: list[Path], i: int) -> int:
+    """The accepted path of path i's example: branches follow it in order."""
+    return i - paths[i].branch
+
+
+def _final_rows(engine: "Engine", path: Path, final: str, edited: bool) -> Tensor:
+    """The residual stream that leaves the model; computed again, to the same bits, where it was not captured."""
+    if final in path.recording.sites():
+        return path.recording[final]
+    if engine.guesses() or edited:  # a path's tokens say nothing of states and edits
+        raise BadRequest(f"log-probabilities of edited paths, and of a model that thinks, are read off {final}: capture S, too")
+    branch = engine.prompt(path.tokens, sites=[final])
+    try:
+        return branch.activations[final][path.base :]
+    finally:
+        branch.release()
+
+
+def _tensors(engine: "Engine", plan: DumpPlan, paths: list[Path], rows: np.ndarray) -> Rows:
+    """The kept rows of every stored site."""
+    chosen = torch.from_numpy(rows)
+    out = {site: _cast(site, _gather(paths, site, chosen), plan.dtype) for site in plan.sites}
+    return out | (_lens_rows(engine, plan.lens, paths, chosen) if plan.lens is not None else {})
+
+
+def _gather(paths: list[Path], site: str, chosen: Tensor) -> Tensor:
+    every = torch.cat([path.recording[site] for path in paths])
+    return every if len(every) == len(chosen) else every[chosen]
+
+
+def _lens_rows(engine: "Engine", spec: LensSpec, paths: list[Path], chosen: Tensor) -> Rows:
+    """Z: as recorded, or read off the residual streams where those were recorded instead; the bits are the same."""
+    if recorded := [site for site in paths[0].recording.sites() if site.startswith("Z.")]:
+        return {site: _gather(paths, site, chosen) for site in recorded}
+    rows = chosen if len(chosen) else torch.tensor([0])  # to learn the shapes of no rows, one is read and dropped
+    follows = torch.tensor([token for path in paths for token in [*path.tokens[path.base + 1 :], -1]])[rows]
+    streams = {site: _gather(paths, site, rows) for site in spec.sites}
+    tuned = engine.loop.committer.tuned(spec)
+    read: list[Rows] = []
+    for i in range(0, len(rows), _BLOCK):
+        block = {site: x[i : i + _BLOCK] for site, x in streams.items()}
+        read.append(readout.read(spec, engine.runner, block, follows[i : i + _BLOCK].tolist(), tuned))
+    return {name: torch.cat([part[name] for part in read])[: len(chosen)] for name in read[0]}
+
+
+def _cast(site: str, x: Tensor, dtype: str) -> Tensor:
+    """Rounded to nearest even, the same on every machine. BadRequest where a value does not fit."""
+    if x.dtype is DTYPES[dtype] or not x.is_floating_point():
+        return x
+    cast = x.to(DTYPES[dtype])
+    if not bool(torch.isfinite(cast).all()):
+        raise BadRequest(
+            f"{site} holds values up to {float(x.abs().max()):.3g}, too large for {dtype}: use bfloat16 or float32"
+        )
+    return cast

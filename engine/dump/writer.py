@@ -1,0 +1,388 @@
+"""`DumpWriter`: writes a dump shard by shard; can be stopped anywhere and resumed; several can work on one dump.
+
+| file                      | while writing                                  | when finished             |
+|---------------------------|------------------------------------------------|---------------------------|
+| plan.json                 | plan and fingerprint; written first            | removed                   |
+| shard-K.safetensors       | whole as soon as it is there                   | stays                     |
+| part-K.parquet            | the shard's index                              | merged into index.parquet |
+| part-K.json               | written last: shard K is done; holds its hashes| merged into manifest.json |
+| lock-I-of-N               | held by the writer of every N-th shard         | removed                   |
+
+Two shards are in memory at most, whatever the number of examples.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm.auto import tqdm
+
+from replaylens.engine.dump.content import CORE, LOCATORS, Content, concatenate, count_accepted
+from replaylens.engine.dump.head import HEAD, Head
+from replaylens.engine.dump.lock import FINISH, DumpLock, lock_name, sweep
+from replaylens.engine.dump.maker import ShardMaker, describe_sites
+from replaylens.engine.dump.manifest import INDEX, MANIFEST, MOST_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
+from replaylens.engine.dump.plan import DumpPlan, Selector, make_plan
+from replaylens.engine.dump.rows import assemble
+from replaylens.engine.dump.shard import write_shard
+from replaylens.engine.dump.store import TEMPORARY, Store
+from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch
+from replaylens.engine.proof.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from replaylens.engine.dump.reader import Dump
+    from replaylens.engine.engine import Engine
+    from replaylens.engine.run import Run
+
+Part = tuple[int, int]
+"""(i, n): write every n-th shard, from number i on"""
+_MOST_PART = 1 << 28
+_PATIENCE = 60.0
+"""seconds to wait for another writer who finishes the dump, or makes a damaged one ready for repair"""
+_COMPRESSION = "zstd"
+
+
+def write_dump(
+    engine: "Engine",
+    plan: DumpPlan,
+    path: str | Path,
+    *,
+    batch: int = 32,
+    resume: bool = False,
+    part: Part = (0, 1),
+    progress: bool = False,
+) -> "Dump | None":
+    """Replay the plan's examples into a dump; the finished dump, or None while other writers' shards are missing.
+
+    batch   examples worked on together; no influence on any bit
+    resume  go on with what is there; shards whose hash verifies are kept
+    part    (i, n): write every n-th shard only; n such calls, in any processes, make the dump together
+    """
+    maker = ShardMaker(engine, plan, batch)
+    writer = DumpWriter(path, plan, engine.fingerprint)
+    return writer.write(maker.make, maker.sites, resume=resume, part=part, progress=progress)
+
+
+def save_run(
+    run: "Run",
+    path: str | Path,
+    *,
+    positions: str | Selector = "all",
+    dtype: str | None = None,
+    examples_per_shard: int = 128,
+    resume: bool = False,
+) -> "Dump":
+    """Write a run's results as a dump: the same one, bit for bit, that `write_dump` makes of the same plan.
+
+    Options as in `make_plan`. BadRequest where the examples are not of one task, or nothing was captured.
+    """
+    by_index = {result.example.index: result for result in run.results}
+    makers = {result.example.maker for result in run.results}
+    if len(makers) != 1 or len(by_index) != len(run.results):
+        raise BadRequest("a dump holds examples of one task with one setting of its knobs, each of them once")
+    if run.options.get("sites") is None:
+        raise BadRequest("nothing was captured: replay with sites='STCZ' or site names")
+    chosen: dict[str, Any] = {"positions": positions, "dtype": dtype, "examples_per_shard": examples_per_shard}
+    plan = make_plan(run.engine, makers.pop(), by_index, **run.options, **chosen)
+
+    def make(number: int, done: Callable[[int], object]) -> Content:
+        content = assemble(run.engine, plan, [by_index[index] for index in plan.indices(number)])
+        done(len(plan.indices(number)))
+        return content
+
+    dump = DumpWriter(path, plan, run.engine.fingerprint).write(make, partial(describe_sites, run.engine), resume=resume)
+    assert dump is not None  # there are no other writers
+    return dump
+
+
+Make = Callable[[int, Callable[[int], object]], Content]
+"""(shard number, told how many examples are done) -> the shard's content"""
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """What is known of a finished shard before the dump is."""
+
+    shard: ShardEntry
+    index: IndexEntry
+    sites: dict[str, SiteEntry]
+
+
+class DumpWriter:
+    """Files of one dump in the making. Knows nothing of models: content comes from a maker, here or on another machine."""
+
+    def __init__(self, path: str | Path, plan: DumpPlan, fingerprint: Fingerprint) -> None:
+        if not str(path).strip():
+            raise BadRequest("the path is empty: name a folder for the dump")
+        self.store, self.plan, self.fingerprint = Store(path), plan, fingerprint
+        self.head = Head(self.store, plan, fingerprint)
+
+    def write(
+        self,
+        make: Make,
+        describe: Callable[[Content], dict[str, SiteEntry]],
+        *,
+        resume: bool = False,
+        part: Part = (0, 1),
+        progress: bool = False,
+    ) -> "Dump | None":
+        """Make and write every missing shard of this part, then finish the dump if all shards of all parts are there.
+
+        While a shard is made, the one before it is hashed and written by a thread; two are in memory at most. A dump that
+        fails before its first shard is whole leaves nothing.
+        """
+        with (
+            self._new_folder(),
+            self.writing(part, resume) as missing,
+            self._beginning(part),
+            self.progress_bar(missing, part, progress) as bar,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            before: list[Future[None]] = []
+            for number in missing:
+                content = make(number, bar.update)
+                for written in before:
+                    written.result()
+                before = [thread.submit(self.write_shard, number, content, describe(content))]
+            for written in before:
+                written.result()
+        return self.finish()
+
+    @contextmanager
+    def writing(self, part: Part, resume: bool) -> Iterator[list[int]]:
+        """Holds the part's lock, and gives the numbers of the shards that are to be written."""
+        self.numbers(part)
+        self.store.make()
+        with DumpLock(self.store, lock_name(part)):
+            yield self.begin(part, resume)
+
+    @contextmanager
+    def _new_folder(self) -> Iterator[None]:
+        """If the block fails, a folder that was not there before goes again, unless something is in it."""
+        was_there = self.store.fs.exists(self.store.root)
+        try:
+            yield
+        except BaseException:
+            if not was_there:
+                with suppress(OSError):
+                    self.store.fs.rmdir(self.store.root)
+            raise
+
+    @contextmanager
+    def _beginning(self, part: Part) -> Iterator[None]:
+        """If the block fails before any shard is whole, what was begun goes again: the next try may have another plan.
+
+        Only under a lock on all shards: others could have begun by the same plan. A reopened dump keeps its digest.
+        """
+        try:
+            yield
+        except BaseException:
+            ours = [name for name in self.store.sizes() if name == HEAD or name.startswith(("shard-", "part-"))]
+            done = any(name.endswith(".json") and name != HEAD for name in ours)
+            if part[1] == 1 and not done and self.head.digest is None:
+                for name in ours:
+                    self.store.remove(name)
+            raise
+
+    def progress_bar(self, missing: list[int], part: Part, shown: bool) -> Any:
+        total = sum(len(self.plan.indices(number)) for number in self.numbers(part))
+        done = total - sum(len(self.plan.indices(number)) for number in missing)
+        return tqdm(total=total, initial=done, unit="example", desc="dump", disable=not shown)
+
+    def numbers(self, part: Part) -> range:
+        """The shards of a part."""
+        i, n = part
+        if not 0 <= i < n:
+            raise BadRequest(f"part {i}/{n}: give i/n with 0 <= i < n")
+        return range(i, self.plan.num_shards, n)
+
+    # ---- beginning ----------------------------------------------------------------------------------------------
+
+    def begin(self, part: Part, resume: bool) -> list[int]:
+        """Check that what lies there is ours to go on with; the shards that are still to be written."""
+        there = self.store.sizes()
+        if (MANIFEST in there or HEAD in there) and not resume and part[1] == 1:
+            state = "a finished dump" if MANIFEST in there else "an unfinished dump"
+            raise DumpExists(f"{self.store.url} holds {state}: resume it, write elsewhere, or delete the folder")
+        if MANIFEST in there:
+            if not self._reopen_if_damaged():
+                return []
+        elif not self.head.create():
+            self.head.check()
+        return [number for number in self.numbers(part) if not self.is_done(number)]
+
+    def is_done(self, number: int) -> bool:
+        """Whether a shard and its index are there, whole: sizes and hashes are those that were noted."""
+        part = self.part(number)
+        return (
+            part is not None and self._is_whole(shard_name(number), part.shard) and self._is_whole(_index(number), part.index)
+        )
+
+    def _is_whole(self, name: str, entry: ShardEntry | IndexEntry) -> bool:
+        try:
+            return int(self.store.fs.size(self.store.path(name))) == entry.bytes and self.store.sha256(name) == entry.sha256
+        except FileNotFoundError:
+            return False
+
+    def part(self, number: int) -> ShardPart | None:
+        """The note on a finished shard; None where there is none, or none that can be read."""
+        try:
+            raw = json.loads(self.store.read(_note(number), _MOST_PART))
+            sites = {
+                name: SiteEntry(**{**site, "shape": tuple(site["shape"]), "aliases": tuple(site["aliases"])})
+                for name, site in raw["sites"].items()
+            }
+            return ShardPart(ShardEntry(**raw["shard"]), IndexEntry(**raw["index"]), sites)
+        except (BadDump, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    # ---- one shard ----------------------------------------------------------------------------------------------
+
+    def write_shard(self, number: int, content: Content, sites: dict[str, SiteEntry]) -> None:
+        """Write one shard: its tensors, its index, and last the note that both are there."""
+        indices = self.plan.indices(number)
+        digest, accepted_digest = content.digests()
+        with self.store.writing(shard_name(number)) as file:
+            write_shard(file, content.tensors)
+        entry = ShardEntry(
+            name=shard_name(number),
+            first_example=indices[0],
+            last_example=indices[-1],
+            rows=len(content),
+            accepted_rows=count_accepted(content.index),
+            bytes=file.num_bytes,
+            sha256=file.sha256,
+            digest=digest,
+            accepted_digest=accepted_digest,
+        )
+        index = content.index.append_column("shard", pa.array(np.full(len(content), number, dtype=np.int32)))
+        self._write_part(number, entry, index.append_column("row", pa.array(np.arange(len(content)))), sites)
+
+    def _write_part(self, number: int, entry: ShardEntry, table: pa.Table, sites: dict[str, SiteEntry]) -> None:
+        with self.store.writing(_index(number)) as file:
+            pq.write_table(table, file, compression=_COMPRESSION)
+        note = ShardPart(entry, IndexEntry(len(table), file.num_bytes, file.sha256), sites)
+        self.store.write(_note(number), json.dumps(asdict(note)).encode())
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def finish(self) -> "Dump | None":
+        """If every shard is there: merge the indices, write the manifest, clean up. Any writer may do it; one does.
+
+        None while shards are missing, or another writer takes longer over it than we wait.
+        """
+        from replaylens.engine.dump.reader import Dump
+
+        try:
+            with DumpLock(self.store, FINISH, _PATIENCE):
+                if not self.store.exists(MANIFEST):
+                    parts = [self.part(number) for number in range(self.plan.num_shards)]
+                    whole = [part for part in parts if part is not None]
+                    if len(whole) < len(parts):
+                        return None
+                    self._merge(whole)
+                self._clean_up()
+        except DumpLocked:
+            if not self.store.exists(MANIFEST):
+                return None
+        return Dump.open(self.store.url)
+
+    def _merge(self, parts: list[ShardPart]) -> None:
+        """Write index and manifest. A row group of the index is a shard; shards without rows have none."""
+        if any(part.sites != parts[0].sites for part in parts):
+            raise BadDump(f"{self.store.url}: its shards do not hold the same sites")
+        schema = concatenate([self._read_part(number).slice(0, 0) for number in range(len(parts))]).schema
+        labels = {field.name: str(field.type) for field in schema if field.name not in (*CORE.names, *LOCATORS)}
+        with self.store.writing(INDEX) as file, pq.ParquetWriter(file, schema, compression=_COMPRESSION) as merged:
+            for number in range(len(parts)):
+                table = self._read_part(number).cast(schema)
+                if len(table):
+                    merged.write_table(table, row_group_size=len(table))
+        index = IndexEntry(sum(part.shard.rows for part in parts), file.num_bytes, file.sha256)
+        shards = tuple(part.shard for part in parts)
+        manifest = Manifest(self.plan, self.fingerprint, parts[0].sites, labels, index, shards)
+        before = self.head.digest
+        if before not in (None, manifest.digest):
+            raise ReplayMismatch(f"{self.store.url}: repaired, the dump has digest {manifest.digest}; before it was {before}")
+        self.store.write(MANIFEST, manifest.to_bytes())
+
+    def _read_part(self, number: int) -> pa.Table:
+        with self.store.fs.open(self.store.path(_index(number)), "rb") as file:
+            return pq.read_table(file)
+
+    def _clean_up(self) -> None:
+        """Remove what only the writing needed. Locks are left to their holders, if those live."""
+        sweep(self.store)
+        for name in self.store.sizes():
+            if name == HEAD or name.startswith("part-") or name.endswith(TEMPORARY):
+                self.store.remove(name)
+
+    # ---- repairing ----------------------------------------------------------------------------------------------
+
+    def _reopen_if_damaged(self) -> bool:
+        """Make a finished dump with damaged files an unfinished one, whose good shards count as done. Whether it is one.
+
+        Other writers may be at the same: what was found damaged is looked at again where only one can be, for by then
+        somebody may have reopened the dump, or even repaired it.
+        """
+        seen = self._manifest()
+        suspects = self._damaged(seen) if seen is not None else set()
+        if seen is not None and not suspects:
+            return False
+        with DumpLock(self.store, FINISH, _PATIENCE):
+            manifest = self._manifest()
+            if manifest is None:
+                self.head.check()
+                return True
+            if damaged := self._damaged(manifest, suspects):
+                self._reopen(manifest, damaged)
+            return bool(damaged)
+
+    def _manifest(self) -> Manifest | None:
+        """The manifest, if there is one: that of our plan and fingerprint."""
+        try:
+            raw = self.store.read(MANIFEST, MOST_BYTES)
+        except BadDump:
+            if self.store.exists(MANIFEST):
+                raise
+            return None
+        manifest = Manifest.from_bytes(raw, self.store.url)
+        self.head.require(manifest.plan, manifest.fingerprint)
+        return manifest
+
+    def _damaged(self, manifest: Manifest, among: set[str] | None = None) -> set[str]:
+        """Files, all or some, that are missing or not the ones that were hashed."""
+        entries: dict[str, ShardEntry | IndexEntry] = {
+            **{shard.name: shard for shard in manifest.shards},
+            INDEX: manifest.index,
+        }
+        return {name for name in entries if (among is None or name in among) and not self._is_whole(name, entries[name])}
+
+    def _reopen(self, manifest: Manifest, damaged: set[str]) -> None:
+        """Mutates: plan and notes of the good shards are written, then the manifest goes."""
+        self.head.rewrite(manifest.digest)
+        if INDEX not in damaged:
+            with self.store.fs.open(self.store.path(INDEX), "rb") as file:
+                groups = pq.ParquetFile(file)
+                filled = [i for i, entry in enumerate(manifest.shards) if entry.rows]
+                for group, i in enumerate(filled):
+                    if manifest.shards[i].name not in damaged:
+                        self._write_part(i, manifest.shards[i], groups.read_row_group(group), manifest.sites)
+        self.store.remove(MANIFEST)
+        self.store.remove(INDEX)
+
+
+def _index(number: int) -> str:
+    return f"part-{number:05d}.parquet"
+
+
+def _note(number: int) -> str:
+    return f"part-{number:05d}.json"

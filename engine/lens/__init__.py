@@ -1,0 +1,1 @@
+"""Z: the logit lens, plain and tuned."""

@@ -1,0 +1,71 @@
+"""Z: what each layer would say next, read through the final norm and the unembedding.
+
+Stored compactly: top-k ids and log-probs, entropy, KL to the model's own output, log-prob of the token that came next
+and of chosen target tokens; the whole distribution only on request. The last entry is the model's own distribution: its
+logits are bitwise those that the token was chosen from, because both are the same canonical function of the same row.
+"""
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.lens.tuned import TunedLens
+from replaylens.engine.passes.runner import Runner
+from replaylens.engine.request.capture import LensSpec, Rows
+
+_TOGETHER = 4096
+"""rows times layers that are read together, where all their logits are held at once"""
+
+
+@torch.inference_mode()
+def read(spec: LensSpec, runner: Runner, rows: Rows, emitted: list[int], tuned: TunedLens | None = None) -> Rows:
+    """Z of captured residual rows.
+
+    rows[site] [n, d] for every site of the spec; `emitted[i]` is the token that follows row i (-1: none yet)
+    -> {"Z.entropy": [n, layers], "Z.kl": [n, layers], "Z.emitted": ..., "Z.top_ids": [n, layers, k], ...}
+    """
+    stacked = torch.stack([rows[site] for site in spec.sites], dim=1)  # [n, layers, d]
+    if tuned is not None:
+        stacked = tuned.translate(stacked)
+    return _read(spec, runner, stacked, emitted)
+
+
+def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int]) -> Rows:
+    n, layers, d = stacked.shape
+    if runner.device == "cuda":
+        from replaylens.engine.lens import cuda as cuda_lens  # its kernel needs triton
+
+        if cuda_lens.serves(spec):
+            return cuda_lens.read(spec, runner.model, stacked, emitted)
+    parts: dict[str, list[Tensor]] = {}
+    step = max(1, _TOGETHER // layers)
+    for first in range(0, n, step):
+        block = stacked[first : first + step]
+        # on the CPU, whose sums over a row do not depend on the number of rows; those of a GPU's library do
+        log_p = runner.logits(block.reshape(-1, d)).float().cpu().log_softmax(-1).view(len(block), layers, -1)
+        for name, value in statistics(spec, log_p, emitted[first : first + step]).items():
+            parts.setdefault(name, []).append(value)
+    return {name: torch.cat(pieces) for name, pieces in parts.items()}
+
+
+def statistics(spec: LensSpec, log_p: Tensor, emitted: list[int]) -> Rows:
+    """log_p [n, layers, vocab] -> the compact record of each."""
+    if log_p.shape[:2].numel() == 1:  # the sum of a single row is split between threads, so it would have other bits
+        return {name: value[:1] for name, value in statistics(spec, log_p.repeat(2, 1, 1), emitted * 2).items()}
+    p = log_p.exp()
+    final = log_p[:, -1:, :]
+    top = log_p.topk(min(spec.top_k, log_p.shape[-1]), dim=-1)
+    next_token = torch.tensor(emitted).clamp_min(0)[:, None, None].expand(-1, log_p.shape[1], 1)
+    out = {
+        "Z.entropy": -(p * log_p).sum(-1),
+        "Z.kl": (final.exp() * (final - log_p)).sum(-1),  # how much the final layer would lose by this layer's word
+        "Z.emitted": log_p.gather(-1, next_token).squeeze(-1),
+        "Z.top_ids": top.indices.to(torch.int32),
+        "Z.top_logprobs": top.values,
+    }
+    missing = torch.tensor(emitted) < 0
+    out["Z.emitted"][missing] = float("nan")
+    if spec.targets:
+        out["Z.targets"] = log_p[..., list(spec.targets)]
+    if spec.full:
+        out["Z.full"] = log_p
+    return out

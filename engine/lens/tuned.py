@@ -1,0 +1,121 @@
+"""`TunedLens`: an affine map per layer before the unembedding, trained so that each layer's word is nearest to the final one.
+
+The plain lens reads every layer as if it were the last; a tuned lens first translates it. Trained by the KL divergence of
+the final distribution from the layer's, on captured residual rows; saved with the hash of the unembedding that it belongs to.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from replaylens.engine.errors import BadWeights, OtherFingerprint
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.ops import SequenceOps
+
+_ROWS = 32
+"""rows translated together: bounds the memory, has no influence on any bit"""
+
+
+@dataclass(frozen=True, eq=False)
+class TunedLens:
+    """Translators of every layer but the last, which is the model's own output and stays as it is."""
+
+    weight: Tensor
+    """[layers, d, d]: added to the identity"""
+    bias: Tensor
+    """[layers, d]"""
+    unembed: str
+    """hash of final norm and unembedding"""
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(_raw(self.weight) + _raw(self.bias) + self.unembed.encode()).hexdigest()
+
+    def translate(self, stacked: Tensor) -> Tensor:
+        """[n, layers + 1, d] -> the same, all but the last entry translated. One row at a time in arithmetic: no row sees
+        another, so Z stays a function of the path."""
+        out = stacked.clone()
+        for layer in range(len(self.weight)):
+            x = stacked[:, layer]
+            # sums over one row each instead of a library product, whose bits may depend on the number of rows
+            moved = [(some[:, None, :] * self.weight[layer][None]).sum(-1) for some in x.split(_ROWS)]
+            out[:, layer] = x + torch.cat(moved) + self.bias[layer]
+        return out
+
+    def require(self, model: Decoder) -> "TunedLens":
+        """Self, or OtherFingerprint when it was trained for another unembedding."""
+        if unembed_hash(model) != self.unembed:
+            raise OtherFingerprint("this tuned lens was trained for another unembedding; train it again for this model")
+        return self
+
+    def save(self, path: str | Path) -> None:
+        """Write weights and, beside them, what they belong to."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"weight": self.weight.contiguous(), "bias": self.bias.contiguous()}, path)
+        path.with_suffix(".json").write_text(json.dumps({"format": 1, "unembed": self.unembed, "digest": self.digest}) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "TunedLens":
+        """Read and check; BadWeights where the two files do not belong together."""
+        path = Path(path)
+        try:
+            tensors, about = load_file(path), json.loads(path.with_suffix(".json").read_text())
+            lens = cls(tensors["weight"], tensors["bias"], about["unembed"])
+        except (OSError, KeyError, ValueError) as e:
+            raise BadWeights(f"{path} is not a tuned lens: {e}") from e
+        if lens.digest != about["digest"]:
+            raise BadWeights(f"{path}: the weights are not those that its JSON file describes")
+        return lens
+
+
+def unembed_hash(model: Decoder) -> str:
+    """Of final norm and unembedding: what a lens reads through."""
+    tensors = [model.ln_final.weight, *([model.ln_final.bias] if model.ln_final.bias is not None else [])]
+    tensors.append(model.embed if model.unembed is None else model.unembed.weight)
+    digest = hashlib.sha256()
+    for x in tensors:
+        digest.update(_raw(x))
+    return digest.hexdigest()
+
+
+def _raw(x: Tensor) -> bytes:
+    """The bytes of a tensor of any type, wherever it lies."""
+    return x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def train(
+    model: Decoder,
+    rows: Tensor,
+    *,
+    steps: int = 200,
+    batch: int = 256,
+    lr: float = 1e-3,
+    seed: int = 0,
+    tell: Callable[[int, float], None] | None = None,
+) -> TunedLens:
+    """Fit the translators, in float32, on residual rows [n, layers + 1, d], as captured from S. A function of its arguments."""
+    n, layers, d = len(rows), rows.shape[1] - 1, rows.shape[2]
+    generator, ops, device, dtype = torch.Generator().manual_seed(seed), SequenceOps([1]), model.embed.device, model.embed.dtype
+    weight = torch.zeros(layers, d, d, device=device, requires_grad=True)
+    bias = torch.zeros(layers, d, device=device, requires_grad=True)
+    optimizer = torch.optim.Adam([weight, bias], lr=lr)
+    for step in range(steps):
+        some = rows[torch.randint(n, (min(batch, n),), generator=generator)].clone().to(device)
+        final = model.logits(some[:, -1].to(dtype), ops).float().log_softmax(-1)
+        x = some[:, :-1].float()
+        moved = (x + torch.einsum("nld,led->nle", x, weight) + bias).to(dtype)
+        log_p = model.logits(moved.reshape(-1, d), ops).float().log_softmax(-1).view(len(some), layers, -1)
+        loss = (final.exp()[:, None] * (final[:, None] - log_p)).sum(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if tell is not None:
+            tell(step, float(loss.detach()))
+    return TunedLens(weight.detach().cpu(), bias.detach().cpu(), unembed_hash(model))

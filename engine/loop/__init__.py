@@ -1,0 +1,1 @@
+"""The heart: admit, draft, verify, roll back, commit."""

@@ -1,0 +1,163 @@
+"""`Committer`: the transaction at the end of a turn. Tokens, KV and captured rows are accepted together, or not at all."""
+
+from dataclasses import dataclass
+
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.lens import readout
+from replaylens.engine.lens.tuned import TunedLens
+from replaylens.engine.loop.lane import Lane
+from replaylens.engine.loop.turn import Turn
+from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.memory.tree import BranchTree, TokenState
+from replaylens.engine.passes.runner import PassResult, Runner
+from replaylens.engine.request.capture import HEAD_SITES, LensSpec, PassTap, Rows
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a turn decided: follow `chain`, of which `accepted` drafts stand; then `pending`, whose KV is not computed."""
+
+    chain: int = 0
+    accepted: int = 0
+    pending: tuple[int, ...] = ()
+
+
+class Committer:
+    """Carries outcomes into tree, pages and recordings. A rejected branch that keeps something gets an entry in `lanes`."""
+
+    def __init__(self, runner: Runner, tree: BranchTree, lanes: dict[int, Lane]) -> None:
+        self.runner, self.tree, self.lanes = runner, tree, lanes
+        self.lenses: dict[str, TunedLens] = {}
+        """tuned lenses that captures may ask for, by digest"""
+
+    def commit(self, turn: Turn, outcome: Outcome, tap: PassTap, result: PassResult | None) -> None:
+        """Mutates tree, lane, pages and recording. Precondition: the turn's rows have been computed.
+
+        `result` is the pass that did it; None after a burst, which captures and rejects nothing.
+        """
+        followed = turn.chains[outcome.chain]
+        stood = {i: 0 for i, chain in enumerate(turn.chains) if i != outcome.chain and chain}
+        stood |= {outcome.chain: outcome.accepted} if len(followed) > outcome.accepted else {}
+        # all that can fail comes first: rows are read, by the lens, too, while nothing has changed yet
+        captured = self._captured(turn, outcome, tap, result)
+        cut_off = {i: self._cut_off(turn, i, n, tap, result) for i, n in stood.items()}
+        turn.closed = True
+        self.drop_drafts(turn)
+        self._accept_rows(turn)
+        for i, n in stood.items():
+            self._reject(turn, i, n, cut_off[i])
+        branch = turn.job.lane.branch
+        if outcome.accepted:
+            self.tree.append(branch, followed[: outcome.accepted], TokenState.DRAFT)
+            self.tree.mark(branch, turn.end, turn.end + outcome.accepted, TokenState.ACCEPTED)
+        if outcome.pending:  # a finished branch takes no tokens, not even none
+            self.tree.append(branch, outcome.pending, TokenState.PENDING)
+        self._accept_kv(turn, outcome)
+        if captured is not None and turn.job.lane.recording is not None:
+            turn.job.lane.recording.append(*captured)
+
+    def abandon(self, turn: Turn) -> None:
+        """Undo a turn whose pass failed: the branch stands where it stood. Mutates tree, lane and pages."""
+        lane = turn.job.lane
+        self.drop_drafts(turn)
+        self._release_forks(turn)
+        lane.computed = min(lane.computed, turn.start)
+        self.runner.pool.truncate(lane.table, lane.computed)
+        turn.closed = True
+
+    def drop_drafts(self, turn: Turn) -> None:
+        """Cut the turn's drafts from the tree. Mutates the tree only."""
+        if turn.complete and len(self.tree.branch(turn.job.lane.branch).tokens) > turn.end:
+            self.tree.rollback(turn.job.lane.branch, turn.end)  # what follows the rows of a chunk are no drafts
+
+    def _accept_rows(self, turn: Turn) -> None:
+        branch = turn.job.lane.branch
+        states = self.tree.branch(branch).states
+        waiting = (TokenState.PENDING, TokenState.DRAFT)
+        first = next((p for p in range(turn.start, turn.end) if states[p] in waiting), turn.end)
+        self.tree.mark(branch, first, turn.end, TokenState.ACCEPTED)
+
+    def _accept_kv(self, turn: Turn, outcome: Outcome) -> None:
+        lane, pool = turn.job.lane, self.runner.pool
+        if outcome.chain:  # a sibling was right: its table becomes the branch's
+            turn.tables[0], turn.tables[outcome.chain] = turn.tables[outcome.chain], turn.tables[0]
+            lane.table = turn.tables[0]
+        lane.computed = turn.end + outcome.accepted
+        lane.exact = lane.exact and turn.job.exact
+        pool.truncate(lane.table, lane.computed)
+        self._release_forks(turn)
+        tokens = self.tree.branch(lane.branch).tokens[: lane.computed]
+        self.runner.cache.seal(tokens, pool.slots(lane.table, 0, lane.computed), turn.start)
+
+    def _release_forks(self, turn: Turn) -> None:
+        for table in turn.tables[1:]:
+            self.runner.pool.release(table)
+
+    def _captured(self, turn: Turn, outcome: Outcome, tap: PassTap, result: PassResult | None) -> tuple[int, Rows, bool] | None:
+        """(first position, rows, open end) of the positions to be committed, but for those at the tip whose successor must be
+        known first. None: nothing to record."""
+        job, lane = turn.job, turn.job.lane
+        if lane.capture is None or lane.recording is None or result is None:
+            return None
+        accepted = turn.chains[outcome.chain][: outcome.accepted]
+        tokens = self.tree.branch(lane.branch).tokens  # of a part of a prompt, the rest is known; else drafts may stand behind
+        tokens = [*tokens[: turn.end], *accepted, *outcome.pending] if turn.complete else tokens
+        computed = turn.end + outcome.accepted
+        ended = job.final and job.remaining == 0 and computed == len(tokens)
+        end = computed if ended else min(computed, len(tokens) - lane.capture.lag)
+        start = max(turn.start, lane.recording.end - lane.recording.open_end)  # while KV is computed again, rows stay
+        if end <= start:
+            return None
+        first = result.batch.row(turn.segments[outcome.chain], start)
+        emitted = [*tokens[start + 1 : end + 1], -1][: end - start]
+        open_end = end == len(tokens) and lane.capture.lag > 0
+        return start, self._rows(lane, tap, first, emitted), open_end
+
+    def _cut_off(self, turn: Turn, index: int, stood: int, tap: PassTap, result: PassResult | None) -> Rows | None:
+        """The rows of a chain from its first draft that did not stand on; None: nobody keeps them."""
+        lane, chain = turn.job.lane, turn.chains[index]
+        if lane.recording is None or lane.capture is None or not lane.capture.rejected or result is None:
+            return None
+        first = result.batch.row(turn.segments[index], turn.end + stood)
+        return self._rows(lane, tap, first, [*chain[stood + 1 :], -1])
+
+    def _reject(self, turn: Turn, index: int, stood: int, rows: Rows | None) -> None:
+        """File chain[stood:] as a rejected branch, with its own canonical rows and, where asked, its pages."""
+        job, lane, chain = turn.job, turn.job.lane, turn.chains[index]
+        self.tree.append(lane.branch, chain, TokenState.DRAFT)
+        self.tree.mark(lane.branch, turn.end, turn.end + stood, TokenState.ACCEPTED)
+        kept = self.tree.rollback(lane.branch, turn.end + stood, keep=True)
+        assert kept is not None  # chain[stood:] is not empty
+        self.tree.rollback(lane.branch, turn.end)
+        job.rejected.append(kept)
+        other = Lane(kept, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, thoughts=lane.thoughts)
+        if rows is not None and lane.recording is not None:
+            other.capture, other.recording = lane.capture, lane.recording.like(base=turn.end + stood)
+            other.recording.append(turn.end + stood, rows)
+        if job.keep_rejected:
+            other.computed = turn.end + len(chain)
+            other.table = self.runner.pool.fork(turn.tables[index], other.computed)
+            slots = self.runner.pool.slots(other.table, 0, other.computed)
+            self.runner.cache.seal(self.tree.branch(kept).tokens, slots, turn.start)
+        if other.recording is not None or job.keep_rejected:
+            self.lanes[kept] = other
+
+    def _rows(self, lane: Lane, tap: PassTap, first: int, emitted: list[int]) -> Rows:
+        """Packed rows [first, first + len(emitted)) as the lane's capture wants them."""
+        spec, end = lane.capture, first + len(emitted)
+        assert spec is not None
+        rows = tap.rows([site for site in spec.sites if site not in HEAD_SITES], first, end)
+        if head := [site for site in spec.sites if site in HEAD_SITES]:
+            rows |= self.runner.head(tap.rows([spec.last], first, end)[spec.last], head)
+        if spec.lens is not None:
+            residuals = tap.rows(spec.lens.sites, first, end)
+            rows |= readout.read(spec.lens, self.runner, residuals, emitted, self.tuned(spec.lens))
+        return rows
+
+    def tuned(self, spec: LensSpec) -> TunedLens | None:
+        """The lens that Z is read through; None: the plain one. BadRequest where nobody made it known."""
+        if spec.tuned is not None and spec.tuned not in self.lenses:
+            raise BadRequest(
+                f"Z was read through the tuned lens {spec.tuned[:16]}: make it known with engine.capture_spec('Z', lens=...)"
+            )
+        return None if spec.tuned is None else self.lenses[spec.tuned]

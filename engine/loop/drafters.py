@@ -1,0 +1,246 @@
+"""Drafters: who guesses the next tokens. None of them can change the output; they only change how fast it comes.
+
+All but `self` compute canonically, so their drafts, and with them the rejected branches, are functions of the path.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from replaylens.engine.errors import BadRequest, EngineError, OutOfPages
+from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.passes.batch import Segment
+from replaylens.engine.passes.runner import PassResult, Runner
+from replaylens.engine.request.edits import Hook, PlacedEdit
+from replaylens.engine.request.sampling import Sampling, gumbel
+
+Chains = list[list[int]]
+
+
+@dataclass
+class DraftCall:
+    """One branch that wants drafts after `path`, whose last token's row is not computed yet."""
+
+    path: list[int]
+    num_prompt: int
+    count: int
+    sampling: Sampling
+    tables: list[PageTable]
+    """one per sibling chain, with private room for the last token and `count` drafts"""
+    branch: int
+    """whose branch it is; drafters with a cache of their own go by it"""
+    recorded: Chains | None = None
+    edits: tuple[PlacedEdit, ...] = ()
+    hooks: tuple[Hook, ...] = ()
+
+    def segment(self, table: int, start: int, tokens: list[int]) -> Segment:
+        """Rows of this branch for a draft pass that wants the last row's logits."""
+        return Segment(self.tables[table], start, tokens, 1, self.edits, self.hooks)
+
+    def ends(self, chain: list[int]) -> bool:
+        """Whether nothing can follow the chain."""
+        return bool(chain) and chain[-1] in self.sampling.stop_tokens
+
+
+class Drafter(Protocol):
+    """Proposes chains of tokens. May write KV at and after the last token's position, never before."""
+
+    width: int
+    """how many sibling chains it proposes"""
+    reproducible: bool
+    """whether the drafts are a function of the path alone"""
+
+    def propose(self, calls: list[DraftCall]) -> list[Chains]:
+        """For each call up to `width` chains of up to `count` tokens, first tokens all different."""
+        ...
+
+
+class SelfDrafter:
+    """The model's own fast path: matrix-vector products, one token at a time."""
+
+    width = 1
+    reproducible = False
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def propose(self, calls: list[DraftCall]) -> list[Chains]:
+        return [[chain] for chain in extend_together(calls, [0] * len(calls), [[] for _ in calls], self._step)]
+
+    def _step(self, segments: list[Segment]) -> PassResult:
+        return self.runner.fast(segments)
+
+
+class LensDrafter:
+    """Early exit: the lens of the residual stream entering `layer`, computed canonically by the first layers alone."""
+
+    width = 1
+    reproducible = True
+
+    def __init__(self, runner: Runner, layer: int) -> None:
+        layers = runner.model.config.num_layers
+        if not 1 <= layer <= layers:
+            raise BadRequest(f"the lens drafter exits at a layer between 1 and {layers}, not {layer}")
+        self.runner, self.layer = runner, layer
+
+    def propose(self, calls: list[DraftCall]) -> list[Chains]:
+        return [[chain] for chain in extend_together(calls, [0] * len(calls), [[] for _ in calls], self.step)]
+
+    def step(self, segments: list[Segment]) -> PassResult:
+        return self.runner.exact(segments, stop_at_layer=self.layer)
+
+
+class TreeDrafter:
+    """The `width` likeliest next tokens by an early exit (under the request's own noise), each continued greedily."""
+
+    reproducible = True
+
+    def __init__(self, runner: Runner, layer: int, width: int) -> None:
+        if width < 2:
+            raise BadRequest(f"the tree drafter needs at least 2 siblings, not {width}")
+        self.lens, self.width = LensDrafter(runner, layer), width
+
+    def propose(self, calls: list[DraftCall]) -> list[Chains]:
+        segments = [call.segment(0, len(call.path) - 1, call.path[-1:]) for call in calls]
+        firsts = self.lens.step(segments).logits.float().cpu().numpy()
+        flat, tables, chains = [], [], []
+        for call, logits in zip(calls, firsts, strict=True):
+            for i, token in enumerate(self._best(call, logits)):
+                flat.append(call)
+                tables.append(i)
+                chains.append([token])
+        grown = iter(extend_together(flat, tables, chains, self.lens.step))
+        return [[next(grown) for _ in range(min(self.width, len(logits)))] for logits in firsts]
+
+    def _best(self, call: DraftCall, logits: "np.ndarray") -> list[int]:
+        scores = logits.astype(np.float64)
+        if call.sampling.temperature:
+            scores = scores / call.sampling.temperature + gumbel(call.sampling.seed, len(call.path), len(scores))
+        return [int(t) for t in np.argsort(-scores, kind="stable")[: self.width]]
+
+
+def extend_together(
+    calls: list[DraftCall], table: list[int], chains: Chains, step: Callable[[list[Segment]], PassResult]
+) -> Chains:
+    """Grow every call's chain to its `count`, one packed step for all that still grow.
+
+    `table[i]` says on which of the call's tables chain i is drafted. The first step also runs the path's last token.
+    """
+    started = [False] * len(calls)
+    while True:
+        growing = [i for i, call in enumerate(calls) if len(chains[i]) < call.count and not call.ends(chains[i])]
+        if not growing:
+            return chains
+        segments = []
+        for i in growing:
+            call, last = calls[i], len(calls[i].path) - 1
+            tokens = chains[i][-1:] if started[i] else call.path[-1:] + chains[i]
+            start = last + len(chains[i]) if started[i] else last
+            segments.append(call.segment(table[i], start, tokens))
+            started[i] = True
+        result = step(segments)
+        for row, i in enumerate(growing):
+            call = calls[i]
+            chains[i].append(result.choose(row, call.sampling, call.path + chains[i], call.num_prompt))
+
+
+class NgramDrafter:
+    """Repeats what followed the last occurrence of the path's own ending."""
+
+    width = 1
+    reproducible = True
+
+    def __init__(self, longest: int = 3) -> None:
+        self.longest = longest
+
+    def propose(self, calls: list[DraftCall]) -> list[Chains]:
+        return [[self._continue(call.path, call.count)] for call in calls]
+
+    def _continue(self, path: list[int], count: int) -> list[int]:
+        for size in range(min(self.longest, len(path) - 1), 0, -1):
+            ending = path[-size:]
+            for at in range(len(path) - size - 1, -1, -1):
+                if path[at : at + size] == ending:
+                    return path[at + size : at + size + count]
+        return []
+
+
+class ModelDrafter:
+    """A smaller model with a cache of its own, brought into step with each branch by its path."""
+
+    width = 1
+    reproducible = True
+
+    def __init__(self, runner: Runner, vocab_size: int) -> None:
+        if runner.model.config.vocab_size != vocab_size:
+            raise BadRequest(
+                f"the draft model has {runner.model.config.vocab_size} tokens, the model {vocab_size}: "
+                "they must share a tokenizer"
+            )
+        self.runner = runner
+        self._known: dict[int, tuple[PageTable, list[int]]] = {}  # branch -> its KV here, and the path it holds
+
+    def propose(self, calls: list[DraftCall]) -> list[Chains]:
+        """In groups that fit into the draft model's pages together: sharing none, it may have room for fewer branches."""
+        proposals: list[Chains] = []
+        while len(proposals) < len(calls):
+            mine = self._next_group(calls[len(proposals) :])
+            proposals += [[c] for c in extend_together(mine, [0] * len(mine), [[] for _ in mine], self._step)]
+        return proposals
+
+    def _next_group(self, calls: list[DraftCall]) -> list[DraftCall]:
+        """The first calls with tables here. One whose path is too long for this model or its pages asks for nothing."""
+        group: list[DraftCall] = []
+        for call in calls:
+            room = self.runner.model.config.max_positions + 1 - len(call.path)  # the last draft's own row is never run
+            own = replace(call, count=max(0, min(call.count, room)), edits=(), hooks=())  # edits are the large model's
+            table = self._catch_up(own, {other.branch for other in group}) if own.count else None
+            if table is None and group:
+                break
+            group.append(replace(own, tables=[table]) if table else replace(own, count=0))
+        return group
+
+    def _step(self, segments: list[Segment]) -> PassResult:
+        return self.runner.exact(segments)
+
+    def _catch_up(self, call: DraftCall, busy: set[int]) -> PageTable | None:
+        """The branch's table with KV for all of the path but its last token, and room for the drafts. None: no pages."""
+        pool, needed = self.runner.pool, len(call.path) + call.count
+        table, held = self._known.pop(call.branch, (PageTable(), []))
+        common = next(
+            (i for i, (a, b) in enumerate(zip(held, call.path[:-1], strict=False)) if a != b),
+            min(len(held), len(call.path) - 1),
+        )
+        pool.truncate(table, common)
+        try:
+            while pool.num_needed(table, common, needed) > pool.num_free and self._drop_oldest(busy):
+                pass
+            self.runner.reserve(table, common, needed)
+            if common < len(call.path) - 1:
+                self.runner.exact([Segment(table, common, call.path[common:-1])])
+        except EngineError as error:
+            pool.release(table)
+            if isinstance(error, OutOfPages):
+                return None
+            raise
+        self._known[call.branch] = (table, call.path[:-1])
+        return table
+
+    def _drop_oldest(self, busy: set[int]) -> bool:
+        """Forget the branch that was drafted for longest ago. False: all that are left are busy."""
+        victim = next((branch for branch in self._known if branch not in busy), None)
+        if victim is not None:
+            self.runner.pool.release(self._known.pop(victim)[0])
+        return victim is not None
+
+
+class ForcedDrafter:
+    """Given tokens: a user's, or those that a trace recorded."""
+
+    width = 1
+    reproducible = True
+
+    def propose(self, calls: list[DraftCall]) -> list[Chains]:
+        return [[chain[: call.count] for chain in call.recorded or [[]]] for call in calls]

@@ -1,0 +1,333 @@
+"""`Loop`: admit, draft, verify, roll back, capture. One `step` serves every job that has rows and pages for it."""
+
+from collections.abc import Callable
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from replaylens.engine.errors import BadRequest, ClosedBranch, EngineError, NonFinite
+from replaylens.engine.loop.admission import Admission
+from replaylens.engine.loop.commit import Committer, Outcome
+from replaylens.engine.loop.drafters import Chains, DraftCall, Drafter
+from replaylens.engine.loop.judging import judged
+from replaylens.engine.loop.lane import Job, Lane
+from replaylens.engine.loop.room import Room
+from replaylens.engine.loop.turn import Turn
+from replaylens.engine.loop.verify import Verdict
+from replaylens.engine.memory.prefix import PrefixIndex
+from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
+from replaylens.engine.passes.batch import Segment
+from replaylens.engine.passes.runner import PassResult, Runner
+from replaylens.engine.proof.trace import path_digest
+from replaylens.engine.request.capture import PassTap
+from replaylens.engine.request.edits import page_keys
+
+if TYPE_CHECKING:
+    from replaylens.engine.passes.bursts import Bursts
+
+_NOT_FINITE = "the model gave NaN or infinite activations; nothing of this pass was committed. Check edits and weights."
+Listener = Callable[[dict[str, Any]], None]
+"""is told every event: submit, draft, draft_failed, verdict, preempt, finish"""
+
+
+class Loop:
+    """Serves jobs step by step, all that are admitted together."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        tree: BranchTree,
+        prefix: PrefixIndex,
+        drafters: dict[str, Drafter],
+        decode: Callable[[list[int]], str],
+        max_rows: int,
+    ) -> None:
+        self.runner, self.tree, self.prefix, self.drafters = runner, tree, prefix, drafters
+        self.decode, self.max_rows = decode, max_rows
+        self.lanes: dict[int, Lane] = {}
+        self.committer = Committer(runner, tree, self.lanes)
+        self.room = Room(runner, prefix, self.lanes, lambda job: self._tell("preempt", job))
+        self.admission = Admission(runner, tree, drafters, self.room, max_rows, self.end)
+        self.jobs: list[Job] = []
+        self.listeners: list[Listener] = []
+        self.bursts: Bursts | None = None
+        """where decode steps run on the device alone; None: on a CPU"""
+
+    def step(self) -> None:
+        """One round for every job that can have one. A job's failure stays its own."""
+        turns: list[Turn] = []
+        try:
+            turns += self.admit()
+            self.draft(turns)
+            for exact, mine in self._by_arithmetic(turns):
+                if direct := [turn for turn in mine if turn.burst]:
+                    self.burst(direct, exact)
+                if others := [turn for turn in mine if not turn.burst]:
+                    self.verify(others, exact)
+        except BaseException as error:  # an interrupt, or a bug: no draft may stay behind and pass for a token
+            self._abandon([turn for turn in turns if not turn.closed], error)
+            self._end_all(error)
+            raise
+        self._forget_done()
+
+    def _by_arithmetic(self, turns: list[Turn]) -> list[tuple[bool, list[Turn]]]:
+        """(whether canonical, turns that run together). On a device both arithmetics take as long, so requests without the
+        promise go along with those that have it: two passes would take twice as long."""
+        if self.bursts is not None and any(turn.job.exact for turn in turns):
+            return [(True, turns)]
+        return [(exact, [turn for turn in turns if turn.job.exact is exact]) for exact in (True, False)]
+
+    def admit(self) -> list[Turn]:
+        """Turns for as many jobs as rows and pages allow; see `Admission`."""
+        self._forget_done()
+        return self.admission.turns(self.jobs, alone=self.bursts is not None)
+
+    def draft(self, turns: list[Turn]) -> list[Turn]:
+        """Fill in the chains of turns that want drafts. Draft KV goes to slots that the verification overwrites."""
+        for name in sorted({turn.job.drafter for turn in turns if turn.num_drafts}):
+            mine = [turn for turn in turns if turn.num_drafts and turn.job.drafter == name]
+            for turn, chains in zip(mine, self._propose(name, mine), strict=True):
+                turn.chains = _verifiable(chains, turn.num_drafts, len(turn.tables), self.runner.model.config.vocab_size)
+                self.tree.append(turn.job.lane.branch, turn.chains[0], TokenState.DRAFT)
+                self._tell("draft", turn.job, at=turn.end, chains=turn.chains)
+        return turns
+
+    def _propose(self, name: str, turns: list[Turn]) -> list[Chains]:
+        """The drafter's chains. A turn for which it fails goes without, and listeners are told: it cannot fail a request."""
+        try:
+            with self.admission.planner.timing("draft", len(turns), steps=max(turn.num_drafts for turn in turns)):
+                return self.drafters[name].propose([self._call(turn) for turn in turns])
+        except EngineError as error:
+            if len(turns) > 1:
+                return [self._propose(name, [turn])[0] for turn in turns]
+            self._tell("draft_failed", turns[0].job, drafter=name, error=f"{type(error).__name__}: {error}")
+            return [[[]]]
+
+    def verify(self, turns: list[Turn], exact: bool) -> None:
+        """One pass over all turns' rows and drafts; then each turn is judged and committed on its own."""
+        segments: list[Segment] = []
+        for turn in turns:
+            turn.segments = []
+            for table, chain in zip(turn.tables, turn.chains, strict=False):
+                turn.segments.append(len(segments))
+                num_logits = len(chain) + 1 if turn.deciding else 0
+                lane = turn.job.lane
+                segments.append(Segment(table, turn.start, turn.rows + chain, num_logits, lane.edits, lane.hooks))
+        tap = PassTap(frozenset().union(*(turn.job.lane.capture.needed() for turn in turns if turn.job.lane.capture)))
+        try:
+            for turn in turns:
+                self._check_canary(turn)
+            with self.admission.planner.timing("exact" if exact else "fast", sum(len(s.tokens) for s in segments)):
+                result = self.runner.exact(segments, tap) if exact else self.runner.fast(segments, tap)
+            _require_finite(result)
+        except EngineError as error:
+            self._isolate(turns, exact, error)
+            return
+        verdicts = judged([turn for turn in turns if turn.deciding], result, self.tree)
+        for turn in turns:
+            self._conclude(turn, result, verdicts.get(turn), tap)
+
+    def burst(self, turns: list[Turn], exact: bool) -> None:
+        """Several direct steps on the device; what it chose is canonical and is committed like drafts that stood."""
+        from replaylens.engine.passes.bursts import Place  # needs triton, as everything on the device does
+
+        assert self.bursts is not None
+        places = [Place(turn.rows[-1], turn.start, turn.tables[0], turn.job.sampling) for turn in turns]
+        chosen = self.bursts.run(places, min(turn.burst for turn in turns), exact)
+        for turn, tokens in zip(turns, chosen, strict=True):
+            if max(tokens) >= self.runner.model.config.vocab_size:
+                self._abandon([turn], NonFinite(_NOT_FINITE))
+                continue
+            path = self.tree.branch(turn.job.lane.branch).tokens[: turn.end]
+            turn.chains = [tokens[:-1]]
+            outcome = self._take(turn, Verdict(0, len(tokens) - 1, tokens[-1]), path, drafted=0)
+            turn.chains = [tokens[: outcome.accepted]]  # what came after the end was never drafted: it is dropped
+            self.committer.commit(turn, outcome, PassTap(frozenset()), None)
+            self._finish_turn(turn)
+
+    def _isolate(self, turns: list[Turn], exact: bool, error: EngineError) -> None:
+        """A pass failed. Whose rows were to blame shows when each turn runs alone, and then without its drafts."""
+        if len(turns) > 1:
+            for turn in turns:
+                self.verify([turn], exact)
+        elif any(turns[0].chains):
+            self.committer.drop_drafts(turns[0])
+            turns[0].chains = [[]]
+            self.verify(turns, exact)
+        else:
+            self._abandon(turns, error)
+
+    def _conclude(self, turn: Turn, result: PassResult, verdict: Verdict | None, tap: PassTap) -> None:
+        """Commit one turn, with what was decided where it was deciding."""
+        job, outcome = turn.job, Outcome()
+        if verdict is not None:
+            path = self.tree.branch(job.lane.branch).tokens[: turn.end]
+            outcome = self._take(turn, verdict, path)
+        rejected_before = len(job.rejected)
+        self.committer.commit(turn, outcome, tap, result)
+        if any(turn.chains):
+            rejected = job.rejected[rejected_before:]
+            self._tell(
+                "verdict", job, chain=outcome.chain, accepted=outcome.accepted, pending=outcome.pending, rejected=rejected
+            )
+        self._finish_turn(turn)
+
+    def _finish_turn(self, turn: Turn) -> None:
+        job = turn.job
+        if job.finish_reason in ("eos", "stop") and not self.tree.branch(job.lane.branch).finish_reason:
+            self.tree.finish(job.lane.branch, job.finish_reason)
+        self._close_if_done(job)
+
+    def _take(self, turn: Turn, verdict: Verdict, path: list[int], drafted: int | None = None) -> Outcome:
+        """What of the verdict is in the sequence: all of it, or up to the token that ends the job. Counts it."""
+        job, chain = turn.job, turn.chains[verdict.chain][: verdict.num_accepted]
+        new = [*chain, verdict.token]
+        for i, token in enumerate(new):
+            job.finish_reason = self._ends(job, token, path + new[: i + 1], job.generated + i + 1)
+            if job.finish_reason:
+                new = new[: i + 1]
+                break
+        accepted = min(len(new), verdict.num_accepted)
+        if job.finish_reason and len(new) <= verdict.num_accepted:  # a draft ended it: those behind are neither right nor wrong
+            turn.chains[verdict.chain] = chain[:accepted]
+        job.generated += len(new)
+        if drafted is None:
+            drafted = sum(map(len, turn.chains))
+        job.statistics.count(drafted, min(drafted, accepted), len(new))
+        return Outcome(verdict.chain, accepted, tuple(new[accepted:]))
+
+    def _ends(self, job: Job, token: int, path: list[int], generated: int) -> str | None:
+        if token in job.sampling.stop_tokens:
+            return "eos"
+        if job.sampling.stop and self._completes(job.sampling.stop, path[self.tree.branch(job.lane.branch).root_length :]):
+            return "stop"
+        return "length" if generated == job.new_tokens else None
+
+    def _completes(self, stops: tuple[str, ...], tokens: list[int]) -> bool:
+        """Whether the last token completes a stop string; one that stood in forced text before does not count."""
+        text, before = self.decode(tokens), self.decode(tokens[:-1]).rstrip("\ufffd")  # half a character is no text yet
+        return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in stops)
+
+    def _call(self, turn: Turn) -> DraftCall:
+        job, record = turn.job, self.tree.branch(turn.job.lane.branch)
+        recorded = job.forced_drafts.get(turn.end) if job.forced_drafts is not None else None
+        return DraftCall(
+            path=list(record.tokens),
+            num_prompt=record.root_length,
+            count=turn.num_drafts,
+            sampling=job.sampling,
+            tables=turn.tables,
+            branch=record.id,
+            recorded=recorded,
+            edits=job.lane.edits,
+            hooks=job.lane.hooks,
+        )
+
+    def _check_canary(self, turn: Turn) -> None:
+        """In debug mode: what the pass will read is what the branch thinks it is."""
+        if self.runner.cache.chain is not None:
+            tokens = self.tree.branch(turn.job.lane.branch).tokens[: turn.start]
+            for table in turn.tables:
+                self.runner.cache.check(tokens, self.runner.pool.slots(table, 0, turn.start))
+            if turn.job.lane.recording is not None:
+                turn.job.lane.recording.check_integrity()
+
+    # ---- jobs ---------------------------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; `step` works on it. One that can never be served ends at once, with an error."""
+        self._tell("submit", job)
+        if refusal := self.refusal(job):
+            self.end(job, refusal)
+        else:
+            self._close_if_done(job)
+        self.jobs += [] if job.done else [job]
+
+    def refusal(self, job: Job) -> EngineError | None:
+        """Why a job cannot be served, whatever the others do."""
+        record, vocab = self.tree.branch(job.lane.branch), self.runner.model.config.vocab_size
+        if any(other.lane is job.lane for other in self.jobs):
+            return BadRequest(f"branch {record.id} is being worked on: finish or close its stream first")
+        if record.status is BranchStatus.REJECTED:
+            return ClosedBranch(f"branch {record.id} is rejected: fork it to go on with its tokens")
+        if not record.tokens:
+            return BadRequest(f"branch {record.id} has no tokens: force at least one before generating")
+        drafts = job.forced_drafts or {}
+        named = [
+            *job.sampling.logit_bias,
+            *job.sampling.stop_tokens,
+            *(t for chains in drafts.values() for chain in chains for t in chain),
+        ]
+        if bad := [t for t in named if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]:
+            return BadRequest(f"token {bad[0]!r} in logit_bias, stop_tokens or drafts is not in the vocabulary of {vocab}")
+        width = self.drafters[job.drafter].width if job.new_tokens else 1
+        rows = [min(job.window or 1, job.new_tokens) * width]
+        rows += [min(1 + max(map(len, chains)), job.new_tokens) * len(chains) for chains in drafts.values() if chains]
+        if max(rows) > self.max_rows:
+            return BadRequest(f"a window of {max(rows)} rows does not fit into a pass of {self.max_rows}: take a smaller one")
+        return None
+
+    def run(self, jobs: list[Job]) -> None:
+        """Step until these jobs are done; others go on beside them. Raises the first error among them."""
+        while any(not job.done for job in jobs):
+            self.step()
+        for job in jobs:
+            if job.error is not None:
+                raise job.error
+
+    def end(self, job: Job, error: Exception | None = None) -> None:
+        """Stop a job where it stands: cancelled, or failed. What was committed stays; forced tokens without KV go."""
+        job.done, job.error = True, error
+        record = self.tree.branch(job.lane.branch)
+        if TokenState.DRAFT in record.states:
+            self.tree.rollback(record.id, record.states.index(TokenState.DRAFT))
+            job.lane.tokens_gone(len(record.tokens))
+        self._finish(job, "error" if error else "cancelled")
+
+    def _close_if_done(self, job: Job) -> None:
+        allowed = 1 if job.new_tokens and not job.final else 0  # a generated token's own row may stay pending
+        if job.remaining == 0 and self.admission.num_waiting(job) <= allowed:
+            lane, job.done = job.lane, True
+            if lane.certified:
+                keys = page_keys(lane.edits, len(lane.table.pages), self.runner.pool.page_size)
+                self.prefix.offer(lane.table, self.tree.branch(lane.branch).tokens, lane.computed, keys)
+            self._finish(job, job.finish_reason)
+
+    def _abandon(self, turns: list[Turn], error: BaseException) -> None:
+        """A pass failed: nothing of it is committed, the branches stand where they stood, the jobs end with the error."""
+        for turn in turns:
+            self.committer.abandon(turn)
+            self.end(turn.job, error if isinstance(error, Exception) else None)
+
+    def _forget_done(self) -> None:
+        self.jobs = [job for job in self.jobs if not job.done]
+
+    def _end_all(self, error: BaseException) -> None:
+        for job in self.jobs:
+            if not job.done:
+                self.end(job, error if isinstance(error, Exception) else None)
+        self.jobs = []
+
+    def _finish(self, job: Job, reason: str | None) -> None:
+        tokens = self.tree.branch(job.lane.branch).tokens
+        self._tell("finish", job, reason=reason, generated=job.generated, length=len(tokens), path=path_digest(tokens))
+
+    def _tell(self, event: str, job: Job, **details: Any) -> None:
+        for listener in self.listeners:
+            listener({"event": event, "branch": job.lane.branch, **details})
+
+
+def _verifiable(chains: Chains, most: int, width: int, vocab: int) -> Chains:
+    """What of a proposal has room and can be computed: chains that begin differently, no longer and no more than was asked
+    for, up to the first token that is none."""
+    by_first: dict[int, list[int]] = {}
+    for chain in chains:
+        known = list(takewhile(lambda token: 0 <= token < vocab, chain[:most]))
+        if known:
+            by_first.setdefault(known[0], known)
+    return list(by_first.values())[:width] or [[]]
+
+
+def _require_finite(result: PassResult) -> None:
+    """NaN in one row would reach its neighbours in the cache's blocks, and the prefix index: refuse before it is committed."""
+    if not bool(result.residual[: result.batch.num_rows].isfinite().all()):
+        raise NonFinite(_NOT_FINITE)

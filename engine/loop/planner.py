@@ -1,0 +1,67 @@
+"""`Planner`: how long a window pays, from measured costs. It can change how fast tokens come, never which."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from replaylens.engine.loop.lane import Statistics
+from replaylens.engine.passes.batch import TILE
+
+FIXED_WINDOW = 8
+"""rows per verification for reproducible drafters: the set of rejected branches must not depend on timings"""
+_WINDOWS = (1, 4, 8, 16, 32)
+
+
+class Planner:
+    """Keeps running costs of draft steps and of passes by row count, and picks the window with the most tokens per second."""
+
+    def __init__(self) -> None:
+        self._cost: dict[str, dict[int, float]] = defaultdict(dict)
+
+    @contextmanager
+    def timing(self, kind: str, rows: int, steps: int = 1) -> Iterator[None]:
+        """Measure a piece of work of `steps` equal steps over `rows` rows each."""
+        begin = time.perf_counter()
+        yield
+        sample = (time.perf_counter() - begin) / steps
+        size = rows if kind == "draft" else _size(rows)
+        old = self._cost[kind].get(size)
+        self._cost[kind][size] = sample if old is None else 0.8 * old + 0.2 * sample
+
+    def window(self, reproducible: bool, num_requests: int, statistics: Statistics) -> int:
+        """Rows per verification, the last token's own included; 1 means direct decoding."""
+        if reproducible:
+            return FIXED_WINDOW
+        acceptance = (statistics.accepted + 8) / (statistics.drafted + 8)  # optimistic until measured
+        return max(_WINDOWS, key=lambda w: (self._rate(w, num_requests, acceptance), -w))
+
+    def _rate(self, window: int, num_requests: int, acceptance: float) -> float:
+        """Expected tokens per second of all requests together."""
+        run = sum(acceptance**i for i in range(1, window))
+        cost = self._pass_cost(window * num_requests) + (window - 1) * self._draft_cost(num_requests)
+        return num_requests * (1 + run) / cost
+
+    def _draft_cost(self, num_requests: int) -> float:
+        """Of one draft step for all requests; before any was measured, a third of the smallest pass for each."""
+        known = self._cost["draft"]
+        if not known:
+            return num_requests * self._pass_cost(TILE) / 3
+        nearest = min(known, key=lambda k: abs(k - num_requests))
+        return known[nearest] * num_requests / nearest
+
+    def _pass_cost(self, rows: int) -> float:
+        """Measured where it was measured; elsewhere a fixed part and a part per row, scaled from the nearest size."""
+        size = _size(rows)
+        known = self._cost["exact"]
+        if size in known:
+            return known[size]
+        if not known:
+            return 1.0 + 0.02 * size
+        nearest = min(known, key=lambda k: abs(k - size))
+        return known[nearest] * (TILE + size) / (TILE + nearest)
+
+
+def _size(rows: int) -> int:
+    """Passes of about the same cost: whole tiles, but a few rows may cost much less than a tile."""
+    return rows if rows < TILE else -(-rows // TILE) * TILE

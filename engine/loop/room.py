@@ -1,0 +1,67 @@
+"""`Room`: who gives up pages so that a turn can have its own. Whatever is given up is computed again, to the same bits."""
+
+from collections.abc import Callable
+
+from replaylens.engine.errors import OutOfPages
+from replaylens.engine.loop.lane import Job, Lane
+from replaylens.engine.loop.turn import Turn
+from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.memory.prefix import PrefixIndex
+from replaylens.engine.passes.runner import Runner
+
+
+class Room:
+    """Reserves pages, taking them from cached prefixes first, then from idle branches, then from the youngest job."""
+
+    def __init__(self, runner: Runner, prefix: PrefixIndex, lanes: dict[int, Lane], preempted: Callable[[Job], None]) -> None:
+        self.runner, self.pool, self.prefix, self.lanes = runner, runner.pool, prefix, lanes
+        self.preempted = preempted
+
+    def reserve(self, turn: Turn, width: int, jobs: list[Job], victims: list[Job]) -> bool:
+        """Give the turn `width` tables with room for its rows and drafts. False: it has to wait, and holds nothing more.
+
+        `jobs`: all that are under way; `victims`: those among them that may lose their pages, the first to lose them last.
+        """
+        lane, end = turn.job.lane, turn.end + max(turn.num_drafts, turn.burst - 1)
+        busy = {job.lane.branch for job in jobs}
+        turn.tables = [lane.table]
+        try:
+            for i in range(width):
+                if i:
+                    turn.tables.append(self.pool.fork(lane.table, turn.start))
+                self._reserve(turn.tables[i], turn.start, end, busy, victims)
+        except OutOfPages:
+            for table in turn.tables[1:]:
+                self.pool.release(table)
+            lane.computed = min(lane.computed, turn.start)  # a private copy of a page has no KV from there on
+            self.pool.truncate(lane.table, min(lane.table.length, lane.computed))
+            return False
+        return True
+
+    def drop_pages(self, lane: Lane) -> None:
+        """Mutates: the lane's KV is forgotten; its next job computes it again, to the same bits."""
+        self.pool.truncate(lane.table, 0)
+        lane.computed = 0
+
+    def _reserve(self, table: PageTable, start: int, end: int, busy: set[int], victims: list[Job]) -> None:
+        while (missing := self.pool.num_needed(table, start, end) - self.pool.num_free) > 0:
+            if not self._reclaim(missing, busy, victims):
+                break
+        self.runner.reserve(table, start, end)
+
+    def _reclaim(self, num_pages: int, busy: set[int], victims: list[Job]) -> bool:
+        """Free some pages. False: nothing is left to take."""
+        if self.prefix.evict(num_pages):
+            return True
+        idle = [lane for lane in self.lanes.values() if lane.table.pages and lane.branch not in busy]
+        if idle:
+            self.drop_pages(min(idle, key=lambda lane: (lane.last_used, lane.branch)))
+            return True
+        if len(self.prefix):  # a last page that a branch still uses keeps the pages before it, even where nobody else does
+            self.prefix.clear()
+            return True
+        holding = [job for job in victims if job.lane.table.pages]
+        if holding:
+            self.drop_pages(holding[-1].lane)
+            self.preempted(holding[-1])
+        return bool(holding)

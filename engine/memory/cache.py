@@ -1,0 +1,95 @@
+"""`KVCache`: the key and value tensors behind the page tables."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import KVCorruption
+from replaylens.engine.memory.pages import PageCopy, PagePool
+from replaylens.engine.model.config import ModelConfig
+
+_MIX = 0x5851F42D4C957F2D  # odd multiplier of a 64-bit congruential generator
+
+
+class KVCache:
+    """Keys and values of every layer in slots; a page is `page_size` consecutive slots, page 0 stays zero.
+
+    Layout on a CPU [layers, 2, kv_heads, slots, d_head]: a gather of slots gives each head a contiguous block. On a CUDA device
+    [layers, 2, slots, kv_heads, d_head]: the kernels read a page's entries where they lie.
+
+    With `canary=True` every slot also carries a hash chained over (token, position, previous slot's hash) and a hash of
+    its bytes; `check` recomputes both and names the first slot that does not hold what its branch thinks it holds.
+    """
+
+    def __init__(
+        self, config: ModelConfig, pool: PagePool, dtype: torch.dtype, device: str = "cpu", canary: bool = False
+    ) -> None:
+        slots = (pool.num_pages + 1) * pool.page_size
+        self.slot_dim = 3 if device == "cpu" else 2
+        inner = (config.num_kv_heads, slots) if device == "cpu" else (slots, config.num_kv_heads)
+        self.pool, self.num_heads = pool, config.num_heads
+        self.data = torch.zeros(config.num_layers, 2, *inner, config.d_head, dtype=dtype, device=device)
+        self.chain: dict[int, int] | None = {} if canary else None
+        self.digest: dict[int, bytes] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Mutates: k and v [rows, kv_heads, d_head] go to `slots` [rows]. CPU only: on CUDA a kernel writes."""
+        self.data[layer, 0].index_copy_(1, slots, k.transpose(0, 1))
+        self.data[layer, 1].index_copy_(1, slots, v.transpose(0, 1))
+
+    def copy(self, copies: list[PageCopy]) -> None:
+        """Mutates: carries out the page copies that a `reserve` asked for."""
+        size = self.pool.page_size
+        for copy in copies:
+            source, target, n = copy.source * size, copy.target * size, copy.num_slots
+            self.data.narrow(self.slot_dim, target, n).copy_(self.data.narrow(self.slot_dim, source, n))
+            if self.chain is not None:
+                for i in range(n):
+                    self.chain[target + i] = self.chain[source + i]
+                    self.digest[target + i] = self.digest[source + i]
+
+    def rows(self, slots: list[int]) -> Tensor:
+        """A copy of the entries in `slots`: [rows, layers, 2, kv_heads, d_head]."""
+        index = torch.tensor(slots, dtype=torch.int64, device=self.data.device)
+        return self.data.index_select(self.slot_dim, index).movedim(self.slot_dim, 0).contiguous()
+
+    def seal(self, tokens: list[int], slots: list[int], start: int) -> None:
+        """Mutates: note what positions [start, len(tokens)) now hold. No-op without a canary."""
+        if self.chain is None:
+            return
+        link = self.chain[slots[start - 1]] if start else 0
+        for position in range(start, len(tokens)):
+            link = _next_link(link, tokens[position], position)
+            self.chain[slots[position]] = link
+            self.digest[slots[position]] = self._bytes_digest(slots[position])
+
+    def check(self, tokens: list[int], slots: list[int]) -> None:
+        """Raise KVCorruption unless the slots hold exactly this path. No-op without a canary."""
+        if self.chain is None:
+            return
+        link = 0
+        for position, (token, slot) in enumerate(zip(tokens, slots, strict=True)):
+            link = _next_link(link, token, position)
+            if self.chain.get(slot) != link:
+                raise KVCorruption(
+                    f"slot {slot} (page {slot // self.pool.page_size}) does not hold position {position}, token {token} "
+                    "of this path: a page-table entry, a rollback or a prefix entry is wrong"
+                )
+            if self.digest[slot] != self._bytes_digest(slot):
+                raise KVCorruption(
+                    f"the bytes of slot {slot} (page {slot // self.pool.page_size}), position {position}, token {token} "
+                    "changed after they were committed"
+                )
+
+    def _bytes_digest(self, slot: int) -> bytes:
+        raw = self.data.select(self.slot_dim, slot).contiguous().view(-1).view(torch.uint8)
+        return hashlib.blake2b(raw.cpu().numpy().tobytes(), digest_size=8).digest()
+
+
+def _next_link(previous: int, token: int, position: int) -> int:
+    return ((previous ^ (token + 1)) * _MIX + position + 1) & (2**64 - 1)

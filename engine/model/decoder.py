@@ -1,0 +1,193 @@
+"""`Decoder`: one config-driven transformer over packed rows. Wiring only: the arithmetic is in `Ops`."""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, Ops, softcap
+from replaylens.engine.model.rotary import Rotary, rotary_table
+
+
+class Tap(Protocol):
+    """Sees, and may replace, what flows through the named sites."""
+
+    def wants(self, site: str) -> bool:
+        """Whether `__call__` should be called at all; asked once per site and pass."""
+        ...
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        """The value to go on with: [rows, ...]. Must not change `value` in place."""
+        ...
+
+
+def wanted(tap: Tap | None, *sites: str) -> bool:
+    """Whether the tap asks for any of the sites."""
+    return tap is not None and any(tap.wants(site) for site in sites)
+
+
+def tapped(tap: Tap | None, site: str, value: Tensor) -> Tensor:
+    return tap(site, value) if tap is not None and tap.wants(site) else value
+
+
+class Attention(nn.Module):
+    """Grouped-query attention up to its output product; q, k and v come from one product."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.d_head
+        self.heads, self.kv_heads, self.width = heads, kv_heads, width
+        self.site = f"blocks.{layer}.attn."
+        self.spec = AttentionSpec.of(config, layer)
+        self.qkv = Linear(config.d_model, (heads + 2 * kv_heads) * width, config.qkv_bias)
+        self.o = Linear(heads * width, config.d_model, config.out_bias)
+        self.q_norm = Norm(width, "rms", config.norm_eps) if config.qk_norm else None
+        self.k_norm = Norm(width, "rms", config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
+        """x [rows, d_model], normed -> what the heads gathered, [rows, heads * d_head]"""
+        qkv = ops.linear(x, self.qkv).view(len(x), -1, self.width)  # [rows, heads + 2 kv_heads, d_head]
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        q = tapped(tap, self.site + "q.hook_out", q)
+        k = tapped(tap, self.site + "k.hook_out", k)
+        v = tapped(tap, self.site + "v.hook_out", v)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = ops.norm(q, self.q_norm), ops.norm(k, self.k_norm)
+        if rotary is not None and wanted(tap, self.site + "hook_rot_q", self.site + "hook_rot_k"):
+            q = tapped(tap, self.site + "hook_rot_q", ops.rotate(q, rotary))
+            k = tapped(tap, self.site + "hook_rot_k", ops.rotate(k, rotary))
+            rotary = None
+        pattern_site = self.site + "hook_pattern"
+        observe: Observer | None = None
+        if tap is not None and tap.wants(pattern_site):
+            observe = lambda pattern: tap(pattern_site, pattern)  # noqa: E731
+        z = ops.attend(Heads(q, k, v, rotary), self.spec, observe)
+        return tapped(tap, self.site + "o.hook_in", z).reshape(len(x), -1)
+
+
+class Mlp(nn.Module):
+    """Gated or plain MLP up to its output product; gate and up come from one product."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.gated, self.kind, self.d_mlp = config.gated_mlp, config.activation, config.d_mlp
+        self.site = f"blocks.{layer}.mlp."
+        self.up = Linear(config.d_model, config.d_mlp * (2 if config.gated_mlp else 1), config.mlp_bias)
+        self.down = Linear(config.d_mlp, config.d_model, config.mlp_bias)
+
+    def forward(self, x: Tensor, ops: Ops, tap: Tap | None) -> Tensor:
+        """x [rows, d_model], normed -> [rows, d_mlp]"""
+        gate_site, up_site = self.site + "gate.hook_out", self.site + "in.hook_out"
+        if not wanted(tap, gate_site, up_site):
+            post = ops.linear_activate(x, self.up, self.kind, self.gated)
+        elif self.gated:
+            gate, up = ops.linear(x, self.up).split(self.d_mlp, dim=-1)
+            pre = torch.cat([tapped(tap, gate_site, gate), tapped(tap, up_site, up)], dim=-1)
+            post = ops.activate(pre, self.kind, gated=True)
+        else:
+            post = ops.activate(tapped(tap, up_site, ops.linear(x, self.up)), self.kind, gated=False)
+        return tapped(tap, self.site + "out.hook_in", post)
+
+
+class Block(nn.Module):
+    """One layer: what attention and MLP write is added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        norm = lambda: Norm(config.d_model, config.norm, config.norm_eps)  # noqa: E731
+        self.parallel = config.parallel_residual
+        self.site = f"blocks.{layer}."
+        self.ln1, self.attn = norm(), Attention(config, layer)
+        self.ln2, self.mlp = norm(), Mlp(config, layer)
+        self.ln1_post = norm() if config.post_norms else None
+        self.ln2_post = norm() if config.post_norms else None
+
+    def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
+        site = self.site
+        x = tapped(tap, site + "hook_in", x)
+        z = self.attn(tapped(tap, site + "ln1.hook_out", ops.norm(x, self.ln1)), rotary, ops, tap)
+        middle = _write(x, z, self.attn.o, site + "attn.hook_out", self.ln1_post, site + "ln1_post.hook_out", ops, tap)
+        if not self.parallel:
+            middle = x = tapped(tap, site + "ln2.hook_in", middle)
+        post = self.mlp(tapped(tap, site + "ln2.hook_out", ops.norm(x, self.ln2)), ops, tap)
+        out = _write(middle, post, self.mlp.down, site + "mlp.hook_out", self.ln2_post, site + "ln2_post.hook_out", ops, tap)
+        return tapped(tap, site + "hook_out", out)
+
+
+def _write(
+    residual: Tensor, x: Tensor, linear: Linear, site: str, post: Norm | None, post_site: str, ops: Ops, tap: Tap | None
+) -> Tensor:
+    """The residual stream [rows, d_model] plus what the product of x writes into it."""
+    if post is None and not wanted(tap, site):
+        return ops.linear_add(x, linear, residual)
+    wrote = tapped(tap, site, ops.linear(x, linear))
+    if post is not None:
+        wrote = tapped(tap, post_site, ops.norm(wrote, post))
+    return residual + wrote
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm, unembedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        self.pos_embed = nn.Parameter(torch.empty(config.max_positions, config.d_model)) if config.learned_positions else None
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.ln_final = Norm(config.d_model, config.norm, config.norm_eps)
+        self.unembed = None if config.tied_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
+        self._ropes = sorted({config.rope_of(layer) for layer in range(config.num_layers)}, key=repr)
+        self._rope_index = [self._ropes.index(config.rope_of(layer)) for layer in range(config.num_layers)]
+        for i, rope in enumerate(self._ropes if config.rotary_dim else ()):
+            self.register_buffer(f"rotary_{i}", rotary_table(rope, config.rotary_dim, config.max_positions), persistent=False)
+
+    def embedding(self, tokens: Tensor, positions: Tensor, tap: Tap | None = None) -> Tensor:
+        """tokens, positions [rows] -> the residual stream entering block 0 [rows, d_model]"""
+        x = self.embed[tokens]
+        if self.config.embed_scale != 1.0:
+            x = x * self.config.embed_scale
+        x = tapped(tap, "embed.hook_out", x)
+        if self.pos_embed is not None:
+            x = x + tapped(tap, "pos_embed.hook_out", self.pos_embed[positions])
+        return x
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, ops: Ops, tap: Tap | None = None, stop_at_layer: int | None = None
+    ) -> Tensor:
+        """The residual stream after the last block (or entering block `stop_at_layer`): [rows, d_model]."""
+        end = self.config.num_layers if stop_at_layer is None else stop_at_layer
+        if not 0 <= end <= self.config.num_layers:
+            raise ValueError(f"stop_at_layer {end} is not between 0 and {self.config.num_layers}")
+        return self.run_blocks(self.embedding(tokens, positions, tap), positions, ops, tap, 0, end)
+
+    def run_blocks(self, x: Tensor, positions: Tensor, ops: Ops, tap: Tap | None, first: int, end: int) -> Tensor:
+        """Blocks [first, end) over rows x [rows, d_model] at `positions` [rows]."""
+        ropes = range(len(self._ropes)) if self.config.rotary_dim else ()
+        rotary = [Rotary(getattr(self, f"rotary_{i}"), positions) for i in ropes]
+        for layer in range(first, end):
+            x = self.blocks[layer](x, rotary[self._rope_index[layer]] if rotary else None, ops, tap)
+        return x
+
+    def logits(self, x: Tensor, ops: Ops, tap: Tap | None = None) -> Tensor:
+        """Residual stream [rows, d_model] -> logits [rows, vocab]. Any layer's residual gives that layer's lens."""
+        x = tapped(tap, "ln_final.hook_out", ops.norm(x, self.ln_final))
+        out = ops.unembed(x, self.embed if self.unembed is None else self.unembed.weight.t())
+        return softcap(tapped(tap, "unembed.hook_out", out), self.config.logit_softcap)
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> "Decoder":
+        """Random weights for training from scratch, a function of the seed and the config. Returns self."""
+        generator = torch.Generator().manual_seed(seed)
+        writes = 2 * self.config.num_layers
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif ".ln" in name or "_norm" in name or name.startswith("ln_final"):
+                parameter.fill_(1.0)
+            else:
+                spread = 0.02 / math.sqrt(writes) if name.endswith(("attn.o.weight", "mlp.down.weight")) else 0.02
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+        return self

@@ -1,0 +1,215 @@
+"""`Ops`: the arithmetic behind the decoder, and its plain-PyTorch form.
+
+The decoder is wiring only. Whoever supplies `Ops` decides how a product, a norm or an attention is computed: here
+differentiably over whole sequences, elsewhere canonically over pages, elsewhere fast.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from replaylens.engine.model.config import Activation, ModelConfig, NormKind
+from replaylens.engine.model.rotary import Rotary
+
+
+class Linear(nn.Module):
+    """A product with a weight stored [inputs, outputs], the layout that CPU libraries multiply fastest at few rows."""
+
+    bias: Tensor | None
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+
+class Norm(nn.Module):
+    """Weights of an RMSNorm or LayerNorm over the last dimension."""
+
+    bias: Tensor | None
+
+    def __init__(self, width: int, kind: NormKind, eps: float) -> None:
+        super().__init__()
+        self.kind = kind
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if kind == "layer" else None
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What one layer's attention does with q, k and v, beyond their shapes."""
+
+    layer: int
+    scale: float
+    softcap: float
+    """0: none"""
+    window: int
+    """positions seen back, the row itself included; 0: all"""
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> "AttentionSpec":
+        return cls(layer, config.scale, config.attn_softcap, config.window(layer))
+
+
+Observer = Callable[[Tensor], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """What an attention is given."""
+
+    q: Tensor
+    """[rows, heads, d_head]"""
+    k: Tensor
+    """[rows, kv_heads, d_head]"""
+    v: Tensor
+    """[rows, kv_heads, d_head]"""
+    rotary: Rotary | None = None
+    """by which queries and keys are still to be turned; None: they are as they should be"""
+
+
+class Ops(Protocol):
+    """The arithmetic of one pass over packed rows. `rows` is the first dimension everywhere."""
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """[rows, inputs] -> [rows, outputs]"""
+        ...
+
+    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
+        """[rows, d] with a table [vocab, d], the embedding itself or its own -> [rows, vocab]"""
+        ...
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """over the last dimension; any leading shape"""
+        ...
+
+    def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """x [rows, heads, d_head]: the first rotary_dim dimensions turn by the angles of their rows' positions"""
+        ...
+
+    def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
+        """gated: [rows, gate | up] -> [rows, d_mlp]"""
+        ...
+
+    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        """residual + linear(x), to the bit"""
+        ...
+
+    def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
+        """activate(linear(x)), to the bit"""
+        ...
+
+    def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
+        """What the heads gather: [rows, heads, d_head].
+
+        Keeps keys and values for later passes where the ops have a cache. `observe` is shown the attention pattern
+        [rows, heads, keys] when given.
+        """
+        ...
+
+
+class TorchOps:
+    """Everything but attention, in plain PyTorch: any device, any dtype, differentiable."""
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)
+
+    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
+        return F.linear(x, table)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        if norm.kind == "layer":
+            return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.eps)
+        return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
+
+    def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
+        angles, half = rotary.rows, rotary.table.shape[-1]
+        cos, sin = angles[:, None, 0].to(x.dtype), angles[:, None, 1].to(x.dtype)  # [rows, 1, half]
+        a, b = x[..., :half], x[..., half : 2 * half]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], dim=-1)
+
+    def turned(self, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, the first two turned where they were not yet."""
+        if heads.rotary is None:
+            return heads.q, heads.k, heads.v
+        return self.rotate(heads.q, heads.rotary), self.rotate(heads.k, heads.rotary), heads.v
+
+    def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
+        if not gated:
+            return _ACTIVATIONS[kind](x)
+        gate, up = x.chunk(2, dim=-1)
+        return _ACTIVATIONS[kind](gate) * up
+
+    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        return residual + self.linear(x, linear)
+
+    def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
+        return self.activate(self.linear(x, linear), kind, gated)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class SequenceOps(TorchOps):
+    """Whole sequences packed one after the other, no cache: for training, and as the meaning of the other ops."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+
+    def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
+        q, k, v = self.turned(heads)
+        if len(set(self.lengths)) == 1:
+            return self._attend_batch(q, k, v, spec, observe, self.lengths[0])
+        if observe is not None:
+            raise ValueError("the attention pattern of ragged sequences is not one tensor; pass equal lengths")
+        pieces = zip(q.split(self.lengths), k.split(self.lengths), v.split(self.lengths), strict=True)
+        return torch.cat([self._attend_batch(*piece, spec, None, len(piece[0])) for piece in pieces])
+
+    def _attend_batch(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        observe: Observer | None,
+        length: int,
+    ) -> Tensor:
+        rows, heads, d_head = q.shape
+        fold = lambda x: x.view(rows // length, length, x.shape[1], d_head).transpose(1, 2)  # noqa: E731
+        q, k, v = fold(q), fold(k), fold(v)  # [sequences, heads, length, d_head]
+        group = heads // k.shape[1]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        mask = visible(torch.arange(length, device=q.device), length, spec.window)
+        if spec.softcap or observe is not None:
+            scores = softcap(q @ k.transpose(-1, -2) * spec.scale, spec.softcap)
+            pattern = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+            if observe is not None:
+                observe(pattern.transpose(1, 2).reshape(rows, heads, length))
+            out = pattern @ v
+        elif spec.window:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale)
+        return out.transpose(1, 2).reshape(rows, heads, d_head)
+
+
+def visible(positions: Tensor, num_keys: int, window: int) -> Tensor:
+    """Which keys each row may see: [rows, num_keys], key j at position j."""
+    keys = torch.arange(num_keys, device=positions.device)
+    seen = keys[None, :] <= positions[:, None]
+    return seen & (keys[None, :] > positions[:, None] - window) if window else seen
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """Squash into (-cap, cap); 0: leave."""
+    return torch.tanh(x / cap) * cap if cap else x

@@ -1,0 +1,158 @@
+"""The sites of a decoder: every place that can be captured or edited, by its TransformerLens 4 name.
+
+Four letters name the usual ones:
+S  the residual stream entering each block, and leaving the last
+T  what attention writes into the residual stream
+C  what the MLP writes into the residual stream
+Z  the lens distribution at every S (not a tensor of the pass: see `lens`)
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from replaylens.engine.errors import UnknownSite
+from replaylens.engine.model.config import ModelConfig
+
+LETTERS = "STCZ"
+
+_LAYER_SITES = {
+    # name within the block: (trailing shape, legacy alias)
+    "hook_in": ("d_model", "hook_resid_pre"),
+    "ln1.hook_out": ("d_model", None),
+    "attn.q.hook_out": ("heads d_head", "attn.hook_q"),
+    "attn.k.hook_out": ("kv_heads d_head", "attn.hook_k"),
+    "attn.v.hook_out": ("kv_heads d_head", "attn.hook_v"),
+    "attn.hook_rot_q": ("heads d_head", None),
+    "attn.hook_rot_k": ("kv_heads d_head", None),
+    "attn.hook_pattern": ("heads keys", None),
+    "attn.o.hook_in": ("heads d_head", "attn.hook_z"),
+    "attn.hook_out": ("d_model", "hook_attn_out"),
+    "ln1_post.hook_out": ("d_model", "hook_attn_out"),
+    "ln2.hook_in": ("d_model", "hook_resid_mid"),
+    "ln2.hook_out": ("d_model", None),
+    "mlp.gate.hook_out": ("d_mlp", "mlp.hook_pre"),
+    "mlp.in.hook_out": ("d_mlp", "mlp.hook_pre"),
+    "mlp.out.hook_in": ("d_mlp", "mlp.hook_post"),
+    "mlp.hook_out": ("d_model", "hook_mlp_out"),
+    "ln2_post.hook_out": ("d_model", "hook_mlp_out"),
+    "hook_out": ("d_model", "hook_resid_post"),
+}
+_GLOBAL_SITES = {
+    "embed.hook_out": ("d_model", "hook_embed"),
+    "pos_embed.hook_out": ("d_model", "hook_pos_embed"),
+    "ln_final.hook_out": ("d_model", None),
+    "unembed.hook_out": ("vocab", "hook_unembed"),
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place in the model."""
+
+    name: str
+    """TransformerLens 4 name"""
+    layer: int | None
+    shape: tuple[int, ...]
+    """of one row; the pattern's last dimension is the number of keys, given here as 0"""
+    aliases: tuple[str, ...]
+    """legacy names that resolve to this site"""
+
+
+class SiteTable:
+    """All sites of one decoder, by name and by legacy alias."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.sites: dict[str, Site] = {}
+        self._by_alias: dict[str, str] = {}
+        for name, (shape, alias) in _GLOBAL_SITES.items():
+            if name != "pos_embed.hook_out" or config.learned_positions:
+                self._add(name, None, shape, alias)
+        for layer in range(config.num_layers):
+            for name, (shape, alias) in _LAYER_SITES.items():
+                if self._has(name):
+                    self._add(f"blocks.{layer}.{name}", layer, shape, f"blocks.{layer}.{alias}" if alias else None)
+        if config.gated_mlp:  # the linear half of a gated MLP has a legacy name of its own
+            for layer in range(config.num_layers):
+                self._by_alias[f"blocks.{layer}.mlp.hook_pre_linear"] = f"blocks.{layer}.mlp.in.hook_out"
+                self._by_alias[f"blocks.{layer}.mlp.hook_pre"] = f"blocks.{layer}.mlp.gate.hook_out"
+        for name, site in self.sites.items():
+            self.sites[name] = replace(site, aliases=tuple(a for a, of in self._by_alias.items() if of == name))
+
+    def _has(self, name: str) -> bool:
+        config = self.config
+        absent = {
+            "ln1_post.hook_out": not config.post_norms,
+            "ln2_post.hook_out": not config.post_norms,
+            "attn.hook_rot_q": not config.rotary_dim,
+            "attn.hook_rot_k": not config.rotary_dim,
+            "mlp.gate.hook_out": not config.gated_mlp,
+            "ln2.hook_in": config.parallel_residual,
+        }
+        return not absent.get(name, False)
+
+    def _add(self, name: str, layer: int | None, shape: str, alias: str | None) -> None:
+        c = self.config
+        sizes = dict(
+            d_model=c.d_model,
+            heads=c.num_heads,
+            kv_heads=c.num_kv_heads,
+            d_head=c.d_head,
+            d_mlp=c.d_mlp,
+            vocab=c.vocab_size,
+            keys=0,
+        )
+        self.sites[name] = Site(name, layer, tuple(sizes[word] for word in shape.split()), ())
+        if alias:  # later entries win: with post-norms, what attention writes is what the post-norm gives out
+            self._by_alias[alias] = name
+
+    def resolve(self, name: str) -> str:
+        """The TransformerLens 4 name of a name or alias; UnknownSite lists the nearest names."""
+        if name in self.sites:
+            return name
+        if name in self._by_alias:
+            return self._by_alias[name]
+        near = difflib.get_close_matches(name, [*self.sites, *self._by_alias], n=4, cutoff=0.4)
+        raise UnknownSite(f"no site {name!r} in this model; nearest: {', '.join(near) or 'none'}; letters: {LETTERS}")
+
+    def letter(self, letter: str) -> list[str]:
+        """The sites behind S, T or C, in layer order."""
+        c = self.config
+        layers = range(c.num_layers)
+        match letter:
+            case "S":
+                return [f"blocks.{l}.hook_in" for l in layers] + [f"blocks.{c.num_layers - 1}.hook_out"]
+            case "T":
+                return [self.resolve(f"blocks.{l}.hook_attn_out") for l in layers]
+            case "C":
+                return [self.resolve(f"blocks.{l}.hook_mlp_out") for l in layers]
+            case _:
+                raise UnknownSite(f"no site letter {letter!r}; known: S, T, C, Z")
+
+    def select(self, sites: str | list[str] | tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+        """Resolve "STCZ", "S,T", a name, or a list of these: (site names in model order, whether Z is among them)."""
+        words = re.split(r"[,\s]+", sites.strip()) if isinstance(sites, str) else list(sites)
+        names: set[str] = set()
+        lens = False
+        for word in filter(None, words):
+            if set(word) <= set(LETTERS):
+                lens |= "Z" in word
+                names.update(name for letter in word if letter != "Z" for name in self.letter(letter))
+            else:
+                names.add(self.resolve(word))
+        order = {name: i for i, name in enumerate(self.in_order())}
+        return tuple(sorted(names, key=order.__getitem__)), lens
+
+    def in_order(self) -> list[str]:
+        """All site names, in the order in which a pass comes by."""
+        first = [n for n in ("embed.hook_out", "pos_embed.hook_out") if n in self.sites]
+        last = ["ln_final.hook_out", "unembed.hook_out"]
+        return first + [n for n in self.sites if n.startswith("blocks.")] + last
+
+
+@lru_cache(maxsize=32)
+def table(config: ModelConfig) -> SiteTable:
+    """The sites of a decoder with this config."""
+    return SiteTable(config)

@@ -1,0 +1,137 @@
+"""`Batch`: rows of any number of branches packed for one pass."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import EngineBug
+from replaylens.engine.memory.pages import PagePool, PageTable
+from replaylens.engine.model.ops import visible
+
+if TYPE_CHECKING:
+    from replaylens.engine.request.edits import Hook, PlacedEdit
+
+TILE = 16
+"""rows of the reference tile: the canonical product is defined on zero-padded tiles of this many rows"""
+KV_BLOCK = 64
+"""keys that one step of the attention sums over, counted from absolute position 0"""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive new rows of one branch: `tokens` at positions start, start + 1, ...
+
+    Precondition: `table` has private, reserved slots for all of them, and canonical KV below `start`.
+    """
+
+    table: PageTable
+    start: int
+    tokens: list[int]
+    num_logits: int = 0
+    """how many of the last rows need logits"""
+    edits: "tuple[PlacedEdit, ...]" = ()
+    hooks: "tuple[Hook, ...]" = ()
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass
+class AttentionGroup:
+    """Pieces of segments whose attention is computed together, padded to the same rows and keys."""
+
+    rows: Tensor
+    """[pieces, query rows]: packed row of each query; padding points past the last row"""
+    slots: Tensor
+    """[pieces * keys]: slot of every key; padding points at the null page"""
+    positions: Tensor
+    """[pieces, query rows]; padding stands where its piece begins"""
+    num_keys: int
+    """per piece, a multiple of KV_BLOCK"""
+    masks: dict[int, Tensor]
+    """window -> [pieces, query rows, 1, last keys], True where a key is hidden"""
+
+    def hidden(self, window: int) -> Tensor:
+        """Which of the last keys each query must not see; all queries see those before. Made once per pass and window."""
+        if window not in self.masks:
+            seen = visible(self.positions.view(-1), self.num_keys, window)
+            first = 0 if window else int(self.positions.min()) + 1
+            self.masks[window] = ~seen.view(*self.positions.shape, 1, self.num_keys)[..., first:]
+        return self.masks[window]
+
+
+class Batch:
+    """Packed rows. Padding rows carry token 0 at position 0, write no KV and are seen by nobody."""
+
+    def __init__(
+        self, segments: list[Segment], pool: PagePool, query_rows: tuple[int, ...], tile: int = TILE, device: str = "cpu"
+    ) -> None:
+        if not segments or not all(s.tokens for s in segments):
+            raise EngineBug("a batch needs at least one row in every segment")
+        self.segments, self.pool, self.query_rows = segments, pool, query_rows
+        tokens = [t for s in segments for t in s.tokens]
+        positions = [p for s in segments for p in range(s.start, s.end)]
+        self.num_rows = len(tokens)
+        self.padded = -(-self.num_rows // tile) * tile
+        pad = self.padded - self.num_rows
+        self.tokens = torch.tensor(tokens + [0] * pad).to(device, non_blocking=True)
+        self.positions = torch.tensor(positions + [0] * pad).to(device, non_blocking=True)
+        self.offsets = [0]
+        for s in segments:
+            self.offsets.append(self.offsets[-1] + len(s.tokens))
+
+    @cached_property
+    def write_slots(self) -> Tensor:
+        """Where every row's KV goes: [rows]."""
+        return torch.tensor([slot for s in self.segments for slot in self.pool.slots(s.table, s.start, s.end)])
+
+    @cached_property
+    def groups(self) -> list[AttentionGroup]:
+        """How the attention of the CPU is cut up."""
+        return self._attention_groups(self.pool, self.query_rows)
+
+    def row(self, segment: int, position: int) -> int:
+        """Packed row of a segment's position."""
+        return self.offsets[segment] + position - self.segments[segment].start
+
+    def logit_rows(self) -> list[int]:
+        """Packed rows whose logits are wanted, in order."""
+        ends = self.offsets[1:]
+        return [row for end, s in zip(ends, self.segments, strict=True) for row in range(end - s.num_logits, end)]
+
+    def _attention_groups(self, pool: PagePool, query_rows: tuple[int, ...]) -> list[AttentionGroup]:
+        """Cut segments into pieces of at most the largest query size, and put pieces of equal padded size together."""
+        most = max(query_rows)
+        pieces = []  # (padded query rows, padded keys, first packed row, rows, segment, first position)
+        for offset, s in zip(self.offsets, self.segments, strict=False):
+            for first in range(0, len(s.tokens), most):
+                n = min(most, len(s.tokens) - first)
+                keys = _roomy(-(-(s.start + first + n) // KV_BLOCK)) * KV_BLOCK
+                pieces.append((min(q for q in query_rows if q >= n), keys, offset + first, n, s, s.start + first))
+        pieces.sort(key=lambda piece: piece[:3])
+        return [self._group(list(group), pool) for _, group in groupby(pieces, key=lambda piece: piece[:2])]
+
+    def _group(self, pieces: list[tuple[int, int, int, int, Segment, int]], pool: PagePool) -> AttentionGroup:
+        queries, keys = pieces[0][0], pieces[0][1]
+        rows, positions, key_slots = [], [], []
+        for _, _, first_row, n, segment, first_position in pieces:
+            rows.append(list(range(first_row, first_row + n)) + [self.padded] * (queries - n))
+            positions.append(list(range(first_position, first_position + n)) + [first_position] * (queries - n))
+            own = pool.slots(segment.table, 0, first_position + n)
+            key_slots += own + [0] * (keys - len(own))
+        return AttentionGroup(torch.tensor(rows), torch.tensor(key_slots), torch.tensor(positions), keys, {})
+
+
+def _roomy(blocks: int) -> int:
+    """Round up so that pieces of similar length fall into one group: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    size = 1
+    while size < blocks:
+        if size * 3 // 2 >= blocks and size > 1:
+            return size * 3 // 2
+        size *= 2
+    return size

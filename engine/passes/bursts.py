@@ -1,0 +1,125 @@
+"""Bursts: several direct decode steps on a CUDA device without asking the host in between.
+
+Where the decode step itself is canonical, a token needs no verification: the step is captured once as a CUDA graph per number
+of requests and replayed; the tokens it chose feed the next step on the device. The host sees them all at the end and commits
+them like drafts that stood. A request that ended within the burst simply drops what came after.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import EngineBug
+from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.passes.choice import seeds, temperatures
+from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
+from replaylens.engine.passes.runner import Runner
+from replaylens.engine.request.sampling import Sampling
+from replaylens.kernels.attention import Rows
+from replaylens.kernels.launch import next_power_of_2
+from replaylens.kernels.sample import sample_logits
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""numbers of requests that have a graph of their own; others are padded up"""
+
+
+@dataclass
+class Place:
+    """One request in a burst: its last token, that token's position, a table with room for all steps, and how it draws."""
+
+    token: int
+    position: int
+    table: PageTable
+    sampling: Sampling
+    """`bare`: the device knows no penalties, biases or filters"""
+
+
+class DecodeGraph:
+    """One decode step of `size` requests, captured. Its inputs are tensors that the step itself moves on."""
+
+    def __init__(self, runner: Runner, size: int, max_pages: int, exact: bool, drawn: bool, spare: int) -> None:
+        device = torch.device(runner.device)
+        self.size, self.drawn, self.spare = size, drawn, spare
+        self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        self.chosen = torch.zeros(size, dtype=torch.int64, device=device)
+        """as drawn: a row of NaN draws a token beyond the vocabulary, which must not be looked up in the next step"""
+        self.positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self.short_positions = torch.zeros(size, dtype=torch.int32, device=device)
+        self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
+        self.temperatures = torch.zeros(size, dtype=torch.float64, device=device)
+        self.pages = torch.full((size, max_pages), spare, dtype=torch.int32, device=device)
+        sequence = torch.arange(size, dtype=torch.int32, device=device)
+        rows = Rows(sequence, self.short_positions, self.pages)
+        self.ops = (CanonicalCudaOps if exact else FastCudaOps)(runner.cache, rows)
+        self.runner = runner
+        self.graph = torch.cuda.CUDAGraph()
+        self._capture()
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # the inputs are being written there
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles the kernels; what it writes goes to the spare page
+                self._step()
+        stream.synchronize()
+        with torch.cuda.graph(self.graph):
+            self._step()
+
+    def _step(self) -> None:
+        model = self.runner.model
+        self.short_positions.copy_(self.positions)
+        residual = model(self.tokens, self.positions, self.ops)
+        logits = model.logits(residual, self.ops)
+        self.positions.add_(1)
+        noise = (self.seeds, self.positions, self.temperatures) if self.drawn else ()
+        self.chosen.copy_(sample_logits(logits, *noise)[0])
+        self.tokens.copy_(self.chosen.clamp(max=model.config.vocab_size - 1))
+
+    @torch.inference_mode()
+    def run(self, places: list[Place], steps: int) -> Tensor:
+        """Tokens that `steps` steps chose: [steps, requests], on the device; none of the vocabulary where logits were NaN."""
+        pages = torch.full(self.pages.shape, self.spare, dtype=torch.int32)
+        for i, place in enumerate(places):
+            pages[i, : len(place.table.pages)] = torch.tensor(place.table.pages, dtype=torch.int32)
+        rest = self.size - len(places)
+        self.tokens.copy_(torch.tensor([p.token for p in places] + [0] * rest))
+        self.positions.copy_(torch.tensor([p.position for p in places] + [0] * rest))
+        self.pages.copy_(pages)
+        if self.drawn:
+            samplings = [p.sampling for p in places] + [Sampling()] * rest
+            self.seeds.copy_(seeds(samplings, self.seeds.device))
+            self.temperatures.copy_(temperatures(samplings, self.seeds.device))
+        out = torch.empty(steps, self.size, dtype=torch.int64, device=self.tokens.device)
+        for step in range(steps):
+            if rest:
+                self.positions[len(places) :] = 0  # padding stays on its one spare slot
+            self.graph.replay()
+            out[step] = self.chosen
+        return out[:, : len(places)]
+
+
+class Bursts:
+    """Graphs by number of requests and room, made when they are first needed."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._graphs: dict[tuple[int, int, bool, bool], DecodeGraph] = {}
+        spare = PageTable()
+        runner.pool.reserve(spare, 0, 1)
+        self.spare = spare
+        """one page that padding requests write to; never freed"""
+
+    def run(self, places: list[Place], steps: int, exact: bool) -> list[list[int]]:
+        """For each request the tokens that follow, `steps` of them. Precondition: tables have room for all their rows."""
+        if not places or steps < 1:
+            raise EngineBug(f"a burst of {len(places)} requests and {steps} steps")
+        if len(places) > SIZES[-1]:
+            return self.run(places[: SIZES[-1]], steps, exact) + self.run(places[SIZES[-1] :], steps, exact)
+        size = next(s for s in SIZES if s >= len(places))
+        room = next_power_of_2(max(len(place.table.pages) for place in places))
+        key = (size, room, exact, any(place.sampling.temperature for place in places))
+        if key not in self._graphs:
+            self._graphs[key] = DecodeGraph(self.runner, *key, self.spare.pages[0])
+        return self._graphs[key].run(places, steps).T.tolist()

@@ -1,0 +1,147 @@
+"""The canonical arithmetic on a CPU, and the fast path beside it.
+
+What makes an op canonical here:
+* products run on zero-padded tiles of 16 rows; other roads are taken only where the certificate shows that they give the
+  same bits (`Products`: the library may split K between threads at some sizes);
+* attention sums over fixed blocks of 64 keys from absolute position 0, one after the other; the maximum is exact, so it
+  may be taken over all keys at once;
+* transcendental functions are built from exp, tanh and erf, which give an element the same bits wherever it stands;
+  the library's silu and tanh-gelu do not (their vector body and scalar tail round differently).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.model.config import Activation
+from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, TorchOps, softcap
+from replaylens.engine.model.rotary import Rotary
+from replaylens.engine.passes.batch import KV_BLOCK, Batch
+from replaylens.engine.passes.products import Products
+
+
+class CpuOps(TorchOps):
+    """What the passes of a CPU do to rows, each by itself: the meaning of `TorchOps`, with fewer copies and calls."""
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """The library's own steps, to the bit, without its dispatch."""
+        if norm.kind == "layer":
+            return super().norm(x, norm)
+        scale = x.square().mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
+        return (x * scale).mul_(norm.weight)
+
+    def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
+        half = rotary.table.shape[-1]
+        cos, sin = rotary.rows[:, None].unbind(2)  # [rows, 1, half]
+        a, b, rest = x.tensor_split((half, 2 * half), dim=-1)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        torch.sub(a * cos, b * sin, out=out[..., :half])
+        torch.add(b * cos, a * sin, out=out[..., half : 2 * half])
+        out[..., 2 * half :] = rest
+        return out
+
+    def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
+        if not gated:
+            return activate(x, kind)
+        gate, up = x.chunk(2, dim=-1)
+        return activate(gate, kind).mul_(up)
+
+    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        return self.linear(x, linear).add_(residual)
+
+
+class CachedOps(CpuOps):
+    """Attention through the paged cache; what a product is, the child says."""
+
+    def __init__(self, batch: Batch, cache: KVCache) -> None:
+        self.batch, self.cache = batch, cache
+
+    def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
+        q, k, v = self.turned(heads)
+        batch, data = self.batch, self.cache.data[spec.layer]
+        self.cache.write(spec.layer, batch.write_slots, k[: batch.num_rows], v[: batch.num_rows])
+        out = torch.zeros(batch.padded + 1, *q.shape[1:], dtype=q.dtype)  # the extra row swallows padding queries
+        scaled = torch.zeros_like(out)
+        torch.mul(q, spec.scale, out=scaled[:-1])
+        patterns = []
+        for group in batch.groups:
+            keys = data[0].index_select(1, group.slots)
+            values = data[1].index_select(1, group.slots)
+            z, pattern = attend_blocks(
+                scaled[group.rows], keys, values, group.hidden(spec.window), spec.softcap, observe is not None
+            )
+            out[group.rows] = z
+            patterns.append(pattern)
+        if observe is not None:
+            observe(self._assemble(patterns, q.shape[1]))
+        return out[:-1]
+
+    def _assemble(self, patterns: list[Tensor], heads: int) -> Tensor:
+        """One pattern tensor [padded rows, heads, most keys] from the groups' pieces."""
+        groups = self.batch.groups
+        out = torch.zeros(self.batch.padded + 1, heads, max(g.num_keys for g in groups))
+        for group, pattern in zip(groups, patterns, strict=True):
+            out[group.rows, :, : group.num_keys] = pattern
+        return out[:-1]
+
+
+def attend_blocks(
+    q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, cap: float, want_pattern: bool
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of scaled queries over gathered keys.
+
+    q [pieces, rows, heads, d], keys and values [kv_heads, pieces * n, d], hidden [pieces, rows, 1, the last keys]
+    -> ([pieces, rows, heads, d], pattern [pieces, rows, heads, n] or an empty tensor)
+    """
+    pieces, rows, heads, d = q.shape
+    kv_heads = len(keys)
+    group, n = heads // kv_heads, keys.shape[1] // pieces
+    folded = q.view(pieces, rows, kv_heads, group, d).permute(2, 0, 1, 3, 4).reshape(kv_heads * pieces, rows * group, d)
+    keys, values = keys.view(kv_heads * pieces, n, d), values.view(kv_heads * pieces, n, d)
+    scores = softcap(torch.bmm(folded, keys.transpose(1, 2)), cap)
+    scores.view(kv_heads, pieces, rows, group, n)[..., n - hidden.shape[-1] :].masked_fill_(hidden, -math.inf)
+    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+    total = weights[..., :KV_BLOCK].sum(-1, keepdim=True)
+    out = torch.bmm(weights[..., :KV_BLOCK], values[:, :KV_BLOCK])
+    for first in range(KV_BLOCK, n, KV_BLOCK):  # in order: this is the reduction that must not move
+        block = weights[..., first : first + KV_BLOCK]
+        total += block.sum(-1, keepdim=True)
+        out += torch.bmm(block, values[:, first : first + KV_BLOCK])
+    out /= total
+    back = lambda x: x.view(kv_heads, pieces, rows, group, -1).permute(1, 2, 0, 3, 4).reshape(pieces, rows, heads, -1)  # noqa: E731
+    return back(out), back(weights / total) if want_pattern else out.new_empty(0)
+
+
+class CanonicalCpuOps(CachedOps):
+    """The arithmetic of committed rows."""
+
+    def __init__(self, batch: Batch, cache: KVCache, products: Products) -> None:
+        super().__init__(batch, cache)
+        self.products = products
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        return self.products.linear(x, linear)
+
+    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
+        return self.products.unembed(x, table)
+
+
+class FastCpuOps(CachedOps):
+    """The draft path: the library's products at whatever row count there is."""
+
+
+def activate(x: Tensor, kind: Activation) -> Tensor:
+    """Position-independent activations; see the head of the file."""
+    match kind:
+        case "silu":
+            below = torch.neg(x).exp_().add_(1)
+            return torch.div(x, below, out=below)
+        case "gelu_tanh":
+            inner = (x * x * x).mul_(0.044715).add_(x).mul_(math.sqrt(2 / math.pi))
+            return inner.tanh_().add_(1).mul_(x).mul_(0.5)
+        case "gelu":
+            return (x * math.sqrt(0.5)).erf_().add_(1).mul_(x).mul_(0.5)
+        case "relu":
+            return x.relu()

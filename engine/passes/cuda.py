@@ -1,0 +1,101 @@
+"""The canonical arithmetic on a CUDA device, from the kernels, and the fast path beside it.
+
+Every kernel gives a row the same bits at any number of rows and any tile, so nothing is padded and the decode step itself is
+canonical. The fast path takes the library's products, which may split a sum differently at every size.
+"""
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import UnsupportedModel
+from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.model.config import Activation
+from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer
+from replaylens.engine.model.rotary import Rotary
+from replaylens.engine.passes.batch import Batch
+from replaylens.kernels.activation import activation
+from replaylens.kernels.attention import Rows, attention, plan_tiles, rows_per_tile
+from replaylens.kernels.matmul import matmul
+from replaylens.kernels.norm import norm as norm_kernel
+from replaylens.kernels.rope import rotate, rotate_and_store, store
+
+
+class HeadOps:
+    """Products and norms: all that is needed outside a pass."""
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        return matmul(x, linear.weight, linear.bias)
+
+    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
+        return matmul(x, table.t(), out_dtype=torch.float32)
+
+    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        return matmul(x, linear.weight, linear.bias, residual=residual)
+
+    def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
+        return activation(matmul(x, linear.weight, linear.bias), kind, gated)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return norm_kernel(x, norm.weight, norm.bias, norm.eps, norm.kind)
+
+    def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
+        return activation(x, kind, gated)
+
+
+class FastHeadOps(HeadOps):
+    """The library's products, which may split a sum differently at every size."""
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)
+
+    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        return torch.addmm(residual, x, linear.weight) if linear.bias is None else residual + self.linear(x, linear)
+
+    def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
+        return activation(self.linear(x, linear), kind, gated)
+
+    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
+        return (x @ table.t()).float()
+
+
+class CanonicalCudaOps(HeadOps):
+    """The arithmetic of committed rows."""
+
+    def __init__(self, cache: KVCache, rows: Rows) -> None:
+        self.cache, self.rows = cache, rows
+
+    def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
+        return rotate(x, rotary.table, self.rows)
+
+    def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
+        if observe is not None:
+            raise UnsupportedModel("attention patterns are not captured on CUDA: the kernel never holds them; use a CPU engine")
+        keys, values = self.cache.data[spec.layer]
+        q, size = heads.q, self.cache.pool.page_size
+        if heads.rotary is None:
+            store(heads.k, heads.v, self.rows, keys, values, size)
+        else:
+            q, _ = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
+        return attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
+
+
+class FastCudaOps(FastHeadOps, CanonicalCudaOps):
+    """The draft path."""
+
+
+def device_rows(batch: Batch, cache: KVCache) -> Rows:
+    """Where every row's keys lie, on the cache's device."""
+    heads = cache.num_heads
+    most = max(len(s.table.pages) for s in batch.segments)
+    pages = [s.table.pages + [0] * (most - len(s.table.pages)) for s in batch.segments]
+    sequences = [i for i, s in enumerate(batch.segments) for _ in s.tokens]
+    longest = max(len(s.tokens) for s in batch.segments)
+    kv_heads, d_head = cache.data.shape[3:]
+    per_tile = rows_per_tile(heads, kv_heads, d_head, cache.data.dtype, longest)
+    device = cache.data.device
+    as_int = lambda values: torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)  # noqa: E731
+    tiles = plan_tiles(sequences, per_tile).to(device, non_blocking=True) if longest > 1 else None
+    max_keys = max(s.end for s in batch.segments)
+    return Rows(
+        as_int(sequences), batch.positions.to(torch.int32), as_int(pages), tiles, max_keys, per_tile if tiles is not None else 0
+    )

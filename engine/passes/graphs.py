@@ -1,0 +1,141 @@
+"""Passes as CUDA graphs: a pass of a few hundred rows would otherwise wait for the host, which launches its kernels one by one.
+
+A graph is made for a shape (rows, sequences, pages, sites to keep) when it has come often enough to pay. Rows are padded up:
+padding rows stand on a spare page, belong to no attention tile and are seen by nobody. Every kernel gives a row the same bits
+at any number of rows, so a replayed pass and a launched one agree; edits and hook functions are always launched.
+"""
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.passes.batch import Batch
+from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
+from replaylens.engine.request.capture import PassTap
+from replaylens.kernels import launch
+from replaylens.kernels.attention import Rows, plan_tiles, rows_per_tile
+
+SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""rows that a graph can have; larger passes keep the device busy without one"""
+MOST_GRAPHS = 24
+"""the least recently used one goes"""
+WORTH = 8
+"""passes of a shape from which on it gets a graph: making one takes as long as about ten launched passes lose"""
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """What the launches of a pass depend on."""
+
+    rows: int
+    sequences: int
+    pages: int
+    per_tile: int
+    """rows per attention tile; 0: every row is a tile of its own"""
+    sites: frozenset[str]
+    exact: bool
+
+    @property
+    def tiles(self) -> int:
+        """Room for as many tiles as any cut of the rows into the sequences can need."""
+        return -(-self.rows // self.per_tile) + self.sequences
+
+
+class PassGraph:
+    """One captured pass. Its outputs stay valid until the next `run` of any graph."""
+
+    def __init__(self, model: Decoder, cache: KVCache, shape: PassShape, spare: int, pool: Any) -> None:
+        self.model, self.shape, self.spare = model, shape, spare
+        zeros = lambda *size, dtype=torch.int32: torch.zeros(size, dtype=dtype, device="cuda")  # noqa: E731
+        self.tokens = zeros(shape.rows, dtype=torch.int64)
+        self.positions = zeros(shape.rows, dtype=torch.int64)
+        self.sequence = torch.full((shape.rows,), shape.sequences, dtype=torch.int32, device="cuda")
+        self.short_positions = zeros(shape.rows)
+        self.pages = torch.full((shape.sequences + 1, shape.pages), spare, dtype=torch.int32, device="cuda")
+        self.tiles = zeros(shape.tiles, 2) if shape.per_tile else None
+        rows = Rows(self.sequence, self.short_positions, self.pages, self.tiles, per_tile=shape.per_tile)
+        self.ops = (CanonicalCudaOps if shape.exact else FastCudaOps)(cache, rows)
+        self.graph = torch.cuda.CUDAGraph()
+        self._capture(pool)  # torch's handle of the memory that all graphs share
+
+    def _capture(self, pool: Any) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with launch.in_graph():
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # compiles the kernels; what it writes goes to the spare page
+                    self._pass()
+            stream.synchronize()
+            with torch.cuda.graph(self.graph, pool=pool):
+                self.residual, self.values = self._pass()
+
+    def _pass(self) -> tuple[Tensor, dict[str, Tensor]]:
+        tap = PassTap(self.shape.sites)
+        residual = self.model(self.tokens, self.positions, self.ops, tap)
+        return residual, tap.values
+
+    def run(self, batch: Batch) -> None:
+        """Replay the pass over a batch of its shape; `residual` and `values` hold the outcome, padding rows at the end."""
+        shape, pad = self.shape, self.shape.rows - batch.num_rows
+        tokens = [token for s in batch.segments for token in s.tokens] + [0] * pad
+        positions = [p for s in batch.segments for p in range(s.start, s.end)] + [0] * pad
+        sequence = [i for i, s in enumerate(batch.segments) for _ in s.tokens]
+        pages = torch.full(self.pages.shape, self.spare, dtype=torch.int32)
+        for i, s in enumerate(batch.segments):
+            pages[i, : len(s.table.pages)] = torch.tensor(s.table.pages, dtype=torch.int32)
+        self.tokens.copy_(torch.tensor(tokens))
+        self.positions.copy_(torch.tensor(positions))
+        self.short_positions.copy_(torch.tensor(positions, dtype=torch.int32))
+        self.sequence.copy_(torch.tensor(sequence + [shape.sequences] * pad, dtype=torch.int32))
+        self.pages.copy_(pages)
+        if self.tiles is not None:
+            self.tiles.copy_(plan_tiles(sequence, shape.per_tile, shape.tiles))
+        self.graph.replay()
+
+
+class PassGraphs:
+    """Graphs by shape, made when a shape has come `worth` times."""
+
+    def __init__(self, model: Decoder, cache: KVCache, spare: int, worth: int = WORTH) -> None:
+        """`spare`: a page that padding rows may write to; it belongs to the caller."""
+        self.model, self.cache, self.spare, self.worth = model, cache, spare, worth
+        self._seen: Counter[PassShape] = Counter()
+        self.graphs: OrderedDict[PassShape, PassGraph] = OrderedDict()
+
+    def run(self, batch: Batch, sites: frozenset[str], exact: bool) -> PassGraph | None:
+        """The graph that ran the pass, or None where it must be launched: a new shape, or a pass too large."""
+        if batch.num_rows > SIZES[-1]:
+            return None
+        shape = self._shape(batch, sites, exact)
+        self._seen[shape] += 1
+        if shape not in self.graphs:
+            if self._seen[shape] < self.worth:
+                return None
+            self._add(shape)
+        self.graphs.move_to_end(shape)
+        self.graphs[shape].run(batch)
+        return self.graphs[shape]
+
+    def _add(self, shape: PassShape) -> None:
+        pool = next(iter(self.graphs.values())).graph.pool() if self.graphs else None
+        self.graphs[shape] = PassGraph(self.model, self.cache, shape, self.spare, pool)
+        if len(self.graphs) > MOST_GRAPHS:
+            self.graphs.popitem(last=False)
+
+    def _shape(self, batch: Batch, sites: frozenset[str], exact: bool) -> PassShape:
+        longest = max(len(s.tokens) for s in batch.segments)
+        kv_heads, d_head = self.cache.data.shape[3:]
+        per_tile = rows_per_tile(self.cache.num_heads, kv_heads, d_head, self.cache.data.dtype, longest) if longest > 1 else 0
+        return PassShape(
+            rows=next(size for size in SIZES if size >= batch.num_rows),
+            sequences=launch.next_power_of_2(len(batch.segments)),
+            pages=launch.next_power_of_2(max(len(s.table.pages) for s in batch.segments)),
+            per_tile=per_tile,
+            sites=sites,
+            exact=exact,
+        )

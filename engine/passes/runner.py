@@ -1,0 +1,172 @@
+"""`Runner`: one model with its cache on one device, and the two kinds of pass over packed rows."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import NonFinite
+from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.memory.pages import PagePool, PageTable
+from replaylens.engine.model.decoder import Decoder, Tap
+from replaylens.engine.model.ops import Ops, TorchOps
+from replaylens.engine.passes.batch import Batch, Segment
+from replaylens.engine.passes.certificate import Certificate
+from replaylens.engine.passes.cpu import CanonicalCpuOps, FastCpuOps
+from replaylens.engine.passes.products import Products
+from replaylens.engine.request.capture import PassTap, Rows
+from replaylens.engine.request.edits import EditTap
+from replaylens.engine.request.sampling import Sampling
+
+if TYPE_CHECKING:
+    from replaylens.engine.passes.graphs import PassGraphs
+
+_ANY_SIZE = (1, 2, 4, 8, 16, 32, 64, 128)
+LENS_ROWS = 256
+
+
+@dataclass
+class PassResult:
+    """What a pass computed."""
+
+    batch: Batch
+    residual: Tensor
+    """after the last block that ran: [padded rows, d_model]"""
+    logits: Tensor
+    """of `batch.logit_rows()`, in that order: [rows, vocab]"""
+
+    @cached_property
+    def greedy(self) -> list[int]:
+        """The likeliest token of every logits row; the lowest id among equals. Found where the logits are."""
+        if self.logits.device.type == "cpu":
+            return [int(i) for i in self.logits.numpy().argmax(-1)]
+        from replaylens.kernels.sample import sample_logits
+
+        return [int(i) for i in sample_logits(self.logits)[0].tolist()]
+
+    def choose(self, row: int, sampling: Sampling, path: list[int], num_prompt: int) -> int:
+        """The token after `path`, whose logits are row `row`."""
+        if sampling.plain_greedy:
+            return self.greedy[row]
+        if sampling.bare and self.logits.device.type != "cpu":
+            from replaylens.engine.passes.choice import draw
+
+            return int(draw(self.logits[row : row + 1], [sampling], [len(path)]))
+        return sampling.choose(self.logits[row].float().cpu().numpy(), path, num_prompt)
+
+
+class Runner:
+    """Passes of one decoder over its paged cache. Prefill, verify, forced tokens and direct decode are all `exact`."""
+
+    def __init__(self, model: Decoder, certificate: Certificate, num_pages: int, page_size: int, canary: bool = False) -> None:
+        self.model, self.certificate = model, certificate
+        self.pool = PagePool(num_pages, page_size)
+        self.device = model.embed.device.type
+        self.products = Products(certificate.row_counts, certificate.packed)
+        self.tile = self.products.tile if self.device == "cpu" else 1
+        """passes are padded to a multiple of this many rows"""
+        self.graphs: PassGraphs | None = None
+        """where passes are replayed instead of launched; None: on a CPU"""
+        self.cache = KVCache(model.config, self.pool, model.embed.dtype, self.device, canary)
+
+    def reserve(self, table: PageTable, start: int, end: int) -> None:
+        """Make [start, end) of `table` writable, copying shared pages. Mutates table, pool and cache, or raises OutOfPages."""
+        self.cache.copy(self.pool.reserve(table, start, end))
+
+    @torch.inference_mode()
+    def exact(self, segments: list[Segment], tap: Tap | None = None, stop_at_layer: int | None = None) -> PassResult:
+        """The canonical pass: every row's bits depend on its own path alone. Mutates the cache at the segments' rows."""
+        batch = Batch(segments, self.pool, self.certificate.query_rows, self.tile, self.device)
+        residual = self._replayed(batch, tap, exact=True) if stop_at_layer is None else None
+        if residual is None:
+            ops = self.ops(batch, self.cache)
+            residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap), stop_at_layer)
+        rows = batch.logit_rows()
+        logits = self.logits(residual[rows]) if rows else residual.new_empty(0, self.model.config.vocab_size)
+        return PassResult(batch, residual, _finite(logits))
+
+    @torch.inference_mode()
+    def fast(self, segments: list[Segment], tap: Tap | None = None) -> PassResult:
+        """The same function in whatever arithmetic is quickest: for drafts and for requests that asked for no more."""
+        batch = Batch(segments, self.pool, _ANY_SIZE, tile=1, device=self.device)
+        residual = self._replayed(batch, tap, exact=False)
+        if residual is None:
+            residual = self.model(batch.tokens, batch.positions, self.ops(batch, self.cache, exact=False), _edited(batch, tap))
+        rows = batch.logit_rows()
+        logits = (
+            self.model.logits(residual[rows], self.head_ops(exact=False))
+            if rows
+            else residual.new_empty(0, self.model.config.vocab_size)
+        )
+        return PassResult(batch, residual, _finite(logits))
+
+    def _replayed(self, batch: Batch, tap: Tap | None, exact: bool) -> Tensor | None:
+        """The residual stream after the last block, from a graph. None: there is none for this pass, it must be launched."""
+        if self.graphs is None or not isinstance(tap, PassTap | None) or any(s.edits or s.hooks for s in batch.segments):
+            return None
+        ran = self.graphs.run(batch, tap.wanted if tap is not None else frozenset(), exact)
+        if ran is None:
+            return None
+        if tap is not None:
+            tap.values.update(ran.values)
+        return ran.residual
+
+    def ops(self, batch: Batch, cache: KVCache, exact: bool = True) -> Ops:
+        """The arithmetic of a pass over a batch whose pages lie in `cache`: the runner's own, or one of the same layout."""
+        if self.device == "cpu":
+            return CanonicalCpuOps(batch, cache, self.products) if exact else FastCpuOps(batch, cache)
+        from replaylens.engine.passes import cuda  # its kernels need triton, which a CPU machine may lack
+
+        rows = cuda.device_rows(batch, cache)
+        return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(cache, rows)
+
+    def head_ops(self, exact: bool = True) -> Ops:
+        """Ops for rows outside a pass: norms and products, no attention."""
+        if self.device == "cpu":
+            return _Stateless(self.products) if exact else cast(Ops, TorchOps())
+        from replaylens.engine.passes import cuda
+
+        return cast(Ops, cuda.HeadOps() if exact else cuda.FastHeadOps())
+
+    def logits(self, residual: Tensor) -> Tensor:
+        """Canonical logits of any residual rows [rows, d_model]: the model's own, or a layer's lens."""
+        return self._head(residual, PassTap(frozenset()))
+
+    def head(self, residual: Tensor, sites: list[str]) -> Rows:
+        """The sites after the last block, of residual rows that left it: `ln_final.hook_out`, `unembed.hook_out`."""
+        tap = PassTap(frozenset(sites))
+        pieces: dict[str, list[Tensor]] = {site: [] for site in sites}
+        for piece in residual.split(LENS_ROWS):
+            self._head(piece, tap)
+            for site in sites:
+                pieces[site].append(tap.values[site][: len(piece)])
+        return {site: torch.cat(values) for site, values in pieces.items()}
+
+    @torch.inference_mode()
+    def _head(self, residual: Tensor, tap: PassTap) -> Tensor:
+        ops, tile, out = self.head_ops(), self.tile, []
+        for piece in residual.to(self.device).split(LENS_ROWS):
+            padded = torch.zeros(-(-len(piece) // tile) * tile, piece.shape[1], dtype=piece.dtype, device=piece.device)
+            padded[: len(piece)] = piece
+            out.append(self.model.logits(padded, ops, tap)[: len(piece)])
+        return torch.cat(out)
+
+
+def _edited(batch: Batch, tap: Tap | None) -> Tap | None:
+    return EditTap(batch, tap) if any(s.edits or s.hooks for s in batch.segments) else tap
+
+
+class _Stateless(CanonicalCpuOps):
+    """Canonical ops outside a pass: no rows, no cache."""
+
+    def __init__(self, products: Products) -> None:
+        self.products = products
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """NaN in a row would reach its neighbours in the cache's blocks: refuse before anything is committed."""
+    if not bool(torch.isfinite(logits).all()):
+        raise NonFinite("the model gave NaN or infinite logits; nothing of this pass was committed. Check edits and weights.")
+    return logits

@@ -1,0 +1,1 @@
+"""Trees, timelines and boards, drawn from data."""

@@ -1,0 +1,65 @@
+"""The logit lens: what each layer's residual stream would predict if the blocks after it were left out."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.model import sites
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.ops import Ops, SequenceOps
+from replaylens.tasks import WordTokenizer
+
+
+def lens_logits(model: Decoder, residual: Tensor, ops: Ops) -> Tensor:
+    """Residual stream of any layer [rows, d_model] -> logits [rows, vocab], through the final norm and unembedding."""
+    return model.logits(residual, ops)
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A next token, and the probability that a layer gives it."""
+
+    token: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class LensLayer:
+    """What one layer would say next."""
+
+    site: str
+    """where the residual stream was read"""
+    guesses: tuple[Guess, ...]
+    """most likely first"""
+
+
+@torch.no_grad()
+def next_token_by_layer(model: Decoder, tokenizer: WordTokenizer, prompt: str, k: int = 3) -> list[LensLayer]:
+    """The k likeliest next tokens after the prompt, at every S site: entering each block, and leaving the last.
+
+    The last entry is the model's own prediction.
+    """
+    ids = tokenizer.encode(prompt)
+    ops, kept = SequenceOps([len(ids)]), _LastRows(sites.table(model.config).letter("S"))
+    model(torch.tensor(ids), torch.arange(len(ids)), ops, kept)
+    best = lens_logits(model, torch.stack(list(kept.rows.values())), ops).softmax(-1).topk(k)
+    return [
+        LensLayer(site, tuple(Guess(tokenizer.token(i), p) for i, p in zip(tokens, shares, strict=True)))
+        for site, tokens, shares in zip(kept.rows, best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+
+
+class _LastRows:
+    """A tap that keeps the last row of each wanted site, in the order of the pass."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = frozenset(names)
+        self.rows: dict[str, Tensor] = {}
+
+    def wants(self, site: str) -> bool:
+        return site in self.names
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        self.rows[site] = value[-1]
+        return value

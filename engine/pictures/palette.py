@@ -1,0 +1,90 @@
+"""`palette`: how each token state looks, the same in notebooks, on the report page, in SVG stills and in a terminal.
+
+The four fills keep apart for every common kind of colour blindness and carry the same dark ink on a light and on a dark
+page; pending tokens are a checkered pattern. No state is told by colour alone: each has a mark too.
+"""
+
+from typing import NamedTuple
+
+from replaylens.engine.memory.tree import TokenState
+
+
+class Look(NamedTuple):
+    """One state's appearance."""
+
+    fill: str
+    """behind the token's text; for pending tokens the lighter of the two squares"""
+    mark: str
+    """one character that says the same without colour"""
+    colour: str
+    """of a terminal; its own sixteen, so that they keep apart whatever it can show"""
+    accent: str = ""
+    """how a terminal sets the text off"""
+
+    @property
+    def terminal(self) -> str:
+        """A rich style."""
+        return f"{self.accent} black on {self.colour}".strip()
+
+
+INK = "#14171a"
+"""text on any fill"""
+CHECK = "#b9c0c7"
+"""the darker squares of a pending token"""
+OTHER = "#aab1b8"
+"""requests that the picture is not about"""
+SAND = "#dcb98a"
+"""states that are added to a chunk"""
+LOOKS = {
+    TokenState.PROMPT: Look("#86b6f2", "·", "bright_blue"),
+    TokenState.ACCEPTED: Look("#a8ecc9", "✓", "bright_green"),
+    TokenState.PENDING: Look("#f4f5f6", "▒", "white", "bold"),
+    TokenState.DRAFT: Look("#f3d535", "?", "bright_yellow", "italic"),
+    TokenState.REJECTED: Look("#ee8a72", "✗", "bright_red", "strike"),
+}
+PAGES = {
+    "light": {
+        "page": "#ffffff",
+        "panel": "#f5f7f9",
+        "text": "#14171a",
+        "quiet": "#59636e",
+        "line": "#8a949e",
+        "deep": "#0b4f8f",
+        "deep-ink": "#ffffff",
+    },
+    "dark": {
+        "page": "#14171a",
+        "panel": "#1f2429",
+        "text": "#eceff2",
+        "quiet": "#a3adb8",
+        "line": "#6f7a85",
+        "deep": "#8ec5ff",
+        "deep-ink": "#14171a",
+    },
+}
+"""colours of everything that is no token; `deep` is where heatmaps end"""
+
+
+def css_variables(theme: str) -> str:
+    """The palette as CSS custom properties: `--rl-prompt`, `--rl-page`, ..."""
+    fills = {state.value: look.fill for state, look in LOOKS.items()} | {
+        "ink": INK,
+        "check": CHECK,
+        "other": OTHER,
+        "sand": SAND,
+    }
+    return "".join(f"--rl-{name}:{colour};" for name, colour in (fills | PAGES[theme]).items())
+
+
+def svg_style() -> str:
+    """The style of a picture that stands alone; plain colours, for viewers that know no custom properties."""
+    rules = "".join(f".{state.value}{{fill:{look.fill}}}" for state, look in LOOKS.items())
+    fixed = f"{rules}.ink{{fill:{INK}}}.check{{fill:{CHECK}}}.other{{fill:{OTHER}}}.edge{{stroke:{INK}}}"
+    return f"{fixed}{_page_rules('light')}@media (prefers-color-scheme:dark){{{_page_rules('dark')}}}"
+
+
+def _page_rules(theme: str) -> str:
+    page = PAGES[theme]
+    return (
+        f".page{{fill:{page['page']}}}.text{{fill:{page['text']}}}.quiet{{fill:{page['quiet']}}}.line{{stroke:{page['line']}}}"
+    )

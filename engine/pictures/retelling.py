@@ -1,0 +1,202 @@
+"""Timelines from traces: the frames of one branch, as the engine's events tell them.
+
+Every number in a frame is one of the run's own. Steps that draft nothing leave no event of their own; their tokens are
+taken from the branch's path where that is known, and shown as unknown otherwise.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures.readings import word
+from replaylens.engine.pictures.timeline import Check, Fill, Frame, Phase, Slot, Timeline
+from replaylens.engine.pictures.tree import visible
+from replaylens.engine.proof.trace import Trace, path_digest
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+
+PROMPT, ACCEPTED, PENDING, DRAFT, REJECTED = TokenState
+
+
+def timeline_of(engine: "Engine", branch: int, title: str = "") -> Timeline:
+    """The life of one of the engine's branches, from the engine's own trace."""
+    known = {branch: engine.tree.path(branch)}
+    return timeline(engine.trace, branch, partial(word, engine.text), known, title or f"branch {branch}")
+
+
+def timeline(
+    trace: Trace, branch: int, decode: Callable[[int], str], known: Mapping[int, Sequence[int]] | None = None, title: str = ""
+) -> Timeline:
+    """The life of one branch as a trace tells it. `known`: final token paths, for steps that left no event."""
+    teller = _Teller(branch, decode, known or {})
+    for event in trace.events:
+        teller.hear(event)
+    if not teller.frames:
+        raise BadRequest(f"the trace has no branch {branch}")
+    return Timeline(tuple(teller.frames), title)
+
+
+@dataclass
+class _Line:
+    """A branch while the trace is read: [0, computed) has KV; at most one token after that is pending."""
+
+    tokens: list[int | None]
+    num_prompt: int
+    computed: int
+    at: int = 0
+    chains: list[list[int]] = field(default_factory=list)
+    """drafted after position `at` and not judged yet"""
+    prefilling: bool = False
+    beside: int = 0
+    """the most other requests that ran during its prefill"""
+
+
+class _Teller:
+    """Follows all branches through a trace and makes the frames of one."""
+
+    def __init__(self, branch: int, decode: Callable[[int], str], known: Mapping[int, Sequence[int]]) -> None:
+        self.branch, self.decode, self.known = branch, decode, known
+        self.lines: dict[int, _Line] = {}
+        self.running: set[int] = set()
+        self.frames: list[Frame] = []
+
+    def hear(self, event: dict[str, Any]) -> None:
+        """Mutates: one more event."""
+        line, mine = self.lines.get(event["branch"]), event["branch"] == self.branch
+        made: Iterator[Frame] = iter(())
+        match event["event"]:
+            case "plant":
+                count = len(event["tokens"])
+                self.lines[event["branch"]] = _Line(list(event["tokens"]), count, count, prefilling=True)
+                self._start(event["branch"])
+            case "fork" if line is not None:
+                self._fork(line, event)
+            case "force" if line is not None:
+                line.tokens += event["tokens"]
+                line.computed = len(line.tokens)
+                words = visible("".join(map(self.decode, event["tokens"])))
+                made = iter([self._frame(line, Phase.FORCE, f"forced: {words}")])
+            case "generate":
+                self._start(event["branch"])
+            case "draft" if line is not None:
+                made = self._draft(line, event)
+            case "verdict" if line is not None:
+                made = self._verdict(line, event)
+            case "finish" if line is not None:
+                self.running.discard(event["branch"])
+                made = self._finish(line, event)
+            case "rollback" if line is not None:
+                del line.tokens[event["to"] :]
+                line.computed = min(line.computed, event["to"])
+                made = iter([self._frame(line, Phase.ROLLBACK, f"rolled back to {event['to']} tokens")])
+        frames = list(made)  # told in any case: it moves the line on
+        self.frames += frames if mine else []
+
+    def _start(self, branch: int) -> None:
+        self.running.add(branch)
+        for line in (self.lines[each] for each in self.running if each in self.lines):
+            line.beside = max(line.beside, len(self.running) - 1) if line.prefilling else 0
+
+    def _fork(self, line: _Line, event: dict[str, Any]) -> None:
+        at = event["at"]
+        child = self.lines[event["child"]] = _Line(line.tokens[:at], min(line.num_prompt, at), min(line.computed, at))
+        if event["child"] == self.branch:
+            caption = f"forked from branch {event['branch']} at {at}: pages shared, nothing copied"
+            self.frames.append(self._frame(child, Phase.FORK, caption))
+
+    def _draft(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
+        yield from self._direct(line, event["branch"], event["at"])
+        line.at, line.chains = event["at"], event["chains"]
+        if any(line.chains):
+            width = f" in {len(line.chains)} chains" if len(line.chains) > 1 else ""
+            count = sum(map(len, line.chains))
+            yield self._frame(line, Phase.DECODE, f"{count} tokens drafted{width}: nothing is promised yet")
+
+    def _verdict(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
+        """The verification, then what it left of the sequence and of the cache."""
+        chains, chain, accepted, pending = line.chains, event["chain"], event["accepted"], list(event["pending"])
+        followed = chains[chain] if chains else []
+        rows = 1 + max(map(len, chains), default=0)
+        caption = f"one canonical pass over {rows} rows" + (f" of each of {len(chains)} chains" if len(chains) > 1 else "")
+        yield self._frame(line, Phase.VERIFY, caption, chain, self._checks(line, followed, accepted, pending))
+        rejected = [c for i, c in enumerate(chains) if c and i != chain]
+        rejected += [followed] if len(followed) > accepted else []
+        for kept, path in zip(event["rejected"], rejected, strict=False):
+            self.lines[kept] = _Line([*line.tokens, *path], line.num_prompt, line.at + len(path))
+        num_rejected = sum(map(len, chains)) - accepted
+        line.tokens = [*line.tokens[: line.at], *followed[:accepted], *pending]
+        line.computed, line.chains = line.at + accepted, []
+        gained = f"{accepted} accepted" + (", one more comes free and is pending" if pending else "")
+        if num_rejected:
+            gained = f"{accepted} accepted, {num_rejected} rejected" + (", the verifier's own is pending" if pending else "")
+        phase = Phase.ROLLBACK if num_rejected else Phase.ACCEPT
+        yield self._frame(line, phase, f"{gained}; KV up to position {line.computed}")
+
+    def _checks(self, line: _Line, followed: list[int], accepted: int, pending: list[int]) -> tuple[Check, ...]:
+        said = [*followed[:accepted], *pending]
+        checks = []
+        for i in range(max(len(followed), len(said))):
+            number = line.at - line.num_prompt + i
+            draft = self._slot(followed[i], DRAFT, number, drafted=True) if i < len(followed) else None
+            state = ACCEPTED if i < accepted else PENDING
+            checks.append(Check(draft, self._slot(said[i], state, number) if i < len(said) else None))
+        return tuple(checks)
+
+    def _finish(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
+        if line.prefilling:
+            yield self._frame(line, Phase.PREFILL, f"{line.num_prompt} prompt tokens in canonical passes")
+        line.chains, line.prefilling = [], False
+        yield from self._direct(line, event["branch"], event["length"], event["path"])
+        if event["generated"] == 0:
+            line.computed = event["length"]
+
+    def _direct(self, line: _Line, branch: int, length: int, digest: str | None = None) -> Iterator[Frame]:
+        """Tokens that were committed one by one since the last event."""
+        count = length - len(line.tokens)
+        if count <= 0:
+            return
+        path = list(self.known.get(branch, ()))[:length]
+        known = path[: len(line.tokens)] == line.tokens and len(path) == length
+        if digest is not None and known:
+            known = path_digest(path) == digest
+        line.tokens += path[len(line.tokens) :] if known else [None] * count
+        line.computed = max(line.num_prompt, length - 1)
+        yield self._frame(line, Phase.DIRECT, f"{count} decoded directly: canonical at once, nothing to verify")
+
+    # ---- frames -------------------------------------------------------------------------------------------------
+
+    def _frame(self, line: _Line, phase: Phase, caption: str, chain: int = 0, checks: tuple[Check, ...] = ()) -> Frame:
+        """The line as it stands. A draft's KV goes to slots of its own after those of the sequence."""
+        first = len(line.tokens) - line.num_prompt
+        slots = [self._slot(token, self._state(line, p), p - line.num_prompt) for p, token in enumerate(line.tokens)]
+        drafts = [tuple(self._slot(t, DRAFT, first + i, True) for i, t in enumerate(c)) for c in line.chains]
+        if checks:  # what the verifier turned down is red from then on
+            stood = sum(check.stands for check in checks)
+            drafts = [
+                (*c[: stood * (i == chain)], *(replace(slot, state=REJECTED) for slot in c[stood * (i == chain) :]))
+                for i, c in enumerate(drafts)
+            ]
+        prompt = min(line.num_prompt, line.computed)
+        waiting = len(line.tokens) - line.computed if line.chains else 0
+        fill = Fill(prompt, line.computed - prompt, waiting + sum(map(len, line.chains)))
+        return Frame(
+            phase,
+            caption,
+            fill,
+            (*slots[line.num_prompt :], *(drafts[chain] if drafts else ())),
+            checks,
+            tuple(other for i, other in enumerate(drafts) if i != chain and other),
+            line.beside if line.prefilling else len(self.running - {self.branch}),
+        )
+
+    def _state(self, line: _Line, position: int) -> TokenState:
+        if position < line.num_prompt:
+            return PROMPT
+        return ACCEPTED if position < line.computed else PENDING
+
+    def _slot(self, token: int | None, state: TokenState, number: int, drafted: bool = False) -> Slot:
+        return Slot("…" if token is None else self.decode(token), state, number, drafted)

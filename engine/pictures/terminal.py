@@ -1,0 +1,61 @@
+"""Trees and timelines as coloured lines for a terminal. Every run of tokens also carries its state's marker and count."""
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures.palette import LOOKS
+from replaylens.engine.pictures.tree import Path, Token, Tree
+
+if TYPE_CHECKING:
+    from replaylens.engine.pictures.timeline import Frame
+
+
+def tree_lines(tree: Tree) -> Iterator[Text]:
+    """A line a branch, below the one that it left: its number, where it left, its status, its tokens run by run."""
+    for path, depth in tree.walk():
+        guide = "   " * (depth - 1) + "└─ " if depth else ""
+        yield Text.assemble((guide, "dim"), _head(path), *_runs(path.tokens))
+    if tree.left_out:
+        yield Text(f"and {tree.left_out} more branches", style="dim")
+
+
+def _head(path: Path) -> tuple[str, str]:
+    left = "" if path.parent is None else f" @{path.fork_position}"
+    return f"#{path.branch}{left} {path.status}", "bold"
+
+
+def _runs(tokens: tuple[Token, ...]) -> Iterator[Text | tuple[str, str]]:
+    for state, run in groupby(tokens, key=lambda token: token.state):
+        some = list(run)
+        yield f" {state.marker}{len(some)} ", "dim"
+        yield Text("".join(token.visible for token in some), style=LOOKS[state].terminal)
+
+
+def legend() -> Text:
+    """What the colours and markers mean."""
+    parts: list[tuple[str, str]] = []
+    for state in TokenState:
+        parts += [(f"{state.marker} ", "dim"), (f" {state.value} ", LOOKS[state].terminal), ("  ", "")]
+    return Text.assemble(*parts)
+
+
+def frame_lines(frames: "list[Frame]", width: int = 24) -> Iterator[Text]:
+    """A line a frame: what happened, the cache as a bar, the tokens."""
+    most = max((frame.kv.total for frame in frames), default=1) or 1
+    for number, frame in enumerate(frames, 1):
+        line = Text.assemble((f"{number:>3} ", "dim"), (f"{frame.phase.value:<9}", "bold"))
+        filled = 0
+        for state, count in frame.kv.by_state():
+            cells = round((filled + count) * width / most) - round(filled * width / most)
+            line.append("█" * cells, LOOKS[state].colour)
+            filled += count
+        line.append("░" * (width - round(filled * width / most)), "dim")
+        line.append(f" {frame.kv.total:>4}  ")
+        for slot in frame.generated[-12:]:
+            line.append(slot.visible, LOOKS[slot.state].terminal)
+        line.append(f"  {frame.caption}", "dim")
+        yield line

@@ -1,0 +1,161 @@
+"""The Thinking-States picture: chunks of input, the state added to each, the thought that each ends in.
+
+    Z   tails <EOS>   |   <EOS>      |   heads <EOS>      what the thinking block T says after the chunk
+    S   0             |   |S| = 4.1  |   0                what the compression block C made of the thought before, added here
+    X   Alice flips,  |   then Bob   |   flips. A:        the chunk's tokens
+
+Plain data in, so that a live run, a dump or a test can draw it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures.html import Markup, fragment, join, tag
+from replaylens.engine.pictures.palette import LOOKS
+from replaylens.engine.pictures.tree import visible
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+END = "<EOS>"
+"""how the token reads that ends every thought"""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk of the input."""
+
+    tokens: tuple[str, ...]
+    thought: tuple[str, ...]
+    """what T said at its end, the end mark included; only that: there was nothing to think. None at all: generated tokens,
+    which T is not asked about"""
+    state: float | None = 0.0
+    """norm of the state that was added to it; 0: none; None: nobody kept it"""
+    facts: tuple[str, ...] = ()
+    """lines that a hover adds, tabs between columns"""
+
+    @property
+    def thinks(self) -> bool:
+        return len(self.thought) > 1
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of a prefill: chunks [first, last) ran at once, those before `kept` stood, the KV of the rest was dropped."""
+
+    first: int
+    kept: int
+    last: int
+    dropped: tuple[Chunk, ...] = ()
+    """chunks [kept, last) as they were in this round; none where they are not known"""
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The picture of one input. Draws itself in a notebook and in a terminal."""
+
+    chunks: tuple[Chunk, ...]
+    rounds: tuple[Round, ...] = ()
+    title: str = "Thinking States"
+
+    def __str__(self) -> str:
+        lines = []
+        for number, chunk in enumerate(self.chunks):
+            state = _added(chunk, "|S| {:.2f}", "no state")
+            said = f"->  {_said(chunk)}" if chunk.thought else "generated"
+            lines.append(f"{number:>3}  {visible(''.join(chunk.tokens))}  [{state}]  {said}")
+        return "\n".join(lines + [f"round {n}: {_told(each)}" for n, each in enumerate(self.rounds, 1)])
+
+    __repr__ = __str__
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        table = Table("chunk", "tokens", "state added", "thought", title=self.title)
+        for number, chunk in enumerate(self.chunks):
+            thought = Text(_said(chunk), style="bold" if chunk.thinks else "dim")
+            tokens = Text(visible("".join(chunk.tokens)), style=LOOKS[_origin(chunk)].terminal)
+            table.add_row(str(number), tokens, _added(chunk, "{:.2f}", ""), thought)
+        yield table
+        yield from (f"round {n}: {_told(each)}" for n, each in enumerate(self.rounds, 1))
+
+    def _repr_html_(self) -> str:
+        return fragment(draw(self))
+
+
+def step_facts(likely: Iterable[float]) -> tuple[str, ...]:
+    """How likely each word of a thought was, in its order, as facts of a chunk."""
+    return tuple(f"step {step}\tp {p:.3f}" for step, p in enumerate(likely))
+
+
+def draw(picture: Thinking) -> Markup:
+    """A column a chunk: thought on top, T and C, the state, the tokens; below, round by round, which KV stood."""
+    count = len(picture.chunks)
+    names = [tag("i", name, class_="rl-row", style=f"grid-row:{row}") for row, name in enumerate(("Z", "T C", "S", "X"), 1)]
+    columns = [_column(chunk, number) for number, chunk in enumerate(picture.chunks)]
+    bars = [bar for n, each in enumerate(picture.rounds) for bar in _bars(each, n)]
+    grid = tag("div", *names, *columns, *bars, class_="rl-thinking", style=f"--n:{count}")
+    return join([tag("div", tag("b", picture.title), class_="rl-head"), tag("div", grid, class_="rl-scroll")])
+
+
+def _column(chunk: Chunk, number: int) -> Markup:
+    def at(row: int) -> str:
+        return f"grid-row:{row};grid-column:{number + 2}"
+
+    title = "\n".join([f"chunk {number}", *chunk.facts])
+    tokens = (tag("span", visible(token), class_=f"rl-token rl-{_origin(chunk).value}") for token in chunk.tokens)
+    state = f"S{number} {_added(chunk, '+ {:.2f}', '= 0')}"
+    blocks = tag("div", tag("b", "T"), tag("b", "C"), tag("i", "↘"), class_="rl-blocks", style=at(2))
+    return join(
+        [
+            *([_thought(chunk, "prompt", at(1), title), blocks] if chunk.thought else []),
+            tag("div", state, class_=f"rl-state{'' if chunk.state else ' rl-empty'}", style=at(3), data_tip=title),
+            tag("div", *tokens, class_="rl-chunk", style=at(4)),
+        ]
+    )
+
+
+def _thought(chunk: Chunk, look: str, place: str, title: str) -> Markup:
+    words = (tag("span", visible(word), class_=f"rl-token rl-{look}") for word in chunk.thought)
+    return tag("div", *words, class_=f"rl-thought{'' if chunk.thinks else ' rl-empty'}", style=place, data_tip=title)
+
+
+def _bars(each: Round, number: int) -> Sequence[Markup]:
+    """Which chunks a round computed: green ones stood, red ones were rolled back, with what they had thought if it is known."""
+
+    def at(start: int, end: int) -> str:
+        return f"grid-row:{number + 5};grid-column:{start + 2}/{end + 2}"
+
+    made = [tag("i", f"round {number + 1}", class_="rl-row", style=f"grid-row:{number + 5}")]
+    if each.kept > each.first:
+        made.append(tag("div", "KV kept", class_="rl-bar rl-accepted", style=at(each.first, each.kept)))
+    for i, chunk in enumerate(each.dropped, each.kept):
+        state = f"state added\t{_added(chunk, '{:.2f}', 'none')}"
+        title = "\n".join([f"chunk {i}, rolled back in round {number + 1}", state, *chunk.facts])
+        made.append(_thought(chunk, "rejected", at(i, i + 1), title))
+    if each.last > each.kept and not each.dropped:
+        made.append(tag("div", "rolled back", class_="rl-bar rl-rejected", style=at(each.kept, each.last)))
+    return made
+
+
+def _told(each: Round) -> str:
+    dropped = f", chunks {each.kept} to {each.last - 1} rolled back" if each.last > each.kept else ""
+    thoughts = f", which had thought: {' | '.join(map(_said, each.dropped))}" if each.dropped else ""
+    return f"chunks {each.first} to {each.last - 1} at once, KV kept up to chunk {each.kept - 1}{dropped}{thoughts}"
+
+
+def _origin(chunk: Chunk) -> TokenState:
+    """Where its tokens come from: the prompt thinks, what is generated does not."""
+    return TokenState.PROMPT if chunk.thought else TokenState.ACCEPTED
+
+
+def _said(chunk: Chunk) -> str:
+    return " ".join(map(visible, chunk.thought))
+
+
+def _added(chunk: Chunk, some: str, none: str) -> str:
+    """What was added to a chunk: `some` with the norm in it, `none`, or that it is not known."""
+    return "not kept" if chunk.state is None else some.format(chunk.state) if chunk.state else none

@@ -1,0 +1,74 @@
+"""A `Tree` as HTML: the beginning that all branches share as flowing text, then a grid with a column a position."""
+
+from collections.abc import Iterable, Iterator
+
+from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures.html import Markup, join, tag
+from replaylens.engine.pictures.layout import arrange
+from replaylens.engine.pictures.lens import LensLayer
+from replaylens.engine.pictures.palette import LOOKS
+from replaylens.engine.pictures.tree import Path, Token, Tree, visible
+
+
+def draw(tree: Tree) -> Markup:
+    """The tree with its title and the meaning of its colours."""
+    stem = _stem_length(tree)
+    parts = [tag("div", tag("b", tree.title), legend(), class_="rl-head")]
+    if before := [chip(token, tree.trunk) for token in tree.trunk.tokens if token.position < stem]:
+        parts.append(tag("div", *before, class_="rl-stem"))
+    parts.append(tag("div", tag("div", *_grid(tree, stem), class_="rl-grid"), class_="rl-scroll"))
+    if tree.left_out:
+        parts.append(tag("p", f"and {tree.left_out} more branches", class_="rl-quiet"))
+    return tag("div", *parts, class_="rl-tree")
+
+
+def _stem_length(tree: Tree) -> int:
+    """How many tokens at the beginning are prompt and lie before every fork; the last of them stays in the grid."""
+    prompt = sum(token.state is TokenState.PROMPT for token in tree.trunk.tokens)
+    return max(0, min([prompt, *(path.fork_position for path in tree.paths[1:])]) - 1)
+
+
+def _grid(tree: Tree, stem: int) -> Iterator[Markup]:
+    for place in arrange(tree):
+        if place.path.parent is not None:
+            column = max(1, place.path.fork_position - stem)
+            yield tag("i", class_="rl-line", style=f"grid-row:{place.parent_row + 2}/{place.row + 2};grid-column:{column}")
+        for token in place.path.tokens:
+            if token.position >= stem or place.row:
+                yield chip(token, place.path, f"grid-row:{place.row + 1};grid-column:{token.position - stem + 1}")
+
+
+def chip(token: Token, path: Path, place: str | None = None) -> Markup:
+    """One token in its colour. What is known about it stands in the title: a line a fact, tabs between columns."""
+    return tag(
+        "span",
+        token.visible,
+        class_=f"rl-token rl-{token.state.value}",
+        style=place,
+        title="\n".join(_facts(token, path)),
+        tabindex=0,
+    )
+
+
+def _facts(token: Token, path: Path) -> Iterator[str]:
+    yield f"{LOOKS[token.state].mark} {visible(token.text)}"
+    yield f"position\t{token.position}"
+    yield f"state\t{token.state.value}, branch {path.branch}"
+    if token.logprob is not None:
+        yield f"log-prob\t{token.logprob:.3f}"
+    if token.entropy is not None:
+        yield f"entropy\t{token.entropy:.3f} nats"
+    yield from (f"{name}\t{visible(value)}" for name, value in token.labels)
+    if token.lens:
+        yield "what comes next, layer by layer"
+        yield from map(_layer, token.lens)
+
+
+def _layer(layer: LensLayer) -> str:
+    return "\t".join([layer.site, *(f"{visible(guess.token)} {guess.probability:.2f}" for guess in layer.guesses)])
+
+
+def legend(states: Iterable[TokenState] = tuple(TokenState)) -> Markup:
+    """What the colours mean."""
+    chips = (tag("span", f"{LOOKS[s].mark} {s.value}", class_=f"rl-token rl-{s.value}") for s in states)
+    return tag("span", join(chips), class_="rl-legend")

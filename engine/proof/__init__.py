@@ -1,0 +1,1 @@
+"""The doctor, its certificates, fingerprints and traces."""

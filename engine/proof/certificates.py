@@ -1,0 +1,76 @@
+"""Certificates are examined once per model shape, device and version, and kept: in the process, and on disk."""
+
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+import replaylens
+from replaylens.engine.model.cache_folder import cache_folder
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.passes.certificate import Certificate
+from replaylens.engine.proof import doctor
+from replaylens.engine.proof.fingerprint import canonical_version, device_name, triton_version
+
+_EXAMINED: dict[str, Certificate] = {}
+
+
+def certificate_for(model: Decoder) -> Certificate:
+    """A certificate for this model on this device; NotCertified names the op and shape that failed."""
+    key = _key(model)
+    if key not in _EXAMINED:
+        _EXAMINED[key] = _from_disk(key) or _to_disk(key, doctor.require(examine(model)))
+    return _EXAMINED[key]
+
+
+def examine(model: Decoder) -> Certificate:
+    """A fresh examination on the model's own device."""
+    if model.embed.device.type == "cuda":
+        from replaylens.engine.proof import doctor_cuda  # its kernels need triton
+
+        return doctor_cuda.examine(model)
+    return doctor.examine(model)
+
+
+def _key(model: Decoder) -> str:
+    """All that the examination depends on: shapes, not weights."""
+    parts = [
+        model.config.to_json(),
+        str(model.embed.dtype),
+        device_name(model.embed.device),
+        str(torch.get_num_threads()),
+        torch.__version__,
+        replaylens.__version__,
+        canonical_version(model.embed.device),
+        triton_version(model.embed.device),
+        platform.machine(),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _path(key: str) -> Path:
+    return cache_folder() / "certificates" / f"{key[:32]}.json"
+
+
+def _from_disk(key: str) -> Certificate | None:
+    """A certificate of an earlier process; one that is unreadable or certifies nothing counts as absent."""
+    try:
+        found = Certificate.from_json(_path(key).read_text())
+        return found if found.certified else None
+    except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError):
+        return None
+
+
+def _to_disk(key: str, certificate: Certificate) -> Certificate:
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(certificate.to_json())
+        temporary.replace(path)
+    except OSError:
+        pass  # a read-only home only means that the next process examines again
+    return certificate

@@ -1,0 +1,118 @@
+"""The doctor on a CUDA device: every kernel at every shape of the model, a row alone against a row in company.
+
+The negative controls that must differ: the library's product at one row against many, and a softmax over other blocks.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.lens import cuda as cuda_lens
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.ops import Linear, Norm
+from replaylens.engine.passes.certificate import Certificate, Finding
+from replaylens.engine.passes.cuda import HeadOps
+from replaylens.engine.request.capture import LensSpec
+from replaylens.kernels import attention as paged
+from replaylens.kernels.rope import rotate
+
+_ROWS = (1, 3, 16, 17, 33, 64, 129, 512)
+
+
+@torch.no_grad()
+def examine(model: Decoder) -> Certificate:
+    """Examine every op and shape of the model on its device. Does not raise: the certificate says what failed."""
+    device, dtype = model.embed.device, model.embed.dtype
+    generator = torch.Generator(device).manual_seed(2024)
+    random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
+    findings: list[Finding] = []
+    _products(model, random, findings)
+    _rowwise(model, random, findings)
+    _attention(model, random, findings)
+    _lens(model, random, findings)
+    return Certificate({}, frozenset(), (1,), tuple(findings), torch.get_num_threads())
+
+
+Random = Callable[..., Tensor]
+
+
+def _products(model: Decoder, random: Random, findings: list[Finding]) -> None:
+    ops, seen = HeadOps(), set()
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and tuple(module.weight.shape) not in seen:
+            seen.add(tuple(module.weight.shape))
+            _compare(name, random(max(_ROWS), len(module.weight)), partial(ops.linear, linear=module), findings)
+            _control(name, random(256, len(module.weight)), module.weight, findings)
+    table = model.embed if model.unembed is None else model.unembed.weight.t()
+    _compare("unembed", random(max(_ROWS), model.config.d_model), partial(ops.unembed, table=table), findings)
+
+
+def _control(name: str, x: Tensor, weight: Tensor, findings: list[Finding]) -> None:
+    equal = torch.equal(x[:1] @ weight, (x @ weight)[:1])
+    findings.append(Finding(name, str(list(weight.shape)), "control: the library at one row against 256", equal, control=True))
+
+
+def _rowwise(model: Decoder, random: Random, findings: list[Finding]) -> None:
+    c, ops = model.config, HeadOps()
+    norms = {(m.weight.shape[0], m.kind): (name, m) for name, m in model.named_modules() if isinstance(m, Norm)}
+    for (width, kind), (name, norm) in norms.items():
+        _compare(f"{kind} norm ({name})", random(max(_ROWS), width), partial(ops.norm, norm=norm), findings)
+    wide = random(max(_ROWS), c.d_mlp * (2 if c.gated_mlp else 1)) * 3
+    _compare(f"activation {c.activation}", wide, partial(ops.activate, kind=c.activation, gated=c.gated_mlp), findings)
+    if c.rotary_dim:
+        table = random(1, 2, c.rotary_dim // 2).float()
+        _compare("rotary", random(max(_ROWS), c.num_heads, c.d_head), partial(_rotate, table), findings)
+
+
+def _rotate(table: Tensor, x: Tensor) -> Tensor:
+    zeros = torch.zeros(len(x), dtype=torch.int32, device=x.device)
+    return rotate(x, table, paged.Rows(zeros, zeros, zeros[:1, None].contiguous()))
+
+
+def _compare(op: str, x: Tensor, f: Callable[[Tensor], Tensor], findings: list[Finding]) -> None:
+    """Rows in every company against the same rows among 512."""
+    whole, shape = f(x.clone()), str(list(x.shape[1:]))
+    for count in _ROWS:
+        same = torch.equal(f(x[:count].clone()), whole[:count])
+        findings.append(Finding(op, shape, f"{count} rows against {len(x)}", same))
+    findings.append(Finding(op, shape, "row at another offset", torch.equal(f(x[7:40].clone()), whole[7:40])))
+
+
+def _lens(model: Decoder, random: Random, findings: list[Finding]) -> None:
+    """What Z keeps of a row that takes a sum over the vocabulary."""
+
+    def sums(rows: Tensor) -> Tensor:
+        read = cuda_lens.read(LensSpec(()), model, rows, [0] * len(rows))
+        return torch.stack([read["Z.entropy"], read["Z.kl"], read["Z.emitted"]])
+
+    _compare("lens statistics", random(max(_ROWS), 2, model.config.d_model), lambda x: sums(x).movedim(0, -1), findings)
+
+
+def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
+    """One long sequence: all rows at once against single rows, windows cut elsewhere, and shuffled rows."""
+    c, device = model.config, model.embed.device
+    length, size = min(1300, c.max_positions), 16
+    pages = -(-length // size)
+    q = random(length, c.num_heads, c.d_head)
+    k, v = (random((pages + 1) * size, c.num_kv_heads, c.d_head) for _ in range(2))
+    table = torch.arange(1, pages + 1, dtype=torch.int32, device=device)[None]
+    shape = f"{c.num_heads} heads of {c.d_head}, {c.num_kv_heads} kv heads"
+
+    def attend(index: Tensor, kv_block: int = paged.KV_BLOCK) -> Tensor:
+        sequence = torch.zeros(len(index), dtype=torch.int32, device=device)
+        per_tile = paged.rows_per_tile(c.num_heads, c.num_kv_heads, c.d_head, q.dtype, len(index))
+        tiles = paged.plan_tiles([0] * len(index), per_tile).to(device) if len(index) > 1 else None
+        rows = paged.Rows(sequence, index.to(torch.int32), table, tiles)
+        return paged.attention(q[index], k, v, rows, c.scale, c.attn_softcap, page_size=size, kv_block=kv_block)
+
+    whole = attend(torch.arange(length, device=device))
+    note = lambda check, equal, **more: findings.append(Finding("attention", shape, check, equal, **more))  # noqa: E731
+    singles = torch.linspace(0, length - 1, 9).long().to(device)
+    note("decode against prefill", all(torch.equal(attend(p[None]), whole[p[None]]) for p in singles))
+    cut = torch.arange(length // 3 + 5, min(length, length // 3 + 70), device=device)
+    note("window cut elsewhere", torch.equal(attend(cut), whole[cut]))
+    if length > 2 * paged.KV_BLOCK:
+        other = attend(torch.arange(length, device=device), kv_block=32)
+        note("control: a softmax over blocks of 32 keys", torch.equal(other, whole), control=True)

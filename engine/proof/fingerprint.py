@@ -1,0 +1,93 @@
+"""`Fingerprint`: what a result's bits depend on, besides token path and edits."""
+
+import hashlib
+import json
+import platform
+from dataclasses import asdict, dataclass
+
+import torch
+
+import replaylens
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.weights import weights_hash
+from replaylens.engine.passes.batch import KV_BLOCK, TILE
+
+CANONICAL_VERSION = 1
+"""raised whenever the canonical arithmetic changes bits"""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Same fingerprint, same path, same edits: same bits."""
+
+    weights: str
+    config: str
+    dtype: str
+    device: str
+    torch: str
+    triton: str
+    replaylens: str
+    canonical: str
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    def differences(self, other: "Fingerprint") -> list[str]:
+        """Readable lines: which parts differ."""
+        mine, theirs = asdict(self), asdict(other)
+        return [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
+
+
+def take(model: Decoder) -> Fingerprint:
+    """The fingerprint of a loaded model on its device."""
+    device = model.embed.device
+    return Fingerprint(
+        weights=weights_hash(model),
+        config=hashlib.sha256(model.config.to_json().encode()).hexdigest(),
+        dtype=str(model.embed.dtype).removeprefix("torch."),
+        device=device_name(device),
+        torch=torch.__version__,
+        triton=triton_version(device),
+        replaylens=replaylens.__version__,
+        canonical=canonical_version(device),
+    )
+
+
+def canonical_version(device: torch.device) -> str:
+    """The version of the arithmetic, with the constants that take part in it."""
+    if device.type == "cuda":
+        from replaylens.kernels import launch
+
+        return f"cuda{launch.CANONICAL_VERSION}:block{launch.KV_BLOCK}:split{launch.KV_SPLIT}"
+    return f"{CANONICAL_VERSION}:tile{TILE}:block{KV_BLOCK}"
+
+
+def device_name(device: torch.device) -> str:
+    """The device model, as far as arithmetic depends on it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_model()}"
+
+
+def _cpu_model() -> str:
+    """The processor's name where the system tells; BLAS libraries choose kernels by it."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    except OSError:
+        return platform.processor()
+    clean = {key.strip(): value.strip() for key, value in fields.items()}
+    return clean.get("model name") or clean.get("CPU part") or platform.processor()
+
+
+def triton_version(device: torch.device) -> str:
+    """Of the compiler of the kernels, where the device runs them."""
+    if device.type != "cuda":
+        return "none"
+    from importlib.metadata import version
+
+    return version("triton")

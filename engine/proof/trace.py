@@ -1,0 +1,83 @@
+"""`Trace`: every event of an engine, enough to reproduce each committed and rejected row bit for bit.
+
+One JSON object per line. The first line holds the format version and the fingerprint; each other line one event:
+plant, fork, force, generate, draft, verdict, finish, rollback, release. The last line counts the events and holds the
+hash of all bytes before it. Timings, batches and page numbers are not in it: nothing depends on them.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from replaylens.engine.errors import BadTrace, OtherFingerprint
+from replaylens.engine.proof.fingerprint import Fingerprint
+
+FORMAT = 1
+EVENTS = ("plant", "fork", "force", "generate", "draft", "verdict", "finish", "rollback", "release")
+
+
+@dataclass
+class Trace:
+    """Events in the order in which they happened."""
+
+    fingerprint: Fingerprint
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, event: str, **details: Any) -> None:
+        """Mutates: one more event."""
+        self.events.append({"event": event, **details})
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace; the same trace gives the same bytes."""
+        head = {"format": FORMAT, "fingerprint": asdict(self.fingerprint)}
+        body = "".join(_line(x) for x in [head, *self.events]).encode()
+        Path(path).write_bytes(body + _line(_closing(len(self.events), body)).encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Trace":
+        """Read and check a trace; BadTrace says which line is wrong."""
+        raw = Path(path).read_bytes()
+        lines = raw.splitlines(keepends=True)
+        try:
+            head = json.loads(lines[0])
+            if head["format"] != FORMAT:
+                raise BadTrace(f"{path} has trace format {head['format']}; this version reads {FORMAT}")
+            trace = cls(Fingerprint(**head["fingerprint"]))
+        except (IndexError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as e:
+            raise BadTrace(f"{path}, line 1: not a trace header: {e!r}") from None
+        for number, line in enumerate(lines[1:-1], start=2):
+            try:
+                event = json.loads(line)
+                known = event["event"] in EVENTS and isinstance(event["branch"], int)
+            except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
+                known = False
+            if not known:
+                raise BadTrace(f"{path}, line {number}: not an event of a trace")
+            trace.events.append(event)
+        body = b"".join(lines[:-1])
+        if lines[-1] != _line(_closing(len(trace.events), body)).encode():
+            raise BadTrace(
+                f"{path}, line {len(lines)}: not the closing line of what stands above; the trace was cut or changed"
+            )
+        return trace
+
+    def require(self, fingerprint: Fingerprint) -> None:
+        """Refuse a trace that another model, device or version made: its bits could not come out."""
+        if differences := fingerprint.differences(self.fingerprint):
+            raise OtherFingerprint("the trace was made under another fingerprint: " + "; ".join(differences))
+
+
+def path_digest(tokens: Sequence[int]) -> str:
+    """A short hash of a token path."""
+    return hashlib.blake2b(json.dumps(list(tokens)).encode(), digest_size=8).hexdigest()
+
+
+def _line(content: dict[str, Any]) -> str:
+    return json.dumps(content, separators=(",", ":"), sort_keys=True) + "\n"
+
+
+def _closing(num_events: int, body: bytes) -> dict[str, Any]:
+    return {"events": num_events, "sha256": hashlib.sha256(body).hexdigest()}

@@ -1,0 +1,1 @@
+"""Replaying task examples and traces; TransformerLens' verbs."""

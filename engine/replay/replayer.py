@@ -1,0 +1,159 @@
+"""Replaying a trace: every committed and rejected row comes out again, bit for bit, in any process."""
+
+from typing import TYPE_CHECKING, Any
+
+from replaylens.engine.errors import BadTrace, ReplayMismatch
+from replaylens.engine.loop.lane import Job
+from replaylens.engine.proof.trace import Trace, path_digest
+from replaylens.engine.request.capture import CaptureSpec, LensSpec
+from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.request import Request
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+
+
+def replay_trace(engine: "Engine", trace: Trace, sites: str | None = None) -> dict[int, Branch]:
+    """The trace's branches by their recorded ids, rejected ones that kept rows or pages included.
+
+    Of branches that are not certified the tokens are taken as they were; their rejected drafts, and what was forked from
+    these, are left out: nobody promised them.
+    A request that was still running when the trace was taken is replayed to its end.
+    `sites`: capture these instead of what was captured then. Raises OtherFingerprint before anything runs, and
+    ReplayMismatch should a verification come out otherwise than recorded.
+    """
+    trace.require(engine.fingerprint)
+    return _Replayer(engine, trace, sites).run()
+
+
+class _Replayer:
+    def __init__(self, engine: "Engine", trace: Trace, sites: str | None) -> None:
+        self.engine, self.trace = engine, trace
+        self.capture = engine.capture_spec(sites, rejected=True) if sites else None
+        self.branches: dict[int, Branch] = {}
+        self.left_out: set[int] = set()
+
+    def run(self) -> dict[int, Branch]:
+        for number, event in enumerate(self.trace.events):
+            try:
+                self._apply(number, event)
+            except BadTrace:
+                raise
+            except (KeyError, TypeError, ValueError, AttributeError) as e:
+                raise BadTrace(f"event {number} ({event['event']}) does not fit what came before: {e!r}") from e
+        return self.branches
+
+    def _apply(self, number: int, event: dict[str, Any]) -> None:
+        branch = self.branches.get(event["branch"])
+        if event["branch"] in self.left_out:
+            self.left_out.update([event["child"]] if event["event"] == "fork" else event.get("rejected", ()))
+            return
+        match event["event"]:
+            case "plant":
+                self.branches[event["branch"]] = self._plant(number, event)
+            case "generate":
+                self._generate(number, event)
+            case "fork" if branch is not None:
+                self.branches[event["child"]] = Branch(
+                    self.engine, self.engine.forest.fork(branch.lane, event["at"], _edits(event))
+                )
+            case "force" if branch is not None:
+                failed = self._failure(number, event["branch"])  # then as far as it came
+                if tokens := event["tokens"][: failed["length"] - branch.length if failed else None]:
+                    branch.force(tokens)
+            case "rollback" if branch is not None:
+                branch.rollback(event["to"])
+            case "release" if branch is not None:
+                branch.release()
+            case "draft" | "verdict" | "finish":
+                pass  # part of the generate event that they belong to
+            case other:
+                raise BadTrace(f"event {number} ({other}) names branch {event['branch']}, which was never made")
+
+    def _plant(self, number: int, event: dict[str, Any]) -> Branch:
+        capture = self.capture or _capture(event["capture"])
+        lane = self.engine.forest.plant(self.engine._check_tokens(event["tokens"]), capture, _edits(event))
+        if not self._failure(number, event["branch"]):
+            self.engine.forest.compute([lane])
+        return Branch(self.engine, lane)
+
+    def _failure(self, number: int, branch: int) -> dict[str, Any] | None:
+        """The error in which the work of event `number` ended, if so."""
+        return next((e for e in self._own_events(number, branch) if e["event"] == "finish" and e["reason"] == "error"), None)
+
+    def _generate(self, number: int, event: dict[str, Any]) -> None:
+        """One request again: the same drafts are verified, and must fare the same."""
+        branch = self.branches[event["branch"]]
+        mine = self._own_events(number, event["branch"])
+        end = next((e for e in mine if e["event"] == "finish"), None)
+        if end is not None and "tokens" in end:  # fast-path tokens: nothing to verify, they are taken as they were
+            branch.lane.exact = False
+            if more := end["tokens"][branch.length :]:
+                branch.force(more)
+            if end["reason"] in ("eos", "stop"):
+                self.engine.tree.finish(branch.id, end["reason"])
+            self.left_out.update(kept for e in mine if e["event"] == "verdict" for kept in e["rejected"])
+            return
+        stop = end["generated"] if end is not None and end["reason"] in ("cancelled", "error") else None
+        if stop == 0:
+            return
+        drafts = {e["at"]: e["chains"] for e in mine if e["event"] == "draft"}
+        sampling, keep, final = Sampling.from_json(event["sampling"]), event["keep_rejected"], event["final"]
+        request = Request(event["n"], sampling, "forced", keep_rejected=keep, drafts=drafts, final=final)
+        job = self.engine._job(branch, request)
+        before = len(self.engine.trace.events)
+        self._run(job, stop)
+        branch._absorb(job)
+        self._compare(mine, [e for e in self.engine.trace.events[before:] if e["event"] == "verdict"])
+        if end is not None and (end["generated"], end["path"]) != (job.generated, path_digest(branch.tokens)):
+            raise ReplayMismatch(f"branch {event['branch']}: {end['generated']} tokens recorded; other ones came out: {branch}")
+
+    def _run(self, job: Job, stop: int | None) -> None:
+        """To the job's end, or to where it was stopped: after `stop` tokens, with its window as it was."""
+        self.engine.forest.submit(job)
+        while not job.done and (stop is None or job.generated < stop):
+            self.engine.loop.step()
+        if not job.done:
+            self.engine.forest.cancel(job)
+        if job.error is not None:
+            raise job.error
+
+    def _own_events(self, number: int, branch: int) -> list[dict[str, Any]]:
+        """The draft, verdict and finish events of the work that event `number` started; others may stand between."""
+        mine = []
+        for event in self.trace.events[number + 1 :]:
+            if event["branch"] == branch and event["event"] in ("draft", "verdict", "finish"):
+                mine.append(event)
+                if event["event"] == "finish":
+                    break
+        return mine
+
+    def _compare(self, recorded: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
+        then = [e for e in recorded if e["event"] == "verdict"]
+        for old, new in zip(then, now, strict=False):
+            if (old["chain"], old["accepted"], list(old["pending"])) != (new["chain"], new["accepted"], list(new["pending"])):
+                raise ReplayMismatch(f"branch {old['branch']}: recorded {old}, replayed {new}")
+            if len(old["rejected"]) != len(new["rejected"]):
+                raise ReplayMismatch(f"branch {old['branch']}: recorded {old}, replayed {new}")
+            for old_id, new_id in zip(old["rejected"], new["rejected"], strict=True):
+                if new_id in self.engine.loop.lanes:
+                    self.branches[old_id] = Branch(self.engine, self.engine.loop.lanes[new_id])
+        if len(then) != len(now):
+            raise ReplayMismatch(f"{len(then)} verifications recorded, {len(now)} replayed")
+
+
+def _edits(event: dict[str, Any]) -> tuple[PlacedEdit, ...]:
+    if event.get("hooks"):
+        raise BadTrace(
+            f"branch {event['branch']} had hook functions, which a trace cannot hold; use edits to make it replayable"
+        )
+    return tuple(PlacedEdit.from_json(raw) for raw in event.get("edits", ()))
+
+
+def _capture(raw: dict[str, Any] | None) -> CaptureSpec | None:
+    if raw is None:
+        return None
+    lens = None if raw["lens"] is None else LensSpec.from_json(raw["lens"])
+    return CaptureSpec(tuple(raw["sites"]), lens, raw["rejected"], raw["last"], tuple(raw.get("thoughts", ())))

@@ -1,0 +1,1 @@
+"""What is asked for: sampling, edits, capture."""

@@ -1,0 +1,351 @@
+"""`Edit`: an intervention on a branch, applied identically in every pass that touches the branch.
+
+An edit is data, not code: it has a content hash, so edited KV can be shared between branches with the same edits, and a
+trace or a dump can name it. Functions (`hooks`) work too, but nothing can be promised about what they compute.
+"""
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import BadEdit
+from replaylens.engine.model.decoder import Tap
+from replaylens.engine.model.sites import SiteTable
+from replaylens.engine.passes.batch import Batch
+from replaylens.engine.request.sampling import hash_bits
+
+Op = Literal["add", "set", "zero", "project_out", "resample"]
+Positions = int | slice | Sequence[int] | None
+Hook = tuple[str, Callable[[Tensor, Any], Tensor | None]]
+_OPS = ("add", "set", "zero", "project_out", "resample")
+_NOT_EDITABLE = ("attn.hook_pattern", "ln_final.hook_out", "unembed.hook_out")
+
+
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """What to change, where.
+
+    site       a site name, or a letter S, T, C together with `layers`
+    op         add: value * factor is added; set: value replaces; zero: zeros replace; project_out: the directions in
+               value are removed; resample: a row of value, drawn by seed and position, replaces
+    positions  None: all; a number, several, or a slice with step 1; negative ones count from the branch's tip
+    value      [*site shape] for all positions alike, or [number of positions, *site shape] for `set` and `add`
+
+    >>> from replaylens import Engine
+    >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips. What's the state? A:")
+    >>> plain, (edited,) = root.fork()[0], root.fork(edits=[Edit("S", "zero", positions=-1, layers=[4])])
+    >>> plain.generate(1).tokens == edited.generate(1).tokens, edited.certified
+    (False, True)
+    """
+
+    site: str
+    op: Op
+    value: Tensor | None = None
+    positions: Positions = None
+    layers: Sequence[int] | None = None
+    factor: float = 1.0
+    seed: int = 0
+
+    @classmethod
+    def interchange(cls, site: str, source: Tensor, positions: Positions = None) -> "Edit":
+        """Put rows captured elsewhere (another branch's `activations[site]`) in their place here."""
+        return cls(site, "set", source, positions)
+
+    def to_json(self) -> dict[str, Any]:
+        """For plans of dumps: plain values, the value's bytes included."""
+        where = self.positions
+        if isinstance(where, slice):
+            where_plain: Any = {"start": where.start, "stop": where.stop}
+        else:
+            where_plain = where if where is None or isinstance(where, int) else [int(p) for p in where]
+        layers = None if self.layers is None else [int(layer) for layer in self.layers]
+        out = {"site": self.site, "op": self.op, "positions": where_plain, "layers": layers}
+        out |= {"factor": float(self.factor), "seed": self.seed}
+        return out if self.value is None else {**out, "value": _value_to_json(self.value)}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "Edit":
+        """Inverse of `to_json`. BadEdit where it is none."""
+        try:
+            where = raw["positions"]
+            if isinstance(where, dict):
+                where = slice(where["start"], where["stop"])
+            value = _value_from_json(raw["value"]) if "value" in raw else None
+            return cls(raw["site"], raw["op"], value, where, raw["layers"], raw["factor"], raw["seed"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadEdit(f"not an edit: {error!r}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedEdit:
+    """An edit at one site of one model, its positions counted from 0. `key` is its content hash."""
+
+    site: str
+    op: Op
+    value: Tensor | None
+    start: int
+    stop: int | None
+    """half-open; None: every later position too"""
+    picks: tuple[int, ...]
+    """single positions instead of a range; empty: the range"""
+    factor: float
+    seed: int
+    key: bytes
+    needs: int = 0
+    """made from this many tokens: a fork that leaves before them does not take it along"""
+
+    def touches(self, first: int, end: int) -> bool:
+        """Whether any position of [first, end) is edited."""
+        if self.picks:
+            return any(first <= p < end for p in self.picks)
+        return self.start < end and (self.stop is None or self.stop > first)
+
+    @property
+    def first(self) -> int:
+        return min(self.picks) if self.picks else self.start
+
+    def positions(self, first: int, end: int) -> list[int]:
+        """The edited positions of [first, end), in order."""
+        if self.picks:
+            return [p for p in self.picks if first <= p < end]
+        return list(range(max(first, self.start), end if self.stop is None else min(end, self.stop)))
+
+    def index(self, position: int) -> int | None:
+        """Which of the edited positions this is; None: not edited."""
+        if self.picks:
+            return self.picks.index(position) if position in self.picks else None
+        inside = self.start <= position and (self.stop is None or position < self.stop)
+        return position - self.start if inside else None
+
+    def apply(self, rows: Tensor, positions: list[int]) -> Tensor:
+        """Edited rows [n, ...] at these positions, all of them edited ones. Row by row: no row sees another."""
+        match self.op:
+            case "zero":
+                return torch.zeros_like(rows)
+            case "project_out":
+                return _project_out(rows, self._value.to(rows))
+            case "resample":
+                draws = [int(hash_bits(self.seed, p, np.zeros(1, dtype=np.uint64))[0] % len(self._value)) for p in positions]
+                return self._value[draws].to(rows)
+        value = self._value.to(rows)
+        if value.dim() == rows.dim():  # a row for each edited position
+            value = value[[self.index(p) for p in positions]]
+        return value.expand_as(rows) if self.op == "set" else rows + value * self.factor
+
+    @property
+    def _value(self) -> Tensor:
+        assert self.value is not None  # `place` saw to it
+        return self.value
+
+    def to_json(self) -> dict[str, Any]:
+        """For traces: everything, the value included."""
+        out = {name: getattr(self, name) for name in ("site", "op", "start", "stop", "factor", "seed", "needs")}
+        out["picks"] = list(self.picks)
+        if self.value is not None:
+            out["value"] = _value_to_json(self.value)
+        return out
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "PlacedEdit":
+        value = _value_from_json(raw["value"]) if "value" in raw else None
+        made = _keyed(raw["site"], raw["op"], value, raw["start"], raw["stop"], tuple(raw["picks"]), raw["factor"], raw["seed"])
+        return replace(made, needs=raw.get("needs", 0))
+
+
+def _value_to_json(value: Tensor) -> dict[str, Any]:
+    value = value.detach().to("cpu", torch.float32).contiguous()
+    return {"shape": list(value.shape), "data": base64.b64encode(value.numpy().tobytes()).decode()}
+
+
+def _value_from_json(raw: dict[str, Any]) -> Tensor:
+    array = np.frombuffer(base64.b64decode(raw["data"]), dtype=np.float32)
+    return torch.from_numpy(array.reshape(raw["shape"]).copy())
+
+
+def _project_out(rows: Tensor, directions: Tensor) -> Tensor:
+    """Remove orthonormal directions [k, d], one after the other; sums over one row only, so no row sees another."""
+    for direction in directions:
+        rows = rows - _dots(rows, direction) * direction
+    return rows
+
+
+def _dots(rows: Tensor, direction: Tensor) -> Tensor:
+    """[n, 1]. On a GPU a plain sum may be ordered by the number of rows, so there the canonical product takes it."""
+    if rows.is_cuda:
+        from replaylens.kernels.matmul import matmul
+
+        return matmul(rows, direction[:, None].contiguous())
+    return (rows * direction).sum(-1, keepdim=True)
+
+
+def place_all(edits: Iterable[Edit], table: SiteTable, length: int) -> tuple[PlacedEdit, ...]:
+    """Several edits on a branch of `length` tokens, in their order."""
+    return tuple(placed for edit in listed(edits) for placed in place(edit, table, length))
+
+
+def listed(edits: Iterable[Edit]) -> Iterable[Edit]:
+    """The edits, or BadEdit: a single one is none of them."""
+    if not isinstance(edits, Iterable):
+        raise BadEdit(f"edits must be a list of them, not {type(edits).__name__}")
+    return edits
+
+
+def place(edit: Edit, table: SiteTable, length: int) -> list[PlacedEdit]:
+    """Resolve an edit on a branch of `length` tokens: one placed edit per site. BadEdit says what is wrong."""
+    if not isinstance(edit, Edit):
+        raise BadEdit(f"{edit!r} is no Edit: give a list of them")
+    if edit.op not in _OPS:
+        raise BadEdit(f"no edit {edit.op!r}; known: {', '.join(_OPS)}")
+    if not np.isfinite(edit.factor):
+        raise BadEdit(f"factor {edit.factor} is not finite")
+    start, stop, picks = _where(edit.positions, length)
+    placed = []
+    for name in _names(edit, table):
+        if name.endswith(_NOT_EDITABLE):
+            raise BadEdit(f"{name} can be captured but not edited; edit the residual stream (hook_in, hook_out) instead")
+        value = _check_value(edit, name, table.sites[name].shape, len(picks) or (stop - start if stop is not None else None))
+        placed.append(_keyed(name, edit.op, value, start, stop, picks, edit.factor, edit.seed))
+    return placed
+
+
+def _names(edit: Edit, table: SiteTable) -> list[str]:
+    if edit.site not in ("S", "T", "C"):
+        if edit.layers is not None:
+            raise BadEdit(f"{edit.site!r} names one site; `layers` goes with the letters S, T, C")
+        return [table.resolve(edit.site)]
+    names = table.letter(edit.site)
+    layers = range(len(names)) if edit.layers is None else edit.layers
+    if bad := [layer for layer in layers if not 0 <= layer < len(names)]:
+        raise BadEdit(f"layer {bad[0]}: {edit.site} has layers 0 to {len(names) - 1}")
+    return [names[layer] for layer in layers]
+
+
+def _where(positions: Positions, length: int) -> tuple[int, int | None, tuple[int, ...]]:
+    """(start, stop, picks) with negative positions counted from the tip."""
+    if positions is None:
+        return 0, None, ()
+    if isinstance(positions, slice):
+        if positions.step not in (None, 1):
+            raise BadEdit("a slice of positions must have step 1")
+        start, stop = (None if p is None else p + length if p < 0 else p for p in (positions.start, positions.stop))
+        start = start or 0
+        if start < 0 or (stop is not None and stop <= start):
+            raise BadEdit(f"positions [{start}, {stop}) are empty or before the beginning")
+        return start, stop, ()
+    given = list(positions) if isinstance(positions, Iterable) else [positions]
+    if bad := [p for p in given if not isinstance(p, int | np.integer) or isinstance(p, bool)]:
+        raise BadEdit(f"position {bad[0]!r}: give whole numbers, or a slice")
+    picks = tuple(sorted({int(p) + length if p < 0 else int(p) for p in given}))
+    if not picks or picks[0] < 0:
+        raise BadEdit(f"positions {positions} on a branch of {length} tokens: give at least one, none before the beginning")
+    return picks[0], picks[-1] + 1, picks
+
+
+def _check_value(edit: Edit, name: str, shape: tuple[int, ...], count: int | None) -> Tensor | None:
+    if edit.op == "zero":
+        if edit.value is not None:
+            raise BadEdit("zero takes no value")
+        return None
+    if edit.value is None:
+        raise BadEdit(f"{edit.op} needs a value")
+    if not isinstance(edit.value, Tensor):
+        raise BadEdit(f"the value for {name} is a {type(edit.value).__name__}; wanted is a tensor of shape {shape}")
+    value = edit.value.detach().to("cpu", torch.float32).clone()
+    if not bool(torch.isfinite(value).all()):
+        raise BadEdit(f"the value for {name} holds NaN or infinity")
+    if edit.op == "project_out":
+        return _orthonormal(value.view(-1, *shape) if value.shape[-1:] == shape[-1:] else value, shape)
+    several = (len(value), *shape) if edit.op == "resample" else (count, *shape) if count else shape
+    if tuple(value.shape) not in ((several,) if edit.op == "resample" else (shape, several)):
+        wanted = " or ".join(str(each) for each in dict.fromkeys([shape, several]))
+        raise BadEdit(f"the value for {name} has shape {tuple(value.shape)}; wanted is {wanted}")
+    return value
+
+
+def _orthonormal(directions: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if len(shape) != 1 or directions.dim() != 2:
+        raise BadEdit(f"project_out works on vectors; the site's rows have shape {shape}")
+    q, r = torch.linalg.qr(directions.double().T)
+    if bool((r.diagonal().abs() <= 1e-8 * r.abs().max()).any()):
+        raise BadEdit("the directions to project out are zero or depend on one another")
+    return q.T.float().contiguous()
+
+
+def _keyed(
+    site: str, op: Op, value: Tensor | None, start: int, stop: int | None, picks: tuple[int, ...], factor: float, seed: int
+) -> PlacedEdit:
+    digest = hashlib.blake2b(repr((site, op, start, stop, picks, factor, seed)).encode(), digest_size=16)
+    if value is not None:
+        digest.update(repr(tuple(value.shape)).encode() + value.contiguous().numpy().tobytes())
+    return PlacedEdit(site, op, value, start, stop, picks, factor, seed, digest.digest())
+
+
+def added(site: str, start: int, rows: Tensor) -> PlacedEdit:
+    """The edit that adds rows [n, *site shape] at positions [start, start + n), made from the tokens before them."""
+    return replace(_keyed(site, "add", rows, start, start + len(rows), (), 1.0, 0), needs=start)
+
+
+def page_keys(edits: Iterable[PlacedEdit], num_pages: int, page_size: int) -> list[bytes]:
+    """For each page, the content of the edits that touch it: what a shared prefix must agree in besides tokens."""
+    edits = list(edits)
+    return [b"".join(e.key for e in edits if e.touches(page * page_size, (page + 1) * page_size)) for page in range(num_pages)]
+
+
+class EditTap:
+    """Applies the edits and hooks of a batch's segments, then lets `inner` see the edited value."""
+
+    def __init__(self, batch: Batch, inner: Tap | None) -> None:
+        self.batch, self.inner = batch, inner
+        self.sites = {edit.site for s in batch.segments for edit in s.edits} | {
+            name for s in batch.segments for name, _ in s.hooks
+        }
+
+    def wants(self, site: str) -> bool:
+        return site in self.sites or (self.inner is not None and self.inner.wants(site))
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        if site in self.sites:
+            value = value.clone()
+            for index, segment in enumerate(self.batch.segments):
+                first = self.batch.offsets[index]
+                for edit in segment.edits:
+                    if edit.site == site:
+                        positions = edit.positions(segment.start, segment.end)
+                        rows = [first + p - segment.start for p in positions]
+                        if rows:
+                            value[rows] = edit.apply(value[rows], positions)
+                for name, hook in segment.hooks:
+                    if name == site:
+                        rows_now = value[first : first + len(segment.tokens)][None]  # a batch of one, as its users expect
+                        changed = hook(rows_now, HookContext(site, segment.start))
+                        value[first : first + len(segment.tokens)] = _hooked(site, rows_now, changed)[0]
+        return self.inner(site, value) if self.inner is not None and self.inner.wants(site) else value
+
+
+def _hooked(site: str, value: Tensor, changed: Any) -> Tensor:
+    """What a hook function makes of a value: None leaves it, or as changed in place; BadEdit where it is of another shape."""
+    if changed is None:
+        return value
+    if not isinstance(changed, Tensor) or changed.shape != value.shape:
+        told = f"a tensor of shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else f"a {type(changed).__name__}"
+        raise BadEdit(f"the hook function on {site} gave {told}; wanted is a tensor of shape {tuple(value.shape)}, or None")
+    return changed
+
+
+@dataclass(frozen=True)
+class HookContext:
+    """What a hook function gets as its second argument."""
+
+    name: str
+    start: int
+    """position of the first row in the value"""
+
+    def layer(self) -> int:
+        """The block that the site belongs to."""
+        return int(self.name.split(".")[1])

@@ -1,0 +1,1 @@
+"""Branches and requests, served by the loop."""

@@ -1,0 +1,178 @@
+"""`Branch`: the handle that users hold of one path in the tree."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from replaylens.engine.errors import BadRequest, ClosedBranch
+from replaylens.engine.loop.lane import Job, Lane, Statistics
+from replaylens.engine.memory.tree import BranchStatus, TokenState
+from replaylens.engine.request.capture import Recording
+from replaylens.engine.request.edits import Edit, Hook, place_all
+from replaylens.engine.serving.stream import Stream
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+    from replaylens.engine.pictures.timeline import Timeline
+    from replaylens.engine.pictures.tree import Tree
+
+
+class Branch:
+    """One token path with its KV. Forks share pages; nothing is copied before it is written.
+
+    >>> from replaylens import Engine
+    >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips")
+    >>> right, wrong = root.fork(2)
+    >>> wrong.force(", heads, then Bob flips").length - root.length
+    6
+    >>> wrong.rollback(to=root.length).tokens == right.tokens
+    True
+    """
+
+    def __init__(self, engine: "Engine", lane: Lane) -> None:
+        self.engine, self.lane = engine, lane
+        self.id = lane.branch
+        self.statistics = Statistics()
+        self.rejected_ids: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"Branch({self.id}, {self.length} tokens, {self.status.value}, {self.text[-40:]!r})"
+
+    # ---- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> list[int]:
+        """The whole path, prompt included. A copy."""
+        return self.engine.tree.path(self.id)
+
+    @property
+    def length(self) -> int:
+        return len(self.engine.tree.branch(self.id).tokens)
+
+    @property
+    def root_length(self) -> int:
+        """How many tokens the prompt has."""
+        return self.engine.tree.branch(self.id).root_length
+
+    @property
+    def text(self) -> str:
+        return self.engine.text.decode(self.tokens)
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[self.root_length :]
+
+    @property
+    def states(self) -> list[TokenState]:
+        return list(self.engine.tree.branch(self.id).states)
+
+    @property
+    def status(self) -> BranchStatus:
+        return self.engine.tree.branch(self.id).status
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "eos" or "stop" where the branch ended; None where it can go on."""
+        return self.engine.tree.branch(self.id).finish_reason
+
+    @property
+    def certified(self) -> bool:
+        """Whether every token, KV entry and captured row of it is canonical."""
+        return self.lane.certified
+
+    @property
+    def activations(self) -> Recording:
+        """Captured rows by site, in order of position."""
+        if self.lane.recording is None:
+            raise BadRequest("nothing was captured on this branch: ask for sites when making it, e.g. prompt(..., sites='STC')")
+        return self.lane.recording
+
+    @property
+    def rejected(self) -> list["Branch"]:
+        """Rejected drafts that hang off this branch and kept rows or pages, in order."""
+        return [Branch(self.engine, self.engine.loop.lanes[i]) for i in self.rejected_ids if i in self.engine.loop.lanes]
+
+    def kv(self) -> Tensor:
+        """A copy of the committed KV: [positions, layers, 2, kv_heads, d_head]."""
+        self._check_open()
+        runner = self.engine.runner
+        return runner.cache.rows(runner.pool.slots(self.lane.table, 0, self.lane.computed))
+
+    def tree(self) -> "Tree":
+        """This branch and all that was forked or cut from it. Draws itself, or `print` it."""
+        from replaylens.engine.pictures.live import tree_of
+
+        return tree_of(self.engine, self.id)
+
+    def timeline(self) -> "Timeline":
+        """Its life step by step: prefill, decode, verify, rollback, and what the KV cache held."""
+        from replaylens.engine.pictures.retelling import timeline_of
+
+        return timeline_of(self.engine, self.id)
+
+    def _repr_html_(self) -> str:
+        from replaylens.engine.pictures.summary import branch_html
+
+        return branch_html(self)
+
+    # ---- what can be done with it -------------------------------------------------------------------------------
+
+    def fork(
+        self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()
+    ) -> list["Branch"]:
+        """`n` new branches with this path (up to `at`). They share its pages; release them when done.
+
+        edits  added to those of this branch; KV is shared up to the first edited position
+        hooks  TransformerLens-style (site, function) pairs; such a branch shares nothing and is not certified
+        """
+        if type(n) is not int or n < 1 or not isinstance(at, int | None):
+            raise BadRequest(f"fork({n}, at={at}): give whole numbers, and at least 1 fork")
+        self._check_open()
+        at, sites = self.length if at is None else at, self.engine.sites
+        placed = place_all(edits, sites, at)
+        resolved = tuple((sites.resolve(name), hook) for name, hook in hooks)
+        return [Branch(self.engine, self.engine.forest.fork(self.lane, at, placed, resolved)) for _ in range(n)]
+
+    def force(self, tokens: str | Sequence[int]) -> "Branch":
+        """Append given tokens, whatever the model thinks of them, and compute their rows. Returns self."""
+        self.engine.force_all([self], [tokens])
+        return self
+
+    def generate(self, n: int, **options: Any) -> "Branch":
+        """Generate up to `n` tokens; options as in `Engine.generate`. Returns self."""
+        self.engine.generate([self], n, **options)
+        return self
+
+    def stream(self, n: int, **options: Any) -> Stream:
+        """Generate up to `n` tokens and yield each once it is committed; closing the iterator cancels the rest."""
+        return self.engine.stream(self, n, **options)
+
+    def rollback(self, to: int) -> "Branch":
+        """Cut the path back to its first `to` tokens: tokens, KV, captured rows and finish state together. Returns self."""
+        self._check_idle()
+        if type(to) is not int:
+            raise BadRequest(f"rollback(to={to!r}): give a whole number of tokens")
+        self.engine.forest.rollback(self.lane, to)
+        return self
+
+    def release(self) -> None:
+        """Give the pages back and close the branch. Its forks live on."""
+        self._check_open()
+        self.engine.forest.release(self.lane)
+
+    def _check_open(self) -> None:
+        if self.status is BranchStatus.RELEASED:
+            raise ClosedBranch(f"branch {self.id} was released; use a live branch, or prompt again")
+
+    def _check_idle(self) -> None:
+        self._check_open()
+        if any(job.lane is self.lane for job in self.engine.loop.jobs):
+            raise BadRequest(f"branch {self.id} is being worked on: finish or close its stream first")
+
+    def _absorb(self, job: Job) -> None:
+        """Mutates: take over what a finished job counted."""
+        for name, value in vars(job.statistics).items():
+            setattr(self.statistics, name, getattr(self.statistics, name) + value)
+        self.rejected_ids += job.rejected

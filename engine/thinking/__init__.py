@@ -1,0 +1,1 @@
+"""Models that think: states, thoughts, replay with rollback."""

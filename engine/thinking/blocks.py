@@ -1,0 +1,204 @@
+"""`ThinkingBlocks`: the thinking block T and the compression block C in canonical arithmetic, on the backbone's device.
+
+Both are single blocks over a handful of rows, with a cache of their own that lives as long as one thought. Their products
+have the shapes of the backbone's blocks, so its certificate covers them; thoughts of any number of chunks are decoded
+together, and no chunk's bits depend on the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import NonFinite
+from replaylens.engine.lens import readout
+from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.memory.pages import PagePool, PageTable
+from replaylens.engine.passes.batch import Batch, Segment
+from replaylens.engine.passes.runner import Runner
+from replaylens.engine.request.capture import LensSpec, Rows
+from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.thinking.model import COMPRESS_SITE, THINK_SITE, ThinkingDecoder
+from replaylens.engine.thinking.thoughts import TOP_K, Thought
+from replaylens.engine.training.chunks import BadThought
+
+Tokens = tuple[int, ...]
+TOGETHER = 128
+"""chunks that are decoded together; no influence on any bit"""
+MOST_KNOWN = 4096
+"""compressed thoughts that are remembered: C looks at nothing but the thought"""
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkStates:
+    """What T reads of one chunk."""
+
+    number: int
+    hidden: Tensor
+    """[c, d_model]"""
+    edits: tuple[PlacedEdit, ...] = ()
+    """on T and C, by chunk and step"""
+
+
+class ThinkingBlocks:
+    """T and C of one model. Changes nothing outside its own cache."""
+
+    def __init__(self, model: ThinkingDecoder, runner: Runner) -> None:
+        self.model, self.config, self.runner = model, model.thinking, runner
+        if not model.config.tied_embeddings:  # the certificate is about tables that lie as the backbone's does
+            model.think_unembed.data = model.think_unembed.data.t().contiguous().t()
+        self.pool = PagePool(TOGETHER, self.config.chunk + self.config.compressed)
+        one_layer = replace(model.config, num_layers=1, windows=model.config.windows[:1])
+        self.cache = KVCache(one_layer, self.pool, model.backbone.embed.dtype, runner.device)
+        self._known: dict[Tokens, Tensor] = {}
+
+    # ---- T ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def think(self, chunks: Sequence[ChunkStates], full: bool = False) -> list[Thought]:
+        """The greedy thought of every chunk. `full`: keep whole distributions, too."""
+        return [t for i in range(0, len(chunks), TOGETHER) for t in self._think(chunks[i : i + TOGETHER], full)]
+
+    def _think(self, chunks: Sequence[ChunkStates], full: bool) -> list[Thought]:
+        tables = [PageTable() for _ in chunks]
+        try:
+            said = self._decode(chunks, tables)
+        finally:
+            for table in tables:
+                self.pool.release(table)
+        return [self._thought(*each, full) for each in zip(chunks, *said, strict=True)]
+
+    def _decode(
+        self, chunks: Sequence[ChunkStates], tables: list[PageTable]
+    ) -> tuple[list[list[int]], list[list[Tensor]], list[list[Tensor]]]:
+        """Tokens, T's rows and their logits, by chunk and step. Takes pages into `tables`."""
+        config = self.config
+        tokens: list[list[int]] = [[] for _ in chunks]
+        rows: list[list[Tensor]] = [[] for _ in chunks]
+        logits: list[list[Tensor]] = [[] for _ in chunks]
+        open_ = list(range(len(chunks)))
+        x = torch.cat([chunk.hidden for chunk in chunks])
+        for step in range(config.max_thought - 1):
+            start = 0 if step == 0 else config.chunk + step - 1
+            segments = [self._segment(tables[i], start, config.chunk if step == 0 else 1) for i in open_]
+            out = self._pass(segments, x)
+            last = torch.stack([_edited(out[i], chunks[n], step, config.max_thought) for i, n in enumerate(open_)])
+            found = self._logits(last)
+            for i, n in enumerate(open_):
+                rows[n].append(last[i])
+                logits[n].append(found[i])
+                tokens[n].append(int(found[i].numpy().argmax()))  # the lowest id among equals
+            open_ = [n for n in open_ if tokens[n][-1] != config.eos_token]
+            if not open_:
+                break
+            words = torch.tensor([tokens[n][-1] for n in open_], device=self.runner.device)
+            x = self.model.thought_embedding(words, torch.full_like(words, step))
+        return tokens, rows, logits
+
+    def _thought(self, chunk: ChunkStates, tokens: list[int], rows: list[Tensor], logits: list[Tensor], full: bool) -> Thought:
+        """The record of one thought, its state included. One that reached the limit is ended by force."""
+        said = tuple(tokens) if tokens[-1] == self.config.eos_token else (*tokens, self.config.eos_token)
+        compressed = self.compressed(said, chunk.number, chunk.edits)
+        return Thought(
+            said, torch.stack(rows), self._distribution(torch.stack(logits), full), compressed, self.state(compressed)
+        )
+
+    def _distribution(self, logits: Tensor, full: bool) -> Rows:
+        """What each step might have said [steps, vocab], stored as Z is."""
+        spec = LensSpec((), top_k=TOP_K, full=full)
+        read = readout.statistics(spec, logits.log_softmax(-1)[:, None], [0] * len(logits))
+        kept = ("entropy", "top_ids", "top_logprobs", "full")
+        return {f"thinking.{name}": read[f"Z.{name}"][:, 0] for name in kept if f"Z.{name}" in read}
+
+    # ---- C ------------------------------------------------------------------------------------------------------
+
+    def check(self, thought: Sequence[int]) -> Tokens:
+        """A thought that somebody else proposes, <EOS> included; BadThought where T could not have said it."""
+        said, eos = tuple(thought), self.config.eos_token
+        if not said or said[-1] != eos or eos in said[:-1] or not all(0 <= t < self.model.config.vocab_size for t in said):
+            raise BadThought(f"thought {said}: give token ids of the vocabulary that end in the one <EOS>, {eos}")
+        if len(said) > self.config.max_thought:
+            raise BadThought(f"a thought of {len(said)} tokens, <EOS> included; max_thought is {self.config.max_thought}")
+        return said
+
+    def compressed(self, thought: Tokens, chunk: int = 0, edits: Sequence[PlacedEdit] = ()) -> Tensor:
+        """C over a thought, filled up to c tokens: [rows, d_model]; no rows for an empty one."""
+        if len(thought) == 1:
+            return torch.empty(0, self.model.config.d_model, dtype=self.model.backbone.embed.dtype)
+        if thought not in self._known:
+            if len(self._known) == MOST_KNOWN:
+                self._known.clear()
+            self._known[thought] = self._compress(thought)
+        rows = self._known[thought]
+        for edit in (edit for edit in edits if edit.site == COMPRESS_SITE):
+            rows = _applied(edit, rows, chunk * self.config.compressed)
+        return rows
+
+    def state(self, compressed: Tensor) -> Tensor:
+        """S from what C gave out: its last c rows; exactly zero where it gave nothing. [c, d_model]"""
+        if not len(compressed):
+            return compressed.new_zeros(self.config.chunk, compressed.shape[1])
+        return compressed[-self.config.chunk :]
+
+    @torch.inference_mode()
+    def _compress(self, thought: Tokens) -> Tensor:
+        filled = [*thought, *[self.config.eos_token] * (self.config.chunk - len(thought))]
+        table = PageTable()
+        self.cache.copy(self.pool.reserve(table, 0, len(filled)))
+        try:
+            batch = self._batch([Segment(table, 0, filled)])
+            out = self.model.run_compress(batch.tokens, batch.positions, self.runner.ops(batch, self.cache))[: len(filled)]
+        finally:
+            self.pool.release(table)
+        return _finite(out).clone().cpu()
+
+    # ---- passes -------------------------------------------------------------------------------------------------
+
+    def _segment(self, table: PageTable, start: int, rows: int) -> Segment:
+        self.cache.copy(self.pool.reserve(table, start, start + rows))
+        return Segment(table, start, [0] * rows)  # T takes states instead of tokens
+
+    def _pass(self, segments: list[Segment], x: Tensor) -> Tensor:
+        """T over new rows x [rows, d_model]: the last row of each segment, on the CPU."""
+        batch = self._batch(segments)
+        out = self.model.run_think(self._padded(x, batch.padded), batch.positions, self.runner.ops(batch, self.cache))
+        return _finite(out[[end - 1 for end in batch.offsets[1:]]]).cpu()
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        """Of rows that T gave out [rows, d_model]: [rows, vocab], on the CPU."""
+        tile = self.runner.tile
+        padded = self._padded(rows, -(-len(rows) // tile) * tile)
+        return _finite(self.model.thought_logits(padded, self.runner.head_ops())[: len(rows)]).cpu()
+
+    def _padded(self, rows: Tensor, count: int) -> Tensor:
+        padded = torch.zeros(count, rows.shape[1], dtype=rows.dtype, device=self.runner.device)
+        padded[: len(rows)] = rows
+        return padded
+
+    def _batch(self, segments: list[Segment]) -> Batch:
+        return Batch(segments, self.pool, self.runner.certificate.query_rows, self.runner.tile, self.runner.device)
+
+
+def _edited(row: Tensor, chunk: ChunkStates, step: int, room: int) -> Tensor:
+    """One row of T [d_model] under the chunk's edits."""
+    rows = row[None]
+    for edit in (edit for edit in chunk.edits if edit.site == THINK_SITE):
+        rows = _applied(edit, rows, chunk.number * room + step)
+    return rows[0]
+
+
+def _applied(edit: PlacedEdit, rows: Tensor, first: int) -> Tensor:
+    """Rows [n, d_model] that stand at places first, first + 1, ... of an edit's axis."""
+    places = edit.positions(first, first + len(rows))
+    if not places:
+        return rows
+    picks, out = [place - first for place in places], rows.clone()
+    out[picks] = edit.apply(rows[picks], places)
+    return out
+
+
+def _finite(x: Tensor) -> Tensor:
+    if not bool(torch.isfinite(x).all()):
+        raise NonFinite("a thought came out NaN or infinite; nothing of it was committed. Check edits and weights.")
+    return x

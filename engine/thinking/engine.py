@@ -1,0 +1,277 @@
+"""`ThinkingEngine`: an engine for models that think. Prompts think in chunks; what comes after them does not.
+
+A thought's state is an `add` edit at the positions of the chunk that receives it, so branches, forks, rollbacks, drafters,
+captures and dumps are those of any engine.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from replaylens.engine.engine import Engine, token_list
+from replaylens.engine.errors import BadConfig, BadEdit, BadRequest
+from replaylens.engine.loop.lane import Lane
+from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.model.weights import weights_hash
+from replaylens.engine.proof.fingerprint import Fingerprint
+from replaylens.engine.request.capture import CaptureSpec
+from replaylens.engine.request.edits import Edit, Hook, PlacedEdit, listed, place
+from replaylens.engine.serving.branch import Branch
+from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
+from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder
+from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefill, Prefiller, split
+from replaylens.engine.thinking.sites import ThinkingSites
+from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, ThinkingRecording, Thoughts
+from replaylens.engine.training.chunks import padded
+
+if TYPE_CHECKING:
+    from replaylens.engine.model.sites import SiteTable
+    from replaylens.engine.pictures.thoughts import Thinking
+
+Drafts = Sequence[Sequence[int]]
+"""guessed thoughts of one prompt's chunks, each with its <EOS>"""
+
+
+class BadChunks(BadRequest):
+    """A prompt that is not whole chunks."""
+
+
+class ThinkingEngine(Engine):
+    """guess  how a prompt's thoughts are guessed ahead: sequential, empty or drafted. Changes no bit that is committed"""
+
+    def __init__(self, model: ThinkingDecoder, tokenizer: Any = None, *, guess: Guess = "empty", **options: Any) -> None:
+        if not isinstance(model, ThinkingDecoder):
+            raise BadConfig(f"a {type(model).__name__} does not think: load it with Engine, or train one that does")
+        self.thinker, self.thinking, self.guess = model, model.thinking, _known(guess)
+        super().__init__(model.backbone, tokenizer, **options)
+        if self.text.tokenizer is not None and self.text.eos_id != self.thinking.eos_token:
+            raise BadConfig(
+                f"the tokenizer's <EOS> is {self.text.eos_id}, the model ends its thoughts with {self.thinking.eos_token}: "
+                "a model that thinks needs the tokenizer with <EOS> that it was trained with"
+            )
+        self.prefiller = Prefiller(self.forest, ThinkingBlocks(model, self.runner))
+
+    def _fingerprint(self) -> Fingerprint:
+        """T and C take part in every bit."""
+        plain = super()._fingerprint()
+        config = sha256((self.thinker.config.to_json() + self.thinking.to_json()).encode()).hexdigest()
+        return replace(plain, weights=weights_hash(self.thinker), config=config)
+
+    def _site_table(self) -> "SiteTable":
+        return ThinkingSites(self.config)
+
+    def capture_spec(self, sites: str | Sequence[str], *, full: bool = False, **options: Any) -> CaptureSpec:
+        """As `Engine.capture_spec`; `full` keeps the whole distributions of thoughts, too."""
+        spec = super().capture_spec(sites, full=full, **options)
+        thoughts = tuple(name for name in spec.sites if name in LETTERS)
+        if full and spec.lens is not None and FULL_SITE not in thoughts:
+            thoughts += (FULL_SITE,)
+        rest = tuple(name for name in spec.sites if name not in LETTERS)
+        return replace(spec, sites=rest or (spec.last,), thoughts=thoughts)
+
+    def prompt(self, text: str | Sequence[int] | Tensor, **options: Any) -> "ThinkingBranch":
+        (branch,) = self.prompts([text], **options)
+        return branch
+
+    def prompts(  # type: ignore[override]
+        self,
+        texts: Iterable[str | Sequence[int] | Tensor],
+        *,
+        sites: str | Sequence[str] | None = None,
+        keep_rejected: bool = False,
+        edits: Sequence[Edit] = (),
+        hooks: Sequence[Hook] = (),
+        guess: Guess | None = None,
+        drafts: Sequence[Drafts] | None = None,
+        **lens: Any,
+    ) -> "list[ThinkingBranch]":
+        """Several root branches that think along their prompts, computed together. As `Engine.prompts`, and:
+
+        texts          a text is padded up to a whole chunk; token ids must be whole chunks
+        keep_rejected  also keep the rows of suffixes whose thoughts were guessed wrong
+        edits          also on thinking.state (positions: tokens), thinking.hook_out and compress.hook_out (`thought_place`)
+        guess, drafts  how thoughts are guessed here; guessed thoughts for each prompt, with `drafted`
+
+        States are received by the chunks of a prompt and by the first one behind it: an edit of S elsewhere does nothing.
+        """
+        guess = _known(guess or self.guess)
+        if drafts is not None and guess != "drafted":
+            raise BadRequest("drafts are for guess='drafted'")
+        paths = [self.tokens_of(text) for text in texts]
+        given = [list(d) for d in drafts] if drafts is not None else [[] for _ in paths]
+        if len(given) != len(paths):
+            raise BadRequest(f"drafts for {len(given)} prompts, but {len(paths)} prompts")
+        capture = self.capture_spec(sites, rejected=keep_rejected, **lens) if sites else None
+        resolved = self._hooks(hooks)
+        placed = [split(self._placed(edits, len(path))) for path in paths]
+        guessed = [self._drafts(own) for own in given]
+        prefills = []
+        for path, (outer, inner), own in zip(paths, placed, guessed, strict=True):  # all is checked: now lanes are made
+            lane = Lane(self.tree.plant(path[: self.thinking.chunk]), PageTable(), hooks=resolved)
+            self.loop.lanes[lane.branch] = lane
+            prefills.append(Prefill(lane, path, guess, capture, outer, inner, own))
+        self.prefiller.run(prefills)
+        return [ThinkingBranch(self, p.lane, p.rejected) for p in prefills]
+
+    def thought_place(self, site: str, chunk: int, step: int = 0) -> int:
+        """Where an edit on T or C finds a chunk's thought step: its `positions` number all steps of all chunks."""
+        room = {THINK_SITE: self.thinking.max_thought, COMPRESS_SITE: self.thinking.compressed}
+        if site not in room:
+            raise BadEdit(f"{site!r} has no thought steps; {' and '.join(room)} have. Positions elsewhere are tokens")
+        if chunk < 0 or not 0 <= step < room[site]:
+            raise BadEdit(f"chunk {chunk}, step {step}: chunks count from 0, and {site} has steps 0 to {room[site] - 1}")
+        return chunk * room[site] + step
+
+    def guesses(self) -> dict[str, Any]:
+        return {"thoughts": self.guess}
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def tokens_of(self, text: str | Sequence[int] | Tensor) -> list[int]:
+        """As `Engine.tokens_of`: a text is padded up to a whole chunk; token ids must be whole chunks."""
+        return self._chunks(text)
+
+    def _chunks(self, text: str | Sequence[int] | Tensor, before: int = 0) -> list[int]:
+        """Whole chunks of tokens; BadChunks where ids are none."""
+        c = self.thinking.chunk
+        if isinstance(text, str):
+            return self._check_tokens(list(padded(self.text.encode(text, special=before == 0), self.thinking)), before)
+        if len(ids := token_list(text)) % c:
+            raise BadChunks(
+                f"{len(ids)} tokens are not whole chunks of {c}: fill the prompt up with token {self.thinking.pad_token} "
+                "(thinking_texts.padded), or give text"
+            )
+        return self._check_tokens(ids, before)
+
+    def _drafts(self, thoughts: Drafts) -> dict[int, Tokens]:
+        return {i: self.prefiller.blocks.check(thought) for i, thought in enumerate(thoughts)}
+
+    def _placed(self, edits: Sequence[Edit], length: int) -> list[PlacedEdit]:
+        """Edits at their places. BadEdit for what can be captured but not edited."""
+        out: list[PlacedEdit] = []
+        for edit in listed(edits):
+            if edit.site in LETTERS and edit.site not in (STATE_SITE, THINK_SITE, COMPRESS_SITE):
+                raise BadEdit(f"{edit.site} can be captured but not edited; edit {THINK_SITE} instead")
+            out += place(edit, self.sites, self._axis(edit.site, length))
+        return out
+
+    def _axis(self, site: str, length: int) -> int:
+        """How long the axis is that an edit's positions count on."""
+        steps = {THINK_SITE: self.thinking.max_thought, COMPRESS_SITE: self.thinking.compressed}
+        return length // self.thinking.chunk * steps[site] if site in steps else length
+
+    def first_touched(self, edit: PlacedEdit) -> int:
+        """The first token position from which on things must be computed again under an edit."""
+        steps = {THINK_SITE: self.thinking.max_thought, COMPRESS_SITE: self.thinking.compressed}
+        return edit.first // steps[edit.site] * self.thinking.chunk if edit.site in steps else edit.first
+
+    def _hooks(self, hooks: Sequence[Hook]) -> tuple[Hook, ...]:
+        resolved = tuple((self.sites.resolve(name), hook) for name, hook in hooks)
+        if bad := [name for name, _ in resolved if name in LETTERS]:
+            raise BadEdit(f"no hook functions on {bad[0]}: use an Edit")
+        return resolved
+
+
+def _known(guess: str) -> Guess:
+    for known in GUESSES:
+        if known == guess:
+            return known
+    raise BadRequest(f"no guess {guess!r}; known: {', '.join(GUESSES)}")
+
+
+class ThinkingBranch(Branch):
+    """A branch whose prompt was thought along."""
+
+    engine: ThinkingEngine
+
+    def __init__(self, engine: ThinkingEngine, lane: Lane, rejected: Sequence[int] = ()) -> None:
+        super().__init__(engine, lane)
+        self.rejected_ids = list(rejected)
+
+    @property
+    def thoughts(self) -> Thoughts:
+        """The thought of every prompt chunk, the states that chunks received, and the rounds that it took."""
+        assert self.lane.thoughts is not None  # the prefill saw to it
+        return self.lane.thoughts
+
+    @property
+    def rejected(self) -> "list[ThinkingBranch]":  # type: ignore[override]
+        """Suffixes whose thoughts were guessed wrong, and rejected drafts, as far as they kept rows or pages; in order."""
+        lanes = self.engine.loop.lanes
+        return [ThinkingBranch(self.engine, lanes[i]) for i in self.rejected_ids if i in lanes]
+
+    def tree(self) -> "Thinking":  # type: ignore[override]
+        """The picture: chunks, states, thoughts, rounds. Draws itself, or `print` it."""
+        from replaylens.engine.thinking.picture import picture
+
+        return picture(self.engine, self.tokens, self.thoughts)
+
+    def _repr_html_(self) -> str:
+        from replaylens.engine.pictures.summary import thinking_branch_html
+
+        return thinking_branch_html(self)
+
+    def fork(  # type: ignore[override]
+        self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()
+    ) -> "list[ThinkingBranch]":
+        """`n` new branches with this path (up to `at`), as `Branch.fork`.
+
+        States that were made from the first `at` tokens come along. Behind an edit, prompt chunks think anew: the fork
+        leaves at the chunk that the edit first touches. Behind `at` nothing thinks but what `extend` adds.
+        """
+        if type(n) is not int or n < 1 or not isinstance(at, int | None):
+            raise BadRequest(f"fork({n}, at={at}): give whole numbers, and at least 1 fork")
+        self._check_open()
+        at, chunk = self.length if at is None else at, self.engine.thinking.chunk
+        placed, resolved = self.engine._placed(edits, at), self.engine._hooks(hooks)
+        along = self._thought_along(at)
+        first = 0 if hooks else min([along, *map(self.engine.first_touched, placed)])
+        if first == along and not split(placed)[1]:
+            return [self._fork(at, tuple(placed), resolved) for _ in range(n)]
+        return [self._rethink(first // chunk * chunk, at, placed, resolved) for _ in range(n)]
+
+    def extend(self, text: str | Sequence[int], guess: Guess | None = None) -> "ThinkingBranch":
+        """A new branch: this prompt and more of it, thought along. Precondition: nothing but whole prompt chunks so far."""
+        self._check_open()
+        if self.length != self._thought_along(self.length):
+            raise BadChunks(
+                f"branch {self.id} has tokens that were not thought along: fork it at a chunk border, at most "
+                f"{self._thought_along(self.length)}, and extend the fork"
+            )
+        return self._grown(self.length, [*self.tokens, *self.engine._chunks(text, self.length)], (), (), guess)
+
+    def _thought_along(self, at: int) -> int:
+        """How many of the first `at` tokens are whole chunks that thought."""
+        chunk = self.engine.thinking.chunk
+        return min(at // chunk, len(self.thoughts.chunks)) * chunk
+
+    def _fork(self, at: int, edits: tuple[PlacedEdit, ...], hooks: tuple[Hook, ...]) -> "ThinkingBranch":
+        lane = self.engine.forest.fork(self.lane, at, edits, hooks)
+        lane.thoughts = self.thoughts.until(at)
+        if isinstance(lane.recording, ThinkingRecording):
+            lane.recording.thoughts = lane.thoughts
+        return ThinkingBranch(self.engine, lane)
+
+    def _rethink(self, cut: int, at: int, edits: Sequence[PlacedEdit], hooks: tuple[Hook, ...]) -> "ThinkingBranch":
+        """A fork at `cut` that thinks its way to `at` again."""
+        tokens, end = self.tokens[:at], self._thought_along(at)
+        grown = self._grown(cut, tokens[:end], edits, hooks, None)
+        if end < at:
+            grown.force(tokens[end:])
+        return grown
+
+    def _grown(
+        self, cut: int, path: list[int], edits: Sequence[PlacedEdit], hooks: tuple[Hook, ...], guess: Guess | None
+    ) -> "ThinkingBranch":
+        """A fork at the chunk border `cut` with whole prompt chunks `path`, under these edits besides its own."""
+        engine, known = self.engine, self.thoughts.until(cut)
+        outer, inner = split(edits)
+        lane = engine.forest.fork(self.lane, cut, (), hooks)
+        prefill = Prefill(lane, path, guess or engine.guess, lane.capture, planted=False)
+        prefill.edits, prefill.inner = known.others(lane.edits) + outer, known.inner + inner
+        prefill.thoughts, prefill.states = list(known.chunks), dict(known.states)
+        engine.prefiller.run([prefill])
+        return ThinkingBranch(engine, lane, prefill.rejected)

@@ -1,0 +1,220 @@
+"""`ThinkingDecoder`: a decoder that thinks in words between the chunks of its input (Thinking States, arXiv 2602.08332).
+
+Chunk i is c tokens. Its state S_i, one vector per token, is added to what block `write_layer` gives out; the rows that block
+`read_layer` gives out are H_i. The thinking block T decodes a short thought Z_{i+1} from H_i, greedily, until <EOS>; the
+compression block C turns the thought into S_{i+1}, for the next chunk:
+
+    S_1 = 0      H_i = blocks(X_i + S_i)      Z_{i+1} = T(H_i)      S_{i+1} = C(Z_{i+1})
+
+A thought of nothing but <EOS> is empty, and its state is exactly zero. The KV cache of the backbone never holds a thought.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from replaylens.engine.errors import BadConfig, BadWeights
+from replaylens.engine.model import weights
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Block, Decoder, Tap, tapped
+from replaylens.engine.model.ops import Norm, Ops
+from replaylens.engine.model.rotary import Rotary, rotary_table
+
+CONFIG_FILE = "thinking.json"
+WEIGHTS_FILE = "thinking.safetensors"
+STATE_SITE = "thinking.state"
+THINK_SITE = "thinking.hook_out"
+COMPRESS_SITE = "compress.hook_out"
+
+
+@dataclass(frozen=True)
+class ThinkingConfig:
+    """How a backbone thinks: what the paper leaves open is a field here. Immutable; checked against its backbone."""
+
+    chunk: int
+    """tokens per chunk, c; the prompt is padded to a multiple of it, so that no chunk holds prompt and answer"""
+    read_layer: int
+    """L_out: the block whose output T reads; by `for_backbone` the second to last"""
+    eos_token: int
+    """ends every thought; alone it is the empty thought"""
+    pad_token: int
+    """fills the last chunk of a prompt"""
+    write_layer: int = 0
+    """L_in: the block to whose output the state is added; after block 0, of which C is a copy, so its KV knows no state"""
+    max_thought: int = 8
+    """tokens of the longest thought, <EOS> included; a thought that reaches it is ended by force"""
+
+    @classmethod
+    def for_backbone(cls, config: ModelConfig, chunk: int, eos_token: int, pad_token: int, **others: Any) -> "ThinkingConfig":
+        """Our defaults for a backbone: T reads the second to last block."""
+        return cls(chunk, config.num_layers - 2, eos_token, pad_token, **others).check(config)
+
+    def check(self, backbone: ModelConfig) -> "ThinkingConfig":
+        """self, if a backbone of this config can think so; BadConfig otherwise."""
+        if self.chunk < 1:
+            raise BadConfig(f"chunk must be at least 1 token, not {self.chunk}")
+        if self.max_thought < 2:
+            raise BadConfig(f"max_thought must be at least 2, a word and <EOS>, not {self.max_thought}")
+        if not 0 <= self.write_layer < self.read_layer < backbone.num_layers:
+            raise BadConfig(
+                f"write_layer {self.write_layer} must come before read_layer {self.read_layer}, and both must be among the "
+                f"{backbone.num_layers} blocks: with the defaults a backbone needs at least 3"
+            )
+        for name in ("eos_token", "pad_token"):
+            if not 0 <= getattr(self, name) < backbone.vocab_size:
+                raise BadConfig(
+                    f"{name} {getattr(self, name)} is not among the {backbone.vocab_size} tokens; a model that thinks needs "
+                    "a tokenizer with an <EOS>"
+                )
+        return self
+
+    @property
+    def write_site(self) -> str:
+        """Where the state is added."""
+        return f"blocks.{self.write_layer}.hook_out"
+
+    @property
+    def read_site(self) -> str:
+        """What T reads."""
+        return f"blocks.{self.read_layer}.hook_out"
+
+    @property
+    def compressed(self) -> int:
+        """Rows that C runs over: the longest thought, or a chunk where that is longer."""
+        return max(self.max_thought, self.chunk)
+
+    def to_json(self) -> str:
+        """A stable text form."""
+        return json.dumps(asdict(self), sort_keys=True, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ThinkingConfig":
+        """Inverse of `to_json`; an unknown or missing field is an error."""
+        try:
+            raw = dict(json.loads(text))
+            if unknown := set(raw) - {f.name for f in fields(cls)}:
+                raise BadConfig(f"unknown fields {sorted(unknown)} in {CONFIG_FILE}")
+            return cls(**raw)
+        except (ValueError, TypeError) as e:
+            raise BadConfig(f"{CONFIG_FILE} is not the config of a model that thinks: {e}") from None
+
+
+class ThinkingDecoder(nn.Module):
+    """A backbone, the thinking block T with its own unembedding, and the compression block C.
+
+    T is a causal block over [the chunk's c states ; the thought so far], C one over the thought; both count positions from 0
+    and take thought tokens from the backbone's embedding. Wiring only, like the decoder: the arithmetic is in `Ops`.
+    """
+
+    think_rotary: Tensor
+    compress_rotary: Tensor
+
+    def __init__(self, config: ModelConfig, thinking: ThinkingConfig) -> None:
+        super().__init__()
+        self.config, self.thinking = config, thinking.check(config)
+        last = config.num_layers - 1
+        self.backbone = Decoder(config)
+        self.think, self.compress = _alone(Block(config, last)), _alone(Block(config, 0))
+        self.think_norm = Norm(config.d_model, config.norm, config.norm_eps)
+        self.think_unembed = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        for name, layer in (("think", last), ("compress", 0)):
+            length = thinking.chunk + thinking.compressed
+            table = rotary_table(config.rope_of(layer), config.rotary_dim, length) if config.rotary_dim else torch.empty(0)
+            self.register_buffer(f"{name}_rotary", table, persistent=False)
+
+    @classmethod
+    def around(cls, backbone: Decoder, thinking: ThinkingConfig) -> "ThinkingDecoder":
+        """A model around a copy of `backbone`, trained or not: T starts as its last block, C as its first."""
+        model = cls(backbone.config, thinking)
+        table = backbone.embed if backbone.unembed is None else backbone.unembed.weight.t()
+        with torch.no_grad():
+            model.backbone.load_state_dict(backbone.state_dict())
+            model.think.load_state_dict(backbone.blocks[-1].state_dict())
+            model.compress.load_state_dict(backbone.blocks[0].state_dict())
+            model.think_norm.load_state_dict(backbone.ln_final.state_dict())
+            model.think_unembed.copy_(table)
+        return weights.in_dtype(model, backbone.embed.dtype)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, states: Tensor, ops: Ops, tap: Tap | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """tokens, positions [rows], states [rows, d_model] -> what T reads, and the residual stream after the last block."""
+        write, read = self.thinking.write_layer + 1, self.thinking.read_layer + 1
+        run = self.backbone.run_blocks
+        x = run(self.backbone.embedding(tokens, positions, tap), positions, ops, tap, 0, write)
+        hidden = run(x + states, positions, ops, tap, write, read)
+        return hidden, run(hidden, positions, ops, tap, read, self.config.num_layers)
+
+    def thought_embedding(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Thought tokens [rows], each at its place within the thought, as T and C read them: [rows, d_model]."""
+        return self.backbone.embedding(tokens, places)
+
+    def run_think(self, x: Tensor, positions: Tensor, ops: Ops, tap: Tap | None = None) -> Tensor:
+        """T over rows x [rows, d_model]: a chunk's states at positions 0 to c - 1, its thought from c on."""
+        rotary = Rotary(self.think_rotary, positions) if self.config.rotary_dim else None
+        return tapped(tap, THINK_SITE, self.think(x, rotary, ops, None))
+
+    def thought_logits(self, x: Tensor, ops: Ops) -> Tensor:
+        """What T gave out [rows, d_model] -> logits of the next thought token [rows, vocab]."""
+        return ops.unembed(ops.norm(x, self.think_norm), self.think_unembed)
+
+    def run_compress(self, tokens: Tensor, positions: Tensor, ops: Ops, tap: Tap | None = None) -> Tensor:
+        """C over thought tokens [rows] at their positions within the thought: [rows, d_model]."""
+        rotary = Rotary(self.compress_rotary, positions) if self.config.rotary_dim else None
+        return tapped(tap, COMPRESS_SITE, self.compress(self.thought_embedding(tokens, positions), rotary, ops, None))
+
+
+def _alone(block: Block) -> Block:
+    """A block that is the only layer of its own cache."""
+    block.attn.spec = replace(block.attn.spec, layer=0)
+    return block
+
+
+def save(model: ThinkingDecoder, folder: Path) -> None:
+    """Write backbone, T and C; `load(folder)` gives identical bits back. The backbone alone is a checkpoint of its own."""
+    weights.save(model.backbone, folder)
+    (folder / CONFIG_FILE).write_text(model.thinking.to_json() + "\n")
+    save_file(_own(model), folder / WEIGHTS_FILE)
+
+
+def _own(model: ThinkingDecoder) -> dict[str, Tensor]:
+    return {name: x.contiguous() for name, x in model.state_dict().items() if not name.startswith("backbone.")}
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> ThinkingDecoder:
+    """A model from a folder written by `save`: on the CPU, without gradients. BadWeights names what is missing."""
+    if not (folder / CONFIG_FILE).exists():
+        raise BadConfig(f"{folder} holds no {CONFIG_FILE}: it is a plain decoder; train one that thinks, or load it as it is")
+    backbone = weights.load(folder, dtype)
+    model = ThinkingDecoder.around(backbone, ThinkingConfig.from_json((folder / CONFIG_FILE).read_text()))
+    wanted, found = _own(model), _read(folder / WEIGHTS_FILE)
+    faults = [f"{name} is missing" for name in wanted if name not in found]
+    faults += [f"{name} is not part of this model" for name in found if name not in wanted]
+    for name in wanted.keys() & found.keys():
+        if wanted[name].shape != found[name].shape:
+            faults.append(f"{name} has shape {tuple(found[name].shape)}, not {tuple(wanted[name].shape)}")
+        elif not bool(torch.isfinite(found[name].to(dtype)).all()):
+            faults.append(f"{name} holds NaN or infinity")
+    if faults:
+        parts = {"think": "the thinking block T", "compress": "the compression block C"}
+        absent = [words for part, words in parts.items() if not any(name.startswith(part + ".") for name in found)]
+        whole = f" ({' and '.join(absent)} not there at all)" if absent else ""
+        raise BadWeights(f"{folder / WEIGHTS_FILE}{whole}: {'; '.join(sorted(faults)[:8])}")
+    model.load_state_dict({name: x.to(dtype) for name, x in found.items()}, strict=False)
+    return model.requires_grad_(False).eval()
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.exists():
+        raise BadWeights(f"{path} is missing: the checkpoint has a backbone, but neither T nor C")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except SafetensorError as e:
+        raise BadWeights(f"{path} is not a readable safetensors file: {e}") from e

@@ -1,0 +1,249 @@
+"""`Prefiller`: prompts of a model that thinks, in rounds of guess, canonical pass, thoughts, rollback.
+
+A round guesses the thoughts of the chunks that are left, adds the states that would come of them, and computes all these
+chunks in one canonical pass. Then T says what each chunk really thinks. The first thought that was guessed wrong settles all
+chunks up to its own: their states were right. The KV behind it is rolled back, and the suffix is kept as a rejected branch.
+
+| guess      | thoughts of the chunks that are left             | rounds                                               |
+|------------|--------------------------------------------------|------------------------------------------------------|
+| sequential | none: one chunk a round                          | chunks                                               |
+| empty      | nothing is thought                               | 1 + chunks that think, the last one aside            |
+| drafted    | given ones, then those of the round that failed  | 1 if they are right; never more than chunks          |
+
+All three settle the same tokens, KV, states and thoughts, to the bit: a state is an edit, and an edit is part of a path.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.lens import readout
+from replaylens.engine.loop.lane import Lane
+from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.proof.trace import path_digest
+from replaylens.engine.request.capture import CaptureSpec, Recording, Rows
+from replaylens.engine.request.edits import PlacedEdit, added
+from replaylens.engine.serving.forest import Forest, edits_json
+from replaylens.engine.thinking.blocks import ChunkStates, ThinkingBlocks, Tokens
+from replaylens.engine.thinking.model import STATE_SITE
+from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, Round, ThinkingRecording, Thought, Thoughts
+
+Guess = Literal["sequential", "empty", "drafted"]
+GUESSES: tuple[Guess, ...] = ("sequential", "empty", "drafted")
+
+
+@dataclass(eq=False)
+class Prefill:
+    """One prompt on its way. `lane` stands at the end of `settled` chunks, and of more tokens in the middle of a round."""
+
+    lane: Lane
+    path: list[int]
+    """the whole prompt, whole chunks"""
+    guess: Guess
+    capture: CaptureSpec | None
+    """what the user wants to keep"""
+    edits: tuple[PlacedEdit, ...] = ()
+    """interventions on the backbone"""
+    inner: tuple[PlacedEdit, ...] = ()
+    """interventions on S, T and C"""
+    drafts: dict[int, Tokens] = field(default_factory=dict)
+    """guessed thoughts by chunk; others are guessed to be empty"""
+    thoughts: list[Thought] = field(default_factory=list)
+    """of the settled chunks"""
+    states: dict[int, PlacedEdit] = field(default_factory=dict)
+    """received by the settled chunks, and by the one after them"""
+    rounds: list[Round] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
+    """branches of suffixes that were guessed wrong"""
+    kept: Recording | None = None
+    """captured rows of before, where a branch goes on"""
+    planted: bool = True
+    """whether the lane is new; else its traced past ends here"""
+
+    @property
+    def settled(self) -> int:
+        return len(self.thoughts)
+
+
+class Prefiller:
+    """Brings prompts to their end on the lanes of a forest."""
+
+    def __init__(self, forest: Forest, blocks: ThinkingBlocks) -> None:
+        self.forest, self.blocks, self.config = forest, blocks, blocks.config
+
+    def run(self, prefills: Sequence[Prefill]) -> None:
+        """Settle all chunks of all prompts, together. Mutates tree, lanes and pages; leaves a trace. When one fails, all of
+        them are forgotten, and the error is raised."""
+        try:
+            for prefill in prefills:
+                self._begin(prefill)
+            while open_ := [p for p in prefills if p.settled < self._num_chunks(p)]:
+                self._round(open_)
+            for prefill in prefills:
+                self._end(prefill)
+        except BaseException:
+            for prefill in prefills:  # nobody has a handle on them
+                self._forget(prefill)
+            raise
+
+    def _forget(self, p: Prefill) -> None:
+        """Mutates: nothing is left of a prompt but two lines of the trace."""
+        if p.planted:
+            self._trace(p.lane, None, "error")
+        self.forest.forget(p.lane.branch)
+
+    def _num_chunks(self, p: Prefill) -> int:
+        return len(p.path) // self.config.chunk
+
+    def _begin(self, p: Prefill) -> None:
+        """T reads rows that must be kept until it has; Z waits for its successors, so it is read at the end."""
+        spec = p.capture or CaptureSpec(())
+        streams = spec.lens.sites if spec.lens else ()
+        sites = tuple(dict.fromkeys([*spec.sites, *streams, self.config.read_site]))
+        p.kept = p.lane.recording
+        p.lane.capture = replace(spec, sites=sites, lens=None)
+        p.lane.recording = Recording(base=p.settled * self.config.chunk if p.kept is None else p.kept.end)
+        self._hand_on(p)
+
+    # ---- one round ----------------------------------------------------------------------------------------------
+
+    def _round(self, prefills: list[Prefill]) -> None:
+        guesses = [self._guessed(p) for p in prefills]
+        for p, guessed in zip(prefills, guesses, strict=True):
+            self._speculate(p, guessed)
+        self.forest.compute([p.lane for p in prefills])
+        chunks = [chunk for p, guessed in zip(prefills, guesses, strict=True) for chunk in self._chunks(p, len(guessed))]
+        found = iter(self.blocks.think(chunks, full=any(p.capture and FULL_SITE in p.capture.thoughts for p in prefills)))
+        for p, guessed in zip(prefills, guesses, strict=True):
+            self._judge(p, guessed, [next(found) for _ in guessed])
+
+    def _guessed(self, p: Prefill) -> list[Tokens]:
+        """The thoughts of this round's chunks, as guessed; nobody looks at the last one."""
+        last = p.settled + 1 if p.guess == "sequential" else self._num_chunks(p)
+        return [p.drafts.get(i, (self.config.eos_token,)) for i in range(p.settled, last)]
+
+    def _speculate(self, p: Prefill, guessed: list[Tokens]) -> None:
+        """Mutates: the lane gets the round's tokens, and the states that would come of the guesses."""
+        first, tree, states = p.settled, self.forest.tree, dict(p.states)
+        for number, thought in enumerate(guessed[:-1], first):
+            if state := self._received(p, number + 1, self.blocks.state(self.blocks.compressed(thought, number, p.inner))):
+                states[number + 1] = state
+        p.lane.edits = (*states.values(), *p.edits)
+        end = (first + len(guessed)) * self.config.chunk
+        tree.append(p.lane.branch, p.path[len(tree.branch(p.lane.branch).tokens) : end], TokenState.DRAFT)
+
+    def _received(self, p: Prefill, chunk: int, state: Tensor | None) -> PlacedEdit | None:
+        """What is added to a chunk: the state [c, d_model] handed to it, under the edits on S; None: nothing."""
+        first, width = chunk * self.config.chunk, self.blocks.model.config.d_model
+        rows = torch.zeros(self.config.chunk, width) if state is None else state.to(torch.float32, copy=True)
+        for edit in (edit for edit in p.inner if edit.site == STATE_SITE):
+            if places := edit.positions(first, first + len(rows)):
+                picks = [place - first for place in places]
+                rows[picks] = edit.apply(rows[picks], places)
+        return added(self.config.write_site, first, rows) if bool(rows.any()) else None
+
+    def _chunks(self, p: Prefill, count: int) -> list[ChunkStates]:
+        """What T reads of the next `count` chunks."""
+        assert p.lane.recording is not None
+        c, rows = self.config.chunk, p.lane.recording[self.config.read_site]
+        first = p.settled * c - p.lane.recording.base
+        states = rows[first : first + count * c].split(c)
+        return [ChunkStates(p.settled + i, hidden, p.inner) for i, hidden in enumerate(states)]
+
+    def _judge(self, p: Prefill, guessed: list[Tokens], found: list[Thought]) -> None:
+        """Mutates: keep what was guessed right, and the first chunk that was not; drop the rest."""
+        first, count = p.settled, len(guessed)
+        wrong = (i for i in range(count - 1) if found[i].tokens != guessed[i])
+        kept = next(wrong, count - 1) + 1
+        if kept < count:
+            self._reject(p, first + kept, found)
+        p.thoughts += found[:kept]
+        self._cut(p)
+        if p.guess == "drafted":
+            p.drafts |= {first + i: thought.tokens for i, thought in enumerate(found)}
+        p.states = self._used(p)
+        self._hand_on(p)
+        p.rounds.append(Round(first, first + kept, first + count))
+
+    def _hand_on(self, p: Prefill) -> None:
+        """Mutates: the first chunk that is not settled receives what the last settled one thought."""
+        p.states = {i: edit for i, edit in p.states.items() if i < p.settled}
+        if state := self._received(p, p.settled, p.thoughts[-1].state if p.thoughts else None):
+            p.states[p.settled] = state
+
+    def _used(self, p: Prefill) -> dict[int, PlacedEdit]:
+        """The states of the last pass, by chunk."""
+        states = p.lane.edits[: len(p.lane.edits) - len(p.edits)]
+        return {edit.start // self.config.chunk: edit for edit in states}
+
+    def _cut(self, p: Prefill) -> None:
+        """Mutates: the lane ends with its settled chunks, whose tokens are prompt."""
+        lane, tree, pool = p.lane, self.forest.tree, self.forest.runner.pool
+        record, end = tree.branch(lane.branch), p.settled * self.config.chunk
+        tree.rollback(lane.branch, record.root_length)
+        tree.append(lane.branch, p.path[record.root_length : end], TokenState.PROMPT)
+        pool.truncate(lane.table, min(lane.table.length, end))
+        lane.computed = min(lane.computed, end)
+        assert lane.recording is not None
+        lane.recording.truncate(end)
+
+    def _reject(self, p: Prefill, chunk: int, found: list[Thought]) -> None:
+        """Mutates: file what was computed from `chunk` on as a rejected branch, with the rows and thoughts that it had."""
+        lane, tree, start = p.lane, self.forest.tree, chunk * self.config.chunk
+        branch = tree.rollback(lane.branch, start, keep=True)
+        assert branch is not None and lane.recording is not None
+        p.rejected.append(branch)
+        thoughts = Thoughts(self.config, found[0], (*p.thoughts, *found), self._used(p), p.inner)
+        other = Lane(branch, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, thoughts=thoughts)
+        if p.capture is not None and p.capture.rejected:
+            tokens = tree.path(branch)
+            other.capture = p.capture
+            other.recording = ThinkingRecording(thoughts, p.capture.thoughts, base=start)
+            other.recording.append(start, self._rows(p.capture, lane.recording, start, tokens, len(tokens)))
+            self.forest.loop.lanes[branch] = other
+        self._trace(other, p.capture)
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def _end(self, p: Prefill) -> None:
+        """Mutates: the lane is as any lane is after its prompt."""
+        lane, raw, spec = p.lane, p.lane.recording, p.capture
+        assert raw is not None
+        lane.edits = (*p.states.values(), *p.edits)
+        lane.thoughts = Thoughts(self.config, p.thoughts[0], tuple(p.thoughts), p.states, p.inner, tuple(p.rounds))
+        lane.capture, lane.recording = spec, None
+        if spec is not None:
+            before = p.kept.chunks if p.kept is not None else ()
+            lane.recording = ThinkingRecording(lane.thoughts, spec.thoughts, 0, before)
+            if raw.chunks and (end := len(p.path) - spec.lag) > lane.recording.end:
+                lane.recording.append(raw.base, self._rows(spec, raw, raw.base, p.path, end))
+        if not p.planted:
+            self.forest.trace.add("release", branch=lane.branch)
+        self._trace(lane, spec)
+
+    def _rows(self, spec: CaptureSpec, raw: Recording, start: int, tokens: list[int], end: int) -> Rows:
+        """What the user wants of captured rows [start, end): Z is read off them now that all successors are known."""
+        first, stop = start - raw.base, end - raw.base
+        rows = {site: raw[site][first:stop] for site in spec.sites}
+        if spec.lens is not None:
+            streams = {site: raw[site][first:stop] for site in spec.lens.sites}
+            lenses, follows = self.forest.loop.committer.lenses, [*tokens[start + 1 : end + 1], -1][: end - start]
+            tuned = lenses[spec.lens.tuned] if spec.lens.tuned else None
+            rows |= readout.read(spec.lens, self.forest.runner, streams, follows, tuned)
+        return rows
+
+    def _trace(self, lane: Lane, capture: CaptureSpec | None, reason: str | None = None) -> None:
+        """States are edits, and edits are data: a replay of the trace needs no thoughts to come to the same bits."""
+        trace, tokens = self.forest.trace, self.forest.tree.path(lane.branch)
+        kept, details = asdict(capture) if capture else None, edits_json(lane.edits, lane.hooks)
+        trace.add("plant", branch=lane.branch, tokens=tokens, capture=kept, **details)
+        trace.add("finish", branch=lane.branch, reason=reason, generated=0, length=len(tokens), path=path_digest(tokens))
+
+
+def split(edits: Sequence[PlacedEdit]) -> tuple[tuple[PlacedEdit, ...], tuple[PlacedEdit, ...]]:
+    """Edits of the backbone, and edits of thoughts."""
+    return tuple(e for e in edits if e.site not in LETTERS), tuple(e for e in edits if e.site in LETTERS)

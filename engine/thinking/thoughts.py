@@ -1,0 +1,160 @@
+"""`Thought` and `Thoughts`: what a model thought along a prompt; and its captured rows, by position like all others.
+
+| site | letter | row at token position p |
+|---|---|---|
+| thinking.state | S | the state added at p: [d_model]; zero where nothing was thought before its chunk |
+| thinking.hook_out | T | T's rows of the chunk that ends at p, by thought step: [max_thought, d_model] |
+| compress.hook_out | C | C's rows of the same thought, by place in the thought: [max(max_thought, c), d_model] |
+| thinking.tokens | Z | the thought's tokens: [max_thought], -1 where there is none |
+| thinking.entropy, .top_ids, .top_logprobs, .full | Z | the distribution that each token was taken from, by thought step |
+
+Where no chunk ends at p, or a thought has no such step, rows are zero (ids -1).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.request.capture import Chunk, Recording, Rows
+from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingConfig
+
+TOP_K = 8
+"""likeliest tokens that are kept of each step's distribution"""
+TOKENS_SITE, FULL_SITE = "thinking.tokens", "thinking.full"
+LETTERS = {
+    STATE_SITE: "S",
+    THINK_SITE: "T",
+    COMPRESS_SITE: "C",
+    TOKENS_SITE: "Z",
+    "thinking.entropy": "Z",
+    "thinking.top_ids": "Z",
+    "thinking.top_logprobs": "Z",
+    FULL_SITE: "Z",
+}
+"""all sites of thoughts"""
+
+
+@dataclass(frozen=True, eq=False)
+class Thought:
+    """What one chunk ends in."""
+
+    tokens: tuple[int, ...]
+    """<EOS> included; only <EOS>: nothing to think"""
+    hidden: Tensor
+    """T's rows that the tokens were read off: [steps, d_model]; a thought cut at the limit has a step less than tokens"""
+    distribution: Rows
+    """by site, [steps, ...]"""
+    compressed: Tensor
+    """C's rows: [rows, d_model]; none for an empty thought"""
+    state: Tensor
+    """what it hands on to the next chunk: [c, d_model]"""
+
+    def __repr__(self) -> str:
+        return f"Thought(tokens={self.tokens}, state of {' x '.join(map(str, self.state.shape))})"
+
+    @property
+    def empty(self) -> bool:
+        return len(self.tokens) == 1
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of a prefill: chunks [first, last) ran at once, those before `kept` stood, the KV of the rest was dropped."""
+
+    first: int
+    kept: int
+    last: int
+
+
+@dataclass(frozen=True, eq=False)
+class Thoughts:
+    """The thoughts of a prompt's chunks in order, and the states that its chunks received."""
+
+    config: ThinkingConfig
+    blank: Thought
+    """any thought of the model: what rows look like where there is none"""
+    chunks: tuple[Thought, ...] = ()
+    states: Mapping[int, PlacedEdit] = field(default_factory=dict)
+    """by the chunk that receives it; chunks without one received nothing"""
+    inner: tuple[PlacedEdit, ...] = ()
+    """interventions on S, T and C that it was thought under"""
+    rounds: tuple[Round, ...] = ()
+
+    def __repr__(self) -> str:
+        chunks = f"{len(self.chunks)} chunks of {self.config.chunk} tokens"
+        return f"Thoughts({chunks}, {sum(not t.empty for t in self.chunks)} with a thought, {len(self.rounds)} rounds)"
+
+    def until(self, length: int) -> "Thoughts":
+        """What depends on the first `length` tokens alone: thoughts of whole chunks, and the states that they hand on."""
+        whole = length // self.config.chunk
+        states = {i: edit for i, edit in self.states.items() if i <= whole}
+        return Thoughts(self.config, self.blank, self.chunks[:whole], states, self.inner)
+
+    def others(self, edits: Iterable[PlacedEdit]) -> tuple[PlacedEdit, ...]:
+        """Those of a lane's edits that are none of these states, but somebody's interventions."""
+        mine = {id(edit) for edit in self.states.values()}
+        return tuple(edit for edit in edits if id(edit) not in mine)
+
+    def rows(self, site: str, start: int, end: int) -> Tensor:
+        """The site's rows at token positions [start, end)."""
+        if site == STATE_SITE:
+            return self._states(start, end)
+        rows = _blank(self, site, end - start)
+        for number, thought in enumerate(self.chunks):
+            place = (number + 1) * self.config.chunk - 1 - start
+            if 0 <= place < end - start:
+                value = _values(site, thought)
+                rows[place, : len(value)] = value
+        return rows
+
+    def _states(self, start: int, end: int) -> Tensor:
+        rows = torch.zeros(end - start, self.blank.hidden.shape[1])
+        for edit in self.states.values():
+            for position in edit.positions(start, end):
+                assert edit.value is not None
+                rows[position - start] = edit.value[position - edit.start]
+        return rows
+
+
+def _values(site: str, thought: Thought) -> Tensor:
+    """Of one thought, by step or place: [steps, ...]"""
+    if site == TOKENS_SITE:
+        return torch.tensor(thought.tokens, dtype=torch.int32)
+    return {THINK_SITE: thought.hidden, COMPRESS_SITE: thought.compressed}.get(
+        site, thought.distribution.get(site, torch.empty(0))
+    )
+
+
+def _blank(thoughts: Thoughts, site: str, count: int) -> Tensor:
+    """Rows of a site where nothing is thought."""
+    like = _values(site, thoughts.blank)
+    steps = thoughts.config.compressed if site == COMPRESS_SITE else thoughts.config.max_thought
+    nothing = -1 if like.dtype == torch.int32 else 0
+    return torch.full((count, steps, *like.shape[1:]), nothing, dtype=like.dtype)
+
+
+class ThinkingRecording(Recording):
+    """Captured rows of a branch that thought: those of thoughts are made when they are asked for."""
+
+    def __init__(
+        self,
+        thoughts: Thoughts,
+        wanted: tuple[str, ...],
+        base: int = 0,
+        chunks: Iterable[Chunk] = (),
+        open_end: bool = False,
+    ) -> None:
+        super().__init__(base, chunks, open_end)
+        self.thoughts, self.wanted = thoughts, wanted
+
+    def like(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> "ThinkingRecording":
+        return ThinkingRecording(self.thoughts, self.wanted, base, chunks, open_end)
+
+    def sites(self) -> list[str]:
+        return [*super().sites(), *self.wanted] if self.chunks else []
+
+    def __getitem__(self, site: str) -> Tensor:
+        return self.thoughts.rows(site, self.base, self.end) if site in self.wanted else super().__getitem__(site)

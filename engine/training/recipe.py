@@ -1,0 +1,104 @@
+"""`Recipe`: all that determines a trained model, but for the machine."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+from replaylens import tasks
+from replaylens.engine.errors import EngineError
+from replaylens.engine.model.config import ModelConfig
+from replaylens.tasks import Task, TaskError, WordTokenizer
+
+
+class BadRecipe(EngineError, ValueError):
+    """A recipe that cannot be followed, or a saved run that belongs to another recipe."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One share of the training texts: a task with some of its knobs set. Its length knob belongs to the trainer."""
+
+    task: str
+    weight: float
+    """this part's share of every batch, relative to the other parts"""
+    knobs: tuple[tuple[str, Any], ...] = ()
+
+    def of_length(self, length: int, seed: int) -> Task[Any]:
+        """The task whose examples have exactly `length` steps."""
+        kind = tasks.get(self.task)
+        return kind(**dict(self.knobs), **{kind.length_knob: length}, seed=seed)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that determines a trained model, but for the machine. Immutable; checked when made."""
+
+    config: ModelConfig
+    parts: tuple[Part, ...]
+    longest: int
+    """training texts have 1 to this many steps"""
+    steps: int
+    batch: int
+    lr: float
+    """peak learning rate"""
+    seed: int
+    warmup: int = 100
+    """steps in which the learning rate rises from 0"""
+    curriculum: float = 0.5
+    """share of the run in which the longest text grows from 1 step to `longest`; after it, all lengths are drawn"""
+    completion_weight: float = 10.0
+    """a completion's tokens count this much in the loss; a prompt's tokens, mostly names nobody can guess, count 1"""
+    init_scale: float = 2.0
+    """factor on the initial matrices; at 1, chains of thought were not learned in twice the steps that 2 takes"""
+    pool: int = 4096
+    """examples per part and length; batches are drawn from these with replacement"""
+
+    def __post_init__(self) -> None:
+        for name in ("longest", "steps", "batch", "pool"):
+            _demand(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("lr", "completion_weight", "init_scale"):
+            value = getattr(self, name)
+            _demand(math.isfinite(value) and value > 0, f"{name} must be a positive number, not {value}")
+        _demand(0 <= self.curriculum <= 1, f"curriculum is a share of the run, from 0 to 1, not {self.curriculum}")
+        _demand(0 <= self.warmup <= self.steps, f"warmup {self.warmup} must lie between 0 and the {self.steps} steps")
+        _demand(self.seed >= 0, f"seed must be a whole number from 0 up, not {self.seed}")
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        _demand(bool(self.parts), "parts is empty: there is nothing to train on")
+        _demand(all(part.weight > 0 for part in self.parts), "every part needs a weight above 0; leave it out otherwise")
+        _demand(min(self.sequences()) >= 1, f"a batch of {self.batch} leaves a part without a sequence: {self.sequences()}")
+        try:
+            for part in self.parts:
+                part.of_length(self.longest, self.seed)
+        except TaskError as error:
+            raise BadRecipe(f"a part of the recipe names no possible task: {error}") from error
+        words = self.tokenizer().vocab_size
+        _demand(
+            self.config.vocab_size == words,
+            f"the config's vocab_size is {self.config.vocab_size}, the tasks' words and special tokens are {words}",
+        )
+
+    def sequences(self) -> list[int]:
+        """How many sequences of a batch each part gets; they sum to `batch`."""
+        whole, ends = sum(part.weight for part in self.parts), [0.0]
+        for part in self.parts:
+            ends.append(ends[-1] + part.weight)
+        cuts = [round(end / whole * self.batch) for end in ends]
+        return [cuts[i + 1] - cuts[i] for i in range(len(self.parts))]
+
+    def tokenizer(self) -> WordTokenizer:
+        """The words of all tasks of the recipe, whatever their knobs."""
+        words = chain.from_iterable(tasks.get(part.task).vocabulary() for part in self.parts)
+        return WordTokenizer(sorted(set(words)))
+
+    def to_json(self) -> str:
+        """A stable text form: equal recipes give equal bytes."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def _demand(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise BadRecipe(otherwise)

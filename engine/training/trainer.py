@@ -1,0 +1,323 @@
+"""Training of small decoders from scratch on task texts: deterministic, resumable, the same code on CPU and GPU.
+
+Everything random is a pure function of the recipe and the step number: initial weights, texts, and which texts make
+up a batch. So a resumed run needs no generator state, and gives the bits of an uninterrupted one.
+"""
+
+import hashlib
+import json
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, count
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from replaylens.engine.errors import EngineError
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps
+from replaylens.engine.training.recipe import BadRecipe, Part, Recipe
+from replaylens.tasks import Example, WordTokenizer
+
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.01
+GRADIENT_NORM = 1.0
+"""Gradients longer than this are shortened to it."""
+FINAL_LR = 0.02
+"""The learning rate ends at this share of its peak."""
+STATE_KEY = "replaylens"
+M = TypeVar("M", bound=nn.Module)
+
+Batch = list[tuple[Tensor, Tensor]]
+"""For each part of a recipe: tokens [sequences, width], and their weights in the loss; padding weighs 0."""
+
+
+class RunExists(EngineError, FileExistsError):
+    """The folder already holds a trained model, or an unfinished run that nobody said to resume."""
+
+
+def is_held_out(example: Example) -> bool:
+    """Whether an example is kept from training: one prompt in eight, chosen by the prompt itself.
+
+    The choice does not depend on seeds or indices, so no example drawn anywhere can slip from one side to the other.
+    """
+    return int(example.root[0], 16) < 2
+
+
+class Texts:
+    """The training texts of a recipe, tokenised once, and the batches drawn from them."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.recipe = recipe
+        self.numbers = recipe.sequences()
+        tokenizer = recipe.tokenizer()
+        rows = [[list(_rows(recipe, part, n, tokenizer)) for n in self._lengths()] for part in recipe.parts]
+        self.widths = [[max(len(tokens) for tokens, _ in cell) for cell in cells] for cells in rows]
+        self.tables = [_table(list(chain.from_iterable(cells)), recipe, device) for cells in rows]
+
+    def _lengths(self) -> range:
+        return range(1, self.recipe.longest + 1)
+
+    def batch(self, step: int) -> Batch:
+        """What step `step` trains on: from every part its share of the sequences, of lengths up to the curriculum's."""
+        recipe = self.recipe
+        generator = torch.Generator().manual_seed(step_seed(recipe.seed, step))
+        longest = longest_at(recipe, step)
+        return [self._draw(part, number, longest, generator) for part, number in enumerate(self.numbers)]
+
+    def _draw(self, part: int, number: int, longest: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        lengths = torch.randint(longest, (number,), generator=generator)  # 0 stands for a text of one step
+        row = lengths * self.recipe.pool + torch.randint(self.recipe.pool, (number,), generator=generator)
+        width = max(self.widths[part][length] for length in lengths.tolist())
+        tokens, weights = self.tables[part]
+        row = row.to(tokens.device)
+        return tokens[row, :width].long(), weights[row, :width]
+
+
+def _rows(recipe: Recipe, part: Part, length: int, tokenizer: WordTokenizer) -> Iterator[tuple[list[int], int]]:
+    """Token ids of `pool` training texts of one part and length, each with the number of its prompt's tokens."""
+    task, found = part.of_length(length, recipe.seed), 0
+    for index in count():
+        if found == recipe.pool:
+            return
+        example = task.example(index)
+        if is_held_out(example):
+            continue
+        prompt = tokenizer.encode(example.prompt)
+        ids = [*prompt, *tokenizer.encode(example.completion), tokenizer.eos_id]
+        if len(ids) > (most := recipe.config.max_positions):
+            raise BadRecipe(f"a text of {length} steps has {len(ids)} tokens, the config has {most} positions")
+        found += 1
+        yield ids, len(prompt)
+
+
+def _table(rows: list[tuple[list[int], int]], recipe: Recipe, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Right-padded tokens and loss weights, both [rows, longest text]. Padding comes last, so causality hides it."""
+    width = max(len(ids) for ids, _ in rows)
+    tokens = torch.full((len(rows), width), WordTokenizer.pad_id, dtype=torch.int32)
+    weights = torch.zeros(len(rows), width)
+    for i, (ids, prompt) in enumerate(rows):
+        tokens[i, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        weights[i, :prompt] = 1.0
+        weights[i, prompt : len(ids)] = recipe.completion_weight
+    return tokens.to(device), weights.to(device)
+
+
+def step_seed(seed: int, step: int) -> int:
+    """A generator seed for one step, unrelated to those of the steps and seeds next to it."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
+
+
+def longest_at(recipe: Recipe, step: int) -> int:
+    """The curriculum: the longest text that step `step` may draw."""
+    rising = recipe.curriculum * recipe.steps
+    return recipe.longest if step >= rising else 1 + int(step / rising * recipe.longest)
+
+
+def lr_at(recipe: Recipe, step: int) -> float:
+    """Linear warm-up to the peak, then half a cosine down to `FINAL_LR` of it."""
+    if step < recipe.warmup:
+        return recipe.lr * (step + 1) / recipe.warmup
+    done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return recipe.lr * (FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * done)) / 2)
+
+
+class PartsOps(TorchOps):
+    """Arithmetic over groups of sequences, each group with a width of its own.
+
+    Padding all parts to one width would nearly double the work: a chain of thought is twice as long as an answer.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.groups = [SequenceOps([tokens.shape[1]] * len(tokens)) for tokens, _ in batch]
+
+    def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
+        q, k, v = self.turned(heads)
+        rows = [sum(group.lengths) for group in self.groups]
+        pieces = zip(self.groups, q.split(rows), k.split(rows), v.split(rows), strict=True)
+        return torch.cat([group.attend(Heads(q, k, v), spec, observe) for group, q, k, v in pieces])
+
+
+def weighted_loss(model: Decoder, batch: Batch) -> Tensor:
+    """Mean next-token loss over all positions, each weighted by the weight of the token it has to predict."""
+    tokens = torch.cat([part.flatten() for part, _ in batch])
+    positions = torch.cat([torch.arange(part.shape[1], device=part.device).repeat(len(part)) for part, _ in batch])
+    # Row i predicts token i + 1; the last row of a sequence would predict the next sequence's first token: weight 0.
+    weights = torch.cat([F.pad(part[:, 1:], (0, 1)).flatten() for _, part in batch])
+    ops = PartsOps(batch)
+    logits = model.logits(model(tokens, positions, ops), ops)
+    loss = F.cross_entropy(logits, tokens.roll(-1), reduction="none")
+    return (loss * weights).sum() / weights.sum()
+
+
+def train(
+    recipe: Recipe,
+    device: str = "cpu",
+    state: Path | None = None,
+    save_every: int = 500,
+    after_step: Callable[[int, float], None] | None = None,
+) -> Decoder:
+    """Follow the recipe; the trained decoder, on the CPU.
+
+    `state`: a file that holds the run so far. If it is there, the run goes on from it; it is written every
+    `save_every` steps, after the last one, and on Ctrl-C, which ends the run after its present step. `after_step` is
+    told the number of steps done and the last loss; what it raises ends the run.
+    """
+    texts = Texts(recipe, torch.device(device))
+    steps = lambda model: LaunchedSteps(recipe, model, lambda m, step: weighted_loss(m, texts.batch(step)))  # noqa: E731
+    return follow(recipe, initial(recipe), steps, device, state, save_every, after_step)
+
+
+class Steps(Protocol):
+    """Takes the steps of a recipe, one by one, on a model that lies on its device."""
+
+    optimizer: torch.optim.Optimizer
+
+    def take(self, step: int) -> Tensor:
+        """Step number `step`, which mutates the model; its loss."""
+        ...
+
+
+class LaunchedSteps(Generic[M]):
+    """Steps whose operations are launched one after the other, on any device."""
+
+    def __init__(self, recipe: Recipe, model: M, loss_at: Callable[[M, int], Tensor]) -> None:
+        """`loss_at(model, step)`: what step number `step` makes smaller."""
+        self.recipe, self.model, self.loss_at = recipe, model, loss_at
+        self.optimizer: torch.optim.Optimizer = adam(model, recipe.lr)
+
+    def take(self, step: int) -> Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr_at(self.recipe, step)
+        self.optimizer.zero_grad()
+        return descend(self.model, self.optimizer, self.loss_at(self.model, step))
+
+
+def adam(model: nn.Module, lr: float | Tensor, **options: Any) -> torch.optim.Optimizer:
+    """The optimizer of every recipe."""
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True, **options)
+
+
+def descend(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    """Mutates the model: one step down, with gradients that start at zero. The loss, without its gradients."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+    optimizer.step()
+    return loss.detach()
+
+
+def follow(
+    recipe: Recipe,
+    model: M,
+    steps: Callable[[M], Steps],
+    device: str,
+    state: Path | None,
+    save_every: int,
+    after_step: Callable[[int, float], None] | None,
+) -> M:
+    """Mutates `model`: the steps of a recipe, whatever the loss of a step is. The rest as in `train`."""
+    with deterministic(device), held_interrupt() as interrupted:
+        model = model.to(device)
+        taken = steps(model)
+        first = load_state(state, recipe, model, taken.optimizer) if state is not None and state.exists() else 0
+        for done in range(first + 1, recipe.steps + 1):
+            loss, stop = taken.take(done - 1), interrupted()
+            if state is not None and (stop or done % save_every == 0 or done == recipe.steps):
+                save_state(state, recipe, model, taken.optimizer, done)
+            if after_step is not None:
+                after_step(done, float(loss))
+            if stop:
+                break
+    return model.cpu().requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def initial(recipe: Recipe) -> Decoder:
+    """The decoder before the first step."""
+    model = Decoder(recipe.config).initialize(recipe.seed)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:  # not the norms
+            parameter.mul_(recipe.init_scale)
+    return model
+
+
+@contextmanager
+def deterministic(device: str) -> Iterator[None]:
+    """PyTorch's deterministic algorithms, for the time of the block."""
+    before, variable = torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG"
+    if device != "cpu":
+        os.environ.setdefault(variable, ":4096:8")  # cuBLAS reads it when first used, and is not repeatable without it
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
+def held_interrupt() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is held back until the block ends, so that it cannot tear a step apart; the function says whether it came.
+
+    A second one is not held back. Outside the main thread, which alone gets signals, nothing changes.
+    """
+    before, came = signal.getsignal(signal.SIGINT), threading.Event()
+
+    def hold(*_: Any) -> None:
+        came.set()
+        signal.signal(signal.SIGINT, before)
+
+    ours = threading.current_thread() is threading.main_thread() and callable(before)
+    if ours:
+        signal.signal(signal.SIGINT, hold)
+    try:
+        yield came.is_set
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
+    if came.is_set():
+        raise KeyboardInterrupt
+
+
+def save_state(path: Path, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, done: int) -> None:
+    """Write weights, optimizer moments, recipe and step count as one safetensors file, in place of an older one.
+
+    The file appears under its name only when complete, so a crash leaves the older one.
+    """
+    tensors = {f"model.{name}": x.detach().contiguous() for name, x in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        tensors |= {f"adam.{name}.{key}": x for key, x in optimizer.state[parameter].items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    save_file(tensors, unfinished, metadata={STATE_KEY: json.dumps({"done": done, "recipe": recipe.to_json()})})
+    with open(unfinished, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+@torch.no_grad()
+def load_state(path: Path, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Put a saved run's weights and moments in place; the number of steps done. BadRecipe if it is another recipe's."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            saved = json.loads(file.metadata()[STATE_KEY])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise BadRecipe(f"{path} is not a saved training run ({error}); delete it to start anew") from error
+    if saved["recipe"] != recipe.to_json():
+        raise BadRecipe(f"{path} belongs to another recipe; give another folder, or delete it to start anew")
+    moments = optimizer.state_dict()
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        parameter.copy_(tensors[f"model.{name}"])
+        prefix = f"adam.{name}."
+        moments["state"][i] = {key[len(prefix) :]: x for key, x in tensors.items() if key.startswith(prefix)}
+    optimizer.load_state_dict(moments)
+    return int(saved["done"])
