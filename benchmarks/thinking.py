@@ -21,12 +21,12 @@ from torch import Tensor
 
 from benchmarks.table import Table
 from benchmarks.thinking_tasks import PARITY
-from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps, visible
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.serving.core import Engine
 from replaylens.engine.thinking.engine import ThinkingEngine
 from replaylens.engine.thinking.model import THINK_SITE, ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking.prefill import GUESSES, Guess

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from replaylens import tasks
 from replaylens.engine.dump.maker import ShardMaker
-from replaylens.engine.dump.plan import DumpPlan, make_plan
+from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint, no_such
 from replaylens.engine.proof.fingerprint import Fingerprint
@@ -33,7 +34,7 @@ class ShardWorker:
     """Lives in an actor: an engine, and the shards it is told to write. Takes and gives JSON."""
 
     def __init__(self, model: str, engine_options: str) -> None:
-        from replaylens.engine.engine import Engine
+        from replaylens.engine.serving.core import Engine
 
         self.engine = Engine.load(model, **json.loads(engine_options))
 

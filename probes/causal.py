@@ -29,7 +29,7 @@ from replaylens.probes.statistics import Estimate, bootstrap, mean_over_placebos
 from replaylens.tasks import Example
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 PLACEBOS = 8
 """random directions that a probe's is compared with"""

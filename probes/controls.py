@@ -24,7 +24,7 @@ from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sources import MemorySource
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 LEAST_TYPES, LONGEST_CONTEXT = 10, 16
 """a control task needs this many types of context; contexts grow up to so many tokens to find them"""
@@ -101,7 +101,7 @@ def untrained_rows(rows: ProbeRows, engine: "Engine", sites: Sequence[str], seed
 
     The rows must hold all positions of their paths, since every token is run again.
     """
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
     model = Decoder(engine.config).initialize(seed).requires_grad_(False).to(engine.model.embed)
     blank = Engine(model, engine.text)

@@ -15,7 +15,7 @@ from replaylens.probes.stage import Stage
 from replaylens.tasks import Example
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 
 def find_direction(

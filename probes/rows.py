@@ -15,17 +15,19 @@ import pandas as pd
 import torch
 
 from replaylens.engine.dump.files import frame_of
-from replaylens.engine.dump.plan import DumpPlan, make_plan
+from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.planning import plan_of_run
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.rows import assemble
 from replaylens.engine.errors import OtherFingerprint, UnknownSite, no_such
-from replaylens.engine.run import Result, Run
+from replaylens.engine.replay.examples import Result
+from replaylens.engine.run import Run
 from replaylens.probes.errors import BadRows, MissingLabel, ProbeError
 from replaylens.probes.positions import Position, add_places
 from replaylens.probes.sources import LETTERS, About, DumpSource, JoinedSource, MemorySource, Source, Subset
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 CLASSES_AT_MOST = 64
 """a whole-number label with more values than this is a number to regress on, not classes"""
@@ -86,7 +88,7 @@ class ProbeRows:
                 raise ProbeError("give the whole dump and narrow the rows: where steps are is read off whole paths")
             positions = given.manifest.plan.positions
             return cls._placed(given.to_pandas(), DumpSource(given), positions in ("all", "steps"))
-        plan = make_plan(given.engine, given[0].example.maker, [r.example.index for r in given], **given.options)
+        plan = plan_of_run(given.engine, given[0].example.maker, [r.example.index for r in given], given.options)
         return cls.of_results(given.engine, plan, given.results)
 
     @classmethod

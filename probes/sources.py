@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from replaylens import tasks
-from replaylens.engine.dump.content import at_layer
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import UnknownSite
+from replaylens.engine.model.sites import at_layer
 from replaylens.engine.proof.fingerprint import Fingerprint
 
 if TYPE_CHECKING:

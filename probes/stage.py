@@ -20,8 +20,8 @@ from replaylens.probes.positions import Position, add_places
 from replaylens.tasks import Example, path_offsets
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
     from replaylens.engine.serving.branch import Branch
+    from replaylens.engine.serving.core import Engine
 
 _BATCH = 32
 

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.planning import plan_of_run
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
 from replaylens.probes.erasers import Leace
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.mass_mean import MassMeanProbe
@@ -15,7 +17,7 @@ from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.tasks import Example
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 FROM_MOMENTS: dict[str, Callable[[], Any]] = {
     "mass-mean": MassMeanProbe,
@@ -62,8 +64,14 @@ def fit_streaming(
     sites: str | Sequence[str] = "S",
     position: str = "step",
     batch: int = 32,
+    drafter: str = "lens",
+    window: int | None = None,
+    seed: int = 0,
+    sampling: Sampling | None = None,
+    edits: Sequence[Edit] = (),
+    max_new: int | None = None,
+    rejected: bool = False,
     progress: bool = False,
-    **options: Any,
 ) -> StreamedMoments:
     """Replay examples and keep moments only: memory does not grow with their number. Options as in `Engine.replay`.
 
@@ -71,10 +79,20 @@ def fit_streaming(
     """
     examples = sorted(examples, key=lambda example: example.index)
     collected = StreamedMoments(label, classes, sites, position)
-    options = {"drafter": "lens", "rejected": False, **options}
     for first in tqdm(range(0, len(examples), batch), unit="batch", disable=not progress):
         some = examples[first : first + batch]
-        run: Any = engine.replay(some, sites=sites, batch=batch, **options)
-        plan = make_plan(engine, some[0].maker, [e.index for e in some], **run.options)
+        run = engine.replay(
+            some,
+            sites=sites,
+            drafter=drafter,
+            window=window,
+            seed=seed,
+            sampling=sampling,
+            edits=edits,
+            max_new=max_new,
+            rejected=rejected,
+            batch=batch,
+        )
+        plan = plan_of_run(engine, some[0].maker, [e.index for e in some], run.options)
         collected.add(ProbeRows.of_results(engine, plan, run.results))
     return collected

@@ -30,7 +30,7 @@ from replaylens.probes.splits import Split
 from replaylens.probes.tabulate import Place, tabulate
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 MEMORY_MB = 1024
 """of rows that are loaded together; on a CPU it changes no bit"""

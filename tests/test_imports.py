@@ -157,7 +157,7 @@ def test_checker_finds_what_is_planted(plant: str) -> None:
         ("engine", "if TYPE_CHECKING:\n    import transformers"),
         ("engine", "import replaylens\nprint(replaylens.__version__)"),
         ("engine", "def _repr_html_(self):\n    from replaylens.engine.pictures.summary import run_html"),
-        ("engine", "if TYPE_CHECKING:\n    from replaylens.engine.pictures.tree import Tree"),
+        ("engine", "if TYPE_CHECKING:\n    from replaylens.engine.pictures.paths import Tree"),
         ("views", "from replaylens.engine.dump.reader import Dump\nfrom replaylens.probes import x"),
         ("kernels", "import triton.language as tl"),
         ("tasks", "from replaylens.tasks.coin import Coin"),

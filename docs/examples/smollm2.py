@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 import replaylens as rl
-from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.model import smollm2
 from replaylens.engine.pictures.readings import word
 from replaylens.probes import ProbeRows, untrained_rows

@@ -16,9 +16,9 @@ import pandas as pd
 import torch
 
 import replaylens as rl
-from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.thinking.engine import ThinkingBranch, ThinkingEngine
 from replaylens.probes import ProbeRows
 from replaylens.probes.report import Report

@@ -1,12 +1,14 @@
 """`DumpFiles`: the files of a finished dump, opened when first needed, each checked against the manifest."""
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tqdm.auto import tqdm
 
 from replaylens.engine.dump.content import CORE, LOCATORS, Content
 from replaylens.engine.dump.filter import add_depth
@@ -57,6 +59,29 @@ class DumpFiles:
         if number == len(self.manifest.shards) or example not in self.manifest.plan.indices(number):
             raise BadRequest(f"example {example} is not in this dump")
         return number
+
+    def by_shard(self, examples: Iterable[int]) -> dict[int, list[int]]:
+        """Examples by the shard that holds them."""
+        found: dict[int, list[int]] = {}
+        for example in examples:
+            found.setdefault(self.shard_of(example), []).append(example)
+        return found
+
+    def problems(self, progress: bool = False) -> list[str]:
+        """Lines naming every file that is missing, of the wrong size, or not the one that was hashed."""
+        there, found = self.store.sizes(), []
+        entries: list[tuple[str, Any]] = [
+            (INDEX, self.manifest.index),
+            *((shard.name, shard) for shard in self.manifest.shards),
+        ]
+        for name, entry in tqdm(entries, unit="file", desc="hashes", disable=not progress):
+            if name not in there:
+                found.append(f"{name} is missing")
+            elif there[name] != entry.bytes:
+                found.append(f"{name} has {there[name]} bytes, not {entry.bytes}")
+            elif self.store.sha256(name) != entry.sha256:
+                found.append(f"{name} was changed after it was written: its SHA-256 is another")
+        return found
 
     def lines(self, number: int, columns: list[str]) -> pa.Table:
         """One shard's lines of the index."""

@@ -1,22 +1,26 @@
 """`ShardMaker`: replays the examples of a shard on an engine and hands over their rows."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replaylens.engine.dump.content import Content, layer_of
+from replaylens.engine.dump.content import Content
 from replaylens.engine.dump.manifest import SiteEntry
 from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.rows import assemble
+from replaylens.engine.dump.writer import DumpWriter, Part
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import BranchStatus
+from replaylens.engine.model.sites import layer_of
+from replaylens.engine.replay.examples import ReplayOptions, Result, replay_examples
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.run import Result, replay_examples
 from replaylens.engine.serving.branch import Branch
 from replaylens.tasks import Example
+from replaylens.tasks.task import AnyTask
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
-    from replaylens.tasks.task import AnyTask
+    from replaylens.engine.serving.core import Engine
 
 
 class ShardMaker:
@@ -73,15 +77,17 @@ class ShardMaker:
         return replay_examples(
             self.engine,
             examples,
-            sites=self.wanted,
-            drafter=plan.drafter,
-            window=plan.window,
-            sampling=plan.sampling,
-            edits=self.edits,
-            max_new=plan.max_new,
-            rejected=plan.rejected,
-            batch=self.batch,
-        ).results
+            ReplayOptions(
+                sites=self.wanted,
+                drafter=plan.drafter,
+                window=plan.window,
+                sampling=plan.sampling,
+                edits=self.edits,
+                max_new=plan.max_new,
+                rejected=plan.rejected,
+            ),
+            self.batch,
+        )
 
     def sites(self, content: Content) -> dict[str, SiteEntry]:
         return describe_sites(self.engine, content)
@@ -108,3 +114,24 @@ def _forget(engine: "Engine", result: Result) -> None:
             engine.tree.release(child)
         engine.tree.forget(child)
     engine.tree.forget(result.branch)
+
+
+def write_dump(
+    engine: "Engine",
+    plan: DumpPlan,
+    path: str | Path,
+    *,
+    batch: int = 32,
+    resume: bool = False,
+    part: Part = (0, 1),
+    progress: bool = False,
+) -> "Dump | None":
+    """Replay the plan's examples into a dump; the finished dump, or None while other writers' shards are missing.
+
+    batch   examples worked on together; no influence on any bit
+    resume  go on with what is there; shards whose hash verifies are kept
+    part    (i, n): write every n-th shard only; n such calls, in any processes, make the dump together
+    """
+    maker = ShardMaker(engine, plan, batch)
+    writer = DumpWriter(path, plan, engine.fingerprint)
+    return writer.write(maker.make, maker.sites, resume=resume, part=part, progress=progress)

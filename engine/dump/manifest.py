@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from replaylens.engine.dump.content import by_layer, combine
+from replaylens.engine.dump.content import combine
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.errors import BadDump, EngineError
+from replaylens.engine.model.sites import by_layer
 from replaylens.engine.proof.fingerprint import Fingerprint
 
 FORMAT = "replaylens-dump"
@@ -62,6 +63,11 @@ class ShardEntry:
     sha256: str
     digest: str
     accepted_digest: str
+
+    @property
+    def digests(self) -> tuple[str, str]:
+        """As `Content.digests` gives them."""
+        return self.digest, self.accepted_digest
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.engine.dump.content import CORE, at_layer
+from replaylens.engine.dump.content import CORE
 from replaylens.engine.dump.files import DumpFiles
 from replaylens.engine.dump.filter import Filter, Predicate, columns_needed, make_filters
 from replaylens.engine.dump.manifest import INDEX, MANIFEST, MOST_BYTES, Manifest, SiteEntry
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump, UnknownSite, no_such
+from replaylens.engine.model.sites import at_layer
 from replaylens.engine.request.capture import Rows
 
 if TYPE_CHECKING:

@@ -5,8 +5,6 @@ their fork position, then of their tokens: nothing depends on when the engine ca
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,57 +13,18 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.dump.content import CORE, Content
+from replaylens.engine.dump.path import Path
 from replaylens.engine.dump.plan import DTYPES, DumpPlan
 from replaylens.engine.errors import BadRequest, EngineBug, NotCertified
 from replaylens.engine.lens import readout
-from replaylens.engine.request.capture import LensSpec, Recording, Rows
-from replaylens.engine.run import Result
-from replaylens.tasks import Example, Reading, WordTokenizer, path_offsets
+from replaylens.engine.replay.examples import Result
+from replaylens.engine.request.capture import LensSpec, Rows
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 _BLOCK = 4096
 """rows that Z is read of at a time"""
-
-
-@dataclass(eq=False)
-class Path:
-    """One token path of an example, with the rows that are its own: those from `base` on."""
-
-    example: Example
-    branch: int
-    """0: the accepted path"""
-    tokens: list[int]
-    num_prompt: int
-    base: int
-    """where it left the accepted path; 0 for that one"""
-    correct: bool
-    recording: Recording
-    tokenizer: Any
-
-    @cached_property
-    def _text(self) -> tuple[str, list[tuple[int, int]]]:
-        if not isinstance(self.tokenizer, WordTokenizer):
-            return path_offsets(self.tokenizer, self.tokens)
-        words = {token: self.tokenizer.decode([token]) for token in set(self.tokens)}
-        pieces = [words[token] for token in self.tokens]  # each word's text stands for itself
-        ends = np.cumsum([len(piece) for piece in pieces]).tolist()
-        return "".join(pieces), list(zip([0, *ends[:-1]], ends, strict=True))
-
-    @property
-    def text(self) -> str:
-        return self._text[0]
-
-    @property
-    def offsets(self) -> list[tuple[int, int]]:
-        """Characters [start, end) of each token."""
-        return self._text[1]
-
-    @cached_property
-    def reading(self) -> Reading:
-        """What the task reads in the text."""
-        return self.example.maker.read(self.text, self.example.index)
 
 
 def assemble(engine: "Engine", plan: DumpPlan, results: Sequence[Result]) -> Content:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +27,8 @@ from tqdm.auto import tqdm
 from replaylens.engine.dump.content import CORE, LOCATORS, Content, concatenate, count_accepted
 from replaylens.engine.dump.head import HEAD, Head
 from replaylens.engine.dump.lock import FINISH, DumpLock, lock_name, sweep
-from replaylens.engine.dump.maker import ShardMaker, describe_sites
 from replaylens.engine.dump.manifest import INDEX, MANIFEST, MOST_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
-from replaylens.engine.dump.plan import DumpPlan, Selector, make_plan
-from replaylens.engine.dump.rows import assemble
+from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import TEMPORARY, Store
 from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch
@@ -39,8 +36,6 @@ from replaylens.engine.proof.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from replaylens.engine.dump.reader import Dump
-    from replaylens.engine.engine import Engine
-    from replaylens.engine.run import Run
 
 Part = tuple[int, int]
 """(i, n): write every n-th shard, from number i on"""
@@ -48,59 +43,6 @@ _MOST_PART = 1 << 28
 _PATIENCE = 60.0
 """seconds to wait for another writer who finishes the dump, or makes a damaged one ready for repair"""
 _COMPRESSION = "zstd"
-
-
-def write_dump(
-    engine: "Engine",
-    plan: DumpPlan,
-    path: str | Path,
-    *,
-    batch: int = 32,
-    resume: bool = False,
-    part: Part = (0, 1),
-    progress: bool = False,
-) -> "Dump | None":
-    """Replay the plan's examples into a dump; the finished dump, or None while other writers' shards are missing.
-
-    batch   examples worked on together; no influence on any bit
-    resume  go on with what is there; shards whose hash verifies are kept
-    part    (i, n): write every n-th shard only; n such calls, in any processes, make the dump together
-    """
-    maker = ShardMaker(engine, plan, batch)
-    writer = DumpWriter(path, plan, engine.fingerprint)
-    return writer.write(maker.make, maker.sites, resume=resume, part=part, progress=progress)
-
-
-def save_run(
-    run: "Run",
-    path: str | Path,
-    *,
-    positions: str | Selector = "all",
-    dtype: str | None = None,
-    examples_per_shard: int = 128,
-    resume: bool = False,
-) -> "Dump":
-    """Write a run's results as a dump: the same one, bit for bit, that `write_dump` makes of the same plan.
-
-    Options as in `make_plan`. BadRequest where the examples are not of one task, or nothing was captured.
-    """
-    by_index = {result.example.index: result for result in run.results}
-    makers = {result.example.maker for result in run.results}
-    if len(makers) != 1 or len(by_index) != len(run.results):
-        raise BadRequest("a dump holds examples of one task with one setting of its knobs, each of them once")
-    if run.options.get("sites") is None:
-        raise BadRequest("nothing was captured: replay with sites='STCZ' or site names")
-    chosen: dict[str, Any] = {"positions": positions, "dtype": dtype, "examples_per_shard": examples_per_shard}
-    plan = make_plan(run.engine, makers.pop(), by_index, **run.options, **chosen)
-
-    def make(number: int, done: Callable[[int], object]) -> Content:
-        content = assemble(run.engine, plan, [by_index[index] for index in plan.indices(number)])
-        done(len(plan.indices(number)))
-        return content
-
-    dump = DumpWriter(path, plan, run.engine.fingerprint).write(make, partial(describe_sites, run.engine), resume=resume)
-    assert dump is not None  # there are no other writers
-    return dump
 
 
 Make = Callable[[int, Callable[[int], object]], Content]

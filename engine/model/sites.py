@@ -9,6 +9,7 @@ Z  the lens distribution at every S (not a tensor of the pass: see `lens`)
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -156,3 +157,25 @@ class SiteTable:
 def table(config: ModelConfig) -> SiteTable:
     """The sites of a decoder with this config."""
     return SiteTable(config)
+
+
+def layer_of(site: str) -> int | None:
+    """The layer in a site's name."""
+    found = re.match(r"blocks\.(\d+)\.", site)
+    return int(found[1]) if found else None
+
+
+def by_layer(sites: Iterable[str]) -> dict[int, str]:
+    """Sites of one letter by their layer, in order. The stream that leaves block l counts as l + 1: it would enter that."""
+    leaves = re.compile(r"blocks\.\d+\.hook_out")
+    found = {(layer_of(site) or 0) + bool(leaves.fullmatch(site)): site for site in sites}
+    return dict(sorted(found.items()))
+
+
+def at_layer(letter: str, stored: dict[int, str], layer: int | None) -> str:
+    """The site of a letter at a layer; -1 is the last one stored. UnknownSite lists the layers that there are."""
+    if layer is not None and -len(stored) <= layer < 0:
+        return list(stored.values())[layer]
+    if layer not in stored:
+        raise UnknownSite(f"{letter} is stored at layers {', '.join(map(str, stored))}: say which, not {layer}")
+    return stored[layer]

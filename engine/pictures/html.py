@@ -51,9 +51,9 @@ def script_json(data: Any) -> Markup:
 
 
 @cache
-def asset(name: str) -> str:
-    """A style or script of ours."""
-    return files("replaylens.views").joinpath("assets", name).read_text()
+def asset(name: str, package: str = "replaylens.engine.pictures") -> str:
+    """A style or script that ships with a package of ours."""
+    return files(package).joinpath("assets", name).read_text()
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from replaylens.engine.pictures.tree import Path, Tree
+from replaylens.engine.pictures.paths import Path, Paths
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Place:
     parent_row: int
 
 
-def arrange(tree: Tree) -> list[Place]:
+def arrange(tree: Paths) -> list[Place]:
     """The trunk in row 0, every branch below its parent in the first row that has room for it and for its line.
 
     A branch takes the columns from the one before its fork, where its line comes down, to its last token.

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from replaylens.engine.model.text import Text
-from replaylens.engine.pictures.lens import Guess, LensLayer
 from replaylens.engine.request.capture import Recording
 
 GUESSES = 3
@@ -17,8 +16,26 @@ Decode = Callable[[int], str]
 
 
 @dataclass(frozen=True)
+class Guess:
+    """A next token, and the probability that a layer gives it."""
+
+    token: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class LensLayer:
+    """What one layer would say next."""
+
+    site: str
+    """where the residual stream was read"""
+    guesses: tuple[Guess, ...]
+    """most likely first"""
+
+
+@dataclass(frozen=True)
 class Readings:
-    """Z of positions [base, base + rows). `emitted` [rows, layers] and so on: see `engine.readout`."""
+    """Z of positions [base, base + rows). `emitted` [rows, layers] and so on: see `lens.readout`."""
 
     base: int
     z: Mapping[str, np.ndarray]

@@ -6,26 +6,16 @@ taken from the branch's path where that is known, and shown as unknown otherwise
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.readings import word
-from replaylens.engine.pictures.timeline import Check, Fill, Frame, Phase, Slot, Timeline
-from replaylens.engine.pictures.tree import visible
+from replaylens.engine.pictures.frames import Check, Fill, Frame, Phase, Slot
+from replaylens.engine.pictures.paths import visible
+from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.proof.trace import Trace, path_digest
 
-if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
-
 PROMPT, ACCEPTED, PENDING, DRAFT, REJECTED = TokenState
-
-
-def timeline_of(engine: "Engine", branch: int, title: str = "") -> Timeline:
-    """The life of one of the engine's branches, from the engine's own trace."""
-    known = {branch: engine.tree.path(branch)}
-    return timeline(engine.trace, branch, partial(word, engine.text), known, title or f"branch {branch}")
 
 
 def timeline(
@@ -37,7 +27,7 @@ def timeline(
         teller.hear(event)
     if not teller.frames:
         raise BadRequest(f"the trace has no branch {branch}")
-    return Timeline(tuple(teller.frames), title)
+    return Timeline(tuple(teller.frames), title or f"branch {branch}")
 
 
 @dataclass

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures.frames import Check, Fill, Frame, Phase, Slot
+from replaylens.engine.pictures.frames import capacity as most_positions
 from replaylens.engine.pictures.html import Attributes, Markup, join, tag
 from replaylens.engine.pictures.palette import svg_style
-from replaylens.engine.pictures.timeline import Check, Fill, Frame, Phase, Slot, Timeline
 
 WIDTH, HEIGHT = 720, 232
 LEFT, RIGHT = 150, 708
@@ -33,13 +34,11 @@ def document(frames: Sequence[Frame], capacity: int) -> str:
     return tag("svg", style, page, *panels, xmlns="http://www.w3.org/2000/svg", role="img", **size)
 
 
-def stepper(timeline: Timeline) -> Markup:
+def stepper(frames: Sequence[Frame], title: str) -> Markup:
     """All frames for a page; its script shows one at a time, with buttons and a slider."""
-    frames = [
-        tag("div", inline(frame, timeline.capacity), class_="rl-frame", data_phase=frame.phase.value)
-        for frame in timeline.frames
-    ]
-    return tag("div", tag("div", tag("b", timeline.title), class_="rl-head"), *frames, class_="rl-timeline")
+    full = most_positions(frames)
+    drawn = [tag("div", inline(frame, full), class_="rl-frame", data_phase=frame.phase.value) for frame in frames]
+    return tag("div", tag("div", tag("b", title), class_="rl-head"), *drawn, class_="rl-timeline")
 
 
 def inline(frame: Frame, capacity: int) -> Markup:

@@ -2,19 +2,16 @@
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures.frames import Frame
 from replaylens.engine.pictures.palette import LOOKS
-from replaylens.engine.pictures.tree import Path, Token, Tree
-
-if TYPE_CHECKING:
-    from replaylens.engine.pictures.timeline import Frame
+from replaylens.engine.pictures.paths import Path, Paths, Token
 
 
-def tree_lines(tree: Tree) -> Iterator[Text]:
+def tree_lines(tree: Paths) -> Iterator[Text]:
     """A line a branch, below the one that it left: its number, where it left, its status, its tokens run by run."""
     for path, depth in tree.walk():
         guide = "   " * (depth - 1) + "└─ " if depth else ""
@@ -43,7 +40,7 @@ def legend() -> Text:
     return Text.assemble(*parts)
 
 
-def frame_lines(frames: "list[Frame]", width: int = 24) -> Iterator[Text]:
+def frame_lines(frames: list[Frame], width: int = 24) -> Iterator[Text]:
     """A line a frame: what happened, the cache as a bar, the tokens."""
     most = max((frame.kv.total for frame in frames), default=1) or 1
     for number, frame in enumerate(frames, 1):

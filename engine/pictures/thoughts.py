@@ -17,7 +17,7 @@ from rich.text import Text
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.html import Markup, fragment, join, tag
 from replaylens.engine.pictures.palette import LOOKS
-from replaylens.engine.pictures.tree import visible
+from replaylens.engine.pictures.paths import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

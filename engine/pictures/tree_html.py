@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.html import Markup, join, tag
 from replaylens.engine.pictures.layout import arrange
-from replaylens.engine.pictures.lens import LensLayer
 from replaylens.engine.pictures.palette import LOOKS
-from replaylens.engine.pictures.tree import Path, Token, Tree, visible
+from replaylens.engine.pictures.paths import Path, Paths, Token, visible
+from replaylens.engine.pictures.readings import LensLayer
 
 
-def draw(tree: Tree) -> Markup:
+def draw(tree: Paths) -> Markup:
     """The tree with its title and the meaning of its colours."""
     stem = _stem_length(tree)
     parts = [tag("div", tag("b", tree.title), legend(), class_="rl-head")]
@@ -22,13 +22,13 @@ def draw(tree: Tree) -> Markup:
     return tag("div", *parts, class_="rl-tree")
 
 
-def _stem_length(tree: Tree) -> int:
+def _stem_length(tree: Paths) -> int:
     """How many tokens at the beginning are prompt and lie before every fork; the last of them stays in the grid."""
     prompt = sum(token.state is TokenState.PROMPT for token in tree.trunk.tokens)
     return max(0, min([prompt, *(path.fork_position for path in tree.paths[1:])]) - 1)
 
 
-def _grid(tree: Tree, stem: int) -> Iterator[Markup]:
+def _grid(tree: Paths, stem: int) -> Iterator[Markup]:
     for place in arrange(tree):
         if place.path.parent is not None:
             column = max(1, place.path.fork_position - stem)

@@ -10,7 +10,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadRequest
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
 

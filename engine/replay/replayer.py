@@ -1,5 +1,6 @@
 """Replaying a trace: every committed and rejected row comes out again, bit for bit, in any process."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from replaylens.engine.errors import BadTrace, ReplayMismatch
@@ -12,10 +13,10 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.request import Request
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 
-def replay_trace(engine: "Engine", trace: Trace, sites: str | None = None) -> dict[int, Branch]:
+def replay_trace(engine: "Engine", trace: Trace, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
     """The trace's branches by their recorded ids, rejected ones that kept rows or pages included.
 
     Of branches that are not certified the tokens are taken as they were; their rejected drafts, and what was forked from
@@ -29,7 +30,7 @@ def replay_trace(engine: "Engine", trace: Trace, sites: str | None = None) -> di
 
 
 class _Replayer:
-    def __init__(self, engine: "Engine", trace: Trace, sites: str | None) -> None:
+    def __init__(self, engine: "Engine", trace: Trace, sites: str | Sequence[str] | None) -> None:
         self.engine, self.trace = engine, trace
         self.capture = engine.capture_spec(sites, rejected=True) if sites else None
         self.branches: dict[int, Branch] = {}

@@ -1,6 +1,7 @@
 """`Branch`: the handle that users hold of one path in the tree."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -8,14 +9,18 @@ from torch import Tensor
 from replaylens.engine.errors import BadRequest, ClosedBranch
 from replaylens.engine.loop.lane import Job, Lane, Statistics
 from replaylens.engine.memory.tree import BranchStatus, TokenState
+from replaylens.engine.pictures.live import tree_of
+from replaylens.engine.pictures.readings import word
+from replaylens.engine.pictures.retelling import timeline
+from replaylens.engine.pictures.summary import one_picture
+from replaylens.engine.pictures.timeline import Timeline
+from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit, Hook, place_all
 from replaylens.engine.serving.stream import Stream
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
-    from replaylens.engine.pictures.timeline import Timeline
-    from replaylens.engine.pictures.tree import Tree
+    from replaylens.engine.serving.core import Engine
 
 
 class Branch:
@@ -100,22 +105,22 @@ class Branch:
         runner = self.engine.runner
         return runner.cache.rows(runner.pool.slots(self.lane.table, 0, self.lane.computed))
 
-    def tree(self) -> "Tree":
+    def tree(self) -> Tree:
         """This branch and all that was forked or cut from it. Draws itself, or `print` it."""
-        from replaylens.engine.pictures.live import tree_of
+        recordings = {i: lane.recording for i, lane in self.engine.loop.lanes.items()}
+        return tree_of(self.engine.tree, self.id, recordings, self.engine.text)
 
-        return tree_of(self.engine, self.id)
-
-    def timeline(self) -> "Timeline":
+    def timeline(self) -> Timeline:
         """Its life step by step: prefill, decode, verify, rollback, and what the KV cache held."""
-        from replaylens.engine.pictures.retelling import timeline_of
-
-        return timeline_of(self.engine, self.id)
+        return timeline(self.engine.trace, self.id, partial(word, self.engine.text), {self.id: self.tokens})
 
     def _repr_html_(self) -> str:
-        from replaylens.engine.pictures.summary import branch_html
-
-        return branch_html(self)
+        facts = {
+            "status": self.status.value + (f" ({self.finish_reason})" if self.finish_reason else ""),
+            "tokens": f"{self.length}, of which {self.root_length} are prompt",
+            "certified": "yes" if self.certified else "no: fast path or hook functions",
+        }
+        return one_picture(facts, self.tree())
 
     # ---- what can be done with it -------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from replaylens.engine.engine import Engine, token_list
 from replaylens.engine.errors import BadConfig, BadEdit, BadRequest
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
@@ -20,8 +19,10 @@ from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, PlacedEdit, listed, place
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import Engine, token_list
 from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder
+from replaylens.engine.thinking.picture import picture
 from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefill, Prefiller, split
 from replaylens.engine.thinking.sites import ThinkingSites
 from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, ThinkingRecording, Thoughts
@@ -205,14 +206,7 @@ class ThinkingBranch(Branch):
 
     def tree(self) -> "Thinking":  # type: ignore[override]
         """The picture: chunks, states, thoughts, rounds. Draws itself, or `print` it."""
-        from replaylens.engine.thinking.picture import picture
-
-        return picture(self.engine, self.tokens, self.thoughts)
-
-    def _repr_html_(self) -> str:
-        from replaylens.engine.pictures.summary import thinking_branch_html
-
-        return thinking_branch_html(self)
+        return picture(self.engine.text, self.tokens, self.thoughts)
 
     def fork(  # type: ignore[override]
         self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()

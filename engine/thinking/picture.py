@@ -1,21 +1,17 @@
 """The Thinking-States picture of a live branch or a replayed example."""
 
-from typing import TYPE_CHECKING
-
+from replaylens.engine.model.text import Text
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.pictures.thoughts import END, Chunk, Round, Thinking, step_facts
 from replaylens.engine.thinking.thoughts import Thought, Thoughts
 
-if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
 
-
-def picture(engine: "Engine", tokens: list[int], thoughts: Thoughts, title: str = "Thinking States") -> Thinking:
+def picture(text: Text, tokens: list[int], thoughts: Thoughts, title: str = "Thinking States") -> Thinking:
     """Every chunk that thought, and one more for the answer, which receives the last state and thinks nothing."""
     c, eos = thoughts.config.chunk, thoughts.config.eos_token
 
     def said(thought: Thought) -> tuple[str, ...]:
-        return tuple(END if token == eos else word(engine.text, token) for token in thought.tokens)
+        return tuple(END if token == eos else word(text, token) for token in thought.tokens)
 
     def norm(chunk: int) -> float:
         state = thoughts.states.get(chunk)
@@ -23,9 +19,9 @@ def picture(engine: "Engine", tokens: list[int], thoughts: Thoughts, title: str 
 
     chunks = []
     for number, thought in enumerate(thoughts.chunks):
-        words = tuple(word(engine.text, token) for token in tokens[number * c : (number + 1) * c])
+        words = tuple(word(text, token) for token in tokens[number * c : (number + 1) * c])
         likely = thought.distribution["thinking.top_logprobs"][:, 0].exp().tolist()
         chunks.append(Chunk(words, said(thought), norm(number), step_facts(likely)))
-    if answer := tuple(word(engine.text, token) for token in tokens[len(chunks) * c :]):
+    if answer := tuple(word(text, token) for token in tokens[len(chunks) * c :]):
         chunks.append(Chunk(answer, (), norm(len(chunks))))
     return Thinking(tuple(chunks), tuple(Round(r.first, r.kept, r.last) for r in thoughts.rounds), title)

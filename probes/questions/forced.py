@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from replaylens.engine.dump.plan import make_plan
-from replaylens.engine.run import Result, result_of
+from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.replay.examples import Result, result_of
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.stage import held
 from replaylens.tasks import Example
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 _BATCH = 32
 

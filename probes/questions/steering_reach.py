@@ -13,7 +13,7 @@ from replaylens.probes.rows import ProbeRows
 from replaylens.tasks import Example
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 
 def steering_reach(

@@ -15,7 +15,7 @@ from replaylens.tasks import Example
 from replaylens.tasks.splits import is_test_root
 
 if TYPE_CHECKING:
-    from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.core import Engine
 
 
 def text_or_truth(

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from replaylens.engine.dump.content import combine
+from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.manifest import IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
-from replaylens.engine.dump.writer import write_dump
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnknownSite
+from replaylens.engine.serving.core import Engine
 from replaylens.tasks.task import AnyTask
 
 Planned = Callable[..., DumpPlan]

@@ -16,12 +16,10 @@ import pytest
 from replaylens.engine.dump import store as dump_store
 from replaylens.engine.dump import writer as dump_writer
 from replaylens.engine.dump.lock import DumpLock, lock_name
-from replaylens.engine.dump.maker import ShardMaker
+from replaylens.engine.dump.maker import ShardMaker, write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import HashingFile, Store
-from replaylens.engine.dump.writer import write_dump
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import (
     BadDump,
     BadRequest,
@@ -33,6 +31,7 @@ from replaylens.engine.errors import (
     UnfinishedDump,
 )
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.serving.core import Engine
 from replaylens.tasks import WordTokenizer
 from tests.dumps.damage import flip_bit
 

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from replaylens import tasks
-from replaylens.engine.dump.plan import DumpPlan, compact, make_plan
+from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.plan import DumpPlan, compact
+from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.dump.writer import write_dump
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnknownSite
 from replaylens.engine.lens.tuned import TunedLens, unembed_hash
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.run import Run
+from replaylens.engine.serving.core import Engine
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.dumps.conftest import EXAMPLES, NEW
@@ -199,9 +200,9 @@ def test_labels_follow_each_branch(tokenizer: WordTokenizer, tmp_path: Path) -> 
     right = [ids(" heads"), ids(".")]
     engine.generate([branch], 3, drafter="forced", drafts={branch.length: [right]}, window=4, final=True)
     assert engine.text.decode(branch.generated).startswith(" tails.")
-    from replaylens.engine.run import result_of
+    from replaylens.engine.replay.examples import ReplayOptions, result_of
 
-    run = Run(engine, [result_of(engine, task.example(0), branch)], {"sites": "S", "drafter": "forced"})
+    run = Run(engine, [result_of(engine, task.example(0), branch)], ReplayOptions(sites="S", drafter="forced"))
     dump = run.save(tmp_path)
     said = dump.where(token_state="accepted").index.iloc[0]
     rejected = dump.where(token_state="rejected").index.iloc[0]

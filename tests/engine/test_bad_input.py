@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import (
     BadRange,
     BadRequest,
@@ -24,6 +23,7 @@ from replaylens.engine.errors import (
 from replaylens.engine.loop.lane import Job
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import Engine
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import Engine
 from replaylens.engine.zoo import coin as zoo
 from tests.devices import DEVICES, with_devices
 from tests.engine.reference import GREEDY, Reference, decoder, differences, perturbed, random_decoder, reference_of, same_bits
@@ -298,7 +298,7 @@ def test_a_replayed_trace_reproduces_every_row(subject: Subject, tmp_path: Path)
     branches[2].rollback(72).generate(4, drafter="self", window=3)
     branches[3].release()
     engine.trace.save(tmp_path / "trace.jsonl")
-    replayed = subject.engine(page_size=8, max_rows=100).replay(Trace.load(tmp_path / "trace.jsonl"))
+    replayed = subject.engine(page_size=8, max_rows=100).replay_trace(Trace.load(tmp_path / "trace.jsonl"))
     assert isinstance(replayed, dict)
     for old in (child, *branches[:3], *branches[4:]):
         for one in (old, *old.rejected):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadTrace, UnknownSite
 from replaylens.engine.model import weights
 from replaylens.engine.request.edits import Edit, page_keys, place
+from replaylens.engine.serving.core import Engine
 from tests.devices import DEVICES
 from tests.engine.bridges import bridge
 from tests.families import hugging_face
@@ -176,12 +176,12 @@ def test_edits_survive_a_trace(device: str) -> None:
     root = served.prompt(TOKENS, sites="STCZ")
     (child,) = root.fork(edits=EDITS)
     child.generate(8, final=True)
-    replayed = fresh.replay(served.trace)[child.id]
+    replayed = fresh.replay_trace(served.trace)[child.id]
     assert replayed.tokens == child.tokens
     assert all(bits(replayed.activations[s]) == bits(child.activations[s]) for s in child.activations.sites())
     root.fork(hooks=[("blocks.0.hook_in", add)])
     with pytest.raises(BadTrace, match="hook functions"):
-        engine(device=device).replay(served.trace)
+        engine(device=device).replay_trace(served.trace)
 
 
 def test_content_hash_sees_every_part_of_an_edit() -> None:

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replaylens.engine.engine import Engine
 from replaylens.engine.loop.lane import Statistics
 from replaylens.engine.loop.planner import Planner
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import Engine
 from tests.engine.reference import Reference, differences, perturbed, random_decoder
 
 VOCAB = 13
@@ -226,7 +226,7 @@ class Sessions(RuleBasedStateMachine):
         """The trace of the whole session, on an engine with room for all, brings every branch back, rejected drafts too."""
         if not self.known:
             return
-        replayed = Engine(self.model, cache_tokens=4096).replay(self.engine.trace)
+        replayed = Engine(self.model, cache_tokens=4096).replay_trace(self.engine.trace)
         for one in self.known + self.rejected:
             if one.branch.id not in replayed:
                 assert not one.exact

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, BadTrace, NonFinite
 from replaylens.engine.lens import readout
 from replaylens.engine.lens import tuned as tuned_lens
@@ -14,6 +13,7 @@ from replaylens.engine.model import weights
 from replaylens.engine.request.capture import LensSpec
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.core import Engine
 from replaylens.engine.thinking.engine import ThinkingEngine
 from tests.families import hugging_face
 
@@ -43,7 +43,7 @@ def test_a_request_that_was_refused_is_not_in_the_trace(served: Engine, meanwhil
         branch.generate(2) if meanwhile == "generate" else branch.force(" heads")
     assert branch.tokens == before
     list(stream)
-    replayed = fresh().replay(served.trace)
+    replayed = fresh().replay_trace(served.trace)
     assert isinstance(replayed, dict) and replayed[branch.id].tokens == branch.tokens
 
 
@@ -53,10 +53,10 @@ def test_a_trace_with_a_tuned_lens_says_how_to_make_it_known(served: Engine) -> 
     recorded, other = fresh(), fresh()
     branch = recorded.prompt(PROMPT, sites="Z", lens=lens)
     with pytest.raises(BadTrace, match="make it known with"):
-        other.replay(recorded.trace)
+        other.replay_trace(recorded.trace)
     knows = fresh()
     knows.capture_spec("Z", lens=lens)
-    replayed = knows.replay(recorded.trace)
+    replayed = knows.replay_trace(recorded.trace)
     assert isinstance(replayed, dict)
     assert torch.equal(replayed[branch.id].activations["Z.kl"], branch.activations["Z.kl"])
 
@@ -140,7 +140,7 @@ def test_drafts_behind_the_end_are_not_rejected(served: Engine) -> None:
     wrong = [*free[: first + 1], *((token + 1) % served.config.vocab_size for token in free[first + 1 : 5])]
     other.generate(6, drafter="forced", drafts={other.length: [wrong]}, sampling=ending, keep_rejected=True)
     assert other.generated == branch.generated and other.rejected == []
-    replayed = fresh().replay(served.trace)
+    replayed = fresh().replay_trace(served.trace)
     assert isinstance(replayed, dict) and replayed[branch.id].tokens == branch.tokens
 
 

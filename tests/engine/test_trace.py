@@ -18,11 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadTrace, EngineError, NonFinite, OtherFingerprint, OutOfPages, ReplayMismatch
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import Engine
 from tests.toy_model import Reference, continuation, engine, random_model, toy
 
 HOT = Sampling(temperature=1.1, top_p=0.95, presence_penalty=0.2, logit_bias={4: 0.5}, seed=77)
@@ -110,7 +110,7 @@ def test_an_engine_of_another_shape_does_too(told: tuple[Path, dict[str, str]], 
     file, expected = told
     subject = engine(**options)
     subject.prompt([30, 31]).generate(2)  # and it need not be fresh
-    replayed = digests(subject.replay(Trace.load(file)))
+    replayed = digests(subject.replay_trace(Trace.load(file)))
     assert replayed == expected
     subject.check_integrity()
 
@@ -132,7 +132,7 @@ def test_the_digests_have_teeth(told: tuple[Path, dict[str, str]]) -> None:
 
 def test_a_replay_can_capture_what_was_not_captured_then(told: tuple[Path, dict[str, str]]) -> None:
     site = "blocks.1.attn.hook_out"
-    branches = engine().replay(Trace.load(told[0]), sites=[site])
+    branches = engine().replay_trace(Trace.load(told[0]), sites=[site])
     seen = 0
     for branch in branches.values():
         if branch.certified and branch.id in branch.engine.loop.lanes:
@@ -164,7 +164,7 @@ def test_the_same_story_gives_the_same_bytes(told: tuple[Path, dict[str, str]], 
 def test_a_trace_of_another_model_is_refused(told: tuple[Path, dict[str, str]]) -> None:
     subject = engine(random_model(1))
     with pytest.raises(OtherFingerprint, match=r"weights: \w+ here, \w+ there"):
-        subject.replay(Trace.load(told[0]))
+        subject.replay_trace(Trace.load(told[0]))
     assert subject.loop.lanes == {} and subject.trace.events == [], "before anything runs"
 
 
@@ -278,7 +278,7 @@ def test_a_tampered_trace_is_found_out(told: tuple[Path, dict[str, str]], tamper
     TAMPERINGS[tampering](trace)
     subject = engine()
     with pytest.raises((ReplayMismatch, BadTrace)):
-        subject.replay(trace)
+        subject.replay_trace(trace)
     subject.check_integrity()
     assert subject.loop.jobs == []
     assert subject.prompt([9, 8]).generate(4).generated == continuation(toy(), [9, 8], 4)
@@ -289,7 +289,7 @@ def test_a_tampered_trace_is_found_out(told: tuple[Path, dict[str, str]], tamper
 
 def assert_replays(subject: Engine, tmp_path: Path, **options: Any) -> None:
     subject.trace.save(tmp_path / "trace.jsonl")
-    replayed = engine(subject.model, **options).replay(Trace.load(tmp_path / "trace.jsonl"))
+    replayed = engine(subject.model, **options).replay_trace(Trace.load(tmp_path / "trace.jsonl"))
     assert digests(replayed) == digests(alive(subject))
 
 
@@ -347,7 +347,7 @@ def test_a_trace_saved_while_a_request_runs(tmp_path: Path) -> None:
     next(stream)
     subject.trace.save(tmp_path / "trace.jsonl")
     rest = list(stream)
-    (replayed,) = engine().replay(Trace.load(tmp_path / "trace.jsonl")).values()
+    (replayed,) = engine().replay_trace(Trace.load(tmp_path / "trace.jsonl")).values()
     assert replayed.tokens == branch.tokens and rest
     assert torch.equal(replayed.kv(), branch.kv())
 
@@ -355,10 +355,10 @@ def test_a_trace_saved_while_a_request_runs(tmp_path: Path) -> None:
 def test_replaying_does_not_change_the_trace(told: tuple[Path, dict[str, str]]) -> None:
     trace = Trace.load(told[0])
     before = copy.deepcopy(trace)
-    engine().replay(trace)
+    engine().replay_trace(trace)
     assert trace == before
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(digests(engine().replay(Trace.load(sys.argv[1])))))
+    print(json.dumps(digests(engine().replay_trace(Trace.load(sys.argv[1])))))

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from replaylens.commands.lens import next_token_by_layer
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.model.weights import weights_hash
-from replaylens.engine.pictures import lens
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import Example, WordTokenizer
 
@@ -167,13 +167,13 @@ def test_card_numbers_can_be_measured_again(name: str, test: str, length: int) -
 def test_lens_reads_every_layer() -> None:
     model, tokenizer = embedded("coin-plain")
     example = examples("picture, from heads", 3, 1)[0]
-    layers = lens.next_token_by_layer(model, tokenizer, example.prompt, k=4)
+    layers = next_token_by_layer(model, tokenizer, example.prompt, k=4)
     assert [layer.site for layer in layers] == [*(f"blocks.{i}.hook_in" for i in range(4)), "blocks.3.hook_out"]
     ids = torch.tensor(tokenizer.encode(example.prompt))
     ops = SequenceOps([len(ids)])
     for depth, layer in enumerate(layers):
         residual = model(ids, torch.arange(len(ids)), ops, stop_at_layer=depth)
-        wanted = lens.lens_logits(model, residual, ops)[-1].double().softmax(-1)
+        wanted = model.logits(residual, ops)[-1].double().softmax(-1)
         chances = [guess.probability for guess in layer.guesses]
         assert len(chances) == 4 and chances == sorted(chances, reverse=True)
         assert chances == pytest.approx([float(wanted[tokenizer.id(guess.token)]) for guess in layer.guesses], rel=1e-4)

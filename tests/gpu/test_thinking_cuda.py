@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from replaylens import tasks
-from replaylens.engine.engine import Engine
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.serving.core import Engine
 from replaylens.engine.thinking.engine import ThinkingBranch, ThinkingEngine
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE
 from replaylens.engine.thinking.prefill import GUESSES, Prefiller

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from replaylens import tasks
-from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.writer import write_dump
-from replaylens.engine.engine import Engine
+from replaylens.engine.serving.core import Engine
 
 
 @pytest.fixture(scope="session")

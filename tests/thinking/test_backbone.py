@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadConfig, BadRequest
-from replaylens.engine.run import replay_examples
+from replaylens.engine.serving.core import Engine
 from replaylens.engine.thinking.engine import ThinkingEngine
 from replaylens.engine.thinking.model import ThinkingDecoder
 from replaylens.engine.thinking.prefill import GUESSES
@@ -208,7 +207,7 @@ def test_its_answers_are_judged_without_their_end(trained: dict[Method, trainer.
     assert isinstance(model, ThinkingDecoder) and isinstance(tokenizer, PretrainedTokenizer)
     engine = ThinkingEngine(model, tokenizer.tokenizer)
     stopped = 0
-    for result in replay_examples(engine, zoo.held_out(STATES, 1, 8)):
+    for result in engine.replay(zoo.held_out(STATES, 1, 8)):
         said = engine.text.decode(result.tokens[result.num_prompt :])
         if said in (" heads.<|end|>", " tails.<|end|>"):
             assert result.correct == said.startswith(result.example.answer)

@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from replaylens.cli import app
-from replaylens.engine.engine import Engine
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.run import Run
+from replaylens.engine.serving.core import Engine
 from replaylens.engine.thinking.engine import ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.training.recipe import Part

@@ -243,7 +243,7 @@ def test_a_replayed_trace_needs_no_thoughts(plain: Subject, tmp_path: Path) -> N
     child.force([5, 6, 7, 8])
     (edited,) = branch.fork(at=21, edits=[Edit("thinking.state", "zero", positions=slice(3, 9))])
     engine.trace.save(tmp_path / "trace.jsonl")
-    replayed = plain.engine(page_size=8).replay(Trace.load(tmp_path / "trace.jsonl"))
+    replayed = plain.engine(page_size=8).replay_trace(Trace.load(tmp_path / "trace.jsonl"))
     assert isinstance(replayed, dict)
     for old in (branch, child, edited):
         new = replayed[old.id]
@@ -365,7 +365,7 @@ def test_a_prompt_that_fails_leaves_nothing_behind(plain: Subject, tmp_path: Pat
     assert plain.broken([root]) == []
     engine.check_integrity()
     engine.trace.save(tmp_path / "trace.jsonl")
-    replayed = plain.engine().replay(Trace.load(tmp_path / "trace.jsonl"))
+    replayed = plain.engine().replay_trace(Trace.load(tmp_path / "trace.jsonl"))
     assert isinstance(replayed, dict) and same_bits(replayed[root.id].kv(), root.kv())
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.run import Run
+from replaylens.engine.serving.core import Engine
 from replaylens.views.report import ReportPage
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

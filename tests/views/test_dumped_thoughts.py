@@ -10,13 +10,14 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine.dump.plan import make_plan
+from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.writer import write_dump
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.pictures.thoughts import Round, Thinking
 from replaylens.engine.run import Run
+from replaylens.engine.serving.core import Engine
 from replaylens.engine.thinking.engine import ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.thinking.thoughts import ThinkingRecording
@@ -165,8 +166,8 @@ def test_a_branch_in_a_notebook_is_its_picture() -> None:
     classes = [value or "" for name, value in found.attributes if name == "class"]
     assert classes.count("rl-chunk") == len(branch.tree().chunks) and "rl-tree" not in classes
     assert "certified" in found.texts and f"{branch.length}, of which {branch.root_length} are prompt" in found.texts
-    plain = super(type(branch), branch)._repr_html_()
-    assert 'rl-thinking"' not in plain and 'class="rl-tree"' in plain, "plain branches are drawn as before"
+    plain = Engine.load("coin-plain").prompt("A coin's state is heads.")._repr_html_()
+    assert 'rl-thinking"' not in plain and 'class="rl-tree"' in plain, "a branch that does not think is a tree"
 
 
 def test_a_run_in_a_notebook_unfolds_its_pictures() -> None:

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.layout import Place, arrange
-from replaylens.engine.pictures.tree import Path, Token, Tree
+from replaylens.engine.pictures.paths import Path, Token
+from replaylens.engine.pictures.tree import Tree
 
 
 def path(branch: int, parent: int | None, fork: int, count: int) -> Path:

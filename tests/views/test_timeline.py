@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures import svg
-from replaylens.engine.pictures.retelling import timeline, timeline_of
-from replaylens.engine.pictures.timeline import Fill, Frame, Phase
+from replaylens.engine.pictures.frames import Fill, Frame, Phase
+from replaylens.engine.pictures.retelling import timeline
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.run import Run
+from replaylens.engine.serving.core import Engine
 from tests.toy_model import continuation, toy
 from tests.toy_model import engine as toy_engine
 from tests.views.checks import assert_harmless
@@ -33,7 +33,7 @@ def frames_of(drafts: dict[int, list[list[int]]], n: int) -> tuple[Frame, ...]:
     subject = toy_engine()
     branch = subject.prompt(P)
     branch.generate(n, drafter="forced", drafts=drafts, window=4)
-    return timeline_of(subject, branch.id).frames
+    return branch.timeline().frames
 
 
 def shown(frame: Frame) -> list[tuple[str, TokenState]]:
@@ -92,7 +92,7 @@ def test_frames_agree_with_the_engine(engine: Engine) -> None:
     engine.loop.listeners.append(listen)
     engine.generate(branches, 24, drafter="lens", window=5)
     engine.loop.listeners.remove(listen)
-    told = timeline_of(engine, first.id)
+    told = first.timeline()
     after = {Phase.DECODE: "draft", Phase.ACCEPT: "verdict", Phase.ROLLBACK: "verdict"}
     rounds = [frame for frame in told.frames if frame.phase in after]
     assert len(rounds) == len(noted) > 4
@@ -113,9 +113,9 @@ def test_frames_agree_with_the_engine(engine: Engine) -> None:
 def test_a_trace_from_a_file_tells_the_same(run: Run, tmp_path: Path) -> None:
     run.engine.trace.save(tmp_path / "run.trace")
     trace = Trace.load(tmp_path / "run.trace")
-    for result in run:
+    for index, result in enumerate(run):
         told = timeline(trace, result.branch, lambda token: run.engine.text.token(token) or "<eos>")
-        mine = timeline_of(run.engine, result.branch)
+        mine = run.timeline(index)
         assert [(f.phase, f.kv, shown(f)) for f in told.frames] == [(f.phase, f.kv, shown(f)) for f in mine.frames]
 
 
@@ -137,7 +137,7 @@ def test_forks_forced_tokens_and_rollbacks() -> None:
     (child,) = root.fork(1, at=4)
     child.force([7, 8])
     child.rollback(to=5)
-    frames = timeline_of(subject, child.id).frames
+    frames = child.timeline().frames
     assert [frame.phase for frame in frames] == [Phase.FORK, Phase.FORCE, Phase.ROLLBACK]
     assert [frame.kv for frame in frames] == [Fill(4), Fill(4, 2), Fill(4, 1)]
     with pytest.raises(BadRequest, match="no branch 99"):

@@ -5,12 +5,13 @@ import io
 import pytest
 from rich.console import Console
 
-from replaylens.engine.engine import Engine
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures import live, tree_html
+from replaylens.engine.pictures.paths import visible
 from replaylens.engine.pictures.readings import Readings, word
-from replaylens.engine.pictures.tree import Tree, visible
+from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.run import Run
+from replaylens.engine.serving.core import Engine
 from tests.toy_model import random_model
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE
@@ -18,8 +19,9 @@ from tests.views.conftest import HOSTILE
 
 def test_a_tree_tells_what_was_recorded(run: Run) -> None:
     """Tokens, states, log-probs, entropies and lens, of the accepted path and of every rejected one."""
-    for result in run:
-        tree = live.tree_of_result(run.engine, result)
+    for index, result in enumerate(run):
+        tree = run.tree(index)
+        assert isinstance(tree, Tree)
         paths = {path.branch: path for path in tree.paths}
         assert set(paths) == {result.branch, *(other.branch for other in result.rejected)}
         z = result.activations
@@ -45,8 +47,10 @@ def test_a_tree_tells_what_was_recorded(run: Run) -> None:
 def test_a_rejected_draft_was_judged_by_the_row_before(run: Run) -> None:
     """Its first token's log-prob comes from the accepted path, and is below that of the token that was chosen."""
     judged = 0
-    for result in run:
-        trunk, *others = live.tree_of_result(run.engine, result).paths
+    for index in range(len(run)):
+        tree = run.tree(index)
+        assert isinstance(tree, Tree)
+        trunk, *others = tree.paths
         by_position = {token.position: token for token in trunk.tokens}
         for other in others:
             first = other.tokens[0]
@@ -90,7 +94,7 @@ def test_numbers_keep_apart_where_there_is_no_tokenizer() -> None:
 
 
 def test_too_many_branches_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "MOST_BRANCHES", 3)
+    monkeypatch.setattr(live, "MAX_BRANCHES", 3)
     root = engine.prompt("A coin's state is heads.")
     forks = root.fork(5)
     tree = root.tree()

@@ -27,16 +27,18 @@ from replaylens.commands.engines import (
 )
 from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
-from replaylens.engine.dump.plan import DTYPES, POSITIONS, make_plan
+from replaylens.engine.dump.diff import diff as diff_dumps
+from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.plan import DTYPES, POSITIONS
+from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import OTHER, VERIFIED
-from replaylens.engine.dump.verify import diff as diff_dumps
 from replaylens.engine.dump.verify import verify as verify_dump
-from replaylens.engine.dump.writer import write_dump
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest
+from replaylens.engine.replay.examples import Result
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.run import Result, Run
+from replaylens.engine.run import Run
+from replaylens.engine.serving.core import Engine
 from replaylens.engine.thinking.thoughts import Thoughts
 
 TaskOption = Annotated[

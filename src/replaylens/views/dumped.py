@@ -9,9 +9,10 @@ import numpy as np
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump
 from replaylens.engine.memory.tree import BranchStatus, TokenState
+from replaylens.engine.pictures.paths import Path, Token
 from replaylens.engine.pictures.readings import Decode, Readings
 from replaylens.engine.pictures.thoughts import Thinking
-from replaylens.engine.pictures.tree import Path, Token, Tree
+from replaylens.engine.pictures.tree import Tree
 from replaylens.tasks.errors import UnknownTask
 from replaylens.views.dumped_thoughts import DumpedThoughts
 

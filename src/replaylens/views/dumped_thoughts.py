@@ -7,9 +7,10 @@ import numpy as np
 
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.pictures.paths import Path
 from replaylens.engine.pictures.readings import Decode
 from replaylens.engine.pictures.thoughts import END, Chunk, Round, Thinking, step_facts
-from replaylens.engine.pictures.tree import Path, Tree
+from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.thinking.model import STATE_SITE
 from replaylens.engine.thinking.thoughts import TOKENS_SITE
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures.paths import Token, visible
 from replaylens.engine.pictures.readings import layer_name
-from replaylens.engine.pictures.tree import Token, visible
 from replaylens.views.dumped import DumpedExample
 from replaylens.views.heatmap import Cell, Heatmap, span
 

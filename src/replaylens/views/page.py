@@ -31,7 +31,7 @@ class Section:
 
 def assemble(title: str, lead: str, sections: Sequence[Section], data: Markup) -> str:
     """The whole file. `data`: blocks for the page's script. The same content gives the same bytes."""
-    code = asset("view.js") + asset("report.js")
+    code = asset("view.js") + asset("report.js", "replaylens.views")
     allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; base-uri 'none'; form-action 'none'"
@@ -43,7 +43,7 @@ def assemble(title: str, lead: str, sections: Sequence[Section], data: Markup) -
         void("meta", name="generator", content=f"replaylens {replaylens.__version__}"),
         tag("title", title),
         style(),
-        Markup(f"<style>{asset('report.css')}</style>"),
+        Markup(f"<style>{asset('report.css', 'replaylens.views')}</style>"),
     ]
     menu = tag("nav", *(tag("a", section.title, href=f"#{section.key}") for section in sections), _theme_button())
     top = tag("header", tag("h1", title), tag("p", lead, class_="rl-quiet"), menu)

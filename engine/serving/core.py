@@ -1,7 +1,7 @@
 """`Engine`: the public object. Loads a model, shows that its arithmetic is canonical here, and serves branches."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,13 @@ from replaylens.engine.loop.drafters import (
 from replaylens.engine.loop.lane import Job
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.prefix import PrefixIndex
-from replaylens.engine.memory.tree import BranchTree
+from replaylens.engine.memory.tree import BranchStatus, BranchTree
 from replaylens.engine.model import sites, weights
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Text, load_text
 from replaylens.engine.passes.runner import Runner
+from replaylens.engine.pictures.live import tree_of
+from replaylens.engine.pictures.summary import MAX_TREES, cache_and_pictures, code
 from replaylens.engine.proof import certificates, fingerprint
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
@@ -140,9 +142,20 @@ class Engine:
         return cls(model.to(device), options.pop("tokenizer", text), **options)
 
     def _repr_html_(self) -> str:
-        from replaylens.engine.pictures.summary import engine_html
-
-        return engine_html(self)
+        pool = self.runner.pool
+        used = pool.num_pages - pool.num_free
+        facts = {
+            "model": f"{self.config.num_layers} layers, width {self.config.d_model}, vocabulary {self.config.vocab_size}",
+            "device": f"{self.fingerprint.device}, {self.fingerprint.dtype}",
+            "certified": "yes" if self.certificate.certified else "no",
+            "fingerprint": code(self.fingerprint.digest),
+            "KV pages": f"{used} of {pool.num_pages} in use, {pool.page_size} positions each",
+        }
+        held = [i for i in self.tree.roots() if self.tree.branch(i).status is not BranchStatus.RELEASED]
+        recordings = {i: lane.recording for i, lane in self.loop.lanes.items()}
+        trees = [tree_of(self.tree, root, recordings, self.text) for root in held[-MAX_TREES:]]
+        more = len(held) - len(trees)
+        return cache_and_pictures(facts, used, pool.num_pages, trees, f"and {more} older roots" if more > 0 else "")
 
     # ---- branches -----------------------------------------------------------------------------------------------
 
@@ -244,14 +257,51 @@ class Engine:
         self.forest.submit(job)
         return stream
 
-    def replay(self, what: "Trace | Iterable[Example]", **options: Any) -> "Run | dict[int, Branch]":
-        """Replay task examples into a `Run` (see `run.replay_examples`), or a recorded `Trace` into its branches."""
-        from replaylens.engine import run
+    def replay(
+        self,
+        examples: "Iterable[Example]",
+        *,
+        sites: str | Sequence[str] | None = None,
+        drafter: str = "self",
+        window: int | None = None,
+        seed: int = 0,
+        sampling: Sampling | None = None,
+        edits: Sequence[Edit] = (),
+        max_new: int | None = None,
+        rejected: bool = True,
+        deterministic: bool = True,
+        batch: int = 32,
+        progress: bool = False,
+    ) -> "Run":
+        """Prompt with each example, generate its answer, capture every row of the path.
+
+        sites          what to capture: "STCZ", or site names
+        drafter, window
+                       as in `generate`
+        seed           added to the sampling's own seed and to each example's index: that is the example's own stream. Runs
+                       that are to be independent need seeds that lie further apart than the indices
+        edits          interventions on every example; negative positions count from the end of its prompt
+        max_new        tokens to generate at most; default: the length of the right completion and a little more
+        rejected       keep the rows of rejected drafts
+        deterministic  False: take the fast path's tokens; such a run is not certified and cannot be saved
+        batch          examples worked on together; has no influence on any bit
+        """
+        from replaylens.engine.replay.examples import ReplayOptions, replay_examples
+        from replaylens.engine.run import Run
+
+        sampling = sampling or Sampling()
+        sampling = replace(sampling, seed=sampling.seed + seed)
+        options = ReplayOptions(sites, drafter, window, sampling, edits, max_new, rejected, deterministic)
+        return Run(self, replay_examples(self, list(examples), options, batch, progress), options)
+
+    def replay_trace(self, trace: Trace, *, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
+        """Replay a recorded trace: its branches by their recorded numbers; see `replayer.replay_trace`.
+
+        sites  capture these instead of what was captured then
+        """
         from replaylens.engine.replay import replayer
 
-        if isinstance(what, Trace):
-            return replayer.replay_trace(self, what, **options)
-        return run.replay_examples(self, list(what), **options)
+        return replayer.replay_trace(self, trace, sites)
 
     def check_integrity(self) -> list[str]:
         """Recount everything: lines that say what was counted, or IntegrityError naming the first fault."""

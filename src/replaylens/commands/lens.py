@@ -1,37 +1,13 @@
 """The logit lens: what each layer's residual stream would predict if the blocks after it were left out."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from replaylens.engine.model import sites
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import Ops, SequenceOps
+from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.pictures.readings import Guess, LensLayer
 from replaylens.tasks import WordTokenizer
-
-
-def lens_logits(model: Decoder, residual: Tensor, ops: Ops) -> Tensor:
-    """Residual stream of any layer [rows, d_model] -> logits [rows, vocab], through the final norm and unembedding."""
-    return model.logits(residual, ops)
-
-
-@dataclass(frozen=True)
-class Guess:
-    """A next token, and the probability that a layer gives it."""
-
-    token: str
-    probability: float
-
-
-@dataclass(frozen=True)
-class LensLayer:
-    """What one layer would say next."""
-
-    site: str
-    """where the residual stream was read"""
-    guesses: tuple[Guess, ...]
-    """most likely first"""
 
 
 @torch.no_grad()
@@ -43,7 +19,7 @@ def next_token_by_layer(model: Decoder, tokenizer: WordTokenizer, prompt: str, k
     ids = tokenizer.encode(prompt)
     ops, kept = SequenceOps([len(ids)]), _LastRows(sites.table(model.config).letter("S"))
     model(torch.tensor(ids), torch.arange(len(ids)), ops, kept)
-    best = lens_logits(model, torch.stack(list(kept.rows.values())), ops).softmax(-1).topk(k)
+    best = model.logits(torch.stack(list(kept.rows.values())), ops).softmax(-1).topk(k)
     return [
         LensLayer(site, tuple(Guess(tokenizer.token(i), p) for i, p in zip(tokens, shares, strict=True)))
         for site, tokens, shares in zip(kept.rows, best.indices.tolist(), best.values.tolist(), strict=True)

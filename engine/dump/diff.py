@@ -1,0 +1,74 @@
+"""`diff`: where do two dumps differ?"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from replaylens.engine.dump.content import Content, concatenate
+from replaylens.engine.dump.difference import Difference, first_difference
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.errors import BadDump
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `diff` found."""
+
+    difference: Difference | None
+    """the first row that differs; None: the same content"""
+    remarks: tuple[str, ...]
+    """how fingerprints and plans differ; that alone is no difference in content"""
+
+    def __bool__(self) -> bool:
+        return self.difference is None
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.difference) if self.difference else "the same content", *self.remarks])
+
+
+def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, progress: bool = False) -> Comparison:
+    """Compare two dumps row by row, however they were cut into shards. `accepted`: leave rejected branches out.
+
+    All files are hashed first: of a damaged dump nothing can be said, and BadDump names what is damaged.
+    """
+    mine, yours = (given if isinstance(given, Dump) else Dump.open(given) for given in (a, b))
+    for dump in {mine.url: mine, yours.url: yours}.values():
+        if problems := dump.files.problems(progress):
+            raise BadDump(f"{dump.url} is damaged: {'; '.join(problems)}. Resume it to repair it")
+    remarks = [f"fingerprint: {line}" for line in mine.manifest.fingerprint.differences(yours.manifest.fingerprint)]
+    remarks += [f"plan: {line}" for line in mine.manifest.plan.differences(yours.manifest.plan)]
+    every = sorted({*mine.manifest.plan.examples, *yours.manifest.plan.examples})
+    step = mine.manifest.plan.examples_per_shard
+    for first in tqdm(range(0, len(every), step), unit="shard", desc="diff", disable=not progress):
+        some = every[first : first + step]
+        if _same_shard(mine, yours, some, accepted):
+            continue
+        here, there = _load(mine, some, accepted), _load(yours, some, accepted)
+        if found := first_difference(here, there):
+            return Comparison(found, tuple(remarks))
+    return Comparison(None, tuple(remarks))
+
+
+def _same_shard(a: Dump, b: Dump, indices: Sequence[int], accepted: bool) -> bool:
+    """Whether both have these examples as one shard, with the same digest: then no row needs to be read."""
+    found = []
+    for dump in (a, b):
+        number = dump.files.shard_of(indices[0]) if indices[0] in dump.manifest.plan.examples else None
+        if number is None or list(dump.manifest.plan.indices(number)) != list(indices):
+            return False
+        found.append(dump.manifest.shards[number].digests[1 if accepted else 0])
+    return found[0] == found[1]
+
+
+def _load(dump: Dump, indices: Iterable[int], accepted: bool) -> Content:
+    """The rows of some examples, from whichever shards hold them; of examples that are not there, none."""
+    there = [index for index in indices if index in dump.manifest.plan.examples]
+    pieces = [dump.files.content(number).of_examples(some) for number, some in dump.files.by_shard(there).items()]
+    pieces = pieces or [dump.files.content(0).select(np.zeros(0, dtype=np.int64))]
+    tensors = {name: torch.cat([piece.tensors[name] for piece in pieces]) for name in pieces[0].tensors}
+    content = Content(tensors, concatenate([piece.index for piece in pieces]))
+    return content.accepted() if accepted else content

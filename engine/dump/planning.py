@@ -1,0 +1,125 @@
+"""`make_plan`: from what a user asks for to a `DumpPlan` with every name resolved."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from replaylens.engine.dump.plan import CUSTOM, DumpPlan, Selector, compact, plain
+from replaylens.engine.errors import BadRequest, no_such
+from replaylens.engine.lens.tuned import TunedLens
+from replaylens.engine.loop.drafters import ModelDrafter
+from replaylens.engine.loop.planner import FIXED_WINDOW
+from replaylens.engine.model.weights import weights_hash
+from replaylens.engine.replay.examples import ReplayOptions
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
+from replaylens.tasks.task import AnyTask
+
+if TYPE_CHECKING:
+    from replaylens.engine.serving.core import Engine
+
+
+def make_plan(
+    engine: "Engine",
+    task: "AnyTask",
+    examples: int | Iterable[int],
+    *,
+    sites: str | Sequence[str] = "STCZ",
+    drafter: str = "lens",
+    window: int | None = None,
+    sampling: Sampling | None = None,
+    edits: Sequence[Edit] = (),
+    max_new: int | None = None,
+    rejected: bool = True,
+    positions: str | Selector = "all",
+    dtype: str | None = None,
+    examples_per_shard: int = 128,
+    top_k: int = 8,
+    targets: Sequence[str | int] = (),
+    full: bool = False,
+    lens: TunedLens | None = None,
+) -> DumpPlan:
+    """A plan for this engine, every name resolved.
+
+    examples   how many, from index 0 on; or which indices, in any order
+    edits      interventions on every example, as in `Engine.replay`
+    positions  rows to keep: "all", "generated", "last" (of each branch), "steps" (where a step of the task ends), or a
+               function from a `Path` to positions
+    dtype      "float32", "bfloat16" or "float16"; default: as the model computes
+    top_k, targets, full, lens
+               how Z is stored, as in `Engine.capture_spec`
+    """
+    spec = engine.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
+    if not spec.sites and not spec.thoughts and spec.lens is None:
+        raise BadRequest(f"sites {sites!r}: nothing would be stored; give letters of STCZ, or site names")
+    for name in spec.sites:
+        if 0 in engine.sites.sites[name].shape:
+            raise BadRequest(f"{name} has as many columns as the path has keys: a dump holds rows of one width only")
+    custom = None if isinstance(positions, str) else positions
+    return DumpPlan(
+        task=task.name,
+        knobs=plain({name: value for name, value in vars(task.knobs).items()}),
+        examples=range(examples) if isinstance(examples, int) else compact(examples),
+        sites=spec.sites + spec.thoughts,
+        lens=spec.lens,
+        drafter=drafter,
+        drafter_settings=drafter_settings(engine, drafter),
+        window=_window(engine, drafter, window),
+        sampling=sampling or Sampling(),
+        max_new=max_new,
+        rejected=rejected,
+        positions=positions if isinstance(positions, str) else CUSTOM + getattr(positions, "__qualname__", "function"),
+        dtype=dtype or str(engine.model.embed.dtype).removeprefix("torch."),
+        examples_per_shard=examples_per_shard,
+        edits=tuple(edit.to_json() for edit in edits),
+        selector=custom,
+    )
+
+
+def plan_of_run(
+    engine: "Engine",
+    task: AnyTask,
+    indices: Iterable[int],
+    options: ReplayOptions,
+    positions: str | Selector = "all",
+    dtype: str | None = None,
+    examples_per_shard: int = 128,
+) -> DumpPlan:
+    """The plan by which a run was made, so to speak: of the same task, with the same options."""
+    return make_plan(
+        engine,
+        task,
+        indices,
+        sites=options.sites or (),
+        drafter=options.drafter,
+        window=options.window,
+        sampling=options.sampling,
+        edits=options.edits,
+        max_new=options.max_new,
+        rejected=options.rejected,
+        positions=positions,
+        dtype=dtype,
+        examples_per_shard=examples_per_shard,
+    )
+
+
+def drafter_settings(engine: "Engine", name: str) -> dict[str, Any]:
+    """What guesses depend on besides the path: where the drafter exits, how wide it is, whose weights it has; and how
+    thoughts are guessed, where the model thinks."""
+    if name not in engine.loop.drafters:
+        raise BadRequest(no_such("drafter", name, engine.loop.drafters))
+    drafter = engine.loop.drafters[name]
+    layer = getattr(getattr(drafter, "lens", drafter), "layer", None)
+    found: dict[str, Any] = {} if layer is None else {"layer": layer}
+    if drafter.width > 1:
+        found["width"] = drafter.width
+    if isinstance(drafter, ModelDrafter):
+        found["weights"] = weights_hash(drafter.runner.model)
+    return found | engine.guesses()
+
+
+def _window(engine: "Engine", name: str, window: int | None) -> int | None:
+    """The window spelled out, so that a later version with another default gives the same rejected branches."""
+    drafter = engine.loop.drafters[name]
+    if window is not None or not drafter.reproducible:
+        return window
+    return min(FIXED_WINDOW, engine.loop.max_rows // drafter.width)
