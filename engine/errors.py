@@ -26,10 +26,9 @@ class OtherModel(EngineError, ValueError):
 
     def __init__(self, stage: str, difference: float) -> None:
         super().__init__(
-            f"the loaded model is not its source: {stage} differs by {difference:.1e} (relative, on the same input), which is "
-            "not rounding; everything before agrees. Look there for what the weights do not show: a config field, a hook, an "
-            "adapter, a replaced module, or a buffer (model.to(dtype) rounds rotary frequencies, from_pretrained(dtype=...) "
-            "does not)"
+            f"the loaded model is not its source. First difference: {stage}, by {difference:.1e} (relative, on the same "
+            "input), which is not rounding. Look there for what the weights do not show: a config field, a hook, an adapter, a "
+            "replaced module, or a buffer (model.to(dtype) rounds rotary frequencies; from_pretrained(dtype=...) does not)"
         )
         self.stage = stage
         self.difference = difference

@@ -58,8 +58,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_depth": _ONE,
     "scale_emb": _ONE,
     "use_parallel_residual": _OFF,
-    # storage
-    "quantization_config": (None, {}),
 }
 """what each says where it changes nothing"""
 
@@ -96,6 +94,9 @@ def require_readable(raw: dict[str, Any], family: str) -> None:
         if name == "sliding_window" and raw[name] >= raw.get("max_position_embeddings", 0):
             continue  # it sees all there is
         _refuse(family, name, raw[name])
+    quantised = raw.get("quantization_config")
+    if quantised and "gguf" not in str(quantised.get("quant_method")).lower():  # a GGUF file's weights come dequantised
+        _refuse(family, "quantization_config", quantised)
     _require_layers(raw, family)
     ropes = raw.get("rope_parameters") or {}
     nested = {kind: each for kind, each in ropes.items() if isinstance(each, dict)}

@@ -104,11 +104,20 @@ class Engine:
 
     @classmethod
     def load(
-        cls, source: Any, *, device: str = "cpu", dtype: torch.dtype | None = None, draft_model: Any = None, **options: Any
+        cls,
+        source: Any,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        draft_model: Any = None,
+        check: bool | None = None,
+        **options: Any,
     ) -> "Engine":
         """From a name (embedded, or smollm2), a folder, a .gguf file, a transformers model, a TransformerBridge or a Decoder.
 
         device  "cpu" (float32) or "cuda" (bfloat16 unless said otherwise)
+        check   compare a few tokens with transformers, layer by layer, and refuse with OtherModel where they differ;
+                None: models in memory only, whose weights do not show all that they compute
         """
         from replaylens.engine.model import smollm2
         from replaylens.engine.zoo import coin as zoo
@@ -119,6 +128,8 @@ class Engine:
             raise BadRequest(f"device {device!r}: give cpu or cuda")
         if device == "cuda" and not torch.cuda.is_available():
             raise BadRequest("no CUDA device is to be had here; load with device='cpu'")
+        if check not in (None, True, False):
+            raise BadRequest(f"check {check!r}: give True, False or None")
         dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
         if device == "cpu" and dtype is not torch.float32:
             raise BadRequest(f"{dtype} on a CPU is emulated and slow: the CPU engine computes in float32")
@@ -127,7 +138,10 @@ class Engine:
         if draft_model is not None:
             draft = zoo.load_embedded(draft_model)[0] if draft_model in zoo.names() else draft_model
             options["draft_model"] = weights.load(draft, dtype).to(device)
-        if (thinking := _thinking_model(source)) is not None:
+        thinking = _thinking_model(source)
+        if check and (embedded or thinking is not None):
+            raise BadRequest("check=True compares with transformers, which has no counterpart of this model: leave check out")
+        if thinking is not None:
             from replaylens.engine.thinking.engine import ThinkingEngine
 
             thinker, tokenizer = thinking
@@ -138,7 +152,7 @@ class Engine:
         else:
             is_folder = isinstance(source, str | Path) and Path(source).is_dir()
             text = load_text(Path(source)) if is_folder else Text(getattr(source, "tokenizer", None))
-            model = weights.load(source, dtype)
+            model = weights.load(source, dtype, weights.is_live(source) if check is None else check)
         return cls(model.to(device), options.pop("tokenizer", text), **options)
 
     def _repr_html_(self) -> str:

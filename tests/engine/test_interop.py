@@ -45,7 +45,7 @@ def test_every_site_has_the_shape_that_transformer_lens_gives_it(name: str) -> N
         _, cache = subject.run_with_cache(tokens)
         with torch.no_grad():
             _, theirs = bridge(name).run_with_cache(tokens)
-        both = [key for key in cache.keys() if key in theirs.cache_dict]
+        both = [key for key, _ in cache.items() if key in theirs.cache_dict]
         assert len(both) > 40
         assert {key: cache[key].shape for key in both} == {key: theirs[key].shape for key in both}, length
         for key, site in subject.sites.sites.items():  # those that TransformerLens does not have, too
