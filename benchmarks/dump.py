@@ -26,9 +26,9 @@ from replaylens import tasks
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.model import weights
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.serving.core import Engine
 from replaylens.tasks import Example
 from replaylens.tasks.task import AnyTask
 

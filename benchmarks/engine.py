@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from benchmarks.table import Table, in_turns, seconds
+from replaylens.engine.engine import Engine
 from replaylens.engine.model import smollm2, weights
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.serving.core import Engine
 
 ENDLESS = Sampling(ignore_eos=True)
 

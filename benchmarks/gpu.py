@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.table import Table
+from replaylens.engine.engine import Engine
 from replaylens.engine.lens import cuda as cuda_lens
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.model.config import ModelConfig, Rope
@@ -22,7 +23,6 @@ from replaylens.engine.passes.graphs import WORTH
 from replaylens.engine.request.capture import LensSpec, PassTap
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Engine
 
 SHAPE = ModelConfig(
     num_layers=32,

@@ -21,18 +21,17 @@ from torch import Tensor
 
 from benchmarks.table import Table
 from benchmarks.thinking_tasks import PARITY
+from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps, visible
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.serving.core import Engine
-from replaylens.engine.thinking.engine import ThinkingEngine
-from replaylens.engine.thinking.model import THINK_SITE, ThinkingConfig, ThinkingDecoder
+from replaylens.engine.thinking.model import THINK_SITE, ThinkingConfig, ThinkingDecoder, padded
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.training import plain
 from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training.chunks import ChunkBatch, padded
+from replaylens.engine.training.chunks import ChunkBatch
 from replaylens.engine.training.recipe import Part
 from replaylens.engine.zoo import coin as zoo
 

@@ -11,20 +11,19 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from replaylens import tasks
 from replaylens.engine.dump.maker import ShardMaker
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.writer import DumpWriter
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint, no_such
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-
-if TYPE_CHECKING:
-    from replaylens.engine.dump.reader import Dump
 
 ATTEMPTS = 3
 """how often a shard is tried when the actors that write it die"""
@@ -34,8 +33,6 @@ class ShardWorker:
     """Lives in an actor: an engine, and the shards it is told to write. Takes and gives JSON."""
 
     def __init__(self, model: str, engine_options: str) -> None:
-        from replaylens.engine.serving.core import Engine
-
         self.engine = Engine.load(model, **json.loads(engine_options))
 
     def ready(self) -> None:
@@ -77,7 +74,7 @@ def dump_on_cluster(
     sampling: Sampling | None = None,
     edits: Sequence[Edit] = (),
     **options: Any,
-) -> "Dump | None":
+) -> Dump | None:
     """Write a dump with the workers of a Ray cluster; the finished dump.
 
     model     a name or folder that `Engine.load` takes, on every machine

@@ -166,3 +166,7 @@ def no_such(kind: str, name: str, known: Iterable[str]) -> str:
     nearest = get_close_matches(name, known, n=1, cutoff=0.7)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
     return f"no {kind} {name!r}{hint}; known: {', '.join(known)}"
+
+
+class BadThought(BadRequest):
+    """A thought longer than the config allows, or not in the tokenizer's words."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 from replaylens.engine.dump.content import Content
 from replaylens.engine.dump.maker import describe_sites
@@ -21,10 +21,8 @@ from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.replay.examples import ReplayOptions, Result
+from replaylens.engine.serving.core import Core
 from replaylens.engine.thinking.picture import picture
-
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
 
 
 class Run(Sequence[Result]):
@@ -39,7 +37,7 @@ class Run(Sequence[Result]):
     (1.0, True)
     """
 
-    def __init__(self, engine: "Engine", results: list[Result], options: ReplayOptions) -> None:
+    def __init__(self, engine: Core, results: list[Result], options: ReplayOptions) -> None:
         self.engine, self.results, self.options = engine, results, options
 
     def __len__(self) -> int:
@@ -74,15 +72,22 @@ class Run(Sequence[Result]):
         drafted = any(r.statistics.drafted for r in self.results)
         return f"{self.acceptance:.1%} of drafts accepted" if drafted else "nothing drafted"
 
-    def tree(self, index: int) -> Tree | Thinking:
-        """The branch tree of one example: its path, and the rejected drafts hanging off it; of a model that thinks, its
-        chunks, states and thoughts. Draws itself, or `print` it."""
+    def tree(self, index: int) -> Tree:
+        """The branch tree of one example: its path, and the rejected drafts hanging off it. Draws itself, or `print` it."""
         result = self.results[index]
-        if result.thoughts is not None:
-            return picture(self.engine.text, result.tokens, result.thoughts, f"example {result.example.index}")
         recordings = {result.branch: result.recording} | {path.branch: path.activations for path in result.rejected}
         title = f"example {result.example.index}, {'right' if result.correct else 'wrong'}"
         return tree_of(self.engine.tree, result.branch, recordings, self.engine.text, title)
+
+    def picture(self, index: int) -> Thinking:
+        """The Thinking-States picture of one example: chunks, states, thoughts. Draws itself, or `print` it.
+
+        BadRequest where the model does not think.
+        """
+        result = self.results[index]
+        if result.thoughts is None:
+            raise BadRequest("This model does not think, so there is no picture of its thoughts. Use run.tree(i).")
+        return picture(self.engine.text, result.tokens, result.thoughts, f"example {result.example.index}")
 
     def timeline(self, index: int) -> Timeline:
         """One example step by step: prefill, decode, verify, rollback, and what the KV cache held."""
@@ -96,9 +101,11 @@ class Run(Sequence[Result]):
             "right answers": f"{self.accuracy:.1%}" if len(self) else "none",
             "drafts accepted": f"{self.acceptance:.1%}" if self.acceptance == self.acceptance else "nothing drafted",
         }
-        shown = [self.tree(i) for i in range(min(len(self), MAX_TREES))]
+        thinks = any(result.thoughts is not None for result in self.results)
+        draw, verb = (self.picture, "run.picture(i)") if thinks else (self.tree, "run.tree(i)")
+        shown = [draw(i) for i in range(min(len(self), MAX_TREES))]
         more = len(self) - len(shown)
-        return folded_pictures(facts, shown, f"and {more} more: run.tree(i) shows any of them" if more > 0 else "")
+        return folded_pictures(facts, shown, f"and {more} more: {verb} shows any of them" if more > 0 else "")
 
     def save(
         self,

@@ -30,7 +30,7 @@ from replaylens.engine.thinking.thoughts import LETTERS
 engine = rl.Engine.load("coin-thinking")
 story = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
 branch = engine.prompt(story, sites="STCZ", keep_rejected=True)
-branch.generate(2).tree()
+branch.generate(2).picture()
 
 # %% [markdown]
 # ## S, T, C, Z

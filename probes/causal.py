@@ -12,11 +12,13 @@ on that axis too, only their sign is random; when components are exchanged, the 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import OtherFingerprint
 from replaylens.probes.errors import OneClass, ProbeError
 from replaylens.probes.goals import make_goal
 from replaylens.probes.heldout import held_out
@@ -28,16 +30,13 @@ from replaylens.probes.stage import Outcome, Stage, Subject, Variant
 from replaylens.probes.statistics import Estimate, bootstrap, mean_over_placebos, mean_over_roots
 from replaylens.tasks import Example
 
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
-
 PLACEBOS = 8
 """random directions that a probe's is compared with"""
 _FOLDS = 5
 
 
 def steer(
-    engine: "Engine",
+    engine: Engine,
     probe: LinearProbe,
     examples: Sequence[Example],
     *,
@@ -60,7 +59,7 @@ def steer(
 
 
 def interchange(
-    engine: "Engine",
+    engine: Engine,
     probe: LinearProbe,
     examples: Sequence[Example],
     *,
@@ -92,7 +91,7 @@ def interchange(
 
 
 def ablate(
-    engine: "Engine",
+    engine: Engine,
     probe: LinearProbe,
     examples: Sequence[Example],
     *,
@@ -121,9 +120,7 @@ def ablate(
     )
 
 
-def _check(engine: "Engine", probe: LinearProbe) -> None:
-    from replaylens.engine.errors import OtherFingerprint
-
+def _check(engine: Engine, probe: LinearProbe) -> None:
     made = probe.source.get("fingerprint")
     if made is not None and made != engine.fingerprint.digest:
         raise OtherFingerprint(

@@ -12,19 +12,16 @@ known zeros     labels of the task that nothing in the text tells
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.model.decoder import Decoder
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.paths import row_paths
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sources import MemorySource
-
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
 
 LEAST_TYPES, LONGEST_CONTEXT = 10, 16
 """a control task needs this many types of context; contexts grow up to so many tokens to find them"""
@@ -96,13 +93,11 @@ def control_labels(types: np.ndarray, codes: np.ndarray, seed: int = 0) -> np.nd
     return np.where(codes >= 0, of_type[types], -1)
 
 
-def untrained_rows(rows: ProbeRows, engine: "Engine", sites: Sequence[str], seed: int = 0, batch: int = 32) -> ProbeRows:
+def untrained_rows(rows: ProbeRows, engine: Engine, sites: Sequence[str], seed: int = 0, batch: int = 32) -> ProbeRows:
     """The same paths through a model of the same shape with random weights; rows in the same order.
 
     The rows must hold all positions of their paths, since every token is run again.
     """
-    from replaylens.engine.serving.core import Engine
-
     model = Decoder(engine.config).initialize(seed).requires_grad_(False).to(engine.model.embed)
     blank = Engine(model, engine.text)
     frame = rows.frame

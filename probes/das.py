@@ -1,11 +1,12 @@
 """Distributed alignment search (Geiger et al., arXiv 2303.02536) by TransformerLens, as a probe that our causal tests take."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import UnknownSite
 from replaylens.probes.errors import BadRows
 from replaylens.probes.probe import LinearProbe
@@ -14,12 +15,9 @@ from replaylens.probes.sources import LETTERS
 from replaylens.probes.stage import Stage
 from replaylens.tasks import Example
 
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
-
 
 def find_direction(
-    engine: "Engine",
+    engine: Engine,
     bridge: Any,
     examples: Sequence[Example],
     label: str = "state",
@@ -75,7 +73,7 @@ def find_direction(
     return LinearProbe(way[None], bias, means, names, label, name, cell, "query", "das", about, roots)
 
 
-def _name(engine: "Engine", site: str, layer: int) -> str:
+def _name(engine: Engine, site: str, layer: int) -> str:
     """The site's own name. UnknownSite where the letter has no such layer."""
     if site not in LETTERS:
         return engine.sites.resolve(site)

@@ -2,16 +2,13 @@
 
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from replaylens.probes.errors import ProbeError
-
-if TYPE_CHECKING:
-    from replaylens.probes.report import Report
 
 _CONTROLS = {"majority": "0.5", "bag_of_tokens": "tab:brown", "untrained": "tab:red", "shuffled": "tab:pink"}
 
@@ -93,16 +90,16 @@ def bars(table: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def save_all(report: "Report", folder: Path) -> list[Path]:
-    """PNGs of everything that the report can draw. The files say nothing of when they were made."""
-    table, made = report.table, {}
-    if report.kind == "sweep":
+def save_all(kind: str, table: pd.DataFrame, folder: Path) -> list[Path]:
+    """PNGs of everything that a report of this kind can draw. The files say nothing of when they were made."""
+    made = {}
+    if kind == "sweep":
         main = table[~table["known_zero"].astype(bool)]
         for (label, estimator), _ in main.groupby(["label", "estimator"], sort=False):
             made[f"heatmap-{label}-{estimator}"] = heatmap(table, label, estimator=estimator)
             made[f"curves-{label}-{estimator}"] = curves(table, label, estimator=estimator)
     elif "what" in table and table["accuracy"].notna().any():
-        made[report.kind] = bars(table[table["accuracy"].notna()].head(40), report.kind)
+        made[kind] = bars(table[table["accuracy"].notna()].head(40), kind)
     paths = []
     for name, figure in made.items():
         paths.append(folder / f"{name}.png")

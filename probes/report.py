@@ -99,7 +99,7 @@ class Report:
         if figures:
             from replaylens.probes import figures as drawing
 
-            drawing.save_all(self, folder)
+            drawing.save_all(self.kind, self.table, folder)
         return folder
 
     @classmethod

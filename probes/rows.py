@@ -8,7 +8,7 @@ X, y, roots = here.matrix("S", 2), here.target("face").values, here.roots
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,12 +22,10 @@ from replaylens.engine.dump.rows import assemble
 from replaylens.engine.errors import OtherFingerprint, UnknownSite, no_such
 from replaylens.engine.replay.examples import Result
 from replaylens.engine.run import Run
+from replaylens.engine.serving.core import Core
 from replaylens.probes.errors import BadRows, MissingLabel, ProbeError
 from replaylens.probes.positions import Position, add_places
 from replaylens.probes.sources import LETTERS, About, DumpSource, JoinedSource, MemorySource, Source, Subset
-
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
 
 CLASSES_AT_MOST = 64
 """a whole-number label with more values than this is a number to regress on, not classes"""
@@ -92,7 +90,7 @@ class ProbeRows:
         return cls.of_results(given.engine, plan, given.results)
 
     @classmethod
-    def of_results(cls, engine: "Engine", plan: DumpPlan, results: Sequence[Result]) -> "ProbeRows":
+    def of_results(cls, engine: Core, plan: DumpPlan, results: Sequence[Result]) -> "ProbeRows":
         """The rows that a dump with this plan would hold of these results, bit for bit."""
         content = assemble(engine, plan, results)
         frame = frame_of(content.index)
@@ -147,7 +145,7 @@ class ProbeRows:
         """The root prompt of each row."""
         return self.frame["root"].to_numpy(dtype=str)
 
-    def require(self, engine: "Engine") -> None:
+    def require(self, engine: Core) -> None:
         """OtherFingerprint when the rows were computed by something else than this engine."""
         mine = self.about.fingerprint
         if mine is not None and mine != engine.fingerprint:

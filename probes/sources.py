@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,9 +13,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import UnknownSite
 from replaylens.engine.model.sites import at_layer
 from replaylens.engine.proof.fingerprint import Fingerprint
-
-if TYPE_CHECKING:
-    from replaylens.tasks.task import AnyTask
+from replaylens.tasks.task import AnyTask
 
 LETTERS = ("S", "T", "C")
 """sites that come by layer"""
@@ -31,7 +29,7 @@ class About:
     """of the dump; empty for rows that were never dumped"""
     fingerprint: Fingerprint | None
 
-    def make_task(self) -> "AnyTask":
+    def make_task(self) -> AnyTask:
         return tasks.get(self.task)(**self.knobs)
 
 

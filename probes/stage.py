@@ -7,21 +7,18 @@ position is shared with the base branch, everything after is computed canonicall
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.serving.branch import Branch
 from replaylens.probes.errors import BadPosition, MissingLabel, ProbeError
 from replaylens.probes.positions import Position, add_places
 from replaylens.tasks import Example, path_offsets
-
-if TYPE_CHECKING:
-    from replaylens.engine.serving.branch import Branch
-    from replaylens.engine.serving.core import Engine
 
 _BATCH = 32
 
@@ -64,7 +61,7 @@ Variant = Callable[[Subject], np.ndarray]
 class Stage:
     """Prompts of one task on one engine; rows at one site and position."""
 
-    def __init__(self, engine: "Engine", examples: Sequence[Example], site: str, label: str, position: str = "query") -> None:
+    def __init__(self, engine: Engine, examples: Sequence[Example], site: str, label: str, position: str = "query") -> None:
         self.engine, self.site, self.label = engine, engine.sites.resolve(site), label
         self.final = engine.sites.letter("S")[-1]
         self.position = Position.parse(position)
@@ -109,7 +106,7 @@ class Stage:
         for first in range(0, len(self.subjects), _BATCH):
             some = self.subjects[first : first + _BATCH]
             edits = [[self._edit(subject, variant) for variant in variants] for subject in some]
-            with held(self.engine.prompts([s.tokens for s in some], sites=sites)) as bases, held([]) as forks:
+            with held(list(self.engine.prompts([s.tokens for s in some], sites=sites))) as bases, held([]) as forks:
                 for base, own in zip(bases, edits, strict=True):
                     for edit in own:
                         forks += base.fork(1, edits=[edit])
@@ -123,7 +120,7 @@ class Stage:
 
     def _look(self, examples: Sequence[Example]) -> list[Subject]:
         found = []
-        with held(self.engine.prompts([e.prompt for e in examples], sites=[self.final, self.site])) as branches:
+        with held(list(self.engine.prompts([e.prompt for e in examples], sites=[self.final, self.site]))) as branches:
             for example, branch in zip(examples, branches, strict=True):
                 positions, classes = self._places(example, branch.tokens)
                 if positions:
@@ -134,7 +131,7 @@ class Stage:
             raise BadPosition(f"no prompt has a row at {self.position.spec!r} with the label {self.label!r}")
         return found
 
-    def _answer_logits(self, branch: "Branch", length: int) -> Tensor:
+    def _answer_logits(self, branch: Branch, length: int) -> Tensor:
         row = branch.activations[self.final][length - 1 : length]
         return self.engine.runner.logits(row)[0, self.answers].double().cpu()
 
@@ -162,7 +159,7 @@ def held(branches: "list[Branch]") -> "Iterator[list[Branch]]":
             branch.release()
 
 
-def _single_tokens(engine: "Engine", words: Sequence[str]) -> list[int]:
+def _single_tokens(engine: Engine, words: Sequence[str]) -> list[int]:
     """Token ids of the answers; ProbeError where one is not a single token, or there is only one."""
     ids = [engine.text.encode(word, special=False) for word in words]
     if len(ids) < 2 or any(len(each) != 1 for each in ids):

@@ -1,12 +1,13 @@
 """Fitting while capturing: rows go into moments and are dropped; the probe comes out as if they had been dumped."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
 from replaylens.engine.dump.planning import plan_of_run
+from replaylens.engine.engine import Engine
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.probes.erasers import Leace
@@ -15,9 +16,6 @@ from replaylens.probes.mass_mean import MassMeanProbe
 from replaylens.probes.moments import Moments, MomentStream
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.tasks import Example
-
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
 
 FROM_MOMENTS: dict[str, Callable[[], Any]] = {
     "mass-mean": MassMeanProbe,
@@ -56,7 +54,7 @@ class StreamedMoments:
 
 
 def fit_streaming(
-    engine: "Engine",
+    engine: Engine,
     examples: Sequence[Example],
     label: str,
     classes: Sequence[str],

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import no_such
 from replaylens.engine.run import Run
 from replaylens.probes import controls, splits
@@ -29,9 +30,6 @@ from replaylens.probes.settings import SweepSettings
 from replaylens.probes.splits import Split
 from replaylens.probes.tabulate import Place, tabulate
 
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
-
 MEMORY_MB = 1024
 """of rows that are loaded together; on a CPU it changes no bit"""
 MakeSplit = Callable[[ProbeRows], Split]
@@ -45,7 +43,7 @@ def sweep(
     positions: str | Sequence[str | int] = ("step", "query"),
     estimators: str | Sequence[str] = ("logistic",),
     split: str | MakeSplit = "root",
-    engine: "Engine | None" = None,
+    engine: Engine | None = None,
     resume: str | Path | None = None,
     jobs: int = 1,
     backend: str | None = None,

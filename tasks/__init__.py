@@ -1,12 +1,11 @@
 """Tasks with exact ground truth: texts, the events behind them, and labels at every token of any path."""
 
 from replaylens.tasks.errors import TaskError
-from replaylens.tasks.example import Example
 from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets
 from replaylens.tasks.reading import Event, Reading, Span, Step
 from replaylens.tasks.registry import get, names
 from replaylens.tasks.splits import Side, Split
-from replaylens.tasks.task import KnownZero, Task
+from replaylens.tasks.task import Example, KnownZero, Task
 from replaylens.tasks.tokenizer import WordTokenizer
 
 __all__ = [

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from replaylens.tasks.errors import BadTokenizer
-from replaylens.tasks.example import Example
 from replaylens.tasks.reading import Label, Offset, Reading
+from replaylens.tasks.task import Example
 from replaylens.tasks.tokenizer import WordTokenizer
 
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from replaylens.tasks.errors import BadSplit
-from replaylens.tasks.example import Example
-from replaylens.tasks.task import AnyTask
+from replaylens.tasks.task import AnyTask, Example
 
 _TEST_SHARE = 5  # one root in five is a test root
 _PATIENCE = 200  # indices tried per example wanted, before a side counts as too small

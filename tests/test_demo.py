@@ -14,7 +14,7 @@ from replaylens.cli import app
 from replaylens.commands import demo
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import Verdict, verify
-from replaylens.engine.serving.core import Engine
+from replaylens.engine.engine import Engine
 from replaylens.probes.report import Report
 from tests.dumps.damage import flip_bit
 

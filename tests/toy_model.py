@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
@@ -18,7 +19,6 @@ from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.certificates import certificate_for
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.serving.core import Engine
 
 VOCAB = 61
 SHAPE = dict(

@@ -19,7 +19,8 @@ import replaylens as rl
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.thinking.engine import ThinkingBranch, ThinkingEngine
+from replaylens.engine.engine import ThinkingEngine
+from replaylens.engine.thinking.core import ThinkingBranch
 from replaylens.probes import ProbeRows
 from replaylens.probes.report import Report
 from replaylens.tasks import Example

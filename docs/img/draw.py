@@ -11,11 +11,11 @@ from typing import Any
 
 import replaylens as rl
 from replaylens.engine.dump.verify import verify
+from replaylens.engine.engine import Engine
 from replaylens.engine.pictures.frames import Frame, Phase
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.run import Run
-from replaylens.engine.serving.core import Engine
 from replaylens.probes.sweeping import sweep
 from replaylens.views.report import ReportPage
 

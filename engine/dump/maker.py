@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from replaylens.engine.dump.content import Content
 from replaylens.engine.dump.manifest import SiteEntry
@@ -16,11 +15,9 @@ from replaylens.engine.model.sites import layer_of
 from replaylens.engine.replay.examples import ReplayOptions, Result, replay_examples
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import Core
 from replaylens.tasks import Example
 from replaylens.tasks.task import AnyTask
-
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
 
 
 class ShardMaker:
@@ -30,7 +27,7 @@ class ShardMaker:
     task  where the plan's task is none of ours
     """
 
-    def __init__(self, engine: "Engine", plan: DumpPlan, batch: int = 32, task: "AnyTask | None" = None) -> None:
+    def __init__(self, engine: Core, plan: DumpPlan, batch: int = 32, task: "AnyTask | None" = None) -> None:
         if batch < 1:
             raise BadRequest(f"batch {batch}: give at least 1")
         self.engine, self.plan, self.batch = engine, plan, batch
@@ -93,7 +90,7 @@ class ShardMaker:
         return describe_sites(self.engine, content)
 
 
-def describe_sites(engine: "Engine", content: Content) -> dict[str, SiteEntry]:
+def describe_sites(engine: Core, content: Content) -> dict[str, SiteEntry]:
     """What the manifest says of each stored tensor."""
     letters = {name: letter for letter in "STC" for name in engine.sites.letter(letter)}
     found = {}
@@ -105,7 +102,7 @@ def describe_sites(engine: "Engine", content: Content) -> dict[str, SiteEntry]:
     return found
 
 
-def _forget(engine: "Engine", result: Result) -> None:
+def _forget(engine: Core, result: Result) -> None:
     """Mutates: an example's branches leave the engine; their rows live on in the result."""
     for child in engine.tree.children(result.branch):
         if child in engine.loop.lanes:
@@ -117,7 +114,7 @@ def _forget(engine: "Engine", result: Result) -> None:
 
 
 def write_dump(
-    engine: "Engine",
+    engine: Core,
     plan: DumpPlan,
     path: str | Path,
     *,

@@ -2,19 +2,17 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from replaylens import tasks
+from replaylens.engine.dump.path import Path
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.capture import LensSpec
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-
-if TYPE_CHECKING:
-    from replaylens.engine.dump.path import Path
-    from replaylens.tasks.task import AnyTask
+from replaylens.tasks.task import AnyTask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 POSITIONS = ("all", "generated", "last", "steps")
@@ -81,7 +79,7 @@ class DumpPlan:
         """The examples of one shard."""
         return self.examples[shard * self.examples_per_shard : (shard + 1) * self.examples_per_shard]
 
-    def make_task(self) -> "AnyTask":
+    def make_task(self) -> AnyTask:
         """The task with its settings; UnknownTask where it is none of ours."""
         return tasks.get(self.task)(**self.knobs)
 

@@ -1,7 +1,7 @@
 """`make_plan`: from what a user asks for to a `DumpPlan` with every name resolved."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from replaylens.engine.dump.plan import CUSTOM, DumpPlan, Selector, compact, plain
 from replaylens.engine.errors import BadRequest, no_such
@@ -12,14 +12,12 @@ from replaylens.engine.model.weights import weights_hash
 from replaylens.engine.replay.examples import ReplayOptions
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.core import Core
 from replaylens.tasks.task import AnyTask
-
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
 
 
 def make_plan(
-    engine: "Engine",
+    engine: Core,
     task: "AnyTask",
     examples: int | Iterable[int],
     *,
@@ -76,7 +74,7 @@ def make_plan(
 
 
 def plan_of_run(
-    engine: "Engine",
+    engine: Core,
     task: AnyTask,
     indices: Iterable[int],
     options: ReplayOptions,
@@ -102,7 +100,7 @@ def plan_of_run(
     )
 
 
-def drafter_settings(engine: "Engine", name: str) -> dict[str, Any]:
+def drafter_settings(engine: Core, name: str) -> dict[str, Any]:
     """What guesses depend on besides the path: where the drafter exits, how wide it is, whose weights it has; and how
     thoughts are guessed, where the model thinks."""
     if name not in engine.loop.drafters:
@@ -117,7 +115,7 @@ def drafter_settings(engine: "Engine", name: str) -> dict[str, Any]:
     return found | engine.guesses()
 
 
-def _window(engine: "Engine", name: str, window: int | None) -> int | None:
+def _window(engine: Core, name: str, window: int | None) -> int | None:
     """The window spelled out, so that a later version with another default gives the same rejected branches."""
     drafter = engine.loop.drafters[name]
     if window is not None or not drafter.reproducible:

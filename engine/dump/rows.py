@@ -5,7 +5,7 @@ their fork position, then of their tokens: nothing depends on when the engine ca
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,15 +19,13 @@ from replaylens.engine.errors import BadRequest, EngineBug, NotCertified
 from replaylens.engine.lens import readout
 from replaylens.engine.replay.examples import Result
 from replaylens.engine.request.capture import LensSpec, Rows
-
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
+from replaylens.engine.serving.core import Core
 
 _BLOCK = 4096
 """rows that Z is read of at a time"""
 
 
-def assemble(engine: "Engine", plan: DumpPlan, results: Sequence[Result]) -> Content:
+def assemble(engine: Core, plan: DumpPlan, results: Sequence[Result]) -> Content:
     """The rows of some examples, as a dump with this plan holds them. A pure function of plan, weights and paths."""
     paths = [path for result in sorted(results, key=lambda r: r.example.index) for path in _paths(engine, result)]
     kept = [_chosen(plan, path) for path in paths]
@@ -43,7 +41,7 @@ def assemble(engine: "Engine", plan: DumpPlan, results: Sequence[Result]) -> Con
     return Content(_tensors(engine, plan, paths, rows), index)
 
 
-def _paths(engine: "Engine", result: Result) -> list[Path]:
+def _paths(engine: Core, result: Result) -> list[Path]:
     if not result.certified:
         raise NotCertified(
             f"example {result.example.index} was computed on the fast path or under hook functions: its bits cannot be "
@@ -99,7 +97,7 @@ def _ends_step(offset: tuple[int, int], ends: set[int]) -> bool:
     return any(offset[0] < end <= offset[1] for end in ends)
 
 
-def _columns(engine: "Engine", paths: list[Path], kept: list[list[int]]) -> dict[str, pa.Array]:
+def _columns(engine: Core, paths: list[Path], kept: list[list[int]]) -> dict[str, pa.Array]:
     """Index columns that need no arithmetic."""
     counts = np.array([len(positions) for positions in kept])
     position = np.concatenate([np.asarray(positions, dtype=np.int32) for positions in kept])
@@ -145,7 +143,7 @@ def _label_array(name: str, values: list[Any]) -> pa.Array:
     return pa.array(values, types[kinds.pop()] if kinds else pa.null())
 
 
-def _probabilities(engine: "Engine", paths: list[Path], starts: np.ndarray, edited: bool) -> tuple[np.ndarray, np.ndarray]:
+def _probabilities(engine: Core, paths: list[Path], starts: np.ndarray, edited: bool) -> tuple[np.ndarray, np.ndarray]:
     """(log-probability of each row's own token, entropy of what may follow it), for all rows of the paths.
 
     A token's log-probability is read off the row before it; the first token of a rejected branch was judged by a row of
@@ -176,7 +174,7 @@ def _accepted(paths: list[Path], i: int) -> int:
     return i - paths[i].branch
 
 
-def _final_rows(engine: "Engine", path: Path, final: str, edited: bool) -> Tensor:
+def _final_rows(engine: Core, path: Path, final: str, edited: bool) -> Tensor:
     """The residual stream that leaves the model; computed again, to the same bits, where it was not captured."""
     if final in path.recording.sites():
         return path.recording[final]
@@ -189,7 +187,7 @@ def _final_rows(engine: "Engine", path: Path, final: str, edited: bool) -> Tenso
         branch.release()
 
 
-def _tensors(engine: "Engine", plan: DumpPlan, paths: list[Path], rows: np.ndarray) -> Rows:
+def _tensors(engine: Core, plan: DumpPlan, paths: list[Path], rows: np.ndarray) -> Rows:
     """The kept rows of every stored site."""
     chosen = torch.from_numpy(rows)
     out = {site: _cast(site, _gather(paths, site, chosen), plan.dtype) for site in plan.sites}
@@ -201,7 +199,7 @@ def _gather(paths: list[Path], site: str, chosen: Tensor) -> Tensor:
     return every if len(every) == len(chosen) else every[chosen]
 
 
-def _lens_rows(engine: "Engine", spec: LensSpec, paths: list[Path], chosen: Tensor) -> Rows:
+def _lens_rows(engine: Core, spec: LensSpec, paths: list[Path], chosen: Tensor) -> Rows:
     """Z: as recorded, or read off the residual streams where those were recorded instead; the bits are the same."""
     if recorded := [site for site in paths[0].recording.sites() if site.startswith("Z.")]:
         return {site: _gather(paths, site, chosen) for site in recorded}

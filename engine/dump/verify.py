@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
@@ -23,10 +22,8 @@ from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest
 from replaylens.engine.replay.examples import RejectedPath, Result
 from replaylens.engine.request.capture import Recording
-
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
-    from replaylens.tasks.task import AnyTask
+from replaylens.engine.serving.core import Core
+from replaylens.tasks.task import AnyTask
 
 VERIFIED, MISMATCH, OTHER = "verified", "mismatch", "other fingerprint"
 
@@ -58,12 +55,12 @@ class Verdict:
 
 def verify(
     path: str | Path,
-    engine: "Engine",
+    engine: Core,
     *,
     sample: float | str = 0.01,
     seed: int = 0,
     batch: int = 32,
-    task: "AnyTask | None" = None,
+    task: AnyTask | None = None,
     selector: Selector | None = None,
     progress: bool = False,
 ) -> Verdict:
@@ -106,7 +103,7 @@ def _sampled(manifest: Manifest, sample: float | str, seed: int) -> list[int]:
 class _Replay:
     """Makes the rows of some examples again, and compares them with the stored ones."""
 
-    def __init__(self, dump: Dump, engine: "Engine", batch: int, task: "AnyTask | None", selector: Selector | None) -> None:
+    def __init__(self, dump: Dump, engine: Core, batch: int, task: AnyTask | None, selector: Selector | None) -> None:
         plan = dump.manifest.plan
         if plan.positions.startswith(CUSTOM) and selector is None:
             raise BadRequest(f"this dump keeps {plan.positions}: give that function as `selector`")

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,13 +29,11 @@ from replaylens.engine.dump.head import HEAD, Head
 from replaylens.engine.dump.lock import FINISH, DumpLock, lock_name, sweep
 from replaylens.engine.dump.manifest import INDEX, MANIFEST, MOST_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
 from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import TEMPORARY, Store
 from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch
 from replaylens.engine.proof.fingerprint import Fingerprint
-
-if TYPE_CHECKING:
-    from replaylens.engine.dump.reader import Dump
 
 Part = tuple[int, int]
 """(i, n): write every n-th shard, from number i on"""
@@ -75,7 +73,7 @@ class DumpWriter:
         resume: bool = False,
         part: Part = (0, 1),
         progress: bool = False,
-    ) -> "Dump | None":
+    ) -> Dump | None:
         """Make and write every missing shard of this part, then finish the dump if all shards of all parts are there.
 
         While a shard is made, the one before it is hashed and written by a thread; two are in memory at most. A dump that
@@ -216,13 +214,11 @@ class DumpWriter:
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
-    def finish(self) -> "Dump | None":
+    def finish(self) -> Dump | None:
         """If every shard is there: merge the indices, write the manifest, clean up. Any writer may do it; one does.
 
         None while shards are missing, or another writer takes longer over it than we wait.
         """
-        from replaylens.engine.dump.reader import Dump
-
         try:
             with DumpLock(self.store, FINISH, _PATIENCE):
                 if not self.store.exists(MANIFEST):

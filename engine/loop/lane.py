@@ -1,16 +1,12 @@
 """`Lane`: the live side of a branch, and `Job`: the work to do on it."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.request.capture import CaptureSpec, Recording
 from replaylens.engine.request.edits import Hook, PlacedEdit
 from replaylens.engine.request.sampling import Sampling
-
-if TYPE_CHECKING:
-    from replaylens.engine.thinking.thoughts import Thoughts
 
 
 @dataclass(eq=False)
@@ -32,8 +28,8 @@ class Lane:
     capture: CaptureSpec | None = None
     edits: tuple[PlacedEdit, ...] = ()
     hooks: tuple[Hook, ...] = ()
-    thoughts: "Thoughts | None" = None
-    """what a model that thinks thought along the prompt; the states that came of it are among the edits"""
+    thoughts: object | None = None
+    """what a model that thinks keeps along the prompt, passed on to what is forked or cut from it; read by `thoughts_of`"""
     last_used: int = 0
 
     @property

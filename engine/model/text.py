@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from replaylens.engine.errors import BadRequest
+from replaylens.tasks.tokenizer import WordTokenizer
 
 
 class Text:
@@ -50,7 +51,5 @@ def load_text(folder: Path) -> Text:
 
         return Text(AutoTokenizer.from_pretrained(folder))
     if ours.exists():
-        from replaylens.tasks.tokenizer import WordTokenizer
-
         return Text(WordTokenizer.load(ours))
     return Text(None)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, UnsupportedModel, no_such
+from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, UnsupportedModel
 from replaylens.engine.model.check import require_same
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
@@ -37,7 +37,7 @@ def load(source: Any, dtype: torch.dtype = torch.float32, check: bool = False) -
     The result owns its weights in `dtype`, on the CPU, without gradients.
     """
     if isinstance(source, Decoder):
-        _require_unchecked(check, "a Decoder")
+        require_unchecked(check, "a Decoder")
         return build(source.config, dict(source.state_dict()), dtype)
     if isinstance(source, str | Path):
         return _load_path(Path(source), dtype, check)
@@ -58,7 +58,8 @@ def is_live(source: Any) -> bool:
     return hasattr(source, "original_model") or (isinstance(source, nn.Module) and hasattr(source, "config"))
 
 
-def _require_unchecked(check: bool, what: str) -> None:
+def require_unchecked(check: bool, what: str) -> None:
+    """BadRequest where a check is wanted of something that transformers does not have."""
     if check:
         raise BadRequest(f"check=True compares with transformers, which has no counterpart of {what}: leave check out")
 
@@ -157,14 +158,9 @@ def _load_path(path: Path, dtype: torch.dtype, check: bool) -> Decoder:
     if path.suffix == ".gguf":
         return _load_gguf(path, dtype, check)
     if not path.is_dir():
-        from replaylens.engine.model import smollm2  # they load through this file
-        from replaylens.engine.zoo import coin as zoo
-        from replaylens.engine.zoo import thinking as thinking_zoo
-
-        named = no_such("model", str(path), (*zoo.names(), *thinking_zoo.names(), smollm2.SHORT))
-        raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file, and there is {named}")
+        raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file")
     if (path / CONFIG_FILE).exists():
-        _require_unchecked(check, f"the checkpoint {path}")
+        require_unchecked(check, f"the checkpoint {path}")
         config = ModelConfig.from_json((path / CONFIG_FILE).read_text())
         source = safetensors(path)
         return build(config, {name: source.get(name) for name in source.names}, dtype)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,9 +10,7 @@ from torch import Tensor
 from replaylens.engine.errors import EngineBug
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model.ops import visible
-
-if TYPE_CHECKING:
-    from replaylens.engine.request.edits import Hook, PlacedEdit
+from replaylens.engine.request.edits import Hook, PlacedEdit
 
 TILE = 16
 """rows of the reference tile: the canonical product is defined on zero-padded tiles of this many rows"""

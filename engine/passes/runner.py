@@ -16,8 +16,8 @@ from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.certificate import Certificate
 from replaylens.engine.passes.cpu import CanonicalCpuOps, FastCpuOps
 from replaylens.engine.passes.products import Products
+from replaylens.engine.passes.taps import EditTap
 from replaylens.engine.request.capture import PassTap, Rows
-from replaylens.engine.request.edits import EditTap
 from replaylens.engine.request.sampling import Sampling
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
@@ -12,11 +11,9 @@ from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.thinking.thoughts import Thoughts
+from replaylens.engine.serving.core import Core
+from replaylens.engine.thinking.thoughts import Thoughts, thoughts_of
 from replaylens.tasks import Example
-
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class ReplayOptions:
 
 
 def replay_examples(
-    engine: "Engine", examples: list[Example], options: ReplayOptions, batch: int = 32, progress: bool = False
+    engine: Core, examples: list[Example], options: ReplayOptions, batch: int = 32, progress: bool = False
 ) -> list[Result]:
     """Prompt with each example, generate its answer, capture every row of the path.
 
@@ -117,7 +114,7 @@ def replay_examples(
 
 
 def _by_length(
-    engine: "Engine", examples: list[Example], branches: list[Branch], max_new: int | None
+    engine: Core, examples: list[Example], branches: Sequence[Branch], max_new: int | None
 ) -> dict[int, list[tuple[Example, Branch]]]:
     """Pairs by how many tokens they may generate."""
     groups: dict[int, list[tuple[Example, Branch]]] = {}
@@ -130,7 +127,7 @@ def _by_length(
     return groups
 
 
-def result_of(engine: "Engine", example: Example, branch: Branch) -> Result:
+def result_of(engine: Core, example: Example, branch: Branch) -> Result:
     """What came of an example on a branch that went on from its prompt. Precondition: the branch is not released yet."""
     rejected = [
         RejectedPath(other.id, other.tokens, engine.tree.branch(other.id).fork_position, other.lane.recording)
@@ -148,11 +145,11 @@ def result_of(engine: "Engine", example: Example, branch: Branch) -> Result:
         rejected=rejected,
         recording=branch.lane.recording,
         certified=branch.certified,
-        thoughts=branch.lane.thoughts,
+        thoughts=thoughts_of(branch.lane),
     )
 
 
-def _is_right(engine: "Engine", example: Example, generated: list[int]) -> bool:
+def _is_right(engine: Core, example: Example, generated: list[int]) -> bool:
     """Whether generated tokens end with the example's answer."""
     answer = engine.text.decode([token for token in generated if token != engine.text.eos_id])
     return _last_word(answer) == _last_word(example.completion)

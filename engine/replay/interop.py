@@ -2,21 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
-
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
+from replaylens.engine.serving.core import Core
 
 NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
 
 
 def run_with_cache(
-    engine: "Engine",
+    engine: Core,
     tokens: str | Sequence[int] | Sequence[Sequence[int]] | Tensor,
     names_filter: NamesFilter = None,
     pos_slice: slice | int | None = None,
@@ -58,7 +56,7 @@ def run_with_cache(
     return logits, ActivationCache(cache, CacheModel(engine))
 
 
-def _paths(engine: "Engine", tokens: str | Sequence[int] | Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
+def _paths(engine: Core, tokens: str | Sequence[int] | Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
     if isinstance(tokens, str):
         return [engine.tokens_of(tokens)]
     raw: Any = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
@@ -68,7 +66,7 @@ def _paths(engine: "Engine", tokens: str | Sequence[int] | Sequence[Sequence[int
     return paths
 
 
-def _chosen(engine: "Engine", names_filter: NamesFilter) -> list[str]:
+def _chosen(engine: Core, names_filter: NamesFilter) -> list[str]:
     every = engine.sites.in_order()
     if names_filter is None:
         return every
@@ -86,7 +84,7 @@ def _rows(name: str, value: Tensor, length: int) -> Tensor:
 class CacheModel:
     """The part of a model that `ActivationCache`'s methods ask for."""
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: Core) -> None:
         c = engine.config
         self._engine = engine
         self.cfg = SimpleNamespace(

@@ -1,7 +1,7 @@
 """Replaying a trace: every committed and rejected row comes out again, bit for bit, in any process."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from replaylens.engine.errors import BadTrace, ReplayMismatch
 from replaylens.engine.loop.lane import Job
@@ -10,13 +10,11 @@ from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.edits import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.request import Request
 
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
 
-
-def replay_trace(engine: "Engine", trace: Trace, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
+def replay_trace(engine: Core, trace: Trace, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
     """The trace's branches by their recorded ids, rejected ones that kept rows or pages included.
 
     Of branches that are not certified the tokens are taken as they were; their rejected drafts, and what was forked from
@@ -30,7 +28,7 @@ def replay_trace(engine: "Engine", trace: Trace, sites: str | Sequence[str] | No
 
 
 class _Replayer:
-    def __init__(self, engine: "Engine", trace: Trace, sites: str | Sequence[str] | None) -> None:
+    def __init__(self, engine: Core, trace: Trace, sites: str | Sequence[str] | None) -> None:
         self.engine, self.trace = engine, trace
         self.capture = engine.capture_spec(sites, rejected=True) if sites else None
         self.branches: dict[int, Branch] = {}

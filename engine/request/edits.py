@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit
-from replaylens.engine.model.decoder import Tap
 from replaylens.engine.model.sites import SiteTable
-from replaylens.engine.passes.batch import Batch
 from replaylens.engine.request.sampling import hash_bits
 
 Op = Literal["add", "set", "zero", "project_out", "resample"]
@@ -295,57 +293,3 @@ def page_keys(edits: Iterable[PlacedEdit], num_pages: int, page_size: int) -> li
     """For each page, the content of the edits that touch it: what a shared prefix must agree in besides tokens."""
     edits = list(edits)
     return [b"".join(e.key for e in edits if e.touches(page * page_size, (page + 1) * page_size)) for page in range(num_pages)]
-
-
-class EditTap:
-    """Applies the edits and hooks of a batch's segments, then lets `inner` see the edited value."""
-
-    def __init__(self, batch: Batch, inner: Tap | None) -> None:
-        self.batch, self.inner = batch, inner
-        self.sites = {edit.site for s in batch.segments for edit in s.edits} | {
-            name for s in batch.segments for name, _ in s.hooks
-        }
-
-    def wants(self, site: str) -> bool:
-        return site in self.sites or (self.inner is not None and self.inner.wants(site))
-
-    def __call__(self, site: str, value: Tensor) -> Tensor:
-        if site in self.sites:
-            value = value.clone()
-            for index, segment in enumerate(self.batch.segments):
-                first = self.batch.offsets[index]
-                for edit in segment.edits:
-                    if edit.site == site:
-                        positions = edit.positions(segment.start, segment.end)
-                        rows = [first + p - segment.start for p in positions]
-                        if rows:
-                            value[rows] = edit.apply(value[rows], positions)
-                for name, hook in segment.hooks:
-                    if name == site:
-                        rows_now = value[first : first + len(segment.tokens)][None]  # a batch of one, as its users expect
-                        changed = hook(rows_now, HookContext(site, segment.start))
-                        value[first : first + len(segment.tokens)] = _hooked(site, rows_now, changed)[0]
-        return self.inner(site, value) if self.inner is not None and self.inner.wants(site) else value
-
-
-def _hooked(site: str, value: Tensor, changed: Any) -> Tensor:
-    """What a hook function makes of a value: None leaves it, or as changed in place; BadEdit where it is of another shape."""
-    if changed is None:
-        return value
-    if not isinstance(changed, Tensor) or changed.shape != value.shape:
-        told = f"a tensor of shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else f"a {type(changed).__name__}"
-        raise BadEdit(f"the hook function on {site} gave {told}; wanted is a tensor of shape {tuple(value.shape)}, or None")
-    return changed
-
-
-@dataclass(frozen=True)
-class HookContext:
-    """What a hook function gets as its second argument."""
-
-    name: str
-    start: int
-    """position of the first row in the value"""
-
-    def layer(self) -> int:
-        """The block that the site belongs to."""
-        return int(self.name.split(".")[1])

@@ -2,25 +2,54 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Protocol, Self
 
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, ClosedBranch
 from replaylens.engine.loop.lane import Job, Lane, Statistics
-from replaylens.engine.memory.tree import BranchStatus, TokenState
+from replaylens.engine.loop.loop import Loop
+from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
+from replaylens.engine.model.sites import SiteTable
+from replaylens.engine.model.text import Text
+from replaylens.engine.passes.runner import Runner
 from replaylens.engine.pictures.live import tree_of
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.pictures.retelling import timeline
 from replaylens.engine.pictures.summary import one_picture
 from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.pictures.tree import Tree
+from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit, Hook, place_all
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.forest import Forest
+from replaylens.engine.serving.request import Request
 from replaylens.engine.serving.stream import Stream
 
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
+
+class Owner(Protocol):
+    """What a branch needs of its engine."""
+
+    text: Text
+    sites: SiteTable
+    tree: BranchTree
+    runner: Runner
+    loop: Loop
+    forest: Forest
+    trace: Trace
+
+    def serve(self, branches: Sequence["Branch"], requests: Sequence[Request], progress: bool = False) -> list["Branch"]:
+        """Work off one request on each branch, all together."""
+        ...
+
+    def open_stream(self, branch: "Branch", request: Request) -> Stream:
+        """Start a request on a branch, to be followed token by token."""
+        ...
+
+    def force_all(self, branches: Sequence["Branch"], tokens: Sequence[str | Sequence[int]]) -> list["Branch"]:
+        """Append given tokens to each branch."""
+        ...
 
 
 class Branch:
@@ -35,7 +64,7 @@ class Branch:
     True
     """
 
-    def __init__(self, engine: "Engine", lane: Lane) -> None:
+    def __init__(self, engine: Owner, lane: Lane) -> None:
         self.engine, self.lane = engine, lane
         self.id = lane.branch
         self.statistics = Statistics()
@@ -95,9 +124,10 @@ class Branch:
         return self.lane.recording
 
     @property
-    def rejected(self) -> list["Branch"]:
+    def rejected(self) -> list[Self]:
         """Rejected drafts that hang off this branch and kept rows or pages, in order."""
-        return [Branch(self.engine, self.engine.loop.lanes[i]) for i in self.rejected_ids if i in self.engine.loop.lanes]
+        lanes = self.engine.loop.lanes
+        return [type(self)(self.engine, lanes[i]) for i in self.rejected_ids if i in lanes]
 
     def kv(self) -> Tensor:
         """A copy of the committed KV: [positions, layers, 2, kv_heads, d_head]."""
@@ -115,18 +145,18 @@ class Branch:
         return timeline(self.engine.trace, self.id, partial(word, self.engine.text), {self.id: self.tokens})
 
     def _repr_html_(self) -> str:
-        facts = {
+        return one_picture(self._facts(), self.tree())
+
+    def _facts(self) -> dict[str, str]:
+        return {
             "status": self.status.value + (f" ({self.finish_reason})" if self.finish_reason else ""),
             "tokens": f"{self.length}, of which {self.root_length} are prompt",
             "certified": "yes" if self.certified else "no: fast path or hook functions",
         }
-        return one_picture(facts, self.tree())
 
     # ---- what can be done with it -------------------------------------------------------------------------------
 
-    def fork(
-        self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()
-    ) -> list["Branch"]:
+    def fork(self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()) -> list[Self]:
         """`n` new branches with this path (up to `at`). They share its pages; release them when done.
 
         edits  added to those of this branch; KV is shared up to the first edited position
@@ -138,23 +168,48 @@ class Branch:
         at, sites = self.length if at is None else at, self.engine.sites
         placed = place_all(edits, sites, at)
         resolved = tuple((sites.resolve(name), hook) for name, hook in hooks)
-        return [Branch(self.engine, self.engine.forest.fork(self.lane, at, placed, resolved)) for _ in range(n)]
+        return [type(self)(self.engine, self.engine.forest.fork(self.lane, at, placed, resolved)) for _ in range(n)]
 
-    def force(self, tokens: str | Sequence[int]) -> "Branch":
+    def force(self, tokens: str | Sequence[int]) -> Self:
         """Append given tokens, whatever the model thinks of them, and compute their rows. Returns self."""
         self.engine.force_all([self], [tokens])
         return self
 
-    def generate(self, n: int, **options: Any) -> "Branch":
+    def generate(
+        self,
+        n: int,
+        *,
+        sampling: Sampling | None = None,
+        drafter: str = "self",
+        window: int | None = None,
+        deterministic: bool = True,
+        keep_rejected: bool = False,
+        drafts: dict[int, list[list[int]]] | None = None,
+        final: bool = False,
+        progress: bool = False,
+    ) -> Self:
         """Generate up to `n` tokens; options as in `Engine.generate`. Returns self."""
-        self.engine.generate([self], n, **options)
+        request = Request(n, sampling or Sampling(), drafter, window, deterministic, keep_rejected, drafts, final)
+        self.engine.serve([self], [request], progress)
         return self
 
-    def stream(self, n: int, **options: Any) -> Stream:
+    def stream(
+        self,
+        n: int,
+        *,
+        sampling: Sampling | None = None,
+        drafter: str = "self",
+        window: int | None = None,
+        deterministic: bool = True,
+        keep_rejected: bool = False,
+        drafts: dict[int, list[list[int]]] | None = None,
+        final: bool = False,
+    ) -> Stream:
         """Generate up to `n` tokens and yield each once it is committed; closing the iterator cancels the rest."""
-        return self.engine.stream(self, n, **options)
+        request = Request(n, sampling or Sampling(), drafter, window, deterministic, keep_rejected, drafts, final)
+        return self.engine.open_stream(self, request)
 
-    def rollback(self, to: int) -> "Branch":
+    def rollback(self, to: int) -> Self:
         """Cut the path back to its first `to` tokens: tokens, KV, captured rows and finish state together. Returns self."""
         self._check_idle()
         if type(to) is not int:

@@ -1,11 +1,8 @@
-"""`Engine`: the public object. Loads a model, shows that its arithmetic is canonical here, and serves branches."""
+"""`Core`: a model whose arithmetic is certified here, and the branches that it serves. `Engine` adds the verbs above it."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, ClosedBranch, no_such
@@ -19,13 +16,13 @@ from replaylens.engine.loop.drafters import (
     SelfDrafter,
     TreeDrafter,
 )
-from replaylens.engine.loop.lane import Job
+from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree
-from replaylens.engine.model import sites, weights
+from replaylens.engine.model import sites
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.text import Text, load_text
+from replaylens.engine.model.text import Text
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.pictures.live import tree_of
 from replaylens.engine.pictures.summary import MAX_TREES, cache_and_pictures, code
@@ -39,13 +36,8 @@ from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.request import Request
 from replaylens.engine.serving.stream import Stream
 
-if TYPE_CHECKING:
-    from replaylens.engine.run import Run
-    from replaylens.engine.thinking.model import ThinkingDecoder
-    from replaylens.tasks import Example
 
-
-class Engine:
+class Core:
     """A model, its KV cache and its tree of branches.
 
     cache_tokens   how many positions the KV cache holds; requests wait or are computed again when it is full
@@ -55,13 +47,6 @@ class Engine:
     lens_layer     where the `lens` and `tree` drafters leave the model; default: the middle
     tree_width     siblings of the `tree` drafter
     canary         debug mode: check before every pass that the cache holds what the branches think it holds
-
-    >>> engine = Engine.load("coin-plain")
-    >>> branch = engine.prompt("A coin's state is heads. Alice flips. What's the state? A:", sites="S")
-    >>> branch.generate(2, drafter="lens").text[-9:]
-    'A: tails.'
-    >>> branch.length, branch.activations["blocks.2.hook_in"].shape  # a row a token; the last one is still pending
-    (17, torch.Size([16, 128]))
     """
 
     def __init__(
@@ -102,59 +87,6 @@ class Engine:
         self.trace = Trace(self.fingerprint)
         self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.trace)
 
-    @classmethod
-    def load(
-        cls,
-        source: Any,
-        *,
-        device: str = "cpu",
-        dtype: torch.dtype | None = None,
-        draft_model: Any = None,
-        check: bool | None = None,
-        **options: Any,
-    ) -> "Engine":
-        """From a name (embedded, or smollm2), a folder, a .gguf file, a transformers model, a TransformerBridge or a Decoder.
-
-        device  "cpu" (float32) or "cuda" (bfloat16 unless said otherwise)
-        check   compare a few tokens with transformers, layer by layer, and refuse with OtherModel where they differ;
-                None: models in memory only, whose weights do not show all that they compute
-        """
-        from replaylens.engine.model import smollm2
-        from replaylens.engine.zoo import coin as zoo
-
-        if isinstance(source, str) and source == smollm2.SHORT:
-            source = smollm2.fetched_folder()
-        if device not in ("cpu", "cuda"):
-            raise BadRequest(f"device {device!r}: give cpu or cuda")
-        if device == "cuda" and not torch.cuda.is_available():
-            raise BadRequest("no CUDA device is to be had here; load with device='cpu'")
-        if check not in (None, True, False):
-            raise BadRequest(f"check {check!r}: give True, False or None")
-        dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-        if device == "cpu" and dtype is not torch.float32:
-            raise BadRequest(f"{dtype} on a CPU is emulated and slow: the CPU engine computes in float32")
-        embedded = isinstance(source, str) and source in zoo.names()
-        draft_model = "coin-draft" if draft_model is None and embedded and source == "coin-plain" else draft_model
-        if draft_model is not None:
-            draft = zoo.load_embedded(draft_model)[0] if draft_model in zoo.names() else draft_model
-            options["draft_model"] = weights.load(draft, dtype).to(device)
-        thinking = _thinking_model(source)
-        if check and (embedded or thinking is not None):
-            raise BadRequest("check=True compares with transformers, which has no counterpart of this model: leave check out")
-        if thinking is not None:
-            from replaylens.engine.thinking.engine import ThinkingEngine
-
-            thinker, tokenizer = thinking
-            return ThinkingEngine(weights.in_dtype(thinker, dtype).to(device), options.pop("tokenizer", tokenizer), **options)
-        if embedded:
-            plain, words = zoo.load_embedded(source)
-            model, text = weights.load(plain, dtype), Text(words)
-        else:
-            is_folder = isinstance(source, str | Path) and Path(source).is_dir()
-            text = load_text(Path(source)) if is_folder else Text(getattr(source, "tokenizer", None))
-            model = weights.load(source, dtype, weights.is_live(source) if check is None else check)
-        return cls(model.to(device), options.pop("tokenizer", text), **options)
-
     def _repr_html_(self) -> str:
         pool = self.runner.pool
         used = pool.num_pages - pool.num_free
@@ -173,9 +105,22 @@ class Engine:
 
     # ---- branches -----------------------------------------------------------------------------------------------
 
-    def prompt(self, text: str | Sequence[int] | Tensor, **options: Any) -> Branch:
+    def prompt(
+        self,
+        text: str | Sequence[int] | Tensor,
+        *,
+        sites: str | Sequence[str] | None = None,
+        keep_rejected: bool = False,
+        edits: Sequence[Edit] = (),
+        hooks: Sequence[Hook] = (),
+        top_k: int = 8,
+        targets: Sequence[str | int] = (),
+        full: bool = False,
+        lens: TunedLens | None = None,
+    ) -> Branch:
         """A new root branch, its prompt computed. Options as in `prompts`."""
-        (branch,) = self.prompts([text], **options)
+        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens)
+        (branch,) = self._planted([text], capture, edits, hooks)
         return branch
 
     def prompts(
@@ -186,17 +131,43 @@ class Engine:
         keep_rejected: bool = False,
         edits: Sequence[Edit] = (),
         hooks: Sequence[Hook] = (),
-        **lens: Any,
-    ) -> list[Branch]:
+        top_k: int = 8,
+        targets: Sequence[str | int] = (),
+        full: bool = False,
+        lens: TunedLens | None = None,
+    ) -> Sequence[Branch]:
         """Several root branches, computed together.
 
         sites          what to capture on them and their forks: "STCZ", or site names
         keep_rejected  capture the rows of rejected drafts too
         edits, hooks   interventions, as in `Branch.fork`
-        lens           how Z is stored: top_k, targets, full (see `capture_spec`)
+        top_k, targets, full, lens
+                       how Z is stored, as in `capture_spec`
         """
+        return self._planted(texts, self._wanted(sites, keep_rejected, top_k, targets, full, lens), edits, hooks)
+
+    def _wanted(
+        self,
+        sites: str | Sequence[str] | None,
+        rejected: bool,
+        top_k: int,
+        targets: Sequence[str | int],
+        full: bool,
+        lens: TunedLens | None,
+    ) -> CaptureSpec | None:
+        """What a prompt is asked to capture; None: nothing."""
+        if not sites:
+            return None
+        return self.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
+
+    def _planted(
+        self,
+        texts: Iterable[str | Sequence[int] | Tensor],
+        capture: CaptureSpec | None,
+        edits: Sequence[Edit],
+        hooks: Sequence[Hook],
+    ) -> list[Branch]:
         paths = [self.tokens_of(text) for text in texts]
-        capture = self.capture_spec(sites, rejected=keep_rejected, **lens) if sites else None
         placed = [place_all(edits, self.sites, len(path)) for path in paths]
         resolved = tuple((self.sites.resolve(name), hook) for name, hook in hooks)
         lanes = [self.forest.plant(path, capture, own, resolved) for path, own in zip(paths, placed, strict=True)]
@@ -206,7 +177,11 @@ class Engine:
             for lane in lanes:  # nobody has a handle on them
                 self.forest.forget(lane.branch)
             raise
-        return [Branch(self, lane) for lane in lanes]
+        return [self.handle(lane) for lane in lanes]
+
+    def handle(self, lane: Lane) -> Branch:
+        """The handle of a lane: what users hold of a branch."""
+        return Branch(self, lane)
 
     def generate(
         self,
@@ -236,7 +211,11 @@ class Engine:
         if len(own) != len(branches):
             raise BadRequest(f"{len(own)} samplings for {len(branches)} branches: give one for all, or one for each")
         how = (drafter, window, deterministic, keep_rejected, drafts, final)
-        jobs = [self._job(branch, Request(n, each, *how)) for branch, each in zip(branches, own, strict=True)]
+        return self.serve(branches, [Request(n, each, *how) for each in own], progress)
+
+    def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:
+        """Work off one request on each branch, all together."""
+        jobs = [self._job(branch, request) for branch, request in zip(branches, requests, strict=True)]
         try:
             self.forest.run(jobs, progress)
         finally:
@@ -261,71 +240,33 @@ class Engine:
         self.forest.compute([branch.lane for branch in branches])
         return list(branches)
 
-    def stream(self, branch: Branch, n: int, **options: Any) -> Stream:
-        """Committed tokens of one branch as they come, options as in `generate`; other submitted work goes on beside it."""
-        known = {f.name for f in fields(Request)} - {"n"}
-        if unknown := set(options) - known:
-            raise BadRequest(f"unknown options {sorted(unknown)}; known: {sorted(known)}")
-        job = self._job(branch, Request(n, **{key: value for key, value in options.items() if value is not None}))
-        stream = Stream(branch, job)
-        self.forest.submit(job)
-        return stream
-
-    def replay(
+    def stream(
         self,
-        examples: "Iterable[Example]",
+        branch: Branch,
+        n: int,
         *,
-        sites: str | Sequence[str] | None = None,
+        sampling: Sampling | None = None,
         drafter: str = "self",
         window: int | None = None,
-        seed: int = 0,
-        sampling: Sampling | None = None,
-        edits: Sequence[Edit] = (),
-        max_new: int | None = None,
-        rejected: bool = True,
         deterministic: bool = True,
-        batch: int = 32,
-        progress: bool = False,
-    ) -> "Run":
-        """Prompt with each example, generate its answer, capture every row of the path.
+        keep_rejected: bool = False,
+        drafts: dict[int, list[list[int]]] | None = None,
+        final: bool = False,
+    ) -> Stream:
+        """Committed tokens of one branch as they come, options as in `generate`; other submitted work goes on beside it."""
+        request = Request(n, sampling or Sampling(), drafter, window, deterministic, keep_rejected, drafts, final)
+        return self.open_stream(branch, request)
 
-        sites          what to capture: "STCZ", or site names
-        drafter, window
-                       as in `generate`
-        seed           added to the sampling's own seed and to each example's index: that is the example's own stream. Runs
-                       that are to be independent need seeds that lie further apart than the indices
-        edits          interventions on every example; negative positions count from the end of its prompt
-        max_new        tokens to generate at most; default: the length of the right completion and a little more
-        rejected       keep the rows of rejected drafts
-        deterministic  False: take the fast path's tokens; such a run is not certified and cannot be saved
-        batch          examples worked on together; has no influence on any bit
-        """
-        from replaylens.engine.replay.examples import ReplayOptions, replay_examples
-        from replaylens.engine.run import Run
-
-        sampling = sampling or Sampling()
-        sampling = replace(sampling, seed=sampling.seed + seed)
-        options = ReplayOptions(sites, drafter, window, sampling, edits, max_new, rejected, deterministic)
-        return Run(self, replay_examples(self, list(examples), options, batch, progress), options)
-
-    def replay_trace(self, trace: Trace, *, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
-        """Replay a recorded trace: its branches by their recorded numbers; see `replayer.replay_trace`.
-
-        sites  capture these instead of what was captured then
-        """
-        from replaylens.engine.replay import replayer
-
-        return replayer.replay_trace(self, trace, sites)
+    def open_stream(self, branch: Branch, request: Request) -> Stream:
+        """Start a request on a branch, to be followed token by token."""
+        job = self._job(branch, request)
+        stream = Stream(self.forest, job, branch._absorb)
+        self.forest.submit(job)
+        return stream
 
     def check_integrity(self) -> list[str]:
         """Recount everything: lines that say what was counted, or IntegrityError naming the first fault."""
         return self.forest.check_integrity()
-
-    def run_with_cache(self, tokens: Any, names_filter: Any = None, pos_slice: slice | int | None = None) -> tuple[Tensor, Any]:
-        """TransformerLens' verb: logits and an `ActivationCache`; see `interop.run_with_cache`."""
-        from replaylens.engine.replay import interop
-
-        return interop.run_with_cache(self, tokens, names_filter, pos_slice)
 
     def capture_spec(
         self,
@@ -424,18 +365,3 @@ def token_list(tokens: Any) -> list[int]:
     if not isinstance(ids, list):
         raise BadRequest(f"a prompt is text or token ids, not {tokens!r}")
     return ids
-
-
-def _thinking_model(source: Any) -> "tuple[ThinkingDecoder, Text] | None":
-    """A model that thinks and its tokenizer: by an embedded name, from a folder, or as it is; None: it is none."""
-    from replaylens.engine.thinking import model as thinking
-    from replaylens.engine.zoo import thinking as thinking_zoo
-
-    if isinstance(source, thinking.ThinkingDecoder):
-        return source, Text(None)
-    if isinstance(source, str) and source in thinking_zoo.names():
-        model, tokenizer = thinking_zoo.load_embedded(source)
-        return model, Text(tokenizer)
-    if isinstance(source, str | Path) and (Path(source) / thinking.CONFIG_FILE).is_file():
-        return thinking.load(Path(source)), load_text(Path(source))
-    return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import NonFinite
+from replaylens.engine.errors import BadThought, NonFinite
 from replaylens.engine.lens import readout
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
@@ -21,7 +21,6 @@ from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.engine.request.edits import PlacedEdit
 from replaylens.engine.thinking.model import COMPRESS_SITE, THINK_SITE, ThinkingDecoder
 from replaylens.engine.thinking.thoughts import TOP_K, Thought
-from replaylens.engine.training.chunks import BadThought
 
 Tokens = tuple[int, ...]
 TOGETHER = 128

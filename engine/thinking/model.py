@@ -10,6 +10,7 @@ A thought of nothing but <EOS> is empty, and its state is exactly zero. The KV c
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,8 @@ def _read(path: Path) -> dict[str, Tensor]:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except SafetensorError as e:
         raise BadWeights(f"{path} is not a readable safetensors file: {e}") from e
+
+
+def padded(ids: Sequence[int], config: ThinkingConfig) -> tuple[int, ...]:
+    """A prompt filled up to a chunk border."""
+    return (*ids, *[config.pad_token] * (-len(ids) % config.chunk))

@@ -214,11 +214,11 @@ class Prefiller:
         lane, raw, spec = p.lane, p.lane.recording, p.capture
         assert raw is not None
         lane.edits = (*p.states.values(), *p.edits)
-        lane.thoughts = Thoughts(self.config, p.thoughts[0], tuple(p.thoughts), p.states, p.inner, tuple(p.rounds))
+        thoughts = lane.thoughts = Thoughts(self.config, p.thoughts[0], tuple(p.thoughts), p.states, p.inner, tuple(p.rounds))
         lane.capture, lane.recording = spec, None
         if spec is not None:
             before = p.kept.chunks if p.kept is not None else ()
-            lane.recording = ThinkingRecording(lane.thoughts, spec.thoughts, 0, before)
+            lane.recording = ThinkingRecording(thoughts, spec.thoughts, 0, before)
             if raw.chunks and (end := len(p.path) - spec.lag) > lane.recording.end:
                 lane.recording.append(raw.base, self._rows(spec, raw, raw.base, p.path, end))
         if not p.planted:

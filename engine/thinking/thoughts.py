@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from replaylens.engine.loop.lane import Lane
 from replaylens.engine.request.capture import Chunk, Recording, Rows
 from replaylens.engine.request.edits import PlacedEdit
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingConfig
@@ -117,6 +118,11 @@ class Thoughts:
                 assert edit.value is not None
                 rows[position - start] = edit.value[position - edit.start]
         return rows
+
+
+def thoughts_of(lane: Lane) -> Thoughts | None:
+    """What was thought along a lane's prompt; None: its model does not think."""
+    return lane.thoughts if isinstance(lane.thoughts, Thoughts) else None
 
 
 def _values(site: str, thought: Thought) -> Tensor:

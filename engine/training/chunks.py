@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest
-from replaylens.engine.thinking.model import ThinkingConfig
+from replaylens.engine.errors import BadRequest, BadThought
+from replaylens.engine.thinking.model import ThinkingConfig, padded
 from replaylens.engine.training.recipe import Recipe
 from replaylens.engine.training.tokenizer import Tokenizer
 from replaylens.engine.training.trainer import is_held_out, longest_at, step_seed
@@ -23,10 +23,6 @@ from replaylens.tasks import Example
 Method = Literal["thinking", "cot", "none"]
 METHODS: tuple[Method, ...] = ("thinking", "cot", "none")
 """thoughts beside the text, thoughts written out before the answer, no thoughts at all"""
-
-
-class BadThought(BadRequest):
-    """A thought longer than the config allows, or not in the tokenizer's words."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +36,6 @@ class ChunkedText:
     """up to and including <EOS>; with method `cot` it begins with all thoughts in a row and an <EOS>"""
     answer: int
     """how many tokens of the completion there are up to and including the answer"""
-
-
-def padded(ids: Sequence[int], config: ThinkingConfig) -> tuple[int, ...]:
-    """A prompt filled up to a chunk border."""
-    return (*ids, *[config.pad_token] * (-len(ids) % config.chunk))
 
 
 def chunked(example: Example, tokenizer: Tokenizer, config: ThinkingConfig, method: Method) -> ChunkedText:

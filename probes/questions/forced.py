@@ -1,23 +1,20 @@
 """Rows of paths that a user writes: prompts with continuations of their own, right or wrong."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.engine import Engine
 from replaylens.engine.replay.examples import Result, result_of
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.stage import held
 from replaylens.tasks import Example
 
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
-
 _BATCH = 32
 
 
 def forced_rows(
-    engine: "Engine",
+    engine: Engine,
     examples: Sequence[Example],
     continuations: Sequence[str],
     *,
@@ -37,7 +34,7 @@ def forced_rows(
     for first in range(0, len(examples), _BATCH):
         chosen = slice(first, first + _BATCH)
         some, texts = examples[chosen], continuations[chosen]
-        with held(engine.prompts([e.prompt for e in some], sites=sites)) as branches:
+        with held(list(engine.prompts([e.prompt for e in some], sites=sites))) as branches:
             engine.force_all(branches, list(texts))
             for n, branch in zip(lengths[chosen], branches, strict=True):
                 if n:

@@ -1,9 +1,10 @@
 """`steering_reach`: where along a path does steering stop working?"""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.run import Run
 from replaylens.probes.causal import steer
 from replaylens.probes.errors import ProbeError
@@ -12,12 +13,9 @@ from replaylens.probes.report import Report, percent
 from replaylens.probes.rows import ProbeRows
 from replaylens.tasks import Example
 
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
-
 
 def steering_reach(
-    engine: "Engine",
+    engine: Engine,
     given: Dump | Run | ProbeRows,
     examples: Sequence[Example],
     label: str = "state",

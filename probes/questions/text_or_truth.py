@@ -1,10 +1,11 @@
 """`text_or_truth`: after a forced wrong state token, does the hidden state follow what the text says, or what is true?"""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from replaylens.engine.engine import Engine
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.questions.forced import forced_rows
 from replaylens.probes.registry import get
@@ -14,12 +15,9 @@ from replaylens.probes.statistics import bootstrap
 from replaylens.tasks import Example
 from replaylens.tasks.splits import is_test_root
 
-if TYPE_CHECKING:
-    from replaylens.engine.serving.core import Engine
-
 
 def text_or_truth(
-    engine: "Engine",
+    engine: Engine,
     examples: Sequence[Example],
     *,
     lie_at: int = 1,

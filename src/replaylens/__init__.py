@@ -12,7 +12,7 @@ _WHERE = {
     "Branch": "replaylens.engine.serving.branch:Branch",
     "Dump": "replaylens.engine.dump.reader:Dump",
     "Edit": "replaylens.engine.request.edits:Edit",
-    "Engine": "replaylens.engine.serving.core:Engine",
+    "Engine": "replaylens.engine.engine:Engine",
     "Run": "replaylens.engine.run:Run",
     "Sampling": "replaylens.engine.request.sampling:Sampling",
     "Trace": "replaylens.engine.proof.trace:Trace",

@@ -11,8 +11,8 @@ from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.serving.core import Engine
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from replaylens.commands import dump as commands
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.serving.core import Engine
+from replaylens.engine.engine import Engine
 from tests.dumps.damage import flip_bit
 
 app = typer.Typer()

@@ -21,10 +21,10 @@ from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, ClusterFailed, DumpLocked, OtherFingerprint
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.serving.core import Engine
 from replaylens.tasks.task import AnyTask
 from tests.dumps.conftest import EXAMPLES, NEW, PER_SHARD
 from tests.dumps.fake_ray import FakeRay

@@ -13,11 +13,11 @@ from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, NotCertified
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.run import Run
-from replaylens.engine.serving.core import Engine
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.dumps.conftest import EXAMPLES, NEW, PER_SHARD

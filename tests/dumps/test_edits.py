@@ -11,11 +11,11 @@ from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import VERIFIED, verify
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.run import Run
-from replaylens.engine.serving.core import Engine
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.dumps.conftest import EXAMPLES, NEW, PER_SHARD

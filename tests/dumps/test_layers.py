@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import UnknownSite
 from replaylens.engine.run import Run
-from replaylens.engine.serving.core import Engine
 from replaylens.probes import fit_probe
 from replaylens.probes.rows import ProbeRows
 from replaylens.tasks.task import AnyTask

@@ -20,8 +20,8 @@ from replaylens.engine.dump.manifest import IndexEntry, Manifest, ShardEntry, Si
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnknownSite
-from replaylens.engine.serving.core import Engine
 from replaylens.tasks.task import AnyTask
 
 Planned = Callable[..., DumpPlan]

@@ -20,6 +20,7 @@ from replaylens.engine.dump.maker import ShardMaker, write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import HashingFile, Store
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import (
     BadDump,
     BadRequest,
@@ -31,7 +32,6 @@ from replaylens.engine.errors import (
     UnfinishedDump,
 )
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.serving.core import Engine
 from replaylens.tasks import WordTokenizer
 from tests.dumps.damage import flip_bit
 

@@ -14,11 +14,11 @@ from replaylens.engine.dump.plan import DumpPlan, compact
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnknownSite
 from replaylens.engine.lens.tuned import TunedLens, unembed_hash
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.run import Run
-from replaylens.engine.serving.core import Engine
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.dumps.conftest import EXAMPLES, NEW

@@ -13,9 +13,9 @@ from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, OTHER, VERIFIED, verify
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.serving.core import Engine
 from replaylens.tasks import WordTokenizer
 from tests.dumps.conftest import EXAMPLES
 from tests.dumps.damage import edit_manifest, flip_bit, forge_digests, forge_index, forge_shard

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import (
     BadRange,
     BadRequest,
@@ -23,7 +24,6 @@ from replaylens.engine.errors import (
 from replaylens.engine.loop.lane import Job
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Engine
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy
 
 
@@ -130,7 +130,6 @@ GENERATES: dict[str, tuple[Call, type[EngineError], str]] = {
     "draft of a bool": (lambda s: s.branch.generate(3, drafter="forced", drafts={9: [[True]]}), BadRequest, "vocabulary"),
     "twice the same branch": (lambda s: s.engine.generate([*s.engine.prompts([[5]]) * 2], 3), BadRequest, "worked on"),
     "stream of none": (lambda s: s.branch.stream(0), BadRequest, "at least 1"),
-    "stream with a misspelt option": (lambda s: s.branch.stream(2, windw=3), BadRequest, "unknown options.*windw.*window"),
     "a finished branch": (lambda s: s.finished.generate(2), ClosedBranch, "finished: roll it back or fork it"),
     "a released branch": (lambda s: s.released.generate(2), ClosedBranch, "released"),
     "a rejected branch": (lambda s: s.rejected.generate(2), ClosedBranch, "rejected: fork it"),

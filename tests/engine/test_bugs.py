@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadPage, IntegrityError, KVCorruption, NonFinite
 from replaylens.engine.loop.lane import Job
 from replaylens.engine.memory.pages import NULL_PAGE, PagePool, PageTable
@@ -17,7 +18,6 @@ from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.certificates import certificate_for
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Engine
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy, watch_passes
 
 SITES = ("blocks.0.attn.hook_out", "blocks.1.hook_in", "blocks.1.hook_out")

@@ -12,6 +12,7 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from replaylens import cli
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NotCertified
 from replaylens.engine.lens import readout
 from replaylens.engine.model import weights
@@ -22,7 +23,6 @@ from replaylens.engine.passes.certificate import Certificate, Finding
 from replaylens.engine.passes.products import Products
 from replaylens.engine.proof import certificates, doctor
 from replaylens.engine.request.capture import LensSpec, Rows
-from replaylens.engine.serving.core import Engine
 from tests.engine.reference import decoder
 from tests.families import NAMES
 

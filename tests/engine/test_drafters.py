@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NonFinite
 from replaylens.engine.loop.drafters import Chains, DraftCall, ModelDrafter, NgramDrafter
 from replaylens.engine.loop.lane import Job, Statistics
@@ -14,7 +15,6 @@ from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.certificates import certificate_for
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Engine
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy
 
 DRAFTERS = ("self", "lens", "ngram", "tree", "model", "forced")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadTrace, UnknownSite
 from replaylens.engine.model import weights
 from replaylens.engine.request.edits import Edit, page_keys, place
-from replaylens.engine.serving.core import Engine
 from tests.devices import DEVICES
 from tests.engine.bridges import bridge
 from tests.families import hugging_face

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, BadWeights, OtherFingerprint, UnknownSite
 from replaylens.engine.lens import tuned as tuned_lens
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.model import weights
-from replaylens.engine.serving.core import Engine
 from tests.engine.bridges import bridge
 from tests.families import hugging_face
 

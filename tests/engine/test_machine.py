@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.loop.lane import Statistics
 from replaylens.engine.loop.planner import Planner
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Engine
 from tests.engine.reference import Reference, differences, perturbed, random_decoder
 
 VOCAB = 13

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.model.ops import Linear
 from replaylens.engine.passes import products
 from replaylens.engine.passes.batch import TILE
 from replaylens.engine.passes.products import Products, tile_product
 from replaylens.engine.proof import certificates, doctor
-from replaylens.engine.serving.core import Engine
 from tests.engine.reference import decoder
 
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL to pack weights")

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.loop.lane import Job
 from replaylens.engine.loop.turn import Turn
 from replaylens.engine.memory.tree import ACCEPTED, DRAFT, PENDING, PROMPT, REJECTED, BranchStatus
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Engine
 from tests.toy_model import VOCAB, Reference, continuation, engine, toy, watch_passes
 
 P = [3, 1, 4, 1, 5, 9]

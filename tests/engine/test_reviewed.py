@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.errors import BadEdit, BadRequest, BadTrace, NonFinite
 from replaylens.engine.lens import readout
 from replaylens.engine.lens import tuned as tuned_lens
@@ -13,8 +14,6 @@ from replaylens.engine.model import weights
 from replaylens.engine.request.capture import LensSpec
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.serving.core import Engine
-from replaylens.engine.thinking.engine import ThinkingEngine
 from tests.families import hugging_face
 
 PROMPT = "A coin's state is heads. Alice flips,"

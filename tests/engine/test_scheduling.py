@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.loop.lane import Job, Statistics
 from replaylens.engine.loop.planner import FIXED_WINDOW, Planner
 from replaylens.engine.memory.tree import DRAFT
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Engine
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, toy, watch_passes
 
 

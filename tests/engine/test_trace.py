@@ -18,11 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadTrace, EngineError, NonFinite, OtherFingerprint, OutOfPages, ReplayMismatch
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Engine
 from tests.toy_model import Reference, continuation, engine, random_model, toy
 
 HOT = Sampling(temperature=1.1, top_p=0.95, presence_penalty=0.2, logit_bias={4: 0.5}, seed=77)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.model import weights
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.serving.core import Engine
 from tests.families import NAMES, hugging_face
 
 pytestmark = pytest.mark.gpu

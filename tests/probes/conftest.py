@@ -8,7 +8,7 @@ from replaylens import tasks
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.serving.core import Engine
+from replaylens.engine.engine import Engine
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ import torch
 
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, EngineError, OtherFingerprint, UnknownSite
-from replaylens.engine.serving.core import Engine
 from replaylens.probes.causal import ablate, interchange, steer
 from replaylens.probes.errors import BadPosition, BadProbeFile, MissingLabel, NotLinear, ProbeError
 from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes

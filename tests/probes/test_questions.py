@@ -8,7 +8,7 @@ from sklearn.metrics import roc_auc_score
 
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.serving.core import Engine
+from replaylens.engine.engine import Engine
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.questions.forced import forced_rows
 from replaylens.probes.questions.judge import judge, weighted_areas

@@ -8,8 +8,8 @@ import pytest
 
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint, UnknownSite
-from replaylens.engine.serving.core import Engine
 from replaylens.probes import splits
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError, RootOnBothSides, TooFewRoots
 from replaylens.probes.goals import make_goal

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.serving.core import Engine
+from replaylens.engine.engine import Engine
 from replaylens.probes.erasers import Leace
 from replaylens.probes.errors import OneClass, ProbeError
 from replaylens.probes.mass_mean import MassMeanProbe

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint
-from replaylens.engine.serving.core import Engine
 from replaylens.probes import controls, sweeping
 from replaylens.probes.errors import (
     BadProbeFile,

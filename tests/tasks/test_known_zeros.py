@@ -7,9 +7,8 @@ import pytest
 from scipy.stats import binom
 
 from replaylens import tasks
-from replaylens.tasks.example import Example
 from replaylens.tasks.script import NEXT_ACTION, SHUFFLED
-from replaylens.tasks.task import AnyTask
+from replaylens.tasks.task import AnyTask, Example
 
 COUNT = 400
 SIGMAS = 4.5

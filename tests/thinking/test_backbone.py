@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
+from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.errors import BadConfig, BadRequest
-from replaylens.engine.serving.core import Engine
-from replaylens.engine.thinking.engine import ThinkingEngine
 from replaylens.engine.thinking.model import ThinkingDecoder
 from replaylens.engine.thinking.prefill import GUESSES
 from replaylens.engine.training import plain
@@ -198,7 +197,7 @@ def test_it_is_replayed_with_its_own_tokenizer(
         assert [t.tokens for t in branch.thoughts.chunks] == said
         for site in ("thinking.state", "thinking.hook_out", "compress.hook_out", "thinking.tokens"):
             assert torch.equal(branch.activations[site], branches[0].activations[site])
-    assert "<EOS>" in str(branches[0].tree())
+    assert "<EOS>" in str(branches[0].picture())
 
 
 def test_its_answers_are_judged_without_their_end(trained: dict[Method, trainer.Model], recipe: ThinkingRecipe) -> None:

@@ -15,12 +15,11 @@ from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
+from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.run import Run
-from replaylens.engine.serving.core import Engine
-from replaylens.engine.thinking.engine import ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES
 from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks import WordTokenizer
@@ -108,7 +107,7 @@ def test_a_run_is_saved_as_it_was(folder: Path, tmp_path: Path) -> None:
 def test_the_tree_of_a_run_is_the_picture(folder: Path) -> None:
     run = engine(folder).replay(COIN.examples(2), sites="S", drafter="lens")
     assert isinstance(run, Run)
-    picture = run.tree(1)
+    picture = run.picture(1)
     assert isinstance(picture, Thinking)
     thoughts = run[1].thoughts
     assert len(picture.chunks) == len(thoughts.chunks) + 1 and len(picture.rounds) == len(thoughts.rounds)

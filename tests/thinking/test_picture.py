@@ -6,10 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from replaylens.cli import app
+from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.run import Run
-from replaylens.engine.serving.core import Engine
-from replaylens.engine.thinking.engine import ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.training.recipe import Part
 from replaylens.engine.zoo import coin as zoo
@@ -28,7 +27,7 @@ def engine() -> ThinkingEngine:
 @pytest.mark.parametrize("guess", GUESSES)
 def test_the_pictures_sentence(guess: Guess) -> None:
     branch = engine().prompt(SENTENCE, guess=guess).generate(2)
-    drawn = branch.tree()
+    drawn = branch.picture()
     said = {"".join(chunk.tokens): chunk.thought for chunk in drawn.chunks[:-1]}
     assert said.pop(" Alice flips") == (" tails", "<EOS>")
     assert said.pop(" Bob flips") == (" heads", "<EOS>")

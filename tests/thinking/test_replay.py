@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, NonFinite
+from replaylens.engine.engine import ThinkingEngine
+from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, BadThought, NonFinite
 from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.model.ops import Linear
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.thinking.engine import BadChunks, ThinkingBranch, ThinkingEngine
+from replaylens.engine.thinking.core import BadChunks, ThinkingBranch
 from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefiller
-from replaylens.engine.training.chunks import BadThought
 from tests.devices import DEVICES, with_devices
 from tests.engine.reference import same_bits
 from tests.thinking.reference import (

@@ -9,9 +9,9 @@ import pytest
 
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.run import Run
-from replaylens.engine.serving.core import Engine
 from replaylens.views.report import ReportPage
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -131,7 +131,7 @@ def test_thoughts(tab: Any, tmp_path: Path, theme: str) -> None:
     tab.locator("#rl-explorer .rl-thought .rl-rejected").first.hover()
     assert "rolled back in round 1" in tab.inner_text(".rl-tip") and "state added" in tab.inner_text(".rl-tip")
     columns = tab.locator("#rl-explorer .rl-chunk").evaluate_all("all => all.map((e) => e.getBoundingClientRect().x)")
-    assert len(columns) == len(made.tree(1).chunks) and columns == sorted(columns)  # type: ignore[union-attr]
+    assert len(columns) == len(made.picture(1).chunks) and columns == sorted(columns)
 
 
 def test_a_place_in_the_report_can_be_linked(tab: Any, report: Path) -> None:

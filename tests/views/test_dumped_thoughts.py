@@ -13,12 +13,11 @@ from replaylens.cli import app
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.pictures.thoughts import Round, Thinking
 from replaylens.engine.run import Run
-from replaylens.engine.serving.core import Engine
-from replaylens.engine.thinking.engine import ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.thinking.thoughts import ThinkingRecording
 from replaylens.views import dumped
@@ -65,7 +64,7 @@ def test_a_dumped_picture_is_the_live_one(guess: Guess, tmp_path: Path) -> None:
     found = pictures(run.save(tmp_path), run.engine)  # type: ignore[arg-type]
     assert len(found) == len(run) and any(chunk.thinks for picture in found for chunk in picture.chunks)
     for number, (picture, result) in enumerate(zip(found, run, strict=True)):
-        live = run.tree(number)
+        live = run.picture(number)
         assert isinstance(live, Thinking)
         assert [len(chunk.tokens) for chunk in picture.chunks[:-1]] == [CHUNK] * len(result.thoughts.chunks)
         for mine, other in zip(picture.chunks, live.chunks, strict=True):
@@ -164,7 +163,7 @@ def test_a_branch_in_a_notebook_is_its_picture() -> None:
     shown = branch._repr_html_()
     found = assert_harmless(shown, scripts=1)
     classes = [value or "" for name, value in found.attributes if name == "class"]
-    assert classes.count("rl-chunk") == len(branch.tree().chunks) and "rl-tree" not in classes
+    assert classes.count("rl-chunk") == len(branch.picture().chunks) and "rl-tree" not in classes
     assert "certified" in found.texts and f"{branch.length}, of which {branch.root_length} are prompt" in found.texts
     plain = Engine.load("coin-plain").prompt("A coin's state is heads.")._repr_html_()
     assert 'rl-thinking"' not in plain and 'class="rl-tree"' in plain, "a branch that does not think is a tree"
@@ -175,7 +174,7 @@ def test_a_run_in_a_notebook_unfolds_its_pictures() -> None:
     found = assert_harmless(run._repr_html_(), scripts=1)
     classes = [value or "" for name, value in found.attributes if name == "class"]
     assert classes.count("rl-thinking") == 3 and "rl-tree" not in classes
-    assert classes.count("rl-chunk") == sum(len(run.tree(i).chunks) for i in range(3))
+    assert classes.count("rl-chunk") == sum(len(run.picture(i).chunks) for i in range(3))
 
 
 def test_thoughts_and_runs_are_told_in_a_line() -> None:

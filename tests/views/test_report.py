@@ -20,9 +20,9 @@ from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
+from replaylens.engine.engine import Engine
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.run import Run
-from replaylens.engine.serving.core import Engine
 from replaylens.engine.zoo import coin as zoo
 from replaylens.probes.report import Report
 from replaylens.probes.sweeping import sweep as sweep_rows

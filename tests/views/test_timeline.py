@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures import svg
@@ -14,7 +15,6 @@ from replaylens.engine.pictures.frames import Fill, Frame, Phase
 from replaylens.engine.pictures.retelling import timeline
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.run import Run
-from replaylens.engine.serving.core import Engine
 from tests.toy_model import continuation, toy
 from tests.toy_model import engine as toy_engine
 from tests.views.checks import assert_harmless

@@ -5,13 +5,13 @@ import io
 import pytest
 from rich.console import Console
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures import live, tree_html
 from replaylens.engine.pictures.paths import visible
 from replaylens.engine.pictures.readings import Readings, word
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.run import Run
-from replaylens.engine.serving.core import Engine
 from tests.toy_model import random_model
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE

@@ -18,9 +18,9 @@ from replaylens.commands.lens import next_token_by_layer
 from replaylens.commands.reporting import reporting
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import Verdict, verify
+from replaylens.engine.engine import Engine
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.run import Run
-from replaylens.engine.serving.core import Engine
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import Example, WordTokenizer
 

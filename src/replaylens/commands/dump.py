@@ -34,11 +34,11 @@ from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import OTHER, VERIFIED
 from replaylens.engine.dump.verify import verify as verify_dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest
 from replaylens.engine.replay.examples import Result
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.run import Run
-from replaylens.engine.serving.core import Engine
 from replaylens.engine.thinking.thoughts import Thoughts
 
 TaskOption = Annotated[
@@ -188,7 +188,7 @@ def replay(
     for number, result in enumerate(run):
         console.print(_coloured(engine, result), soft_wrap=True)
         if result.thoughts is not None:
-            console.print(Text(str(run.tree(number))), soft_wrap=True)
+            console.print(Text(str(run.picture(number))), soft_wrap=True)
     console.print(f"{len(run)} examples, {run.accuracy:.1%} correct, {run.drafting}")
 
 

@@ -6,8 +6,8 @@ import typer
 
 from replaylens.commands.completion import DRAFTERS, complete_drafter, complete_model
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.serving.core import Engine
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 

@@ -11,8 +11,8 @@ from replaylens.commands.dump import JsonOption, QuietOption
 from replaylens.commands.engines import DeviceOption, MakerOption, engine_that_made
 from replaylens.commands.reporting import reporting
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.serving.core import Engine
 
 if TYPE_CHECKING:
     from replaylens.probes.probe import LinearProbe

@@ -16,9 +16,9 @@ from replaylens.commands.reporting import reporting
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, Verdict
 from replaylens.engine.dump.verify import verify as verify_dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.pictures.readings import word
-from replaylens.engine.serving.core import Engine
 from replaylens.views.page import MOST_TREES
 
 if TYPE_CHECKING:

@@ -14,12 +14,11 @@ from replaylens.engine.pictures.readings import Decode, Readings
 from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.pictures.tree import Tree
 from replaylens.tasks.errors import UnknownTask
+from replaylens.tasks.task import AnyTask
 from replaylens.views.dumped_thoughts import DumpedThoughts
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from replaylens.tasks.task import AnyTask
 
 _LENS = ("Z.entropy", "Z.kl", "Z.emitted", "Z.top_ids", "Z.top_logprobs")
 
@@ -58,7 +57,7 @@ def examples(dump: Dump, decode: Decode | None = None, with_lens: bool = True) -
             yield replace(example, thinking=thoughts.picture(rows, example.tree)) if thoughts else example
 
 
-def _task(dump: Dump) -> "AnyTask | None":
+def _task(dump: Dump) -> AnyTask | None:
     """The task behind the dump; None: one of the user's own, which is not registered here."""
     try:
         return dump.manifest.plan.make_task()

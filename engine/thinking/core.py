@@ -1,4 +1,4 @@
-"""`ThinkingEngine`: an engine for models that think. Prompts think in chunks; what comes after them does not.
+"""`ThinkingCore`: the core of an engine for models that think. Prompts think in chunks; what comes after them does not.
 
 A thought's state is an `add` edit at the positions of the chunk that receives it, so branches, forks, rollbacks, drafters,
 captures and dumps are those of any engine.
@@ -7,30 +7,30 @@ captures and dumps are those of any engine.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from torch import Tensor
 
 from replaylens.engine.errors import BadConfig, BadEdit, BadRequest
+from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.weights import weights_hash
+from replaylens.engine.pictures.summary import one_picture
+from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, PlacedEdit, listed, place
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Engine, token_list
+from replaylens.engine.serving.core import Core, token_list
 from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
-from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder
+from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder, padded
 from replaylens.engine.thinking.picture import picture
 from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefill, Prefiller, split
 from replaylens.engine.thinking.sites import ThinkingSites
-from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, ThinkingRecording, Thoughts
-from replaylens.engine.training.chunks import padded
-
-if TYPE_CHECKING:
-    from replaylens.engine.model.sites import SiteTable
-    from replaylens.engine.pictures.thoughts import Thinking
+from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, ThinkingRecording, Thoughts, thoughts_of
 
 Drafts = Sequence[Sequence[int]]
 """guessed thoughts of one prompt's chunks, each with its <EOS>"""
@@ -40,14 +40,37 @@ class BadChunks(BadRequest):
     """A prompt that is not whole chunks."""
 
 
-class ThinkingEngine(Engine):
+class ThinkingCore(Core):
     """guess  how a prompt's thoughts are guessed ahead: sequential, empty or drafted. Changes no bit that is committed"""
 
-    def __init__(self, model: ThinkingDecoder, tokenizer: Any = None, *, guess: Guess = "empty", **options: Any) -> None:
+    def __init__(
+        self,
+        model: ThinkingDecoder,
+        tokenizer: Any = None,
+        *,
+        guess: Guess = "empty",
+        cache_tokens: int = 8192,
+        page_size: int = 16,
+        max_rows: int = 512,
+        draft_model: Decoder | None = None,
+        lens_layer: int | None = None,
+        tree_width: int = 3,
+        canary: bool = False,
+    ) -> None:
         if not isinstance(model, ThinkingDecoder):
             raise BadConfig(f"a {type(model).__name__} does not think: load it with Engine, or train one that does")
         self.thinker, self.thinking, self.guess = model, model.thinking, _known(guess)
-        super().__init__(model.backbone, tokenizer, **options)
+        super().__init__(
+            model.backbone,
+            tokenizer,
+            cache_tokens=cache_tokens,
+            page_size=page_size,
+            max_rows=max_rows,
+            draft_model=draft_model,
+            lens_layer=lens_layer,
+            tree_width=tree_width,
+            canary=canary,
+        )
         if self.text.tokenizer is not None and self.text.eos_id != self.thinking.eos_token:
             raise BadConfig(
                 f"the tokenizer's <EOS> is {self.text.eos_id}, the model ends its thoughts with {self.thinking.eos_token}: "
@@ -61,23 +84,48 @@ class ThinkingEngine(Engine):
         config = sha256((self.thinker.config.to_json() + self.thinking.to_json()).encode()).hexdigest()
         return replace(plain, weights=weights_hash(self.thinker), config=config)
 
-    def _site_table(self) -> "SiteTable":
+    def _site_table(self) -> SiteTable:
         return ThinkingSites(self.config)
 
-    def capture_spec(self, sites: str | Sequence[str], *, full: bool = False, **options: Any) -> CaptureSpec:
-        """As `Engine.capture_spec`; `full` keeps the whole distributions of thoughts, too."""
-        spec = super().capture_spec(sites, full=full, **options)
+    def capture_spec(
+        self,
+        sites: str | Sequence[str],
+        *,
+        rejected: bool = False,
+        top_k: int = 8,
+        targets: Sequence[str | int] = (),
+        full: bool = False,
+        lens: TunedLens | None = None,
+    ) -> CaptureSpec:
+        """As `Core.capture_spec`; `full` keeps the whole distributions of thoughts, too."""
+        spec = super().capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
         thoughts = tuple(name for name in spec.sites if name in LETTERS)
         if full and spec.lens is not None and FULL_SITE not in thoughts:
             thoughts += (FULL_SITE,)
         rest = tuple(name for name in spec.sites if name not in LETTERS)
         return replace(spec, sites=rest or (spec.last,), thoughts=thoughts)
 
-    def prompt(self, text: str | Sequence[int] | Tensor, **options: Any) -> "ThinkingBranch":
-        (branch,) = self.prompts([text], **options)
+    def prompt(
+        self,
+        text: str | Sequence[int] | Tensor,
+        *,
+        sites: str | Sequence[str] | None = None,
+        keep_rejected: bool = False,
+        edits: Sequence[Edit] = (),
+        hooks: Sequence[Hook] = (),
+        guess: Guess | None = None,
+        drafts: Drafts | None = None,
+        top_k: int = 8,
+        targets: Sequence[str | int] = (),
+        full: bool = False,
+        lens: TunedLens | None = None,
+    ) -> "ThinkingBranch":
+        """A new root branch that thinks along its prompt. Options as in `prompts`; `drafts` are those of this prompt."""
+        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens)
+        (branch,) = self._thought_along([text], capture, edits, hooks, guess, None if drafts is None else [drafts])
         return branch
 
-    def prompts(  # type: ignore[override]
+    def prompts(
         self,
         texts: Iterable[str | Sequence[int] | Tensor],
         *,
@@ -87,9 +135,12 @@ class ThinkingEngine(Engine):
         hooks: Sequence[Hook] = (),
         guess: Guess | None = None,
         drafts: Sequence[Drafts] | None = None,
-        **lens: Any,
-    ) -> "list[ThinkingBranch]":
-        """Several root branches that think along their prompts, computed together. As `Engine.prompts`, and:
+        top_k: int = 8,
+        targets: Sequence[str | int] = (),
+        full: bool = False,
+        lens: TunedLens | None = None,
+    ) -> "Sequence[ThinkingBranch]":
+        """Several root branches that think along their prompts, computed together. As `Core.prompts`, and:
 
         texts          a text is padded up to a whole chunk; token ids must be whole chunks
         keep_rejected  also keep the rows of suffixes whose thoughts were guessed wrong
@@ -98,6 +149,18 @@ class ThinkingEngine(Engine):
 
         States are received by the chunks of a prompt and by the first one behind it: an edit of S elsewhere does nothing.
         """
+        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens)
+        return self._thought_along(texts, capture, edits, hooks, guess, drafts)
+
+    def _thought_along(
+        self,
+        texts: Iterable[str | Sequence[int] | Tensor],
+        capture: CaptureSpec | None,
+        edits: Sequence[Edit],
+        hooks: Sequence[Hook],
+        guess: Guess | None,
+        drafts: Sequence[Drafts] | None,
+    ) -> "list[ThinkingBranch]":
         guess = _known(guess or self.guess)
         if drafts is not None and guess != "drafted":
             raise BadRequest("drafts are for guess='drafted'")
@@ -105,7 +168,6 @@ class ThinkingEngine(Engine):
         given = [list(d) for d in drafts] if drafts is not None else [[] for _ in paths]
         if len(given) != len(paths):
             raise BadRequest(f"drafts for {len(given)} prompts, but {len(paths)} prompts")
-        capture = self.capture_spec(sites, rejected=keep_rejected, **lens) if sites else None
         resolved = self._hooks(hooks)
         placed = [split(self._placed(edits, len(path))) for path in paths]
         guessed = [self._drafts(own) for own in given]
@@ -116,6 +178,9 @@ class ThinkingEngine(Engine):
             prefills.append(Prefill(lane, path, guess, capture, outer, inner, own))
         self.prefiller.run(prefills)
         return [ThinkingBranch(self, p.lane, p.rejected) for p in prefills]
+
+    def handle(self, lane: Lane) -> "ThinkingBranch":
+        return ThinkingBranch(self, lane)
 
     def thought_place(self, site: str, chunk: int, step: int = 0) -> int:
         """Where an edit on T or C finds a chunk's thought step: its `positions` number all steps of all chunks."""
@@ -186,31 +251,27 @@ def _known(guess: str) -> Guess:
 class ThinkingBranch(Branch):
     """A branch whose prompt was thought along."""
 
-    engine: ThinkingEngine
+    engine: ThinkingCore
 
-    def __init__(self, engine: ThinkingEngine, lane: Lane, rejected: Sequence[int] = ()) -> None:
+    def __init__(self, engine: ThinkingCore, lane: Lane, rejected: Sequence[int] = ()) -> None:
         super().__init__(engine, lane)
         self.rejected_ids = list(rejected)
 
     @property
     def thoughts(self) -> Thoughts:
         """The thought of every prompt chunk, the states that chunks received, and the rounds that it took."""
-        assert self.lane.thoughts is not None  # the prefill saw to it
-        return self.lane.thoughts
+        found = thoughts_of(self.lane)
+        assert found is not None  # the prefill saw to it
+        return found
 
-    @property
-    def rejected(self) -> "list[ThinkingBranch]":  # type: ignore[override]
-        """Suffixes whose thoughts were guessed wrong, and rejected drafts, as far as they kept rows or pages; in order."""
-        lanes = self.engine.loop.lanes
-        return [ThinkingBranch(self.engine, lanes[i]) for i in self.rejected_ids if i in lanes]
-
-    def tree(self) -> "Thinking":  # type: ignore[override]
-        """The picture: chunks, states, thoughts, rounds. Draws itself, or `print` it."""
+    def picture(self) -> Thinking:
+        """The Thinking-States picture: chunks, states, thoughts, rounds. Draws itself, or `print` it."""
         return picture(self.engine.text, self.tokens, self.thoughts)
 
-    def fork(  # type: ignore[override]
-        self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()
-    ) -> "list[ThinkingBranch]":
+    def _repr_html_(self) -> str:
+        return one_picture(self._facts(), self.picture())
+
+    def fork(self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()) -> list[Self]:
         """`n` new branches with this path (up to `at`), as `Branch.fork`.
 
         States that were made from the first `at` tokens come along. Behind an edit, prompt chunks think anew: the fork
@@ -227,7 +288,7 @@ class ThinkingBranch(Branch):
             return [self._fork(at, tuple(placed), resolved) for _ in range(n)]
         return [self._rethink(first // chunk * chunk, at, placed, resolved) for _ in range(n)]
 
-    def extend(self, text: str | Sequence[int], guess: Guess | None = None) -> "ThinkingBranch":
+    def extend(self, text: str | Sequence[int], guess: Guess | None = None) -> Self:
         """A new branch: this prompt and more of it, thought along. Precondition: nothing but whole prompt chunks so far."""
         self._check_open()
         if self.length != self._thought_along(self.length):
@@ -242,14 +303,14 @@ class ThinkingBranch(Branch):
         chunk = self.engine.thinking.chunk
         return min(at // chunk, len(self.thoughts.chunks)) * chunk
 
-    def _fork(self, at: int, edits: tuple[PlacedEdit, ...], hooks: tuple[Hook, ...]) -> "ThinkingBranch":
+    def _fork(self, at: int, edits: tuple[PlacedEdit, ...], hooks: tuple[Hook, ...]) -> Self:
         lane = self.engine.forest.fork(self.lane, at, edits, hooks)
-        lane.thoughts = self.thoughts.until(at)
+        thoughts = lane.thoughts = self.thoughts.until(at)
         if isinstance(lane.recording, ThinkingRecording):
-            lane.recording.thoughts = lane.thoughts
-        return ThinkingBranch(self.engine, lane)
+            lane.recording.thoughts = thoughts
+        return type(self)(self.engine, lane)
 
-    def _rethink(self, cut: int, at: int, edits: Sequence[PlacedEdit], hooks: tuple[Hook, ...]) -> "ThinkingBranch":
+    def _rethink(self, cut: int, at: int, edits: Sequence[PlacedEdit], hooks: tuple[Hook, ...]) -> Self:
         """A fork at `cut` that thinks its way to `at` again."""
         tokens, end = self.tokens[:at], self._thought_along(at)
         grown = self._grown(cut, tokens[:end], edits, hooks, None)
@@ -259,7 +320,7 @@ class ThinkingBranch(Branch):
 
     def _grown(
         self, cut: int, path: list[int], edits: Sequence[PlacedEdit], hooks: tuple[Hook, ...], guess: Guess | None
-    ) -> "ThinkingBranch":
+    ) -> Self:
         """A fork at the chunk border `cut` with whole prompt chunks `path`, under these edits besides its own."""
         engine, known = self.engine, self.thoughts.until(cut)
         outer, inner = split(edits)
@@ -268,4 +329,4 @@ class ThinkingBranch(Branch):
         prefill.edits, prefill.inner = known.others(lane.edits) + outer, known.inner + inner
         prefill.thoughts, prefill.states = list(known.chunks), dict(known.states)
         engine.prefiller.run([prefill])
-        return ThinkingBranch(engine, lane, prefill.rejected)
+        return type(self)(engine, lane, prefill.rejected)

@@ -1,0 +1,195 @@
+"""`Engine`: the public object. Loads a model, and replays examples and traces on it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import BadRequest, UnsupportedModel, no_such
+from replaylens.engine.model import smollm2, weights
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.text import Text, load_text
+from replaylens.engine.proof.trace import Trace
+from replaylens.engine.replay import interop, replayer
+from replaylens.engine.replay.examples import ReplayOptions, replay_examples
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.run import Run
+from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import Core
+from replaylens.engine.thinking import model as thinking
+from replaylens.engine.thinking.core import ThinkingCore
+from replaylens.engine.thinking.model import ThinkingDecoder
+from replaylens.engine.thinking.prefill import Guess
+from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.zoo import thinking as thinking_zoo
+from replaylens.tasks import Example
+
+
+class Engine(Core):
+    """A model, its KV cache and its tree of branches.
+
+    Make one with `Engine.load`; the parameters of the constructor are those of `Core`.
+
+    >>> engine = Engine.load("coin-plain")
+    >>> branch = engine.prompt("A coin's state is heads. Alice flips. What's the state? A:", sites="S")
+    >>> branch.generate(2, drafter="lens").text[-9:]
+    'A: tails.'
+    >>> branch.length, branch.activations["blocks.2.hook_in"].shape  # one row per token; the last one is still pending
+    (17, torch.Size([16, 128]))
+    """
+
+    @classmethod
+    def load(
+        cls,
+        source: Any,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        tokenizer: Any = None,
+        draft_model: Any = None,
+        cache_tokens: int = 8192,
+        page_size: int = 16,
+        max_rows: int = 512,
+        lens_layer: int | None = None,
+        tree_width: int = 3,
+        canary: bool = False,
+        guess: Guess = "empty",
+        check: bool | None = None,
+    ) -> "Engine":
+        """From a name (embedded, or smollm2), a folder, a .gguf file, a transformers model, a TransformerBridge or a Decoder.
+
+        device       "cpu" (float32) or "cuda" (bfloat16 unless said otherwise)
+        tokenizer    instead of the source's own
+        draft_model  a smaller model with the same tokenizer, for the drafter `model`: anything that `source` may be
+        guess        of models that think: how a prompt's thoughts are guessed ahead (see `ThinkingCore`)
+        check        compare a few tokens with transformers, layer by layer; OtherModel where the models differ. None: only
+                     models in memory, whose weights do not show all that they compute
+
+        The others are those of `Core`.
+        """
+        dtype = _dtype(device, dtype)
+        if draft_model is None and isinstance(source, str) and source == "coin-plain":
+            draft_model = "coin-draft"
+        draft = None if draft_model is None else _plain_model(draft_model, dtype, check=False)[0].to(device)
+        if check not in (None, True, False):
+            raise BadRequest(f"check={check!r}: give True, False or None")
+        if (found := _thinking_model(source)) is not None:
+            weights.require_unchecked(bool(check), "a model that thinks")
+            thinker, text = found
+            return ThinkingEngine(
+                weights.in_dtype(thinker, dtype).to(device),
+                text if tokenizer is None else tokenizer,
+                guess=guess,
+                cache_tokens=cache_tokens,
+                page_size=page_size,
+                max_rows=max_rows,
+                draft_model=draft,
+                lens_layer=lens_layer,
+                tree_width=tree_width,
+                canary=canary,
+            )
+        model, text = _plain_model(source, dtype, weights.is_live(source) if check is None else check)
+        return cls(
+            model.to(device),
+            text if tokenizer is None else tokenizer,
+            cache_tokens=cache_tokens,
+            page_size=page_size,
+            max_rows=max_rows,
+            draft_model=draft,
+            lens_layer=lens_layer,
+            tree_width=tree_width,
+            canary=canary,
+        )
+
+    def replay(
+        self,
+        examples: Iterable[Example],
+        *,
+        sites: str | Sequence[str] | None = None,
+        drafter: str = "self",
+        window: int | None = None,
+        seed: int = 0,
+        sampling: Sampling | None = None,
+        edits: Sequence[Edit] = (),
+        max_new: int | None = None,
+        rejected: bool = True,
+        deterministic: bool = True,
+        batch: int = 32,
+        progress: bool = False,
+    ) -> Run:
+        """Prompt with each example, generate its answer, capture every row of the path.
+
+        sites          what to capture: "STCZ", or site names
+        drafter, window
+                       as in `generate`
+        seed           added to the sampling's own seed and to each example's index: that is the example's own stream. Runs
+                       that are to be independent need seeds that lie further apart than the indices
+        edits          interventions on every example; negative positions count from the end of its prompt
+        max_new        tokens to generate at most; default: the length of the right completion and a little more
+        rejected       keep the rows of rejected drafts
+        deterministic  False: take the fast path's tokens; such a run is not certified and cannot be saved
+        batch          examples worked on together; has no influence on any bit
+        """
+        sampling = sampling or Sampling()
+        sampling = replace(sampling, seed=sampling.seed + seed)
+        options = ReplayOptions(sites, drafter, window, sampling, edits, max_new, rejected, deterministic)
+        return Run(self, replay_examples(self, list(examples), options, batch, progress), options)
+
+    def replay_trace(self, trace: Trace, *, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
+        """Replay a recorded trace: its branches by their recorded numbers; see `replayer.replay_trace`.
+
+        sites  capture these instead of what was captured then
+        """
+        return replayer.replay_trace(self, trace, sites)
+
+    def run_with_cache(self, tokens: Any, names_filter: Any = None, pos_slice: slice | int | None = None) -> tuple[Tensor, Any]:
+        """TransformerLens' verb: logits and an `ActivationCache`; see `interop.run_with_cache`."""
+        return interop.run_with_cache(self, tokens, names_filter, pos_slice)
+
+
+class ThinkingEngine(ThinkingCore, Engine):
+    """An engine for models that think: prompts think in chunks; what comes after them does not."""
+
+
+def _dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:
+    """What a device computes in; BadRequest where there is no such device, or no such arithmetic on it."""
+    if device not in ("cpu", "cuda"):
+        raise BadRequest(f"Unknown device {device!r}. Use 'cpu' or 'cuda'.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadRequest("No CUDA device found. Use device='cpu'.")
+    dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+    if device == "cpu" and dtype is not torch.float32:
+        raise BadRequest(f"{dtype} is emulated and slow on a CPU. The CPU engine computes in float32.")
+    return dtype
+
+
+def _plain_model(source: Any, dtype: torch.dtype, check: bool) -> tuple[Decoder, Text]:
+    """A decoder and its tokenizer, from anything that `Engine.load` takes; `check` as in `weights.load`."""
+    if isinstance(source, str) and source in zoo.names():
+        weights.require_unchecked(check, source)
+        plain, words = zoo.load_embedded(source)
+        return weights.load(plain, dtype), Text(words)
+    if isinstance(source, str) and source == smollm2.SHORT:
+        source = smollm2.fetched_folder()
+    if isinstance(source, str | Path) and not Path(source).exists():
+        known = no_such("model", str(source), (*zoo.names(), *thinking_zoo.names(), smollm2.SHORT))
+        raise UnsupportedModel(f"{source} is neither a folder nor a .gguf file, and there is {known}")
+    is_folder = isinstance(source, str | Path) and Path(source).is_dir()
+    text = load_text(Path(source)) if is_folder else Text(getattr(source, "tokenizer", None))
+    return weights.load(source, dtype, check), text
+
+
+def _thinking_model(source: Any) -> tuple[ThinkingDecoder, Text] | None:
+    """A model that thinks and its tokenizer: by an embedded name, from a folder, or as it is; None: it is none."""
+    if isinstance(source, ThinkingDecoder):
+        return source, Text(None)
+    if isinstance(source, str) and source in thinking_zoo.names():
+        model, tokenizer = thinking_zoo.load_embedded(source)
+        return model, Text(tokenizer)
+    if isinstance(source, str | Path) and (Path(source) / thinking.CONFIG_FILE).is_file():
+        return thinking.load(Path(source)), load_text(Path(source))
+    return None
