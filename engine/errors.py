@@ -20,6 +20,20 @@ class BadWeights(EngineError, ValueError):
     """A tensor is missing, unknown, of the wrong shape, or not finite."""
 
 
+class OtherModel(EngineError, ValueError):
+    """What was loaded computes something else than the model that it was loaded from. `stage` names the first part of the
+    model that does, `difference` its largest relative error."""
+
+    def __init__(self, stage: str, difference: float) -> None:
+        super().__init__(
+            f"the loaded model is not its source. First difference: {stage}, by {difference:.1e} (relative, on the same "
+            "input), which is not rounding. Look there for what the weights do not show: a config field, a hook, an adapter, a "
+            "replaced module, or a buffer (model.to(dtype) rounds rotary frequencies; from_pretrained(dtype=...) does not)"
+        )
+        self.stage = stage
+        self.difference = difference
+
+
 class UnknownSite(EngineError, KeyError):
     """A hook name that the model does not have."""
 

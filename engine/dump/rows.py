@@ -206,7 +206,7 @@ def _lens_rows(engine: Core, spec: LensSpec, paths: list[Path], chosen: Tensor) 
     rows = chosen if len(chosen) else torch.tensor([0])  # to learn the shapes of no rows, one is read and dropped
     follows = torch.tensor([token for path in paths for token in [*path.tokens[path.base + 1 :], -1]])[rows]
     streams = {site: _gather(paths, site, rows) for site in spec.sites}
-    tuned = engine.loop.committer.tuned(spec)
+    tuned = engine.lenses.of(spec)
     read: list[Rows] = []
     for i in range(0, len(rows), _BLOCK):
         block = {site: x[i : i + _BLOCK] for site, x in streams.items()}

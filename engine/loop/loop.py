@@ -5,6 +5,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from replaylens.engine.errors import BadRequest, ClosedBranch, EngineBug, EngineError, NonFinite
+from replaylens.engine.lens.known import KnownLenses
 from replaylens.engine.loop.admission import Admission
 from replaylens.engine.loop.commit import Committer, Outcome
 from replaylens.engine.loop.drafters import Chains, DraftCall, Drafter
@@ -40,11 +41,12 @@ class Loop:
         drafters: dict[str, Drafter],
         decode: Callable[[list[int]], str],
         max_rows: int,
+        lenses: KnownLenses,
     ) -> None:
         self.runner, self.tree, self.prefix, self.drafters = runner, tree, prefix, drafters
         self.decode, self.max_rows = decode, max_rows
         self.lanes: dict[int, Lane] = {}
-        self.committer = Committer(runner, tree, self.lanes)
+        self.committer = Committer(runner, tree, self.lanes, lenses)
         self.room = Room(runner, prefix, self.lanes, lambda job: self._tell("preempt", job))
         self.admission = Admission(runner, tree, drafters, self.room, max_rows, self.end)
         self.jobs: list[Job] = []

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, ClosedBranch, NotRecorded, no_such
 from replaylens.engine.interrupts import held_interrupt
+from replaylens.engine.lens.known import KnownLenses
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.loop.drafters import (
     Drafter,
@@ -78,12 +79,13 @@ class Core:
         self.fingerprint = self._fingerprint()
         self.sites = self._site_table()
         self.tree = BranchTree()
+        self.lenses = KnownLenses(model)
         spare = int(model.embed.device.type == "cuda")  # a page beyond the promised ones, for the padding rows of graphs
         self.runner = Runner(model, self.certificate, cache_tokens // page_size + spare, page_size, canary)
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         middle = max(1, self.config.num_layers // 2)
         drafters = self._make_drafters(draft_model, middle if lens_layer is None else lens_layer, tree_width)
-        self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text.decode, max_rows)
+        self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text.decode, max_rows, self.lenses)
         if self.runner.device == "cuda":
             from replaylens.engine.passes.bursts import Bursts
             from replaylens.engine.passes.graphs import PassGraphs
@@ -187,6 +189,7 @@ class Core:
         edits: Sequence[Edit],
         hooks: Sequence[Hook],
     ) -> list[Branch]:
+        self.lenses.of(capture.lens if capture else None)  # named before anything is computed
         paths = [self.tokens_of(text) for text in texts]
         placed = [place_all(edits, self.sites, len(path)) for path in paths]
         resolved = tuple((self.sites.resolve(name), hook) for name, hook in hooks)
@@ -312,12 +315,10 @@ class Core:
         residuals = tuple(self.sites.per_layer("S"))
         spec = None
         if wants_lens:
-            if lens is not None:
-                self.loop.committer.lenses[lens.digest] = lens.require(self.model)
             if type(top_k) is not int or not 1 <= top_k <= self.config.vocab_size:
                 raise BadRequest(f"top_k {top_k!r}: Z keeps between 1 and {self.config.vocab_size} tokens")
             ids = tuple(self._target(t) for t in targets)
-            spec = LensSpec(residuals, top_k, ids, full, None if lens is None else lens.digest)
+            spec = LensSpec(residuals, top_k, ids, full, None if lens is None else self.lenses.add(lens))
         return CaptureSpec(names, spec, rejected, residuals[-1])
 
     def guesses(self) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class ThinkingCore(Core):
                 f"the tokenizer's <EOS> is {self.text.eos_id}, the model ends its thoughts with {self.thinking.eos_token}: "
                 "a model that thinks needs the tokenizer with <EOS> that it was trained with"
             )
-        self.prefiller = Prefiller(self.forest, ThinkingBlocks(model, self.runner))
+        self.prefiller = Prefiller(self.forest, ThinkingBlocks(model, self.runner), self.lenses)
 
     def _fingerprint(self) -> Fingerprint:
         """T and C take part in every bit."""
@@ -168,6 +168,7 @@ class ThinkingCore(Core):
         guess = _known(guess or self.guess)
         if drafts is not None and guess != "drafted":
             raise BadRequest("drafts are for guess='drafted'")
+        self.lenses.of(capture.lens if capture else None)  # named before anything is computed
         paths = [self.tokens_of(text) for text in texts]
         given = [list(d) for d in drafts] if drafts is not None else [[] for _ in paths]
         if len(given) != len(paths):

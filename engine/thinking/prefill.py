@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.lens import readout
+from replaylens.engine.lens.known import KnownLenses
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import TokenState
@@ -73,8 +74,8 @@ class Prefill:
 class Prefiller:
     """Brings prompts to their end on the lanes of a forest."""
 
-    def __init__(self, forest: Forest, blocks: ThinkingBlocks) -> None:
-        self.forest, self.blocks, self.config = forest, blocks, blocks.config
+    def __init__(self, forest: Forest, blocks: ThinkingBlocks, lenses: KnownLenses) -> None:
+        self.forest, self.blocks, self.config, self.lenses = forest, blocks, blocks.config, lenses
         self.lock = forest.lock
 
     def run(self, prefills: Sequence[Prefill]) -> None:
@@ -254,9 +255,8 @@ class Prefiller:
         rows = {site: raw[site][first:stop] for site in spec.sites}
         if spec.lens is not None:
             streams = {site: raw[site][first:stop] for site in spec.lens.sites}
-            lenses, follows = self.forest.loop.committer.lenses, [*tokens[start + 1 : end + 1], -1][: end - start]
-            tuned = lenses[spec.lens.tuned] if spec.lens.tuned else None
-            rows |= readout.read(spec.lens, self.forest.runner, streams, follows, tuned)
+            follows = [*tokens[start + 1 : end + 1], -1][: end - start]
+            rows |= readout.read(spec.lens, self.forest.runner, streams, follows, self.lenses.of(spec.lens))
         return rows
 
     def _trace(self, lane: Lane, capture: CaptureSpec | None, reason: str | None = None) -> None:
