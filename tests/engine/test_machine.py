@@ -341,7 +341,7 @@ class Sessions(RuleBasedStateMachine):
         for other in branch.rejected:
             if other.id not in noted:
                 self.rejected.append(Known(other, other.tokens, one.num_prompt, one.exact))
-        branch.rejected_ids.clear()
+        branch.lane.rejected.clear()
 
 
 class SessionsOnCuda(Sessions):
