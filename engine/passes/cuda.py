@@ -75,7 +75,7 @@ class CanonicalCudaOps(HeadOps):
         if heads.rotary is None:
             store(heads.k, heads.v, self.rows, keys, values, size)
         else:
-            q, _ = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
+            q = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
         return attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
 
 
