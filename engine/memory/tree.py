@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import groupby, pairwise
-from typing import NamedTuple
+from itertools import pairwise
 
 from replaylens.engine.errors import (
     BadRange,
@@ -37,24 +36,8 @@ class TokenState(Enum):
 
     __hash__ = object.__hash__  # members are singletons; Enum would hash their names, ten times slower
 
-    @property
-    def colour(self) -> str:
-        return _LOOKS[self][0]
-
-    @property
-    def marker(self) -> str:
-        """One character for plain-text trees."""
-        return _LOOKS[self][1]
-
 
 PROMPT, ACCEPTED, PENDING, DRAFT, REJECTED = TokenState
-_LOOKS = {
-    PROMPT: ("blue", "."),
-    ACCEPTED: ("green", "+"),
-    PENDING: ("checkered", "~"),
-    DRAFT: ("yellow", "?"),
-    REJECTED: ("red", "x"),
-}
 _ORDER = {state: order for order, state in enumerate(TokenState)}
 TRANSITIONS = {DRAFT: (ACCEPTED,), PENDING: (ACCEPTED,)}
 """what `mark` may do; draft to rejected happens in `rollback` only, and a prompt token stays one"""
@@ -67,16 +50,8 @@ class BranchStatus(Enum):
     RELEASED = "released"
 
 
-class Node(NamedTuple):
-    """One token of a branch."""
-
-    token: int
-    position: int
-    state: TokenState
-
-
 @dataclass(slots=True, eq=False)
-class Branch:
+class BranchRecord:
     """The record of one branch. Readers may look at everything; only `BranchTree` changes it."""
 
     id: int
@@ -117,13 +92,13 @@ class BranchTree:
     """
 
     def __init__(self) -> None:
-        self._branches: dict[int, Branch] = {}
+        self._branches: dict[int, BranchRecord] = {}
         self._next_id = 0
 
     def __len__(self) -> int:
         return len(self._branches)
 
-    def branch(self, branch_id: int) -> Branch:
+    def branch(self, branch_id: int) -> BranchRecord:
         """The record itself, to read, not to change; also of a released branch until it is forgotten."""
         try:
             return self._branches[branch_id]
@@ -236,52 +211,18 @@ class BranchTree:
         """A copy of the branch's tokens from position 0."""
         return list(self.branch(branch_id).tokens)
 
-    def node(self, branch_id: int, position: int) -> Node:
-        branch = self.branch(branch_id)
-        if not 0 <= position < len(branch.tokens):
-            raise BadRange(f"branch {branch_id} has {len(branch.tokens)} tokens: no position {position}")
-        return Node(branch.tokens[position], position, branch.states[position])
-
     def common_prefix(self, first: int, second: int) -> int:
         """How many tokens two branches have in common now, by comparing them."""
         mine, yours = self.branch(first).tokens, self.branch(second).tokens
         pairs = enumerate(zip(mine, yours, strict=False))
         return next((position for position, (a, b) in pairs if a != b), min(len(mine), len(yours)))
 
-    def depth(self, branch_id: int) -> int:
-        """How many ancestors it has."""
-        depth, parent = 0, self.branch(branch_id).parent
-        while parent is not None:
-            depth, parent = depth + 1, self._branches[parent].parent
-        return depth
-
     def children(self, branch_id: int) -> list[int]:
         """In order of creation, rejected ones included."""
         return list(self.branch(branch_id).children)
 
-    def rejected_of(self, branch_id: int) -> list[int]:
-        """The children that rollbacks of this branch kept, in order of creation, released ones included."""
-        return [child for child in self.branch(branch_id).children if self._branches[child].states[-1:] == [REJECTED]]
-
     def roots(self) -> list[int]:
         return [branch.id for branch in self._branches.values() if branch.parent is None]
-
-    def leaves(self) -> list[int]:
-        """Branches without children, in order of creation."""
-        return [branch.id for branch in self._branches.values() if not branch.children]
-
-    def render(self, branch_id: int | None = None) -> str:
-        """The tree below a branch (default: all roots) as text: a line a branch, its own tokens as marker + count."""
-        stack = [(root, 0) for root in reversed(self.roots() if branch_id is None else [branch_id])]
-        lines = []
-        while stack:
-            branch, indent = self.branch(stack[-1][0]), stack.pop()[1]
-            reason = f" ({branch.finish_reason})" if branch.finish_reason else ""
-            left = "" if branch.parent is None else f" @{branch.fork_position}"
-            runs = [f"{state.marker}{len(list(run))}" for state, run in groupby(branch.states[branch.fork_position :])]
-            lines.append(" ".join([f"{'  ' * indent}#{branch.id}{left} {branch.status.value}{reason}", *runs]))
-            stack.extend((child, indent + 1) for child in reversed(branch.children))
-        return "\n".join(lines)
 
     def check_integrity(self) -> TreeNumbers:
         """Check every record and every link. Raises IntegrityError with the first fault; changes nothing."""
@@ -294,7 +235,7 @@ class BranchTree:
         states = Counter(state.value for branch in self._branches.values() for state in branch.states)
         return TreeNumbers(dict(statuses), dict(states))
 
-    def _check_links(self, branch: Branch) -> None:
+    def _check_links(self, branch: BranchRecord) -> None:
         if branch.parent is not None:
             parent = self._branches.get(branch.parent)
             if parent is None or branch.parent >= branch.id:  # parents are older, so there are no circles
@@ -308,7 +249,7 @@ class BranchTree:
     def _add(
         self, parent: int | None, fork_position: int, tokens: list[int], states: list[TokenState], root_length: int
     ) -> int:
-        branch = Branch(self._next_id, parent, fork_position, tokens, states, root_length)
+        branch = BranchRecord(self._next_id, parent, fork_position, tokens, states, root_length)
         branch.prefix_hash = hash(tuple(tokens[:fork_position]))
         self._next_id += 1
         self._branches[branch.id] = branch
@@ -316,14 +257,14 @@ class BranchTree:
             self._branches[parent].children.append(branch.id)
         return branch.id
 
-    def _keep(self, branch: Branch, length: int) -> int:
+    def _keep(self, branch: BranchRecord, length: int) -> int:
         states = branch.states[:length] + [REJECTED] * (len(branch.tokens) - length)
         kept_id = self._add(branch.id, length, list(branch.tokens), states, branch.root_length)
         kept = self._branches[kept_id]
         kept.status, kept.seal = BranchStatus.REJECTED, _seal(kept)
         return kept_id
 
-    def _changeable(self, branch_id: int, *allowed: BranchStatus) -> Branch:
+    def _changeable(self, branch_id: int, *allowed: BranchStatus) -> BranchRecord:
         branch = self.branch(branch_id)
         if branch.status not in allowed:
             advice = {
@@ -334,11 +275,11 @@ class BranchTree:
         return branch
 
 
-def _seal(branch: Branch) -> int:
+def _seal(branch: BranchRecord) -> int:
     return hash((tuple(branch.tokens), tuple(branch.states)))
 
 
-def _check_tokens(branch: Branch) -> None:
+def _check_tokens(branch: BranchRecord) -> None:
     tokens, states, status, left_at = branch.tokens, branch.states, branch.status, branch.fork_position
     released, num_rejected = status is BranchStatus.RELEASED, states.count(REJECTED)
     sealed = status in (BranchStatus.REJECTED, BranchStatus.RELEASED)

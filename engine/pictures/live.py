@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 
-from replaylens.engine.memory.tree import Branch as Record
-from replaylens.engine.memory.tree import BranchTree
+from replaylens.engine.memory.tree import BranchRecord, BranchTree
 from replaylens.engine.model.text import Text
 from replaylens.engine.pictures.paths import Path, Token
 from replaylens.engine.pictures.readings import Readings, word
@@ -53,7 +52,7 @@ def _path(branches: BranchTree, branch: int, trunk: int, readings: Mapping[int, 
     return Path(branch, parent, own, record.status.value, tuple(tokens))
 
 
-def _drawn_parent(branches: BranchTree, record: Record, trunk: int) -> int:
+def _drawn_parent(branches: BranchTree, record: BranchRecord, trunk: int) -> int:
     """The branch whose own tokens reach up to where this one leaves: its parent, or further up if it left before that."""
     parent = record.parent
     assert parent is not None

@@ -28,7 +28,7 @@ def _head(path: Path) -> tuple[str, str]:
 def _runs(tokens: tuple[Token, ...]) -> Iterator[Text | tuple[str, str]]:
     for state, run in groupby(tokens, key=lambda token: token.state):
         some = list(run)
-        yield f" {state.marker}{len(some)} ", "dim"
+        yield f" {LOOKS[state].ascii}{len(some)} ", "dim"
         yield Text("".join(token.visible for token in some), style=LOOKS[state].terminal)
 
 
@@ -36,7 +36,7 @@ def legend() -> Text:
     """What the colours and markers mean."""
     parts: list[tuple[str, str]] = []
     for state in TokenState:
-        parts += [(f"{state.marker} ", "dim"), (f" {state.value} ", LOOKS[state].terminal), ("  ", "")]
+        parts += [(f"{LOOKS[state].ascii} ", "dim"), (f" {state.value} ", LOOKS[state].terminal), ("  ", "")]
     return Text.assemble(*parts)
 
 

@@ -20,16 +20,21 @@ from replaylens.engine.errors import (
     UnknownBranch,
 )
 from replaylens.engine.memory.pages import PagePool, PageTable
-from replaylens.engine.memory.tree import Branch, BranchStatus, BranchTree, Node, TokenState
+from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree, TokenState
 
 PROMPT, DRAFT = TokenState.PROMPT, TokenState.DRAFT
 ACCEPTED, PENDING, REJECTED = TokenState.ACCEPTED, TokenState.PENDING, TokenState.REJECTED
 LETTERS = {"P": PROMPT, "A": ACCEPTED, "~": PENDING, "D": DRAFT, "R": REJECTED}
 
 
-def letters(branch: Branch) -> str:
+def letters(branch: BranchRecord) -> str:
     names = {state: letter for letter, state in LETTERS.items()}
     return "".join(names[state] for state in branch.states)
+
+
+def rejected_of(tree: BranchTree, branch_id: int) -> list[int]:
+    """The children that rollbacks of a branch kept, from the records."""
+    return [child for child in tree.children(branch_id) if tree.branch(child).states[-1:] == [REJECTED]]
 
 
 def legal(text: str) -> bool:
@@ -180,15 +185,12 @@ class TreeMachine(RuleBasedStateMachine):
             assert (branch.parent, branch.fork_position) == (record.parent, record.left_at)
             assert (branch.status.value, branch.finish_reason) == (record.status, record.reason)
             assert tree.children(branch_id) == record.children
-            assert tree.rejected_of(branch_id) == [child for child in record.children if "R" in model[child].text]
-            assert tree.depth(branch_id) == (0 if record.parent is None else tree.depth(record.parent) + 1)
+            assert rejected_of(tree, branch_id) == [child for child in record.children if "R" in model[child].text]
             assert branch.root_length == record.text.count("P")
         assert tree.roots() == [branch_id for branch_id, record in model.items() if record.parent is None]
-        assert tree.leaves() == [branch_id for branch_id, record in model.items() if not record.children]
         for branch_id in [*self.forgotten[-2:], self.num_made]:
             self.refused(UnknownBranch, tree.path, branch_id)
         assert sum(tree.check_integrity().branches.values()) == len(tree) == len(model)
-        assert len(tree.render().splitlines()) == len(model)
 
 
 TestTree = TreeMachine.TestCase
@@ -227,19 +229,13 @@ def test_a_mismatch_restores_to_the_last_accepted_token() -> None:
     tree.append(root, [20], PENDING)
     assert (tree.path(root), letters(tree.branch(root))) == ([1, 2, 3, 10, 11, 20], "PPPAA~")
     assert (table.pages, table.length, pool.num_free) == ([1, 2, 3], 5, 5)
-    assert rejected is not None and tree.rejected_of(root) == [rejected]
+    assert rejected is not None and rejected_of(tree, root) == [rejected]
     assert (tree.path(rejected), letters(tree.branch(rejected))) == ([1, 2, 3, 10, 11, 12, 13], "PPPAARR")
-    assert tree.node(rejected, 5) == Node(12, 5, REJECTED)
-    assert tree.render() == "#0 open .3 +2 ~1\n  #1 @5 rejected x2"
+    record = tree.branch(rejected)
+    assert (record.parent, record.fork_position, record.status) == (root, 5, BranchStatus.REJECTED)
     assert str(tree.check_integrity()) == (
         "tree: 2 branches (1 open, 1 rejected); tokens: 6 prompt, 4 accepted, 1 pending, 2 rejected"
     )
-
-
-def test_colours_and_markers() -> None:
-    colours = {PROMPT: "blue", DRAFT: "yellow", ACCEPTED: "green", PENDING: "checkered", REJECTED: "red"}
-    assert {state: state.colour for state in TokenState} == colours
-    assert len({state.marker for state in TokenState}) == len(TokenState)
 
 
 # Bugs that others hit
@@ -293,7 +289,7 @@ def test_a_rejected_branch_can_be_forked_and_gone_on_with() -> None:
     whole, part, before = tree.fork(rejected), tree.fork(rejected, 6), tree.fork(rejected, 4)
     assert [letters(tree.branch(child)) for child in (whole, part, before)] == ["PPPAAAA", "PPPAAA", "PPPA"]
     tree.append(whole, [14], PENDING)
-    assert letters(tree.branch(rejected)) == "PPPAARR" and tree.rejected_of(root) == [rejected]
+    assert letters(tree.branch(rejected)) == "PPPAARR" and rejected_of(tree, root) == [rejected]
     tree.check_integrity()
 
 
@@ -342,8 +338,6 @@ def test_ranges_are_checked() -> None:
     for call in (
         lambda: tree.fork(root, 3),
         lambda: tree.fork(root, -1),
-        lambda: tree.node(root, 2),
-        lambda: tree.node(root, -1),
         lambda: tree.mark(root, 0, 3, ACCEPTED),
         lambda: tree.mark(root, 2, 1, ACCEPTED),
     ):
@@ -362,7 +356,7 @@ def test_closed_and_unknown_branches() -> None:
     tree.release(root)
     with pytest.raises(ClosedBranch, match="released"):
         tree.fork(root)
-    assert tree.path(root) == [1] and tree.rejected_of(root) == [rejected]
+    assert tree.path(root) == [1] and rejected_of(tree, root) == [rejected]
     with pytest.raises(BranchInUse, match="has 1 children"):
         tree.forget(root)
     tree.release(rejected)
@@ -373,15 +367,19 @@ def test_closed_and_unknown_branches() -> None:
     assert tree.plant([1]) == 2  # ids are never used again
 
 
-def test_render_of_a_subtree_and_of_a_deep_tree() -> None:
+def test_a_tree_may_be_deeper_than_the_stack_of_calls() -> None:
     tree = BranchTree()
     branch_id = tree.plant([1, 2])
     for _ in range(2000):
         branch_id = tree.fork(branch_id)
     tree.append(branch_id, [7, 8], DRAFT)
     tree.finish(branch_id, "length")
-    assert tree.render(branch_id) == "#2000 @2 finished (length) ?2"
-    assert len(tree.render().splitlines()) == 2001 and tree.depth(branch_id) == 2000
+    assert sum(tree.check_integrity().branches.values()) == 2001
+    depth, record = 0, tree.branch(branch_id)
+    assert (record.status, record.finish_reason) == (BranchStatus.FINISHED, "length")
+    while record.parent is not None:
+        depth, record = depth + 1, tree.branch(record.parent)
+    assert depth == 2000
 
 
 # Faults of our own are found and named
