@@ -35,7 +35,7 @@ slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow
 
 gpu: $(STAMP)
-	$(BIN)/python -m pytest -q -m gpu
+	$(BIN)/python -m tests.gpu.run --processes 6
 
 smollm2: $(STAMP)
 	$(BIN)/replaylens fetch smollm2

@@ -123,7 +123,7 @@ def generated(model: Any, prompts: Tensor, **more: Any) -> Any:
 def with_transformer_lens(model: Any, lens: Any, engine: Engine, examples: list[Example], folder: Path) -> int:
     """Generate, run_with_cache over the whole paths, torch.save. Rows written."""
     rows = 0
-    wanted = {name for letter in "STC" for name in engine.sites.letter(letter)}
+    wanted = {name for letter in "STC" for name in engine.sites.per_layer(letter)}
     for number, prompts in enumerate(batches(engine, examples)):
         tokens = generated(model, prompts).sequences
         _, cache = lens.run_with_cache(tokens, names_filter=lambda name: name in wanted)

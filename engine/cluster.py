@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint, no_such
+from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -71,9 +70,19 @@ def dump_on_cluster(
     progress: bool = False,
     engine_options: dict[str, Any] | None = None,
     knobs: dict[str, Any] | None = None,
+    sites: str | Sequence[str] = "STCZ",
+    drafter: str = "lens",
+    window: int | None = None,
     sampling: Sampling | None = None,
     edits: Sequence[Edit] = (),
-    **options: Any,
+    max_new: int | None = None,
+    rejected: bool = True,
+    positions: str = "all",
+    dtype: str | None = None,
+    examples_per_shard: int = 128,
+    top_k: int = 8,
+    targets: Sequence[str | int] = (),
+    full: bool = False,
 ) -> Dump | None:
     """Write a dump with the workers of a Ray cluster; the finished dump.
 
@@ -82,10 +91,26 @@ def dump_on_cluster(
     workers   actors at most; default: one per GPU if the engines use GPUs, else one per CPU. Those that the cluster has
               no room for wait for it; the others do the work
     knobs     settings of the task
-    options   and sampling and edits: those of `make_plan`. A function for positions, or a tuned lens, cannot be sent
+    others    those of `make_plan`; a function for positions, or a tuned lens, cannot be sent
     """
-    chosen = {"sampling": (sampling or Sampling()).to_json(), "edits": [edit.to_json() for edit in edits], "knobs": knobs or {}}
-    sent = _sendable({**options, **chosen})
+    sent = _sendable(
+        {
+            "knobs": knobs or {},
+            "sites": sites,
+            "drafter": drafter,
+            "window": window,
+            "sampling": (sampling or Sampling()).to_json(),
+            "edits": [edit.to_json() for edit in edits],
+            "max_new": max_new,
+            "rejected": rejected,
+            "positions": positions,
+            "dtype": dtype,
+            "examples_per_shard": examples_per_shard,
+            "top_k": top_k,
+            "targets": targets,
+            "full": full,
+        }
+    )
     engine_options = engine_options or {}
     with _connected(address) as ray:
         pool = _Pool(ray, model, engine_options, workers)
@@ -159,11 +184,8 @@ class _Pool:
 
 
 def _sendable(options: dict[str, Any]) -> str:
-    """Options as workers get them; BadRequest for those that `make_plan` does not have, and for what is no plain value."""
-    known = {"knobs", "top_k", "targets", "full", *signature(make_plan).parameters} - {"engine", "task", "examples", "lens"}
+    """Options as workers get them; BadRequest for what is no plain value."""
     for name, value in options.items():
-        if name not in known:
-            raise BadRequest(no_such("option", name, sorted(known)) + "; settings of the task go into knobs")
         try:
             json.dumps(value)
         except TypeError as error:

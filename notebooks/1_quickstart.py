@@ -9,13 +9,13 @@
 # %% [markdown]
 # # 1. Quickstart
 #
-# Load a model, replay coin-flip stories, look at one, keep everything in a dump, prove the dump, probe it. About a minute
-# on two cores; nothing is downloaded.
+# Load a model, replay coin-flip stories, look at one, write a dump, verify it, probe it. About a minute on two cores; nothing
+# is downloaded.
 #
-# **What to expect.** The embedded model answers nearly all stories rightly and writes down the coin's state step by step.
-# A smaller model drafts for it and is often wrong; what was wrong is not lost but hangs off the path as a rejected branch.
-# The coin's state can be read off the hidden states where a step is decided, far above every control. At the end of the
-# question sixty stories do not show it, which is no proof that it is not there.
+# **What to expect.** The embedded model answers nearly all stories correctly and writes down the coin's state step by step. A
+# smaller model drafts for it and is often wrong; rejected drafts are kept and branch off the path. The coin's state can be
+# read from the activations where a step is decided, far above every control. At the end of the question sixty stories do not
+# show it, which does not prove that it is absent.
 
 # %%
 import tempfile
@@ -32,9 +32,8 @@ print(example.prompt + example.completion)
 # %% [markdown]
 # ## Replay
 #
-# `sites` says what to capture: S (residual stream), T (what attention writes), C (what the MLP writes), at every layer; Z:
-# what every layer would say next. `drafter` says who guesses ahead. It changes the speed and the rejected branches, never
-# the answer.
+# `sites` selects what is captured at every layer: S (residual stream), T (attention output), C (MLP output) and Z (logit
+# lens). `drafter` selects who drafts ahead. It changes the speed and the rejected branches, never the answer.
 
 # %%
 run = engine.replay(task.examples(60), sites="STCZ", drafter="model", window=4)
@@ -42,14 +41,14 @@ print(f"{run.accuracy:.0%} right, {run.acceptance:.0%} of drafts accepted")
 print(run[1].text)
 
 # %% [markdown]
-# Hover a token: position, log-probability, entropy, and what each layer would say next. Blue is the prompt, green was
-# accepted, red was rejected.
+# Hover a token to see its position, log-probability, entropy and the logit lens of every layer. The prompt is blue, accepted
+# tokens are green, rejected ones red.
 
 # %%
 run.tree(1)
 
 # %% [markdown]
-# Every row of the path is there, and the rejected branches have rows of their own.
+# Every row of the path is captured, and rejected branches have rows of their own.
 
 # %%
 resid = run[1].activations["blocks.2.hook_in"]
@@ -61,8 +60,8 @@ print(f"rows {tuple(wrong.activations['blocks.2.hook_in'].shape)}")
 # %% [markdown]
 # ## Dump
 #
-# A folder of safetensors and Parquet with one line per row: token, branch, labels. The digest names all of its content.
-# `verify` replays every example and compares every bit.
+# A dump is a folder of safetensors and Parquet with one line per row: token, branch, labels. Its digest identifies all of its
+# content. `verify` replays every example and compares every bit.
 
 # %%
 dump = run.save(Path(tempfile.mkdtemp()) / "coin")
@@ -77,14 +76,14 @@ dump.to_pandas()[["example", "branch", "position", "text", "token_state", "face"
 # ## Probe
 #
 # Splits are by root prompt: all branches of a prompt are on one side. Every score comes with its controls, an interval over
-# roots and a correction over the whole grid; `step` is where a step is decided, `query` the prompt's last token.
+# roots and a correction over the whole grid. `step` is where a step is decided, `query` the prompt's last token.
 
 # %%
 report = rl.probes.sweep(dump, "face", sites="STC", positions=["step", "query"])
 print(report)
 
 # %% [markdown]
-# A white dot: shown over the whole grid.
+# A white dot marks what is shown over the whole grid.
 
 # %%
 report.heatmap()

@@ -9,14 +9,14 @@
 # %% [markdown]
 # # 2. Determinism
 #
-# Hidden states are usually a function of the token path *and of the weather*: who else was in the batch, whether a row came
-# from a prefill or from a decode step, how a prompt was cut. replaylens commits only rows that are a function of weights,
-# token path and edits, bit for bit.
+# Activations usually depend on more than the tokens: on the other sequences in the batch, on whether a row came from a prefill
+# or from a decode step, on how a prompt was cut. replaylens commits only rows that are a function of weights, token path and
+# edits, bit for bit.
 #
-# **What to expect.** First a plain model whose states differ in their last bits, depending on how the same tokens were
+# **What to expect.** First a plain model whose activations differ in their last bits, depending on how the same tokens were
 # computed (which ways differ depends on your processor). Then the same weights in an engine, where all ways agree exactly.
-# Then dumps whose digest does not care about batch or drafter, the fast path and why its rows cannot be dumped, and the
-# doctor, who looks for the proof on your machine. About a minute; nothing is downloaded.
+# Then dumps whose digest does not depend on batch or drafter, the fast path and why its rows cannot be dumped, and the doctor,
+# which tests all this on your machine. About a minute; nothing is downloaded.
 
 # %%
 import tempfile
@@ -45,7 +45,7 @@ prompts = torch.randint(1, 512, (16, 40))
 # %% [markdown]
 # ## The same tokens, computed in four ways, by transformers
 #
-# We look at the residual stream before the last block.
+# We compare the residual stream before the last block.
 
 
 # %%
@@ -87,7 +87,7 @@ ways = {
 compare(ways, alone)
 
 # %% [markdown]
-# The differences are small, but a hash of such states is worth nothing, and no two papers can compare bits.
+# The differences are small, but such activations have no reproducible hash, and two papers cannot compare bits.
 #
 # ## The same weights in an engine
 
@@ -131,7 +131,7 @@ print(f"against transformers: at most {(reference - alone).abs().max():.1e} apar
 # %% [markdown]
 # ## Dumps: one digest, whatever the batch and the drafter
 #
-# Rejected branches depend on who drafted; accepted rows do not.
+# Rejected branches depend on the drafter; accepted rows do not.
 
 # %%
 coin = rl.Engine.load("coin-plain")
@@ -146,8 +146,8 @@ pd.DataFrame(lines)
 # %% [markdown]
 # ## The fast path
 #
-# `deterministic=False` takes the tokens of the fast path as they come. The branch is marked, and a run of such branches is
-# refused by dumps.
+# `deterministic=False` takes the tokens of the fast path as they come. The branch is marked, and a run of such branches cannot
+# be saved as a dump.
 
 # %%
 branch = coin.prompt(examples[0].prompt, sites="S").generate(20)
@@ -164,10 +164,10 @@ except rl.errors.EngineError as error:
 # %% [markdown]
 # ## The doctor
 #
-# Why should you believe it on *your* processor? Before it serves a model, the engine compares bits for every op and shape
-# of it: a row alone, in a batch, at another offset, on one thread, a window cut elsewhere. It has negative controls that
-# must differ, or the comparison would prove nothing. It uses only what was certified, and raises `NotCertified` otherwise.
-# In a shell: `replaylens doctor`.
+# Why should you believe it on *your* processor? Before it serves a model, the engine compares bits for every op and shape of
+# the model: a row alone, in a batch, at another offset, on one thread, a window cut elsewhere. Negative controls must differ,
+# or the comparison would show nothing. The engine uses only what was certified, and raises `NotCertified` otherwise. In a
+# shell: `replaylens doctor`.
 
 # %%
 certificate = certificates.examine(engine.model)
@@ -177,6 +177,6 @@ print(f"certified: {certificate.certified}")
 findings.groupby(["control", "check"]).equal.agg(compared="size", equal="sum")
 
 # %% [markdown]
-# **Scope.** One fingerprint: weights, config, dtype, device model, versions of torch and of the canonical arithmetic.
-# Another processor may give other bits, and comparisons across fingerprints are refused, not guessed ([the
-# contract](../docs/determinism.md)). Next: [3_branches](3_branches.ipynb).
+# **Scope.** One fingerprint: weights, config, dtype, device model, versions of torch and of the canonical arithmetic. Another
+# processor may give other bits, and comparisons across fingerprints are refused ([the contract](../docs/determinism.md)).
+# Next: [3_branches](3_branches.ipynb).

@@ -9,13 +9,13 @@
 # %% [markdown]
 # # 3. Speculative branches
 #
-# A drafter guesses some tokens ahead, one canonical pass checks them all, what does not stand is rolled back. Elsewhere the
-# rejected tokens vanish. Here they stay in the tree, with hidden states of their own: counterfactual paths, for free.
+# A drafter proposes some tokens ahead, one canonical pass checks them all, and what does not match is rolled back. Elsewhere
+# the rejected tokens are discarded. Here they stay in the tree, with activations of their own: counterfactual paths, for free.
 #
 # **What to expect.** Five drafters, one output. A tree with red branches, and how it came about. Then two questions. Does a
-# probe of accepted branches read rejected ones? Mostly, and the exception is telling: it reads what the *text* implies
-# rather than what is true. And after a forced lie in the chain of thought, does the state follow the text or the truth?
-# Mostly the text. Both with few stories, so with wide intervals. About a minute and a half; nothing is downloaded.
+# probe of accepted branches read rejected ones? Mostly, and the exception is telling: it reads what the *text* implies rather
+# than what is true. And after a false statement is forced into the chain of thought, does the state follow the text or the
+# truth? Mostly the text. Both with few stories, so with wide intervals. About a minute and a half; nothing is downloaded.
 
 # %%
 import pandas as pd
@@ -26,10 +26,10 @@ engine = rl.Engine.load("coin-plain")
 task = rl.tasks.get("coin")(flips=(2, 6), rendering="steps")
 
 # %% [markdown]
-# ## Who drafts
+# ## Drafters
 #
-# `self` is the fast path of the model itself, `lens` and `tree` leave the model in the middle, `ngram` looks back in the
-# text, `model` is a smaller model. The output is the same for all; what was rejected is not.
+# `self` is the fast path of the model itself, `lens` and `tree` exit at a middle layer, `ngram` looks back in the text,
+# `model` is a smaller model. The output is the same for all; the rejected branches are not.
 
 # %%
 runs = {
@@ -49,7 +49,7 @@ pd.DataFrame(
 runs["model"].tree(3)
 
 # %% [markdown]
-# Another story, step by step: prefill, decode, verify, rollback, and what the KV cache held. Use the arrows below the
+# Another story, step by step: prefill, decode, verify, rollback, and the contents of the KV cache. Use the arrows below the
 # picture (or scroll, where scripts are off).
 
 # %%
@@ -58,7 +58,7 @@ engine.replay(task.examples([4]), drafter="model", window=4, max_new=6).timeline
 # %% [markdown]
 # ## Branches by hand
 #
-# `fork` copies nothing; `force` writes what you want. One of these two texts now lies.
+# `fork` copies nothing; `force` appends any text. One of these two texts now states something false.
 
 # %%
 root = engine.prompt(
@@ -72,8 +72,8 @@ root.tree()
 # %% [markdown]
 # ## Do probes of accepted branches read rejected ones?
 #
-# Rejected drafts tell of things that never happened. `face` is the true state; `implied` is where a reader who believes the
-# text ends up. Probes are fitted on some roots and tested on others, of either kind of branch.
+# Rejected drafts describe things that never happened. `face` is the true state; `implied` is where a reader who believes the
+# text ends up. Probes are fitted on some roots and tested on others, for either kind of branch.
 
 # %%
 run = engine.replay(task.examples(80), sites="S", drafter="model", window=4)
@@ -85,13 +85,13 @@ for label in ("face", "implied"):
     print(f"\n{label}:", rl.probes.transfer(rows, label), sep="\n")
 
 # %% [markdown]
-# On the accepted path text and truth agree. On rejected branches they sometimes part, and there the same probe agrees with the
-# text more than with the truth.
+# On the accepted path text and truth agree. On rejected branches they sometimes differ, and there the same probe agrees with
+# the text more than with the truth.
 #
 # ## Text or truth?
 #
-# The chain of thought is forced up to its first stated face, which is turned over; then the model goes on by itself. Probes
-# of truthful chains of other roots read the rows after the lie, where truth and text say different things.
+# The chain of thought is forced up to its first stated face, which is reversed; then the model continues by itself. Probes of
+# truthful chains of other roots read the rows after the false statement, where truth and text differ.
 
 # %%
 report = rl.probes.text_or_truth(engine, task.examples(range(200, 280)))

@@ -9,15 +9,15 @@
 # %% [markdown]
 # # 4. Thinking States
 #
-# A model that thinks in words while it reads: after each chunk of input the thinking block T says what there is to think
-# (`tails <EOS>`, mostly just `<EOS>`), the compression block C turns the words into a state S, and S is added to the next
-# chunk. The KV cache never holds a thought.
+# A model that thinks in words while it reads, after [arXiv 2602.08332](https://arxiv.org/abs/2602.08332). After each chunk of
+# input the thinking block T writes what there is to think (`tails <EOS>`, mostly just `<EOS>`), the compression block C turns
+# the words into a state S, and S is added to the next chunk. The KV cache never holds a thought.
 #
-# **What to expect.** One story with its thoughts. The letters S, T, C, Z as tensors. Three ways to prefill, one guessing
-# ahead that nothing will be thought and rolling the KV cache back where something was: the same bits. Then what is in S
-# (the coin's face, and nothing of who acted or how), and whether it matters: with the other face's state put in, later
-# thoughts and the answer turn over; with noise of the same size, much less. The embedded model is tiny and was trained on
-# nothing but coins. About half a minute; nothing is downloaded.
+# **What to expect.** One story with its thoughts. The letters S, T, C, Z as tensors. Three ways to prefill, one of which
+# guesses that nothing will be thought and rolls the KV cache back where something was: the same bits. Then what is in S (the
+# coin's face, and nothing of who acted or how), and whether it matters: with the other face's state put in, later thoughts and
+# the answer flip; with noise of the same size, much less. The embedded model is tiny and was trained on nothing but coins.
+# About half a minute; nothing is downloaded.
 
 # %%
 import numpy as np
@@ -35,8 +35,9 @@ branch.generate(2).picture()
 # %% [markdown]
 # ## S, T, C, Z
 #
-# A row is a token position. S stands where it is added; T, C and Z stand at the last token of the chunk that thought, by
-# step of the thought. All names are captured with the letters, beside the sites of the plain transformer.
+# A row is a token position. In a model that thinks S is the state, stored where it is added; T (the thought), C (its
+# compression) and Z (its words) are stored at the last token of the chunk that thought, by step of the thought. The letters
+# select these sites together with those of every model: residual stream, attention output, MLP output and logit lens.
 
 # %%
 captured = [site for site in branch.activations.sites() if site in LETTERS]
@@ -52,11 +53,10 @@ for step in range(2):
     print(f"step {step}: entropy {entropy[step]:.4f}; {said}")
 
 # %% [markdown]
-# ## Three roads, the same bits
+# ## Three prefill modes, the same bits
 #
-# `sequential` thinks chunk by chunk. `empty` runs all remaining chunks at once as if nothing were thought, keeps everything
-# up to the first thought that is not empty, and rolls the rest back. `drafted` guesses with the thoughts of the round that
-# failed.
+# `sequential` thinks chunk by chunk. `empty` runs all remaining chunks at once as if nothing were thought, keeps everything up
+# to the first thought that is not empty, and rolls the rest back. `drafted` guesses with the thoughts of the round that failed.
 
 # %%
 roads = {guess: engine.prompt(story, sites="STCZ", guess=guess) for guess in ("sequential", "empty", "drafted")}
@@ -73,8 +73,8 @@ pd.DataFrame(
 )
 
 # %% [markdown]
-# What was rolled back is kept as a rejected branch, with the thoughts that it had without the state. Denied the first
-# thought, T still thinks at the right chunk, but not always the right thing:
+# What was rolled back is kept as a rejected branch, with the thoughts that it had without the state. Denied the first thought,
+# T still thinks at the right chunk, but not always the right thing:
 
 # %%
 for path in (branch, *branch.rejected):
@@ -94,13 +94,13 @@ report = rl.probes.sweep(received, ["face", "last_action", "name"], sites=["thin
 report.table.query("~known_zero")[["label", "accuracy", "low", "high", "majority", "bag_of_tokens", "shuffled"]].round(2)
 
 # %% [markdown]
-# A handful of different vectors: the thoughts are two words, and C makes one state of each, a vector per token of the
-# chunk. So S holds the face, and who acted or how cannot be in it.
+# A handful of different vectors: the thoughts are two words, and C makes one state of each, a vector per token of the chunk.
+# So S holds the face, and who acted or how cannot be in it.
 #
 # ## Does it matter?
 #
-# Into the first state of a story goes the one of the other face, taken from the same story told with the other start; or
-# the story's own state with noise, as large as that exchange. Behind the edit the fork thinks anew.
+# The first state of a story is replaced by that of the other face, taken from the same story told with the other start; or by
+# the story's own state with noise as large as that exchange. After the edit the fork thinks again.
 
 # %%
 
@@ -127,5 +127,5 @@ lines = [edited(example, kind) for example in fresh for kind in ("the other face
 pd.DataFrame(lines).groupby("put in").mean().round(2).assign(stories=len(fresh))
 
 # %% [markdown]
-# How it works, what was decided where the paper leaves it open, and how it was trained:
-# [docs/thinking.md](../docs/thinking.md). Next: a real model, [5_real_model](5_real_model.ipynb).
+# How it works, what was decided where the paper leaves it open, and how it was trained: [models that
+# think](../docs/thinking.md), [sources](../docs/sources.md). Next: a real model, [5_real_model](5_real_model.ipynb).

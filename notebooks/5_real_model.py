@@ -12,10 +12,10 @@
 # The same verbs on a pretrained model: 30 layers, 576 wide, a vocabulary of 49152. **It must be fetched once** (93 MB): run
 # `replaylens fetch smollm2` in a shell, or `make smollm2`. Without it the next cell says so and stops.
 #
-# **What to expect.** The model knows a capital. Coin flips it answers at about chance (models of this size sit at 47 to 51
-# % in Wei et al.'s table), so the question is not what it answers but what its states know. A small dump, replayed to the
-# same bits; a sweep with its controls. Samples are small here, so intervals are wide and little can be shown; larger ones
-# are in [docs/results.md](../docs/results.md). One to two minutes on two cores.
+# **What to expect.** The model knows a capital. It answers coin flips at about chance (models of this size are at 47 to 51 %
+# in Wei et al.'s table), so the question is not what it answers but what its activations hold. A small dump, replayed to the
+# same bits; a sweep with its controls. Samples are small here, so intervals are wide and little can be shown; larger ones are
+# in [docs/results.md](../docs/results.md). One to two minutes on two cores.
 
 # %%
 import tempfile
@@ -36,8 +36,8 @@ print(f"{engine.config.num_layers} layers, d_model {engine.config.d_model}, voca
 # %% [markdown]
 # ## It speaks, and every layer can be asked
 #
-# Hover a token: what each of 30 layers would say next, read through the model's own final norm and unembedding (the plain
-# logit lens, which is known to be unreliable in early layers).
+# Hover a token to see the logit lens of all 30 layers, read through the model's own final norm and unembedding (the plain
+# logit lens is known to be unreliable in early layers).
 
 # %%
 capital = engine.prompt("The capital of France is", sites="Z")
@@ -63,9 +63,9 @@ print("KV equal:    ", [torch.equal(a.kv(), b.kv()) for a, b in zip(alone, toget
 # %% [markdown]
 # ## What it answers
 #
-# "Flips the coin" may mean a random toss to a pretrained model; "turns the coin over" cannot. Of the two words *yes* and
-# *no* the likelier one counts as the answer, whatever else the model would rather have said. As many stories are asked
-# whose answer is yes as no: who always says the same is right in half of them.
+# "Flips the coin" may mean a random toss to a pretrained model; "turns the coin over" cannot. The more likely of the two words
+# *yes* and *no* counts as the answer, whatever else the model would rather have said. Half of the stories have the answer yes,
+# half no: a model that always says the same is right in half of them.
 
 
 # %%
@@ -89,10 +89,10 @@ lines = [answers(rl.tasks.get("coin")(rendering="wei", verb=verb, flips=flips), 
 pd.DataFrame(lines, index=pd.MultiIndex.from_tuples([(words[v], n) for v, n in asked], names=["wording", "actors"]))
 
 # %% [markdown]
-# ## What its states know
+# ## What its activations hold
 #
-# Six of thirty layers, bfloat16 on disk. `parity`: whether the coin was turned an odd number of times. Read the controls
-# before the accuracy.
+# Six of thirty layers of the residual stream, bfloat16 on disk. `parity`: whether the coin was turned an odd number of times.
+# Read the controls before the accuracy.
 
 # %%
 layers = (0, 6, 12, 18, 24, 29)
@@ -111,13 +111,13 @@ report.table.query("~known_zero").set_index(["position", "site"])[
 ].round(2)
 
 # %% [markdown]
-# After two actors parity can be read off, but mind the control task: a random label per kind of context is read off well
-# there, too, since two actions make few contexts. At the end of the question, where the answer would need it, these stories
-# show nothing. That is a negative result with a wide interval, not a proof of absence.
+# After two actors parity can be read, but mind the control task: a random label per kind of context is read well there too,
+# since two actions make few contexts. At the end of the question, where the answer would need it, these stories show nothing.
+# That is a negative result with a wide interval, not a proof of absence.
 #
 # ## A fork
 #
-# One text tells the truth, the other lies; the model goes on from both. The prefix is computed once.
+# One text states the truth, the other does not; the model continues from both. The prefix is computed once.
 
 # %%
 root = engine.prompt("A coin is heads up. Alice turns the coin over. Now the coin is")

@@ -9,14 +9,14 @@
 # %% [markdown]
 # # 6. Coming from TransformerLens
 #
-# Names, `run_with_cache`, `ActivationCache` and hook functions are the ones you know (TransformerLens 4; the older names
-# are aliases). An engine adds branches, rollback, dumps and the promise about bits. It does not do gradients: train and
-# attribute there, replay here.
+# Names, `run_with_cache`, `ActivationCache` and hook functions are the ones you know (TransformerLens 4; the older names are
+# aliases). An engine adds branches, rollback, dumps and bitwise determinism. It has no gradients: train and attribute there,
+# replay here.
 #
 # **What to expect.** A bridge loaded into an engine; the same values under the same names, up to rounding; the cache's own
-# methods; a hook function and the `Edit` that says the same, with the same effect; a prefix frozen and run on; the states
-# of generated tokens in one go; a dump read back as an `ActivationCache`. The model has random weights: this is about the
-# interface. Half a minute, most of it the import of transformer_lens; nothing is downloaded.
+# methods; a hook function and the `Edit` that does the same, with the same effect; a shared prefix with several continuations;
+# the activations of generated tokens without a second run; a dump read back as an `ActivationCache`. The model has random
+# weights: this is about the interface. Half a minute, most of it the import of transformer_lens; nothing is downloaded.
 
 # %%
 import tempfile
@@ -57,7 +57,7 @@ print(f"logits: {(logits - their_logits).abs().max():.1e}; type: {type(cache).__
 print([name for name in names if name.startswith("blocks.2")])
 
 # %% [markdown]
-# An unknown name is an error that names the nearest ones.
+# An unknown name is an error that lists the nearest ones.
 
 # %%
 try:
@@ -78,8 +78,9 @@ print({name: tuple(value.shape) for name, value in last.items() if name.startswi
 # %% [markdown]
 # ## Hooks, and what to use instead
 #
-# Hook functions work on a fork. Nothing can be promised of what a function computes, so such a branch is not certified. An
-# `Edit` is data: it has a hash, shares KV up to the first edited position, and can be dumped and replayed.
+# Hook functions work on a fork. The engine cannot know what a function computes, so such a branch is not certified. An `Edit`
+# is data: it has a hash, shares KV up to the first edited position, and can be dumped and replayed. Activation patching,
+# ablation and steering vectors are edits.
 
 # %%
 direction = torch.randn(64)
@@ -104,8 +105,8 @@ print(f"without either: {(logits[0, -1] - reference).abs().max():.1f} away")
 # %% [markdown]
 # ## What is new
 #
-# A prefix is computed once and run on as often as you like; the states of generated tokens are there, without running the
-# text again. What `run_with_cache` gives for the finished text has the same bits.
+# A prefix is computed once and continued as often as you like. The activations of generated tokens are there without running
+# the text again, and have the bits that `run_with_cache` gives for the finished text.
 
 # %%
 root = engine.prompt(path, sites="STC")
@@ -118,7 +119,7 @@ for fork in forks:
     print(f"{new} new tokens, {sites} sites; the same bits in a run over the whole: {same}")
 
 # %% [markdown]
-# Dumps hand out `ActivationCache`s too: load stored activations without the model's data, and go on with your own code.
+# Dumps return `ActivationCache`s too: load stored activations without the dataset, and go on with your own code.
 
 # %%
 coin = rl.Engine.load("coin-plain")
@@ -132,7 +133,7 @@ print("as captured:", torch.equal(stored["blocks.3.hook_in"][0], run[2].activati
 # |---|---|---|
 # | `bridge.run_with_cache(tokens)` | `engine.run_with_cache(tokens)` | the same `ActivationCache`, canonical bits |
 # | `bridge.run_with_hooks(tokens, fwd_hooks=...)` | `branch.fork(edits=...)`, or `hooks=` | edits can be dumped and verified |
-# | `bridge.generate(...)`, then a second run for the states | `branch.generate(n)`, `branch.activations` | one pass |
+# | `bridge.generate(...)`, then a second run for the activations | `branch.generate(n)`, `branch.activations` | one pass |
 # | padding and attention masks for prompts of several lengths | `engine.prompts([...])` | no padding anywhere |
 # | `torch.save(cache)` | `run.save(folder)` | labels, digest, resumable |
 # | `loss.backward()` | stay there | rows carry no gradient |

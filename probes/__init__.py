@@ -4,7 +4,49 @@ The parts load on first use.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # type checkers and editors see the names themselves
+    from replaylens.probes.attentive import AttentiveProbe as AttentiveProbe
+    from replaylens.probes.causal import ablate as ablate
+    from replaylens.probes.causal import interchange as interchange
+    from replaylens.probes.causal import steer as steer
+    from replaylens.probes.ccs import CcsProbe as CcsProbe
+    from replaylens.probes.controls import untrained_rows as untrained_rows
+    from replaylens.probes.das import find_direction as find_direction
+    from replaylens.probes.erasers import Inlp as Inlp
+    from replaylens.probes.erasers import Leace as Leace
+    from replaylens.probes.mass_mean import MassMeanProbe as MassMeanProbe
+    from replaylens.probes.moments import MomentStream as MomentStream
+    from replaylens.probes.probe import LinearProbe as LinearProbe
+    from replaylens.probes.probe import fit_probe as fit_probe
+    from replaylens.probes.probe import placebo_probes as placebo_probes
+    from replaylens.probes.questions.forced import forced_rows as forced_rows
+    from replaylens.probes.questions.judge import judge as judge
+    from replaylens.probes.questions.outcome_at_fork import outcome_at_fork as outcome_at_fork
+    from replaylens.probes.questions.steering_reach import steering_reach as steering_reach
+    from replaylens.probes.questions.text_or_truth import text_or_truth as text_or_truth
+    from replaylens.probes.questions.transfer import transfer as transfer
+    from replaylens.probes.questions.viable_branch import viable_branch as viable_branch
+    from replaylens.probes.refit import permutation_test as permutation_test
+    from replaylens.probes.registry import ESTIMATORS as ESTIMATORS
+    from replaylens.probes.registry import calibrated as calibrated
+    from replaylens.probes.report import Report as Report
+    from replaylens.probes.rows import ProbeRows as ProbeRows
+    from replaylens.probes.sequence_rows import sequences as sequences
+    from replaylens.probes.sparse import SparseProbe as SparseProbe
+    from replaylens.probes.splits import Split as Split
+    from replaylens.probes.splits import by_acceptance as by_acceptance
+    from replaylens.probes.splits import by_answer as by_answer
+    from replaylens.probes.splits import by_depth as by_depth
+    from replaylens.probes.splits import by_length as by_length
+    from replaylens.probes.splits import by_mask as by_mask
+    from replaylens.probes.splits import by_names as by_names
+    from replaylens.probes.splits import by_part as by_part
+    from replaylens.probes.splits import by_phrase as by_phrase
+    from replaylens.probes.splits import by_root as by_root
+    from replaylens.probes.streaming import fit_streaming as fit_streaming
+    from replaylens.probes.sweeping import sweep as sweep
 
 _WHERE = {
     "AttentiveProbe": "attentive",
@@ -52,11 +94,13 @@ _WHERE = {
 __all__ = list(_WHERE)
 
 
-def __getattr__(name: str) -> Any:
-    """Load a public name where it lives, the first time it is asked for."""
-    if name not in _WHERE:
-        raise AttributeError(f"module 'replaylens.probes' has no attribute {name!r}; it offers {', '.join(sorted(_WHERE))}")
-    return getattr(import_module(f"replaylens.probes.{_WHERE[name]}"), name)
+if not TYPE_CHECKING:  # to a type checker, `__getattr__` would mean that every name exists and can be anything
+
+    def __getattr__(name: str) -> object:
+        """Load a public name where it lives, the first time it is asked for."""
+        if name not in _WHERE:
+            raise AttributeError(f"module 'replaylens.probes' has no attribute {name!r}; it offers {', '.join(sorted(_WHERE))}")
+        return getattr(import_module(f"replaylens.probes.{_WHERE[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -114,5 +114,5 @@ def untrained_rows(rows: ProbeRows, engine: Engine, sites: Sequence[str], seed: 
             for name in names:
                 tensors[name][torch.from_numpy(path.own)] = made.activations[name][len(path.rows) - path.num_own :].float()
             made.release()
-    letters = {letter: engine.sites.letter(letter) for letter in "STC"}
+    letters = {letter: engine.sites.per_layer(letter) for letter in "STC"}
     return ProbeRows(frame, MemorySource(tensors, letters, rows.about), np.arange(len(frame)))

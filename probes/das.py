@@ -77,7 +77,7 @@ def _name(engine: Engine, site: str, layer: int) -> str:
     """The site's own name. UnknownSite where the letter has no such layer."""
     if site not in LETTERS:
         return engine.sites.resolve(site)
-    names = engine.sites.letter(site)
+    names = engine.sites.per_layer(site)
     if layer not in range(len(names)):
         raise UnknownSite(f"no layer {layer}; {site} has layers 0 to {len(names) - 1}")
     return names[layer]

@@ -2,7 +2,6 @@
 
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,9 +23,9 @@ class Picture(Figure):
         return buffer.getvalue()
 
 
-def heatmap(table: pd.DataFrame, label: str | None = None, **where: Any) -> Figure:
+def heatmap(table: pd.DataFrame, label: str | None = None, estimator: str | None = None) -> Figure:
     """Score by layer and position, one panel per site. A dot: shown over the whole grid (p_family at most 0.05)."""
-    part, label = _narrow(table, label, where)
+    part, label = _narrow(table, label, estimator)
     sites, positions = list(dict.fromkeys(part["site"])), list(dict.fromkeys(part["position"]))
     figure = Picture(figsize=(1.2 + 2.6 * len(sites), 1.4 + 0.45 * len(positions)), layout="constrained")
     axes = figure.subplots(1, len(sites), squeeze=False)[0]
@@ -48,9 +47,9 @@ def heatmap(table: pd.DataFrame, label: str | None = None, **where: Any) -> Figu
     return figure
 
 
-def curves(table: pd.DataFrame, label: str | None = None, **where: Any) -> Figure:
+def curves(table: pd.DataFrame, label: str | None = None, estimator: str | None = None) -> Figure:
     """Score by layer with its interval, one panel per position, one line per site; controls of the first site's cells."""
-    part, label = _narrow(table, label, where)
+    part, label = _narrow(table, label, estimator)
     positions = list(dict.fromkeys(part["position"]))
     figure = Picture(figsize=(1.0 + 3.2 * len(positions), 3.2), layout="constrained")
     axes = figure.subplots(1, len(positions), squeeze=False, sharey=True)[0]
@@ -96,8 +95,8 @@ def save_all(kind: str, table: pd.DataFrame, folder: Path) -> list[Path]:
     if kind == "sweep":
         main = table[~table["known_zero"].astype(bool)]
         for (label, estimator), _ in main.groupby(["label", "estimator"], sort=False):
-            made[f"heatmap-{label}-{estimator}"] = heatmap(table, label, estimator=estimator)
-            made[f"curves-{label}-{estimator}"] = curves(table, label, estimator=estimator)
+            made[f"heatmap-{label}-{estimator}"] = heatmap(table, label, estimator)
+            made[f"curves-{label}-{estimator}"] = curves(table, label, estimator)
     elif "what" in table and table["accuracy"].notna().any():
         made[kind] = bars(table[table["accuracy"].notna()].head(40), kind)
     paths = []
@@ -107,14 +106,13 @@ def save_all(kind: str, table: pd.DataFrame, folder: Path) -> list[Path]:
     return paths
 
 
-def _narrow(table: pd.DataFrame, label: str | None, where: dict[str, Any]) -> tuple[pd.DataFrame, str]:
+def _narrow(table: pd.DataFrame, label: str | None, estimator: str | None) -> tuple[pd.DataFrame, str]:
     """The lines of one label and one estimator."""
     if "p_family" not in table:
         raise ProbeError("only sweeps have layers and positions to draw")
     label = label or str(table["label"].iloc[0])
-    part = table[table["label"] == label]
-    for name, value in {"estimator": table["estimator"].iloc[0], **where}.items():
-        part = part[part[name] == value]
+    estimator = estimator or str(table["estimator"].iloc[0])
+    part = table[(table["label"] == label) & (table["estimator"] == estimator)]
     if part.empty:
-        raise ProbeError(f"no lines for label {label!r} with {where}; labels: {', '.join(sorted(set(table['label'])))}")
+        raise ProbeError(f"no lines for label {label!r} with {estimator}; labels: {', '.join(sorted(set(table['label'])))}")
     return part, label

@@ -61,17 +61,17 @@ class Report:
 
     # ---- figures ------------------------------------------------------------------------------------------------
 
-    def heatmap(self, label: str | None = None, **where: Any) -> "Figure":
+    def heatmap(self, label: str | None = None, *, estimator: str | None = None) -> "Figure":
         """Score by layer and position, one panel per site; see `figures.heatmap`."""
         from replaylens.probes import figures
 
-        return figures.heatmap(self.table, label, **where)
+        return figures.heatmap(self.table, label, estimator)
 
-    def curves(self, label: str | None = None, **where: Any) -> "Figure":
+    def curves(self, label: str | None = None, *, estimator: str | None = None) -> "Figure":
         """Score by layer with its interval and controls, one panel per position; see `figures.curves`."""
         from replaylens.probes import figures
 
-        return figures.curves(self.table, label, **where)
+        return figures.curves(self.table, label, estimator)
 
     # ---- on disk ------------------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class ProbeRows:
         content = assemble(engine, plan, results)
         frame = frame_of(content.index)
         about = About(plan.task, plan.knobs, "", engine.fingerprint)
-        letters = {letter: engine.sites.letter(letter) for letter in LETTERS}
+        letters = {letter: engine.sites.per_layer(letter) for letter in LETTERS}
         return cls._placed(frame, MemorySource(content.tensors, letters, about), plan.positions in ("all", "steps"))
 
     @classmethod

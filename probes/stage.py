@@ -63,7 +63,7 @@ class Stage:
 
     def __init__(self, engine: Engine, examples: Sequence[Example], site: str, label: str, position: str = "query") -> None:
         self.engine, self.site, self.label = engine, engine.sites.resolve(site), label
-        self.final = engine.sites.letter("S")[-1]
+        self.final = engine.sites.per_layer("S")[-1]
         self.position = Position.parse(position)
         if not examples:
             raise ProbeError("no examples: give at least one prompt to change")

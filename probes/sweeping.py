@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import no_such
 from replaylens.engine.run import Run
-from replaylens.probes import controls, splits
+from replaylens.probes import splits
+from replaylens.probes.controls import histories, untrained_rows
 from replaylens.probes.errors import BadRows, MissingLabel, OneClass, ProbeError
 from replaylens.probes.goals import LABEL, Goal, goals_at
 from replaylens.probes.heldout import Held, held_out
@@ -28,6 +29,7 @@ from replaylens.probes.report import Report
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.settings import SweepSettings
 from replaylens.probes.splits import Split
+from replaylens.probes.statistics import PERMUTATIONS, RESAMPLES
 from replaylens.probes.tabulate import Place, tabulate
 
 MEMORY_MB = 1024
@@ -48,7 +50,17 @@ def sweep(
     jobs: int = 1,
     backend: str | None = None,
     progress: bool = False,
-    **options: Any,
+    layers: Sequence[int] | None = None,
+    folds: int = 5,
+    branches: str = "accepted",
+    controls: bool = True,
+    residualise: Sequence[str] = (),
+    code_length: bool = False,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    permutations: int = PERMUTATIONS,
+    precision: str = "double",
+    device: str = "cpu",
 ) -> Report:
     """Fit, test and judge every combination. The same rows and settings give the same report, bit for bit.
 
@@ -56,7 +68,7 @@ def sweep(
     engine   the engine that made the rows: adds the untrained model as a control. OtherFingerprint if it is another
     resume   a folder for finished parts: a sweep that was cut short goes on from there
     jobs     processes for estimators that are fitted one by one, -1: one per core; backend: joblib's, `ray` for a cluster
-    options  the other fields of `SweepSettings`
+    others   as the fields of `SweepSettings` say
 
     >>> from replaylens import Engine, tasks
     >>> run = Engine.load("coin-plain").replay(tasks.get("coin")(flips=(1, 3)).examples(40), sites="S")
@@ -69,22 +81,29 @@ def sweep(
     if engine is not None:
         rows.require(engine)
         rows = rows.renumbered()  # rows of the untrained model are numbered from 0 on
-    chosen: dict[str, Any] = dict(
+    settings = SweepSettings(
         labels=_words(label),
         sites=_words(sites),
         positions=tuple(map(str, [positions] if isinstance(positions, str | int) else positions)),
         estimators=_words(estimators),
         split=split if isinstance(split, str) else getattr(split, "__name__", "own"),
         untrained=engine is not None,
+        layers=None if layers is None else tuple(layers),
+        folds=folds,
+        branches=branches,
+        controls=controls,
+        residualise=_words(residualise),
+        code_length=code_length,
+        seed=seed,
+        resamples=resamples,
+        permutations=permutations,
+        precision=precision,
+        device=device,
     )
-    if unknown := set(options) - {each.name for each in fields(SweepSettings)}:
-        raise ProbeError(f"unknown options {sorted(unknown)}; known: {', '.join(each.name for each in fields(SweepSettings))}")
-    chosen |= {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    settings = SweepSettings(**chosen)
     if jobs == 0:
         raise ProbeError("jobs 0: give a number of processes, or -1 for one per core")
     make_split = split if callable(split) else _splitter(settings)
-    blank = controls.untrained_rows(rows, engine, _stored(rows, settings), settings.seed) if engine is not None else None
+    blank = untrained_rows(rows, engine, _stored(rows, settings), settings.seed) if engine is not None else None
     with _backend(backend):
         return _Sweep(rows, settings, make_split, blank, resume, jobs, progress).run()
 
@@ -123,7 +142,7 @@ class _Sweep:
         if not len(here):
             raise BadRows(f"no row at position {position!r}; dump that position, or choose another")
         split, settings = self.make_split(here), self.settings
-        paths = controls.histories(here) if settings.controls else None
+        paths = histories(here) if settings.controls else None
         how: dict[str, Any] = dict(with_controls=settings.controls, seed=settings.seed)
         try:
             goals, notes = goals_at(here, paths, settings.labels, split.train, **how)

@@ -97,11 +97,42 @@ def test_make_test_lints_types_and_tests() -> None:
 
 
 def test_ci_runs_make_test() -> None:
-    """CI runs what a user runs, and nothing else; the script is executable and stops at the first error."""
+    """CI runs what a user runs, and installs a browser before; the script is executable and stops at the first error."""
     script = ROOT / ".ci" / "run"
     lines = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
-    assert lines == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "exec make test"]
-    assert script.stat().st_mode & 0o111
+    assert lines == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', ".ci/browser", "exec make test"]
+    assert script.stat().st_mode & 0o111 and (ROOT / ".ci" / "browser").stat().st_mode & 0o111
+
+
+MACHINES: dict[str, tuple[dict[str, str], list[str], str]] = {
+    "a browser": ({"chromium": "", "apt-get": "", "id": "echo 0"}, [], ""),
+    "root": ({"apt-get": "", "id": "echo 0"}, ["-qq update", "-qq -y --no-install-recommends install chromium"], ""),
+    "sudo": (
+        {"apt-get": "", "id": "echo 1000", "sudo": 'shift; "$@"'},
+        ["-qq update", "-qq -y --no-install-recommends install chromium"],
+        "",
+    ),
+    "sudo that asks": ({"apt-get": "", "id": "echo 1000", "sudo": "exit 1"}, [], "apt-get needs root or passwordless sudo"),
+    "a plain user": ({"apt-get": "", "id": "echo 1000"}, [], "apt-get needs root or passwordless sudo"),
+    "no apt-get": ({"id": "echo 0"}, [], "this machine has no apt-get"),
+    "no network": ({"apt-get": "exit 100", "id": "echo 0"}, ["-qq update"], "apt-get update failed"),
+}
+"""the programs that a machine has, what apt-get is asked for, and why there is no browser in the end"""
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_ci_installs_a_browser_where_it_can(machine: str, tmp_path: Path) -> None:
+    programs, asked, reason = MACHINES[machine]
+    log = tmp_path / "asked"
+    for name, body in ({"timeout": 'shift; "$@"', "true": ""} | programs).items():
+        note = f'echo "$@" >> {log}\n' if name == "apt-get" else ""
+        (tmp_path / name).write_text(f"#!/bin/bash\n{note}{body}\n")
+        (tmp_path / name).chmod(0o755)
+    command = ["/bin/bash", str(ROOT / ".ci" / "browser")]
+    ran = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True)
+    assert (log.read_text().splitlines() if log.exists() else []) == asked
+    assert f"No browser installed: {reason}." in ran.stdout if reason else ran.stdout == ""
+    assert ran.stderr == ""
 
 
 # What must not be in the files

@@ -179,7 +179,7 @@ def forks(engine: rl.Engine, n: int, out: Path, say: Say) -> Report:
     Does the face that the model would state next, and the one that a probe of truthful forks reads, follow text or truth?
     """
     examples = rl.tasks.get("coin")(rendering="steps", flips=(2, 4)).examples(n)
-    sites = [*STREAM, engine.sites.letter("S")[-1]]
+    sites = [*STREAM, engine.sites.per_layer("S")[-1]]
     paths = {lie: forced_rows(engine, examples, [opening(e, lie) for e in examples], sites=sites) for lie in (False, True)}
     truthful, lied, blank = map(last, (paths[False], paths[True], untrained_rows(paths[False], engine, STREAM)))
     lines = [line(what, right, lied.roots) for what, right in own_words(engine, truthful, lied).items()]
@@ -193,7 +193,7 @@ def forks(engine: rl.Engine, n: int, out: Path, say: Say) -> Report:
 
 def own_words(engine: rl.Engine, truthful: ProbeRows, lied: ProbeRows) -> dict[str, np.ndarray]:
     """About the likelier one of heads and tails where a face is due."""
-    truth, final = lied.target("face").values, engine.sites.letter("S")[-1]
+    truth, final = lied.target("face").values, engine.sites.per_layer("S")[-1]
     faces = np.array(list(OTHER))
     ids = [engine.text.encode(f" {face}", special=False)[0] for face in faces]
     right, wrong = (

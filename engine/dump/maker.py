@@ -62,7 +62,7 @@ class ShardMaker:
     def wanted(self) -> list[str]:
         """The sites that have to be captured: those stored, those that Z is read off, and the model's own output."""
         streams = self.plan.lens.sites if self.plan.lens is not None else ()
-        return [*self.plan.sites, *streams, self.engine.sites.letter("S")[-1]]
+        return [*self.plan.sites, *streams, self.engine.sites.per_layer("S")[-1]]
 
     @property
     def edits(self) -> list[Edit]:
@@ -92,7 +92,7 @@ class ShardMaker:
 
 def describe_sites(engine: Core, content: Content) -> dict[str, SiteEntry]:
     """What the manifest says of each stored tensor."""
-    letters = {name: letter for letter in "STC" for name in engine.sites.letter(letter)}
+    letters = {name: letter for letter in "STC" for name in engine.sites.per_layer(letter)}
     found = {}
     for name, x in content.tensors.items():
         aliases = () if name.startswith("Z.") else engine.sites.sites[name].aliases

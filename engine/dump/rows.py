@@ -149,7 +149,7 @@ def _probabilities(engine: Core, paths: list[Path], starts: np.ndarray, edited: 
     A token's log-probability is read off the row before it; the first token of a rejected branch was judged by a row of
     the accepted path. The first token of all has none: NaN.
     """
-    final = engine.sites.letter("S")[-1]
+    final = engine.sites.per_layer("S")[-1]
     residual = torch.cat([_final_rows(engine, path, final, edited) for path in paths])
     follows = [token for path in paths for token in [*path.tokens[path.base + 1 :], -1]]
     forks = [i for i, path in enumerate(paths) if path.base]

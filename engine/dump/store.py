@@ -19,7 +19,6 @@ from replaylens.engine.errors import BadDump, DumpWriteFailed
 
 TEMPORARY = ".tmp"
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
-_BLOCK = 1 << 22
 
 
 class HashingFile:
@@ -102,11 +101,8 @@ class Store:
 
     def sha256(self, name: str) -> str:
         """Hash of a file as it lies there, read in blocks."""
-        digest = hashlib.sha256()
         with self.fs.open(self.path(name), "rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
-        return digest.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     @contextmanager
     def writing(self, name: str) -> Iterator[HashingFile]:

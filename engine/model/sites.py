@@ -119,7 +119,13 @@ class SiteTable:
         raise UnknownSite(f"no site {name!r} in this model; nearest: {', '.join(near) or 'none'}; letters: {LETTERS}")
 
     def letter(self, letter: str) -> list[str]:
-        """The sites behind S, T or C, in layer order."""
+        """All tensors that a letter names, as `select` chooses them. Z of a plain decoder names none: it is read off S."""
+        if letter not in LETTERS or len(letter) != 1:
+            raise UnknownSite(f"no site letter {letter!r}; known: {', '.join(LETTERS)}")
+        return [] if letter == "Z" else self.per_layer(letter)
+
+    def per_layer(self, letter: str) -> list[str]:
+        """The sites of S, T or C that every layer has, in layer order."""
         c = self.config
         layers = range(c.num_layers)
         match letter:
@@ -130,7 +136,7 @@ class SiteTable:
             case "C":
                 return [self.resolve(f"blocks.{l}.hook_mlp_out") for l in layers]
             case _:
-                raise UnknownSite(f"no site letter {letter!r}; known: S, T, C, Z")
+                raise UnknownSite(f"no site letter {letter!r} that every layer has; known: S, T, C")
 
     def select(self, sites: str | list[str] | tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
         """Resolve "STCZ", "S,T", a name, or a list of these: (site names in model order, whether Z is among them)."""
@@ -140,7 +146,7 @@ class SiteTable:
         for word in filter(None, words):
             if set(word) <= set(LETTERS):
                 lens |= "Z" in word
-                names.update(name for letter in word if letter != "Z" for name in self.letter(letter))
+                names.update(name for letter in word for name in self.letter(letter))
             else:
                 names.add(self.resolve(word))
         order = {name: i for i, name in enumerate(self.in_order())}

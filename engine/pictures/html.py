@@ -1,4 +1,4 @@
-"""`Markup`: HTML that is safe to show. Whatever is not `Markup` already gets escaped on its way in.
+"""Elements of a page as `Markup`: HTML that is safe to show. Whatever is not `Markup` already is escaped on its way in.
 
 The fragments stand alone: style and script travel with them, nothing is loaded from anywhere, and without scripts (on a
 page that strips them) everything is still there to be read.
@@ -7,18 +7,15 @@ page that strips them) everything is still there to be read.
 import json
 from collections.abc import Iterable
 from functools import cache
-from html import escape
 from importlib.resources import files
 from typing import Any
+
+from markupsafe import Markup, escape
 
 from replaylens.engine.pictures.palette import css_variables
 
 Value = str | int | float | bool | None
 Attributes = dict[str, Value]
-
-
-class Markup(str):
-    """Text that is HTML. Only this module and drawings made of checked parts may call it into being."""
 
 
 def tag(name: str, /, *children: str | int | float, **attributes: Value) -> Markup:
@@ -33,14 +30,14 @@ def void(name: str, /, **attributes: Value) -> Markup:
 
 def join(children: Iterable[str | int | float]) -> Markup:
     """One after the other."""
-    return Markup("".join(child if isinstance(child, Markup) else escape(str(child), quote=False) for child in children))
+    return Markup().join(map(escape, children))
 
 
 def _attribute(item: tuple[str, Value]) -> str:
     name, value = item[0].removesuffix("_").replace("_", "-"), item[1]
     if value is None or value is False:
         return ""
-    return f" {name}" if value is True else f' {name}="{escape(str(value))}"'
+    return f" {name}" if value is True else f' {name}="{escape(str(value))}"'  # str: markup is no attribute either
 
 
 def script_json(data: Any) -> Markup:

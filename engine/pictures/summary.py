@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+from markupsafe import Markup
+
 from replaylens.engine.pictures import thoughts, tree_html
 from replaylens.engine.pictures.frames import Fill
-from replaylens.engine.pictures.html import Markup, fragment, tag
+from replaylens.engine.pictures.html import fragment, tag
 from replaylens.engine.pictures.svg import cylinder
 from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.pictures.tree import Tree

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
+from markupsafe import Markup
+
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.frames import Check, Fill, Frame, Phase, Slot
 from replaylens.engine.pictures.frames import capacity as most_positions
-from replaylens.engine.pictures.html import Attributes, Markup, join, tag
+from replaylens.engine.pictures.html import Attributes, join, tag
 from replaylens.engine.pictures.palette import svg_style
 
 WIDTH, HEIGHT = 720, 232

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.html import Markup, fragment, join, tag
+from replaylens.engine.pictures.html import fragment, join, tag
 from replaylens.engine.pictures.palette import LOOKS
 from replaylens.engine.pictures.paths import visible
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 
+from markupsafe import Markup
+
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.html import Markup, join, tag
+from replaylens.engine.pictures.html import join, tag
 from replaylens.engine.pictures.layout import arrange
 from replaylens.engine.pictures.palette import LOOKS
 from replaylens.engine.pictures.paths import Path, Paths, Token, visible

@@ -217,7 +217,7 @@ def _names(edit: Edit, table: SiteTable) -> list[str]:
         if edit.layers is not None:
             raise BadEdit(f"{edit.site!r} names one site; `layers` goes with the letters S, T, C")
         return [table.resolve(edit.site)]
-    names = table.letter(edit.site)
+    names = table.per_layer(edit.site)
     layers = range(len(names)) if edit.layers is None else edit.layers
     if bad := [layer for layer in layers if not 0 <= layer < len(names)]:
         raise BadEdit(f"layer {bad[0]}: {edit.site} has layers 0 to {len(names) - 1}")

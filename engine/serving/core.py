@@ -87,6 +87,11 @@ class Core:
         self.trace = Trace(self.fingerprint)
         self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.trace)
 
+    def __repr__(self) -> str:
+        c, pool = self.config, self.runner.pool
+        cache = f"{pool.num_pages - pool.num_free} of {pool.num_pages} KV pages in use"
+        return f"{type(self).__name__}({c.num_layers} layers, d_model {c.d_model}, {self.fingerprint.device}, {cache})"
+
     def _repr_html_(self) -> str:
         pool = self.runner.pool
         used = pool.num_pages - pool.num_free
@@ -285,7 +290,7 @@ class Core:
         lens      read Z through this tuned lens instead of the plain one
         """
         names, wants_lens = self.sites.select(sites if isinstance(sites, str) else list(sites))
-        residuals = tuple(self.sites.letter("S"))
+        residuals = tuple(self.sites.per_layer("S"))
         spec = None
         if wants_lens:
             if lens is not None:

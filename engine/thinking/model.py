@@ -13,7 +13,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -52,9 +51,18 @@ class ThinkingConfig:
     """tokens of the longest thought, <EOS> included; a thought that reaches it is ended by force"""
 
     @classmethod
-    def for_backbone(cls, config: ModelConfig, chunk: int, eos_token: int, pad_token: int, **others: Any) -> "ThinkingConfig":
+    def for_backbone(
+        cls,
+        config: ModelConfig,
+        chunk: int,
+        eos_token: int,
+        pad_token: int,
+        *,
+        write_layer: int = 0,
+        max_thought: int = 8,
+    ) -> "ThinkingConfig":
         """Our defaults for a backbone: T reads the second to last block."""
-        return cls(chunk, config.num_layers - 2, eos_token, pad_token, **others).check(config)
+        return cls(chunk, config.num_layers - 2, eos_token, pad_token, write_layer, max_thought).check(config)
 
     def check(self, backbone: ModelConfig) -> "ThinkingConfig":
         """self, if a backbone of this config can think so; BadConfig otherwise."""

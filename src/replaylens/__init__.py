@@ -4,7 +4,19 @@ Heavy parts load on first use: `import replaylens` brings in torch and nothing l
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # type checkers and editors see the names themselves
+    from replaylens import probes as probes
+    from replaylens import tasks as tasks
+    from replaylens.engine import errors as errors
+    from replaylens.engine.dump.reader import Dump as Dump
+    from replaylens.engine.engine import Engine as Engine
+    from replaylens.engine.proof.trace import Trace as Trace
+    from replaylens.engine.request.edits import Edit as Edit
+    from replaylens.engine.request.sampling import Sampling as Sampling
+    from replaylens.engine.run import Run as Run
+    from replaylens.engine.serving.branch import Branch as Branch
 
 __version__ = "0.1.0"
 
@@ -24,13 +36,15 @@ _WHERE = {
 __all__ = ["Branch", "Dump", "Edit", "Engine", "Run", "Sampling", "Trace", "__version__", "errors", "probes", "tasks"]
 
 
-def __getattr__(name: str) -> Any:
-    """Load a public name where it lives, the first time it is asked for."""
-    if name not in _WHERE:
-        raise AttributeError(f"module 'replaylens' has no attribute {name!r}; it offers {', '.join(sorted(_WHERE))}")
-    module, _, attribute = _WHERE[name].partition(":")
-    loaded = import_module(module)
-    return getattr(loaded, attribute) if attribute else loaded
+if not TYPE_CHECKING:  # to a type checker, `__getattr__` would mean that every name exists and can be anything
+
+    def __getattr__(name: str) -> object:
+        """Load a public name where it lives, the first time it is asked for."""
+        if name not in _WHERE:
+            raise AttributeError(f"module 'replaylens' has no attribute {name!r}; it offers {', '.join(sorted(_WHERE))}")
+        module, _, attribute = _WHERE[name].partition(":")
+        loaded = import_module(module)
+        return getattr(loaded, attribute) if attribute else loaded
 
 
 def __dir__() -> list[str]:

@@ -43,7 +43,7 @@ WORDS = "an illustration"
 NOT_RUN = {
     "README.md": {"make demo": MINUTES, "make test": CI},
     "docs/quickstart.md": {"git clone": NETWORK, "make test": CI, "source ": WORDS},
-    "docs/thinking.md": {"replaylens train": MINUTES, "from replaylens.engine import thinking_train": MINUTES},
+    "docs/thinking.md": {"replaylens train": MINUTES, "from replaylens.engine.training.thinking import train": MINUTES},
     "docs/training.md": {"replaylens train": MINUTES},
     "docs/results.md": {
         "replaylens ": MINUTES,

@@ -1,4 +1,4 @@
-"""Every shell line and Python block of README and docs runs as it stands; links lead somewhere; the file map is complete."""
+"""Every shell line and Python block of README and docs runs as it stands; links lead somewhere."""
 
 import os
 import re
@@ -108,7 +108,7 @@ def test_lists_are_about_something() -> None:
         assert all(any(b.text.startswith(start) for b in blocks(page, TEXTS[page])) for start in starts)
 
 
-# Links and the file map
+# Links
 
 
 def broken(page: str, text: str) -> list[str]:
@@ -132,11 +132,3 @@ def test_links(page: str) -> None:
 def test_links_control() -> None:
     text = "[a](nowhere.md) [b](docs/faq.md#no-such) [c](docs/faq.md) [d](#here)\n## Here\n"
     assert broken("planted.md", text) == ["nowhere.md", "docs/faq.md#no-such", "#here"]
-
-
-def test_file_map() -> None:
-    """Every file of the engine is in README's map, and every path there exists."""
-    named = set(re.findall(r"`([a-z_]+/[\w/]*(?:\.\w+)?)`", TEXTS["README.md"]))
-    assert [name for name in named if not (ROOT / name).exists()] == []
-    files = {str(f.relative_to(ROOT)) for f in (ROOT / "engine").glob("*.py") if f.name != "__init__.py"}
-    assert files - named == set()

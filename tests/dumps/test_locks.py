@@ -4,6 +4,8 @@ import fcntl
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,32 @@ def test_lock_files_of_the_dead_and_the_distant(tmp_path: Path) -> None:
         with pytest.raises(DumpLocked, match=r"elsewhere.*delete the file lock-0-of-1"), DumpLock(store, NAME):
             pass
         store.remove(NAME)
+
+
+def test_a_process_id_that_was_given_again_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that took the lock has ended, and a later one has its number: only who began then could be the holder."""
+    monkeypatch.setattr(dump_lock, "_started", lambda pid: "900")
+    store, owner = Store("memory://reused"), {"host": socket.gethostname(), "pid": os.getpid()}
+    store.write(NAME, json.dumps({**owner, "started": "100"}).encode())
+    with DumpLock(store, NAME):
+        assert json.loads(store.read(NAME, 4096))["started"] == "900", "it is ours now"
+    store.write(NAME, json.dumps({**owner, "started": "900"}).encode())
+    with pytest.raises(DumpLocked, match=f"process {os.getpid()}"), DumpLock(store, NAME):
+        pytest.fail("its holder lives")
+    assert store.exists(NAME)
+    store.remove(NAME)
+
+
+def test_when_a_process_began_is_known_here() -> None:
+    """Ours is a number that stays the same; a child's is another process's."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        mine = dump_lock._started(os.getpid())
+        assert mine is not None and mine.isdigit() and dump_lock._started(os.getpid()) == mine
+        assert dump_lock._started(child.pid) not in (None, mine)
+    finally:
+        child.communicate(b"\n")
+    assert dump_lock._started(child.pid) is None, "it is gone"
 
 
 def test_one_of_two_takes_over_what_the_dead_left(monkeypatch: pytest.MonkeyPatch) -> None:

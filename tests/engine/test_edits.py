@@ -160,6 +160,17 @@ def test_prefixes_are_shared_only_under_the_same_edits(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_prefixes_of_different_draws_are_not_shared(device: str) -> None:
+    """Two edits that differ in their seed alone put other rows in place: the second request has its own KV."""
+    served = engine(device=device, page_size=4)
+    drawn = [Edit("blocks.0.hook_out", "resample", ROWS, positions=slice(0, 20), seed=seed) for seed in (0, 1)]
+    first, second = (served.prompt(TOKENS, edits=[edit]) for edit in drawn)
+    assert not set(first.lane.table.pages) & set(second.lane.table.pages)
+    assert torch.equal(second.kv(), engine(device=device).prompt(TOKENS, edits=[drawn[1]]).kv())
+    assert not torch.equal(second.kv(), first.kv()), "the control: the seeds draw different rows"
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_interchange_reproduces_the_source(device: str) -> None:
     """With the whole residual stream of another path put in, everything after it is that path's."""
     served = engine(device=device)
@@ -197,6 +208,9 @@ def test_content_hash_sees_every_part_of_an_edit() -> None:
         Edit("blocks.0.hook_in", "add", VECTOR, positions=slice(0, 5)),
         Edit("blocks.0.hook_in", "add", VECTOR, positions=[0, 1, 2, 3, 4]),
         Edit("blocks.0.hook_in", "add", VECTOR, factor=2.0),
+        Edit("blocks.0.hook_in", "resample", ROWS),
+        Edit("blocks.0.hook_in", "resample", ROWS, seed=1),
+        Edit("blocks.0.hook_in", "resample", ROWS.flip(0)),
     ]
     keys = [place(edit, table, LENGTH)[0].key for edit in variants]
     assert len(set(keys)) == len(variants)

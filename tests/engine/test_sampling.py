@@ -205,6 +205,16 @@ def test_filters_keep_exactly_what_they_should() -> None:
     assert drawable(Sampling(temperature=1.0, top_k=2), [1.0, 1.0, 1.0]) == {0, 1}, "ties in rank go to the lower id"
 
 
+def test_top_p_is_a_share_of_what_the_other_filters_left() -> None:
+    """Of 0.4, 0.3, ... the first two are left: 4/7 and 3/7. Half of that is reached by the first alone."""
+    logits = np.log([0.4, 0.3, 0.2, 0.06, 0.04])
+    assert drawable(Sampling(temperature=1.0, top_k=2, top_p=0.5), logits) == {0}
+    assert drawable(Sampling(temperature=1.0, top_k=2, top_p=0.6), logits) == {0, 1}
+    assert drawable(Sampling(temperature=1.0, min_p=0.7, top_p=0.5), logits) == {0}
+    assert drawable(Sampling(temperature=1.0, min_p=0.7, top_p=0.6), logits) == {0, 1}
+    assert drawable(Sampling(temperature=1.0, top_p=0.5), logits) == {0, 1}, "the control: of all tokens it is the first two"
+
+
 # ---- on branches -----------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +291,17 @@ def test_a_stop_string_in_the_prompt_does_not_count() -> None:
     subject = engine(scripted_model({}), tokenizer=text)
     branch = subject.prompt([1, 2]).generate(3, sampling=Sampling(stop=("bc", "de")))
     assert (branch.text[:4], branch.generated, branch.finish_reason) == ("abcd", [3, 4, 5], None), "de lies half in the prompt"
+
+
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("stop", ["d", "cd", "bcd", "abcd"])
+def test_a_stop_string_that_ends_with_forced_text_does_not_count(stop: str, window: int) -> None:
+    """The model has said none of it. One character later it has."""
+    subject = engine(scripted_model({}), tokenizer=Pieces(b"?", b"ab", b"cd", b"e", b"f", b"g", b"h"))
+    branch = subject.prompt([0]).force([1, 2]).generate(3, sampling=Sampling(stop=(stop,)), window=window)
+    assert (branch.text, branch.finish_reason) == ("?abcdefg", None)
+    said = subject.prompt([0]).force([1, 2]).generate(3, sampling=Sampling(stop=(stop[1:] + "e",)), window=window)
+    assert (said.text, said.finish_reason) == ("?abcde", "stop")
 
 
 @pytest.mark.parametrize("window", [1, 4])

@@ -11,6 +11,7 @@ from replaylens.engine.errors import UnknownSite
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.sites import SiteTable, table
 from replaylens.engine.model.weights import load
+from replaylens.engine.thinking.sites import ThinkingSites
 from tests.engine.bridges import bridge
 from tests.engine.packed import logits, sequences
 from tests.families import NAMES, hugging_face
@@ -208,6 +209,18 @@ def test_unknown_name_lists_the_nearest(wrong: str, near: str) -> None:
             ask(wrong)
         assert isinstance(caught.value, UnknownSite)
         assert str(caught.value).startswith(f"no site {wrong!r}") and near in str(caught.value)
+
+
+@pytest.mark.parametrize("letter", "STCZ")
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_letter_names_what_it_selects(letter: str, thinks: bool) -> None:
+    """`letter` and `select` agree for both kinds of model; thoughts have sites beside the layers' own."""
+    table = ThinkingSites(llama().config) if thinks else llama()
+    assert set(table.select(letter)[0]) == set(table.letter(letter))
+    thoughts = [name for name in table.letter(letter) if "thinking." in name or "compress." in name]
+    assert bool(thoughts) == thinks
+    if letter != "Z":
+        assert [name for name in table.letter(letter) if name not in thoughts] == table.per_layer(letter)
 
 
 @pytest.mark.parametrize("word", ["X", "s", "STX", "STCZX"])

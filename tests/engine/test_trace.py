@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadTrace, EngineError, NonFinite, OtherFingerprint, OutOfPages, ReplayMismatch
-from replaylens.engine.proof.trace import Trace
+from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import Reference, continuation, engine, random_model, toy
@@ -282,6 +282,31 @@ def test_a_tampered_trace_is_found_out(told: tuple[Path, dict[str, str]], tamper
     subject.check_integrity()
     assert subject.loop.jobs == []
     assert subject.prompt([9, 8]).generate(4).generated == continuation(toy(), [9, 8], 4)
+
+
+def test_a_recorded_path_that_ends_otherwise_is_found_out() -> None:
+    """Token by token there are no verdicts to contradict: the digest of the whole path, last token included, tells."""
+    for place in (-1, -2, 3, 0):
+        subject = engine()
+        branch = subject.prompt([1, 2, 3]).generate(5, window=1)
+        other = branch.tokens
+        other[place] = (other[place] + 1) % 50
+        finish = first(subject.trace, "finish", lambda event: event["generated"] == 5)
+        assert finish["path"] == path_digest(branch.tokens) != path_digest(other)
+        assert engine().replay_trace(subject.trace)[branch.id].tokens == branch.tokens
+        finish["path"] = path_digest(other)
+        with pytest.raises(ReplayMismatch, match="other ones came out"):
+            engine().replay_trace(subject.trace)
+
+
+def test_path_digests_tell_paths_apart() -> None:
+    """No two of: nothing, every beginning of a path, the path with one token changed, and two numbers run together."""
+    path = [3, 1, 4, 1, 5, 9, 2, 6]
+    others = [path[:end] for end in range(len(path) + 1)]
+    others += [[*path[:i], path[i] + 1, *path[i + 1 :]] for i in range(len(path))]
+    others += [[31, 4, 1, 5, 9, 2, 6], path[::-1]]
+    assert len({path_digest(other) for other in others}) == len(others)
+    assert path_digest(tuple(path)) == path_digest(path)
 
 
 # ---- ends of all kinds -----------------------------------------------------------------------------------------------

@@ -156,6 +156,22 @@ def test_max_statistic_pays_for_looking_often() -> None:
     assert family[7] == 1 / 200
 
 
+def test_max_statistic_runs_over_all_families() -> None:
+    """Two positions: the cells of the first look good by themselves, not beside the many of the second. By the definition."""
+    generator = np.random.default_rng(2)
+    few = Null(np.array([2.2]), generator.normal(size=(199, 1)))
+    many = Null(np.array([0.0, 3.0, 1.0] + [0.0] * 37), generator.normal(size=(199, 40)) * 2)
+    best = []
+    for number in range(199):
+        scores = [(null.drawn[number] - null.drawn.mean(0)) / null.drawn.std(0) for null in (few, many)]
+        best.append(max(score for family in scores for score in family))
+    for order in ([few, many], [many, few]):
+        for null, family in zip(order, max_statistic(order), strict=True):
+            seen = (null.observed - null.drawn.mean(0)) / null.drawn.std(0)
+            assert family == pytest.approx([(1 + sum(b >= s for b in best)) / 200 for s in seen])
+    assert max_statistic([few])[0][0] < 0.05 < max_statistic([few, many])[0][0], "the control: the others do count"
+
+
 def test_a_cell_that_never_varies_is_never_significant() -> None:
     null = Null(np.array([0.5]), np.full((99, 1), 0.5))
     assert null.p[0] == 1 and max_statistic([null])[0][0] == 1

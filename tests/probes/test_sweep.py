@@ -291,7 +291,6 @@ def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
         ({"folds": 1000}, TooFewRoots, "for 1000 folds"),
         ({"branches": "some"}, ProbeError, "choose accepted"),
         ({"precision": "half"}, ProbeError, "double, single"),
-        ({"colour": "red"}, ProbeError, "unknown options"),
         ({"permutations": 3}, ProbeError, "at least 19"),
         ({"residualise": ("nosuch",)}, MissingLabel, "'nosuch'.*position"),
         ({"residualise": ("face",)}, MissingLabel, "column of numbers"),

@@ -53,6 +53,29 @@ def test_outcomes_of_a_known_start_and_of_a_text_longer_than_the_knobs() -> None
     assert Coin(flips=1).outcomes(longer) == {"heads": 0.0, "tails": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("told", "actors", "certain"),
+    [
+        ("Alice flips", 1, 1),
+        ("Alice flips, tails", 1, 1),  # the comma announced a face, no actor
+        ("Alice flips, heads", 1, 1),  # a wrong one: the truth does not move
+        ("Alice flips, tails, then", 1, 2),
+        ("Alice flips, tails, then Bob", 1, 2),
+        ("Alice flips, tails, then Bob flips, heads", 2, 2),
+        ("Alice flips, then Bob flips, heads, then Emma", 2, 3),
+    ],
+)
+def test_outcomes_after_a_stated_face(told: str, actors: int, certain: int) -> None:
+    """A face that the text states announces no further actor. Every number of actors from `certain` on is as likely."""
+    p, most = 0.25, 3
+    task = Coin(flips=(1, most), p=p)
+    same = [(1 + (1 - 2 * p) ** (n - actors)) / 2 for n in range(certain, most + 1)]
+    stays = sum(same) / len(same)
+    now = "tails" if actors % 2 else "heads"
+    wanted = {now: stays, FLIP[now]: 1 - stays}
+    assert task.outcomes(f"A coin's state is heads. {told}") == pytest.approx(wanted, abs=1e-12)
+
+
 @pytest.mark.parametrize("p", [0.0, 0.2, 0.5, 1.0])
 def test_majority_rate(p: float) -> None:
     for n in range(8):

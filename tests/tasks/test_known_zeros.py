@@ -83,6 +83,29 @@ def test_chance_follows_p(p: float) -> None:
     assert chance_of(tasks.get("coin")(p=p), NEXT_ACTION) == max(p, 1 - p)
 
 
+RESETS = [
+    # p, reset, the likeliest action and its probability
+    (0.5, 0.25, ("flip", "keep"), 0.375),
+    (0.9, 0.1, ("flip",), 0.81),
+    (0.1, 0.2, ("keep",), 0.72),
+    (0.5, 0.9, ("set heads", "set tails"), 0.45),
+    (0.6, 0.5, ("flip",), 0.3),
+    (0.5, 1.0, ("set heads", "set tails"), 0.5),
+    (0.7, 0.0, ("flip",), 0.7),
+]
+
+
+@pytest.mark.parametrize(("p", "reset", "likeliest", "chance"), RESETS)
+def test_chance_follows_p_and_resets(p: float, reset: float, likeliest: tuple[str, ...], chance: float) -> None:
+    """Whichever of flip, keep and the two sets is likeliest; and that is how often the texts tell it."""
+    task = tasks.get("coin-resets")(p=p, reset=reset, flips=8)
+    assert chance_of(task, NEXT_ACTION) == pytest.approx(chance)
+    actions = Counter(event.action for example in task.examples(100) for event in example.events)
+    assert actions.most_common(1)[0][0] in likeliest
+    spread = SIGMAS * sqrt(chance * (1 - chance) / 800)
+    assert all(abs(actions[action] / 800 - chance) <= spread for action in likeliest)
+
+
 def test_next_action_tells_the_action_that_comes() -> None:
     for example in tasks.get("coin")(rendering="states").examples(20):
         for step in example.steps:

@@ -1,5 +1,6 @@
 """The report and the notebook views in a real browser: clicked through, without a request, an error or a script of others."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +16,34 @@ from replaylens.engine.run import Run
 from replaylens.views.report import ReportPage
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+pytestmark = pytest.mark.xdist_group("browser")  # one browser serves them all
+
+
+def lacks(what: str) -> None:
+    """Skip where a user runs the tests; fail in CI, which installs a browser so that these tests are seen to pass."""
+    (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(what)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
+    try:
+        from playwright import sync_api as playwright
+    except ImportError:
+        lacks("The package playwright is not installed. Install the extra `dev`.")
     if CHROMIUM is None:
-        pytest.skip("there is no Chromium on this machine")
+        lacks("No Chromium found. Install it (Debian: apt-get install chromium).")
     with playwright.sync_playwright() as runner:
         running = runner.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield running
         running.close()
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("true", "Failed"), ("", "Skipped")])
+def test_ci_fails_without_a_browser(ci: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(BaseException, match="No Chromium found") as caught:
+        lacks("No Chromium found.")
+    assert type(caught.value).__name__ == outcome
 
 
 @pytest.fixture

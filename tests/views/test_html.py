@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from markupsafe import Markup
 
-from replaylens.engine.pictures.html import Markup, fragment, join, script_json, tag, void
+from replaylens.engine.pictures.html import fragment, join, script_json, tag, void
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE
 
@@ -32,6 +33,12 @@ def test_attributes() -> None:
     assert tag("p", class_="a", data_x=1, hidden=True, title=None, lang=False) == '<p class="a" data-x="1" hidden></p>'
     assert void("input", type="search") == '<input type="search">'
     assert join(["a<b", tag("b", 1), 2]) == "a&lt;b<b>1</b>2"
+
+
+def test_markup_is_escaped_in_an_attribute() -> None:
+    """Safe as content is not safe between quotes."""
+    hostile = tag("b", "x", title='"')
+    assert parsed(tag("p", title=hostile)).attributes == [("title", str(hostile))]
 
 
 def test_a_fragment_stands_alone() -> None:

@@ -176,7 +176,7 @@ def replay(
             sampling=Sampling(temperature=temperature, seed=seed),
             max_new=max_new,
             batch=batch,
-            sites=[engine.sites.letter("S")[-1]],  # so that rejected drafts are kept
+            sites=[engine.sites.per_layer("S")[-1]],  # so that rejected drafts are kept
             progress=not quiet,
         )
     assert isinstance(run, Run)

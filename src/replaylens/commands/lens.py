@@ -17,7 +17,7 @@ def next_token_by_layer(model: Decoder, tokenizer: WordTokenizer, prompt: str, k
     The last entry is the model's own prediction.
     """
     ids = tokenizer.encode(prompt)
-    ops, kept = SequenceOps([len(ids)]), _LastRows(sites.table(model.config).letter("S"))
+    ops, kept = SequenceOps([len(ids)]), _LastRows(sites.table(model.config).per_layer("S"))
     model(torch.tensor(ids), torch.arange(len(ids)), ops, kept)
     best = model.logits(torch.stack(list(kept.rows.values())), ops).softmax(-1).topk(k)
     return [

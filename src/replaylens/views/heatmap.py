@@ -4,7 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replaylens.engine.pictures.html import Markup, tag
+from markupsafe import Markup
+
+from replaylens.engine.pictures.html import tag
 
 
 @dataclass(frozen=True)

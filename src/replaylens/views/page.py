@@ -11,8 +11,10 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from markupsafe import Markup
+
 import replaylens
-from replaylens.engine.pictures.html import Markup, asset, join, script_json, style, tag, void
+from replaylens.engine.pictures.html import asset, join, script_json, style, tag, void
 
 MOST_TREES = 300
 """examples whose trees a page holds unless told otherwise"""

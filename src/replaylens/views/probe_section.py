@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from replaylens.engine.pictures.html import Markup, join, tag
+from markupsafe import Markup
+
+from replaylens.engine.pictures.html import join, tag
 from replaylens.engine.pictures.summary import fact_list
 from replaylens.probes.report import Report
 from replaylens.probes.summary import CONTROLS, shown

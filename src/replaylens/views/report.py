@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from markupsafe import Markup
 from tqdm.auto import tqdm
 
 from replaylens.engine.dump.reader import Dump
@@ -14,7 +15,7 @@ from replaylens.engine.dump.verify import MISMATCH, VERIFIED, Verdict
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.pictures import thoughts as thinking
 from replaylens.engine.pictures import tree_html
-from replaylens.engine.pictures.html import Markup, join, tag, void
+from replaylens.engine.pictures.html import join, tag, void
 from replaylens.engine.pictures.readings import Decode
 from replaylens.engine.pictures.summary import fact_list
 from replaylens.probes.report import Report

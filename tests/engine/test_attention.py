@@ -1,0 +1,100 @@
+"""Attention over several key blocks, against float64 written here and against Hugging Face.
+
+The engine's own reference runs the same blocks, so it cannot see a fault in them.
+"""
+
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens import Engine
+from replaylens.engine.model import weights
+from replaylens.engine.passes.batch import KV_BLOCK
+from replaylens.engine.passes.cpu import attend_blocks
+from tests.families import NAMES, hugging_face
+
+LENGTH = 150
+"""more than two blocks of keys"""
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def plain_attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """Softmax over the keys that are seen, one query and one head at a time, in float64."""
+    q, keys, values = q.double(), keys.double(), values.double()
+    pieces, rows, heads, d = q.shape
+    kv_heads = len(keys)
+    keys, values = keys.view(kv_heads, pieces, -1, d), values.view(kv_heads, pieces, -1, d)
+    out, pattern = torch.zeros_like(q), q.new_zeros(pieces, rows, heads, keys.shape[2])
+    for piece in range(pieces):
+        for row in range(rows):
+            visible = seen[piece, row].nonzero()[:, 0]
+            for head in range(heads):
+                kv_head = head * kv_heads // heads
+                scores = keys[kv_head, piece, visible] @ q[piece, row, head]
+                scores = torch.tanh(scores / cap) * cap if cap else scores
+                share = torch.exp(scores - scores.max())
+                share /= share.sum()
+                pattern[piece, row, head, visible] = share
+                out[piece, row, head] = share @ values[kv_head, piece, visible]
+    return out, pattern
+
+
+@pytest.mark.parametrize("window", [0, 40, 100])
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_blocks_against_float64(window: int, cap: float) -> None:
+    """Two pieces of queries, grouped heads, three blocks of keys: outputs and patterns."""
+    pieces, rows, heads, kv_heads, d, n = 2, 4, 4, 2, 8, 3 * KV_BLOCK
+    q, keys, vs = values(pieces, rows, heads, d), values(kv_heads, pieces * n, d), values(kv_heads, pieces * n, d + 1)[..., :d]
+    positions = torch.tensor([[146, 147, 148, 149], [62, 63, 64, 65]])
+    at = torch.arange(n)
+    seen = at <= positions[..., None]
+    seen = seen & (at > positions[..., None] - window) if window else seen
+    ours, pattern = attend_blocks(q.clone(), keys, vs, ~seen[:, :, None], cap, want_pattern=True)
+    theirs, shares = plain_attention(q, keys, vs, seen, cap)
+    assert torch.allclose(ours.double(), theirs, atol=1e-6)
+    assert torch.allclose(pattern.double(), shares, atol=1e-6)
+    without = attend_blocks(q.clone(), keys, vs, ~seen[:, :, None], cap, want_pattern=False)[0]
+    assert torch.equal(without, ours), "looking changes no bit"
+
+
+@pytest.mark.parametrize("key", [0, KV_BLOCK - 1, KV_BLOCK, 2 * KV_BLOCK - 1, 2 * KV_BLOCK, LENGTH - 1])
+def test_every_key_counts(key: int) -> None:
+    """One key far ahead of all others takes the whole pattern, wherever in its block it is."""
+    n = 3 * KV_BLOCK
+    q, keys, vs = torch.ones(1, 1, 1, 4), torch.zeros(1, n, 4), values(1, n, 4)
+    keys[0, key] = 20.0
+    hidden = torch.arange(n)[None, None, None] >= LENGTH
+    out, pattern = attend_blocks(q, keys, vs, hidden, 0.0, want_pattern=True)
+    assert pattern[0, 0, 0, key] == 1 and torch.equal(out[0, 0, 0], vs[0, key])
+    even, shares = attend_blocks(q, torch.zeros(1, n, 4), vs, hidden, 0.0, want_pattern=True)
+    assert torch.allclose(shares[0, 0, 0, :LENGTH], torch.full((LENGTH,), 1 / LENGTH), rtol=1e-6)
+    assert torch.allclose(even[0, 0, 0], vs[0, :LENGTH].mean(0), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_engine_against_hugging_face_at_150_tokens(name: str) -> None:
+    """Logits of every position, in one pass and in uneven pieces, against the library in float64."""
+    model = hugging_face(name)
+    tokens = torch.randint(3, 97, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist()
+    with torch.no_grad():
+        theirs = deepcopy(model).double()(torch.tensor([tokens])).logits[0]
+    served = Engine(weights.load(model, torch.float32), page_size=8)
+    whole = served.prompt(tokens, sites=["unembed.hook_out"])
+    pieces = served.prompt(tokens[:70], sites=["unembed.hook_out"])
+    for start, end in ((70, 71), (71, 128), (128, 149), (149, 150)):
+        pieces.force(tokens[start:end])
+    ours = _capped(whole.activations["unembed.hook_out"], served.config.logit_softcap)
+    assert torch.equal(_capped(pieces.activations["unembed.hook_out"], served.config.logit_softcap), ours)
+    error = (ours.double() - theirs).norm(dim=1) / theirs.norm(dim=1)
+    assert error.max() < 1e-5, f"position {int(error.argmax())}: {float(error.max()):.1e}"
+    assert math.isfinite(float(error.max()))
+
+
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return torch.tanh(logits / cap) * cap if cap else logits

@@ -1,0 +1,57 @@
+"""The fast path may compute anything: nothing of it reaches a request with the promise.
+
+Here it computes something else on purpose, so that the tests do not depend on whether this machine's library happens to
+round both paths alike.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens.engine.model.ops import Linear
+from replaylens.engine.passes.cpu import FastCpuOps
+from tests.toy_model import Reference, engine, toy
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture(autouse=True)
+def visibly_different(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Products of the fast path are off by a thousandth."""
+    product = FastCpuOps.linear
+
+    def shifted(self: FastCpuOps, x: Tensor, linear: Linear) -> Tensor:
+        return product(self, x, linear) * 1.001
+
+    monkeypatch.setattr(FastCpuOps, "linear", shifted)
+    yield
+
+
+def test_the_fast_path_is_different_here() -> None:
+    """The control: KV of the fast path is not the canonical one."""
+    fast = engine().prompt(PROMPT).generate(20, deterministic=False)
+    assert not torch.equal(fast.kv(), Reference(toy(), fast.tokens).kv[: fast.lane.computed])
+
+
+def test_kv_of_the_fast_path_is_not_shared() -> None:
+    """A prompt that repeats what the fast path generated is computed from the first position that is not canonical."""
+    subject = engine()
+    fast = subject.prompt(PROMPT).generate(20, deterministic=False)
+    assert not fast.certified
+    shared = subject.prefix.match(fast.tokens)
+    assert shared == fast.lane.table.pages[: len(PROMPT) // 4], "of the prompt alone, which was computed canonically"
+    again = subject.prompt(fast.tokens)
+    assert again.certified and torch.equal(again.kv(), Reference(toy(), fast.tokens).kv)
+
+
+def test_once_on_the_fast_path_a_branch_stays_uncertified() -> None:
+    """Canonical tokens after fast ones read KV that is not: neither the branch nor its forks are certified or shared."""
+    subject = engine()
+    branch = subject.prompt(PROMPT).generate(6, deterministic=False).generate(10)
+    (fork,) = branch.fork()
+    fork.generate(8)
+    for each in (branch, fork):
+        assert not each.certified
+        assert len(subject.prefix.match(each.tokens)) == len(PROMPT) // 4

@@ -1,0 +1,121 @@
+"""`make gpu`: the tests marked gpu, in processes side by side.
+
+    PYTHONPATH=src python -m tests.gpu.run --processes 6
+
+Most of a test's time on a device goes into compiling kernels on the host, one after another within a process. Every process
+collects all tests and takes one that nobody has taken yet (`tests/gpu/share.py`). Needs pytest alone.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SHOWN = 200
+"""last lines shown of what a failed process said"""
+
+
+@dataclass
+class Outcome:
+    """What all processes reported together."""
+
+    collected: dict[str, list[int]] = field(default_factory=dict)
+    """test -> the processes that collected it"""
+    taken: Counter[str] = field(default_factory=Counter)
+    results: dict[str, str] = field(default_factory=dict)
+    """test -> passed, failed or skipped"""
+    crashed: list[int] = field(default_factory=list)
+    """processes that ended without saying so"""
+
+    @classmethod
+    def read(cls, folder: Path, processes: int) -> "Outcome":
+        """From the notes of the processes, one line of JSON each."""
+        found = cls()
+        for number in range(processes):
+            file = folder / f"{number}.jsonl"
+            ended = False
+            for line in file.read_text().splitlines() if file.exists() else ():
+                note = json.loads(line)
+                for test in note.get("collected", ()):
+                    found.collected.setdefault(test, []).append(number)
+                if "taken" in note:
+                    found.taken[note["taken"]] += 1
+                if "test" in note and found.results.get(note["test"]) != "failed":
+                    found.results[note["test"]] = note["outcome"]
+                ended |= "ended" in note
+            found.crashed += [] if ended else [number]
+        return found
+
+    def faults(self, processes: int) -> list[str]:
+        """Why the run did not succeed; empty: it did."""
+        faults = [f"failed: {test}" for test, result in self.results.items() if result == "failed"]
+        faults += [f"process {number} crashed" for number in self.crashed]
+        faults += [f"no result: {test}" for test in self.taken if test not in self.results]
+        if not self.crashed:
+            faults += [f"not run: {test}" for test in self.collected if test not in self.taken]
+            faults += [f"collected by some only: {test}" for test, by in self.collected.items() if len(by) < processes]
+        faults += [f"run {times} times: {test}" for test, times in self.taken.items() if times > 1]
+        return faults if self.collected else [*faults, "no test was selected"]
+
+
+def candidates() -> list[str]:
+    """The files that can hold a test marked gpu: they, or a conftest.py of theirs, name the mark or the list of devices.
+
+    Other files may import packages that a machine with a GPU lacks.
+    """
+
+    def names_it(file: Path) -> bool:
+        return file.exists() and any(word in file.read_text() for word in ("mark.gpu", "tests.devices"))
+
+    tests = ROOT / "tests"
+    folders = {folder for folder in [tests, *tests.rglob("*")] if names_it(folder / "conftest.py")}
+    return [str(file) for file in sorted(tests.rglob("test_*.py")) if names_it(file) or folders & set(file.parents)]
+
+
+def start(number: int, folder: Path, expression: str, paths: list[str]) -> "subprocess.Popen[bytes]":
+    """One pytest process that shares the tests with the others; what it says goes to a file."""
+    ours = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": ours, "SHARED_TESTS": str(folder), "SHARED_NUMBER": str(number)}
+    environment["PYTHONHASHSEED"] = "0"  # all processes collect the same tests in the same order
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.share", "-p", "no:cacheprovider", "-m", expression]
+    with (folder / f"{number}.log").open("wb") as log:
+        return subprocess.Popen([*command, *paths], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def main() -> int:
+    """0: every selected test passed or was skipped for a reason of its own."""
+    parser = argparse.ArgumentParser(description="Run the tests marked gpu in processes side by side.")
+    parser.add_argument("--processes", type=int, default=6)
+    parser.add_argument("--marker", default="gpu", help="marker expression; another one tries this script without a GPU")
+    parser.add_argument("paths", nargs="*", help="files or folders; default: all that name the marker gpu")
+    given = parser.parse_args()
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        paths = given.paths or candidates()
+        running = [start(number, folder, given.marker, paths) for number in range(given.processes)]
+        codes = [process.wait() for process in running]
+        outcome = Outcome.read(folder, given.processes)
+        faults = outcome.faults(given.processes)
+        for number, code in enumerate(codes):
+            if code not in (0, 5):  # 5: the others had taken all tests
+                said = (folder / f"{number}.log").read_text(errors="replace").splitlines()[-SHOWN:]
+                print(f"---- process {number}, exit code {code}", *said, sep="\n")
+                faults = faults or [f"process {number} ended with exit code {code}"]
+    counts = Counter(outcome.results.values())
+    told = ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped") if counts[kind]) or "nothing run"
+    print(*faults, sep="\n", end="\n" if faults else "")
+    print(f"{told} in {time.monotonic() - begin:.0f} s, {given.processes} processes")
+    print(f"Tests marked {given.marker}: {'FAILED' if faults else 'all passed'}.", flush=True)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""A pytest plugin: several processes share the tests that each of them has collected. Every test runs in exactly one.
+
+A process takes a test by creating a file of its name, which only one can do. It notes what it collected, took and saw as lines
+of JSON, so that a process that dies leaves what it knew.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOGETHER = 4
+"""neighbours taken at once: they share the fixtures of their module"""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder, number = Path(os.environ["SHARED_TESTS"]), int(os.environ["SHARED_NUMBER"])
+    config.pluginmanager.register(Sharing(folder, number), "sharing")
+
+
+class Sharing:
+    """The part of one process."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.folder, self.file = folder, folder / f"{number}.jsonl"
+
+    def note(self, **facts: Any) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(facts) + "\n")
+
+    def take(self, items: list[pytest.Item]) -> bool:
+        """Whether these tests are ours from now on."""
+        name = hashlib.sha256("\n".join(item.nodeid for item in items).encode()).hexdigest()
+        try:
+            os.close(os.open(self.folder / name, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def ours(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
+        """Tests that nobody had taken, one after the other; the next is taken when it is asked for."""
+        for first in range(0, len(items), TOGETHER):
+            some = items[first : first + TOGETHER]
+            if self.take(some):
+                for item in some:
+                    self.note(taken=item.nodeid)
+                    yield item
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise session.Interrupted(f"{session.testsfailed} errors during collection")
+        self.note(collected=[item.nodeid for item in session.items])
+        mine = self.ours(session.items)
+        item = next(mine, None)
+        while item is not None:
+            following = next(mine, None)  # pytest keeps the fixtures that the next test needs
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            item = following
+        self.note(ended=True)
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed or (report.when == "call" and report.passed) or report.skipped:
+            self.note(test=report.nodeid, outcome=report.outcome)

@@ -1,0 +1,58 @@
+"""`python -m tests.mutants`: run the campaign, print a table, exit with 1 where too many mutants survive."""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.mutants.campaign import LIMIT, NEEDED, Campaign, NotSound, Outcome, Result, good_enough
+from tests.mutants.mutant import Mutant
+from tests.mutants.table import MUTANTS
+
+ROOT = Path(__file__).parents[2]
+
+
+def main(arguments: Sequence[str] | None = None, mutants: Sequence[Mutant] = MUTANTS, root: Path = ROOT) -> int:
+    """The exit status: 0 good, 1 too many survivors or a mutant that could not be tried, 2 the tests fail by themselves."""
+    given = _parse(arguments, mutants)
+    chosen = [mutant for mutant in mutants if not given.only or mutant.name in given.only]
+    if given.list:
+        for mutant in chosen:
+            print(f"{mutant.name:<40} {mutant.module.removeprefix('replaylens.'):<28} {mutant.breaks}")
+        return 0
+    try:
+        results = Campaign(root, given.jobs, given.limit).run(chosen, _tell)
+    except NotSound as error:
+        print(error, file=sys.stderr)
+        return 2
+    _summarise(results)
+    return 0 if good_enough(results) else 1
+
+
+def _parse(arguments: Sequence[str] | None, mutants: Sequence[Mutant]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Do the tests notice planted faults?")
+    names = [mutant.name for mutant in mutants]
+    parser.add_argument("--only", action="append", metavar="NAME", choices=names, help="this mutant; may be repeated")
+    parser.add_argument("--jobs", type=int, default=1, help="copies of the tree that are worked on at a time")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for the tests of one mutant")
+    parser.add_argument("--list", action="store_true", help="name the mutants and what they break, and run nothing")
+    return parser.parse_args(arguments)
+
+
+def _tell(result: Result) -> None:
+    mutant = result.mutant
+    print(f"{mutant.name:<40} {result.outcome.value:<16} {result.seconds:6.1f} s  {result.detail}", flush=True)
+
+
+def _summarise(results: Sequence[Result]) -> None:
+    counts = Counter(result.outcome for result in results)
+    killed = counts[Outcome.KILLED]
+    print(f"\n{killed} of {len(results)} killed ({killed / len(results):.0%}; needed: {NEEDED:.0%})")
+    for result in results:
+        if result.outcome is not Outcome.KILLED:
+            print(f"{result.outcome.value}: {result.mutant.name}: {result.mutant.breaks}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

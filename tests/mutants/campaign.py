@@ -1,0 +1,173 @@
+"""The campaign: mutants are applied to scratch copies, one at a time, and the tests near them are run.
+
+A mutant counts as killed only when tests ran and failed. A run that was cut off, or that could not start, kills nothing; and
+the same tests must pass on the unchanged copy first, or a failure would mean nothing.
+"""
+
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from tests.mutants.mutant import CannotApply, Mutant
+
+NEEDED = 0.9
+"""the share of mutants that must be killed"""
+LIMIT = 300.0
+"""seconds for the tests of one mutant"""
+_NOT_COPIED = (
+    ".git",
+    ".venv",
+    "__pycache__",
+    ".*_cache",
+    ".hypothesis",
+    "*.egg-info",
+    "build",
+    "demo",
+    "dist",
+    "dumps",
+    "report",
+)
+_FAILED = re.compile(r"^FAILED (\S+)", re.MULTILINE)
+
+
+class Outcome(Enum):
+    KILLED = "killed"
+    SURVIVED = "survived"
+    NOT_APPLIED = "could not apply"
+    NOT_RUN = "tests did not run"
+    CUT_OFF = "over the time limit"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one mutant."""
+
+    mutant: Mutant
+    outcome: Outcome
+    seconds: float = 0.0
+    detail: str = ""
+    """the first test that failed, or why there is none"""
+
+
+class NotSound(Exception):
+    """The tests fail without any mutant: nothing can be learnt from their failing with one."""
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """How mutants are tried.
+
+    root   the checkout that copies are made of; it is only read
+    jobs   copies that are worked on at a time
+    limit  seconds for the tests of one mutant
+    """
+
+    root: Path
+    jobs: int = 1
+    limit: float = LIMIT
+
+    def run(self, mutants: Sequence[Mutant], told: Callable[[Result], object] = lambda result: None) -> list[Result]:
+        """Try all of them; `told` gets each result as it comes. NotSound where their tests fail on the unchanged tree."""
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(self.jobs) as threads:
+            copies = [self._copy(Path(folder) / str(number)) for number in range(self.jobs)]
+            self._check(mutants, copies[0])
+            free: queue.Queue[Path] = queue.Queue()
+            for copy in copies:
+                free.put(copy)
+
+            def one(mutant: Mutant) -> Result:
+                copy = free.get()
+                try:
+                    result = self._try(mutant, copy)
+                finally:
+                    free.put(copy)
+                told(result)
+                return result
+
+            return list(threads.map(one, mutants))
+
+    def _copy(self, target: Path) -> Path:
+        shutil.copytree(self.root, target, symlinks=True, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+        # Bytecode is checked by the source's hash: by time and size, a changed file could pass for the unchanged one
+        hashed = ["-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "."]
+        subprocess.run([sys.executable, *hashed], cwd=target, check=False, capture_output=True)
+        return target
+
+    def _check(self, mutants: Sequence[Mutant], copy: Path) -> None:
+        tests = list(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
+        status, said = self._pytest(tests, copy, self.limit * max(1, len(mutants)))
+        if status != 0:
+            raise NotSound(f"the tests do not pass without any mutant (status {status}):\n{said[-4000:]}")
+
+    def _try(self, mutant: Mutant, copy: Path) -> Result:
+        began = time.monotonic()
+        try:
+            with _planted(mutant, copy):
+                status, said = self._pytest(mutant.tests, copy, self.limit)
+        except CannotApply as error:
+            return Result(mutant, Outcome.NOT_APPLIED, 0.0, str(error))
+        outcome = {0: Outcome.SURVIVED, 1: Outcome.KILLED, None: Outcome.CUT_OFF}.get(status, Outcome.NOT_RUN)
+        failed = _FAILED.search(said)
+        last = said.strip().splitlines()[-1:] if outcome is not Outcome.CUT_OFF else []
+        detail = failed[1] if failed else " ".join(last) if outcome is not Outcome.SURVIVED else ""
+        return Result(mutant, outcome, time.monotonic() - began, detail)
+
+    def _pytest(self, tests: Sequence[str], copy: Path, limit: float) -> tuple[int | None, str]:
+        """(exit status or None where it took too long, what it said) of tests in a copy."""
+        options = ["-q", "-x", "-rf", "--tb=no", "--no-header", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        own = {
+            "PYTHONPATH": str(copy / "src"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "REPLAYLENS_CACHE": tempfile.mkdtemp(prefix="cache-", dir=copy.parent),  # a mutant certifies nothing for others
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=copy,
+            env={**os.environ, **own},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            said, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the tests' own processes, too
+            said, _ = process.communicate()
+            return None, said
+        return process.returncode, said
+
+
+@contextmanager
+def _planted(mutant: Mutant, copy: Path) -> Iterator[None]:
+    """The mutant is in the copy while the block runs."""
+    path = mutant.path(copy)
+    try:
+        source = path.read_text()
+    except FileNotFoundError:
+        raise CannotApply(f"there is no {mutant.module}") from None
+    changed = mutant.applied(source)
+    try:
+        path.write_text(changed)
+        yield
+    finally:
+        path.write_text(source)
+
+
+def good_enough(results: Sequence[Result]) -> bool:
+    """Whether enough were killed, and all could be tried."""
+    tried = all(result.outcome in (Outcome.KILLED, Outcome.SURVIVED) for result in results)
+    return tried and sum(result.outcome is Outcome.KILLED for result in results) >= NEEDED * len(results)

@@ -1,0 +1,43 @@
+"""`Mutant`: one planted fault, as data."""
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class CannotApply(Exception):
+    """The source no longer holds the text that a mutant replaces, or holds it more than once."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A piece of source, what replaces it, and who must notice."""
+
+    name: str
+    module: str
+    """dotted name, such as replaylens.engine.loop.commit"""
+    before: str
+    """occurs exactly once in the module's source"""
+    after: str
+    breaks: str
+    """the promise that does not hold any more"""
+    tests: tuple[str, ...]
+    """files or node ids for pytest; at least one test among them must fail"""
+
+    def path(self, root: Path) -> Path:
+        """The module's file in a tree."""
+        return root / "src" / f"{self.module.replace('.', '/')}.py"
+
+    def applied(self, source: str) -> str:
+        """The source with the fault in it. CannotApply where the table is out of date, or the fault is none."""
+        count = source.count(self.before)
+        if count != 1:
+            raise CannotApply(f"the text occurs {count} times in {self.module}, not once")
+        changed = source.replace(self.before, self.after)
+        try:
+            same = ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source))
+        except SyntaxError as error:
+            raise CannotApply(f"{self.module} does not compile with it: {error}") from None
+        if same:
+            raise CannotApply(f"it changes nothing that {self.module} does")
+        return changed

@@ -1,0 +1,54 @@
+"""Faults in what a model that thinks is said to have thought."""
+
+from tests.mutants.mutant import Mutant
+
+THINKING = (
+    Mutant(
+        "wrong-guess-kept",
+        "replaylens.engine.thinking.prefill",
+        "kept = next(wrong, count - 1) + 1",
+        "kept = next(wrong, count - 2) + 2",
+        "chunks after the first wrong guess are computed again",
+        ("tests/thinking/test_replay.py",),
+    ),
+    Mutant(
+        "last-guess-not-compared",
+        "replaylens.engine.thinking.prefill",
+        "(i for i in range(count - 1) if found[i].tokens != guessed[i])",
+        "(i for i in range(count - 2) if found[i].tokens != guessed[i])",
+        "a guessed thought is settled only where T says the same",
+        ("tests/thinking/test_replay.py",),
+    ),
+    Mutant(
+        "state-not-handed-on",
+        "replaylens.engine.thinking.prefill",
+        "p.thoughts[-1].state if p.thoughts else None",
+        "p.thoughts[0].state if p.thoughts else None",
+        "a chunk receives what the chunk before it thought",
+        ("tests/thinking/test_replay.py",),
+    ),
+    Mutant(
+        "thought-one-position-early",
+        "replaylens.engine.thinking.thoughts",
+        "(number + 1) * self.config.chunk - 1 - start",
+        "(number + 1) * self.config.chunk - 2 - start",
+        "a thought's rows stand where its chunk ends",
+        ("tests/thinking/test_dump.py",),
+    ),
+    Mutant(
+        "later-thoughts-in-a-fork",
+        "replaylens.engine.thinking.thoughts",
+        "self.chunks[:whole]",
+        "self.chunks",
+        "a fork has the thoughts of its own tokens",
+        ("tests/thinking/test_replay.py",),
+    ),
+    Mutant(
+        "first-rows-of-the-compression",
+        "replaylens.engine.thinking.blocks",
+        "return compressed[-self.config.chunk :]",
+        "return compressed[: self.config.chunk]",
+        "a state is the last rows of the compressed thought",
+        ("tests/thinking/test_replay.py",),
+    ),
+)
