@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from replaylens.engine.dump.content import CORE, LOCATORS, Content, concatenate, count_accepted
 from replaylens.engine.dump.head import HEAD, Head
 from replaylens.engine.dump.lock import FINISH, DumpLock, lock_name, sweep
-from replaylens.engine.dump.manifest import INDEX, MANIFEST, MOST_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
+from replaylens.engine.dump.manifest import INDEX, MANIFEST, MAX_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.shard import write_shard
@@ -37,7 +37,7 @@ from replaylens.engine.proof.fingerprint import Fingerprint
 
 Part = tuple[int, int]
 """(i, n): write every n-th shard, from number i on"""
-_MOST_PART = 1 << 28
+_MAX_PART = 1 << 28
 _PATIENCE = 60.0
 """seconds to wait for another writer who finishes the dump, or makes a damaged one ready for repair"""
 _COMPRESSION = "zstd"
@@ -175,7 +175,7 @@ class DumpWriter:
     def part(self, number: int) -> ShardPart | None:
         """The note on a finished shard; None where there is none, or none that can be read."""
         try:
-            raw = json.loads(self.store.read(_note(number), _MOST_PART))
+            raw = json.loads(self.store.read(_note(number), _MAX_PART))
             sites = {
                 name: SiteEntry(**{**site, "shape": tuple(site["shape"]), "aliases": tuple(site["aliases"])})
                 for name, site in raw["sites"].items()
@@ -287,7 +287,7 @@ class DumpWriter:
     def _manifest(self) -> Manifest | None:
         """The manifest, if there is one: that of our plan and fingerprint."""
         try:
-            raw = self.store.read(MANIFEST, MOST_BYTES)
+            raw = self.store.read(MANIFEST, MAX_BYTES)
         except BadDump:
             if self.store.exists(MANIFEST):
                 raise

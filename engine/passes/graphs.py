@@ -22,7 +22,7 @@ from replaylens.kernels.attention import Rows, plan_tiles, rows_per_tile
 
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """rows that a graph can have; larger passes keep the device busy without one"""
-MOST_GRAPHS = 24
+MAX_GRAPHS = 24
 """the least recently used one goes"""
 WORTH = 8
 """passes of a shape from which on it gets a graph: making one takes as long as about ten launched passes lose"""
@@ -124,7 +124,7 @@ class PassGraphs:
     def _add(self, shape: PassShape) -> None:
         pool = next(iter(self.graphs.values())).graph.pool() if self.graphs else None
         self.graphs[shape] = PassGraph(self.model, self.cache, shape, self.spare, pool)
-        if len(self.graphs) > MOST_GRAPHS:
+        if len(self.graphs) > MAX_GRAPHS:
             self.graphs.popitem(last=False)
 
     def _shape(self, batch: Batch, sites: frozenset[str], exact: bool) -> PassShape:

@@ -12,7 +12,7 @@ from replaylens.engine.pictures.readings import layer_name
 from replaylens.views.dumped import DumpedExample
 from replaylens.views.heatmap import Cell, Heatmap, span
 
-MOST_COLUMNS = 40
+MAX_COLUMNS = 40
 MEASURES = {
     "Z.emitted": "log-prob of the token that came next",
     "Z.entropy": "entropy, nats",
@@ -90,7 +90,7 @@ def _well_filled(by_offset: dict[int, list[np.ndarray]]) -> list[int]:
     """Positions that at least a fifth of the roots reach, those nearest to the prompt's end first, in order."""
     most = max(map(len, by_offset.values()), default=0)
     good = [offset for offset, found in by_offset.items() if len(found) * 5 >= most]
-    return sorted(sorted(good, key=abs)[:MOST_COLUMNS])
+    return sorted(sorted(good, key=abs)[:MAX_COLUMNS])
 
 
 def _average(values: np.ndarray, layer: int) -> Cell:

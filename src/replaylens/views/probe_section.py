@@ -15,7 +15,7 @@ from replaylens.views.heatmap import Cell, Heatmap, span
 if TYPE_CHECKING:
     import pandas as pd
 
-MOST_LINES = 200
+MAX_LINES = 200
 """of one table"""
 _BESIDE = ("p_family", "q", "selectivity", "control_task", "v_information", "calibration_error", "rows", "roots")
 """columns that a cell tells when it is asked"""
@@ -113,7 +113,7 @@ def _table(lines: list[dict[str, Any]]) -> Markup:
     used = dict.fromkeys(name for line in lines for name, value in line.items() if value is not None)
     names = [name for name in used if name not in ("accuracy", "low", "high")]
     head = tag("tr", *(tag("th", name.replace("_", " ")) for name in names), tag("th", "score, 95 %"), tag("th"))
-    body = [tag("tr", *(_value(line.get(name)) for name in names), *_score(line)) for line in lines[:MOST_LINES]]
+    body = [tag("tr", *(_value(line.get(name)) for name in names), *_score(line)) for line in lines[:MAX_LINES]]
     more = len(lines) - len(body)
     rest = [tag("p", f"and {more} more lines", class_="rl-quiet")] if more > 0 else []
     return join([tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="rl-scroll"), *rest])

@@ -36,7 +36,7 @@ class ReportPage:
     probes: tuple[Report, ...] = ()
     verdict: Verdict | None = None
     decode: Decode | None = None
-    trees: int = page.MOST_TREES
+    trees: int = page.MAX_TREES
     title: str = ""
 
     def save(self, path: str | Path, progress: bool = False) -> Path:
