@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.attention import Rows
+from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.launch import (
     EXACT,
     PAGE_SIZE,
@@ -89,7 +89,7 @@ def rotate_and_store(
     k: Tensor,
     v: Tensor,
     table: Tensor,
-    rows: Rows,
+    rows: PagedRows,
     k_cache: Tensor,
     v_cache: Tensor,
     page_size: int = PAGE_SIZE,
@@ -102,12 +102,12 @@ def rotate_and_store(
     return _launch(q, k, v, table, rows, (k_cache, v_cache), page_size)
 
 
-def rotate(x: Tensor, table: Tensor, rows: Rows) -> Tensor:
+def rotate(x: Tensor, table: Tensor, rows: PagedRows) -> Tensor:
     """x [rows, heads, d_head] rotated: the arithmetic of `rotate_and_store` without the pages."""
     return _launch(x, x[:, :0], x[:, :0], table, rows, None, PAGE_SIZE)
 
 
-def store(k: Tensor, v: Tensor, rows: Rows, k_cache: Tensor, v_cache: Tensor, page_size: int = PAGE_SIZE) -> None:
+def store(k: Tensor, v: Tensor, rows: PagedRows, k_cache: Tensor, v_cache: Tensor, page_size: int = PAGE_SIZE) -> None:
     """Write k and v [rows, kv_heads, d_head] to their slots as they are."""
     _launch(k[:, :0], k, v, None, rows, (k_cache, v_cache), page_size)
 
@@ -117,7 +117,7 @@ def _launch(
     k: Tensor,
     v: Tensor,
     table: Tensor | None,
-    rows: Rows,
+    rows: PagedRows,
     caches: tuple[Tensor, Tensor] | None,
     page_size: int,
 ) -> Tensor:
@@ -139,7 +139,9 @@ def _launch(
     return q_out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, rows: Rows, caches: tuple[Tensor, Tensor] | None) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, rows: PagedRows, caches: tuple[Tensor, Tensor] | None
+) -> None:
     num_rows, _, d_head = q.shape
     require_float("q", q)
     require_shape("rows.position", rows.position, (num_rows,))

@@ -30,7 +30,7 @@ from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.settings import SweepSettings
 from replaylens.probes.splits import Split
 from replaylens.probes.statistics import PERMUTATIONS, RESAMPLES
-from replaylens.probes.tabulate import Place, tabulate
+from replaylens.probes.tabulate import SweepPosition, tabulate
 
 MEMORY_MB = 1024
 """of rows that are loaded together; on a CPU it changes no bit"""
@@ -136,7 +136,7 @@ class _Sweep:
                 return rows.rejected()
         return rows
 
-    def _place(self, chosen: ProbeRows, cells: list[Cell], position: str, parts: Parts, bar: Any) -> Place:
+    def _place(self, chosen: ProbeRows, cells: list[Cell], position: str, parts: Parts, bar: Any) -> SweepPosition:
         """Everything at one position: goals, then one part per batch of cells."""
         here = chosen.at(position)
         if not len(here):
@@ -148,7 +148,7 @@ class _Sweep:
             goals, notes = goals_at(here, paths, settings.labels, split.train, **how)
         except OneClass as error:
             raise OneClass(f"position {position!r}: {error}") from None
-        place = Place(position, here, split, goals, cells, notes, paths)
+        place = SweepPosition(position, here, split, goals, cells, notes, paths)
         part = f"{position}/{split.digest}"  # a split of the user's own is known by nothing but its masks
         for batch in _batches(here, cells):
             for estimator in settings.estimators:
@@ -158,12 +158,12 @@ class _Sweep:
             bar.update(len(batch))
         return place
 
-    def _fit(self, place: Place, rows: ProbeRows, batch: list[Cell], estimator: str) -> Held:
+    def _fit(self, place: SweepPosition, rows: ProbeRows, batch: list[Cell], estimator: str) -> Held:
         nuisance = _numbers(place.rows, self.settings.residualise) if self.settings.residualise else None
         masks = (place.split.train, place.split.test)
         return held_out(estimator, self._load(rows, batch), place.goals, *masks, nuisance=nuisance, jobs=self.jobs)
 
-    def _extras(self, place: Place, here: ProbeRows, batch: list[Cell], parts: Parts, part: str) -> None:
+    def _extras(self, place: SweepPosition, here: ProbeRows, batch: list[Cell], parts: Parts, part: str) -> None:
         """The untrained model, and the online code."""
         settings = self.settings
         if self.blank is not None:

@@ -18,7 +18,7 @@ from replaylens.probes.splits import Split
 
 
 @dataclass
-class Place:
+class SweepPosition:
     """One position of a sweep, with what its probes said. Filled batch by batch."""
 
     position: str
@@ -71,7 +71,7 @@ def _by_cell(batch: Sequence[Cell], held: Held) -> dict[Cell, Held]:
     }
 
 
-def tabulate(places: list[Place], rows: ProbeRows, settings: SweepSettings) -> Report:
+def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettings) -> Report:
     """The whole report. Corrections run over all lines that are about labels, not over controls."""
     lines: list[dict[str, Any]] = []
     nulls: list[tuple[list[dict[str, Any]], statistics.Null]] = []
@@ -98,7 +98,7 @@ def tabulate(places: list[Place], rows: ProbeRows, settings: SweepSettings) -> R
 
 
 def _lines(
-    place: Place, number: int, estimator: str, shared: dict[str, Any], settings: SweepSettings
+    place: SweepPosition, number: int, estimator: str, shared: dict[str, Any], settings: SweepSettings
 ) -> tuple[list[dict[str, Any]], statistics.Null]:
     """One line per cell for one goal and estimator, and what the cells score on permuted labels."""
     goal = place.goals[number]
@@ -151,7 +151,7 @@ def _score(goal: Goal, predicted: np.ndarray, tested: np.ndarray) -> float:
     return float(top.sum() / bottom.sum())
 
 
-def _shared_controls(place: Place, goal: Goal) -> dict[str, Any]:
+def _shared_controls(place: SweepPosition, goal: Goal) -> dict[str, Any]:
     """Controls that do not look at the model: the same for every cell."""
     if goal.kind == "number":
         return {"majority": 0.0}  # the mean explains nothing
@@ -167,7 +167,7 @@ def _shared_controls(place: Place, goal: Goal) -> dict[str, Any]:
     return found
 
 
-def _cell_controls(place: Place, goal: Goal, estimator: str, c: int, score: float) -> dict[str, Any]:
+def _cell_controls(place: SweepPosition, goal: Goal, estimator: str, c: int, score: float) -> dict[str, Any]:
     """Controls of one cell: shuffled labels, control task with selectivity, untrained model."""
     found: dict[str, Any] = dict.fromkeys(("shuffled", "control_task", "selectivity", "untrained"))
     if goal.role != LABEL:
@@ -185,7 +185,7 @@ def _cell_controls(place: Place, goal: Goal, estimator: str, c: int, score: floa
     return found
 
 
-def _information(place: Place, number: int, estimator: str, c: int, tested: np.ndarray) -> dict[str, Any]:
+def _information(place: SweepPosition, number: int, estimator: str, c: int, tested: np.ndarray) -> dict[str, Any]:
     """Bits and calibration, for estimators that give probabilities."""
     goal = place.goals[number]
     found: dict[str, Any] = dict.fromkeys(("v_information", "calibration_error", "code_bits", "compression"))

@@ -35,7 +35,7 @@ from replaylens.engine.dump.store import TEMPORARY, Store
 from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch
 from replaylens.engine.proof.fingerprint import Fingerprint
 
-Part = tuple[int, int]
+WorkerPart = tuple[int, int]
 """(i, n): write every n-th shard, from number i on"""
 _MAX_PART = 1 << 28
 _PATIENCE = 60.0
@@ -71,7 +71,7 @@ class DumpWriter:
         describe: Callable[[Content], dict[str, SiteEntry]],
         *,
         resume: bool = False,
-        part: Part = (0, 1),
+        part: WorkerPart = (0, 1),
         progress: bool = False,
     ) -> Dump | None:
         """Make and write every missing shard of this part, then finish the dump if all shards of all parts are there.
@@ -97,7 +97,7 @@ class DumpWriter:
         return self.finish()
 
     @contextmanager
-    def writing(self, part: Part, resume: bool) -> Iterator[list[int]]:
+    def writing(self, part: WorkerPart, resume: bool) -> Iterator[list[int]]:
         """Holds the part's lock, and gives the numbers of the shards that are to be written."""
         self.numbers(part)
         self.store.make()
@@ -117,7 +117,7 @@ class DumpWriter:
             raise
 
     @contextmanager
-    def _beginning(self, part: Part) -> Iterator[None]:
+    def _beginning(self, part: WorkerPart) -> Iterator[None]:
         """If the block fails before any shard is whole, what was begun goes again: the next try may have another plan.
 
         Only under a lock on all shards: others could have begun by the same plan. A reopened dump keeps its digest.
@@ -132,12 +132,12 @@ class DumpWriter:
                     self.store.remove(name)
             raise
 
-    def progress_bar(self, missing: list[int], part: Part, shown: bool) -> Any:
+    def progress_bar(self, missing: list[int], part: WorkerPart, shown: bool) -> Any:
         total = sum(len(self.plan.indices(number)) for number in self.numbers(part))
         done = total - sum(len(self.plan.indices(number)) for number in missing)
         return tqdm(total=total, initial=done, unit="example", desc="dump", disable=not shown)
 
-    def numbers(self, part: Part) -> range:
+    def numbers(self, part: WorkerPart) -> range:
         """The shards of a part."""
         i, n = part
         if not 0 <= i < n:
@@ -146,7 +146,7 @@ class DumpWriter:
 
     # ---- beginning ----------------------------------------------------------------------------------------------
 
-    def begin(self, part: Part, resume: bool) -> list[int]:
+    def begin(self, part: WorkerPart, resume: bool) -> list[int]:
         """Check that what lies there is ours to go on with; the shards that are still to be written."""
         there = self.store.sizes()
         if (MANIFEST in there or HEAD in there) and not resume and part[1] == 1:

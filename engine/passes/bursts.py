@@ -16,7 +16,7 @@ from replaylens.engine.passes.choice import seeds, temperatures
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.request.sampling import Sampling
-from replaylens.kernels.attention import Rows
+from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.launch import next_power_of_2
 from replaylens.kernels.sample import sample_logits
 
@@ -50,7 +50,7 @@ class DecodeGraph:
         self.temperatures = torch.zeros(size, dtype=torch.float64, device=device)
         self.pages = torch.full((size, max_pages), spare, dtype=torch.int32, device=device)
         sequence = torch.arange(size, dtype=torch.int32, device=device)
-        rows = Rows(sequence, self.short_positions, self.pages)
+        rows = PagedRows(sequence, self.short_positions, self.pages)
         self.ops = (CanonicalCudaOps if exact else FastCudaOps)(runner.cache, rows)
         self.runner = runner
         self.graph = torch.cuda.CUDAGraph()

@@ -14,7 +14,7 @@ from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Obse
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import Batch
 from replaylens.kernels.activation import activation
-from replaylens.kernels.attention import Rows, attention, plan_tiles, rows_per_tile
+from replaylens.kernels.attention import PagedRows, attention, plan_tiles, rows_per_tile
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import norm as norm_kernel
 from replaylens.kernels.rope import rotate, rotate_and_store, store
@@ -61,7 +61,7 @@ class FastHeadOps(HeadOps):
 class CanonicalCudaOps(HeadOps):
     """The arithmetic of committed rows."""
 
-    def __init__(self, cache: KVCache, rows: Rows) -> None:
+    def __init__(self, cache: KVCache, rows: PagedRows) -> None:
         self.cache, self.rows = cache, rows
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
@@ -83,7 +83,7 @@ class FastCudaOps(FastHeadOps, CanonicalCudaOps):
     """The draft path."""
 
 
-def device_rows(batch: Batch, cache: KVCache) -> Rows:
+def device_rows(batch: Batch, cache: KVCache) -> PagedRows:
     """Where every row's keys lie, on the cache's device."""
     heads = cache.num_heads
     most = max(len(s.table.pages) for s in batch.segments)
@@ -96,6 +96,6 @@ def device_rows(batch: Batch, cache: KVCache) -> Rows:
     as_int = lambda values: torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)  # noqa: E731
     tiles = plan_tiles(sequences, per_tile).to(device, non_blocking=True) if longest > 1 else None
     max_keys = max(s.end for s in batch.segments)
-    return Rows(
+    return PagedRows(
         as_int(sequences), batch.positions.to(torch.int32), as_int(pages), tiles, max_keys, per_tile if tiles is not None else 0
     )

@@ -18,7 +18,7 @@ from replaylens.engine.passes.batch import Batch
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
 from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import launch
-from replaylens.kernels.attention import Rows, plan_tiles, rows_per_tile
+from replaylens.kernels.attention import PagedRows, plan_tiles, rows_per_tile
 
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """rows that a graph can have; larger passes keep the device busy without one"""
@@ -58,7 +58,7 @@ class PassGraph:
         self.short_positions = zeros(shape.rows)
         self.pages = torch.full((shape.sequences + 1, shape.pages), spare, dtype=torch.int32, device="cuda")
         self.tiles = zeros(shape.tiles, 2) if shape.per_tile else None
-        rows = Rows(self.sequence, self.short_positions, self.pages, self.tiles, per_tile=shape.per_tile)
+        rows = PagedRows(self.sequence, self.short_positions, self.pages, self.tiles, per_tile=shape.per_tile)
         self.ops = (CanonicalCudaOps if shape.exact else FastCudaOps)(cache, rows)
         self.graph = torch.cuda.CUDAGraph()
         self._capture(pool)  # torch's handle of the memory that all graphs share

@@ -5,7 +5,7 @@ from functools import partial
 
 from replaylens.engine.memory.tree import BranchRecord, BranchTree
 from replaylens.engine.model.text import Text
-from replaylens.engine.pictures.paths import Path, Token
+from replaylens.engine.pictures.paths import DrawnPath, Token
 from replaylens.engine.pictures.readings import Readings, word
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.request.capture import Recording
@@ -35,7 +35,7 @@ def _below(branches: BranchTree, trunk: int) -> list[int]:
     return found
 
 
-def _path(branches: BranchTree, branch: int, trunk: int, readings: Mapping[int, Readings | None], text: Text) -> Path:
+def _path(branches: BranchTree, branch: int, trunk: int, readings: Mapping[int, Readings | None], text: Text) -> DrawnPath:
     record = branches.branch(branch)
     own = 0 if branch == trunk else record.fork_position
     parent = None if branch == trunk else _drawn_parent(branches, record, trunk)
@@ -49,7 +49,7 @@ def _path(branches: BranchTree, branch: int, trunk: int, readings: Mapping[int, 
         shown = word(text, record.tokens[position])
         entropy, lens = (reading.entropy(position), reading.layers(position)) if reading else (None, ())
         tokens.append(Token(shown, position, record.states[position], logprob, entropy, lens))
-    return Path(branch, parent, own, record.status.value, tuple(tokens))
+    return DrawnPath(branch, parent, own, record.status.value, tuple(tokens))
 
 
 def _drawn_parent(branches: BranchTree, record: BranchRecord, trunk: int) -> int:

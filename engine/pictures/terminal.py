@@ -8,7 +8,7 @@ from rich.text import Text
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.frames import Frame
 from replaylens.engine.pictures.palette import LOOKS
-from replaylens.engine.pictures.paths import Path, Paths, Token
+from replaylens.engine.pictures.paths import DrawnPath, Paths, Token
 
 
 def tree_lines(tree: Paths) -> Iterator[Text]:
@@ -20,7 +20,7 @@ def tree_lines(tree: Paths) -> Iterator[Text]:
         yield Text(f"and {tree.left_out} more branches", style="dim")
 
 
-def _head(path: Path) -> tuple[str, str]:
+def _head(path: DrawnPath) -> tuple[str, str]:
     left = "" if path.parent is None else f" @{path.fork_position}"
     return f"#{path.branch}{left} {path.status}", "bold"
 

@@ -68,7 +68,7 @@ def _rowwise(model: Decoder, random: Random, findings: list[Finding]) -> None:
 
 def _rotate(table: Tensor, x: Tensor) -> Tensor:
     zeros = torch.zeros(len(x), dtype=torch.int32, device=x.device)
-    return rotate(x, table, paged.Rows(zeros, zeros, zeros[:1, None].contiguous()))
+    return rotate(x, table, paged.PagedRows(zeros, zeros, zeros[:1, None].contiguous()))
 
 
 def _compare(op: str, x: Tensor, f: Callable[[Tensor], Tensor], findings: list[Finding]) -> None:
@@ -104,7 +104,7 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
         sequence = torch.zeros(len(index), dtype=torch.int32, device=device)
         per_tile = paged.rows_per_tile(c.num_heads, c.num_kv_heads, c.d_head, q.dtype, len(index))
         tiles = paged.plan_tiles([0] * len(index), per_tile).to(device) if len(index) > 1 else None
-        rows = paged.Rows(sequence, index.to(torch.int32), table, tiles)
+        rows = paged.PagedRows(sequence, index.to(torch.int32), table, tiles)
         return paged.attention(q[index], k, v, rows, c.scale, c.attn_softcap, page_size=size, kv_block=kv_block)
 
     whole = attend(torch.arange(length, device=device))

@@ -37,7 +37,7 @@ FINAL_LR = 0.02
 STATE_KEY = "replaylens"
 M = TypeVar("M", bound=nn.Module)
 
-Batch = list[tuple[Tensor, Tensor]]
+TrainingBatch = list[tuple[Tensor, Tensor]]
 """For each part of a recipe: tokens [sequences, width], and their weights in the loss; padding weighs 0."""
 
 
@@ -67,7 +67,7 @@ class Texts:
     def _lengths(self) -> range:
         return range(1, self.recipe.longest + 1)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TrainingBatch:
         """What step `step` trains on: from every part its share of the sequences, of lengths up to the curriculum's."""
         recipe = self.recipe
         generator = torch.Generator().manual_seed(step_seed(recipe.seed, step))
@@ -137,7 +137,7 @@ class PartsOps(TorchOps):
     Padding all parts to one width would nearly double the work: a chain of thought is twice as long as an answer.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: TrainingBatch) -> None:
         self.groups = [SequenceOps([tokens.shape[1]] * len(tokens)) for tokens, _ in batch]
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
@@ -147,7 +147,7 @@ class PartsOps(TorchOps):
         return torch.cat([group.attend(Heads(q, k, v), spec, observe) for group, q, k, v in pieces])
 
 
-def weighted_loss(model: Decoder, batch: Batch) -> Tensor:
+def weighted_loss(model: Decoder, batch: TrainingBatch) -> Tensor:
     """Mean next-token loss over all positions, each weighted by the weight of the token it has to predict."""
     tokens = torch.cat([part.flatten() for part, _ in batch])
     positions = torch.cat([torch.arange(part.shape[1], device=part.device).repeat(len(part)) for part, _ in batch])

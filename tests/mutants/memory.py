@@ -62,8 +62,8 @@ MEMORY = (
     Mutant(
         "edits-not-in-the-key",
         "replaylens.engine.memory.prefix",
-        "pack(f\"<{len(tokens)}q\", *tokens) + edit_key",
-        "pack(f\"<{len(tokens)}q\", *tokens)",
+        'pack(f"<{len(tokens)}q", *tokens) + edit_key',
+        'pack(f"<{len(tokens)}q", *tokens)',
         "a shared page agrees in edits, too",
         ("tests/engine/test_prefix.py",),
     ),

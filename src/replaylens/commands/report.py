@@ -14,7 +14,7 @@ from replaylens.commands.dump import JsonOption, QuietOption
 from replaylens.commands.engines import MakerOption, engine_that_made
 from replaylens.commands.reporting import reporting
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import MISMATCH, Verdict
+from replaylens.engine.dump.verify import MISMATCH, Verification
 from replaylens.engine.dump.verify import verify as verify_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
@@ -68,7 +68,7 @@ def _open(sources: list[str]) -> "tuple[Dump | None, tuple[Report, ...]]":
     return (Dump.open(dumps[0]) if dumps else None), tuple(map(Report.load, probes))
 
 
-def _verify(dump: Dump, engine: Engine | None, share: float, quiet: bool) -> Verdict | None:
+def _verify(dump: Dump, engine: Engine | None, share: float, quiet: bool) -> Verification | None:
     if not share:
         return None
     if engine is None:

@@ -1,5 +1,6 @@
 """What probes found, for the report page: heatmaps of sweeps with intervals and controls, tables of everything else."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from replaylens.engine.pictures.summary import fact_list
 from replaylens.probes.report import Report
 from replaylens.probes.summary import CONTROLS, shown
 from replaylens.views import heatmap
-from replaylens.views.heatmap import Cell, Heatmap, span
+from replaylens.views.heatmap import Heatmap, HeatmapCell, span
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,7 +89,7 @@ def _layer(value: Any) -> int | None:
     return None if value is None or value != value else int(value)
 
 
-def _cell(line: Mapping[str, Any] | None) -> Cell | None:
+def _cell(line: Mapping[str, Any] | None) -> HeatmapCell | None:
     if line is None or line["accuracy"] != line["accuracy"]:
         return None
     facts = [f"{line['label']} at {line['position']}", f"{line['metric']}\t{line['accuracy']:.4f}"]
@@ -98,11 +99,13 @@ def _cell(line: Mapping[str, Any] | None) -> Cell | None:
         if value is not None and value == value:
             facts.append(f"{name.replace('_', ' ')}\t{value:.4g}")
     small = f"{line['low']:.2f}–{line['high']:.2f}"
-    return Cell(float(line["accuracy"]), f"{line['accuracy']:.2f}", tuple(facts), bool(line["shown"]), small)
+    return HeatmapCell(float(line["accuracy"]), f"{line['accuracy']:.2f}", tuple(facts), bool(line["shown"]), small)
 
 
-def _control(name: str, value: float) -> Cell | None:
-    return None if value != value else Cell(value, f"{value:.2f}", (f"control: {name.replace('_', ' ')}", f"best\t{value:.4f}"))
+def _control(name: str, value: float) -> HeatmapCell | None:
+    if math.isnan(value):
+        return None
+    return HeatmapCell(value, f"{value:.2f}", (f"control: {name.replace('_', ' ')}", f"best\t{value:.4f}"))
 
 
 # ---- everything else --------------------------------------------------------------------------------------------------
