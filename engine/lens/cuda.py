@@ -32,7 +32,7 @@ def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) ->
 
 def _block(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) -> Rows:
     """Views of one tensor on the CPU."""
-    norm, table = model.ln_final, model.embed.t() if model.unembed is None else model.unembed.weight  # [d, vocab]
+    norm, table = model.ln_final, model.unembedding.t()  # [d, vocab]
     x = stacked.to(table).transpose(0, 1).contiguous()  # [layers, n, d]
     chosen = torch.tensor(spec.targets, dtype=torch.int64).expand(len(emitted), -1)
     targets = torch.cat([torch.tensor(emitted).clamp_min(0)[:, None], chosen], dim=1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from replaylens.engine.errors import EngineBug
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.passes.choice import seeds, temperatures
-from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
+from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.request.sampling import Sampling
 from replaylens.kernels.attention import PagedRows
@@ -80,13 +80,10 @@ class DecodeGraph:
     @torch.inference_mode()
     def run(self, places: list[Place], steps: int) -> Tensor:
         """Tokens that `steps` steps chose: [steps, requests], on the device; none of the vocabulary where logits were NaN."""
-        pages = torch.full(self.pages.shape, self.spare, dtype=torch.int32)
-        for i, place in enumerate(places):
-            pages[i, : len(place.table.pages)] = torch.tensor(place.table.pages, dtype=torch.int32)
         rest = self.size - len(places)
         self.tokens.copy_(torch.tensor([p.token for p in places] + [0] * rest))
         self.positions.copy_(torch.tensor([p.position for p in places] + [0] * rest))
-        self.pages.copy_(pages)
+        self.pages.copy_(page_numbers([p.table for p in places], (self.size, self.pages.shape[1]), self.spare))
         if self.drawn:
             samplings = [p.sampling for p in places] + [Sampling()] * rest
             self.seeds.copy_(seeds(samplings, self.seeds.device))

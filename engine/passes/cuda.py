@@ -4,11 +4,14 @@ Every kernel gives a row the same bits at any number of rows and any tile, so no
 canonical. The fast path takes the library's products, which may split a sum differently at every size.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.model.config import Activation
 from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer
 from replaylens.engine.model.rotary import Rotary
@@ -83,19 +86,31 @@ class FastCudaOps(FastHeadOps, CanonicalCudaOps):
     """The draft path."""
 
 
+def page_numbers(tables: Sequence[PageTable], shape: tuple[int, int], rest: int) -> Tensor:
+    """The tables' pages [sequences, pages] int32, one line per table, on the host; `rest` where there are none."""
+    pages = torch.full(shape, rest, dtype=torch.int32)
+    for i, table in enumerate(tables):
+        pages[i, : len(table.pages)] = torch.tensor(table.pages, dtype=torch.int32)
+    return pages
+
+
 def device_rows(batch: Batch, cache: KVCache) -> PagedRows:
     """Where every row's keys lie, on the cache's device."""
     heads = cache.num_heads
-    most = max(len(s.table.pages) for s in batch.segments)
-    pages = [s.table.pages + [0] * (most - len(s.table.pages)) for s in batch.segments]
+    tables = [s.table for s in batch.segments]
+    pages = page_numbers(tables, (len(tables), max(len(table.pages) for table in tables)), rest=0)
     sequences = [i for i, s in enumerate(batch.segments) for _ in s.tokens]
     longest = max(len(s.tokens) for s in batch.segments)
     kv_heads, d_head = cache.data.shape[3:]
     per_tile = rows_per_tile(heads, kv_heads, d_head, cache.data.dtype, longest)
-    device = cache.data.device
-    as_int = lambda values: torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)  # noqa: E731
-    tiles = plan_tiles(sequences, per_tile).to(device, non_blocking=True) if longest > 1 else None
+    there = lambda x: x.to(cache.data.device, non_blocking=True)  # noqa: E731
+    tiles = there(plan_tiles(sequences, per_tile)) if longest > 1 else None
     max_keys = max(s.end for s in batch.segments)
     return PagedRows(
-        as_int(sequences), batch.positions.to(torch.int32), as_int(pages), tiles, max_keys, per_tile if tiles is not None else 0
+        there(torch.tensor(sequences, dtype=torch.int32)),
+        batch.positions.to(torch.int32),
+        there(pages),
+        tiles,
+        max_keys,
+        per_tile if tiles is not None else 0,
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Batch
-from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
+from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers
 from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import launch
 from replaylens.kernels.attention import PagedRows, plan_tiles, rows_per_tile
@@ -85,14 +85,12 @@ class PassGraph:
         tokens = [token for s in batch.segments for token in s.tokens] + [0] * pad
         positions = [p for s in batch.segments for p in range(s.start, s.end)] + [0] * pad
         sequence = [i for i, s in enumerate(batch.segments) for _ in s.tokens]
-        pages = torch.full(self.pages.shape, self.spare, dtype=torch.int32)
-        for i, s in enumerate(batch.segments):
-            pages[i, : len(s.table.pages)] = torch.tensor(s.table.pages, dtype=torch.int32)
         self.tokens.copy_(torch.tensor(tokens))
         self.positions.copy_(torch.tensor(positions))
         self.short_positions.copy_(torch.tensor(positions, dtype=torch.int32))
         self.sequence.copy_(torch.tensor(sequence + [shape.sequences] * pad, dtype=torch.int32))
-        self.pages.copy_(pages)
+        tables = [s.table for s in batch.segments]
+        self.pages.copy_(page_numbers(tables, (shape.sequences + 1, shape.pages), self.spare))
         if self.tiles is not None:
             self.tiles.copy_(plan_tiles(sequence, shape.per_tile, shape.tiles))
         self.graph.replay()

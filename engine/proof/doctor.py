@@ -75,7 +75,7 @@ def _products(model: Decoder) -> dict[Shape, tuple[str, Product, Tensor]]:
         if isinstance(module, Linear):
             shape = (module.weight.shape[0], module.weight.shape[1])
             found.setdefault(shape, (name, partial(_linear, module), module.weight))
-    table = model.embed if model.unembed is None else model.unembed.weight.t()
+    table = model.unembedding
     found[(table.shape[1], len(table))] = ("unembed", partial(_unembed, table), table.t())
     return found
 

@@ -45,8 +45,8 @@ def _products(model: Decoder, random: Random, findings: list[Finding]) -> None:
             seen.add(tuple(module.weight.shape))
             _compare(name, random(max(_ROWS), len(module.weight)), partial(ops.linear, linear=module), findings)
             _control(name, random(256, len(module.weight)), module.weight, findings)
-    table = model.embed if model.unembed is None else model.unembed.weight.t()
-    _compare("unembed", random(max(_ROWS), model.config.d_model), partial(ops.unembed, table=table), findings)
+    unembed = partial(ops.unembed, table=model.unembedding)
+    _compare("unembed", random(max(_ROWS), model.config.d_model), unembed, findings)
 
 
 def _control(name: str, x: Tensor, weight: Tensor, findings: list[Finding]) -> None:

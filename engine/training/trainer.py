@@ -26,6 +26,7 @@ from replaylens.engine.errors import EngineError
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps
 from replaylens.engine.training.recipe import BadRecipe, Part, Recipe
+from replaylens.engine.training.tokenizer import Tokenizer
 from replaylens.tasks import Example, WordTokenizer
 
 BETAS = (0.9, 0.95)
@@ -83,7 +84,7 @@ class Texts:
         return tokens[row, :width].long(), weights[row, :width]
 
 
-def _rows(recipe: Recipe, part: Part, length: int, tokenizer: WordTokenizer) -> Iterator[tuple[list[int], int]]:
+def _rows(recipe: Recipe, part: Part, length: int, tokenizer: Tokenizer) -> Iterator[tuple[list[int], int]]:
     """Token ids of `pool` training texts of one part and length, each with the number of its prompt's tokens."""
     task, found = part.of_length(length, recipe.seed), 0
     for index in count():
