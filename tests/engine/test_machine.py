@@ -116,7 +116,7 @@ class Sessions(RuleBasedStateMachine):
         cls.reference = cls.reference or Reference(random_decoder(CONFIG).to(cls.device))
         self.truth, self.model = cls.reference, cls.reference.runner.model
         sizes = {"cache_tokens": 96, "page_size": page_size, "max_rows": max_rows}
-        self.engine = Engine(self.model, draft_model=perturbed(self.model, 0.02), canary=True, **sizes)
+        self.engine = Engine(self.model, draft_model=perturbed(self.model, 0.02), canary=True, record=True, **sizes)
         self.engine.loop.admission.planner = AnyWindow(seed)
 
     # ---- what users do --------------------------------------------------------------------------------------------

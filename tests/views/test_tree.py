@@ -88,7 +88,7 @@ def test_a_fork_hangs_where_it_left(engine: Engine) -> None:
 
 def test_numbers_keep_apart_where_there_is_no_tokenizer() -> None:
     """In trees and timelines as in the branch's own text."""
-    engine = Engine(random_model())
+    engine = Engine(random_model(), record=True)
     branch = engine.prompt([60, 10, 9]).force([1, 19])
     assert branch.text == "60 10 9 1 19"
     assert " 60 10 9" in str(branch.tree()) and " 1 19" in str(branch.tree()) and " 1 19" in str(branch.timeline())
@@ -113,7 +113,7 @@ def test_a_tree_may_be_deeper_than_the_stack_of_calls(monkeypatch: pytest.Monkey
         branch = branches.fork(branch)
     branches.append(branch, [7, 8], TokenState.DRAFT)
     branches.finish(branch, "length")
-    lines = str(live.tree_of(branches, root, {}, Text(None))).splitlines()
+    lines = str(live.tree_of(branches.branch(root), {}, Text(None))).splitlines()
     assert len(lines) == 2001 and lines[0] == "#0 open .2  1 2" and lines[-1].endswith("└─ #2000 @2 finished ?2  7 8")
 
 
