@@ -60,6 +60,23 @@ def test_cached_decode_has_the_bits_of_a_full_forward_here_and_not_there() -> No
         assert torch.allclose(whole.activations[site], one[0], atol=2e-5), "and ours is that function"
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_every_site_has_the_shape_that_transformer_lens_gives_it(name: str) -> None:
+    """Prompts from one token on, shorter and longer than a head is wide (8 or 16) and than a block of keys."""
+    subject = Engine(weights.load(hugging_face(name)))
+    for length in range(1, 41):
+        tokens = torch.arange(length)[None] % 90 + 3
+        _, cache = subject.run_with_cache(tokens)
+        with torch.no_grad():
+            _, theirs = bridge(name).run_with_cache(tokens)
+        both = [key for key, _ in cache.items() if key in theirs.cache_dict]
+        assert len(both) > 40
+        assert {key: cache[key].shape for key in both} == {key: theirs[key].shape for key in both}, length
+        for key, site in subject.sites.sites.items():  # those that TransformerLens does not have, too
+            keys = [subject.config.num_heads, length, length] if key.endswith("hook_pattern") else [length, *site.shape]
+            assert list(cache[key].shape) == [1, *keys], key
+
+
 def test_cache_methods_work(served: Engine) -> None:
     _, cache = served.run_with_cache(TOKENS)
     assert torch.equal(cache["resid_post", 2], cache["blocks.2.hook_out"])

@@ -76,7 +76,7 @@ DUMPS = (
         " and self._is_whole(_index(number), part.index)",
         "",
         "a shard whose index is damaged is written again",
-        ("tests/dumps/test_resume.py",),
+        ("tests/dumps/test_repair.py",),
     ),
     Mutant(
         "manifest-without-its-seal",
