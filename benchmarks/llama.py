@@ -38,7 +38,7 @@ def _tensors(model: Decoder) -> dict[str, Tensor]:
     """Hugging Face's names; views of the decoder's own weights."""
     c = model.config
     out = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.ln_final.weight}
-    out["lm_head.weight"] = model.embed if model.unembed is None else model.unembed.weight.T
+    out["lm_head.weight"] = model.unembedding
     widths = [c.num_heads * c.d_head, c.num_kv_heads * c.d_head, c.num_kv_heads * c.d_head]
     for layer, block in enumerate(model.blocks):
         name = f"model.layers.{layer}."

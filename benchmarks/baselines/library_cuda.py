@@ -6,7 +6,7 @@ from benchmarks.baselines.library import PAGE, Attend, ContiguousCache, LibraryO
 from replaylens.engine.model.ops import Heads
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.cuda import FastHeadOps
-from replaylens.kernels.attention import Rows
+from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.rope import rotate, rotate_and_store
 
 
@@ -15,7 +15,7 @@ class LibraryCudaOps(LibraryOps, FastHeadOps):
 
     def __init__(self, cache: ContiguousCache, rows: int, length: int, attend: Attend) -> None:
         super().__init__(cache, rows, length, attend)
-        self.rows = Rows(self.sequence, self.positions.int(), cache.pages, max_keys=length)
+        self.rows = PagedRows(self.sequence, self.positions.int(), cache.pages, max_keys=length)
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         """In 16 bits: to choose a token, the library needs no more."""
@@ -28,4 +28,4 @@ class LibraryCudaOps(LibraryOps, FastHeadOps):
         assert heads.rotary is not None
         keys, values = self.cache.data[layer]
         table = heads.rotary.table
-        return rotate_and_store(heads.q, heads.k, heads.v, table, self.rows, keys, values, page_size=PAGE)[0]
+        return rotate_and_store(heads.q, heads.k, heads.v, table, self.rows, keys, values, page_size=PAGE)

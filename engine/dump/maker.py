@@ -8,7 +8,7 @@ from replaylens.engine.dump.manifest import SiteEntry
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.rows import assemble
-from replaylens.engine.dump.writer import DumpWriter, Part
+from replaylens.engine.dump.writer import DumpWriter, WorkerPart
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.replay.examples import ReplayOptions, Result, replay_examples
@@ -103,7 +103,7 @@ def write_dump(
     *,
     batch: int = 32,
     resume: bool = False,
-    part: Part = (0, 1),
+    part: WorkerPart = (0, 1),
     progress: bool = False,
 ) -> "Dump | None":
     """Replay the plan's examples into a dump; the finished dump, or None while other writers' shards are missing.

@@ -16,7 +16,7 @@ from torch import Tensor
 from replaylens.engine.dump.content import CORE
 from replaylens.engine.dump.files import DumpFiles
 from replaylens.engine.dump.filter import Filter, Predicate, columns_needed, make_filters
-from replaylens.engine.dump.manifest import INDEX, MANIFEST, MOST_BYTES, Manifest, SiteEntry
+from replaylens.engine.dump.manifest import INDEX, MANIFEST, MAX_BYTES, Manifest, SiteEntry
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump, UnknownSite, no_such
 from replaylens.engine.model.sites import at_layer
@@ -60,7 +60,7 @@ class Dump:
             if "plan.json" in there:
                 raise UnfinishedDump(f"{path} is not finished: resume it")
             raise BadDump(f"{path} is no dump: it has no {MANIFEST}")
-        manifest = Manifest.from_bytes(store.read(MANIFEST, MOST_BYTES), str(path))
+        manifest = Manifest.from_bytes(store.read(MANIFEST, MAX_BYTES), str(path))
         if check_files:
             for name, size in [(INDEX, manifest.index.bytes), *((shard.name, shard.bytes) for shard in manifest.shards)]:
                 if there.get(name) != size:

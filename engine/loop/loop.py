@@ -9,11 +9,10 @@ from replaylens.engine.lens.known import KnownLenses
 from replaylens.engine.loop.admission import Admission
 from replaylens.engine.loop.commit import Committer, Outcome
 from replaylens.engine.loop.drafters import Chains, DraftCall, Drafter
-from replaylens.engine.loop.judging import judged
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.room import Room
 from replaylens.engine.loop.turn import Turn
-from replaylens.engine.loop.verify import Verdict
+from replaylens.engine.loop.verify import Verdict, judged
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
 from replaylens.engine.passes.batch import Segment

@@ -32,24 +32,8 @@ class TokenState(Enum):
 
     __hash__ = object.__hash__  # members are singletons; Enum would hash their names, ten times slower
 
-    @property
-    def colour(self) -> str:
-        return _LOOKS[self][0]
-
-    @property
-    def marker(self) -> str:
-        """One character for plain-text trees."""
-        return _LOOKS[self][1]
-
 
 PROMPT, ACCEPTED, PENDING, DRAFT, REJECTED = TokenState
-_LOOKS = {
-    PROMPT: ("blue", "."),
-    ACCEPTED: ("green", "+"),
-    PENDING: ("checkered", "~"),
-    DRAFT: ("yellow", "?"),
-    REJECTED: ("red", "x"),
-}
 _ORDER = {state: order for order, state in enumerate(TokenState)}
 TRANSITIONS = {DRAFT: (ACCEPTED,), PENDING: (ACCEPTED,)}
 """what `mark` may do; draft to rejected happens in `rollback` only, and a prompt token stays one"""
@@ -63,7 +47,7 @@ class BranchStatus(Enum):
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Branch:
+class BranchRecord:
     """The record of one branch. Readers may look at everything; only `BranchTree` changes it."""
 
     id: int
@@ -76,11 +60,11 @@ class Branch:
     """how many prompt tokens it has; no rollback goes below"""
     status: BranchStatus = BranchStatus.OPEN
     finish_reason: str | None = None
-    forks: "WeakValueDictionary[int, Branch]" = field(default_factory=WeakValueDictionary)
+    forks: "WeakValueDictionary[int, BranchRecord]" = field(default_factory=WeakValueDictionary)
     """those forked from it that somebody keeps"""
-    cut: "list[Branch]" = field(default_factory=list)
+    cut: "list[BranchRecord]" = field(default_factory=list)
     """rejected branches that rollbacks kept, in order"""
-    above: "tuple[Branch, ...]" = ()
+    above: "tuple[BranchRecord, ...]" = ()
     """of a fork: its parent, and what that was cut from; held, so that they can be drawn as long as it lives"""
     prefix_hash: int = 0
     """of tokens[:fork_position], so that a later change of them is found"""
@@ -88,7 +72,7 @@ class Branch:
     """of all tokens and states, once the branch may not change any more"""
 
     @property
-    def children(self) -> "list[Branch]":
+    def children(self) -> "list[BranchRecord]":
         """Forks and rejected branches, in order of creation."""
         return sorted([*self.forks.values(), *self.cut], key=lambda branch: branch.id)
 
@@ -114,14 +98,14 @@ class BranchTree:
     """
 
     def __init__(self) -> None:
-        self._live: dict[int, Branch] = {}
-        self._released: WeakValueDictionary[int, Branch] = WeakValueDictionary()
+        self._live: dict[int, BranchRecord] = {}
+        self._released: WeakValueDictionary[int, BranchRecord] = WeakValueDictionary()
         self._next_id = 0
 
     def __len__(self) -> int:
         return len(self._live) + len(self._released)
 
-    def branch(self, branch_id: int) -> Branch:
+    def branch(self, branch_id: int) -> BranchRecord:
         """The record itself, to read, not to change; also of a released branch, as long as somebody holds it."""
         record = self._live.get(branch_id) or self._released.get(branch_id)
         if record is None:
@@ -268,20 +252,20 @@ class BranchTree:
         states = Counter(state.value for branch in every.values() for state in branch.states)
         return TreeNumbers(dict(statuses), dict(states))
 
-    def _all(self) -> dict[int, Branch]:
+    def _all(self) -> dict[int, BranchRecord]:
         """Every record that somebody keeps, in order of creation."""
         return dict(sorted([*self._live.items(), *self._released.items()]))
 
     def _add(
         self, parent: int | None, fork_position: int, tokens: list[int], states: list[TokenState], root_length: int
     ) -> int:
-        branch = Branch(self._next_id, parent, fork_position, tokens, states, root_length)
+        branch = BranchRecord(self._next_id, parent, fork_position, tokens, states, root_length)
         branch.prefix_hash = hash(tuple(tokens[:fork_position]))
         self._next_id += 1
         self._live[branch.id] = branch
         return branch.id
 
-    def _keep(self, branch: Branch, length: int) -> int:
+    def _keep(self, branch: BranchRecord, length: int) -> int:
         states = branch.states[:length] + [REJECTED] * (len(branch.tokens) - length)
         kept_id = self._add(branch.id, length, list(branch.tokens), states, branch.root_length)
         kept = self._live[kept_id]
@@ -289,7 +273,7 @@ class BranchTree:
         branch.cut.append(kept)
         return kept_id
 
-    def _changeable(self, branch_id: int, *allowed: BranchStatus) -> Branch:
+    def _changeable(self, branch_id: int, *allowed: BranchStatus) -> BranchRecord:
         branch = self.branch(branch_id)
         if branch.status not in allowed:
             advice = {
@@ -300,7 +284,7 @@ class BranchTree:
         return branch
 
 
-def _check_links(branch: Branch, every: dict[int, Branch]) -> None:
+def _check_links(branch: BranchRecord, every: dict[int, BranchRecord]) -> None:
     if branch.parent is not None:
         parent = every.get(branch.parent)
         gone = parent is None and branch.status is BranchStatus.RELEASED and not branch.above  # cut from what nobody holds
@@ -313,11 +297,11 @@ def _check_links(branch: Branch, every: dict[int, Branch]) -> None:
             raise IntegrityError(f"branch {branch.id}: child {child.id} is unknown or has another parent")
 
 
-def _seal(branch: Branch) -> int:
+def _seal(branch: BranchRecord) -> int:
     return hash((tuple(branch.tokens), tuple(branch.states)))
 
 
-def _check_tokens(branch: Branch) -> None:
+def _check_tokens(branch: BranchRecord) -> None:
     tokens, states, status, left_at = branch.tokens, branch.states, branch.status, branch.fork_position
     released, num_rejected = status is BranchStatus.RELEASED, states.count(REJECTED)
     sealed = status in (BranchStatus.REJECTED, BranchStatus.RELEASED)

@@ -30,7 +30,7 @@ EMBEDDING, FINAL_NORM, UNEMBEDDING = "the embedding", "the final norm", "the fin
 _ROWS = 1 << 14
 """of the unembedding that are converted together"""
 
-Part = Callable[[Tensor | None], Tensor]
+ModelPart = Callable[[Tensor | None], Tensor]
 """of our model: what leaves it, made from what enters it"""
 Stages = dict[str, Tensor]
 """part of the model -> what leaves it: the residual stream [tokens, d_model], or the logits [tokens, vocab]"""
@@ -94,7 +94,7 @@ def _require_angles(config: ModelConfig, source: nn.Module) -> None:
 # ---- ours ----------------------------------------------------------------------------------------------------------------
 
 
-def _our_parts(config: ModelConfig, tensors: dict[str, Tensor], tokens: Tensor) -> Iterator[tuple[str, Part]]:
+def _our_parts(config: ModelConfig, tensors: dict[str, Tensor], tokens: Tensor) -> Iterator[tuple[str, ModelPart]]:
     """The decoder in parts, in order. The tensors are used as they are; one part at a time is in float32."""
     with torch.device("meta"):
         model = Decoder(config)

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from functools import partial
 
-from replaylens.engine.memory.tree import Branch as Record
+from replaylens.engine.memory.tree import BranchRecord
 from replaylens.engine.model.text import Text
-from replaylens.engine.pictures.paths import Path, Token
+from replaylens.engine.pictures.paths import DrawnPath, Token
 from replaylens.engine.pictures.readings import Readings, word
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.request.capture import Recording
@@ -14,7 +14,7 @@ MAX_BRANCHES = 200
 """drawn in one tree"""
 
 
-def tree_of(trunk: Record, recordings: Mapping[int, Recording | None], text: Text, title: str = "") -> Tree:
+def tree_of(trunk: BranchRecord, recordings: Mapping[int, Recording | None], text: Text, title: str = "") -> Tree:
     """A branch as the trunk, and everything that was forked or cut from it.
 
     recordings  captured rows by branch
@@ -26,7 +26,7 @@ def tree_of(trunk: Record, recordings: Mapping[int, Recording | None], text: Tex
     return Tree(tuple(paths), title or f"branch {trunk.id}", len(every) - len(shown))
 
 
-def _below(trunk: Record) -> list[Record]:
+def _below(trunk: BranchRecord) -> list[BranchRecord]:
     """The branch and all below it, level by level: what is left out first is what lies deepest."""
     found, level = [], [trunk]
     while level:
@@ -35,7 +35,13 @@ def _below(trunk: Record) -> list[Record]:
     return found
 
 
-def _path(record: Record, shown: Mapping[int, Record], trunk: int, readings: Mapping[int, Readings | None], text: Text) -> Path:
+def _path(
+    record: BranchRecord,
+    shown: Mapping[int, BranchRecord],
+    trunk: int,
+    readings: Mapping[int, Readings | None],
+    text: Text,
+) -> DrawnPath:
     own = 0 if record.id == trunk else record.fork_position
     parent = None if record.id == trunk else _drawn_parent(record, shown, trunk)
     before = readings.get(parent) if parent is not None else None
@@ -48,10 +54,10 @@ def _path(record: Record, shown: Mapping[int, Record], trunk: int, readings: Map
         entropy, lens = (reading.entropy(position), reading.layers(position)) if reading else (None, ())
         shown_as = word(text, record.tokens[position])
         tokens.append(Token(shown_as, position, record.states[position], logprob, entropy, lens))
-    return Path(record.id, parent, own, record.status.value, tuple(tokens))
+    return DrawnPath(record.id, parent, own, record.status.value, tuple(tokens))
 
 
-def _drawn_parent(record: Record, shown: Mapping[int, Record], trunk: int) -> int:
+def _drawn_parent(record: BranchRecord, shown: Mapping[int, BranchRecord], trunk: int) -> int:
     """The branch whose own tokens reach up to where this one leaves: its parent, or further up if it left before that."""
     parent = record.parent
     assert parent is not None

@@ -16,7 +16,7 @@ Decode = Callable[[int], str]
 
 
 @dataclass(frozen=True)
-class Guess:
+class LensGuess:
     """A next token, and the probability that a layer gives it."""
 
     token: str
@@ -29,7 +29,7 @@ class LensLayer:
 
     site: str
     """where the residual stream was read"""
-    guesses: tuple[Guess, ...]
+    guesses: tuple[LensGuess, ...]
     """most likely first"""
 
 
@@ -80,8 +80,8 @@ class Readings:
             for i in range(len(ids))
         )
 
-    def _guess(self, token: Any, share: Any) -> Guess:
-        return Guess(self.decode(int(token)), float(share))
+    def _guess(self, token: Any, share: Any) -> LensGuess:
+        return LensGuess(self.decode(int(token)), float(share))
 
 
 def word(text: Text, token: int) -> str:

@@ -7,7 +7,7 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.loop.lane import Statistics
-from replaylens.engine.memory.tree import Branch as Record
+from replaylens.engine.memory.tree import BranchRecord
 from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -33,7 +33,7 @@ class Result:
 
     example: Example
     branch: int
-    record: Record = field(repr=False)
+    record: BranchRecord = field(repr=False)
     """its place in the engine's tree, held so that it can be drawn after its release"""
     tokens: list[int]
     text: str

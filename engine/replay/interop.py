@@ -103,8 +103,7 @@ class CacheModel:
     @property
     def unembed_matrix(self) -> Tensor:
         """[d_model, vocab]"""
-        model = self._engine.model
-        return model.embed.t() if model.unembed is None else model.unembed.weight
+        return self._engine.model.unembedding.t()
 
     def to_single_token(self, text: str) -> int:
         return self._engine._target(text)

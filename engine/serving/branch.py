@@ -10,8 +10,7 @@ from replaylens.engine.errors import BadRequest, ClosedBranch
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.loop.loop import Loop
-from replaylens.engine.memory.tree import Branch as Record
-from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
+from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree, TokenState
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Text
 from replaylens.engine.pictures.live import tree_of
@@ -74,7 +73,7 @@ class Branch:
         self.engine, self.lane = engine, lane
         self.id = lane.branch
         self.lock: EngineLock = engine.lock
-        self.record: Record = engine.tree.branch(lane.branch)
+        self.record: BranchRecord = engine.tree.branch(lane.branch)
         """what the tree knows of it; held, so that a released branch can still be looked at"""
 
     def __repr__(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from replaylens.engine.loop.lane import Job
-from replaylens.engine.memory.tree import Branch as Record
+from replaylens.engine.memory.tree import BranchRecord
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, reading
 
@@ -11,7 +11,7 @@ from replaylens.engine.serving.lock import EngineLock, reading
 class Stream(Iterator[int]):
     """Yields every token that its request commits, whoever steps the loop. Closing it cancels what is left."""
 
-    def __init__(self, forest: Forest, job: Job, record: Record) -> None:
+    def __init__(self, forest: Forest, job: Job, record: BranchRecord) -> None:
         self.forest, self.job, self.record = forest, job, record
         self.lock: EngineLock = forest.lock
         self._shown = len(record.tokens)

@@ -12,14 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from replaylens.engine.errors import BadRange, BadRollback, BadTransition, ClosedBranch, IntegrityError, UnknownBranch
 from replaylens.engine.memory.pages import PagePool, PageTable
-from replaylens.engine.memory.tree import Branch, BranchStatus, BranchTree, TokenState
+from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree, TokenState
 
 PROMPT, DRAFT = TokenState.PROMPT, TokenState.DRAFT
 ACCEPTED, PENDING, REJECTED = TokenState.ACCEPTED, TokenState.PENDING, TokenState.REJECTED
 LETTERS = {"P": PROMPT, "A": ACCEPTED, "~": PENDING, "D": DRAFT, "R": REJECTED}
 
 
-def letters(branch: Branch) -> str:
+def letters(branch: BranchRecord) -> str:
     names = {state: letter for letter, state in LETTERS.items()}
     return "".join(names[state] for state in branch.states)
 
@@ -39,7 +39,7 @@ class Naive:
     status: str = "open"
     reason: str | None = None
     children: list[int] = field(default_factory=list)
-    held: Branch | None = None
+    held: BranchRecord | None = None
     """the tree's own record, as a handle would hold it"""
 
     @property
@@ -242,12 +242,6 @@ def test_a_mismatch_restores_to_the_last_accepted_token() -> None:
     )
 
 
-def test_colours_and_markers() -> None:
-    colours = {PROMPT: "blue", DRAFT: "yellow", ACCEPTED: "green", PENDING: "checkered", REJECTED: "red"}
-    assert {state: state.colour for state in TokenState} == colours
-    assert len({state.marker for state in TokenState}) == len(TokenState)
-
-
 # Bugs that others hit
 
 
@@ -425,7 +419,7 @@ def test_a_discarded_branch_is_gone() -> None:
 
 def corrupt(tree: BranchTree, fault: str) -> None:
     root, child, gone = (tree.branch(branch_id) for branch_id in (0, 1, 2))
-    strange = Branch(77, 0, 0, [], [], 0)
+    strange = BranchRecord(77, 0, 0, [], [], 0)
     actions: dict[str, Any] = {
         "parent unknown": lambda: setattr(child, "parent", 99),
         "parent younger": lambda: setattr(child, "parent", 2),

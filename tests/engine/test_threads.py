@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -130,10 +131,8 @@ def test_without_the_lock_the_checker_finds_wrong_results(monkeypatch: pytest.Mo
 
     def together(loop: Loop) -> Any:
         turns = admit(loop)
-        try:
+        with suppress(threading.BrokenBarrierError):  # the other one is done
             both.wait(5)
-        except threading.BrokenBarrierError:
-            pass  # the other one is done
         return turns
 
     def alone(_: EngineLock, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ ENGINE = (
     ),
     Mutant(
         "sibling-judged-on-another-path",
-        "replaylens.engine.loop.judging",
+        "replaylens.engine.loop.verify",
         "path + turn.chains[chain][:row], num_prompt",
         "path + turn.chains[0][:row], num_prompt",
         "a sibling chain is judged on its own path",
