@@ -26,7 +26,7 @@ from replaylens.probes.probe import LinearProbe
 from replaylens.probes.report import Report, percent, score_line
 from replaylens.probes.rows import make_target
 from replaylens.probes.splits import fold_of_roots
-from replaylens.probes.stage import Outcome, Stage, Subject, Variant
+from replaylens.probes.stage import Effect, Stage, Subject, Variant
 from replaylens.probes.statistics import Estimate, bootstrap, mean_over_placebos, mean_over_roots
 from replaylens.tasks import Example
 
@@ -187,17 +187,17 @@ def _not_held_out(stage: Stage, probe: LinearProbe) -> list[str]:
     return [f"{seen} of {len(stage.roots)} prompts are not held out: the probe was fitted on them."] if seen else []
 
 
-def _line(what: str, outcome: Outcome, roots: np.ndarray, seed: int) -> dict[str, Any]:
-    pull = mean_over_roots(outcome.pull, roots, seed=seed)
-    return score_line(what, "flip rate", _rate(outcome, roots, seed), len(roots), **_nats(pull))
+def _line(what: str, effect: Effect, roots: np.ndarray, seed: int) -> dict[str, Any]:
+    pull = mean_over_roots(effect.pull, roots, seed=seed)
+    return score_line(what, "flip rate", _rate(effect, roots, seed), len(roots), **_nats(pull))
 
 
-def _line_of_placebos(what: str, placebos: list[Outcome], roots: np.ndarray, seed: int) -> dict[str, Any]:
+def _line_of_placebos(what: str, placebos: list[Effect], roots: np.ndarray, seed: int) -> dict[str, Any]:
     pull = mean_over_placebos(np.stack([each.pull for each in placebos]), roots, seed=seed)
     return score_line(what, "flip rate", _rate_of_placebos(placebos, roots, seed), len(roots), **_nats(pull))
 
 
-def _difference(what: str, own: Outcome, placebos: list[Outcome], roots: np.ndarray, seed: int) -> dict[str, Any]:
+def _difference(what: str, own: Effect, placebos: list[Effect], roots: np.ndarray, seed: int) -> dict[str, Any]:
     """If one side flips all answers or none, resampling shows no spread there; the interval then adds both sides' ends."""
     flipped = np.stack([each.flipped for each in placebos])
     if np.ptp(own.flipped) == 0 or np.ptp(flipped) == 0:
@@ -209,11 +209,11 @@ def _difference(what: str, own: Outcome, placebos: list[Outcome], roots: np.ndar
     return score_line(what, "difference of flip rates", rate, len(roots), **_nats(pull))
 
 
-def _rate(outcome: Outcome, roots: np.ndarray, seed: int) -> Estimate:
-    return bootstrap(outcome.flipped[None], np.ones(len(roots)), roots, seed=seed)[0]
+def _rate(effect: Effect, roots: np.ndarray, seed: int) -> Estimate:
+    return bootstrap(effect.flipped[None], np.ones(len(roots)), roots, seed=seed)[0]
 
 
-def _rate_of_placebos(placebos: list[Outcome], roots: np.ndarray, seed: int) -> Estimate:
+def _rate_of_placebos(placebos: list[Effect], roots: np.ndarray, seed: int) -> Estimate:
     return mean_over_placebos(np.stack([each.flipped for each in placebos]), roots, seed=seed, share=True)
 
 

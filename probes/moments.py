@@ -1,9 +1,12 @@
 """`Moments`: means, covariance and cross-covariance of rows and their classes, whole or streamed, with the same bits.
 
-Many probes need nothing else. Each row is extended by its one-hot class; the streaming statistics of the extended rows, with
-their fixed order of summation, contain everything:
+Many probes need nothing else. Each row is extended by its one-hot class; the covariance of the extended rows contains
+everything:
 
     covariance of [x, onehot(y)]  =  [[cov(x, x), cov(x, y)], [cov(y, x), cov(y, y)]]
+
+Rows are summed in float64, in chunks of a fixed size and in the given order. The result depends on the rows and their order
+alone, whatever pieces they arrive in.
 """
 
 from collections.abc import Sequence
@@ -13,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.probes.errors import OneClass, ProbeError
-from replaylens.probes.running_moments import StreamingStatistics
+from replaylens.probes.errors import BadRows, OneClass, ProbeError
+
+CHUNK = 256
+"""rows per product; part of the order of summation, hence of the bits"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +47,45 @@ class Moments:
         """[d, d]: the covariance about the class means."""
         between = (self.cross / self.shares) @ self.cross.T
         return self.covariance - between
+
+
+class StreamingStatistics:
+    """Moments of one stream of rows [n, d]. `add` takes pieces of any length."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.count = 0
+        self._sum = torch.zeros(width, dtype=torch.float64)
+        self._products = torch.zeros(width, width, dtype=torch.float64)
+        self._waiting = torch.empty(0, width, dtype=torch.float64)
+
+    def add(self, rows: Tensor) -> None:
+        """Mutates: adds rows after all earlier ones."""
+        if rows.dim() != 2 or rows.shape[1] != self.width:
+            raise BadRows(f"The rows have shape {tuple(rows.shape)}. Give rows of shape [n, {self.width}].")
+        waiting = torch.cat([self._waiting, rows.double()])
+        whole = len(waiting) // CHUNK * CHUNK
+        for chunk in waiting[:whole].split(CHUNK):
+            self._take(chunk)
+        self._waiting = waiting[whole:].clone()
+        self.count += len(rows)
+
+    def _take(self, chunk: Tensor) -> None:
+        padded = torch.zeros(CHUNK, self.width, dtype=torch.float64)  # a short last chunk takes the same product
+        padded[: len(chunk)] = chunk
+        self._sum += padded.sum(0)
+        self._products += padded.T @ padded
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """(mean [d], covariance [d, d], divided by n), float64. Mutates nothing: more rows may follow."""
+        if not self.count:
+            raise BadRows("No rows were added. Add rows first.")
+        rest = StreamingStatistics(self.width)
+        rest._sum, rest._products = self._sum.clone(), self._products.clone()
+        if len(self._waiting):
+            rest._take(self._waiting)
+        mean = rest._sum / self.count
+        return mean, rest._products / self.count - torch.outer(mean, mean)
 
 
 class MomentStream:

@@ -25,7 +25,7 @@ from replaylens.engine.run import Run
 from replaylens.engine.serving.core import Core
 from replaylens.probes.errors import BadRows, MissingLabel, ProbeError
 from replaylens.probes.positions import Position, add_places
-from replaylens.probes.sources import LETTERS, About, DumpSource, JoinedSource, MemorySource, Source, Subset
+from replaylens.probes.sources import LETTERS, About, DumpSource, JoinedSource, MemorySource, RowSource, Subset
 
 MAX_CLASSES = 64
 """an integer label with more values than this is a number to regress on, not classes"""
@@ -68,7 +68,7 @@ class ProbeRows:
 
     frame: pd.DataFrame
     """one line per row: the dump's index and the columns of `positions.add_places`"""
-    source: Source
+    source: RowSource
     numbers: np.ndarray
     """row numbers in the source, ascending"""
     wider: "ProbeRows | None" = None
@@ -99,7 +99,7 @@ class ProbeRows:
         return cls._placed(frame, MemorySource(content.tensors, letters, about), plan.positions in ("all", "steps"))
 
     @classmethod
-    def _placed(cls, frame: pd.DataFrame, source: Source, knows_steps: bool) -> "ProbeRows":
+    def _placed(cls, frame: pd.DataFrame, source: RowSource, knows_steps: bool) -> "ProbeRows":
         return cls(add_places(frame.reset_index(drop=True), knows_steps), source, np.arange(len(frame)))
 
     @classmethod

@@ -33,7 +33,7 @@ class About:
         return tasks.get(self.task)(**self.knobs)
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """A source of rows."""
 
     about: About
@@ -100,7 +100,7 @@ def _flat(x: Tensor) -> Tensor:
 class JoinedSource:
     """Several sources, one after the other."""
 
-    def __init__(self, sources: Sequence[Source], sizes: Sequence[int]) -> None:
+    def __init__(self, sources: Sequence[RowSource], sizes: Sequence[int]) -> None:
         self.sources, self.starts = list(sources), np.cumsum([0, *sizes])
         digests = {source.about.digest for source in sources}
         self.about = replace(sources[0].about, digest="+".join(sorted(digests)))
@@ -120,7 +120,7 @@ class JoinedSource:
 class Subset:
     """Some rows of a source, numbered from 0."""
 
-    def __init__(self, source: Source, numbers: np.ndarray) -> None:
+    def __init__(self, source: RowSource, numbers: np.ndarray) -> None:
         self.source, self.numbers, self.about = source, numbers, source.about
 
     def letters(self, letter: str) -> dict[int, str]:

@@ -45,7 +45,7 @@ class Subject:
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class Effect:
     """The effect of a variant, per subject."""
 
     flipped: np.ndarray
@@ -76,7 +76,7 @@ class Stage:
     def roots(self) -> np.ndarray:
         return np.array([subject.example.root for subject in self.subjects])
 
-    def play(self, variants: Sequence[Variant]) -> list[Outcome]:
+    def play(self, variants: Sequence[Variant]) -> list[Effect]:
         """Apply every variant to every subject and read the answers again."""
         flipped, pull = np.zeros((2, len(variants), len(self.subjects)))
         with closing(self._forks(variants, [self.final])) as played:
@@ -85,7 +85,7 @@ class Stage:
                     after = self._answer_logits(fork, len(subject.tokens))
                     flipped[v, number] = int(after.argmax()) != subject.answer
                     pull[v, number] = _margin(subject.logits, subject.answer) - _margin(after, subject.answer)
-        return [Outcome(flipped[v], pull[v]) for v in range(len(variants))]
+        return [Effect(flipped[v], pull[v]) for v in range(len(variants))]
 
     def last_rows(self, variants: Sequence[Variant], site: str) -> list[np.ndarray]:
         """For each variant, the prompts' last rows [subjects, d] of a site after the change."""
@@ -93,7 +93,7 @@ class Stage:
         with closing(self._forks(variants, [site])) as played:
             for _, subject, forks in played:
                 for rows, fork in zip(found, forks, strict=True):
-                    rows.append(fork.activations[site][len(subject.tokens) - 1])
+                    rows.append(fork.activations.peek(site)[len(subject.tokens) - 1])
         return [torch.stack(rows).double().numpy() for rows in found]
 
     def _forks(
@@ -132,8 +132,8 @@ class Stage:
         return found
 
     def _answer_logits(self, branch: Branch, length: int) -> Tensor:
-        row = branch.activations[self.final][length - 1 : length]
-        return self.engine.runner.logits(row)[0, self.answers].double().cpu()
+        row = branch.activations.peek(self.final)[length - 1 : length]
+        return self.engine.lock.alone(self.engine.runner.logits, row)[0, self.answers].double().cpu()
 
     def _places(self, example: Example, tokens: list[int]) -> tuple[list[int], list[str]]:
         """Positions of the prompt that the spec selects, with the label at each."""

@@ -30,7 +30,7 @@ from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.settings import SweepSettings
 from replaylens.probes.splits import Split
 from replaylens.probes.statistics import PERMUTATIONS, RESAMPLES
-from replaylens.probes.tabulate import Place, tabulate
+from replaylens.probes.tabulate import SweepPosition, tabulate
 
 MEMORY_MB = 1024
 """of rows loaded together; on a CPU its value changes no bit"""
@@ -137,7 +137,7 @@ class _Sweep:
                 return rows.rejected()
         return rows
 
-    def _place(self, chosen: ProbeRows, cells: list[Cell], position: str, parts: Parts, bar: Any) -> Place:
+    def _place(self, chosen: ProbeRows, cells: list[Cell], position: str, parts: Parts, bar: Any) -> SweepPosition:
         """Everything at one position: goals, then one part per batch of cells."""
         here = chosen.at(position)
         if not len(here):
@@ -149,7 +149,7 @@ class _Sweep:
             goals, skipped = goals_at(here, paths, settings.labels, split.train, **how)
         except OneClass as error:
             raise OneClass(f"At position {position!r}: {error}") from None
-        place = Place(position, here, split, goals, cells, skipped, paths)
+        place = SweepPosition(position, here, split, goals, cells, skipped, paths)
         part = f"{position}/{split.digest}"  # a custom split is identified by its masks alone
         for batch in _batches(here, cells):
             for estimator in settings.estimators:
@@ -159,12 +159,12 @@ class _Sweep:
             bar.update(len(batch))
         return place
 
-    def _fit(self, place: Place, rows: ProbeRows, batch: list[Cell], estimator: str) -> Held:
+    def _fit(self, place: SweepPosition, rows: ProbeRows, batch: list[Cell], estimator: str) -> Held:
         nuisance = _numbers(place.rows, self.settings.residualise) if self.settings.residualise else None
         masks = (place.split.train, place.split.test)
         return held_out(estimator, self._load(rows, batch), place.goals, *masks, nuisance=nuisance, jobs=self.jobs)
 
-    def _extras(self, place: Place, here: ProbeRows, batch: list[Cell], parts: Parts, part: str) -> None:
+    def _extras(self, place: SweepPosition, here: ProbeRows, batch: list[Cell], parts: Parts, part: str) -> None:
         """The untrained model, and the online code."""
         settings = self.settings
         if self.blank is not None:

@@ -18,7 +18,7 @@ from replaylens.probes.splits import Split
 
 
 @dataclass
-class Place:
+class SweepPosition:
     """One position of a sweep with its predictions, filled batch by batch."""
 
     position: str
@@ -72,7 +72,7 @@ def _by_cell(batch: Sequence[Cell], held: Held) -> dict[Cell, Held]:
     }
 
 
-def tabulate(places: list[Place], rows: ProbeRows, settings: SweepSettings) -> Report:
+def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettings) -> Report:
     """The whole report. Corrections cover all lines of labels, not those of controls."""
     lines: list[dict[str, Any]] = []
     nulls: list[tuple[list[dict[str, Any]], statistics.Null]] = []
@@ -99,7 +99,7 @@ def tabulate(places: list[Place], rows: ProbeRows, settings: SweepSettings) -> R
 
 
 def _lines(
-    place: Place, number: int, estimator: str, shared: dict[str, Any], settings: SweepSettings
+    place: SweepPosition, number: int, estimator: str, shared: dict[str, Any], settings: SweepSettings
 ) -> tuple[list[dict[str, Any]], statistics.Null]:
     """One line per cell for one goal and estimator, and the cells' scores on permuted labels."""
     goal = place.goals[number]
@@ -152,7 +152,7 @@ def _score(goal: Goal, predicted: np.ndarray, tested: np.ndarray) -> float:
     return float(top.sum() / bottom.sum())
 
 
-def _shared_controls(place: Place, goal: Goal) -> dict[str, Any]:
+def _shared_controls(place: SweepPosition, goal: Goal) -> dict[str, Any]:
     """Controls that do not depend on the model: the same for every cell."""
     if goal.kind == "number":
         return {"majority": 0.0}  # the mean explains nothing
@@ -168,7 +168,7 @@ def _shared_controls(place: Place, goal: Goal) -> dict[str, Any]:
     return found
 
 
-def _cell_controls(place: Place, goal: Goal, estimator: str, c: int, score: float) -> dict[str, Any]:
+def _cell_controls(place: SweepPosition, goal: Goal, estimator: str, c: int, score: float) -> dict[str, Any]:
     """Controls of one cell: shuffled labels, control task with selectivity, untrained model."""
     found: dict[str, Any] = dict.fromkeys(("shuffled", "control_task", "selectivity", "untrained"))
     if goal.role != LABEL:
@@ -186,7 +186,7 @@ def _cell_controls(place: Place, goal: Goal, estimator: str, c: int, score: floa
     return found
 
 
-def _information(place: Place, number: int, estimator: str, c: int, tested: np.ndarray) -> dict[str, Any]:
+def _information(place: SweepPosition, number: int, estimator: str, c: int, tested: np.ndarray) -> dict[str, Any]:
     """Bits and calibration, for estimators that give probabilities."""
     goal = place.goals[number]
     found: dict[str, Any] = dict.fromkeys(("v_information", "calibration_error", "code_bits", "compression"))

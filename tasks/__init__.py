@@ -4,7 +4,7 @@ from replaylens.tasks.errors import TaskError
 from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets
 from replaylens.tasks.reading import Event, Reading, Span, Step
 from replaylens.tasks.registry import get, names
-from replaylens.tasks.splits import Side, Split
+from replaylens.tasks.splits import Side, TaskSplit
 from replaylens.tasks.task import Example, KnownZero, Task
 from replaylens.tasks.tokenizer import WordTokenizer
 
@@ -15,10 +15,10 @@ __all__ = [
     "Reading",
     "Side",
     "Span",
-    "Split",
     "Step",
     "Task",
     "TaskError",
+    "TaskSplit",
     "WordTokenizer",
     "get",
     "label_tokens",

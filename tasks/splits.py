@@ -54,7 +54,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Split:
+class TaskSplit:
     """A train side and one or more test sides by name. Train and test never share a root; checked on construction."""
 
     name: str
@@ -68,12 +68,12 @@ class Split:
             raise BadSplit(f"Split {self.name!r} mixes its sides. Use train roots for train and test roots for tests.")
 
 
-def iid(task: AnyTask, *, train: int = 1000, test: int = 200) -> Split:
+def iid(task: AnyTask, *, train: int = 1000, test: int = 200) -> TaskSplit:
     """The same task on both sides."""
     return _split("iid", task, {"iid": task}, train, test)
 
 
-def length(task: AnyTask, *, longest: int | None = None, train: int = 1000, test: int = 200) -> Split:
+def length(task: AnyTask, *, longest: int | None = None, train: int = 1000, test: int = 200) -> TaskSplit:
     """Train on up to N = `longest` steps (default: the task's maximum), test on 2N and 4N."""
     least, most = getattr(task.knobs, task.length_knob)
     longest = most if longest is None else longest
@@ -84,21 +84,21 @@ def length(task: AnyTask, *, longest: int | None = None, train: int = 1000, test
     return _split("length", short, tests, train, test)
 
 
-def names(task: AnyTask, *, train: int = 1000, test: int = 200) -> Split:
+def names(task: AnyTask, *, train: int = 1000, test: int = 200) -> TaskSplit:
     """Train on one pool of names, test on the other."""
     _need(task, "names", "names")
     tests = {"held-out": task.with_knobs(names="held-out")}
     return _split("names", task.with_knobs(names="train"), tests, train, test)
 
 
-def phrasing(task: AnyTask, *, train: int = 1000, test: int = 200) -> Split:
+def phrasing(task: AnyTask, *, train: int = 1000, test: int = 200) -> TaskSplit:
     """Hold out the negation: train on "leaves it alone", test on "does not flip"."""
     _need(task, "phrasing", "phrasing")
     tests = {"standard": task.with_knobs(phrasing="standard")}
     return _split("phrasing", task.with_knobs(phrasing="idle"), tests, train, test)
 
 
-def p_shift(task: AnyTask, *, p: float, train: int = 1000, test: int = 200) -> Split:
+def p_shift(task: AnyTask, *, p: float, train: int = 1000, test: int = 200) -> TaskSplit:
     """Train at the task's own flip rate, test at `p`."""
     _need(task, "p_shift", "p")
     if p == task.knobs.p:
@@ -106,7 +106,7 @@ def p_shift(task: AnyTask, *, p: float, train: int = 1000, test: int = 200) -> S
     return _split("p_shift", task, {f"p={p}": task.with_knobs(p=p)}, train, test)
 
 
-def branch_depth(task: AnyTask, *, deepest: int | None = None, train: int = 1000, test: int = 200) -> Split:
+def branch_depth(task: AnyTask, *, deepest: int | None = None, train: int = 1000, test: int = 200) -> TaskSplit:
     """Train on branches of up to `deepest` roads, test on branches of twice that depth."""
     _need(task, "branch_depth", "depth")
     least, most = task.knobs.depth
@@ -117,9 +117,9 @@ def branch_depth(task: AnyTask, *, deepest: int | None = None, train: int = 1000
     return _split("branch_depth", shallow, {"2x": task.with_knobs(depth=2 * deepest)}, train, test)
 
 
-def _split(name: str, train: AnyTask, tests: Mapping[str, AnyTask], train_count: int, test_count: int) -> Split:
+def _split(name: str, train: AnyTask, tests: Mapping[str, AnyTask], train_count: int, test_count: int) -> TaskSplit:
     sides = {key: Side(task, test_count, test=True) for key, task in tests.items()}
-    return Split(name, Side(train, train_count, test=False), sides)
+    return TaskSplit(name, Side(train, train_count, test=False), sides)
 
 
 def _need(task: AnyTask, split: str, knob: str) -> None:

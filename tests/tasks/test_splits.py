@@ -5,7 +5,7 @@ import pytest
 from replaylens import tasks
 from replaylens.tasks import splits
 from replaylens.tasks.errors import BadKnob, BadSplit
-from replaylens.tasks.splits import Side, Split, is_test_root
+from replaylens.tasks.splits import Side, TaskSplit, is_test_root
 
 coin = tasks.get("coin")
 
@@ -20,7 +20,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("split", list(SPLITS.values()), ids=lambda s: s.name)
-def test_sides_are_disjoint_by_root(split: Split) -> None:
+def test_sides_are_disjoint_by_root(split: TaskSplit) -> None:
     train = {example.root for example in split.train}
     for side in split.tests.values():
         test = {example.root for example in side}
@@ -81,10 +81,10 @@ def test_impossible_splits() -> None:
 def test_a_hand_made_split_is_checked() -> None:
     train, test = Side(coin(), 3, test=False), Side(coin(), 3, test=True)
     with pytest.raises(BadSplit, match="no test side"):
-        Split("mine", train, {})
+        TaskSplit("mine", train, {})
     for bad in ((test, {"a": test}), (train, {"a": train})):
         with pytest.raises(BadSplit, match="mixes its sides"):
-            Split("mine", *bad)
+            TaskSplit("mine", *bad)
 
 
 def test_too_few_prompts_is_an_error_not_a_hang() -> None:
