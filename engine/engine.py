@@ -57,7 +57,9 @@ class Engine(Core):
         lens_layer: int | None = None,
         tree_width: int = 3,
         canary: bool = False,
+        record: bool = False,
         guess: Guess = "empty",
+        check: bool | None = None,
     ) -> "Engine":
         """From a name (embedded, or smollm2), a folder, a .gguf file, a transformers model, a TransformerBridge or a Decoder.
 
@@ -65,14 +67,19 @@ class Engine(Core):
         tokenizer    instead of the source's own
         draft_model  a smaller model with the same tokenizer, for the drafter `model`: anything that `source` may be
         guess        of models that think: how a prompt's thoughts are guessed ahead (see `ThinkingCore`)
+        check        compare a few tokens with transformers, layer by layer; OtherModel where the models differ. None: only
+                     models in memory, whose weights do not show all that they compute
 
         The others are those of `Core`.
         """
         dtype = _dtype(device, dtype)
         if draft_model is None and isinstance(source, str) and source == "coin-plain":
             draft_model = "coin-draft"
-        draft = None if draft_model is None else _plain_model(draft_model, dtype)[0].to(device)
+        draft = None if draft_model is None else _plain_model(draft_model, dtype, check=False)[0].to(device)
+        if check not in (None, True, False):
+            raise BadRequest(f"check={check!r}: give True, False or None")
         if (found := _thinking_model(source)) is not None:
+            weights.require_unchecked(bool(check), "a model that thinks")
             thinker, text = found
             return ThinkingEngine(
                 weights.in_dtype(thinker, dtype).to(device),
@@ -85,8 +92,9 @@ class Engine(Core):
                 lens_layer=lens_layer,
                 tree_width=tree_width,
                 canary=canary,
+                record=record,
             )
-        model, text = _plain_model(source, dtype)
+        model, text = _plain_model(source, dtype, weights.is_live(source) if check is None else check)
         return cls(
             model.to(device),
             text if tokenizer is None else tokenizer,
@@ -97,6 +105,7 @@ class Engine(Core):
             lens_layer=lens_layer,
             tree_width=tree_width,
             canary=canary,
+            record=record,
         )
 
     def replay(
@@ -161,9 +170,10 @@ def _dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def _plain_model(source: Any, dtype: torch.dtype) -> tuple[Decoder, Text]:
-    """A decoder and its tokenizer, from anything that `Engine.load` takes."""
+def _plain_model(source: Any, dtype: torch.dtype, check: bool) -> tuple[Decoder, Text]:
+    """A decoder and its tokenizer, from anything that `Engine.load` takes; `check` as in `weights.load`."""
     if isinstance(source, str) and source in zoo.names():
+        weights.require_unchecked(check, source)
         plain, words = zoo.load_embedded(source)
         return weights.load(plain, dtype), Text(words)
     if isinstance(source, str) and source == smollm2.SHORT:
@@ -173,7 +183,7 @@ def _plain_model(source: Any, dtype: torch.dtype) -> tuple[Decoder, Text]:
         raise UnsupportedModel(f"{source} is neither a folder nor a .gguf file, and there is {known}")
     is_folder = isinstance(source, str | Path) and Path(source).is_dir()
     text = load_text(Path(source)) if is_folder else Text(getattr(source, "tokenizer", None))
-    return weights.load(source, dtype), text
+    return weights.load(source, dtype, check), text
 
 
 def _thinking_model(source: Any) -> tuple[ThinkingDecoder, Text] | None:

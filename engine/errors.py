@@ -20,6 +20,20 @@ class BadWeights(EngineError, ValueError):
     """A tensor is missing, unknown, of the wrong shape, or not finite."""
 
 
+class OtherModel(EngineError, ValueError):
+    """What was loaded computes something else than the model that it was loaded from. `stage` names the first part of the
+    model that does, `difference` its largest relative error."""
+
+    def __init__(self, stage: str, difference: float) -> None:
+        super().__init__(
+            f"the loaded model is not its source. First difference: {stage}, by {difference:.1e} (relative, on the same "
+            "input), which is not rounding. Look there for what the weights do not show: a config field, a hook, an adapter, a "
+            "replaced module, or a buffer (model.to(dtype) rounds rotary frequencies; from_pretrained(dtype=...) does not)"
+        )
+        self.stage = stage
+        self.difference = difference
+
+
 class UnknownSite(EngineError, KeyError):
     """A hook name that the model does not have."""
 
@@ -86,10 +100,6 @@ class ClosedBranch(EngineError, RuntimeError):
     """A finished, rejected or released branch asked to change in a way that its status forbids."""
 
 
-class BranchInUse(EngineError, RuntimeError):
-    """A branch that cannot be forgotten yet."""
-
-
 class BadTransition(EngineError, ValueError):
     """A token state that may not follow the present one, or may not stand at that place."""
 
@@ -112,6 +122,10 @@ class BadEdit(EngineError, ValueError):
 
 class BadTrace(EngineError, ValueError):
     """A trace file that is damaged, or of another format."""
+
+
+class NotRecorded(EngineError, RuntimeError):
+    """An engine was asked for its trace, but keeps none: recording is asked for when the engine is made."""
 
 
 class OtherFingerprint(EngineError, ValueError):

@@ -2,9 +2,8 @@
 
     plain  y = f(x)                    gated  y = f(gate) * up,   x = [gate | up]
 
-Everything is float32 inside with one rounding at the end. `activate` is shared with the product that has the gated
-activation in its epilogue (`matmul.gated_matmul`): both round gate and up to the storage dtype first, so the fused and
-the separate road give the same bits, and a captured gate is what the product really used.
+Everything is float32 inside with one rounding at the end. Gate and up are read as the product stored them, so a captured
+gate is what the activation used.
 """
 
 import torch
@@ -19,7 +18,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def activate(x, KIND: tl.constexpr):
+def _activate(x, KIND: tl.constexpr):
     """f(x) in float32. exp is taken as exp2, the instruction the device has."""
     if KIND == "silu":
         return x / (1.0 + tl.exp2(x * -1.4426950408889634))
@@ -39,7 +38,7 @@ def _activation_kernel(X, OUT, width, stride_x, stride_o, KIND: tl.constexpr, GA
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     x = tl.load(X + row * stride_x + column, mask=mask, other=0.0).to(tl.float32)
-    y = activate(x, KIND)
+    y = _activate(x, KIND)
     if GATED:
         y = y * tl.load(X + row * stride_x + width + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(OUT + row * stride_o + column, y.to(OUT.dtype.element_ty), mask=mask)

@@ -218,7 +218,7 @@ def _load_partial(P, i, pair, d, valid, mask, ROWS: tl.constexpr, HEAD_BLOCK: tl
 
 
 @dataclass(frozen=True)
-class Rows:
+class PagedRows:
     """The rows of a pass and where their keys lie. Immutable; the tensors may be refilled in place between graph replays."""
 
     sequence: Tensor
@@ -295,7 +295,7 @@ def attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    rows: Rows,
+    rows: PagedRows,
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
@@ -345,7 +345,7 @@ def attention(
 
 
 def _road(
-    rows: Rows, group: int, d_head: int, dtype: torch.dtype, window: int, page_size: int, kv_split: int, kv_heads: int,
+    rows: PagedRows, group: int, d_head: int, dtype: torch.dtype, window: int, page_size: int, kv_split: int, kv_heads: int,
     tile: AttentionTile | None, split: bool | None,
 ) -> tuple[AttentionTile, bool, int]:  # fmt: skip
     """(tile, whether each split gets a program of its own, how many splits a row can have)."""

@@ -28,8 +28,6 @@ KV_BLOCK = 64
 """canonical: keys per step of the softmax, counted from position 0"""
 KV_SPLIT = 512
 """canonical: keys per independent partial softmax, counted from position 0; partials are merged in order"""
-GRAM_CHUNK = 512
-"""canonical: rows per partial sum of a Gram matrix, counted from the first row"""
 
 PERSISTENT_FROM = 1024
 """rows from which products with weights [K, N] use the persistent kernel: below, its launches cost the host more than it
@@ -140,22 +138,6 @@ def _few_rows(rows: int, columns: int, persistent: bool) -> GemmTile:
     return GemmTile(64, 32, 256, 4, 4, persistent) if narrow else GemmTile(64, 64, 128, 4, 5, persistent)
 
 
-@lru_cache(maxsize=64)
-def gated_tile(rows: int, dtype: torch.dtype) -> GemmTile:
-    """The tile for a product with gate and up side by side: two accumulators per element."""
-    if dtype == torch.float32:
-        return GemmTile(16, 64, 32, 4, 3) if rows <= 16 else GemmTile(32, 64, 32, 4, 3)
-    return GemmTile(16, 64, 128, 4, 3) if rows <= 16 else GemmTile(64, 64, 64, 4, 4)
-
-
-@lru_cache(maxsize=64)
-def sample_tile(rows: int, columns: int, dtype: torch.dtype) -> GemmTile:
-    """The tile for a product that ends in a draw: more warps, because the noise takes registers."""
-    if dtype == torch.float32 or rows <= 16:
-        return gemm_tile(rows, 0, columns, dtype, persistent=False)
-    return GemmTile(64, 128, 64, 8, 4) if rows <= 64 else GemmTile(128, 128, 64, 8, 4)
-
-
 @lru_cache(maxsize=1024)
 def attention_tile(pairs: int, d_head: int, dtype: torch.dtype, group: int = 1, split: bool = True) -> AttentionTile:
     """The tile for at most `pairs` (row, query head) pairs of one sequence and key-value head; holds `group` at least.
@@ -190,13 +172,6 @@ def norm_shape(width: int) -> NormShape:
     if block <= 512:
         return NormShape(2048 // block if block >= 128 else 16, block, 4)
     return NormShape(1, block, min(16, max(4, block // 512)))
-
-
-def gram_tile(dtype: torch.dtype, total: torch.dtype) -> GemmTile:
-    """The square tile for sums over rows of `dtype` with totals in `total`; every tile gives the same bits."""
-    if dtype in (torch.float32, torch.float64):
-        return GemmTile(64, 64, 16, 4, 2)
-    return GemmTile(64, 64, 64, 4, 4) if total == torch.float64 else GemmTile(128, 128, 64, 8, 3)
 
 
 def strip_width(rows: int, vocab: int, columns: int) -> int:

@@ -20,7 +20,7 @@ once, not once per layer, and its own four numbers come from there, too.
 again, grouped by tile: about k / tiles of the work, and since the product is canonical the logits are the same bits.
 
 **Canonical.** The sums over a tile use `tl.sum`, so the launch shape is fixed (`launch.lens_shape`) whatever the number of
-rows; tiles are merged by a fixed shape too. Logits are unrounded float32 accumulators, like those of `sample`.
+rows; tiles are merged by a fixed shape too. Logits are unrounded float32 accumulators, like those that tokens are drawn from.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,6 @@ from replaylens.kernels.launch import (
 )
 from replaylens.kernels.matmul import ROW_GROUP, copyable, dot_tile, matmul, tile_at, tiles_of
 from replaylens.kernels.norm import norm
-from replaylens.kernels.sample import softcap as cap_tile
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,12 @@ class LensStats:
     """[layers, rows, k] float32"""
     target_log_probs: Tensor | None
     """[layers, rows, targets] float32"""
+
+
+@triton.jit
+def _capped(z, cap):
+    """cap tanh(z / cap) as one exponential and one division."""
+    return cap - 2.0 * cap / (1.0 + tl.exp2(z * (2.8853900817779268 / cap)))
 
 
 @triton.jit
@@ -87,7 +92,7 @@ def _tile_stats(
     """The four numbers of every row of a vocabulary tile that starts at column n0 of the strip."""
     j = n0 + tl.arange(0, WIDTH)
     inside = j[None, :] < N
-    m, y, e = _softmax_parts(cap_tile(z, cap) if CAPPED else z, inside, EVEN)
+    m, y, e = _softmax_parts(_capped(z, cap) if CAPPED else z, inside, EVEN)
     tl.store(MAX + at, m, mask=live)
     tl.store(SUM + at, tl.sum(e, 1), mask=live)
     tl.store(SHIFTED + at, tl.sum(e * y, 1) * 0.6931471805599453, mask=live)
@@ -140,7 +145,7 @@ def _final_kernel(Z, MAX, SUM, SHIFTED, N, tiles, first_tile, stride_z, cap, WID
     j = tile * WIDTH + tl.arange(0, WIDTH)
     at_z = Z + row.to(tl.int64) * stride_z + j
     z = tl.load(at_z, mask=j < N, other=0.0)[None, :]
-    n, y, q = _softmax_parts(cap_tile(z, cap) if CAPPED else z, (j < N)[None, :], False)
+    n, y, q = _softmax_parts(_capped(z, cap) if CAPPED else z, (j < N)[None, :], False)
     tl.store(at_z[None, :], q, mask=(j < N)[None, :])
     at = row.to(tl.int64) * tiles + first_tile + tile + tl.arange(0, 1)
     tl.store(MAX + at, n)
@@ -206,7 +211,7 @@ def _top_kernel(
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     z = dot_tile(X, W, row, column, x_rows, vocab, K, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH, False, False)
     if CAPPED:
-        z = cap_tile(z, cap)
+        z = _capped(z, cap)
     z = tl.where(column[None, :] < vocab, z, float("-inf"))
     at = pair.to(tl.int64) * k
     for n in range(k):
@@ -248,7 +253,7 @@ def _target_kernel(
         X, W, row, column, layers * rows, vocab, K, stride_xm, stride_wk, stride_wn, LAYERS, COLUMNS, DEPTH, False, False
     )  # fmt: skip
     if CAPPED:
-        z = cap_tile(z, cap)
+        z = _capped(z, cap)
     log_sum_exp = tl.load(LSE + row, mask=layer < layers, other=0.0)
     mask = (layer[:, None] < layers) & (j[None, :] < targets)
     tl.store(OUT + row.to(tl.int64)[:, None] * targets + j[None, :], z - log_sum_exp[:, None], mask=mask)

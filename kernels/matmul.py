@@ -8,16 +8,13 @@ neither the tile shape nor the number of rows takes part: the tiles in `launch` 
 pad the last step along K leave an accumulator as it is. What would break this is splitting K over programs by M, which
 is what libraries do at few rows. float32 uses plain multiply-adds (`input_precision="ieee"`), never tf32.
 
-**Fusing moves no bits.** y is rounded to the storage dtype before the residual is added, and gate and up are rounded
-before the activation, exactly as if each step wrote its result to memory. So a captured `wrote` is the tensor that the
-model used, and capturing or not gives the same residual stream.
+**Fusing moves no bits.** y is rounded to the storage dtype before the residual is added, exactly as if it had been written
+to memory first. So capturing y or not gives the same residual stream.
 
 **Two kernels.** `_rows_kernel`: one program per tile, any shape, stride and dtype. `_persistent_kernel`: one program per
 multiprocessor, tiles fed by the bulk tensor copy engine, for many rows. Weights may be stored [K, N] or be a transposed
 view of [N, K]; both run at the same speed or nearly so.
 """
-
-from functools import lru_cache
 
 import torch
 import triton
@@ -25,13 +22,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from replaylens.kernels.activation import KINDS, activate
 from replaylens.kernels.launch import (
     EXACT,
     FLOATS,
     GemmTile,
     ceil_div,
-    gated_tile,
     gemm_tile,
     has_copy_engine,
     num_multiprocessors,
@@ -85,8 +80,8 @@ def dot_tile(
 
 @triton.jit
 def _finish(
-    acc, row, column, M, N, BIAS, RESIDUAL, WROTE, OUT, stride_r, stride_w, stride_o,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WROTE: tl.constexpr,
+    acc, row, column, M, N, BIAS, RESIDUAL, OUT, stride_r, stride_o,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Bias, rounding, residual: the same for both kernels."""
     mask = (row[:, None] < M) & (column[None, :] < N)
@@ -94,8 +89,6 @@ def _finish(
     if HAS_BIAS:
         acc += tl.load(BIAS + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
     y = acc.to(OUT.dtype.element_ty)
-    if HAS_WROTE:
-        tl.store(WROTE + row[:, None] * stride_w + column[None, :], y, mask=mask)
     if HAS_RESIDUAL:
         r = tl.load(RESIDUAL + row[:, None] * stride_r + column[None, :], mask=mask, other=0.0)
         y = (r.to(tl.float32) + y.to(tl.float32)).to(OUT.dtype.element_ty)
@@ -104,20 +97,16 @@ def _finish(
 
 @triton.jit(do_not_specialize=["M"])  # one binary for every number of rows
 def _rows_kernel(
-    X, W, BIAS, RESIDUAL, WROTE, OUT, M, N, K,
-    stride_xm, stride_wk, stride_wn, stride_r, stride_w, stride_o,
+    X, W, BIAS, RESIDUAL, OUT, M, N, K, stride_xm, stride_wk, stride_wn, stride_r, stride_o,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WROTE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     acc = dot_tile(
         X, W, row, column, M, N, K, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH, EVEN_K, EVEN_N
     )  # fmt: skip
-    _finish(
-        acc, row, column, M, N, BIAS, RESIDUAL, WROTE, OUT, stride_r, stride_w, stride_o,
-        HAS_BIAS, HAS_RESIDUAL, HAS_WROTE,
-    )  # fmt: skip
+    _finish(acc, row, column, M, N, BIAS, RESIDUAL, OUT, stride_r, stride_o, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit
@@ -134,10 +123,9 @@ def tile_at(index, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.co
 
 @triton.jit(do_not_specialize=["M"])
 def _persistent_kernel(
-    x_tiles, w_tiles, BIAS, RESIDUAL, WROTE, OUT, M, N, K, stride_r, stride_w, stride_o,
+    x_tiles, w_tiles, BIAS, RESIDUAL, OUT, M, N, K, stride_r, stride_o,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, W_TRANSPOSED: tl.constexpr,
-    PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WROTE: tl.constexpr,
+    PROGRAMS: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS)
     for index in tl.range(tl.program_id(0), tiles, PROGRAMS):
@@ -149,47 +137,7 @@ def _persistent_kernel(
             acc = tl.dot(a, b, acc, input_precision="ieee")
         row = m + tl.arange(0, ROWS)
         column = n + tl.arange(0, COLUMNS)
-        _finish(
-            acc, row, column, M, N, BIAS, RESIDUAL, WROTE, OUT, stride_r, stride_w, stride_o,
-            HAS_BIAS, HAS_RESIDUAL, HAS_WROTE,
-        )  # fmt: skip
-
-
-@triton.jit
-def _gate(gate, up, row, column, M, F, OUT, stride_o, KIND: tl.constexpr):
-    """Round both halves as if they had been written, then activate: the arithmetic of `activation`."""
-    mask = (row[:, None] < M) & (column[None, :] < F)
-    dtype = OUT.dtype.element_ty
-    y = activate(gate.to(dtype).to(tl.float32), KIND) * up.to(dtype).to(tl.float32)
-    tl.store(OUT + row.to(tl.int64)[:, None] * stride_o + column[None, :], y.to(dtype), mask=mask)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _gated_rows_kernel(
-    X, W, BIAS, OUT, M, F, K, stride_xm, stride_wk, stride_wn, stride_o,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    k = tl.arange(0, DEPTH)
-    x = X + row.to(tl.int64)[:, None] * stride_xm + k[None, :]
-    w = W + k.to(tl.int64)[:, None] * stride_wk + column.to(tl.int64)[None, :] * stride_wn
-    x_mask, w_mask = row[:, None] < M, column[None, :] < F
-    gate = tl.zeros((ROWS, COLUMNS), tl.float32)
-    up = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, K, DEPTH):
-        inside = k < K - start
-        a = tl.load(x, mask=x_mask & inside[None, :], other=0.0)
-        b = tl.load(w, mask=w_mask & inside[:, None], other=0.0)
-        c = tl.load(w + tl.cast(F, tl.int64) * stride_wn, mask=w_mask & inside[:, None], other=0.0)
-        gate = tl.dot(a, b, gate, input_precision="ieee")
-        up = tl.dot(a, c, up, input_precision="ieee")
-        x += DEPTH
-        w += DEPTH * stride_wk
-    if HAS_BIAS:
-        gate += tl.load(BIAS + column, mask=column < F, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(BIAS + F + column, mask=column < F, other=0.0).to(tl.float32)[None, :]
-    _gate(gate, up, row, column, M, F, OUT, stride_o, KIND)
+        _finish(acc, row, column, M, N, BIAS, RESIDUAL, OUT, stride_r, stride_o, HAS_BIAS, HAS_RESIDUAL)
 
 
 def matmul(
@@ -197,36 +145,33 @@ def matmul(
     w: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    wrote: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     tile: GemmTile | None = None,
 ) -> Tensor:
     """x [M, K] @ w [K, N] (+ bias [N]) (+ residual [M, N]) -> [M, N].
 
-    `wrote` receives the product before the residual is added (what a layer writes into the residual stream). `out` may be
-    `residual` itself. `out_dtype=torch.float32` keeps the accumulators unrounded, for logits. `tile` overrides the table
-    and changes no bit.
+    `out` may be `residual` itself. `out_dtype=torch.float32` keeps the accumulators unrounded, for logits. `tile` overrides
+    the table and changes no bit.
     """
     rows, depth, columns = _check_product(x, w)
     out = _output(out, (rows, columns), out_dtype or x.dtype, x)
     if bias is not None:
         require_shape("bias", bias, (columns,))
         require_same("bias", bias, x)
-    for name, y in (("residual", residual), ("wrote", wrote)):
-        if y is not None:
-            require_shape(name, y, (rows, columns))
-            require_same(name, y, out)
-            require_rows(name, y)
+    if residual is not None:
+        require_shape("residual", residual, (rows, columns))
+        require_same("residual", residual, out)
+        require_rows("residual", residual)
     if not rows:
         return out
     if tile is None:
         transposed = w.stride(0) == 1
         persistent = (persistent_pays(rows) or transposed) and copyable(x, w)
         tile = gemm_tile(rows, depth, columns, x.dtype, transposed, persistent)
-    extras = (bias if bias is not None else x, residual if residual is not None else x, wrote if wrote is not None else x)
-    flags = dict(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_WROTE=wrote is not None)
-    strides = (extras[1].stride(0), extras[2].stride(0), out.stride(0))
+    extras = (bias if bias is not None else x, residual if residual is not None else x)
+    flags = dict(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None)
+    strides = (extras[1].stride(0), out.stride(0))
     options = dict(num_warps=tile.warps, num_stages=tile.stages, **EXACT)
     if tile.persistent and copyable(x, w):
         programs = min(num_multiprocessors(x.device), ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns))
@@ -240,39 +185,6 @@ def matmul(
     _rows_kernel[grid](
         x, w, *extras, out, rows, columns, depth, x.stride(0), w.stride(0), w.stride(1), *strides,
         tile.rows, tile.columns, tile.depth, depth % tile.depth == 0, columns % tile.columns == 0, **flags, **options,
-    )  # fmt: skip
-    return out
-
-
-def gated_matmul(
-    x: Tensor,
-    w: Tensor,
-    kind: str,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    tile: GemmTile | None = None,
-) -> Tensor:
-    """f(x @ gate) * (x @ up) for w = [gate | up] [K, 2 F] -> [M, F]: the bits of `matmul` followed by `activation`.
-
-    Pays at few rows, where it saves a launch and a round trip; from about 128 rows on, two calls are faster.
-    """
-    rows, depth, columns = _check_product(x, w)
-    require(kind in KINDS, "no activation {!r}; known: {}", kind, ", ".join(KINDS))
-    require(columns % 2 == 0, "w = [gate | up] needs an even number of columns, not {}", columns)
-    width = columns // 2
-    out = _output(out, (rows, width), x.dtype, x)
-    if bias is not None:
-        require_shape("bias", bias, (columns,))
-        require_same("bias", bias, x)
-    if not rows:
-        return out
-    tile = tile or gated_tile(rows, x.dtype)
-    shape = (tile.rows, tile.columns, tile.depth)
-    extra = bias if bias is not None else x
-    options = dict(num_warps=tile.warps, num_stages=tile.stages, **EXACT)
-    _gated_rows_kernel[(ceil_div(rows, tile.rows), ceil_div(width, tile.columns))](
-        x, w, extra, out, rows, width, depth, x.stride(0), w.stride(0), w.stride(1), out.stride(0), *shape,
-        bias is not None, kind, **options,
     )  # fmt: skip
     return out
 
@@ -292,36 +204,6 @@ def copyable(x: Tensor, w: Tensor) -> bool:
     wide = w.stride(1) if w.stride(0) == 1 else w.stride(0)
     lengths = (x.stride(0) * x.element_size(), wide * w.element_size(), x.data_ptr(), w.data_ptr())
     return has_copy_engine(x.device) and all(n % 16 == 0 for n in lengths)
-
-
-@lru_cache(maxsize=4096)
-def certify_cublas(
-    depth: int,
-    columns: int,
-    rows: int,
-    dtype: torch.dtype,
-    transposed: bool = False,
-    bias: bool = False,
-    device: str = "cuda",
-    trials: int = 2,
-) -> bool:
-    """Whether the library's product has the canonical bits at exactly this shape, on this device, in this process.
-
-    The library picks its algorithm from the shape, the strides and the alignment, so a certificate holds for this number
-    of rows only: pad to a certified number or use `matmul`. Random data exercises every accumulator: rows x columns
-    independent sums agree or they do not.
-    """
-    generator = torch.Generator(device).manual_seed(depth * 31 + columns * 17 + rows)
-    for _ in range(trials):
-        draw = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
-        x = draw(rows, depth).to(dtype)
-        w = (draw(columns, depth) / depth**0.5).to(dtype)
-        w = w.T if transposed else w.T.contiguous()
-        b = draw(columns).to(dtype) if bias else None
-        library = x @ w if b is None else torch.addmm(b, x, w)
-        if not torch.equal(library, matmul(x, w, bias=b)):
-            return False
-    return True
 
 
 def _check_product(x: Tensor, w: Tensor) -> tuple[int, int, int]:

@@ -1,12 +1,10 @@
-"""RMSNorm and LayerNorm, with the residual addition before them on request.
+"""RMSNorm and LayerNorm.
 
-    s = round(x + residual)        rms: y = s / sqrt(mean(s^2) + eps) * weight
-                                   layer: y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias
+    rms: y = x / sqrt(mean(x^2) + eps) * weight        layer: y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
 
 float32 inside, one rounding at the end. A sum over a tile axis adds in an order set by the thread layout, so the launch
 shape is fixed per width (`launch.norm_shape`) and a row is never cut: canonical by construction. The mean of LayerNorm is
-subtracted before squaring (two passes over registers), which loses nothing when the mean is large. The sum that is returned
-is rounded first and then normalised, so fusing the addition changes no bit.
+subtracted before squaring (two passes over registers), which loses nothing when the mean is large.
 """
 
 import torch
@@ -28,9 +26,8 @@ from replaylens.kernels.launch import (
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def _norm_kernel(
-    X, RESIDUAL, WEIGHT, BIAS, SUM, OUT, rows, inner, width, eps,
-    stride_xo, stride_xi, stride_r, stride_s, stride_o,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    X, WEIGHT, BIAS, OUT, rows, inner, width, eps, stride_xo, stride_xi, stride_o,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -38,11 +35,6 @@ def _norm_kernel(
     mask = (row[:, None] < rows) & inside
     at = (row // inner) * stride_xo + (row % inner) * stride_xi
     x = tl.load(X + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        x += tl.load(RESIDUAL + row[:, None] * stride_r + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        total = x.to(SUM.dtype.element_ty)
-        tl.store(SUM + row[:, None] * stride_s + column[None, :], total, mask=mask)
-        x = total.to(tl.float32)
     if LAYER:
         x = tl.where(inside, x - (tl.sum(x, 1) / width)[:, None], 0.0)
     spread = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
@@ -56,32 +48,6 @@ def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, kind: str = "rms", out: Tensor | None = None
 ) -> Tensor:
     """RMSNorm ("rms") or LayerNorm ("layer") of x [rows, width] or [rows, heads, width] over its last dimension."""
-    y, _ = _launch(x, None, weight, bias, eps, kind, out)
-    return y
-
-
-def add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    kind: str = "rms",
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual) for x, residual [rows, width]."""
-    require_shape("residual", residual, tuple(x.shape))
-    require_same("residual", residual, x)
-    require_rows("residual", residual)
-    require(x.dim() == 2, "x has shape {}; expected [rows, width]", x.shape)
-    y, total = _launch(x, residual, weight, bias, eps, kind, out)
-    return y, total
-
-
-def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kind: str, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Check, launch; returns (norm, sum), where the sum is x itself without a residual."""
     require(kind in ("rms", "layer"), "no norm {!r}; known: rms, layer", kind)
     require(x.dim() in (2, 3), "x has shape {}; expected [rows, width] or [rows, heads, width]", x.shape)
     require_float("x", x)
@@ -96,14 +62,11 @@ def _launch(
     require(out.shape == x.shape and out.is_contiguous(), "out must be contiguous of shape {}", x.shape)
     inner = x.shape[1] if x.dim() == 3 else 1
     rows = x.shape[0] * inner
-    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if not rows:
-        return out, total
-    shape = norm_shape(width)
-    added = residual if residual is not None else x
-    _norm_kernel[(ceil_div(rows, shape.rows),)](
-        x, added, weight, bias if bias is not None else weight, total, out, rows, inner, width, eps,
-        x.stride(0), x.stride(1) if x.dim() == 3 else 0, added.stride(0), total.stride(0), width,
-        shape.rows, shape.block, kind == "layer", bias is not None, residual is not None, num_warps=shape.warps, **EXACT,
-    )  # fmt: skip
-    return out, total
+    if rows:
+        shape = norm_shape(width)
+        _norm_kernel[(ceil_div(rows, shape.rows),)](
+            x, weight, bias if bias is not None else weight, out, rows, inner, width, eps,
+            x.stride(0), x.stride(1) if x.dim() == 3 else 0, width,
+            shape.rows, shape.block, kind == "layer", bias is not None, num_warps=shape.warps, **EXACT,
+        )  # fmt: skip
+    return out

@@ -169,19 +169,3 @@ def lens(logits: Tensor, final_logits: Tensor | None, targets: Tensor, k: int) -
     found["top_ids"], found["top_log_probs"] = order, log_p.gather(1, order)
     found["target_log_probs"] = log_p.gather(1, targets.long())
     return found
-
-
-# gram
-
-
-def gram(x: Tensor, y: Tensor | None = None) -> Tensor:
-    """X^T X [d, d], or X^T Y [d, t]"""
-    return x.T @ (x if y is None else y)
-
-
-# capture
-
-
-def gather(x: Tensor, rows: Tensor) -> Tensor:
-    """The chosen rows of a site"""
-    return x[rows.long()]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.attention import Rows
+from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.launch import (
     EXACT,
     PAGE_SIZE,
@@ -49,11 +49,11 @@ def _copy(X, OUT, head, live, d, keep, stride_xh, stride_oh):
 
 @triton.jit(do_not_specialize=["stride_p"])
 def _rope_kernel(
-    Q, K, V, Q_OUT, K_OUT, K_CACHE, V_CACHE, TABLE, SEQUENCE, POSITION, PAGES,
+    Q, K, V, Q_OUT, K_CACHE, V_CACHE, TABLE, SEQUENCE, POSITION, PAGES,
     stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, kv_stride, head_stride, stride_p,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
-    STORE: tl.constexpr, KEEP_K: tl.constexpr,
+    STORE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, i): query heads first, then key and value heads, HEADS at a time."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -74,11 +74,6 @@ def _rope_kernel(
     else:
         head = (part - query_parts) * HEADS + tl.arange(0, HEADS)
         live = head < KV_HEADS
-        if KEEP_K:
-            to = K_OUT + row * KV_HEADS * HEAD
-            _turn(K + row * stride_k, to, head, live, cos, sin, turned, e, stride_kh, HEAD, HALF)
-            if 2 * HALF < HEAD:
-                _copy(K + row * stride_k, to, head, live, d, rest, stride_kh, HEAD)
         if STORE:
             page = tl.load(PAGES + tl.load(SEQUENCE + row).to(tl.int64) * stride_p + position // PAGE).to(tl.int64)
             slot = (page * PAGE + position % PAGE) * kv_stride
@@ -93,29 +88,28 @@ def rotate_and_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    table: Tensor | None,
-    rows: Rows,
+    table: Tensor,
+    rows: PagedRows,
     k_cache: Tensor,
     v_cache: Tensor,
-    keep_k: bool = False,
     page_size: int = PAGE_SIZE,
-) -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k, write k and v of every row to its slot; returns (rotated q, rotated k if `keep_k`).
+) -> Tensor:
+    """Rotate q and k, write k and v of every row to its slot; returns the rotated q.
 
     q [rows, heads, d_head], k and v [rows, kv_heads, d_head] may be views of one packed product. table [positions, 2,
-    rotary / 2] float32; None: nothing is rotated, the heads are only stored.
+    rotary / 2] float32.
     """
-    return _launch(q, k, v, table, rows, (k_cache, v_cache), keep_k, page_size)
+    return _launch(q, k, v, table, rows, (k_cache, v_cache), page_size)
 
 
-def rotate(x: Tensor, table: Tensor, rows: Rows) -> Tensor:
+def rotate(x: Tensor, table: Tensor, rows: PagedRows) -> Tensor:
     """x [rows, heads, d_head] rotated: the arithmetic of `rotate_and_store` without the pages."""
-    return _launch(x, x[:, :0], x[:, :0], table, rows, None, False, PAGE_SIZE)[0]
+    return _launch(x, x[:, :0], x[:, :0], table, rows, None, PAGE_SIZE)
 
 
-def store(k: Tensor, v: Tensor, rows: Rows, k_cache: Tensor, v_cache: Tensor, page_size: int = PAGE_SIZE) -> None:
+def store(k: Tensor, v: Tensor, rows: PagedRows, k_cache: Tensor, v_cache: Tensor, page_size: int = PAGE_SIZE) -> None:
     """Write k and v [rows, kv_heads, d_head] to their slots as they are."""
-    _launch(k[:, :0], k, v, None, rows, (k_cache, v_cache), False, page_size)
+    _launch(k[:, :0], k, v, None, rows, (k_cache, v_cache), page_size)
 
 
 def _launch(
@@ -123,31 +117,31 @@ def _launch(
     k: Tensor,
     v: Tensor,
     table: Tensor | None,
-    rows: Rows,
+    rows: PagedRows,
     caches: tuple[Tensor, Tensor] | None,
-    keep_k: bool,
     page_size: int,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     num_rows, heads, d_head = q.shape
     kv_heads, half = k.shape[1], 0 if table is None else table.shape[2]
     _check(q, k, v, table, rows, caches)
     q_out = torch.empty(num_rows, heads, d_head, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(num_rows, kv_heads, d_head, dtype=q.dtype, device=q.device) if keep_k else None
     parts = ceil_div(heads, _HEADS) + ceil_div(kv_heads, _HEADS)
     if num_rows:
         k_cache, v_cache = caches or (k, v)
         _rope_kernel[(num_rows, parts)](
-            q, k, v, q_out, k_out if k_out is not None else k, k_cache, v_cache,
+            q, k, v, q_out, k_cache, v_cache,
             table if table is not None else q, rows.sequence, rows.position, rows.page_table,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             k_cache.stride(0), k_cache.stride(1), rows.page_table.stride(0),
             heads, kv_heads, d_head, next_power_of_2(d_head), half, next_power_of_2(max(half, 1)), page_size, _HEADS,
-            caches is not None, keep_k, num_warps=4, **EXACT,
+            caches is not None, num_warps=4, **EXACT,
         )  # fmt: skip
-    return q_out, k_out
+    return q_out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, rows: Rows, caches: tuple[Tensor, Tensor] | None) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, rows: PagedRows, caches: tuple[Tensor, Tensor] | None
+) -> None:
     num_rows, _, d_head = q.shape
     require_float("q", q)
     require_shape("rows.position", rows.position, (num_rows,))

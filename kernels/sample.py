@@ -1,4 +1,4 @@
-"""Seeded sampling by Gumbel-max over vocabulary tiles: neither noise nor logits are ever in memory.
+"""Seeded sampling by Gumbel-max over vocabulary tiles: the noise is never in memory.
 
     token = argmax_v  logit[v] / temperature + g(seed, position, v),      g = -log(-log u),   u = hash64(...) mapped to (0, 1)
 
@@ -9,8 +9,7 @@ float64, so that the far tail of the noise is not cut off as it is with 24-bit u
 impossible. Where they happen (greedy rows), the smallest id wins. A maximum is the same in any order: canonical.
 
 Logits are the float32 accumulators of the canonical product, not rounded to the storage dtype: rounding to bf16 makes ties
-common. `sample` multiplies and draws in one kernel; `sample_logits` draws from logits that someone already has, with the
-same result for the same logits.
+common.
 """
 
 import torch
@@ -18,19 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.launch import (
-    EXACT,
-    GemmTile,
-    ceil_div,
-    next_power_of_2,
-    require,
-    require_float,
-    require_rows,
-    require_same,
-    require_shape,
-    sample_tile,
-)
-from replaylens.kernels.matmul import dot_tile
+from replaylens.kernels.launch import EXACT, ceil_div, next_power_of_2, require, require_float, require_rows, require_shape
 
 _LOGIT_TILE = 4096
 
@@ -48,12 +35,6 @@ def hash64(seed, position, token):
     """64 well-mixed bits of three integers."""
     row = mix64(mix64(seed.to(tl.uint64) + 0x9E3779B97F4A7C15) + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
     return mix64(row + token.to(tl.uint64) * 0x9E3779B97F4A7C15)
-
-
-@triton.jit
-def softcap(z, cap):
-    """cap tanh(z / cap) as one exponential and one division."""
-    return cap - 2.0 * cap / (1.0 + tl.exp2(z * (2.8853900817779268 / cap)))
 
 
 @triton.jit
@@ -110,25 +91,6 @@ def _best(z, row, column, mask, SEED, POSITION, TEMPERATURE, M, NOISY: tl.conste
 
 
 @triton.jit(do_not_specialize=["M"])
-def _sample_kernel(
-    X, W, SEED, POSITION, TEMPERATURE, SCORE, TOKEN, LOGIT, M, N, K, stride_xm, stride_wk, stride_wn, cap, tiles,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    NOISY: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    z = dot_tile(X, W, row, column, M, N, K, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH, EVEN_K, EVEN_N)
-    if CAPPED:
-        z = softcap(z, cap)
-    mask = (row[:, None] < M) & (column[None, :] < N)
-    best, token, logit = _best(z, row, column, mask, SEED, POSITION, TEMPERATURE, M, NOISY)
-    at = row.to(tl.int64) * tiles + tl.program_id(1)
-    tl.store(SCORE + at, best, mask=row < M)
-    tl.store(TOKEN + at, token, mask=row < M)
-    tl.store(LOGIT + at, logit, mask=row < M)
-
-
-@triton.jit(do_not_specialize=["M"])
 def _sample_logits_kernel(
     Z, SEED, POSITION, TEMPERATURE, SCORE, TOKEN, LOGIT, M, N, stride_z, tiles,
     COLUMNS: tl.constexpr, NOISY: tl.constexpr,
@@ -158,44 +120,14 @@ def _pick_kernel(SCORE, TOKEN, LOGIT, OUT_TOKEN, OUT_LOGIT, tiles, BLOCK: tl.con
     tl.store(OUT_LOGIT + row, tl.max(tl.where(token == best, logit, float("-inf")), 0))
 
 
-def sample(
-    x: Tensor,
-    w: Tensor,
-    seed: Tensor | None = None,
-    position: Tensor | None = None,
-    temperature: Tensor | None = None,
-    softcap: float = 0.0,
-    tile: GemmTile | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Draw one token per row from softmax(x @ w / temperature): (tokens [rows] int64, their logits [rows] float32).
-
-    x [rows, d] is already normalised; w [d, vocab] may be a transposed view. seed [rows] int64, position [rows] int32 or
-    int64 (of the token that is drawn), temperature [rows] float64, 0 for greedy; all three None: greedy.
-    """
-    require(x.dim() == 2, "x has shape {}; expected [rows, d]", x.shape)
-    require_float("x", x)
-    require_rows("x", x)
-    require_shape("w", w, (x.shape[1], None))
-    require_same("w", w, x)
-    noisy = _check_noise(x.shape[0], seed, position, temperature)
-    (rows, depth), columns = x.shape, w.shape[1]
-    tile = tile or sample_tile(rows, columns, x.dtype)
-    tiles = ceil_div(columns, tile.columns)
-    found = _partials(rows, tiles, x.device)
-    noise = (seed, position, temperature) if noisy else (x, x, x)
-    if rows:
-        _sample_kernel[(ceil_div(rows, tile.rows), tiles)](
-            x, w, *noise, *found, rows, columns, depth, x.stride(0), w.stride(0), w.stride(1), softcap or 1.0, tiles,
-            tile.rows, tile.columns, tile.depth, depth % tile.depth == 0, columns % tile.columns == 0,
-            noisy, softcap > 0, num_warps=tile.warps, num_stages=tile.stages, **EXACT,
-        )  # fmt: skip
-    return _pick(rows, tiles, found)
-
-
 def sample_logits(
     logits: Tensor, seed: Tensor | None = None, position: Tensor | None = None, temperature: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`sample` for logits [rows, vocab] that are already there."""
+    """Draw one token per row from softmax(logits / temperature): (tokens [rows] int64, their logits [rows] float32).
+
+    logits [rows, vocab]; seed [rows] int64, position [rows] int32 or int64 (of the token that is drawn), temperature [rows]
+    float64, 0 for greedy; all three None: greedy.
+    """
     require(logits.dim() == 2, "logits have shape {}; expected [rows, vocab]", logits.shape)
     require_float("logits", logits)
     require_rows("logits", logits)

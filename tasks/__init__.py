@@ -1,10 +1,10 @@
-"""Tasks with exact ground truth: texts, the events behind them, and labels at every token of any path."""
+"""Tasks with exact ground truth: texts, their events, and labels at every token of any path."""
 
 from replaylens.tasks.errors import TaskError
 from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets
 from replaylens.tasks.reading import Event, Reading, Span, Step
 from replaylens.tasks.registry import get, names
-from replaylens.tasks.splits import Side, Split
+from replaylens.tasks.splits import Side, TaskSplit
 from replaylens.tasks.task import Example, KnownZero, Task
 from replaylens.tasks.tokenizer import WordTokenizer
 
@@ -15,10 +15,10 @@ __all__ = [
     "Reading",
     "Side",
     "Span",
-    "Split",
     "Step",
     "Task",
     "TaskError",
+    "TaskSplit",
     "WordTokenizer",
     "get",
     "label_tokens",

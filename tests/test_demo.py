@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from replaylens.cli import app
 from replaylens.commands import demo
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import Verdict, verify
+from replaylens.engine.dump.verify import Verification, verify
 from replaylens.engine.engine import Engine
 from replaylens.probes.report import Report
 from tests.dumps.damage import flip_bit
@@ -82,7 +82,7 @@ def test_a_damaged_dump_is_found_and_a_second_run_repairs_it(shown: str, out: Pa
     digest = Dump.open(out / f"coin-{EXAMPLES}").digest
     shard = out / f"coin-{EXAMPLES}" / "shard-00000.safetensors"
 
-    def damage_first(path: str, engine: Engine, **options: Any) -> Verdict:
+    def damage_first(path: str, engine: Engine, **options: Any) -> Verification:
         flip_bit(shard)
         return verify(path, engine, **options)
 

@@ -163,6 +163,49 @@ def test_index_control() -> None:
     assert not INDEX.search("pip install -c constraints.txt torch==2.13.0")
 
 
+# Names
+
+
+def type_names(source: str) -> set[str]:
+    """The classes of a module, wherever they are, and its type aliases: capitalised names that are assigned at the top."""
+    tree = ast.parse(source)
+    assigned = [
+        target
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    ]
+    aliases = {t.id for t in assigned if isinstance(t, ast.Name) and re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", t.id)}
+    return aliases | {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def named_twice(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Names of types that several modules define, with their modules."""
+    homes: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for name in type_names(source):
+            homes.setdefault(name, []).append(module)
+    return {name: sorted(modules) for name, modules in homes.items() if len(modules) > 1}
+
+
+def test_every_type_has_a_name_of_its_own() -> None:
+    """A name means one class or alias in the whole package, so that a message or a page need not say whose."""
+    folders = ("engine", "kernels", "probes", "tasks", "src/replaylens")
+    files = [f for f in tracked() if f.suffix == ".py" and str(f.relative_to(ROOT)).startswith(tuple(f"{n}/" for n in folders))]
+    assert len(files) > 150
+    assert named_twice({str(f.relative_to(ROOT)): f.read_text() for f in files}) == {}
+
+
+def test_names_control() -> None:
+    """Negative control: a class, a class within a function and an alias are found; constants and functions are none."""
+    planted = {
+        "a.py": "class One: ...\nTwo = dict[str, int]\nLIMIT = 3\n_P = 1\ndef make(): ...",
+        "b.py": "def f():\n    class One: ...\nLIMIT = 4\n_P = 2\ndef make(): ...",
+        "c.py": "Two: TypeAlias = list[int]\nthree = 3",
+    }
+    assert named_twice(planted) == {"One": ["a.py", "b.py"], "Two": ["a.py", "c.py"]}
+
+
 # Skips
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from benchmarks.kernels.harness import Report, compare, copies, error
 from replaylens.kernels import reference
-from replaylens.kernels.attention import Rows, Workspace, attention, plan_tiles, rows_per_tile
+from replaylens.kernels.attention import PagedRows, Workspace, attention, plan_tiles, rows_per_tile
 from replaylens.kernels.launch import KV_SPLIT, PAGE_SIZE
 
 HEADS, KV_HEADS, D_HEAD, SCALE = 32, 8, 128, 128**-0.5
@@ -27,12 +27,12 @@ def contiguous(k: Tensor, table: Tensor, keys: int) -> Tensor:
     return k.view(-1, PAGE_SIZE, KV_HEADS, D_HEAD)[table.long()].flatten(1, 2)[:, :keys].transpose(1, 2).contiguous()
 
 
-def right(q: Tensor, k: Tensor, v: Tensor, rows: Rows, out: Tensor, chosen: list[int]) -> bool:
+def right(q: Tensor, k: Tensor, v: Tensor, rows: PagedRows, out: Tensor, chosen: list[int]) -> bool:
     """Some rows against float64, and each alone against the batch."""
     index = torch.tensor(chosen, device=q.device)
     sequence, position = rows.sequence[index], rows.position[index]
     want = reference.attention(q[index].double(), k.double(), v.double(), sequence, position, rows.page_table, PAGE_SIZE, SCALE)
-    alone = attention(q[index], k, v, Rows(sequence, position, rows.page_table), SCALE)
+    alone = attention(q[index], k, v, PagedRows(sequence, position, rows.page_table), SCALE)
     return error(out[index], want) < 8e-3 and torch.equal(alone, out[index])
 
 
@@ -41,7 +41,7 @@ def decode(report: Report, sequences: int, keys: int) -> None:
     sets = [(k, v), *((torch.randn_like(k), torch.randn_like(v)) for _ in range(copies(k, v) - 1))]
     q = torch.randn(sequences, HEADS, D_HEAD, device="cuda", dtype=torch.bfloat16)
     number = torch.arange(sequences, device="cuda", dtype=torch.int32)
-    rows = Rows(number, torch.full_like(number, keys - 1), table, max_keys=keys)
+    rows = PagedRows(number, torch.full_like(number, keys - 1), table, max_keys=keys)
     out = torch.full_like(q, float("nan"))
     space = Workspace.of(sequences, KV_HEADS, -(-keys // KV_SPLIT), 16, D_HEAD, q.device)
     check = right(q, k, v, rows, attention(q, k, v, rows, SCALE, out=out), [0, sequences - 1])
@@ -59,7 +59,7 @@ def prefill(report: Report, sequences: int, length: int) -> None:
     numbers = [s for s in range(sequences) for _ in range(length)]
     q = torch.randn(len(numbers), HEADS, D_HEAD, device="cuda", dtype=torch.bfloat16)
     per_tile = rows_per_tile(HEADS, KV_HEADS, D_HEAD, q.dtype, length)
-    rows = Rows(
+    rows = PagedRows(
         torch.tensor(numbers, device="cuda", dtype=torch.int32),
         torch.arange(length, device="cuda", dtype=torch.int32).repeat(sequences),
         table,

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from benchmarks.kernels.harness import Report, compare, error
 from replaylens.kernels import reference
-from replaylens.kernels.attention import Rows
+from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.launch import PAGE_SIZE
 from replaylens.kernels.rope import rotate_and_store
 
@@ -19,7 +19,7 @@ def measure(report: Report, rows: int) -> None:
     table = torch.stack([angle.cos(), angle.sin()], dim=1)
     number = torch.arange(rows, device="cuda", dtype=torch.int32)
     pages = torch.arange(1, -(-rows // PAGE_SIZE) + 1, device="cuda", dtype=torch.int32).view(1, -1)
-    where = Rows(torch.zeros_like(number), number, pages)
+    where = PagedRows(torch.zeros_like(number), number, pages)
     slot = reference.slots(where.sequence, number, pages, PAGE_SIZE)
     k_cache = torch.zeros((pages.numel() + 1) * PAGE_SIZE, KV_HEADS, D_HEAD, device="cuda", dtype=torch.bfloat16)
     v_cache, k_other, v_other = torch.zeros_like(k_cache), torch.zeros_like(k_cache), torch.zeros_like(k_cache)
@@ -29,7 +29,7 @@ def measure(report: Report, rows: int) -> None:
         v_other[slot] = v
         return reference.rotate(q, table, number)
 
-    turned, _ = rotate_and_store(q, k, v, table, where, k_cache, v_cache)
+    turned = rotate_and_store(q, k, v, table, where, k_cache, v_cache)
     check = error(turned, reference.rotate(q.double(), table.double(), number)) < 8e-3
     check &= error(k_cache[slot], reference.rotate(k.double(), table.double(), number)) < 8e-3
     check &= torch.equal(v_cache[slot], v)

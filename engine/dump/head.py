@@ -9,7 +9,7 @@ from replaylens.engine.errors import BadDump, OtherFingerprint, OtherPlan
 from replaylens.engine.proof.fingerprint import Fingerprint
 
 HEAD = "plan.json"
-_MOST_BYTES = 1 << 28
+_MAX_BYTES = 1 << 28
 
 
 class Head:
@@ -42,7 +42,7 @@ class Head:
 
     def _read(self) -> tuple[DumpPlan, Fingerprint, str | None]:
         try:
-            raw = json.loads(self.store.read(HEAD, _MOST_BYTES))
+            raw = json.loads(self.store.read(HEAD, _MAX_BYTES))
             return DumpPlan.from_json(raw["plan"]), Fingerprint(**raw["fingerprint"]), raw.get("digest")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadDump(f"{self.store.url}/{HEAD} is damaged ({error}): delete the folder and begin again") from None

@@ -17,13 +17,13 @@ FORMAT = "replaylens-dump"
 SCHEMA = 1
 MANIFEST = "manifest.json"
 INDEX = "index.parquet"
-MOST_BYTES = 1 << 28
+MAX_BYTES = 1 << 28
 """of a manifest; one of a million shards is not half as large"""
 _HEADER = 100_000_008
 """safetensors allows no longer header"""
 _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 _LABELS = ("string", "int64", "bool", "null")
-_MOST_ROWS, _MOST_SIZE = 1 << 40, 1 << 50
+_MAX_ROWS, _MAX_SIZE = 1 << 40, 1 << 50
 
 
 def shard_name(number: int) -> str:
@@ -219,7 +219,7 @@ class _Reader:
         names = {f.name: f.type for f in fields(kind)}
         self.need(isinstance(raw, dict) and set(raw) == set(names), f"{what} is malformed")
         for name, wanted in names.items():
-            most = _MOST_SIZE if name == "bytes" else _MOST_ROWS
+            most = _MAX_SIZE if name == "bytes" else _MAX_ROWS
             fine = _whole(raw[name], 0, most) if wanted in (int, "int") else isinstance(raw[name], str)
             if name == "sha256" or name.endswith("digest"):
                 fine = fine and re.fullmatch("[0-9a-f]{64}", raw[name]) is not None

@@ -1,4 +1,4 @@
-"""`Path`: one token path of an example, with the rows that are its own."""
+"""`ExamplePath`: one token path of an example, with the rows that are its own."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +11,7 @@ from replaylens.tasks import Example, Reading, WordTokenizer, path_offsets
 
 
 @dataclass(eq=False)
-class Path:
+class ExamplePath:
     """One token path of an example, with the rows that are its own: those from `base` on."""
 
     example: Example

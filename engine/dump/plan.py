@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from replaylens import tasks
-from replaylens.engine.dump.path import Path
+from replaylens.engine.dump.path import ExamplePath
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.capture import LensSpec
 from replaylens.engine.request.edits import Edit
@@ -17,7 +17,7 @@ from replaylens.tasks.task import AnyTask
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 POSITIONS = ("all", "generated", "last", "steps")
 CUSTOM = "custom:"
-Selector = Callable[["Path"], Iterable[int]]
+Selector = Callable[[ExamplePath], Iterable[int]]
 """positions of one path that are to be kept"""
 
 

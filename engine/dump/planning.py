@@ -6,9 +6,7 @@ from typing import Any
 from replaylens.engine.dump.plan import CUSTOM, DumpPlan, Selector, compact, plain
 from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.lens.tuned import TunedLens
-from replaylens.engine.loop.drafters import ModelDrafter
 from replaylens.engine.loop.planner import FIXED_WINDOW
-from replaylens.engine.model.weights import weights_hash
 from replaylens.engine.replay.examples import ReplayOptions
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -105,14 +103,7 @@ def drafter_settings(engine: Core, name: str) -> dict[str, Any]:
     thoughts are guessed, where the model thinks."""
     if name not in engine.loop.drafters:
         raise BadRequest(no_such("drafter", name, engine.loop.drafters))
-    drafter = engine.loop.drafters[name]
-    layer = getattr(getattr(drafter, "lens", drafter), "layer", None)
-    found: dict[str, Any] = {} if layer is None else {"layer": layer}
-    if drafter.width > 1:
-        found["width"] = drafter.width
-    if isinstance(drafter, ModelDrafter):
-        found["weights"] = weights_hash(drafter.runner.model)
-    return found | engine.guesses()
+    return engine.loop.drafters[name].settings() | engine.guesses()
 
 
 def _window(engine: Core, name: str, window: int | None) -> int | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from replaylens.engine.dump.content import CORE
 from replaylens.engine.dump.files import DumpFiles
 from replaylens.engine.dump.filter import Filter, Predicate, columns_needed, make_filters
-from replaylens.engine.dump.manifest import INDEX, MANIFEST, MOST_BYTES, Manifest, SiteEntry
+from replaylens.engine.dump.manifest import INDEX, MANIFEST, MAX_BYTES, Manifest, SiteEntry
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump, UnknownSite, no_such
 from replaylens.engine.model.sites import at_layer
@@ -60,7 +60,7 @@ class Dump:
             if "plan.json" in there:
                 raise UnfinishedDump(f"{path} is not finished: resume it")
             raise BadDump(f"{path} is no dump: it has no {MANIFEST}")
-        manifest = Manifest.from_bytes(store.read(MANIFEST, MOST_BYTES), str(path))
+        manifest = Manifest.from_bytes(store.read(MANIFEST, MAX_BYTES), str(path))
         if check_files:
             for name, size in [(INDEX, manifest.index.bytes), *((shard.name, shard.bytes) for shard in manifest.shards)]:
                 if there.get(name) != size:
@@ -153,7 +153,8 @@ class Dump:
             raise BadRequest(no_such("label", label, self.manifest.labels))
         rows, y, groups = self._choose(label)
         x = self._gather(site, layer, rows)
-        return Matrix(_numpy(x).reshape(len(x), math.prod(x.shape[1:])), y, groups)
+        X = _numpy(x).reshape(len(x), math.prod(x.shape[1:]))
+        return Matrix(X, None if y is None else y.copy(), groups.copy())  # what is kept here stays ours
 
     def to_torch(self, site: str, layer: int | None = None) -> Tensor:
         """Rows of one site, in the stored dtype: [rows, ...]."""

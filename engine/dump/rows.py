@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.dump.content import CORE, Content
-from replaylens.engine.dump.path import Path
+from replaylens.engine.dump.path import ExamplePath
 from replaylens.engine.dump.plan import DTYPES, DumpPlan
 from replaylens.engine.errors import BadRequest, EngineBug, NotCertified
 from replaylens.engine.lens import readout
@@ -41,7 +41,7 @@ def assemble(engine: Core, plan: DumpPlan, results: Sequence[Result]) -> Content
     return Content(_tensors(engine, plan, paths, rows), index)
 
 
-def _paths(engine: Core, result: Result) -> list[Path]:
+def _paths(engine: Core, result: Result) -> list[ExamplePath]:
     if not result.certified:
         raise NotCertified(
             f"example {result.example.index} was computed on the fast path or under hook functions: its bits cannot be "
@@ -57,7 +57,7 @@ def _paths(engine: Core, result: Result) -> list[Path]:
         if recording.positions() != list(range(base, len(tokens))):
             raise EngineBug(f"example {result.example.index}, branch {number}: captured rows do not cover its tokens")
         paths.append(
-            Path(
+            ExamplePath(
                 result.example,
                 number,
                 tokens,
@@ -71,7 +71,7 @@ def _paths(engine: Core, result: Result) -> list[Path]:
     return paths
 
 
-def _chosen(plan: DumpPlan, path: Path) -> list[int]:
+def _chosen(plan: DumpPlan, path: ExamplePath) -> list[int]:
     """The positions of a path's own rows that the plan keeps."""
     own = range(path.base, len(path.tokens))
     match plan.positions:
@@ -97,7 +97,7 @@ def _ends_step(offset: tuple[int, int], ends: set[int]) -> bool:
     return any(offset[0] < end <= offset[1] for end in ends)
 
 
-def _columns(engine: Core, paths: list[Path], kept: list[list[int]]) -> dict[str, pa.Array]:
+def _columns(engine: Core, paths: list[ExamplePath], kept: list[list[int]]) -> dict[str, pa.Array]:
     """Index columns that need no arithmetic."""
     counts = np.array([len(positions) for positions in kept])
     position = np.concatenate([np.asarray(positions, dtype=np.int32) for positions in kept])
@@ -121,7 +121,7 @@ def _columns(engine: Core, paths: list[Path], kept: list[list[int]]) -> dict[str
     return {name: column.cast(CORE.field(name).type) for name, column in columns.items()}
 
 
-def _labels(plan: DumpPlan, paths: list[Path], kept: list[list[int]]) -> dict[str, pa.Array]:
+def _labels(plan: DumpPlan, paths: list[ExamplePath], kept: list[list[int]]) -> dict[str, pa.Array]:
     """The task's labels at every kept row: one column each, of one type."""
     names = paths[0].example.maker.label_names
     if clash := set(names) & {*CORE.names, "shard", "row", "depth"}:
@@ -143,7 +143,7 @@ def _label_array(name: str, values: list[Any]) -> pa.Array:
     return pa.array(values, types[kinds.pop()] if kinds else pa.null())
 
 
-def _probabilities(engine: Core, paths: list[Path], starts: np.ndarray, edited: bool) -> tuple[np.ndarray, np.ndarray]:
+def _probabilities(engine: Core, paths: list[ExamplePath], starts: np.ndarray, edited: bool) -> tuple[np.ndarray, np.ndarray]:
     """(log-probability of each row's own token, entropy of what may follow it), for all rows of the paths.
 
     A token's log-probability is read off the row before it; the first token of a rejected branch was judged by a row of
@@ -158,7 +158,7 @@ def _probabilities(engine: Core, paths: list[Path], starts: np.ndarray, edited: 
     emitted = follows + [paths[i].tokens[paths[i].base] for i in forks]
     spec = LensSpec((final,), top_k=1)
     read = [
-        readout.read(spec, engine.runner, {final: stacked[i : i + _BLOCK]}, emitted[i : i + _BLOCK])
+        engine.lock.alone(readout.read, spec, engine.runner, {final: stacked[i : i + _BLOCK]}, emitted[i : i + _BLOCK])
         for i in range(0, len(emitted), _BLOCK)
     ]
     next_logprob = torch.cat([part["Z.emitted"] for part in read])[:, 0].numpy()
@@ -169,48 +169,48 @@ def _probabilities(engine: Core, paths: list[Path], starts: np.ndarray, edited: 
     return logprob, entropy[: len(residual)]
 
 
-def _accepted(paths: list[Path], i: int) -> int:
+def _accepted(paths: list[ExamplePath], i: int) -> int:
     """The accepted path of path i's example: branches follow it in order."""
     return i - paths[i].branch
 
 
-def _final_rows(engine: Core, path: Path, final: str, edited: bool) -> Tensor:
+def _final_rows(engine: Core, path: ExamplePath, final: str, edited: bool) -> Tensor:
     """The residual stream that leaves the model; computed again, to the same bits, where it was not captured."""
     if final in path.recording.sites():
-        return path.recording[final]
+        return path.recording.peek(final)
     if engine.guesses() or edited:  # a path's tokens say nothing of states and edits
         raise BadRequest(f"log-probabilities of edited paths, and of a model that thinks, are read off {final}: capture S, too")
     branch = engine.prompt(path.tokens, sites=[final])
     try:
-        return branch.activations[final][path.base :]
+        return branch.activations.peek(final)[path.base :]
     finally:
         branch.release()
 
 
-def _tensors(engine: Core, plan: DumpPlan, paths: list[Path], rows: np.ndarray) -> Rows:
+def _tensors(engine: Core, plan: DumpPlan, paths: list[ExamplePath], rows: np.ndarray) -> Rows:
     """The kept rows of every stored site."""
     chosen = torch.from_numpy(rows)
     out = {site: _cast(site, _gather(paths, site, chosen), plan.dtype) for site in plan.sites}
     return out | (_lens_rows(engine, plan.lens, paths, chosen) if plan.lens is not None else {})
 
 
-def _gather(paths: list[Path], site: str, chosen: Tensor) -> Tensor:
-    every = torch.cat([path.recording[site] for path in paths])
+def _gather(paths: list[ExamplePath], site: str, chosen: Tensor) -> Tensor:
+    every = torch.cat([path.recording.peek(site) for path in paths])
     return every if len(every) == len(chosen) else every[chosen]
 
 
-def _lens_rows(engine: Core, spec: LensSpec, paths: list[Path], chosen: Tensor) -> Rows:
+def _lens_rows(engine: Core, spec: LensSpec, paths: list[ExamplePath], chosen: Tensor) -> Rows:
     """Z: as recorded, or read off the residual streams where those were recorded instead; the bits are the same."""
     if recorded := [site for site in paths[0].recording.sites() if site.startswith("Z.")]:
         return {site: _gather(paths, site, chosen) for site in recorded}
     rows = chosen if len(chosen) else torch.tensor([0])  # to learn the shapes of no rows, one is read and dropped
     follows = torch.tensor([token for path in paths for token in [*path.tokens[path.base + 1 :], -1]])[rows]
     streams = {site: _gather(paths, site, rows) for site in spec.sites}
-    tuned = engine.loop.committer.tuned(spec)
+    tuned = engine.lenses.of(spec)
     read: list[Rows] = []
     for i in range(0, len(rows), _BLOCK):
         block = {site: x[i : i + _BLOCK] for site, x in streams.items()}
-        read.append(readout.read(spec, engine.runner, block, follows[i : i + _BLOCK].tolist(), tuned))
+        read.append(engine.lock.alone(readout.read, spec, engine.runner, block, follows[i : i + _BLOCK].tolist(), tuned))
     return {name: torch.cat([part[name] for part in read])[: len(chosen)] for name in read[0]}
 
 

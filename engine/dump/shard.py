@@ -18,7 +18,7 @@ from replaylens.engine.request.capture import Rows
 
 _CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int64": "I64"}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MOST_HEADER = 100_000_000
+_MAX_HEADER = 100_000_000
 
 
 def write_shard(file: HashingFile, tensors: Rows) -> None:
@@ -71,7 +71,7 @@ class ShardFile:
         """Byte ranges by site, from the file's own header."""
         try:
             length = int.from_bytes(self.store.read_range(self.entry.name, 0, 8), "little")
-            if length > min(_MOST_HEADER, self.entry.bytes):
+            if length > min(_MAX_HEADER, self.entry.bytes):
                 raise ValueError(f"a header of {length} bytes")
             raw = json.loads(self.store.read_range(self.entry.name, 8, 8 + length))
             raw.pop("__metadata__", None)

@@ -29,7 +29,7 @@ VERIFIED, MISMATCH, OTHER = "verified", "mismatch", "other fingerprint"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """What a verification found."""
 
     status: str
@@ -63,7 +63,7 @@ def verify(
     task: AnyTask | None = None,
     selector: Selector | None = None,
     progress: bool = False,
-) -> Verdict:
+) -> Verification:
     """Check files, digests and fingerprint, then replay a sample of the examples and compare every bit.
 
     sample    share of the examples, drawn by `seed`, at least one; or "all"
@@ -79,16 +79,16 @@ def verify(
     except BadDump as error:
         if not Store(path).exists(MANIFEST):
             raise
-        return Verdict(MISMATCH, (str(error),))
+        return Verification(MISMATCH, (str(error),))
     if problems:
-        return Verdict(MISMATCH, tuple(problems))
+        return Verification(MISMATCH, tuple(problems))
     if differences := engine.fingerprint.differences(dump.manifest.fingerprint):
-        return Verdict(OTHER, ("the dump was made under another fingerprint:", *differences))
+        return Verification(OTHER, ("the dump was made under another fingerprint:", *differences))
     chosen = _sampled(dump.manifest, sample, seed)
     try:
         return _Replay(dump, engine, batch, task, selector).run(chosen, progress)
     except BadDump as error:
-        return Verdict(MISMATCH, (str(error),))
+        return Verification(MISMATCH, (str(error),))
 
 
 def _sampled(manifest: Manifest, sample: float | str, seed: int) -> list[int]:
@@ -120,14 +120,14 @@ class _Replay:
         self.maker = ShardMaker(engine, again, batch, task)
         self.notes: list[str] = []
 
-    def run(self, examples: list[int], progress: bool) -> Verdict:
+    def run(self, examples: list[int], progress: bool) -> Verification:
         rows = 0
         with tqdm(total=len(examples), unit="example", desc="replay", disable=not progress) as bar:
             for number, some in self.dump.files.by_shard(examples).items():
                 content = self.dump.files.content(number)
                 if content.digests() != self.dump.manifest.shards[number].digests:
                     shard = self.dump.manifest.shards[number].name
-                    return Verdict(MISMATCH, (f"{shard} and its lines of the index do not have the noted digest",))
+                    return Verification(MISMATCH, (f"{shard} and its lines of the index do not have the noted digest",))
                 stored = content.of_examples(some)
                 if self.plan.rejected and not self.same_drafter and not self.by_path:
                     stored = stored.accepted()
@@ -136,8 +136,8 @@ class _Replay:
                 made = self.maker.rows_of(some, bar.update, self._with_stored_branches(stored))
                 rows += len(stored)
                 if found := first_difference(stored, made):
-                    return Verdict(MISMATCH, ("the replay gives other bits than the dump:",), found, bar.n, rows)
-        return Verdict(VERIFIED, (), None, len(examples), rows, tuple(self.notes))
+                    return Verification(MISMATCH, ("the replay gives other bits than the dump:",), found, bar.n, rows)
+        return Verification(VERIFIED, (), None, len(examples), rows, tuple(self.notes))
 
     def _with_stored_branches(self, stored: Content) -> Callable[[Result], Result]:
         """Where drafts do not come out again: the rejected paths are those of the dump, their rows are computed anew."""
@@ -165,8 +165,7 @@ class _Replay:
             if rest := tokens[num_prompt:]:
                 branch.force(rest)
             recording = Recording(base=fork)
-            recording.append(fork, {site: branch.activations[site][fork:] for site in branch.activations.sites()})
+            recording.append(fork, {site: branch.activations.peek(site)[fork:] for site in branch.activations.sites()})
             return recording
         finally:
             branch.release()
-            self.engine.tree.forget(branch.id)

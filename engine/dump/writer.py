@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from replaylens.engine.dump.content import CORE, LOCATORS, Content, concatenate, count_accepted
 from replaylens.engine.dump.head import HEAD, Head
 from replaylens.engine.dump.lock import FINISH, DumpLock, lock_name, sweep
-from replaylens.engine.dump.manifest import INDEX, MANIFEST, MOST_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
+from replaylens.engine.dump.manifest import INDEX, MANIFEST, MAX_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.shard import write_shard
@@ -35,9 +35,9 @@ from replaylens.engine.dump.store import TEMPORARY, Store
 from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch
 from replaylens.engine.proof.fingerprint import Fingerprint
 
-Part = tuple[int, int]
+WorkerPart = tuple[int, int]
 """(i, n): write every n-th shard, from number i on"""
-_MOST_PART = 1 << 28
+_MAX_PART = 1 << 28
 _PATIENCE = 60.0
 """seconds to wait for another writer who finishes the dump, or makes a damaged one ready for repair"""
 _COMPRESSION = "zstd"
@@ -71,7 +71,7 @@ class DumpWriter:
         describe: Callable[[Content], dict[str, SiteEntry]],
         *,
         resume: bool = False,
-        part: Part = (0, 1),
+        part: WorkerPart = (0, 1),
         progress: bool = False,
     ) -> Dump | None:
         """Make and write every missing shard of this part, then finish the dump if all shards of all parts are there.
@@ -97,7 +97,7 @@ class DumpWriter:
         return self.finish()
 
     @contextmanager
-    def writing(self, part: Part, resume: bool) -> Iterator[list[int]]:
+    def writing(self, part: WorkerPart, resume: bool) -> Iterator[list[int]]:
         """Holds the part's lock, and gives the numbers of the shards that are to be written."""
         self.numbers(part)
         self.store.make()
@@ -117,7 +117,7 @@ class DumpWriter:
             raise
 
     @contextmanager
-    def _beginning(self, part: Part) -> Iterator[None]:
+    def _beginning(self, part: WorkerPart) -> Iterator[None]:
         """If the block fails before any shard is whole, what was begun goes again: the next try may have another plan.
 
         Only under a lock on all shards: others could have begun by the same plan. A reopened dump keeps its digest.
@@ -132,12 +132,12 @@ class DumpWriter:
                     self.store.remove(name)
             raise
 
-    def progress_bar(self, missing: list[int], part: Part, shown: bool) -> Any:
+    def progress_bar(self, missing: list[int], part: WorkerPart, shown: bool) -> Any:
         total = sum(len(self.plan.indices(number)) for number in self.numbers(part))
         done = total - sum(len(self.plan.indices(number)) for number in missing)
         return tqdm(total=total, initial=done, unit="example", desc="dump", disable=not shown)
 
-    def numbers(self, part: Part) -> range:
+    def numbers(self, part: WorkerPart) -> range:
         """The shards of a part."""
         i, n = part
         if not 0 <= i < n:
@@ -146,7 +146,7 @@ class DumpWriter:
 
     # ---- beginning ----------------------------------------------------------------------------------------------
 
-    def begin(self, part: Part, resume: bool) -> list[int]:
+    def begin(self, part: WorkerPart, resume: bool) -> list[int]:
         """Check that what lies there is ours to go on with; the shards that are still to be written."""
         there = self.store.sizes()
         if (MANIFEST in there or HEAD in there) and not resume and part[1] == 1:
@@ -175,7 +175,7 @@ class DumpWriter:
     def part(self, number: int) -> ShardPart | None:
         """The note on a finished shard; None where there is none, or none that can be read."""
         try:
-            raw = json.loads(self.store.read(_note(number), _MOST_PART))
+            raw = json.loads(self.store.read(_note(number), _MAX_PART))
             sites = {
                 name: SiteEntry(**{**site, "shape": tuple(site["shape"]), "aliases": tuple(site["aliases"])})
                 for name, site in raw["sites"].items()
@@ -287,7 +287,7 @@ class DumpWriter:
     def _manifest(self) -> Manifest | None:
         """The manifest, if there is one: that of our plan and fingerprint."""
         try:
-            raw = self.store.read(MANIFEST, MOST_BYTES)
+            raw = self.store.read(MANIFEST, MAX_BYTES)
         except BadDump:
             if self.store.exists(MANIFEST):
                 raise

@@ -7,7 +7,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.kernels.lens import lens
 
-MOST_TOP, MOST_TARGETS = 32, 63
+MAX_TOP, MAX_TARGETS = 32, 63
 """what the kernel can keep of a row; the emitted token is a target too"""
 _TOGETHER = 32768
 """rows times layers of one launch; no influence on any bit"""
@@ -15,7 +15,7 @@ _TOGETHER = 32768
 
 def serves(spec: LensSpec) -> bool:
     """Whether the kernel gives all that is asked for: whole distributions and long lists it does not."""
-    return not spec.full and spec.top_k <= MOST_TOP and len(spec.targets) <= MOST_TARGETS
+    return not spec.full and spec.top_k <= MAX_TOP and len(spec.targets) <= MAX_TARGETS
 
 
 def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) -> Rows:
@@ -32,7 +32,7 @@ def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) ->
 
 def _block(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) -> Rows:
     """Views of one tensor on the CPU."""
-    norm, table = model.ln_final, model.embed.t() if model.unembed is None else model.unembed.weight  # [d, vocab]
+    norm, table = model.ln_final, model.unembedding.t()  # [d, vocab]
     x = stacked.to(table).transpose(0, 1).contiguous()  # [layers, n, d]
     chosen = torch.tensor(spec.targets, dtype=torch.int64).expand(len(emitted), -1)
     targets = torch.cat([torch.tensor(emitted).clamp_min(0)[:, None], chosen], dim=1)

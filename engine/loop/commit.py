@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 
-from replaylens.engine.errors import BadRequest
 from replaylens.engine.lens import readout
-from replaylens.engine.lens.tuned import TunedLens
+from replaylens.engine.lens.known import KnownLenses
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.loop.turn import Turn
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.passes.runner import PassResult, Runner
-from replaylens.engine.request.capture import HEAD_SITES, LensSpec, PassTap, Rows
+from replaylens.engine.request.capture import HEAD_SITES, PassTap, Rows
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,8 @@ class Outcome:
 class Committer:
     """Carries outcomes into tree, pages and recordings. A rejected branch that keeps something gets an entry in `lanes`."""
 
-    def __init__(self, runner: Runner, tree: BranchTree, lanes: dict[int, Lane]) -> None:
-        self.runner, self.tree, self.lanes = runner, tree, lanes
-        self.lenses: dict[str, TunedLens] = {}
-        """tuned lenses that captures may ask for, by digest"""
+    def __init__(self, runner: Runner, tree: BranchTree, lanes: dict[int, Lane], lenses: KnownLenses) -> None:
+        self.runner, self.tree, self.lanes, self.lenses = runner, tree, lanes, lenses
 
     def commit(self, turn: Turn, outcome: Outcome, tap: PassTap, result: PassResult | None) -> None:
         """Mutates tree, lane, pages and recording. Precondition: the turn's rows have been computed.
@@ -131,8 +128,10 @@ class Committer:
         self.tree.rollback(lane.branch, turn.end)
         job.rejected.append(kept)
         other = Lane(kept, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, thoughts=lane.thoughts)
-        if rows is not None and lane.recording is not None:
-            other.capture, other.recording = lane.capture, lane.recording.like(base=turn.end + stood)
+        other.capture, other.traced = lane.capture, lane.traced
+        other.template = lane.recording.like(base=turn.end + stood) if lane.recording is not None else None
+        if rows is not None and other.template is not None:
+            other.recording = other.template.like(base=turn.end + stood)
             other.recording.append(turn.end + stood, rows)
         if job.keep_rejected:
             other.computed = turn.end + len(chain)
@@ -141,6 +140,7 @@ class Committer:
             self.runner.cache.seal(self.tree.branch(kept).tokens, slots, turn.start)
         if other.recording is not None or job.keep_rejected:
             self.lanes[kept] = other
+            lane.rejected.append(kept)
 
     def _rows(self, lane: Lane, tap: PassTap, first: int, emitted: list[int]) -> Rows:
         """Packed rows [first, first + len(emitted)) as the lane's capture wants them."""
@@ -151,13 +151,5 @@ class Committer:
             rows |= self.runner.head(tap.rows([spec.last], first, end)[spec.last], head)
         if spec.lens is not None:
             residuals = tap.rows(spec.lens.sites, first, end)
-            rows |= readout.read(spec.lens, self.runner, residuals, emitted, self.tuned(spec.lens))
+            rows |= readout.read(spec.lens, self.runner, residuals, emitted, self.lenses.of(spec.lens))
         return rows
-
-    def tuned(self, spec: LensSpec) -> TunedLens | None:
-        """The lens that Z is read through; None: the plain one. BadRequest where nobody made it known."""
-        if spec.tuned is not None and spec.tuned not in self.lenses:
-            raise BadRequest(
-                f"Z was read through the tuned lens {spec.tuned[:16]}: make it known with engine.capture_spec('Z', lens=...)"
-            )
-        return None if spec.tuned is None else self.lenses[spec.tuned]

@@ -11,6 +11,7 @@ import numpy as np
 
 from replaylens.engine.errors import BadRequest, EngineError, OutOfPages
 from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.model.weights import weights_hash
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import PassResult, Runner
 from replaylens.engine.request.edits import Hook, PlacedEdit
@@ -56,6 +57,10 @@ class Drafter(Protocol):
         """For each call up to `width` chains of up to `count` tokens, first tokens all different."""
         ...
 
+    def settings(self) -> dict[str, str | int]:
+        """What its drafts depend on besides the path."""
+        ...
+
 
 class SelfDrafter:
     """The model's own fast path: matrix-vector products, one token at a time."""
@@ -71,6 +76,9 @@ class SelfDrafter:
 
     def _step(self, segments: list[Segment]) -> PassResult:
         return self.runner.fast(segments)
+
+    def settings(self) -> dict[str, str | int]:
+        return {}
 
 
 class LensDrafter:
@@ -90,6 +98,9 @@ class LensDrafter:
 
     def step(self, segments: list[Segment]) -> PassResult:
         return self.runner.exact(segments, stop_at_layer=self.layer)
+
+    def settings(self) -> dict[str, str | int]:
+        return {"layer": self.layer}
 
 
 class TreeDrafter:
@@ -119,6 +130,9 @@ class TreeDrafter:
         if call.sampling.temperature:
             scores = scores / call.sampling.temperature + gumbel(call.sampling.seed, len(call.path), len(scores))
         return [int(t) for t in np.argsort(-scores, kind="stable")[: self.width]]
+
+    def settings(self) -> dict[str, str | int]:
+        return self.lens.settings() | {"width": self.width}
 
 
 def extend_together(
@@ -165,6 +179,9 @@ class NgramDrafter:
                 if path[at : at + size] == ending:
                     return path[at + size : at + size + count]
         return []
+
+    def settings(self) -> dict[str, str | int]:
+        return {}
 
 
 class ModelDrafter:
@@ -235,6 +252,9 @@ class ModelDrafter:
             self.runner.pool.release(self._known.pop(victim)[0])
         return victim is not None
 
+    def settings(self) -> dict[str, str | int]:
+        return {"weights": weights_hash(self.runner.model)}
+
 
 class ForcedDrafter:
     """Given tokens: a user's, or those that a trace recorded."""
@@ -244,3 +264,6 @@ class ForcedDrafter:
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
         return [[chain[: call.count] for chain in call.recorded or [[]]] for call in calls]
+
+    def settings(self) -> dict[str, str | int]:
+        return {}

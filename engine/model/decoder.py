@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, Ops, softcap
+from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, Ops, RowOps, softcap
 from replaylens.engine.model.rotary import Rotary, rotary_table
 
 
@@ -77,7 +77,7 @@ class Mlp(nn.Module):
         self.up = Linear(config.d_model, config.d_mlp * (2 if config.gated_mlp else 1), config.mlp_bias)
         self.down = Linear(config.d_mlp, config.d_model, config.mlp_bias)
 
-    def forward(self, x: Tensor, ops: Ops, tap: Tap | None) -> Tensor:
+    def forward(self, x: Tensor, ops: RowOps, tap: Tap | None) -> Tensor:
         """x [rows, d_model], normed -> [rows, d_mlp]"""
         gate_site, up_site = self.site + "gate.hook_out", self.site + "in.hook_out"
         if not wanted(tap, gate_site, up_site):
@@ -117,7 +117,7 @@ class Block(nn.Module):
 
 
 def _write(
-    residual: Tensor, x: Tensor, linear: Linear, site: str, post: Norm | None, post_site: str, ops: Ops, tap: Tap | None
+    residual: Tensor, x: Tensor, linear: Linear, site: str, post: Norm | None, post_site: str, ops: RowOps, tap: Tap | None
 ) -> Tensor:
     """The residual stream [rows, d_model] plus what the product of x writes into it."""
     if post is None and not wanted(tap, site):
@@ -171,10 +171,15 @@ class Decoder(nn.Module):
             x = self.blocks[layer](x, rotary[self._rope_index[layer]] if rotary else None, ops, tap)
         return x
 
-    def logits(self, x: Tensor, ops: Ops, tap: Tap | None = None) -> Tensor:
+    @property
+    def unembedding(self) -> Tensor:
+        """[vocab, d_model]: the embedding itself where the two are tied, else a view of `unembed`'s weight."""
+        return self.embed if self.unembed is None else self.unembed.weight.t()
+
+    def logits(self, x: Tensor, ops: RowOps, tap: Tap | None = None) -> Tensor:
         """Residual stream [rows, d_model] -> logits [rows, vocab]. Any layer's residual gives that layer's lens."""
         x = tapped(tap, "ln_final.hook_out", ops.norm(x, self.ln_final))
-        out = ops.unembed(x, self.embed if self.unembed is None else self.unembed.weight.t())
+        out = ops.unembed(x, self.unembedding)
         return softcap(tapped(tap, "unembed.hook_out", out), self.config.logit_softcap)
 
     @torch.no_grad()

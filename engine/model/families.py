@@ -70,9 +70,6 @@ def _llama_like_config(raw: dict[str, Any]) -> ModelConfig:
     ropes = raw["rope_parameters"]
     nested = "full_attention" in ropes
     d_head = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    partial = (ropes["full_attention"] if nested else ropes).get("partial_rotary_factor") or 1.0
-    if raw.get("use_bidirectional_attention"):
-        raise UnsupportedModel("bidirectional attention is not supported: the engine is causal")
     return ModelConfig(
         family=family,
         num_layers=raw["num_hidden_layers"],
@@ -85,10 +82,10 @@ def _llama_like_config(raw: dict[str, Any]) -> ModelConfig:
         max_positions=raw["max_position_embeddings"],
         norm_eps=raw["rms_norm_eps"],
         post_norms=gemma,
-        rotary_dim=int(d_head * partial),
+        rotary_dim=d_head,
         rope=read_rope(ropes["full_attention"] if nested else ropes),
         local_rope=read_rope(ropes["sliding_attention"]) if nested else None,
-        windows=layer_windows(raw),
+        windows=layer_windows(raw) if family != "llama" else (),
         attn_scale=raw["query_pre_attn_scalar"] ** -0.5 if gemma else 0.0,
         attn_softcap=raw.get("attn_logit_softcapping") or 0.0,
         logit_softcap=raw.get("final_logit_softcapping") or 0.0,

@@ -73,8 +73,8 @@ class Heads:
     """by which queries and keys are still to be turned; None: they are as they should be"""
 
 
-class Ops(Protocol):
-    """The arithmetic of one pass over packed rows. `rows` is the first dimension everywhere."""
+class RowOps(Protocol):
+    """What is done to rows wherever they come from: products, norms, activations. `rows` is the first dimension."""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """[rows, inputs] -> [rows, outputs]"""
@@ -88,10 +88,6 @@ class Ops(Protocol):
         """over the last dimension; any leading shape"""
         ...
 
-    def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """x [rows, heads, d_head]: the first rotary_dim dimensions turn by the angles of their rows' positions"""
-        ...
-
     def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
         """gated: [rows, gate | up] -> [rows, d_mlp]"""
         ...
@@ -102,6 +98,14 @@ class Ops(Protocol):
 
     def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
         """activate(linear(x)), to the bit"""
+        ...
+
+
+class Ops(RowOps, Protocol):
+    """The arithmetic of one pass over packed rows, whose sequences and positions it knows."""
+
+    def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """x [rows, heads, d_head]: the first rotary_dim dimensions turn by the angles of their rows' positions"""
         ...
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:

@@ -1,54 +1,67 @@
 """Loading and saving decoders: our checkpoints, Hugging Face folders, live models, TransformerBridges, GGUF files.
 
-Whatever the source, the tensors are checked the same way before anything runs: all there, right shapes, finite.
+Whatever the source, config and tensors are checked the same way before anything runs: no field that changes the model and
+is not computed with, all tensors there, right types and shapes, finite.
 """
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from replaylens.engine.errors import BadConfig, BadWeights, UnsupportedModel
+from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, UnsupportedModel
+from replaylens.engine.model.check import require_same
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.families import FAMILIES, Tensors, family_of
+from replaylens.engine.model.fields import require_readable
+from replaylens.engine.model.source import HEAD, WEIGHTS_FILE, Source, safetensors
 
 M = TypeVar("M", bound=nn.Module)
 
 CONFIG_FILE = "replaylens.json"
-WEIGHTS_FILE = "model.safetensors"
-_SPELLINGS = (("lm_head.", "embed_out."), ("model.", ""), ("transformer.", ""), ("gpt_neox.", ""))
-"""other names for the same tensor: GPT-NeoX files, and files of a bare transformer without its head (GPT-2's own)"""
-_NO_WEIGHT = re.compile(
-    r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$|^(lm_head|embed_out)\.weight$"
-)
-"""constants that older checkpoints store, and the second copy of a tied embedding"""
 
 
-def load(source: Any, dtype: torch.dtype = torch.float32) -> Decoder:
+def load(source: Any, dtype: torch.dtype = torch.float32, check: bool = False) -> Decoder:
     """A decoder from any source: a path (folder or .gguf), a transformers model, a TransformerBridge, or a Decoder.
+
+    check  compare it with what transformers computes, on a few tokens: OtherModel names the first part that differs.
+           BadRequest where there is nothing to compare with: a Decoder, a checkpoint of our own
 
     The result owns its weights in `dtype`, on the CPU, without gradients.
     """
     if isinstance(source, Decoder):
+        require_unchecked(check, "a Decoder")
         return build(source.config, dict(source.state_dict()), dtype)
     if isinstance(source, str | Path):
-        return _load_path(Path(source), dtype)
+        return _load_path(Path(source), dtype, check)
     if hasattr(source, "original_model"):  # a TransformerBridge keeps the Hugging Face model it wraps
-        return _load_bridge(source, dtype)
-    if isinstance(source, nn.Module) and hasattr(source, "config"):
-        return _load_live(source, dtype)
+        return _load_bridge(source, dtype, check)
+    if is_live(source):
+        return _load_live(source, dtype, check)
     raise UnsupportedModel(
         f"cannot load a model from {type(source).__name__}; give a folder, a .gguf file, a transformers model, "
         "a TransformerBridge or a replaylens Decoder"
     )
+
+
+def is_live(source: Any) -> bool:
+    """Whether it is a model of another library, in memory: a transformers model or a TransformerBridge."""
+    if isinstance(source, Decoder):
+        return False
+    return hasattr(source, "original_model") or (isinstance(source, nn.Module) and hasattr(source, "config"))
+
+
+def require_unchecked(check: bool, what: str) -> None:
+    """BadRequest where a check is wanted of something that transformers does not have."""
+    if check:
+        raise BadRequest(f"check=True compares with transformers, which has no counterpart of {what}: leave check out")
 
 
 def save(model: Decoder, folder: Path) -> None:
@@ -77,6 +90,8 @@ def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> Decoder:
     for name, shape in wanted.items():
         if name in tensors and tuple(tensors[name].shape) != shape:
             faults.append(f"{name} has shape {tuple(tensors[name].shape)}, the config asks for {shape}")
+        elif name in tensors and not tensors[name].is_floating_point():
+            faults.append(f"{name} holds {tensors[name].dtype}, not floating-point numbers")
         elif name in tensors and not bool(torch.isfinite(tensors[name].to(dtype)).all()):
             faults.append(f"{name} holds NaN or infinity as {dtype}")
     if faults:
@@ -94,68 +109,77 @@ def in_dtype(model: M, dtype: torch.dtype) -> M:
     return model
 
 
-def from_hugging_face(raw_config: dict[str, Any], source: "Source", dtype: torch.dtype) -> Decoder:
-    """Translate a Hugging Face config and its tensors. A tensor that nothing reads is an error, never dropped."""
-    read_config, read_tensors = FAMILIES[family_of(raw_config)]
+def from_hugging_face(
+    raw: dict[str, Any], source: Source, dtype: torch.dtype, reference: Callable[[], nn.Module] | None = None
+) -> Decoder:
+    """Translate a Hugging Face config and its tensors. What nothing reads is an error, never dropped.
+
+    reference  makes the transformers model that the result is to be compared with
+    """
+    family = family_of(raw)
+    require_readable(raw, family)
+    read_config, read_tensors = FAMILIES[family]
     try:
-        config = read_config(raw_config)
+        config = read_config(raw)
     except KeyError as e:
-        raise UnsupportedModel(f"the {raw_config['model_type']} config lacks {e}") from None
+        raise UnsupportedModel(f"the {family} config lacks {e}") from None
     try:
         tensors = read_tensors(config, source.get)
     except RuntimeError as e:  # q, k and v, or gate and up, that cannot be joined
         near = ", ".join(f"{name} {shape}" for name, shape in list(source.shapes.items())[-3:])
         raise BadWeights(f"these do not fit together or the config: {near}. Do config and weights match? ({e})") from e
+    config = _with_its_head(config, tensors, source)
     if extra := source.unread():
         raise BadWeights(
             f"the checkpoint holds {len(extra)} tensors that a {config.family} model does not have, such as "
             f"{', '.join(extra[:4])}; leaving them out would change what it computes. Is the config the right one?"
         )
-    return build(config, tensors, dtype)
+    model = build(config, tensors, dtype)
+    if reference is not None:
+        require_same(config, tensors, reference())
+    return model
 
 
-class Source:
-    """Hands out tensors by name, and names the ones that are not there."""
+def _with_its_head(config: ModelConfig, tensors: Tensors, source: Source) -> ModelConfig:
+    """The config, untied where the source has a head that is not the embedding: transformers does not tie these either.
 
-    def __init__(self, names: Iterable[str], read: Any, prefix: str = "", holds_copies: bool = False) -> None:
-        self.names, self.read, self.prefix, self.holds_copies = set(names), read, prefix, holds_copies
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        """of every tensor handed out so far, in order"""
-
-    def get(self, name: str) -> Tensor:
-        name = self.prefix + name
-        others = (new + name.removeprefix(old) for old, new in _SPELLINGS if name.startswith(old))
-        found = next((known for known in (name, *others) if known in self.names), None)
-        if found is None:
-            raise BadWeights(f"tensor {name!r} is missing from the checkpoint; is it complete, and of this architecture?")
-        tensor: Tensor = self.read(found)
-        self.shapes[found] = tuple(tensor.shape)
-        return tensor.detach()
-
-    def unread(self) -> list[str]:
-        """Weights that were never handed out; none are told where the source keeps copies under further names."""
-        if self.holds_copies:
-            return []
-        mine = (name for name in self.names - set(self.shapes) if name.startswith(self.prefix))
-        return sorted(name for name in mine if not _NO_WEIGHT.search(name.removeprefix(self.prefix)))
+    Mutates `tensors`: the head is added.
+    """
+    if not config.tied_embeddings or source.find(HEAD) is None:
+        return config
+    head = source.get(HEAD)
+    if torch.equal(head, tensors["embed"]):
+        return config
+    tensors["unembed.weight"] = head.T
+    return replace(config, tied_embeddings=False)
 
 
-def _load_path(path: Path, dtype: torch.dtype) -> Decoder:
+def _load_path(path: Path, dtype: torch.dtype, check: bool) -> Decoder:
     if path.suffix == ".gguf":
-        return _load_gguf(path, dtype)
+        return _load_gguf(path, dtype, check)
     if not path.is_dir():
         raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file")
     if (path / CONFIG_FILE).exists():
+        require_unchecked(check, f"the checkpoint {path}")
         config = ModelConfig.from_json((path / CONFIG_FILE).read_text())
-        source = _safetensors(path)
+        source = safetensors(path)
         return build(config, {name: source.get(name) for name in source.names}, dtype)
     if not (path / "config.json").exists():
         raise UnsupportedModel(f"{path} holds neither {CONFIG_FILE} nor config.json")
-    raw = _read_config(path)
-    source = _safetensors(path)
-    if f"language_model.{'model.embed_tokens.weight'}" in source.names:  # the text part of a multimodal checkpoint
-        source.prefix = "language_model."
-    return from_hugging_face(raw, source, dtype)
+    return from_hugging_face(_read_config(path), safetensors(path), dtype, (lambda: _reference(path)) if check else None)
+
+
+def _reference(folder: Path) -> nn.Module:
+    """The folder's model as transformers has it, in the types that it is stored in."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", use_safetensors=True, local_files_only=True
+        )
+    except Exception as e:
+        raise BadRequest(f"check=True: transformers cannot load {folder}: {type(e).__name__}: {e}") from e
+    return model
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -175,42 +199,25 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = AutoConfig.from_pretrained(folder)
     except Exception as e:
         raise BadConfig(f"transformers cannot read {file}: {e}") from e
-    raw: dict[str, Any] = getattr(config, "text_config", config).to_dict()
-    return raw
+    return _text_config(config)
 
 
-def _safetensors(folder: Path) -> Source:
-    """All tensors of a folder, one file or sharded by an index."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            bad = [name for name in files if Path(name).name != name]
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise BadWeights(f"{index} is not an index of shards ({e!r}); copy it again") from None
-        if bad:
-            raise BadWeights(f"{index} points outside its folder: {bad}")
-    else:
-        files = [WEIGHTS_FILE]
-    owner: dict[str, Any] = {}
-    for name in files:
-        if not (folder / name).exists():
-            raise BadWeights(f"{folder / name} is missing; only safetensors checkpoints are read (no pickle)")
-        try:
-            handle = safe_open(folder / name, framework="pt")
-        except Exception as e:
-            raise BadWeights(f"{folder / name} is not a readable safetensors file: {e}") from e
-        owner.update(dict.fromkeys(handle.keys(), handle))
-    return Source(owner, lambda name: owner[name].get_tensor(name))
+def _text_config(config: Any) -> dict[str, Any]:
+    """The config of a model, or of the text part of a multimodal one; what the head is, is said by the whole."""
+    whole: dict[str, Any] = config.to_dict()
+    if not hasattr(config, "text_config"):
+        return whole
+    shared = {name: whole[name] for name in ("tie_word_embeddings", "quantization_config") if name in whole}
+    return {**config.text_config.to_dict(), **shared}
 
 
-def _load_live(model: nn.Module, dtype: torch.dtype) -> Decoder:
+def _load_live(model: nn.Module, dtype: torch.dtype, check: bool) -> Decoder:
     state = model.state_dict()
-    config: Any = model.config
-    return from_hugging_face(getattr(config, "text_config", config).to_dict(), Source(state, state.__getitem__), dtype)
+    source = Source(state, state.__getitem__)
+    return from_hugging_face(_text_config(model.config), source, dtype, (lambda: model) if check else None)
 
 
-def _load_bridge(bridge: Any, dtype: torch.dtype) -> Decoder:
+def _load_bridge(bridge: Any, dtype: torch.dtype, check: bool) -> Decoder:
     """A bridge nests the modules of the model it wraps under `_original_component`, and keeps more copies of them."""
     if getattr(bridge, "_weights_processed", False):  # norms folded into products, weights centred
         raise UnsupportedModel(
@@ -220,10 +227,10 @@ def _load_bridge(bridge: Any, dtype: torch.dtype) -> Decoder:
     model = bridge.original_model
     state = {name.replace("._original_component", ""): x for name, x in model.state_dict().items()}
     source = Source(state, state.__getitem__, holds_copies=True)
-    return from_hugging_face(model.config.to_dict(), source, dtype)
+    return from_hugging_face(_text_config(model.config), source, dtype, (lambda: model) if check else None)
 
 
-def _load_gguf(path: Path, dtype: torch.dtype) -> Decoder:
+def _load_gguf(path: Path, dtype: torch.dtype, check: bool) -> Decoder:
     try:
         import gguf  # noqa: F401
     except ImportError:
@@ -236,4 +243,4 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> Decoder:
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     except Exception as e:
         raise BadWeights(f"transformers cannot read {path} as a GGUF model: {e}") from e
-    return _load_live(model, dtype)
+    return _load_live(model, dtype, check)

@@ -13,10 +13,10 @@ from torch import Tensor
 from replaylens.engine.errors import EngineBug
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.passes.choice import seeds, temperatures
-from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
+from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.request.sampling import Sampling
-from replaylens.kernels.attention import Rows
+from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.launch import next_power_of_2
 from replaylens.kernels.sample import sample_logits
 
@@ -50,7 +50,7 @@ class DecodeGraph:
         self.temperatures = torch.zeros(size, dtype=torch.float64, device=device)
         self.pages = torch.full((size, max_pages), spare, dtype=torch.int32, device=device)
         sequence = torch.arange(size, dtype=torch.int32, device=device)
-        rows = Rows(sequence, self.short_positions, self.pages)
+        rows = PagedRows(sequence, self.short_positions, self.pages)
         self.ops = (CanonicalCudaOps if exact else FastCudaOps)(runner.cache, rows)
         self.runner = runner
         self.graph = torch.cuda.CUDAGraph()
@@ -80,13 +80,10 @@ class DecodeGraph:
     @torch.inference_mode()
     def run(self, places: list[Place], steps: int) -> Tensor:
         """Tokens that `steps` steps chose: [steps, requests], on the device; none of the vocabulary where logits were NaN."""
-        pages = torch.full(self.pages.shape, self.spare, dtype=torch.int32)
-        for i, place in enumerate(places):
-            pages[i, : len(place.table.pages)] = torch.tensor(place.table.pages, dtype=torch.int32)
         rest = self.size - len(places)
         self.tokens.copy_(torch.tensor([p.token for p in places] + [0] * rest))
         self.positions.copy_(torch.tensor([p.position for p in places] + [0] * rest))
-        self.pages.copy_(pages)
+        self.pages.copy_(page_numbers([p.table for p in places], (self.size, self.pages.shape[1]), self.spare))
         if self.drawn:
             samplings = [p.sampling for p in places] + [Sampling()] * rest
             self.seeds.copy_(seeds(samplings, self.seeds.device))

@@ -4,17 +4,20 @@ Every kernel gives a row the same bits at any number of rows and any tile, so no
 canonical. The fast path takes the library's products, which may split a sum differently at every size.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.model.config import Activation
 from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import Batch
 from replaylens.kernels.activation import activation
-from replaylens.kernels.attention import Rows, attention, plan_tiles, rows_per_tile
+from replaylens.kernels.attention import PagedRows, attention, plan_tiles, rows_per_tile
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import norm as norm_kernel
 from replaylens.kernels.rope import rotate, rotate_and_store, store
@@ -61,7 +64,7 @@ class FastHeadOps(HeadOps):
 class CanonicalCudaOps(HeadOps):
     """The arithmetic of committed rows."""
 
-    def __init__(self, cache: KVCache, rows: Rows) -> None:
+    def __init__(self, cache: KVCache, rows: PagedRows) -> None:
         self.cache, self.rows = cache, rows
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
@@ -75,7 +78,7 @@ class CanonicalCudaOps(HeadOps):
         if heads.rotary is None:
             store(heads.k, heads.v, self.rows, keys, values, size)
         else:
-            q, _ = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
+            q = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
         return attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
 
 
@@ -83,19 +86,31 @@ class FastCudaOps(FastHeadOps, CanonicalCudaOps):
     """The draft path."""
 
 
-def device_rows(batch: Batch, cache: KVCache) -> Rows:
+def page_numbers(tables: Sequence[PageTable], shape: tuple[int, int], rest: int) -> Tensor:
+    """The tables' pages [sequences, pages] int32, one line per table, on the host; `rest` where there are none."""
+    pages = torch.full(shape, rest, dtype=torch.int32)
+    for i, table in enumerate(tables):
+        pages[i, : len(table.pages)] = torch.tensor(table.pages, dtype=torch.int32)
+    return pages
+
+
+def device_rows(batch: Batch, cache: KVCache) -> PagedRows:
     """Where every row's keys lie, on the cache's device."""
     heads = cache.num_heads
-    most = max(len(s.table.pages) for s in batch.segments)
-    pages = [s.table.pages + [0] * (most - len(s.table.pages)) for s in batch.segments]
+    tables = [s.table for s in batch.segments]
+    pages = page_numbers(tables, (len(tables), max(len(table.pages) for table in tables)), rest=0)
     sequences = [i for i, s in enumerate(batch.segments) for _ in s.tokens]
     longest = max(len(s.tokens) for s in batch.segments)
     kv_heads, d_head = cache.data.shape[3:]
     per_tile = rows_per_tile(heads, kv_heads, d_head, cache.data.dtype, longest)
-    device = cache.data.device
-    as_int = lambda values: torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)  # noqa: E731
-    tiles = plan_tiles(sequences, per_tile).to(device, non_blocking=True) if longest > 1 else None
+    there = lambda x: x.to(cache.data.device, non_blocking=True)  # noqa: E731
+    tiles = there(plan_tiles(sequences, per_tile)) if longest > 1 else None
     max_keys = max(s.end for s in batch.segments)
-    return Rows(
-        as_int(sequences), batch.positions.to(torch.int32), as_int(pages), tiles, max_keys, per_tile if tiles is not None else 0
+    return PagedRows(
+        there(torch.tensor(sequences, dtype=torch.int32)),
+        batch.positions.to(torch.int32),
+        there(pages),
+        tiles,
+        max_keys,
+        per_tile if tiles is not None else 0,
     )

@@ -15,14 +15,14 @@ from torch import Tensor
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Batch
-from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
+from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers
 from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import launch
-from replaylens.kernels.attention import Rows, plan_tiles, rows_per_tile
+from replaylens.kernels.attention import PagedRows, plan_tiles, rows_per_tile
 
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """rows that a graph can have; larger passes keep the device busy without one"""
-MOST_GRAPHS = 24
+MAX_GRAPHS = 24
 """the least recently used one goes"""
 WORTH = 8
 """passes of a shape from which on it gets a graph: making one takes as long as about ten launched passes lose"""
@@ -58,7 +58,7 @@ class PassGraph:
         self.short_positions = zeros(shape.rows)
         self.pages = torch.full((shape.sequences + 1, shape.pages), spare, dtype=torch.int32, device="cuda")
         self.tiles = zeros(shape.tiles, 2) if shape.per_tile else None
-        rows = Rows(self.sequence, self.short_positions, self.pages, self.tiles, per_tile=shape.per_tile)
+        rows = PagedRows(self.sequence, self.short_positions, self.pages, self.tiles, per_tile=shape.per_tile)
         self.ops = (CanonicalCudaOps if shape.exact else FastCudaOps)(cache, rows)
         self.graph = torch.cuda.CUDAGraph()
         self._capture(pool)  # torch's handle of the memory that all graphs share
@@ -85,14 +85,12 @@ class PassGraph:
         tokens = [token for s in batch.segments for token in s.tokens] + [0] * pad
         positions = [p for s in batch.segments for p in range(s.start, s.end)] + [0] * pad
         sequence = [i for i, s in enumerate(batch.segments) for _ in s.tokens]
-        pages = torch.full(self.pages.shape, self.spare, dtype=torch.int32)
-        for i, s in enumerate(batch.segments):
-            pages[i, : len(s.table.pages)] = torch.tensor(s.table.pages, dtype=torch.int32)
         self.tokens.copy_(torch.tensor(tokens))
         self.positions.copy_(torch.tensor(positions))
         self.short_positions.copy_(torch.tensor(positions, dtype=torch.int32))
         self.sequence.copy_(torch.tensor(sequence + [shape.sequences] * pad, dtype=torch.int32))
-        self.pages.copy_(pages)
+        tables = [s.table for s in batch.segments]
+        self.pages.copy_(page_numbers(tables, (shape.sequences + 1, shape.pages), self.spare))
         if self.tiles is not None:
             self.tiles.copy_(plan_tiles(sequence, shape.per_tile, shape.tiles))
         self.graph.replay()
@@ -124,7 +122,7 @@ class PassGraphs:
     def _add(self, shape: PassShape) -> None:
         pool = next(iter(self.graphs.values())).graph.pool() if self.graphs else None
         self.graphs[shape] = PassGraph(self.model, self.cache, shape, self.spare, pool)
-        if len(self.graphs) > MOST_GRAPHS:
+        if len(self.graphs) > MAX_GRAPHS:
             self.graphs.popitem(last=False)
 
     def _shape(self, batch: Batch, sites: frozenset[str], exact: bool) -> PassShape:

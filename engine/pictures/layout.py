@@ -2,25 +2,25 @@
 
 from dataclasses import dataclass
 
-from replaylens.engine.pictures.paths import Path, Paths
+from replaylens.engine.pictures.paths import DrawnPath, Paths
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where a branch lies: tokens in `row`, from its fork position on; its line comes down from `parent_row`."""
 
-    path: Path
+    path: DrawnPath
     row: int
     parent_row: int
 
 
-def arrange(tree: Paths) -> list[Place]:
+def arrange(tree: Paths) -> list[Placement]:
     """The trunk in row 0, every branch below its parent in the first row that has room for it and for its line.
 
     A branch takes the columns from the one before its fork, where its line comes down, to its last token.
     """
     taken: dict[int, list[tuple[int, int]]] = {0: [(0, tree.trunk.end)]}  # half-open columns by row
-    places = [Place(tree.trunk, 0, 0)]
+    places = [Placement(tree.trunk, 0, 0)]
     stack = [(child, 0) for child in reversed(tree.children[tree.trunk.branch])]
     while stack:
         path, parent_row = stack.pop()
@@ -30,7 +30,7 @@ def arrange(tree: Paths) -> list[Place]:
         for between in range(parent_row + 1, row):
             taken.setdefault(between, []).append((line, line + 1))
         taken.setdefault(row, []).append((line, path.end + 1))
-        places.append(Place(path, row, parent_row))
+        places.append(Placement(path, row, parent_row))
         stack += [(child, row) for child in reversed(tree.children[path.branch])]
     return places
 

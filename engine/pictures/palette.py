@@ -16,6 +16,8 @@ class Look(NamedTuple):
     """behind the token's text; for pending tokens the lighter of the two squares"""
     mark: str
     """one character that says the same without colour"""
+    ascii: str
+    """the same in ASCII, for trees as plain text"""
     colour: str
     """of a terminal; its own sixteen, so that they keep apart whatever it can show"""
     accent: str = ""
@@ -36,11 +38,11 @@ OTHER = "#aab1b8"
 SAND = "#dcb98a"
 """states that are added to a chunk"""
 LOOKS = {
-    TokenState.PROMPT: Look("#86b6f2", "·", "bright_blue"),
-    TokenState.ACCEPTED: Look("#a8ecc9", "✓", "bright_green"),
-    TokenState.PENDING: Look("#f4f5f6", "▒", "white", "bold"),
-    TokenState.DRAFT: Look("#f3d535", "?", "bright_yellow", "italic"),
-    TokenState.REJECTED: Look("#ee8a72", "✗", "bright_red", "strike"),
+    TokenState.PROMPT: Look("#86b6f2", "·", ".", "bright_blue"),
+    TokenState.ACCEPTED: Look("#a8ecc9", "✓", "+", "bright_green"),
+    TokenState.PENDING: Look("#f4f5f6", "▒", "~", "white", "bold"),
+    TokenState.DRAFT: Look("#f3d535", "?", "?", "bright_yellow", "italic"),
+    TokenState.REJECTED: Look("#ee8a72", "✗", "x", "bright_red", "strike"),
 }
 PAGES = {
     "light": {

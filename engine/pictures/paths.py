@@ -31,7 +31,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Path:
+class DrawnPath:
     """One branch: its own tokens, those from `fork_position` on."""
 
     branch: int
@@ -50,25 +50,25 @@ class Path:
 class Paths:
     """Paths with parents before children; the first is the trunk, whose tokens start at position 0."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[DrawnPath, ...]
     title: str = ""
     left_out: int = 0
     """branches that are not drawn"""
 
     @property
-    def trunk(self) -> Path:
+    def trunk(self) -> DrawnPath:
         return self.paths[0]
 
     @cached_property
-    def children(self) -> dict[int, list[Path]]:
+    def children(self) -> dict[int, list[DrawnPath]]:
         """Of each branch, those that fork last first: so drawn, no line crosses another."""
-        found: dict[int, list[Path]] = {path.branch: [] for path in self.paths}
+        found: dict[int, list[DrawnPath]] = {path.branch: [] for path in self.paths}
         for path in self.paths[1:]:
             assert path.parent is not None
             found[path.parent].append(path)
         return {branch: sorted(paths, key=lambda p: -p.fork_position) for branch, paths in found.items()}
 
-    def walk(self) -> Iterator[tuple[Path, int]]:
+    def walk(self) -> Iterator[tuple[DrawnPath, int]]:
         """Paths with their depth, in order of creation, each before its children."""
         stack = [(self.trunk, 0)]
         while stack:

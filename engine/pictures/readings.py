@@ -16,7 +16,7 @@ Decode = Callable[[int], str]
 
 
 @dataclass(frozen=True)
-class Guess:
+class LensGuess:
     """A next token, and the probability that a layer gives it."""
 
     token: str
@@ -29,7 +29,7 @@ class LensLayer:
 
     site: str
     """where the residual stream was read"""
-    guesses: tuple[Guess, ...]
+    guesses: tuple[LensGuess, ...]
     """most likely first"""
 
 
@@ -47,7 +47,7 @@ class Readings:
         if recording is None or "Z.entropy" not in recording.sites():
             return None
         names = ("Z.entropy", "Z.kl", "Z.emitted", "Z.top_ids", "Z.top_logprobs")
-        return cls(recording.positions()[0], {name: recording[name].numpy() for name in names}, decode)
+        return cls(recording.positions()[0], {name: recording.peek(name).numpy() for name in names}, decode)
 
     def has(self, position: int) -> bool:
         return self.base <= position < self.base + len(self.z["Z.entropy"])
@@ -80,8 +80,8 @@ class Readings:
             for i in range(len(ids))
         )
 
-    def _guess(self, token: Any, share: Any) -> Guess:
-        return Guess(self.decode(int(token)), float(share))
+    def _guess(self, token: Any, share: Any) -> LensGuess:
+        return LensGuess(self.decode(int(token)), float(share))
 
 
 def word(text: Text, token: int) -> str:

@@ -17,7 +17,7 @@ BOX = 22
 """height of a token"""
 CHARACTER = 7.3
 """width of one, at the font size of tokens"""
-MOST_SIBLINGS = 2
+MAX_SIBLINGS = 2
 _MONO = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 _SANS = "system-ui,'Segoe UI',Helvetica,Arial,sans-serif"
 
@@ -115,7 +115,7 @@ def _strip(frame: Frame) -> Iterable[Markup]:
         x += wide + 4
     if frame.phase is Phase.VERIFY:
         yield from _verdicts(frame, places, x, y + BOX + 34)
-    for number, chain in enumerate(frame.siblings[:MOST_SIBLINGS]):
+    for number, chain in enumerate(frame.siblings[:MAX_SIBLINGS]):
         yield from _sibling(chain, places, y + (3 if frame.phase is Phase.VERIFY else 1.6) * BOX + 10 + number * (BOX + 6))
 
 

@@ -8,7 +8,7 @@ from rich.text import Text
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.frames import Frame
 from replaylens.engine.pictures.palette import LOOKS
-from replaylens.engine.pictures.paths import Path, Paths, Token
+from replaylens.engine.pictures.paths import DrawnPath, Paths, Token
 
 
 def tree_lines(tree: Paths) -> Iterator[Text]:
@@ -20,7 +20,7 @@ def tree_lines(tree: Paths) -> Iterator[Text]:
         yield Text(f"and {tree.left_out} more branches", style="dim")
 
 
-def _head(path: Path) -> tuple[str, str]:
+def _head(path: DrawnPath) -> tuple[str, str]:
     left = "" if path.parent is None else f" @{path.fork_position}"
     return f"#{path.branch}{left} {path.status}", "bold"
 
@@ -28,7 +28,7 @@ def _head(path: Path) -> tuple[str, str]:
 def _runs(tokens: tuple[Token, ...]) -> Iterator[Text | tuple[str, str]]:
     for state, run in groupby(tokens, key=lambda token: token.state):
         some = list(run)
-        yield f" {state.marker}{len(some)} ", "dim"
+        yield f" {LOOKS[state].ascii}{len(some)} ", "dim"
         yield Text("".join(token.visible for token in some), style=LOOKS[state].terminal)
 
 
@@ -36,7 +36,7 @@ def legend() -> Text:
     """What the colours and markers mean."""
     parts: list[tuple[str, str]] = []
     for state in TokenState:
-        parts += [(f"{state.marker} ", "dim"), (f" {state.value} ", LOOKS[state].terminal), ("  ", "")]
+        parts += [(f"{LOOKS[state].ascii} ", "dim"), (f" {state.value} ", LOOKS[state].terminal), ("  ", "")]
     return Text.assemble(*parts)
 
 

@@ -28,7 +28,7 @@ END = "<EOS>"
 
 
 @dataclass(frozen=True)
-class Chunk:
+class DrawnChunk:
     """One chunk of the input."""
 
     tokens: tuple[str, ...]
@@ -46,13 +46,13 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Round:
+class DrawnRound:
     """One round of a prefill: chunks [first, last) ran at once, those before `kept` stood, the KV of the rest was dropped."""
 
     first: int
     kept: int
     last: int
-    dropped: tuple[Chunk, ...] = ()
+    dropped: tuple[DrawnChunk, ...] = ()
     """chunks [kept, last) as they were in this round; none where they are not known"""
 
 
@@ -60,8 +60,8 @@ class Round:
 class Thinking:
     """The picture of one input. Draws itself in a notebook and in a terminal."""
 
-    chunks: tuple[Chunk, ...]
-    rounds: tuple[Round, ...] = ()
+    chunks: tuple[DrawnChunk, ...]
+    rounds: tuple[DrawnRound, ...] = ()
     title: str = "Thinking States"
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ def draw(picture: Thinking) -> Markup:
     return join([tag("div", tag("b", picture.title), class_="rl-head"), tag("div", grid, class_="rl-scroll")])
 
 
-def _column(chunk: Chunk, number: int) -> Markup:
+def _column(chunk: DrawnChunk, number: int) -> Markup:
     def at(row: int) -> str:
         return f"grid-row:{row};grid-column:{number + 2}"
 
@@ -119,12 +119,12 @@ def _column(chunk: Chunk, number: int) -> Markup:
     )
 
 
-def _thought(chunk: Chunk, look: str, place: str, title: str) -> Markup:
+def _thought(chunk: DrawnChunk, look: str, place: str, title: str) -> Markup:
     words = (tag("span", visible(word), class_=f"rl-token rl-{look}") for word in chunk.thought)
     return tag("div", *words, class_=f"rl-thought{'' if chunk.thinks else ' rl-empty'}", style=place, data_tip=title)
 
 
-def _bars(each: Round, number: int) -> Sequence[Markup]:
+def _bars(each: DrawnRound, number: int) -> Sequence[Markup]:
     """Which chunks a round computed: green ones stood, red ones were rolled back, with what they had thought if it is known."""
 
     def at(start: int, end: int) -> str:
@@ -142,21 +142,21 @@ def _bars(each: Round, number: int) -> Sequence[Markup]:
     return made
 
 
-def _told(each: Round) -> str:
+def _told(each: DrawnRound) -> str:
     dropped = f", chunks {each.kept} to {each.last - 1} rolled back" if each.last > each.kept else ""
     thoughts = f", which had thought: {' | '.join(map(_said, each.dropped))}" if each.dropped else ""
     return f"chunks {each.first} to {each.last - 1} at once, KV kept up to chunk {each.kept - 1}{dropped}{thoughts}"
 
 
-def _origin(chunk: Chunk) -> TokenState:
+def _origin(chunk: DrawnChunk) -> TokenState:
     """Where its tokens come from: the prompt thinks, what is generated does not."""
     return TokenState.PROMPT if chunk.thought else TokenState.ACCEPTED
 
 
-def _said(chunk: Chunk) -> str:
+def _said(chunk: DrawnChunk) -> str:
     return " ".join(map(visible, chunk.thought))
 
 
-def _added(chunk: Chunk, some: str, none: str) -> str:
+def _added(chunk: DrawnChunk, some: str, none: str) -> str:
     """What was added to a chunk: `some` with the norm in it, `none`, or that it is not known."""
     return "not kept" if chunk.state is None else some.format(chunk.state) if chunk.state else none

@@ -8,7 +8,7 @@ from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.html import join, tag
 from replaylens.engine.pictures.layout import arrange
 from replaylens.engine.pictures.palette import LOOKS
-from replaylens.engine.pictures.paths import Path, Paths, Token, visible
+from replaylens.engine.pictures.paths import DrawnPath, Paths, Token, visible
 from replaylens.engine.pictures.readings import LensLayer
 
 
@@ -40,7 +40,7 @@ def _grid(tree: Paths, stem: int) -> Iterator[Markup]:
                 yield chip(token, place.path, f"grid-row:{place.row + 1};grid-column:{token.position - stem + 1}")
 
 
-def chip(token: Token, path: Path, place: str | None = None) -> Markup:
+def chip(token: Token, path: DrawnPath, place: str | None = None) -> Markup:
     """One token in its colour. What is known about it stands in the title: a line a fact, tabs between columns."""
     return tag(
         "span",
@@ -52,7 +52,7 @@ def chip(token: Token, path: Path, place: str | None = None) -> Markup:
     )
 
 
-def _facts(token: Token, path: Path) -> Iterator[str]:
+def _facts(token: Token, path: DrawnPath) -> Iterator[str]:
     yield f"{LOOKS[token.state].mark} {visible(token.text)}"
     yield f"position\t{token.position}"
     yield f"state\t{token.state.value}, branch {path.branch}"

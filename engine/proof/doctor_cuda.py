@@ -53,8 +53,8 @@ def _products(model: Decoder, random: Random, findings: list[Finding]) -> None:
             seen.add(tuple(module.weight.shape))
             _compare(name, random(max(_ROWS), len(module.weight)), partial(ops.linear, linear=module), findings)
             _control(name, random(256, len(module.weight)), module.weight, findings)
-    table = model.embed if model.unembed is None else model.unembed.weight.t()
-    _compare("unembed", random(max(_ROWS), model.config.d_model), partial(ops.unembed, table=table), findings)
+    unembed = partial(ops.unembed, table=model.unembedding)
+    _compare("unembed", random(max(_ROWS), model.config.d_model), unembed, findings)
 
 
 def _control(name: str, x: Tensor, weight: Tensor, findings: list[Finding]) -> None:
@@ -76,7 +76,7 @@ def _rowwise(model: Decoder, random: Random, findings: list[Finding]) -> None:
 
 def _rotate(table: Tensor, x: Tensor) -> Tensor:
     zeros = torch.zeros(len(x), dtype=torch.int32, device=x.device)
-    return rotate(x, table, paged.Rows(zeros, zeros, zeros[:1, None].contiguous()))
+    return rotate(x, table, paged.PagedRows(zeros, zeros, zeros[:1, None].contiguous()))
 
 
 def _compare(op: str, x: Tensor, f: Callable[[Tensor], Tensor], findings: list[Finding]) -> None:
@@ -112,7 +112,7 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
         sequence = torch.zeros(len(index), dtype=torch.int32, device=device)
         per_tile = paged.rows_per_tile(c.num_heads, c.num_kv_heads, c.d_head, q.dtype, len(index))
         tiles = paged.plan_tiles([0] * len(index), per_tile).to(device) if len(index) > 1 else None
-        rows = paged.Rows(sequence, index.to(torch.int32), table, tiles)
+        rows = paged.PagedRows(sequence, index.to(torch.int32), table, tiles)
         return paged.attention(q[index], k, v, rows, c.scale, c.attn_softcap, page_size=size, kv_block=kv_block)
 
     whole = attend(torch.arange(length, device=device))

@@ -58,7 +58,7 @@ def _subjects(model: Decoder) -> list[_Subject]:
         if isinstance(module, Linear):
             shape = (module.weight.shape[0], module.weight.shape[1])
             found.setdefault(shape, _Subject(name, shape, partial(_linear, module), module.weight))
-    table = model.embed if model.unembed is None else model.unembed.weight.t()
+    table = model.unembedding
     shape = (table.shape[1], len(table))
     found[shape] = _Subject("unembed", shape, partial(_unembed, table), table.t())
     return list(found.values())

@@ -32,8 +32,10 @@ def run_with_cache(
     last = f"blocks.{engine.config.num_layers - 1}.hook_out"
     branches = engine.prompts(paths, sites=[*names, last])
     try:
-        logits = torch.stack([engine.runner.logits(branch.activations[last]) for branch in branches])
-        values = {name: torch.stack([_rows(branch.activations[name], len(paths[0])) for branch in branches]) for name in names}
+        logits = torch.stack([engine.lock.alone(engine.runner.logits, branch.activations[last]) for branch in branches])
+        values = {
+            name: torch.stack([_rows(name, branch.activations[name], len(paths[0])) for branch in branches]) for name in names
+        }
     finally:
         for branch in branches:
             branch.release()
@@ -74,9 +76,9 @@ def _chosen(engine: Core, names_filter: NamesFilter) -> list[str]:
     return sorted({engine.sites.resolve(name) for name in wanted}, key=every.index)
 
 
-def _rows(value: Tensor, length: int) -> Tensor:
-    """Attention patterns come with room for whole blocks of keys: cut them to the sequence."""
-    return value[..., :length] if value.dim() == 3 and value.shape[-1] > length and value.shape[0] == length else value
+def _rows(name: str, value: Tensor, length: int) -> Tensor:
+    """Attention patterns come with room for whole blocks of keys: cut them, and nothing else, to the sequence."""
+    return value[..., :length] if name.endswith("hook_pattern") else value
 
 
 class CacheModel:
@@ -101,8 +103,7 @@ class CacheModel:
     @property
     def unembed_matrix(self) -> Tensor:
         """[d_model, vocab]"""
-        model = self._engine.model
-        return model.embed.t() if model.unembed is None else model.unembed.weight
+        return self._engine.model.unembedding.t()
 
     def to_single_token(self, text: str) -> int:
         return self._engine._target(text)

@@ -25,7 +25,7 @@ from replaylens.engine.thinking.thoughts import TOP_K, Thought
 Tokens = tuple[int, ...]
 TOGETHER = 128
 """chunks that are decoded together; no influence on any bit"""
-MOST_KNOWN = 4096
+MAX_KNOWN = 4096
 """compressed thoughts that are remembered: C looks at nothing but the thought"""
 
 
@@ -127,7 +127,7 @@ class ThinkingBlocks:
         if len(thought) == 1:
             return torch.empty(0, self.model.config.d_model, dtype=self.model.backbone.embed.dtype)
         if thought not in self._known:
-            if len(self._known) == MOST_KNOWN:
+            if len(self._known) == MAX_KNOWN:
                 self._known.clear()
             self._known[thought] = self._compress(thought)
         rows, mine = self._known[thought], [edit for edit in edits if edit.site == COMPRESS_SITE]

@@ -23,7 +23,7 @@ from replaylens.engine.errors import BadConfig, BadWeights
 from replaylens.engine.model import weights
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Block, Decoder, Tap, tapped
-from replaylens.engine.model.ops import Norm, Ops
+from replaylens.engine.model.ops import Norm, Ops, RowOps
 from replaylens.engine.model.rotary import Rotary, rotary_table
 
 CONFIG_FILE = "thinking.json"
@@ -141,13 +141,12 @@ class ThinkingDecoder(nn.Module):
     def around(cls, backbone: Decoder, thinking: ThinkingConfig) -> "ThinkingDecoder":
         """A model around a copy of `backbone`, trained or not: T starts as its last block, C as its first."""
         model = cls(backbone.config, thinking)
-        table = backbone.embed if backbone.unembed is None else backbone.unembed.weight.t()
         with torch.no_grad():
             model.backbone.load_state_dict(backbone.state_dict())
             model.think.load_state_dict(backbone.blocks[-1].state_dict())
             model.compress.load_state_dict(backbone.blocks[0].state_dict())
             model.think_norm.load_state_dict(backbone.ln_final.state_dict())
-            model.think_unembed.copy_(table)
+            model.think_unembed.copy_(backbone.unembedding)
         return weights.in_dtype(model, backbone.embed.dtype)
 
     def forward(
@@ -169,7 +168,7 @@ class ThinkingDecoder(nn.Module):
         rotary = Rotary(self.think_rotary, positions) if self.config.rotary_dim else None
         return tapped(tap, THINK_SITE, self.think(x, rotary, ops, None))
 
-    def thought_logits(self, x: Tensor, ops: Ops) -> Tensor:
+    def thought_logits(self, x: Tensor, ops: RowOps) -> Tensor:
         """What T gave out [rows, d_model] -> logits of the next thought token [rows, vocab]."""
         return ops.unembed(ops.norm(x, self.think_norm), self.think_unembed)
 

@@ -2,7 +2,7 @@
 
 from replaylens.engine.model.text import Text
 from replaylens.engine.pictures.readings import word
-from replaylens.engine.pictures.thoughts import END, Chunk, Round, Thinking, step_facts
+from replaylens.engine.pictures.thoughts import END, DrawnChunk, DrawnRound, Thinking, step_facts
 from replaylens.engine.thinking.thoughts import Thought, Thoughts
 
 
@@ -21,7 +21,7 @@ def picture(text: Text, tokens: list[int], thoughts: Thoughts, title: str = "Thi
     for number, thought in enumerate(thoughts.chunks):
         words = tuple(word(text, token) for token in tokens[number * c : (number + 1) * c])
         likely = thought.distribution["thinking.top_logprobs"][:, 0].exp().tolist()
-        chunks.append(Chunk(words, said(thought), norm(number), step_facts(likely)))
+        chunks.append(DrawnChunk(words, said(thought), norm(number), step_facts(likely)))
     if answer := tuple(word(text, token) for token in tokens[len(chunks) * c :]):
-        chunks.append(Chunk(answer, (), norm(len(chunks))))
-    return Thinking(tuple(chunks), tuple(Round(r.first, r.kept, r.last) for r in thoughts.rounds), title)
+        chunks.append(DrawnChunk(answer, (), norm(len(chunks))))
+    return Thinking(tuple(chunks), tuple(DrawnRound(r.first, r.kept, r.last) for r in thoughts.rounds), title)

@@ -9,6 +9,7 @@ from typing import Any
 from replaylens import tasks
 from replaylens.engine.errors import EngineError
 from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.training.tokenizer import Tokenizer
 from replaylens.tasks import Task, TaskError, WordTokenizer
 
 
@@ -89,7 +90,7 @@ class Recipe:
         cuts = [round(end / whole * self.batch) for end in ends]
         return [cuts[i + 1] - cuts[i] for i in range(len(self.parts))]
 
-    def tokenizer(self) -> WordTokenizer:
+    def tokenizer(self) -> Tokenizer:
         """The words of all tasks of the recipe, whatever their knobs."""
         words = chain.from_iterable(tasks.get(part.task).vocabulary() for part in self.parts)
         return WordTokenizer(sorted(set(words)))

@@ -82,7 +82,7 @@ def _follows(model: Decoder, last: Tensor, batch: ChunkBatch, texts: Sequence[Ch
     verdicts = []
     for i, text in enumerate(texts):
         first, end = len(text.prompt), len(text.prompt) + text.answer
-        found = model.logits(rows[i, first - 1 : end - 1], TorchOps()).argmax(-1)  # type: ignore[arg-type]
+        found = model.logits(rows[i, first - 1 : end - 1], TorchOps()).argmax(-1)
         verdicts.append(bool((found == tokens[i, first:end]).all()))
     return verdicts
 

@@ -67,7 +67,7 @@ class ThinkingRecipe(Recipe):
         if self.cut and self.method != "thinking":
             raise BadRecipe(f"cut is for models that think: the baseline {self.method} has no states to go on from")
 
-    def tokenizer(self) -> Tokenizer:  # type: ignore[override]
+    def tokenizer(self) -> Tokenizer:
         """The backbone's own; from scratch, the words of all tasks."""
         return super().tokenizer() if self.backbone is None else load_tokenizer(backbone_folder(self.backbone))
 

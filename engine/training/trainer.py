@@ -8,8 +8,6 @@ import hashlib
 import json
 import math
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count
@@ -23,9 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from replaylens.engine.errors import EngineError
+from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps
 from replaylens.engine.training.recipe import BadRecipe, Part, Recipe
+from replaylens.engine.training.tokenizer import Tokenizer
 from replaylens.tasks import Example, WordTokenizer
 
 BETAS = (0.9, 0.95)
@@ -37,7 +37,7 @@ FINAL_LR = 0.02
 STATE_KEY = "replaylens"
 M = TypeVar("M", bound=nn.Module)
 
-Batch = list[tuple[Tensor, Tensor]]
+TrainingBatch = list[tuple[Tensor, Tensor]]
 """For each part of a recipe: tokens [sequences, width], and their weights in the loss; padding weighs 0."""
 
 
@@ -67,7 +67,7 @@ class Texts:
     def _lengths(self) -> range:
         return range(1, self.recipe.longest + 1)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TrainingBatch:
         """What step `step` trains on: from every part its share of the sequences, of lengths up to the curriculum's."""
         recipe = self.recipe
         generator = torch.Generator().manual_seed(step_seed(recipe.seed, step))
@@ -83,7 +83,7 @@ class Texts:
         return tokens[row, :width].long(), weights[row, :width]
 
 
-def _rows(recipe: Recipe, part: Part, length: int, tokenizer: WordTokenizer) -> Iterator[tuple[list[int], int]]:
+def _rows(recipe: Recipe, part: Part, length: int, tokenizer: Tokenizer) -> Iterator[tuple[list[int], int]]:
     """Token ids of `pool` training texts of one part and length, each with the number of its prompt's tokens."""
     task, found = part.of_length(length, recipe.seed), 0
     for index in count():
@@ -137,7 +137,7 @@ class PartsOps(TorchOps):
     Padding all parts to one width would nearly double the work: a chain of thought is twice as long as an answer.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: TrainingBatch) -> None:
         self.groups = [SequenceOps([tokens.shape[1]] * len(tokens)) for tokens, _ in batch]
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
@@ -147,7 +147,7 @@ class PartsOps(TorchOps):
         return torch.cat([group.attend(Heads(q, k, v), spec, observe) for group, q, k, v in pieces])
 
 
-def weighted_loss(model: Decoder, batch: Batch) -> Tensor:
+def weighted_loss(model: Decoder, batch: TrainingBatch) -> Tensor:
     """Mean next-token loss over all positions, each weighted by the weight of the token it has to predict."""
     tokens = torch.cat([part.flatten() for part, _ in batch])
     positions = torch.cat([torch.arange(part.shape[1], device=part.device).repeat(len(part)) for part, _ in batch])
@@ -261,30 +261,6 @@ def deterministic(device: str) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-@contextmanager
-def held_interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is held back until the block ends, so that it cannot tear a step apart; the function says whether it came.
-
-    A second one is not held back. Outside the main thread, which alone gets signals, nothing changes.
-    """
-    before, came = signal.getsignal(signal.SIGINT), threading.Event()
-
-    def hold(*_: Any) -> None:
-        came.set()
-        signal.signal(signal.SIGINT, before)
-
-    ours = threading.current_thread() is threading.main_thread() and callable(before)
-    if ours:
-        signal.signal(signal.SIGINT, hold)
-    try:
-        yield came.is_set
-    finally:
-        if ours:
-            signal.signal(signal.SIGINT, before)
-    if came.is_set():
-        raise KeyboardInterrupt
 
 
 def save_state(path: Path, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, done: int) -> None:

@@ -12,6 +12,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.training.recipe import Part, Recipe
+from replaylens.engine.training.tokenizer import Tokenizer
 from replaylens.engine.training.trainer import is_held_out
 from replaylens.tasks import Example, WordTokenizer
 
@@ -103,7 +104,7 @@ def load(folder: Path) -> tuple[Decoder, WordTokenizer]:
     return weights.load(folder), WordTokenizer.load(folder / TOKENIZER_FILE)
 
 
-def save(model: Decoder, tokenizer: WordTokenizer, folder: Path) -> None:
+def save(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a model and its tokenizer, to be read by `load`."""
     weights.save(model, folder)
     tokenizer.save(folder / TOKENIZER_FILE)
@@ -115,13 +116,13 @@ def held_out(part: Part, length: int, number: int) -> list[Example]:
     return list(islice(filter(is_held_out, map(task.example, count())), number))
 
 
-def accuracy(model: Decoder, tokenizer: WordTokenizer, examples: Sequence[Example]) -> float:
+def accuracy(model: Decoder, tokenizer: Tokenizer, examples: Sequence[Example]) -> float:
     """The share of the examples that are `solved`."""
     return sum(solved(model, tokenizer, examples)) / len(examples)
 
 
 @torch.no_grad()
-def solved(model: Decoder, tokenizer: WordTokenizer, examples: Sequence[Example], batch: int = 128) -> list[bool]:
+def solved(model: Decoder, tokenizer: Tokenizer, examples: Sequence[Example], batch: int = 128) -> list[bool]:
     """For each example: whether greedy decoding from the prompt writes the right completion, up to the answer.
 
     One pass over the right text decides it: greedy decoding stays on that text exactly as long as each of its tokens
@@ -133,7 +134,7 @@ def solved(model: Decoder, tokenizer: WordTokenizer, examples: Sequence[Example]
     return verdicts
 
 
-def _solved_batch(model: Decoder, tokenizer: WordTokenizer, examples: Sequence[Example]) -> list[bool]:
+def _solved_batch(model: Decoder, tokenizer: Tokenizer, examples: Sequence[Example]) -> list[bool]:
     prompts = [len(tokenizer.encode(example.prompt)) for example in examples]
     texts = [tokenizer.encode(up_to_answer(example)) for example in examples]
     width = max(map(len, texts))

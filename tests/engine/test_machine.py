@@ -138,7 +138,7 @@ class Sessions(RuleBasedStateMachine):
     def new_engine(self, page_size: int, max_rows: int, seed: int) -> Engine:
         """With room for little, on any number of threads."""
         sizes = {"cache_tokens": 96, "page_size": page_size, "max_rows": max_rows}
-        engine = Engine(self.model, draft_model=perturbed(self.model, 0.02), canary=True, **sizes)
+        engine = Engine(self.model, draft_model=perturbed(self.model, 0.02), canary=True, record=True, **sizes)
         engine.loop.admission.planner = AnyWindow(seed)
         engine.runner.worth_threads = 0
         return engine
@@ -243,8 +243,7 @@ class Sessions(RuleBasedStateMachine):
     @rule(pick=picks)
     @precondition(lambda self: len(self.known) > 2)
     def release(self, pick: int) -> None:
-        one = self.known.pop(pick % len(self.known))
-        one.branch.release()
+        self.release_one(pick % len(self.known))
 
     @rule()
     @precondition(lambda self: len(self.rejected) > 12)
@@ -319,7 +318,13 @@ class Sessions(RuleBasedStateMachine):
         """Let it in; the oldest leaves where there are too many."""
         self.known.append(one)
         if len(self.known) > MOST:
-            self.known.pop(0).branch.release()
+            self.release_one(0)
+
+    def release_one(self, number: int) -> None:
+        """A known branch, with the rejected drafts that hang off it."""
+        gone = self.known.pop(number).branch
+        gone.release()
+        self.rejected = [one for one in self.rejected if one.branch.record.parent != gone.id]
 
     def child(self, parent: Known, at: int) -> Known:
         length = 1 + at % len(parent.path)
@@ -341,7 +346,6 @@ class Sessions(RuleBasedStateMachine):
         for other in branch.rejected:
             if other.id not in noted:
                 self.rejected.append(Known(other, other.tokens, one.num_prompt, one.exact))
-        branch.rejected_ids.clear()
 
 
 class SessionsOnCuda(Sessions):

@@ -71,10 +71,6 @@ class Stage:
         return self.engine.runner.pool.slots(table, 0, table.length)
 
 
-def colours(branch: Branch) -> list[str]:
-    return [state.colour for state in branch.states]
-
-
 def assert_canonical(branch: Branch, num_rows: int) -> None:
     """The pages hold `num_rows` rows, bit for bit those of a fresh engine and of the path computed in one pass."""
     assert branch.lane.computed == branch.lane.table.length == num_rows
@@ -91,12 +87,11 @@ def assert_captured(branch: Branch, positions: range) -> None:
 
 def test_prefill_yields_t0_pending_and_the_cache_holds_the_prompt(t: list[int]) -> None:
     stage = Stage([t[1:4]])
-    assert colours(stage.branch) == ["blue"] * N
+    assert stage.branch.states == [PROMPT] * N
     assert_canonical(stage.branch, N)
     stage.t0()
     assert stage.branch.tokens == [*P, t[0]]
     assert stage.branch.states == [PROMPT] * N + [PENDING]
-    assert colours(stage.branch) == ["blue"] * N + ["checkered"]
     assert_canonical(stage.branch, N)
 
 
@@ -109,7 +104,6 @@ def test_drafts_stand_in_reserved_slots_and_nothing_is_promised_yet(t: list[int]
     stage.draft(turns)
     assert stage.branch.tokens == [*P, t[0], t[1], other(t[2]), t[3]]
     assert stage.branch.states == [PROMPT] * N + [PENDING] + [DRAFT] * 3
-    assert colours(stage.branch) == ["blue"] * N + ["checkered"] + ["yellow"] * 3
     assert stage.branch.lane.computed == N
     assert torch.equal(stage.branch.kv(), Reference(toy(), P).kv)
 
@@ -142,7 +136,6 @@ def test_all_match(t: list[int]) -> None:
     stage.to_the_verdict()
     assert stage.branch.tokens == P + t[:5]
     assert stage.branch.states == [PROMPT] * N + [ACCEPTED] * 4 + [PENDING]
-    assert colours(stage.branch) == ["blue"] * N + ["green"] * 4 + ["checkered"]
     assert_canonical(stage.branch, N + 4)
     assert_captured(stage.branch, range(N + 4))
     assert stage.job.rejected == []
@@ -158,17 +151,14 @@ def test_a_mismatch_rolls_back_to_the_last_accepted_token(t: list[int], keep_pag
     stage.to_the_verdict()
     assert stage.branch.tokens == P + t[:3]
     assert stage.branch.states == [PROMPT] * N + [ACCEPTED] * 2 + [PENDING]
-    assert colours(stage.branch) == ["blue"] * N + ["green"] * 2 + ["checkered"]
     assert_canonical(stage.branch, N + 2)  # restored to the last accepted token, T1
     assert_captured(stage.branch, range(N + 2))
     statistics = stage.job.statistics
     assert (statistics.drafted, statistics.accepted, statistics.rejected, statistics.tokens) == (3, 1, 2, 3)
 
-    stage.branch._absorb(stage.job)
     (rejected,) = stage.branch.rejected
     assert rejected.tokens == [*P, t[0], *wrong]
     assert rejected.states == [PROMPT] * N + [ACCEPTED] * 2 + [REJECTED] * 2
-    assert colours(rejected) == ["blue"] * N + ["green"] * 2 + ["red"] * 2
     assert rejected.status is BranchStatus.REJECTED
     assert stage.engine.tree.branch(rejected.id).fork_position == N + 2
     assert_captured(rejected, range(N + 2, N + 4))  # with canonical rows of its own
@@ -195,7 +185,6 @@ def test_pages_of_the_rejected_part_are_free_again(t: list[int]) -> None:
 def test_a_rejected_branch_can_be_continued(t: list[int]) -> None:
     stage = Stage([[t[1], other(t[2]), t[3]]], keep_pages=True)
     stage.to_the_verdict()
-    stage.branch._absorb(stage.job)
     for job in stage.jobs:
         stage.engine.cancel(job)
     (fork,) = stage.branch.rejected[0].fork()
@@ -212,7 +201,6 @@ def test_siblings_are_verified_in_one_pass_and_the_right_one_is_followed(t: list
     assert stage.branch.states == [PROMPT] * N + [ACCEPTED] * 3 + [PENDING]
     assert_canonical(stage.branch, N + 3)
     assert_captured(stage.branch, range(N + 3))
-    stage.branch._absorb(stage.job)
     left = {tuple(r.tokens[N + 1 :]): r for r in stage.branch.rejected}
     assert set(left) == {tuple(chain) for chain in chains}
     for chain, at in zip(chains, (N + 1, N + 3, N + 1), strict=True):

@@ -1,449 +1,511 @@
-"""Canonical bits are those of one thread: on any number of threads, whoever sets it and when.
+"""Threads that share an engine: each gets the bits that it would get alone, whoever drives, fails or is interrupted."""
 
-Where the library's own products do not depend on the number of threads, a product that does takes their place: MKL splits
-the sum of a product of few rows when there are many threads. The last tests run the real library in processes with 1, 2,
-3, 8 and 16 threads and compare digests.
-"""
-
-import json
-import os
-import subprocess
+import gc
+import random
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from itertools import pairwise
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from replaylens import tasks
+from replaylens.engine.dump.maker import ShardMaker
+from replaylens.engine.dump.plan import make_plan
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import ModesChanged
-from replaylens.engine.model import modes
-from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.passes import cpu, runner
-from replaylens.engine.proof import certificates, doctor, fingerprint
-from tests.toy_model import random_model
+from replaylens.engine.errors import BadRequest, ClosedBranch, EngineError
+from replaylens.engine.loop.loop import Loop
+from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.lock import EngineLock
+from replaylens.tasks import WordTokenizer
+from tests.toy_model import VOCAB, continuation, engine, random_model, toy, watch_passes
 
-ROOT = Path(__file__).parents[2]
-THREADS = (1, 2, 3, 8, 16)
-PATH = [(i * i * 7 + i) % 61 for i in range(150)]
-PATTERN = "blocks.0.attn.hook_pattern"
-Mm = Callable[..., Tensor]
-
-
-@pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Decoder:
-    """A small model that runs on all threads it is given, on a machine of eight cores, without certificates."""
-    monkeypatch.setattr(modes, "available_cores", lambda: 8)
-    monkeypatch.setattr(runner, "_WORTH_THREADS", 0)
-    monkeypatch.setattr(certificates, "_EXAMINED", {})
-    monkeypatch.setattr(certificates, "cache_folder", lambda: tmp_path)
-    return random_model(d_model=64, d_mlp=96)
+SECONDS = 120
+"""after which a thread that has not ended hangs"""
+Seen = list[tuple[str, Any]]
+"""what a story saw, with names"""
 
 
 @pytest.fixture(autouse=True)
-def the_users_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def restless() -> Iterator[None]:
+    """Threads take turns a thousand times as often as usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
     yield
-    torch.set_num_threads(before)
+    sys.setswitchinterval(before)
 
 
-def split(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of a product in two halves: what a library does that gives each half to a thread."""
-    half = a.shape[1] // 2
-    return right(a[:, :half], b[:half]) + right(a[:, half:], b[half:])
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
-right: Mm = torch.mm
+def all_at_once(*works: Callable[[], Any]) -> list[Any]:
+    """What each work gave, or the exception that it raised, all begun together in threads of their own."""
+    ready, out = threading.Barrier(len(works)), [None] * len(works)
+
+    def run(i: int) -> None:
+        try:
+            ready.wait(SECONDS)
+            out[i] = works[i]()
+        except BaseException as error:
+            out[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "a thread hangs"
+    return out
 
 
-def splitting(when: Callable[[int, int], bool]) -> Mm:
-    """`torch.mm`, splitting the sum where `when(threads, rows)`."""
-
-    def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-        value = split(a, b) if when(torch.get_num_threads(), len(a)) else right(a, b)
-        return value if out is None else out.copy_(value)
-
-    return mm
+def rows_of(branch: Branch) -> dict[str, Tensor]:
+    return {site: branch.activations[site] for site in branch.activations}
 
 
-def unpacked(patch: pytest.MonkeyPatch, when: Callable[[int, int], bool]) -> None:
-    """Products that depend on the number of threads, in place of the library's, the packed ones included."""
-    patch.setattr(torch, "mm", splitting(when))
-    patch.setattr("replaylens.engine.proof.doctor_products.can_pack", lambda weight: False)
+def story(subject: Engine, seed: int) -> Seen:
+    """A user's session: prompts, requests of all kinds, forks, rollbacks, streams, and looks at everything between."""
+    draw, seen = random.Random(seed), []
+    for turn in range(3):
+        prompt = [draw.randrange(VOCAB) for _ in range(draw.choice((3, 9, 17)))]
+        edits = [Edit("blocks.1.hook_in", "add", torch.linspace(-1, 1, 32), positions=2)] if draw.random() < 0.4 else []
+        first = subject.prompt(prompt, sites=draw.choice(("S", "STCZ", None)), edits=edits)
+        (fork,) = first.fork(at=draw.randrange(1, len(prompt) + 1))
+        how = {"drafter": draw.choice(("self", "lens", "tree", "ngram")), "window": draw.choice((1, 3, None))}
+        subject.generate([first, fork], draw.randrange(1, 9), **how)
+        fork.force([draw.randrange(VOCAB), 7])
+        streamed = list(fork.stream(4, window=2))
+        kv = first.kv()
+        first.rollback(len(prompt)).generate(3, **how)
+        seen += [(f"{turn} {name}", value) for name, value in [
+            ("first", first.tokens), ("fork", fork.tokens), ("streamed", streamed), ("kv", kv), ("fork kv", fork.kv()),
+            ("certified", first.certified and fork.certified), ("drafts", TokenState.DRAFT in first.states),
+        ]]  # fmt: skip
+        for branch in (first, fork):
+            if branch.lane.capture is not None:
+                seen += [(f"{turn} {site}", rows) for site, rows in rows_of(branch).items()]
+            branch.release()
+    return seen
 
 
-def rows_of(engine: Engine, cuts: tuple[int, ...] = (150,)) -> dict[str, Tensor]:
-    """KV, S, T, C and Z of `PATH`, computed in pieces that end at `cuts`."""
-    branch = engine.prompt(PATH[: cuts[0]], sites="STCZ")
-    for start, end in pairwise(cuts):
-        branch.force(PATH[start:end])
-    assert branch.certified
-    return {"kv": branch.kv(), **{site: branch.activations[site] for site in branch.activations.sites()}}
+def differences(seen: Any, truth: Seen) -> list[str]:
+    """Names of what differs; an exception counts as one."""
+    if isinstance(seen, BaseException):
+        return [f"{type(seen).__name__}: {seen}"]
+    if [name for name, _ in seen] != [name for name, _ in truth]:
+        return ["another story"]
+    pairs = zip(seen, truth, strict=True)
+    return [n for (n, a), (_, b) in pairs if not (torch.equal(a, b) if isinstance(a, Tensor) else a == b)]
 
 
-def different(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    return [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+# ---- many threads, one engine ----------------------------------------------------------------------------------------
 
 
-# ---- finding a number of threads that gives the bits of one -----------------------------------------------------------
+@pytest.mark.parametrize("options", [{}, {"cache_tokens": 160, "max_rows": 24}], ids=["room", "preempted"])
+def test_every_thread_gets_what_it_would_get_alone(options: dict[str, Any]) -> None:
+    truths = [story(engine(), seed) for seed in range(6)]
+    subject = engine(canary=True, **options)
+    for again in range(2):  # the second time, prefixes are found that the first one left
+        seen = all_at_once(*(lambda seed=seed: story(subject, seed) for seed in range(6)))
+        assert [differences(mine, truth) for mine, truth in zip(seen, truths, strict=True)] == [[]] * 6, again
+        assert subject.loop.jobs == [] and subject.loop.lanes == {}
+        subject.check_integrity()
+    for seed, truth in enumerate(truths):
+        assert differences(story(subject, seed), truth) == [], "nothing wrong was left behind for later"
 
 
-def test_products_that_split_on_eight_threads_are_no_reason_to_refuse(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As MKL does with few rows: on eight threads only large row counts are used, and the rest runs on one."""
-    unpacked(monkeypatch, lambda threads, rows: threads >= 8 and rows < 256)
-    torch.set_num_threads(1)
-    truth = rows_of(Engine(model))
-    torch.set_num_threads(8)
-    engine = Engine(model, max_rows=512)
-    allowed = engine.certificate.allowed
-    assert engine.certificate.threads == (1, 2, 4, 8)
-    assert set(allowed[8].row_counts.values()) == {(512, 256)} and set(allowed[4].row_counts) == set(allowed[8].row_counts)
-    assert all(counts[-1] == 16 for count in (1, 2, 4) for counts in allowed[count].row_counts.values())
-    assert different(rows_of(engine), truth) == []
-    long = engine.prompts([PATH, PATH[::-1], [60 - p for p in PATH[:149]]], sites="S")  # 448 rows: both kinds
-    assert torch.equal(long[0].kv(), truth["kv"])
+def test_without_the_lock_the_checker_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: two threads within a step at once, made to be there by a barrier."""
+    both, admit = threading.Barrier(2), Loop.admit
+
+    def together(loop: Loop) -> Any:
+        turns = admit(loop)
+        with suppress(threading.BrokenBarrierError):  # the other one is done
+            both.wait(5)
+        return turns
+
+    def alone(_: EngineLock, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return work(*args, **kwargs)
+
+    def drive(_: EngineLock, step: Callable[[], object], until: Callable[[], bool]) -> None:
+        while not until():
+            step()
+
+    monkeypatch.setattr(Loop, "admit", together)
+    monkeypatch.setattr(EngineLock, "alone", alone)
+    monkeypatch.setattr(EngineLock, "drive", drive)
+    subject = engine()
+    seen = all_at_once(*(lambda first=first: subject.prompt([first, 2, 3]).generate(8, window=1).tokens for first in (1, 4)))
+    wrong = [
+        one for one, first in zip(seen, (1, 4), strict=True) if one != [first, 2, 3, *continuation(toy(), [first, 2, 3], 8)]
+    ]
+    assert wrong, seen
 
 
-def test_the_number_of_threads_with_the_least_work_is_taken(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    unpacked(monkeypatch, lambda threads, rows: threads >= 8 and rows < 256)
-    certificate = doctor.examine(model)
-    assert [certificate.threads_for(limit) for limit in (1, 2, 3, 4, 7, 8, 64)] == [1, 2, 2, 4, 4, 4, 4]
+def test_requests_of_two_threads_share_a_pass() -> None:
+    """The second thread comes while the first one is within a pass; the next pass is for both."""
+    subject = engine()
+    first, second = subject.prompts([[1, 2, 3], [4, 5, 6]])
+    other = threading.Thread(target=second.generate, args=(6,), kwargs={"window": 1}, daemon=True)
+    passes, exact = watch_passes(subject), subject.runner.exact
+
+    def start_other(*args: Any) -> Any:
+        subject.runner.exact = exact
+        other.start()
+        wait_for(lambda: in_line(subject))
+        return exact(*args)
+
+    subject.runner.exact = start_other
+    first.generate(6, window=1)
+    other.join(SECONDS)
+    assert not other.is_alive()
+    assert [len(segments) for segments in passes] == [1, 2, 2, 2, 2, 2, 1]
+    assert first.generated == continuation(toy(), [1, 2, 3], 6) and second.generated == continuation(toy(), [4, 5, 6], 6)
 
 
-def test_a_row_wise_op_that_differs_on_four_threads_excludes_them(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    activate = cpu.activate
-
-    def wrong(x: Tensor, kind: Any) -> Tensor:
-        out = activate(x, kind)
-        return torch.nextafter(out, out + 1) if torch.get_num_threads() == 4 else out
-
-    monkeypatch.setattr(cpu, "activate", wrong)
-    certificate = doctor.examine(model)
-    assert certificate.certified and certificate.threads == (1, 2, 8)
-    assert [f.op for f in certificate.findings if not f.equal and not f.control] == ["activation silu"]
+def in_line(subject: Engine) -> bool:
+    """Whether a thread waits for the step under way to end."""
+    free = subject.lock._next.acquire(blocking=False)
+    if free:
+        subject.lock._next.release()
+    return not free
 
 
-def test_the_certificate_does_not_depend_on_the_users_threads(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    unpacked(monkeypatch, lambda threads, rows: threads >= 2 and rows < 64)
-    found = []
-    for count in (1, 8):
-        torch.set_num_threads(count)
-        found.append((doctor.examine(model).to_json(), certificates._key(model), fingerprint.take(model).digest))
-        assert torch.get_num_threads() == count
-    assert found[0] == found[1]
+def wait_for(condition: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(SECONDS * 1000):
+        if condition():
+            return
+        pause.wait(0.001)
+    pytest.fail("it never came to this")
 
 
-def test_the_machine_is_part_of_what_a_certificate_is_kept_for(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_eight = certificates._key(model)
-    monkeypatch.setattr(modes, "available_cores", lambda: 2)
-    assert certificates._key(model) != on_eight
+def test_nobody_sees_the_middle_of_a_step() -> None:
+    """A thread that reads while a pass verifies drafts gets the tokens after it; the record itself has drafts then."""
+    subject = engine()
+    branch = subject.prompt([1, 2, 3])
+    seen: list[Any] = []
+    reader = threading.Thread(target=lambda: seen.append((branch.tokens, branch.states)), daemon=True)
+    exact = subject.runner.exact
+
+    def read(*args: Any) -> Any:
+        subject.runner.exact = exact
+        assert TokenState.DRAFT in branch.record.states and branch.length > 4, "in its own thread, a hook may look"
+        reader.start()
+        wait_for(lambda: in_line(subject))
+        return exact(*args)
+
+    subject.runner.exact = read
+    branch.generate(9, drafter="forced", drafts={3: [[9, 9, 9]]}, window=4)
+    reader.join(SECONDS)
+    tokens, states = seen[0]
+    assert TokenState.DRAFT not in states and tokens == branch.tokens[: len(tokens)] and len(tokens) > 3
 
 
-@pytest.mark.parametrize(
-    ("cores", "counts"),
-    [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (6, (1, 2, 3, 4, 6)), (16, (1, 2, 4, 8, 16)), (96, (1, 2, 4, 8, 16, 32, 64))],
-)
-def test_which_counts_are_examined(cores: int, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "available_cores", lambda: cores)
-    assert modes.thread_counts() == counts
+# ---- a driver that fails ---------------------------------------------------------------------------------------------
 
 
-# ---- holding it around every pass --------------------------------------------------------------------------------------
+def test_an_interrupted_driver_is_followed_by_another() -> None:
+    """Its own request is cancelled, with what it committed; the others' go on, in a thread of theirs."""
+    subject = engine()
+    mine, other = subject.prompts([[1, 2, 3], [4, 5, 6]])
+    exact, count = subject.runner.exact, 0
+    waiting = threading.Thread(target=other.generate, args=(9,), kwargs={"window": 3}, daemon=True)
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 1:
+            waiting.start()
+            wait_for(lambda: in_line(subject))
+        if count == 3 and threading.current_thread() is threading.main_thread():
+            assert len(subject.loop.jobs) == 2
+            raise KeyboardInterrupt
+        return exact(*args)
+
+    subject.runner.exact = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        mine.generate(9, window=1)
+    waiting.join(SECONDS)
+    assert not waiting.is_alive() and count > 3
+    assert other.generated == continuation(toy(), [4, 5, 6], 9)
+    truth, done = continuation(toy(), [1, 2, 3], 9), len(mine.generated)
+    assert 2 <= done <= 3 and mine.generated == truth[:done], "at most one more, should the other be the quicker one"
+    assert mine.generate(9 - done).generated == truth and subject.loop.jobs == []
+    subject.check_integrity()
 
 
-def few_rows_split(threads: int, rows: int) -> bool:
-    """As MKL does on two threads at 1536 x 576: row counts from 32 to 128 are split, smaller and larger ones are not."""
-    return threads >= 2 and 32 <= rows <= 128
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_waiting_thread_that_is_interrupted_takes_its_request_along() -> None:
+    subject = engine()
+    mine, other = subject.prompts([[1, 2, 3], [4, 5, 6]])
+    exact, begun, resume, count = subject.runner.exact, threading.Event(), threading.Event(), 0
+
+    def slow(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 1:
+            begun.set()
+            wait_for(lambda: in_line(subject))
+        if count == 2:  # the main thread has submitted, and waits
+            assert len(subject.loop.jobs) == 2
+            wait_for(lambda: len(subject.lock._waiting) == 1)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            resume.wait(0.2)
+        return exact(*args)
+
+    driver = threading.Thread(target=other.generate, args=(9,), kwargs={"window": 1}, daemon=True)
+    subject.runner.exact = slow
+    driver.start()
+    assert begun.wait(SECONDS)
+    with pytest.raises(KeyboardInterrupt):
+        mine.generate(9, window=1)
+    driver.join(SECONDS)
+    assert not driver.is_alive() and subject.loop.jobs == []
+    assert other.generated == continuation(toy(), [4, 5, 6], 9)
+    assert mine.generate(3).generated == continuation(toy(), [1, 2, 3], mine.length - 3)
 
 
-@pytest.mark.parametrize("later", [2, 3, 8])
-def test_the_number_of_threads_may_change_after_loading(later: int, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    unpacked(monkeypatch, few_rows_split)
-    torch.set_num_threads(1)
-    engine, other = Engine(model), Engine(model)
-    truth = rows_of(Engine(model))
-    torch.set_num_threads(later)
-    assert different(rows_of(engine), truth) == []
-    assert different(rows_of(other, (20, 90, 150)), truth) == []
-    assert torch.get_num_threads() == later
+@pytest.mark.parametrize("where", ["a pass", "a drafter's pass"])
+def test_a_hook_that_raises_fails_its_own_request_alone(where: str) -> None:
+    subject = engine()
+    good, plain = subject.prompts([[1, 2, 3], [4, 5, 6]])
+    calls = 0
+
+    def hook(value: Tensor, context: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise ZeroDivisionError("mine")
+
+    (bad,) = plain.fork(hooks=[("blocks.0.hook_in", hook)])
+    window = 1 if where == "a pass" else 5
+    seen = all_at_once(lambda: good.generate(12, window=window).generated, lambda: bad.generate(12, window=window))
+    assert seen[0] == continuation(toy(), [1, 2, 3], 12) and good.certified
+    assert isinstance(seen[1], ZeroDivisionError)
+    assert subject.loop.jobs == []
+    subject.check_integrity()
 
 
-def test_without_the_hold_the_bits_move(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the same comparison, with passes on whatever number of threads there is and the one-thread certificate."""
-    unpacked(monkeypatch, few_rows_split)
-    torch.set_num_threads(1)
-    one = Engine(model)
-    other, truth = Engine(model), rows_of(Engine(model))
-    for engine in (one, other):
-        engine.runner.products.allowed = {count: engine.certificate.allowed[1] for count in (1, 2)}
-    monkeypatch.setattr(runner.modes, "canonical", lambda count=1: nullcontext())
-    torch.set_num_threads(2)
-    moved = different(rows_of(one), truth)
-    assert {"kv", "blocks.1.hook_in", "Z.entropy"} <= {*moved} and different(rows_of(other, (20, 90, 150)), rows_of(one))
+def test_a_hook_cannot_run_its_own_engine() -> None:
+    """It may read; asked to work, the engine refuses instead of waiting for itself."""
+    subject = engine()
+    branch = subject.prompt([1, 2, 3])
+    found: list[Any] = []
+
+    def hook(value: Tensor, context: Any) -> None:
+        found.append(branch.tokens)
+        calls = (
+            lambda: subject.prompt([5]),
+            lambda: branch.generate(2),
+            branch.release,
+            lambda: branch.rollback(3),
+            branch.fork,
+        )
+        for call in calls:
+            with pytest.raises(BadRequest, match="may read, no more"):
+                call()
+
+    (hooked,) = branch.fork(hooks=[("blocks.0.hook_in", hook)])
+    hooked.generate(2, window=1)
+    assert found and set(map(tuple, found)) == {(1, 2, 3)}
+    subject.check_integrity()
 
 
-def test_every_pass_is_held_and_given_back(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill, drafts, verification, head sites and lens: all products see certified numbers of threads."""
-    counts: set[int] = set()
-    unpacked(monkeypatch, lambda threads, rows: bool(counts.add(threads)) and threads >= 8)  # type: ignore[func-returns-value]
-    engine = Engine(model, draft_model=random_model(d_model=64, d_mlp=96, seed=1))
-    counts.clear()
-    for count in (3, 5, 64):
-        torch.set_num_threads(count)
-        branch = engine.prompt(PATH[:40], sites=["S", "Z", "ln_final.hook_out", "unembed.hook_out"])
-        branch.generate(4, drafter="model", window=3)
-        branch.generate(4, drafter="lens", window=3)
-        assert torch.get_num_threads() == count
-    assert counts <= {1, 2, 4, 8}
+def test_a_branch_released_under_a_request_says_so() -> None:
+    subject = engine()
+    branch = subject.prompt([1, 2, 3])
+    exact = subject.runner.exact
+    other = threading.Thread(target=branch.release, daemon=True)
+
+    def release(*args: Any) -> Any:
+        subject.runner.exact = exact
+        other.start()
+        wait_for(lambda: in_line(subject))
+        return exact(*args)
+
+    subject.runner.exact = release
+    with pytest.raises(ClosedBranch, match="released by another thread"):
+        branch.generate(9, window=1)
+    other.join(SECONDS)
+    subject.check_integrity()
+    assert subject.loop.jobs == [] and subject.loop.lanes == {}
 
 
-def test_the_users_threads_come_back_after_an_error(model: Decoder) -> None:
-    engine = Engine(model)
-    torch.set_num_threads(3)
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError, match="no"):
-        engine.prompt(PATH[:9], hooks=[("blocks.0.hook_in", fail)])
-    assert torch.get_num_threads() == 3
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_hook_that_changes_the_threads_fails_alone(model: Decoder) -> None:
-    engine = Engine(model)
-    torch.set_num_threads(1)
-    truth = engine.prompt(PATH[:30]).kv()
-    engine = Engine(model)
-    good, bad = engine.prompts([PATH[:20], PATH[:19]])
-    (hooked,) = bad.fork(hooks=[("blocks.1.hook_in", lambda value, context: torch.set_num_threads(2))])
-    with pytest.raises(ModesChanged, match="a hook function changed the number of threads"):
-        hooked.force(PATH[19:30])
-    assert torch.get_num_threads() == 1
-    assert torch.equal(good.force(PATH[20:30]).kv(), truth) and hooked.length == 19
+class At:
+    """A tracer that presses Ctrl-C at the n-th line that the main thread runs in the engine's loop and serving."""
+
+    ROOMS = (str(Path("engine", "loop")), str(Path("engine", "serving")), str(Path("engine", "interrupts.py")))
+
+    def __init__(self, n: int) -> None:
+        self.n, self.lines = n, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not any(room in frame.f_code.co_filename for room in self.ROOMS):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.n:
+                signal.raise_signal(signal.SIGINT)
+        return self
 
 
-def test_another_python_thread_computes_the_same_bits(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread begins with the process's number of threads, and may set its own."""
-    unpacked(monkeypatch, few_rows_split)
-    truth, found = rows_of(Engine(model)), []
-
-    def work(count: int) -> None:
-        torch.set_num_threads(count)
-        found.append(different(rows_of(Engine(model), (33, 150)), truth))
-
-    for count in (8, 2):
-        worker = threading.Thread(target=work, args=[count])
-        worker.start()
-        worker.join()
-    assert found == [[], []]
-
-
-# ---- other modes -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def flushing() -> Iterator[None]:
-    torch.set_flush_denormal(True)
+def interrupted_at(n: int) -> tuple[int, bool]:
+    """A request of the main thread with Ctrl-C at line n, beside another thread's. Lines run, and whether it was there."""
+    subject = engine()
+    mine, other = subject.prompts([[1, 2, 3], [4, 5, 6]])
+    answers: list[list[int]] = []
+    beside = threading.Thread(target=lambda: answers.append(other.generate(5, window=2).generated), daemon=True)
+    tracer, came = At(n), False
+    beside.start()
     try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
+        sys.settrace(tracer)
+        mine.generate(4, drafter="lens", window=2)
+        mine.fork()[0].release()
+        sys.settrace(None)
+    except KeyboardInterrupt:
+        sys.settrace(None)
+        came = True
+    beside.join(SECONDS)
+    assert not beside.is_alive(), f"line {n}: the other thread hangs"
+    assert answers == [continuation(toy(), [4, 5, 6], 5)], f"line {n}"
+    truth = continuation(toy(), [1, 2, 3], 9)
+    assert mine.generated == truth[: len(mine.generated)], f"line {n}"
+    assert mine.generate(9 - len(mine.generated)).generated == truth, f"line {n}"
+    subject.check_integrity()
+    assert subject.loop.jobs == [], f"line {n}"
+    return tracer.lines, came
 
 
-@contextmanager
-def precision(value: str) -> Iterator[None]:
-    torch.set_float32_matmul_precision(value)
-    try:
-        yield
-        assert torch.get_float32_matmul_precision() == value
-    finally:
-        torch.set_float32_matmul_precision("highest")
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_anywhere_leaves_a_whole_engine_and_the_others_working() -> None:
+    lines, _ = interrupted_at(0)
+    assert lines > 500
+    came = [interrupted_at(n)[1] for n in range(1, lines, max(1, lines // 60))]
+    assert sum(came) > len(came) // 2
 
 
-@contextmanager
-def strictly_deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+# ---- streams, replays, dumps -----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def doubles() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
+def test_streams_and_requests_side_by_side() -> None:
+    subject = engine()
+    branches = subject.prompts([[1, 2, i] for i in range(5)])
+    works = [lambda b=b: list(b.stream(12, window=3)) for b in branches[:3]]
+    works += [lambda b=b: b.generate(12, drafter="lens").generated for b in branches[3:]]
+    assert all_at_once(*works) == [continuation(toy(), [1, 2, i], 12) for i in range(5)]
 
 
-MODES: dict[str, Callable[[], Any]] = {
-    "flushed denormals": flushing,
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "without oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
-    "medium precision": lambda: precision("medium"),
-    "deterministic algorithms": strictly_deterministic,
-    "another default dtype": doubles,
-}
+def test_a_stream_dropped_anywhere_is_cancelled() -> None:
+    """Its finalizer may run within a step, or in a thread that waits: it leaves the work to whoever comes next."""
+    subject = engine()
+    first, second = subject.prompts([[1, 2, 3], [4, 5, 6]])
+    streams = [first.stream(20, window=1)]
+    next(streams[0])
+    exact = subject.runner.exact
+
+    def drop(*args: Any) -> Any:
+        subject.runner.exact = exact
+        streams.clear()
+        gc.collect()
+        return exact(*args)
+
+    subject.runner.exact = drop
+    assert second.generate(4, window=1).generated == continuation(toy(), [4, 5, 6], 4)
+    assert subject.loop.jobs == []
+    assert first.generated == continuation(toy(), [1, 2, 3], len(first.generated))
+    assert first.rollback(3).generate(2).generated == continuation(toy(), [1, 2, 3], 2)
+    subject.check_integrity()
 
 
-def wide_enough() -> Decoder:
-    """A tied table of 1536 x 576, which oneDNN multiplies on aarch64; and scores whose softmax has denormal numbers."""
-    model = random_model(
-        d_model=1536, d_mlp=32, num_heads=2, num_kv_heads=1, vocab_size=576, num_layers=1, tied_embeddings=True
-    )
-    model.blocks[0].attn.qkv.weight.mul_(3)
-    return model
+def test_a_trace_of_threads_replays() -> None:
+    """Events of many threads stand between each other; on one thread they come to the same rows."""
+    subject = engine(record=True)
+
+    def work(first: int) -> list[Branch]:
+        root = subject.prompt([first, 2, 3], sites="S", keep_rejected=True).generate(6, drafter="tree", window=3)
+        stream = root.stream(20, drafter="lens", window=3)
+        next(stream)
+        stream.close()
+        return [root, root.fork(at=5)[0].generate(3)]
+
+    made = [branch for branches in all_at_once(*(lambda i=i: work(i) for i in range(4))) for branch in branches]
+    replayed = engine().replay(subject.trace)
+    for branch in made:
+        again = replayed[branch.id]
+        assert again.tokens == branch.tokens and torch.equal(again.kv(), branch.kv())
+        assert differences(list(rows_of(again).items()), list(rows_of(branch).items())) == []
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_mode_set_after_loading_moves_no_bit(mode: str) -> None:
-    engine = Engine(wide_enough())
-    sites = ["S", "Z", PATTERN]
-    truth = engine.prompt(PATH, sites=sites)
-    served = Engine(engine.model)
-    with MODES[mode]():
-        branch = served.prompt(PATH, sites=sites)
-    assert torch.equal(branch.kv(), truth.kv())
-    assert [site for site in truth.activations.sites() if not same(branch.activations[site], truth.activations[site])] == []
+def test_traces_dumps_and_caches_in_threads_of_their_own() -> None:
+    """A replay that stops where it was cancelled, a dump and TransformerLens' verb, beside generating threads."""
+    coin = tasks.get("coin")(flips=(1, 2))
+    words = WordTokenizer(tasks.get("coin").vocabulary())
+    model = random_model(vocab_size=words.vocab_size)
+
+    def fresh(**options: Any) -> Engine:
+        return Engine(model, words, page_size=4, **options)
+
+    recorded = fresh(record=True)
+    stream = recorded.prompt([1, 2, 3], sites="S").stream(20, drafter="lens", window=6)
+    next(stream)
+    stream.close()
+
+    def dumped(subject: Engine) -> str:
+        plan = make_plan(subject, coin, 4, sites="SZ", drafter="lens", max_new=4, examples_per_shard=4)
+        return ShardMaker(subject, plan).make(0).digests()[0]
+
+    def replayed(subject: Engine) -> list[int]:
+        (branch,) = subject.replay(recorded.trace).values()
+        return branch.tokens
+
+    works: list[Callable[[Engine], Any]] = [
+        dumped,
+        replayed,
+        lambda subject: subject.run_with_cache([[5, 6, 7, 8]])[0].tolist(),
+        lambda subject: subject.prompt([9, 8, 7]).generate(9, drafter="tree").tokens,
+        lambda subject: [result.tokens for result in subject.replay(coin.examples(3), drafter="ngram")],
+    ]
+    truths = [work(fresh()) for work in works]
+    subject = fresh()
+    seen = all_at_once(*(lambda work=work: work(subject) for work in works))
+    assert seen == truths
+    subject.check_integrity()
 
 
-def same(ours: Tensor, theirs: Tensor) -> bool:
-    return ours.dtype == theirs.dtype and torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+def test_thinking_in_threads() -> None:
+    texts = [f"A coin's state is {face}. Alice flips, then Bob flips." for face in ("heads", "tails")]
+
+    def thought(subject: Engine, text: str) -> Seen:
+        branch = subject.prompt(text, sites="STCZ").generate(2)
+        return [("tokens", branch.tokens), ("kv", branch.kv()), *rows_of(branch).items()]
+
+    truths = [thought(Engine.load("coin-thinking"), text) for text in texts]
+    subject = Engine.load("coin-thinking")
+    seen = all_at_once(*(lambda text=text: thought(subject, text) for text in texts))
+    assert [differences(mine, truth) for mine, truth in zip(seen, truths, strict=True)] == [[], []]
+    subject.check_integrity()
 
 
-def test_without_the_hold_modes_do_move_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control. Which others do depends on the CPU: oneDNN on aarch64, medium precision where there is bfloat16."""
-    model, sites = wide_enough(), ["S", "Z", PATTERN]
-    truth, engine = Engine(model).prompt(PATH, sites=sites), Engine(model)
-    monkeypatch.setattr(runner.modes, "canonical", lambda count=1: nullcontext())
-    with flushing():
-        branch = engine.prompt(PATH, sites=sites)
-    assert not same(branch.activations[PATTERN], truth.activations[PATTERN])
-    with MODES["autocast"](), pytest.raises(RuntimeError, match="BFloat16"):
-        Engine(model).prompt(PATH, sites=sites)
-
-
-def set_precision(value: str) -> None:
-    torch.backends.mkldnn.matmul.fp32_precision = value  # type: ignore[attr-defined]
-
-
-def elsewhere(work: Callable[..., None], *arguments: object) -> None:
-    """In another Python thread, while this one waits."""
-    thread = threading.Thread(target=work, args=arguments)
-    thread.start()
-    thread.join()
-
-
-def test_a_mode_that_another_thread_changes_during_a_pass_is_noticed() -> None:
-    try:
-        with pytest.raises(ModesChanged, match="another thread changed"), modes.canonical():
-            elsewhere(set_precision, "tf32")
-        assert modes._read() == (True, "tf32"), "the user's latest word stays"
-        with modes.canonical():
-            assert modes._read() == (True, "ieee")
-        assert modes._read() == (True, "tf32")
-    finally:
-        set_precision("none")
-
-
-def test_a_mode_that_another_pass_has_set_right_again_is_noticed_too() -> None:
-    def hold() -> None:
-        with modes.canonical():
-            pass
-
-    try:
-        with pytest.raises(ModesChanged, match="another thread changed"), modes.canonical():
-            elsewhere(set_precision, "tf32")
-            elsewhere(hold)
-    finally:
-        set_precision("none")
-
-
-def test_the_last_of_several_passes_gives_the_modes_back() -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with modes.canonical():
-            inside.set()
-            leave.wait()
-
-    other = threading.Thread(target=hold)
-    set_precision("tf32")
-    try:
-        with modes.canonical():
-            other.start()
-            inside.wait()
-        assert modes._read() == (True, "ieee"), "the other pass still runs"
-        leave.set()
-        other.join()
-        assert modes._read() == (True, "tf32")
-    finally:
-        set_precision("none")
-
-
-def test_workers_that_flush_denormal_numbers_are_not_used() -> None:
-    """Workers keep the mode of the thread that started them; here of one whose workers are its own."""
-    found: list[tuple[int, bool]] = []
-
-    def work() -> None:
-        tiny = torch.full((1 << 17,), 1e-40)
-        torch.set_num_threads(3)
-        with flushing():
-            _ = tiny * 0.5  # starts workers
-        assert not (tiny * 0.5).all(), "the control: they still flush"
-        with pytest.warns(RuntimeWarning, match="canonical passes run on one thread"), modes.canonical(3):
-            found.append((torch.get_num_threads(), bool((tiny * 0.5).all())))
-
-    elsewhere(work)
-    assert found == [(1, True)]
-
-
-@pytest.mark.parametrize("name", modes.ENVIRONMENT)
-def test_variables_that_choose_other_kernels_are_part_of_the_fingerprint(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for other in modes.ENVIRONMENT:
-        monkeypatch.delenv(other, raising=False)
-    model = random_model()
-    plain, key = fingerprint.take(model), certificates._key(model)
-    monkeypatch.setenv(name, "AVX2,STRICT")
-    other_one = fingerprint.take(model)
-    assert other_one.differences(plain) == [f"device: {plain.device} {name}=AVX2,STRICT here, {plain.device} there"]
-    assert certificates._key(model) != key
-    monkeypatch.delenv(name)
-    assert fingerprint.take(model) == plain
-
-
-# ---- the library itself ------------------------------------------------------------------------------------------------
-
-
-def digests(count: int, folder: Path) -> dict[str, Any]:
-    """What `thread_digests` prints, in a process that begins with so many threads."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "MKL_", "KMP_"))}
-    environment |= {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count), "MKL_DYNAMIC": "FALSE"}
-    environment |= {"REPLAYLENS_CACHE": str(folder.parent / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.thread_digests", str(folder)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    printed: dict[str, Any] = json.loads(done.stdout)
-    return printed
-
-
-def test_digests_are_the_same_on_any_number_of_threads(tmp_path: Path) -> None:
-    """A dump, the doctor's findings, and a contract subset with products of up to 14336 terms, under one certificate."""
-    found = {count: digests(count, tmp_path / str(count)) for count in THREADS}
-    assert {count: each.pop("threads") for count, each in found.items()} == {count: count for count in THREADS}
-    assert all(each["different"] == [] for each in found.values())
-    for count in THREADS:
-        assert found[count] == found[1], f"{count} threads"
+def test_errors_stay_with_their_thread() -> None:
+    subject = engine()
+    branches = subject.prompts([[1, 2, i] for i in range(4)])
+    works = [lambda b=b: b.generate(8).generated for b in branches]
+    works += [lambda: subject.generate([branches[0], branches[0]], 3), lambda: subject.prompt([VOCAB])]
+    seen = all_at_once(*works)
+    assert seen[:4] == [continuation(toy(), [1, 2, i], 8) for i in range(4)]
+    assert all(isinstance(error, EngineError) for error in seen[4:])

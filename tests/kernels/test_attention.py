@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from replaylens.kernels import reference
-from replaylens.kernels.attention import Rows, Workspace, attention, plan_tiles
+from replaylens.kernels.attention import PagedRows, Workspace, attention, plan_tiles
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile
 
 PAGE = 16
@@ -19,7 +19,7 @@ class Setting:
     k: Tensor
     v: Tensor
     sequences: list[int]
-    rows: Rows
+    rows: PagedRows
     blocks: dict[str, int]
 
     def attend(self, chosen=None, per_tile=0, **options):
@@ -28,7 +28,7 @@ class Setting:
         sequences = [self.sequences[i] for i in index.tolist()]
         index = index.to(self.q.device)
         tiles = plan_tiles(sequences, per_tile).to(self.q.device) if per_tile else None
-        rows = Rows(self.rows.sequence[index], self.rows.position[index], self.rows.page_table, tiles)
+        rows = PagedRows(self.rows.sequence[index], self.rows.position[index], self.rows.page_table, tiles)
         out = torch.full_like(self.q[index], float("nan"))
         return attention(self.q[index], self.k, self.v, rows, 0.3, out=out, **{**self.blocks, **options})
 
@@ -47,7 +47,7 @@ def setting(case, lengths, heads=4, kv_heads=2, d_head=16, seed=0):
     k[:PAGE], v[:PAGE] = 0, 0
     # the interpreter walks small blocks: many blocks and splits at few keys
     blocks = {} if case.gpu else {"kv_block": 8, "kv_split": 16}
-    rows = Rows(case.tensor(sequences), case.tensor(positions), table.to(case.device))
+    rows = PagedRows(case.tensor(sequences), case.tensor(positions), table.to(case.device))
     return Setting(case.randn(len(sequences), heads, d_head, seed=seed + 3), k, v, sequences, rows, blocks)
 
 
@@ -119,7 +119,7 @@ def test_pages_may_lie_anywhere(case, same):
     b = setting(case, lengths(case)[:2])
     order = torch.randperm(len(b.k) // PAGE - 1, generator=torch.Generator().manual_seed(9)).to(case.device) + 1
     move = torch.cat([order.new_zeros(1), order])  # new page of each old page; the null page stays
-    b.rows = Rows(b.rows.sequence, b.rows.position, move[b.rows.page_table.long()].to(torch.int32))
+    b.rows = PagedRows(b.rows.sequence, b.rows.position, move[b.rows.page_table.long()].to(torch.int32))
     for cache in (b.k, b.v):
         cache.view(-1, PAGE, *cache.shape[1:])[move] = cache.clone().view(-1, PAGE, *cache.shape[1:])
     chosen = some(case)[:5]
@@ -143,7 +143,7 @@ def test_empty_tiles_and_a_shared_workspace(case, same):
     chosen = some(case)[:3]
     index = torch.tensor(chosen, device=case.device)
     tiles = plan_tiles([s.sequences[i] for i in chosen], 1, capacity=5).to(case.device)
-    rows = Rows(s.rows.sequence[index], s.rows.position[index], s.rows.page_table, tiles)
+    rows = PagedRows(s.rows.sequence[index], s.rows.position[index], s.rows.page_table, tiles)
     space = Workspace.of(5, 2, 64, 16, 16, torch.device(case.device))
     for _ in range(2):  # the counters are back at zero after a launch
         out = attention(s.q[index], s.k, s.v, rows, 0.3, workspace=space, tile=AttentionTile(16, 4, 1), split=True, **s.blocks)
@@ -168,7 +168,7 @@ def test_errors_say_what_is_wrong(case):
     with pytest.raises(ValueError, match="not a multiple of 2 key-value heads"):
         attention(s.q[:, :3].contiguous(), s.k, s.v, s.rows, 0.3)
     with pytest.raises(ValueError, match=r"position is torch\.int64; expected int32"):
-        Rows(s.rows.sequence, s.rows.position.long(), s.rows.page_table)
+        PagedRows(s.rows.sequence, s.rows.position.long(), s.rows.page_table)
     with pytest.raises(ValueError, match="cannot hold 1 rows of 2 query heads"):
         attention(s.q, s.k, s.v, s.rows, 0.3, tile=AttentionTile(1, 4, 1))
     with pytest.raises(ValueError, match="3 tiles do not fit a plan of 2"):

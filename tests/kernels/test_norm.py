@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from replaylens.kernels import reference
-from replaylens.kernels.norm import add_norm, norm
+from replaylens.kernels.norm import norm
 
 KINDS = ["rms", "layer"]
 
@@ -25,15 +25,6 @@ def test_agrees_with_float64_and_rows_stand_alone(case, same, kind, width):
     case.close(got, reference.norm(x.double(), weight.double(), double(bias), 1e-5, kind))
     for start, count in ((0, 1), (3, 3), (rows - 1, 1)):
         same(norm(x[start : start + count], weight, bias, 1e-5, kind), got[start : start + count])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_adding_first_moves_no_bits(case, same, kind):
-    x, residual = case.randn(17, 200), case.randn(17, 200, seed=5)
-    weight, bias = weights(case, 200, kind)
-    y, total = add_norm(x, residual, weight, bias, 1e-5, kind, out=case.poison(17, 200))
-    same(total, (x.float() + residual.float()).to(case.dtype))
-    same(y, norm(total, weight, bias, 1e-5, kind))
 
 
 def test_heads_of_a_packed_product(case, same):
@@ -59,5 +50,3 @@ def test_errors_say_what_is_wrong(case):
         norm(x, w, kind="batch")
     with pytest.raises(ValueError, match="weight has shape"):
         norm(x, w[:4])
-    with pytest.raises(ValueError, match="residual has shape"):
-        add_norm(x, x[:1], w)

@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 
 from replaylens.kernels import reference
-from replaylens.kernels.launch import GemmTile
-from replaylens.kernels.matmul import matmul
-from replaylens.kernels.sample import hash64, sample, sample_logits
+from replaylens.kernels import sample as module
+from replaylens.kernels.sample import hash64, sample_logits
 
 
 @triton.jit
@@ -23,8 +22,8 @@ def noise(case, rows):
 
 
 def problem(case):
-    rows, depth, vocab = (129, 576, 5003) if case.gpu else (9, 64, 300)
-    return case.randn(rows, depth), case.randn(depth, vocab, seed=1, scale=2 * depth**-0.5)
+    rows, vocab = (129, 5003) if case.gpu else (9, 300)
+    return case.randn(rows, vocab, scale=2.0).float()
 
 
 def test_hash_bits_are_the_references(case, same):
@@ -37,34 +36,33 @@ def test_hash_bits_are_the_references(case, same):
 
 
 def test_draws_the_references_tokens(case, same):
-    x, w = problem(case)
-    seed, position, temperature = noise(case, len(x))
-    logits = matmul(x, w, out_dtype=torch.float32)
-    want = reference.sample(logits, seed, position, temperature)
-    tokens, chosen = sample(x, w, seed, position, temperature)
+    logits = problem(case)
+    given = noise(case, len(logits))
+    want = reference.sample(logits, *given)
+    tokens, chosen = sample_logits(logits, *given)
     same(tokens, want)
     same(chosen, logits.gather(1, want[:, None])[:, 0])
-    for got, expected in zip(sample_logits(logits, seed, position, temperature), (tokens, chosen), strict=True):
-        same(got, expected)
-    capped = reference.sample(torch.tanh(logits.double() / 3) * 3, seed, position, temperature)
-    same(sample(x, w, seed, position, temperature, softcap=3.0)[0], capped)
 
 
-def test_a_row_does_not_know_its_batch_or_tile(case, same):
-    x, w = problem(case)
-    seed, position, temperature = noise(case, len(x))
-    tokens, _ = sample(x, w, seed, position, temperature)
+def test_a_row_does_not_know_its_batch_or_tile(case, same, monkeypatch):
+    logits = problem(case)
+    given = noise(case, len(logits))
+    tokens, chosen = sample_logits(logits, *given)
     for i in (0, 3, 8):
-        same(sample(x[i : i + 1], w, *(y[i : i + 1].clone() for y in (seed, position, temperature)))[0], tokens[i : i + 1])
-    same(sample(x, w, seed, position, temperature, tile=GemmTile(32, 32, 32, 4, 2))[0], tokens)
-    same(sample(x, w.T.contiguous().T, seed, position, temperature)[0], tokens)
+        same(sample_logits(logits[i : i + 1], *(y[i : i + 1].clone() for y in given))[0], tokens[i : i + 1])
+    for width in (32, 128):
+        monkeypatch.setattr(module, "_LOGIT_TILE", width)
+        for got, want in zip(sample_logits(logits, *given), (tokens, chosen), strict=True):
+            same(got, want)
 
 
-def test_greedy_takes_the_largest_and_the_smallest_id_of_a_tie(case, same):
-    x, w = problem(case)
-    same(sample(x, w)[0], matmul(x, w, out_dtype=torch.float32).argmax(1))
-    w = torch.cat([w[:, :40], w[:, :40]], dim=1).contiguous()  # every logit twice
-    assert (sample(x, w)[0] < 40).all()
+def test_greedy_takes_the_largest_and_the_smallest_id_of_a_tie(case, same, monkeypatch):
+    logits = problem(case)
+    same(sample_logits(logits)[0], logits.argmax(1))
+    twice = torch.cat([logits[:, :40], logits[:, :40]], dim=1).contiguous()
+    assert (sample_logits(twice)[0] < 40).all()
+    monkeypatch.setattr(module, "_LOGIT_TILE", 32)  # the two of a tie in different tiles
+    assert (sample_logits(twice)[0] < 40).all()
 
 
 def test_frequencies_are_the_softmax(case):
@@ -80,14 +78,14 @@ def test_frequencies_are_the_softmax(case):
 
 
 def test_errors_say_what_is_wrong(case):
-    x, w = problem(case)
-    seed, position, temperature = noise(case, len(x))
+    logits = problem(case)
+    seed, position, temperature = noise(case, len(logits))
     with pytest.raises(ValueError, match="go together"):
-        sample(x, w, seed)
+        sample_logits(logits, seed)
     with pytest.raises(ValueError, match=r"seed is torch\.int32; expected int64"):
-        sample(x, w, seed.int(), position, temperature)
+        sample_logits(logits, seed.int(), position, temperature)
     with pytest.raises(ValueError, match="temperature has shape"):
-        sample(x, w, seed, position, temperature[:1])
+        sample_logits(logits, seed, position, temperature[:1])
 
 
 def test_near_ties_are_settled_in_float64(case, same):

@@ -15,7 +15,7 @@ from replaylens.engine.model import smollm2
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = [source.stem for source in sorted(FOLDER.glob("[0-9]_*.py"))]
 REAL = "5_real_model"
-MOST_BYTES = 600_000
+MAX_BYTES = 600_000
 CACHE = smollm2.model_folder().parent
 """the user's; other tests point the variable elsewhere later"""
 LOCAL = re.compile(r"/(home|root|tmp|work|Users)/")
@@ -63,7 +63,7 @@ def test_committed_notebook_is_its_source_run_once(name: str) -> None:
     assert [cell.execution_count for cell in code(made)] == list(range(1, len(code(made)) + 1))
     kinds = {(o.output_type, o.get("name")) for cell in code(made) for o in cell.outputs}
     assert kinds <= {("stream", "stdout"), ("execute_result", None), ("display_data", None)}
-    assert (FOLDER / f"{name}.ipynb").stat().st_size < MOST_BYTES
+    assert (FOLDER / f"{name}.ipynb").stat().st_size < MAX_BYTES
 
 
 @pytest.mark.parametrize("name", NAMES)

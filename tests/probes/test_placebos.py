@@ -9,7 +9,7 @@ from replaylens import Engine, tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.probes.causal import interchange, steer
 from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
-from replaylens.probes.stage import Outcome, Stage, Variant
+from replaylens.probes.stage import Effect, Stage, Variant
 from replaylens.tasks import Example
 
 
@@ -30,7 +30,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     found: list[np.ndarray] = []
     play = Stage.play
 
-    def watched(self: Stage, variants: Sequence[Variant]) -> list[Outcome]:
+    def watched(self: Stage, variants: Sequence[Variant]) -> list[Effect]:
         found.extend(np.array([np.linalg.norm(v(subject)[-1]) for subject in self.subjects]) for v in variants)
         return play(self, variants)
 

@@ -16,7 +16,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.pictures.readings import word
-from replaylens.engine.pictures.thoughts import Round, Thinking
+from replaylens.engine.pictures.thoughts import DrawnRound, Thinking
 from replaylens.engine.run import Run
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.thinking.thoughts import ThinkingRecording
@@ -143,7 +143,7 @@ def test_rounds_are_told_with_their_thoughts(thinking_dump: Dump) -> None:
     told = next(line for line in str(picture).splitlines() if line.startswith("round 1"))
     assert f"{each.kept} to {each.last - 1} rolled back, which had thought: " in told
     assert told.count("<EOS>") == len(each.dropped)
-    assert picture.rounds[-1] == Round(picture.rounds[-2].kept, len(picture.chunks) - 1, len(picture.chunks) - 1)
+    assert picture.rounds[-1] == DrawnRound(picture.rounds[-2].kept, len(picture.chunks) - 1, len(picture.chunks) - 1)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -4,14 +4,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.layout import Place, arrange
-from replaylens.engine.pictures.paths import Path, Token
+from replaylens.engine.pictures.layout import Placement, arrange
+from replaylens.engine.pictures.paths import DrawnPath, Token
 from replaylens.engine.pictures.tree import Tree
 
 
-def path(branch: int, parent: int | None, fork: int, count: int) -> Path:
+def path(branch: int, parent: int | None, fork: int, count: int) -> DrawnPath:
     tokens = tuple(Token("x", p, TokenState.ACCEPTED) for p in range(fork, fork + count))
-    return Path(branch, parent, fork, "open", tokens)
+    return DrawnPath(branch, parent, fork, "open", tokens)
 
 
 @st.composite
@@ -25,7 +25,7 @@ def trees(draw: st.DrawFn) -> Tree:
     return Tree(tuple(paths))
 
 
-def tokens_by_cell(places: list[Place]) -> dict[tuple[int, int], int]:
+def tokens_by_cell(places: list[Placement]) -> dict[tuple[int, int], int]:
     cells: dict[tuple[int, int], int] = {}
     for place in places:
         for token in place.path.tokens:

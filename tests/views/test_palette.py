@@ -69,7 +69,15 @@ def test_text_can_be_read() -> None:
 
 
 def test_no_state_is_told_by_colour_alone() -> None:
-    assert len({look.mark for look in LOOKS.values()}) == len({look.colour for look in LOOKS.values()}) == len(TokenState)
+    for marks in ([look.mark for look in LOOKS.values()], [look.ascii for look in LOOKS.values()]):
+        assert len(set(marks)) == len(TokenState) and all(len(mark) == 1 for mark in marks)
+    assert all(look.ascii.isascii() for look in LOOKS.values())
+
+
+def test_a_terminal_has_the_colours_of_the_docs() -> None:
+    """Prompt blue, accepted green, pending checkered (a terminal has no pattern), draft yellow, rejected red."""
+    colours = [LOOKS[state].colour.removeprefix("bright_") for state in TokenState]
+    assert colours == ["blue", "green", "white", "yellow", "red"]
 
 
 def test_styles_name_every_state() -> None:

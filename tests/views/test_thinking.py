@@ -4,17 +4,17 @@ import io
 
 from rich.console import Console
 
-from replaylens.engine.pictures.thoughts import Chunk, Round, Thinking
+from replaylens.engine.pictures.thoughts import DrawnChunk, DrawnRound, Thinking
 from tests.views.checks import assert_harmless
 from tests.views.conftest import HOSTILE
 
 PICTURE = Thinking(
     (
-        Chunk(("A", " coin"), ("<EOS>",)),
-        Chunk((" flips", ","), (" tails", "<EOS>"), facts=("log-prob\t-0.1",)),
-        Chunk(HOSTILE, (HOSTILE[0], "<EOS>"), state=2.5),
+        DrawnChunk(("A", " coin"), ("<EOS>",)),
+        DrawnChunk((" flips", ","), (" tails", "<EOS>"), facts=("log-prob\t-0.1",)),
+        DrawnChunk(HOSTILE, (HOSTILE[0], "<EOS>"), state=2.5),
     ),
-    (Round(0, 2, 3), Round(2, 3, 3)),
+    (DrawnRound(0, 2, 3), DrawnRound(2, 3, 3)),
 )
 
 

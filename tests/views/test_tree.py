@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.memory.tree import BranchTree, TokenState
+from replaylens.engine.model.text import Text
 from replaylens.engine.pictures import live, tree_html
 from replaylens.engine.pictures.paths import visible
 from replaylens.engine.pictures.readings import Readings, word
@@ -87,7 +88,7 @@ def test_a_fork_hangs_where_it_left(engine: Engine) -> None:
 
 def test_numbers_keep_apart_where_there_is_no_tokenizer() -> None:
     """In trees and timelines as in the branch's own text."""
-    engine = Engine(random_model())
+    engine = Engine(random_model(), record=True)
     branch = engine.prompt([60, 10, 9]).force([1, 19])
     assert branch.text == "60 10 9 1 19"
     assert " 60 10 9" in str(branch.tree()) and " 1 19" in str(branch.tree()) and " 1 19" in str(branch.timeline())
@@ -102,6 +103,18 @@ def test_too_many_branches_are_counted(engine: Engine, monkeypatch: pytest.Monke
     assert "and 3 more branches" in str(tree) and "and 3 more branches" in tree_html.draw(tree)
     for branch in [*forks, root]:
         branch.release()
+
+
+def test_a_tree_may_be_deeper_than_the_stack_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "MAX_BRANCHES", 3000)
+    branches = BranchTree()
+    branch = root = branches.plant([1, 2])
+    for _ in range(2000):
+        branch = branches.fork(branch)
+    branches.append(branch, [7, 8], TokenState.DRAFT)
+    branches.finish(branch, "length")
+    lines = str(live.tree_of(branches.branch(root), {}, Text(None))).splitlines()
+    assert len(lines) == 2001 and lines[0] == "#0 open .2  1 2" and lines[-1].endswith("└─ #2000 @2 finished ?2  7 8")
 
 
 def in_terminal(tree: Tree, **options: object) -> str:

@@ -16,7 +16,7 @@ from replaylens.commands.dump import QuietOption
 from replaylens.commands.lens import next_token_by_layer
 from replaylens.commands.reporting import reporting
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import Verdict, verify
+from replaylens.engine.dump.verify import Verification, verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import modes
 from replaylens.engine.pictures.readings import word
@@ -119,7 +119,7 @@ def _replayed(run: Run) -> list[RenderableType]:
     return [Text(numbers), Text(kept), run.tree(shown)]
 
 
-def _dumped(dump: Dump, verdict: Verdict) -> list[RenderableType]:
+def _dumped(dump: Dump, verdict: Verification) -> list[RenderableType]:
     size = sum(shard.bytes for shard in dump.manifest.shards) / 1e6
     where = f"{dump.url}: {dump.manifest.rows} rows, {size:.0f} MB, digest {dump.digest}"
     return [Text(where), Text(str(verdict), style="green" if verdict else "red")]
@@ -147,7 +147,7 @@ def _probed(swept: "Report", transferred: "Report") -> list[RenderableType]:
     ]
 
 
-def _page(engine: Engine, dump: Dump, reports: "tuple[Report, ...]", verdict: Verdict, out: Path, progress: bool) -> Path:
+def _page(engine: Engine, dump: Dump, reports: "tuple[Report, ...]", verdict: Verification, out: Path, progress: bool) -> Path:
     from replaylens.views.report import ReportPage
 
     made = ReportPage(dump, reports, verdict, lambda token: word(engine.text, token), title="replaylens demo")

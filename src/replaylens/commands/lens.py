@@ -6,7 +6,7 @@ from torch import Tensor
 from replaylens.engine.model import sites
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
-from replaylens.engine.pictures.readings import Guess, LensLayer
+from replaylens.engine.pictures.readings import LensGuess, LensLayer
 from replaylens.tasks import WordTokenizer
 
 
@@ -21,7 +21,7 @@ def next_token_by_layer(model: Decoder, tokenizer: WordTokenizer, prompt: str, k
     model(torch.tensor(ids), torch.arange(len(ids)), ops, kept)
     best = model.logits(torch.stack(list(kept.rows.values())), ops).softmax(-1).topk(k)
     return [
-        LensLayer(site, tuple(Guess(tokenizer.token(i), p) for i, p in zip(tokens, shares, strict=True)))
+        LensLayer(site, tuple(LensGuess(tokenizer.token(i), p) for i, p in zip(tokens, shares, strict=True)))
         for site, tokens, shares in zip(kept.rows, best.indices.tolist(), best.values.tolist(), strict=True)
     ]
 

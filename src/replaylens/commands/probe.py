@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TESTS = ("steer", "ablate", "interchange")
 DumpArgument = Annotated[str | None, typer.Argument(metavar="DUMP", help="A dump's folder.")]
 OutOption = Annotated[str | None, typer.Option("--out", help="Folder for report.json, summary, table and figures.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of folds, resamples, permutations and placebos.")]
+ProbeSeedOption = Annotated[int, typer.Option(min=0, help="Of folds, resamples, permutations and placebos.")]
 
 
 def probe(
@@ -47,7 +47,7 @@ def probe(
     backend: Annotated[str | None, typer.Option(help="joblib's backend; ray: a cluster.")] = None,
     resume: Annotated[str | None, typer.Option(help="Folder for finished parts, to go on from.")] = None,
     save_probes: Annotated[str | None, typer.Option(help="Folder for the best linear probe of each label.")] = None,
-    seed: SeedOption = 0,
+    seed: ProbeSeedOption = 0,
     out: OutOption = None,
     listed: Annotated[bool, typer.Option("--list", help="List the estimators.")] = False,
     as_json: JsonOption = False,
@@ -103,7 +103,7 @@ def steer(
     placebos: Annotated[int, typer.Option(min=1, help="Random directions, and untrained probes, to compare with.")] = 8,
     model: MakerOption = None,
     device: DeviceOption = "cpu",
-    seed: SeedOption = 0,
+    seed: ProbeSeedOption = 0,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -14,12 +14,12 @@ from replaylens.commands.dump import JsonOption, QuietOption
 from replaylens.commands.engines import MakerOption, engine_that_made
 from replaylens.commands.reporting import reporting
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import MISMATCH, Verdict
+from replaylens.engine.dump.verify import MISMATCH, Verification
 from replaylens.engine.dump.verify import verify as verify_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.pictures.readings import word
-from replaylens.views.page import MOST_TREES
+from replaylens.views.page import MAX_TREES
 
 if TYPE_CHECKING:
     from replaylens.probes.report import Report
@@ -31,7 +31,7 @@ def report(
     model: MakerOption = None,
     device: Annotated[str, typer.Option(help="Where to replay: cpu or cuda.")] = "cpu",
     verify: Annotated[float, typer.Option(min=0, max=1, help="Share of the examples to replay; 0: none.")] = 0.01,
-    trees: Annotated[int, typer.Option(min=0, help="Examples that get a tree.")] = MOST_TREES,
+    trees: Annotated[int, typer.Option(min=0, help="Examples that get a tree.")] = MAX_TREES,
     title: Annotated[str, typer.Option(help="Of the page.")] = "",
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -68,7 +68,7 @@ def _open(sources: list[str]) -> "tuple[Dump | None, tuple[Report, ...]]":
     return (Dump.open(dumps[0]) if dumps else None), tuple(map(Report.load, probes))
 
 
-def _verify(dump: Dump, engine: Engine | None, share: float, quiet: bool) -> Verdict | None:
+def _verify(dump: Dump, engine: Engine | None, share: float, quiet: bool) -> Verification | None:
     if not share:
         return None
     if engine is None:

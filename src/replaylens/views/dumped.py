@@ -9,7 +9,7 @@ import numpy as np
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump
 from replaylens.engine.memory.tree import BranchStatus, TokenState
-from replaylens.engine.pictures.paths import Path, Token
+from replaylens.engine.pictures.paths import DrawnPath, Token
 from replaylens.engine.pictures.readings import Decode, Readings
 from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.pictures.tree import Tree
@@ -83,7 +83,7 @@ def _example(
         paths.append(_path(int(branch), own, reading, decode, labels))
         readings = reading if branch == 0 else readings
     if not paths or paths[0].branch:  # rows of the accepted path were not kept
-        paths.insert(0, Path(0, None, 0, BranchStatus.FINISHED.value, ()))
+        paths.insert(0, DrawnPath(0, None, 0, BranchStatus.FINISHED.value, ()))
     accepted = rows[rows["accepted"]]
     prompt = accepted["token_state"] == TokenState.PROMPT.value
     correct = bool(rows["correct"].iloc[0])
@@ -110,7 +110,7 @@ def _readings(own: "pd.DataFrame", z: dict[str, np.ndarray], decode: Decode) -> 
     return Readings(int(positions[0]), {name: x[rows] for name, x in z.items()}, decode)
 
 
-def _path(branch: int, own: "pd.DataFrame", reading: Readings | None, decode: Decode, labels: list[str]) -> Path:
+def _path(branch: int, own: "pd.DataFrame", reading: Readings | None, decode: Decode, labels: list[str]) -> DrawnPath:
     columns = [own[name].tolist() for name in ("position", "token", "text", "token_state", "logprob", "entropy")]
     known = [own[name].tolist() for name in labels]
     tokens = []
@@ -121,7 +121,7 @@ def _path(branch: int, own: "pd.DataFrame", reading: Readings | None, decode: De
         tokens.append(Token(reads, position, _state(state), _number(logprob), _number(entropy), lens, holds))
     rejected = branch > 0
     status = BranchStatus.REJECTED if rejected else BranchStatus.FINISHED
-    return Path(branch, 0 if rejected else None, int(own["fork_position"].iloc[0]), status.value, tuple(tokens))
+    return DrawnPath(branch, 0 if rejected else None, int(own["fork_position"].iloc[0]), status.value, tuple(tokens))
 
 
 def _state(written: str) -> TokenState:

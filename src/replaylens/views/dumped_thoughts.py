@@ -7,9 +7,9 @@ import numpy as np
 
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.pictures.paths import Path
+from replaylens.engine.pictures.paths import DrawnPath
 from replaylens.engine.pictures.readings import Decode
-from replaylens.engine.pictures.thoughts import END, Chunk, Round, Thinking, step_facts
+from replaylens.engine.pictures.thoughts import END, DrawnChunk, DrawnRound, Thinking, step_facts
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.thinking.model import STATE_SITE
 from replaylens.engine.thinking.thoughts import TOKENS_SITE
@@ -59,31 +59,31 @@ class DumpedThoughts:
         suffixes = {fork: tuple(chunks) for fork, chunks in zip(forks, others, strict=True) if chunks}
         return Thinking(tuple(accepted), tuple(self._rounds(accepted, suffixes)))
 
-    def _chunks(self, path: Path, rows: np.ndarray) -> list[Chunk]:
+    def _chunks(self, path: DrawnPath, rows: np.ndarray) -> list[DrawnChunk]:
         """Of one branch: a chunk ends where a thought stands; what comes behind the last one is the answer. Empty where
         nothing was thought, as in rejected drafts of an answer."""
         ends = np.flatnonzero(self.tokens[rows, 0] != _NOTHING) + 1
         pieces = np.split(np.arange(len(rows)), ends) if len(ends) else []
         return [self._chunk([path.tokens[i].text for i in piece], rows[piece]) for piece in pieces if len(piece)]
 
-    def _chunk(self, texts: list[str], rows: np.ndarray) -> Chunk:
+    def _chunk(self, texts: list[str], rows: np.ndarray) -> DrawnChunk:
         said = [int(token) for token in self.tokens[rows[-1]] if token != _NOTHING]
         thought = (*map(self.decode, said[:-1]), END) if said else ()
         state = None if self.squares is None else float(np.sqrt(self.squares[rows].sum()))
         likely = [] if self.likely is None else [p for p in self.likely[rows[-1]].tolist() if p == p]
-        return Chunk(tuple(texts), thought, state, step_facts(likely))
+        return DrawnChunk(tuple(texts), thought, state, step_facts(likely))
 
-    def _rounds(self, accepted: list[Chunk], suffixes: dict[int, tuple[Chunk, ...]]) -> list[Round]:
+    def _rounds(self, accepted: list[DrawnChunk], suffixes: dict[int, tuple[DrawnChunk, ...]]) -> list[DrawnRound]:
         """The rounds behind the rolled-back suffixes, by where these begin; none where suffixes were not kept."""
         count = sum(bool(chunk.thought) for chunk in accepted)
         if not self.plan.rejected:
             return []
         if self.plan.drafter_settings.get("thoughts") == "sequential":
-            return [Round(i, i + 1, i + 1) for i in range(count)]
+            return [DrawnRound(i, i + 1, i + 1) for i in range(count)]
         ends = np.cumsum([len(chunk.tokens) for chunk in accepted]).tolist()
         rounds, first = [], 0
         for fork, dropped in sorted(suffixes.items()):
             kept = ends.index(fork) + 1
-            rounds.append(Round(first, kept, kept + len(dropped), dropped))
+            rounds.append(DrawnRound(first, kept, kept + len(dropped), dropped))
             first = kept
-        return [*rounds, Round(first, count, count)]
+        return [*rounds, DrawnRound(first, count, count)]

@@ -10,7 +10,7 @@ from replaylens.engine.pictures.html import tag
 
 
 @dataclass(frozen=True)
-class Cell:
+class HeatmapCell:
     """One number; `shown` is what stands in the cell, `facts` what a hover adds: a line a fact, tabs between columns."""
 
     value: float
@@ -30,7 +30,7 @@ class Heatmap:
     rows: tuple[str, ...]
     """from top to bottom"""
     columns: tuple[str, ...]
-    cells: tuple[tuple[Cell | None, ...], ...]
+    cells: tuple[tuple[HeatmapCell | None, ...], ...]
     low: float
     high: float
     """values at which the colour ends"""
@@ -55,7 +55,7 @@ def draw(heatmap: Heatmap) -> Markup:
     return tag("figure", tag("figcaption", heatmap.title), tag("div", table, class_="rl-scroll"), *note, class_="rl-figure")
 
 
-def _cell(cell: Cell | None, heatmap: Heatmap) -> Markup:
+def _cell(cell: HeatmapCell | None, heatmap: Heatmap) -> Markup:
     if cell is None or math.isnan(cell.value):
         return tag("td", class_="rl-none")
     share = (cell.value - heatmap.low) / (heatmap.high - heatmap.low) if heatmap.high > heatmap.low else 0.0

@@ -10,9 +10,9 @@ from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.paths import Token, visible
 from replaylens.engine.pictures.readings import layer_name
 from replaylens.views.dumped import DumpedExample
-from replaylens.views.heatmap import Cell, Heatmap, span
+from replaylens.views.heatmap import Heatmap, HeatmapCell, span
 
-MOST_COLUMNS = 40
+MAX_COLUMNS = 40
 MEASURES = {
     "Z.emitted": "log-prob of the token that came next",
     "Z.entropy": "entropy, nats",
@@ -32,14 +32,14 @@ def example_map(tokens: tuple[Token, ...]) -> Heatmap | None:
     return Heatmap("Lens", tuple(reversed(names)), columns, cells, 0.0, 1.0, note)
 
 
-def _word(token: Token, layer: int) -> Cell:
+def _word(token: Token, layer: int) -> HeatmapCell:
     said = token.lens[layer]
     best = said.guesses[0]
     facts = (
         f"{said.site} after position {token.position}",
         *(f"{g.probability:.3f}\t{visible(g.token)}" for g in said.guesses),
     )
-    return Cell(best.probability, visible(best.token), facts)
+    return HeatmapCell(best.probability, visible(best.token), facts)
 
 
 @dataclass
@@ -90,16 +90,16 @@ def _well_filled(by_offset: dict[int, list[np.ndarray]]) -> list[int]:
     """Positions that at least a fifth of the roots reach, those nearest to the prompt's end first, in order."""
     most = max(map(len, by_offset.values()), default=0)
     good = [offset for offset, found in by_offset.items() if len(found) * 5 >= most]
-    return sorted(sorted(good, key=abs)[:MOST_COLUMNS])
+    return sorted(sorted(good, key=abs)[:MAX_COLUMNS])
 
 
-def _average(values: np.ndarray, layer: int) -> Cell:
+def _average(values: np.ndarray, layer: int) -> HeatmapCell:
     mean, count = float(values[:, layer].mean()), len(values)
     facts = [f"mean\t{mean:.4f}", f"roots\t{count}"]
     if count > 1:
         half = 1.96 * float(values[:, layer].std(ddof=1)) / math.sqrt(count)
         facts.insert(1, f"95 %\t{mean - half:.4f} to {mean + half:.4f}")
-    return Cell(mean, f"{mean:.2f}", tuple(facts))
+    return HeatmapCell(mean, f"{mean:.2f}", tuple(facts))
 
 
 def averages(examples: Iterable[DumpedExample]) -> LensAverages:

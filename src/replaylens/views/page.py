@@ -16,7 +16,7 @@ from markupsafe import Markup
 import replaylens
 from replaylens.engine.pictures.html import asset, join, script_json, style, tag, void
 
-MOST_TREES = 300
+MAX_TREES = 300
 """examples whose trees a page holds unless told otherwise"""
 PER_BLOCK = 32
 """fragments that are unpacked together"""

@@ -1,5 +1,6 @@
 """What probes found, for the report page: heatmaps of sweeps with intervals and controls, tables of everything else."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,12 @@ from replaylens.engine.pictures.summary import fact_list
 from replaylens.probes.report import Report
 from replaylens.probes.summary import CONTROLS, shown
 from replaylens.views import heatmap
-from replaylens.views.heatmap import Cell, Heatmap, span
+from replaylens.views.heatmap import Heatmap, HeatmapCell, span
 
 if TYPE_CHECKING:
     import pandas as pd
 
-MOST_LINES = 200
+MAX_LINES = 200
 """of one table"""
 _BESIDE = ("p_family", "q", "selectivity", "control_task", "v_information", "calibration_error", "rows", "roots")
 """columns that a cell tells when it is asked"""
@@ -88,7 +89,7 @@ def _layer(value: Any) -> int | None:
     return None if value is None or value != value else int(value)
 
 
-def _cell(line: Mapping[str, Any] | None) -> Cell | None:
+def _cell(line: Mapping[str, Any] | None) -> HeatmapCell | None:
     if line is None or line["accuracy"] != line["accuracy"]:
         return None
     facts = [f"{line['label']} at {line['position']}", f"{line['metric']}\t{line['accuracy']:.4f}"]
@@ -98,11 +99,13 @@ def _cell(line: Mapping[str, Any] | None) -> Cell | None:
         if value is not None and value == value:
             facts.append(f"{name.replace('_', ' ')}\t{value:.4g}")
     small = f"{line['low']:.2f}–{line['high']:.2f}"
-    return Cell(float(line["accuracy"]), f"{line['accuracy']:.2f}", tuple(facts), bool(line["shown"]), small)
+    return HeatmapCell(float(line["accuracy"]), f"{line['accuracy']:.2f}", tuple(facts), bool(line["shown"]), small)
 
 
-def _control(name: str, value: float) -> Cell | None:
-    return None if value != value else Cell(value, f"{value:.2f}", (f"control: {name.replace('_', ' ')}", f"best\t{value:.4f}"))
+def _control(name: str, value: float) -> HeatmapCell | None:
+    if math.isnan(value):
+        return None
+    return HeatmapCell(value, f"{value:.2f}", (f"control: {name.replace('_', ' ')}", f"best\t{value:.4f}"))
 
 
 # ---- everything else --------------------------------------------------------------------------------------------------
@@ -113,7 +116,7 @@ def _table(lines: list[dict[str, Any]]) -> Markup:
     used = dict.fromkeys(name for line in lines for name, value in line.items() if value is not None)
     names = [name for name in used if name not in ("accuracy", "low", "high")]
     head = tag("tr", *(tag("th", name.replace("_", " ")) for name in names), tag("th", "score, 95 %"), tag("th"))
-    body = [tag("tr", *(_value(line.get(name)) for name in names), *_score(line)) for line in lines[:MOST_LINES]]
+    body = [tag("tr", *(_value(line.get(name)) for name in names), *_score(line)) for line in lines[:MAX_LINES]]
     more = len(lines) - len(body)
     rest = [tag("p", f"and {more} more lines", class_="rl-quiet")] if more > 0 else []
     return join([tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="rl-scroll"), *rest])

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from tqdm.auto import tqdm
 
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import MISMATCH, VERIFIED, Verdict
+from replaylens.engine.dump.verify import MISMATCH, VERIFIED, Verification
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.pictures import thoughts as thinking
 from replaylens.engine.pictures import tree_html
@@ -34,9 +34,9 @@ class ReportPage:
 
     dump: Dump | None = None
     probes: tuple[Report, ...] = ()
-    verdict: Verdict | None = None
+    verdict: Verification | None = None
     decode: Decode | None = None
-    trees: int = page.MOST_TREES
+    trees: int = page.MAX_TREES
     title: str = ""
 
     def save(self, path: str | Path, progress: bool = False) -> Path:
@@ -105,7 +105,7 @@ def _overview(dump: Dump, seen: "_Seen") -> Markup:
     return fact_list(facts)
 
 
-def _certificate(dump: Dump, verdict: Verdict | None) -> Markup:
+def _certificate(dump: Dump, verdict: Verification | None) -> Markup:
     manifest = dump.manifest
     facts: dict[str, str | int | float] = {
         "digest": tag("code", manifest.digest),
@@ -121,7 +121,7 @@ def _certificate(dump: Dump, verdict: Verdict | None) -> Markup:
     return join([_verdict(verdict), tag("p", promise), fact_list(facts), tag("p", "Check it: ", tag("code", again))])
 
 
-def _verdict(verdict: Verdict | None) -> Markup:
+def _verdict(verdict: Verification | None) -> Markup:
     """What the verification found, with everything that it could not check."""
     if verdict is None:
         return tag("p", "Not replayed when this page was made.", class_="rl-verdict", data_status="none")

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylens.engine.errors import BadRequest
-from replaylens.probes.running_moments import CHUNK, StreamingStatistics
+from replaylens.probes.errors import BadRows
+from replaylens.probes.moments import CHUNK, StreamingStatistics
 
 ROWS = torch.randn(3 * CHUNK + 17, 12, generator=torch.Generator().manual_seed(0)) + 2
 
@@ -41,7 +41,7 @@ def test_moments_are_right() -> None:
 
 
 def test_bad_rows_are_refused() -> None:
-    with pytest.raises(BadRequest, match="wanted is"):
+    with pytest.raises(BadRows, match="wanted is"):
         StreamingStatistics(3).add(torch.zeros(2, 4))
-    with pytest.raises(BadRequest, match="no rows"):
+    with pytest.raises(BadRows, match="no rows"):
         StreamingStatistics(3).moments()

@@ -1,0 +1,226 @@
+"""Whether a loaded model is the model that it was loaded from: a few random tokens through both, layer by layer.
+
+Loading translates a config and a list of tensors. What the translation does not know of (a field, a replaced module, a
+hook, a buffer) would silently make another model of it. So the residual streams and logits of both are compared, in
+float32 on the CPU, and the first layer where they part is named.
+
+Weights in other types or on other devices are converted one block at a time, and given back as they were.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from replaylens.engine.errors import BadRequest, OtherModel
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.ops import SequenceOps, softcap
+from replaylens.engine.model.rotary import inverse_frequencies
+
+NUM_TOKENS = 32
+USUAL, LARGEST = 1e-5, 1e-3
+"""relative errors of rows that are still rounding: of the median row, and of any row. Measured in float32 against
+transformers: median at most 2e-6 (products of 14,336 terms; 3e-7 on tiny models, 6e-7 on SmolLM2), largest at most 5e-5 (a
+channel 3,000 times as large as the others). The smallest planted difference, one GELU for the other: 1e-4 in the median"""
+EMBEDDING, FINAL_NORM, UNEMBEDDING = "the embedding", "the final norm", "the final norm or the unembedding"
+_ROWS = 1 << 14
+"""of the unembedding that are converted together"""
+
+ModelPart = Callable[[Tensor | None], Tensor]
+"""of our model: what leaves it, made from what enters it"""
+Stages = dict[str, Tensor]
+"""part of the model -> what leaves it: the residual stream [tokens, d_model], or the logits [tokens, vocab]"""
+
+
+@torch.no_grad()
+def require_same(config: ModelConfig, tensors: dict[str, Tensor], source: nn.Module) -> None:
+    """Raise OtherModel where the decoder of `config` and `tensors` computes something else than `source` does.
+
+    `source` is a transformers model, or one that a TransformerBridge wraps. It is left as it was. BadRequest: it cannot run.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (min(NUM_TOKENS, config.max_positions),), generator=generator)
+    theirs = _their_stages(source, tokens, config.num_layers)
+    _require_angles(config, source)
+    rounding = torch.finfo(tensors["embed"].dtype).eps
+    for stage, error in _errors(config, tensors, tokens, theirs):
+        # a model in a narrow type may keep the embedding's factor in it (Gemma-3): that is its rounding, too
+        usual = max(USUAL, rounding) if stage == EMBEDDING else USUAL
+        if not (error.median() <= usual and error.max() <= max(usual, LARGEST)):  # NaN is a difference, too
+            raise OtherModel(stage, float(error.max()))
+
+
+def _errors(config: ModelConfig, tensors: dict[str, Tensor], tokens: Tensor, theirs: Stages) -> Iterator[tuple[str, Tensor]]:
+    """Each part of ours on what entered the same part of theirs: (part, relative errors of the rows that leave it)."""
+    entered: Tensor | None = None
+    for stage, part in _our_parts(config, tensors, tokens):
+        if (left := theirs.get(stage)) is not None:
+            yield stage, _error(part(entered), left, entered)
+            entered = left
+
+
+def _error(ours: Tensor, theirs: Tensor, entered: Tensor | None) -> Tensor:
+    """The relative error of every row; infinite where the shapes differ.
+
+    Relative to what entered, too, where it has the same shape: a block may write the opposite of what came in.
+    """
+    if ours.shape != theirs.shape:
+        return torch.tensor([float("inf")])
+    length = theirs.double().norm(dim=-1)
+    if entered is not None and entered.shape == theirs.shape:
+        length += entered.double().norm(dim=-1)
+    return (ours.double() - theirs.double()).norm(dim=-1) / length.clamp_min(1e-30)
+
+
+def _require_angles(config: ModelConfig, source: nn.Module) -> None:
+    """Raise OtherModel where a rotary frequency is another one: a few tokens show little of it, and many a lot.
+
+    `model.to(torch.bfloat16)` rounds the frequencies, too; `from_pretrained(..., dtype=torch.bfloat16)` does not.
+    """
+    ours = [inverse_frequencies(config.rope_of(layer), config.rotary_dim) for layer in range(config.num_layers)]
+    for name, theirs in source.named_buffers():
+        if name.endswith("inv_freq") and "original" not in name and "vision" not in name and config.rotary_dim:
+            found = theirs.detach().to("cpu", torch.float32)
+            same_size = [each for each in ours if each.shape == found.shape]
+            error = min((float(((found - each) / each).abs().max()) for each in same_size), default=float("inf"))
+            if not error <= USUAL:
+                raise OtherModel(f"the rotary frequencies ({name}, {theirs.dtype})", error)
+
+
+# ---- ours ----------------------------------------------------------------------------------------------------------------
+
+
+def _our_parts(config: ModelConfig, tensors: dict[str, Tensor], tokens: Tensor) -> Iterator[tuple[str, ModelPart]]:
+    """The decoder in parts, in order. The tensors are used as they are; one part at a time is in float32."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    model.load_state_dict(tensors, assign=True)
+    yield EMBEDDING, lambda _: _embedding(model, tokens)
+    for layer in range(config.num_layers):
+        yield f"block {layer}", partial(_block, model, layer)
+    yield FINAL_NORM, partial(_normed, model)
+    yield UNEMBEDDING, partial(_logits, model)
+
+
+def _embedding(model: Decoder, tokens: Tensor) -> Tensor:
+    """As `Decoder.embedding`, of rows that are converted after they were picked."""
+    x = model.embed[tokens].to("cpu", torch.float32) * model.config.embed_scale
+    return x if model.pos_embed is None else x + model.pos_embed[: len(tokens)].to("cpu", torch.float32)
+
+
+def _block(model: Decoder, layer: int, x: Tensor) -> Tensor:
+    model.blocks[layer].to("cpu", torch.float32)
+    x = model.run_blocks(x, torch.arange(len(x)), SequenceOps([len(x)]), None, layer, layer + 1)
+    model.blocks[layer].to("meta")
+    return x
+
+
+def _normed(model: Decoder, x: Tensor) -> Tensor:
+    return SequenceOps([len(x)]).norm(x, model.ln_final.to("cpu", torch.float32))
+
+
+def _logits(model: Decoder, x: Tensor) -> Tensor:
+    """As `Decoder.logits`, the unembedding in pieces."""
+    x = _normed(model, x)
+    table = model.embed if model.unembed is None else model.unembed.weight.t()
+    logits = torch.cat([x @ rows.to("cpu", torch.float32).t() for rows in table.split(_ROWS)], dim=-1)
+    return softcap(logits, model.config.logit_softcap)
+
+
+# ---- theirs --------------------------------------------------------------------------------------------------------------
+
+
+def _their_stages(source: nn.Module, tokens: Tensor, num_layers: int) -> Stages:
+    seen: Stages = {}
+
+    def see(stage: str, value: Any) -> None:
+        first = value[0] if isinstance(value, tuple) else value
+        seen[stage] = first.detach().float().flatten(0, -2).clone()
+
+    blocks = _blocks(source, num_layers)
+    hooks = [blocks[0].register_forward_pre_hook(lambda _, args: see(EMBEDDING, args))]
+    for layer, block in enumerate(blocks):
+        hooks.append(block.register_forward_hook(lambda _, __, out, layer=layer: see(f"block {layer}", out)))
+    try:
+        with _as_float32(source, blocks), _as_defined(source):
+            out = source(input_ids=tokens[None], use_cache=False)
+    except Exception as e:
+        raise BadRequest(
+            f"transformers cannot run this {type(source).__name__}, so it cannot be compared with what was loaded from it: "
+            f"{type(e).__name__}: {e}. Load it with check=False if it is sound"
+        ) from e
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if hasattr(out, "logits"):
+        see(UNEMBEDDING, out.logits)
+    else:  # a model without its head: the embedding is that
+        see(FINAL_NORM, out.last_hidden_state)
+    return seen
+
+
+def _blocks(source: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The decoder's layers; those of a vision part are none."""
+    for name, module in source.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers and "vision" not in name:
+            return module
+    raise BadRequest(
+        f"this {type(source).__name__} has no list of {num_layers} layers to compare with: load it with check=False"
+    )
+
+
+@contextmanager
+def _as_defined(source: nn.Module) -> Iterator[None]:
+    """Without dropout, and with eager attention: the faster kernels leave out what they do not have (Gemma-2's softcap)."""
+    modes = {module: module.training for module in source.modules()}
+    configs: list[Any] = [
+        config for m in source.modules() if hasattr(config := getattr(m, "config", None), "_attn_implementation")
+    ]
+    before = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = "eager"
+        source.eval()
+        yield
+    finally:
+        for config, attention in zip(reversed(configs), reversed(before), strict=True):  # many modules share one
+            config._attn_implementation = attention
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def _as_float32(source: nn.Module, blocks: nn.ModuleList) -> Iterator[None]:
+    """Compute on the CPU in float32: the weights of each block, and of each part beside them, are converted while it runs."""
+    held: list[tuple[Tensor, Tensor]] = []
+
+    def convert(module: nn.Module, *_: Any) -> None:
+        for x in (*module.parameters(), *module.buffers()):
+            if x.is_floating_point() and (x.dtype, x.device.type) != (torch.float32, "cpu"):
+                held.append((x, x.data))
+                x.data = x.data.to("cpu", torch.float32)
+
+    def put_back(*_: Any) -> None:
+        while held:
+            x, data = held.pop()
+            x.data = data
+
+    hooks = [part.register_forward_pre_hook(convert, prepend=True) for part in _parts(source, blocks)]
+    hooks += [part.register_forward_hook(put_back) for part in _parts(source, blocks)]
+    try:
+        yield
+    finally:
+        put_back()
+        for hook in hooks:
+            hook.remove()
+
+
+def _parts(module: nn.Module, blocks: nn.ModuleList) -> list[nn.Module]:
+    """The blocks, and the largest modules that hold none of them."""
+    inner = [child for child in module.children() if not any(each is blocks for each in child.modules())]
+    outer = [child for child in module.children() if any(each is blocks for each in child.modules())]
+    return inner + [part for child in outer for part in _parts(child, blocks)]

@@ -1,0 +1,95 @@
+"""`Source`: tensors by their Hugging Face names, from a folder of safetensors files or from a model in memory."""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from replaylens.engine.errors import BadWeights
+
+WEIGHTS_FILE = "model.safetensors"
+HEAD = "lm_head.weight"
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""types whose numbers are the weights; those of others mean something only together with scales"""
+_SPELLINGS = (("lm_head.", "embed_out."), ("model.", ""), ("transformer.", ""), ("gpt_neox.", ""))
+"""other names for the same tensor: GPT-NeoX files, and files of a bare transformer without its head (GPT-2's own)"""
+_TEXT_PARTS = (("", "language_model."), ("model.", "model.language_model."), ("model.", "language_model."))
+"""where a multimodal model keeps its text part: (how a name begins in a text model, how it begins there)"""
+_NO_WEIGHT = re.compile(
+    r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$|^(lm_head|embed_out)\.weight$"
+)
+"""constants that older checkpoints store, and the second copy of a tied embedding"""
+
+
+class Source:
+    """Hands out tensors by name, and names the ones that are not there."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor], holds_copies: bool = False) -> None:
+        self.names, self.read, self.holds_copies = set(names), read, holds_copies
+        self.begins = next((pair for pair in _TEXT_PARTS if self._embeds(*pair)), ("", ""))
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """of every tensor handed out so far, in order"""
+
+    def _embeds(self, text: str, here: str) -> bool:
+        return here + "model.embed_tokens.weight".removeprefix(text) in self.names
+
+    def find(self, name: str) -> str | None:
+        """The tensor's name here; None: it is not there."""
+        text, here = self.begins
+        own = here + name.removeprefix(text) if name.startswith(text) else name
+        others = (new + own.removeprefix(old) for old, new in _SPELLINGS if own.startswith(old))
+        return next((known for known in (own, *others) if known in self.names), None)
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, detached; BadWeights where it is missing, or holds no plain floating-point numbers."""
+        found = self.find(name)
+        if found is None:
+            raise BadWeights(f"tensor {name!r} is missing from the checkpoint; is it complete, and of this architecture?")
+        tensor = self.read(found)
+        if tensor.device.type == "meta":
+            raise BadWeights(f"tensor {found!r} has no values (device 'meta'): load the model's weights first")
+        if tensor.dtype not in _FLOATS:
+            raise BadWeights(
+                f"tensor {found!r} holds {tensor.dtype}, which is no weight without its scales; is the checkpoint quantised? "
+                "Save it in float16, bfloat16 or float32"
+            )
+        self.shapes[found] = tuple(tensor.shape)
+        return tensor.detach()
+
+    def unread(self) -> list[str]:
+        """Weights that were never handed out; none are named where the source keeps copies under further names."""
+        if self.holds_copies:
+            return []
+        here = self.begins[1]
+        mine = (name for name in self.names - set(self.shapes) if name.startswith((here, "lm_head.")))
+        return sorted(name for name in mine if not _NO_WEIGHT.search(name.removeprefix(here)))
+
+
+def safetensors(folder: Path) -> Source:
+    """All tensors of a folder, one file or sharded by an index."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            bad = [name for name in files if Path(name).name != name]
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise BadWeights(f"{index} is not an index of shards ({e!r}); copy it again") from None
+        if bad:
+            raise BadWeights(f"{index} points outside its folder: {bad}")
+    else:
+        files = [WEIGHTS_FILE]
+    owner: dict[str, Any] = {}
+    for name in files:
+        if not (folder / name).exists():
+            raise BadWeights(f"{folder / name} is missing; only safetensors checkpoints are read (no pickle)")
+        try:
+            handle = safe_open(folder / name, framework="pt")
+        except Exception as e:
+            raise BadWeights(f"{folder / name} is not a readable safetensors file: {e}") from e
+        owner.update(dict.fromkeys(handle.keys(), handle))
+    return Source(owner, lambda name: owner[name].get_tensor(name))

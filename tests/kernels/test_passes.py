@@ -1,0 +1,51 @@
+"""A pass in the arithmetic of a CUDA device, kernel by kernel: the model's function, rows and keys where they belong."""
+
+import torch
+
+from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.memory.pages import PagePool, PageTable
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.passes.batch import Batch, Segment
+from replaylens.engine.passes.cuda import CanonicalCudaOps, device_rows, page_numbers
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CONFIG = ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, rotary_dim=8)
+PATHS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5, 8, 9, 7, 9, 3, 2, 3, 8]]
+
+
+def whole(model: Decoder, path: list[int]) -> torch.Tensor:
+    """The residual stream of a path in plain PyTorch: [tokens, d_model]."""
+    return model(torch.tensor(path, device=DEVICE), torch.arange(len(path), device=DEVICE), SequenceOps([len(path)]))
+
+
+def test_prefill_then_one_row_each():
+    """Three branches on pages of two positions: all but the last token of each, then the last ones together."""
+    model = Decoder(CONFIG).initialize(0).requires_grad_(False).to(DEVICE)
+    pool = PagePool(16, 2)
+    cache = KVCache(CONFIG, pool, torch.float32, DEVICE)
+    cache.data = torch.zeros(2, 2, 34, 2, 8, device=DEVICE)  # the layout of a device, also in the interpreter
+    tables = [PageTable() for _ in PATHS]
+    for table, path in zip(reversed(tables), reversed(PATHS), strict=True):  # page numbers that are not in order
+        pool.reserve(table, 0, len(path))
+
+    def run(segments: list[Segment]) -> torch.Tensor:
+        batch = Batch(segments, pool, (1, 2, 4, 8), tile=1, device=DEVICE)
+        ops = CanonicalCudaOps(cache, device_rows(batch, cache))
+        return model(batch.tokens, batch.positions, ops)[: batch.num_rows]
+
+    first = run([Segment(table, 0, path[:-1]) for table, path in zip(tables, PATHS, strict=True)])
+    last = run([Segment(table, len(path) - 1, path[-1:]) for table, path in zip(tables, PATHS, strict=True)])
+    truth = [whole(model, path) for path in PATHS]
+    torch.testing.assert_close(first, torch.cat([rows[:-1] for rows in truth]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(last, torch.stack([rows[-1] for rows in truth]), rtol=1e-4, atol=1e-5)
+    held = {slot for table, path in zip(tables, PATHS, strict=True) for slot in pool.slots(table, 0, len(path))}
+    assert {i for i in range(34) if cache.data[:, :, i].any()} == held, "keys and values went elsewhere"
+
+
+def test_pages_are_one_line_per_table():
+    tables = [PageTable([4, 2, 7], 5), PageTable([], 0), PageTable([1], 2)]
+    want = [[4, 2, 7, 9], [9, 9, 9, 9], [1, 9, 9, 9], [9, 9, 9, 9]]
+    found = page_numbers(tables, (4, 4), rest=9)
+    assert found.tolist() == want and found.dtype == torch.int32 and found.is_contiguous()
