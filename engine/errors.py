@@ -53,6 +53,10 @@ class NotCertified(EngineError, RuntimeError):
     """This device was not shown to give canonical bits; the engine will not claim them."""
 
 
+class ModesChanged(EngineError, RuntimeError):
+    """The number of threads, or another setting that moves bits, changed during a pass; nothing of it was committed."""
+
+
 class IntegrityError(EngineError, RuntimeError):
     """`check_integrity` found a fault of our own: the text names the first one with its numbers. Please report it."""
 

@@ -165,7 +165,8 @@ class Prefiller:
         for edit in (edit for edit in p.inner if edit.site == STATE_SITE):
             if places := edit.positions(first, first + len(rows)):
                 picks = [place - first for place in places]
-                rows[picks] = edit.apply(rows[picks], places)
+                with self.forest.runner.canonical(len(rows)):
+                    rows[picks] = edit.apply(rows[picks], places)
         return added(self.config.write_site, first, rows) if bool(rows.any()) else None
 
     def _chunks(self, p: Prefill, count: int) -> list[ChunkStates]:
