@@ -7,6 +7,7 @@ keep. It promises nothing about bits.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,8 +181,8 @@ def graphed(work: Callable[[], Tensor], device: str) -> Callable[[], Tensor]:
     with torch.inference_mode(), torch.cuda.graph(graph):
         result = work()
 
-    def replay() -> Tensor:
+    def replay(held: Callable[[], Tensor]) -> Tensor:
         graph.replay()
         return result
 
-    return replay
+    return partial(replay, work)  # the graph reads the work's tensors: they must live as long as it does

@@ -237,19 +237,21 @@ class Forest:
         """The KV of all committed tokens, if it is there; and how many these are."""
         states, waiting = self.tree.branch(lane.branch).states, (TokenState.PENDING, TokenState.DRAFT)
         committed = next((position for position, state in enumerate(states) if state in waiting), len(states))
-        return (self._rows(lane) if lane.computed >= committed else None), committed
+        return (self.held_kv(lane) if lane.computed >= committed else None), committed
 
     @changing
     def _taken_over(self, lane: Lane, twin: Lane) -> Tensor:
         """The twin's KV, whose pages become the lane's if it still wants them. The twin is released."""
-        rows, length = self._rows(twin), twin.computed
+        rows, length = self.held_kv(twin), twin.computed
         wanted = lane.branch in self.loop.lanes and lane.computed < length
         if wanted and self.tree.common_prefix(lane.branch, twin.branch) == length:
             lane.table, twin.table, lane.computed = twin.table, lane.table, length
         self.release(twin)
         return rows
 
-    def _rows(self, lane: Lane) -> Tensor:
+    @reading
+    def held_kv(self, lane: Lane) -> Tensor:
+        """A copy of the KV that a lane holds now."""
         return self.runner.cache.rows(self.runner.pool.slots(lane.table, 0, lane.computed))
 
     @reading

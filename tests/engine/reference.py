@@ -112,7 +112,8 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
 def differences(branch: Branch, reference: Reference) -> list[str]:
     """Everything on a branch that is not what its path says: empty, or the promise is broken."""
     path, found = tuple(branch.tokens), []
-    if not same_bits(branch.kv(), reference.kv(path[: branch.lane.computed])):
+    held = branch.engine.forest.held_kv(branch.lane)  # kv() would compute what is not there, and others lose their pages
+    if not same_bits(held, reference.kv(path[: branch.lane.computed])):
         found.append(f"KV of branch {branch.id}")
     recording = branch.lane.recording
     if recording is None:

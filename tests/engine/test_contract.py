@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
+from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.trace import Trace
@@ -141,8 +142,7 @@ def go_on(engine: Engine, branches: list[Branch], requests: Sequence[Request]) -
 
 def rejected(branch: Branch) -> list[tuple[int, list[int]]]:
     """Where drafts did not stand, and what they were: in order."""
-    tree = branch.engine.tree
-    return [(tree.branch(i).fork_position, tree.path(i)) for i in branch.rejected_ids]
+    return [(cut.fork_position, cut.tokens) for cut in branch.record.cut if cut.status is BranchStatus.REJECTED]
 
 
 def broken(subject: Subject, branches: list[Branch], requests: Sequence[Request]) -> list[str]:
@@ -155,7 +155,7 @@ def broken(subject: Subject, branches: list[Branch], requests: Sequence[Request]
             found += [f"{what}: {request}" for what in differences(one, subject.reference)]
         if branch.lane.recording is not None:
             found += [f"captured positions of {request}"] * (branch.activations.positions() != [*range(branch.length)])
-            found += [f"rejected branches of {request}"] * (len(branch.rejected) != len(branch.rejected_ids))
+            found += [f"rejected branches of {request}"] * (len(branch.rejected) != len(rejected(branch)))
     return found
 
 
@@ -241,7 +241,8 @@ def test_forks_rollbacks_and_cancels_leave_no_mark(subject: Subject) -> None:
         for branch, request in zip(branches, requests, strict=True):
             meddle(draw, branch, subject.model.config.vocab_size)
             branch.rollback(len(request.prompt))
-            branch.rejected_ids.clear()
+            for other in branch.rejected:
+                other.release()
     assert broken(subject, go_on(engine, branches, requests), requests) == []
 
 

@@ -243,8 +243,7 @@ class Sessions(RuleBasedStateMachine):
     @rule(pick=picks)
     @precondition(lambda self: len(self.known) > 2)
     def release(self, pick: int) -> None:
-        one = self.known.pop(pick % len(self.known))
-        one.branch.release()
+        self.release_one(pick % len(self.known))
 
     @rule()
     @precondition(lambda self: len(self.rejected) > 12)
@@ -319,7 +318,13 @@ class Sessions(RuleBasedStateMachine):
         """Let it in; the oldest leaves where there are too many."""
         self.known.append(one)
         if len(self.known) > MOST:
-            self.known.pop(0).branch.release()
+            self.release_one(0)
+
+    def release_one(self, number: int) -> None:
+        """A known branch, with the rejected drafts that hang off it."""
+        gone = self.known.pop(number).branch
+        gone.release()
+        self.rejected = [one for one in self.rejected if one.branch.record.parent != gone.id]
 
     def child(self, parent: Known, at: int) -> Known:
         length = 1 + at % len(parent.path)
@@ -341,7 +346,6 @@ class Sessions(RuleBasedStateMachine):
         for other in branch.rejected:
             if other.id not in noted:
                 self.rejected.append(Known(other, other.tokens, one.num_prompt, one.exact))
-        branch.rejected_ids.clear()
 
 
 class SessionsOnCuda(Sessions):
