@@ -444,7 +444,7 @@ def test_a_trace_of_threads_replays() -> None:
         return [root, root.fork(at=5)[0].generate(3)]
 
     made = [branch for branches in all_at_once(*(lambda i=i: work(i) for i in range(4))) for branch in branches]
-    replayed = engine().replay(subject.trace)
+    replayed = engine().replay_trace(subject.trace)
     for branch in made:
         again = replayed[branch.id]
         assert again.tokens == branch.tokens and torch.equal(again.kv(), branch.kv())
