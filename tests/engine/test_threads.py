@@ -470,7 +470,7 @@ def test_traces_dumps_and_caches_in_threads_of_their_own() -> None:
         return ShardMaker(subject, plan).make(0).digests()[0]
 
     def replayed(subject: Engine) -> list[int]:
-        (branch,) = subject.replay(recorded.trace).values()
+        (branch,) = subject.replay_trace(recorded.trace).values()
         return branch.tokens
 
     works: list[Callable[[Engine], Any]] = [
