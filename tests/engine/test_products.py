@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
+from replaylens.engine.model import modes
 from replaylens.engine.model.ops import Linear
 from replaylens.engine.passes import products
 from replaylens.engine.passes.batch import TILE
@@ -48,6 +49,38 @@ def test_the_tile_is_the_meaning() -> None:
     x, weight = torch.randn(48, 96), torch.randn(96, 80)
     exact = x.double() @ weight.double()
     assert (tile_product(x, weight).double() - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("threads", "rows", "calls"),
+    [
+        (1, 112, [(64, 1), (16, 1), (16, 1), (16, 1)]),
+        (2, 112, [(64, 2), (16, 1), (16, 1), (16, 1)]),  # on two threads, 64 rows are all that is certified
+        (2, 128, [(64, 2), (64, 2)]),
+        (2, 48, [(16, 1), (16, 1), (16, 1)]),
+        (3, 112, [(64, 1), (16, 1), (16, 1), (16, 1)]),  # no certificate: everything on one
+    ],
+)
+def test_only_certified_products_reach_the_library(
+    threads: int, rows: int, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row counts and threads of each call, whatever bits this machine's library would give at others."""
+    seen: list[tuple[int, int]] = []
+    product = torch.mm
+
+    def watched(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+        seen.append((len(a), torch.get_num_threads()))
+        return product(a, b, out=out)
+
+    module, x = linear(bias=True), torch.randn(rows, SHAPE[0], generator=torch.Generator().manual_seed(1))
+    allowed = {1: Allowed({SHAPE: (64, TILE)}), 2: Allowed({SHAPE: (64,)})}
+    monkeypatch.setattr(torch, "mm", watched)
+    with modes.threads(threads):
+        found = Products(allowed).linear(x, module)
+        assert torch.get_num_threads() == threads
+    assert seen == calls
+    exact = x.double() @ module.weight.double() + module.bias.double()  # type: ignore[union-attr]
+    assert (found.double() - exact).abs().max() < 1e-4
 
 
 @needs_mkl

@@ -108,6 +108,22 @@ ENGINE = (
         ("tests/engine/test_attention.py",),
     ),
     Mutant(
+        "rows-that-are-not-certified",
+        "replaylens.engine.passes.products",
+        "count = next(c for c in counts if c <= len(x) - done)",
+        "count = min(counts[0], len(x) - done)",
+        "only certified row counts reach the library",
+        ("tests/engine/test_products.py",),
+    ),
+    Mutant(
+        "rest-on-all-threads",
+        "replaylens.engine.passes.products",
+        "        with modes.threads(1):\n            out[whole:]",
+        "        with modes.threads(threads):\n            out[whole:]",
+        "what is not certified on several threads runs on one",
+        ("tests/engine/test_products.py",),
+    ),
+    Mutant(
         "divergence-reversed",
         "replaylens.engine.lens.readout",
         "(final.exp() * (final - log_p)).sum(-1)",
