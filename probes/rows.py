@@ -115,7 +115,7 @@ class ProbeRows:
             first = next(iter(made))
             if other != made[first]:
                 lines = "; ".join(made[first].differences(other))
-                raise OtherFingerprint(f"{first!r} and {name!r} come from different engines ({lines}). Join rows of one.")
+                raise OtherFingerprint(f"{first!r} and {name!r} come from different engines ({lines}). Join one engine's rows.")
         whole = {name: rows.whole for name, rows in parts.items()}
         frame = pd.concat([rows.frame.assign(part=name) for name, rows in whole.items()], ignore_index=True)
         source = JoinedSource([Subset(rows.source, rows.numbers) for rows in whole.values()], [len(r) for r in whole.values()])

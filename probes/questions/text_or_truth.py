@@ -30,7 +30,7 @@ def text_or_truth(
     """Force a chain of thought whose `lie_at`-th stated face is wrong, let the model continue, and probe its state.
 
     Examples are of the task `coin` with rendering `steps`. Probes are fitted on truthful chains of the train roots and read
-    chains with a lie of the test roots, at `position` after the lie, where truth (`face`) and text (`implied`) differ.
+    false chains of the test roots, at `position` after the lie, where truth (`face`) and text (`implied`) differ.
     """
     if lie_at < 1:
         raise ProbeError(f"lie_at={lie_at} is too small. Stated faces are counted from 1.")

@@ -126,6 +126,7 @@ class Campaign:
         own = {
             "PYTHONPATH": str(copy / "src"),
             "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # none of them is needed, and loading them takes seconds
             "OMP_NUM_THREADS": "1",
             "REPLAYLENS_CACHE": tempfile.mkdtemp(prefix="cache-", dir=copy.parent),  # a mutant certifies nothing for others
         }
