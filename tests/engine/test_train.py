@@ -22,6 +22,7 @@ from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import BadRecipe, Part, Recipe
 from replaylens.engine.training.trainer import Texts
 from replaylens.engine.zoo import coin as zoo
+from tests.interrupted import Interrupted, interrupt_at
 
 PICTURE = Part("coin", 3, (("rendering", "picture"),))
 STEPS = Part("coin", 1, (("rendering", "steps"),))
@@ -39,18 +40,6 @@ TINY = Recipe(
     warmup=2,
     pool=16,
 )  # fmt: skip
-
-
-class Interrupted(Exception):
-    """Stands for a crash."""
-
-
-def interrupt_at(step: int) -> Callable[[int, float], None]:
-    def after_step(done: int, loss: float) -> None:
-        if done == step:
-            raise Interrupted
-
-    return after_step
 
 
 def assert_same(a: Decoder, b: Decoder) -> None:

@@ -1,6 +1,5 @@
 """Training of models that think: the same bits twice and after an interruption, for all methods; and it learns."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from replaylens.engine.training.score import generate, score
 from replaylens.engine.training.thinking import ThinkingRecipe
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
+from tests.interrupted import Interrupted, interrupt_at
 
 SHAPE = ModelConfig(
     num_layers=3, d_model=16, num_heads=2, num_kv_heads=2, d_head=8, d_mlp=24, vocab_size=106, max_positions=256, rotary_dim=8
@@ -37,18 +37,6 @@ TINY = ThinkingRecipe(
     warmup=2,
     pool=8,
 )
-
-
-class Interrupted(Exception):
-    """Stands for a crash."""
-
-
-def interrupt_at(step: int) -> Callable[[int, float], None]:
-    def after_step(done: int, loss: float) -> None:
-        if done == step:
-            raise Interrupted
-
-    return after_step
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
