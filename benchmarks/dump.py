@@ -21,7 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.table import Table
+from benchmarks.llama import hugging_face
+from benchmarks.table import RESULTS, Table
 from replaylens import tasks
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.planning import make_plan
@@ -32,54 +33,17 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.tasks import Example
 from replaylens.tasks.task import AnyTask
 
-BATCH, NEW = 32, 4
+BATCH, NEW, ROUNDS = 32, 4, 3
+TRANSFORMER_LENS = "TransformerLens run_with_cache + torch.save"
+HUGGING_FACE = "Hugging Face hidden states + safetensors"
 
 
-def hugging_face(model: Decoder) -> Any:
-    """The same function as a LlamaForCausalLM: weights mapped back, and checked by loading them again."""
-    import transformers as tf
-
-    c = model.config
-    made = tf.LlamaForCausalLM(
-        tf.LlamaConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.d_model,
-            intermediate_size=c.d_mlp,
-            num_hidden_layers=c.num_layers,
-            num_attention_heads=c.num_heads,
-            num_key_value_heads=c.num_kv_heads,
-            head_dim=c.d_head,
-            max_position_embeddings=c.max_positions,
-            rms_norm_eps=c.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
-            tie_word_embeddings=c.tied_embeddings,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-    ).eval()
-    made.load_state_dict(_llama_tensors(model), strict=False)
+def peer(model: Decoder) -> Any:
+    """The model as Hugging Face's, the mapping of the weights checked by loading them again."""
+    made = hugging_face(model)
     ours, theirs = (dict(m.state_dict()) for m in (model, weights.load(made)))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours), "the mapping of the weights is wrong"
-    return made.requires_grad_(False)
-
-
-def _llama_tensors(model: Decoder) -> dict[str, Tensor]:
-    c = model.config
-    out = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.ln_final.weight}
-    out["lm_head.weight"] = model.embed if model.unembed is None else model.unembed.weight.T
-    widths = [c.num_heads * c.d_head, c.num_kv_heads * c.d_head, c.num_kv_heads * c.d_head]
-    for layer, block in enumerate(model.blocks):
-        name = f"model.layers.{layer}."
-        parts: dict[str, Tensor] = dict(zip("qkv", block.attn.qkv.weight.T.split(widths), strict=True))
-        out |= {f"{name}self_attn.{x}_proj.weight": part for x, part in parts.items()}
-        out[f"{name}self_attn.o_proj.weight"] = block.attn.o.weight.T
-        gate, up = block.mlp.up.weight.T.chunk(2)
-        out |= {f"{name}mlp.gate_proj.weight": gate, f"{name}mlp.up_proj.weight": up}
-        out[f"{name}mlp.down_proj.weight"] = block.mlp.down.weight.T
-        out[f"{name}input_layernorm.weight"] = block.ln1.weight
-        out[f"{name}post_attention_layernorm.weight"] = block.ln2.weight
-    return {name: x.detach().clone().contiguous() for name, x in out.items()}
+    return made
 
 
 def bridge(model: Any) -> Any:
@@ -157,38 +121,39 @@ def timed(work: Callable[[Path], Any]) -> tuple[float, Any, int]:
     with tempfile.TemporaryDirectory() as name:
         begin = time.perf_counter()
         result = work(Path(name))
-        os.sync()
+        files = [path for path in Path(name).rglob("*") if path.is_file()]
+        for path in files:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         elapsed = time.perf_counter() - begin
-        return elapsed, result, sum(path.stat().st_size for path in Path(name).rglob("*") if path.is_file())
+        return elapsed, result, sum(path.stat().st_size for path in files)
 
 
 def dumping(table: Table, engine: Engine, task: AnyTask, n: int) -> None:
-    """The three ways, warmed up on a few examples."""
-    model = hugging_face(engine.model)
+    """The three ways, in turns after a round on a few examples that does not count."""
+    model = peer(engine.model)
     lens = bridge(model)
-    examples, few = task.examples(n), task.examples(BATCH)
-    with tempfile.TemporaryDirectory() as name:
-        for warm in ("a", "b"):
-            Path(name, warm).mkdir()
-        ours(engine, task, BATCH, Path(name, "c"))
-        with_transformer_lens(model, lens, engine, few, Path(name, "a"))
-        with_hugging_face(model, engine, few, Path(name, "b"))
-    rates: dict[str, float] = {}
 
-    def measure(label: str, work: Callable[[Path], Any], count: Callable[[Any], int]) -> None:
-        elapsed, result, size = timed(work)
-        rates[label] = count(result) / elapsed
-        numbers = dict(rows_per_s=rates[label], mb_per_s=size / elapsed / 1e6, seconds=elapsed, rows=count(result))
-        table.add(label, **numbers)
+    def mine(drafter: str) -> Callable[[Path, int], int]:
+        return lambda folder, count: ours(engine, task, count, folder, drafter=drafter).manifest.accepted_rows
 
-    accepted = lambda dump: dump.manifest.accepted_rows  # noqa: E731
-    for drafter in ("lens", "ngram"):
-        measure(f"replaylens dump, drafter {drafter}", lambda f, d=drafter: ours(engine, task, n, f, drafter=d), accepted)
-    label = "TransformerLens run_with_cache + torch.save"
-    measure(label, lambda folder: with_transformer_lens(model, lens, engine, examples, folder), int)
-    measure("Hugging Face hidden states + safetensors", lambda f: with_hugging_face(model, engine, examples, f), int)
+    ways: dict[str, Callable[[Path, int], int]] = {
+        "replaylens dump, drafter lens": mine("lens"),
+        "replaylens dump, drafter ngram": mine("ngram"),
+        TRANSFORMER_LENS: lambda folder, count: with_transformer_lens(model, lens, engine, task.examples(count), folder),
+        HUGGING_FACE: lambda folder, count: with_hugging_face(model, engine, task.examples(count), folder),
+    }
+    runs: dict[str, list[tuple[float, int, int]]] = {label: [] for label in ways}
+    for count in (BATCH, *[n] * ROUNDS):
+        for label, work in ways.items():
+            runs[label].append(timed(lambda folder, work=work, count=count: work(folder, count)))
+    rates = {}
+    for label, (_, *counted) in runs.items():
+        seconds, rows, size = sorted(counted)[len(counted) // 2]
+        rates[label] = rows / seconds
+        table.add(label, rows_per_s=rates[label], mb_per_s=size / seconds / 1e6, seconds=seconds, rows=rows)
     best = max(rates[name] for name in rates if name.startswith("replaylens"))
-    for label, aim in (("TransformerLens run_with_cache + torch.save", 3.0), ("Hugging Face hidden states + safetensors", 1.0)):
+    for label, aim in ((TRANSFORMER_LENS, 3.0), (HUGGING_FACE, 1.0)):
         ratio = best / rates[label]
         table.add(f"ours against {label.split(' + ')[0]}", ratio=ratio, aim=f">= {aim}", met=ratio >= aim)
 
@@ -201,9 +166,7 @@ def overhead(table: Table, engine: Engine, task: AnyTask, n: int) -> None:
         engine.prefix.clear()  # without capture, known prompts would not be computed at all
         begin = time.perf_counter()
         engine.replay(examples, sites=sites, drafter="lens", max_new=NEW, batch=BATCH)
-        elapsed = time.perf_counter() - begin
-        engine.trace.events.clear()
-        return elapsed
+        return time.perf_counter() - begin
 
     replay(None)
     pairs = [(replay(None), replay("STC")) for _ in range(3)]  # in turns: the machine's mood changes
@@ -233,22 +196,22 @@ def peak(n: int) -> None:
     print(int(lines["VmHWM"].split()[0]) * 1024)
 
 
-def main(n: int = 1000) -> None:
-    table = Table("dump-cpu", f"coin-plain, {n} coin examples, {NEW} new tokens each, batches of {BATCH}")
+def main(n: int, out: Path) -> None:
+    table = Table("dump-cpu", f"coin-plain, {n} coin examples, {NEW} new tokens each, batches of {BATCH}", out=out)
     print(table.about, f"{torch.get_num_threads()} threads")
     engine, task = Engine.load("coin-plain"), tasks.get("coin")()
     dumping(table, engine, task, n)
     overhead(table, engine, task, min(n, 1000))
     memory(table, [256, max(512, n // 2), max(1024, n)])
-    table.save()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--n", type=int, default=1000)
+    parser.add_argument("--out", type=Path, default=RESULTS / "dump-cpu.json")
     parser.add_argument("--peak", type=int)
     given = parser.parse_args()
     if given.peak:
         peak(given.peak)
     else:
-        main(given.n)
+        main(given.n, given.out)

@@ -12,44 +12,18 @@ from typing import Any
 
 import torch
 
+from benchmarks.baselines.subject import ENDLESS, SHAPE, random_decoder
 from benchmarks.table import Table
 from replaylens.engine.engine import Engine
 from replaylens.engine.lens import cuda as cuda_lens
 from replaylens.engine.memory.pages import PageTable
-from replaylens.engine.model.config import ModelConfig, Rope
-from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.graphs import WORTH
 from replaylens.engine.request.capture import LensSpec, PassTap
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 
-SHAPE = ModelConfig(
-    num_layers=32,
-    d_model=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    d_head=128,
-    d_mlp=14336,
-    vocab_size=128256,
-    max_positions=8192,
-    rotary_dim=128,
-    rope=Rope(theta=500000.0),
-    tied_embeddings=False,
-)
-ENDLESS = Sampling(ignore_eos=True)
 DRAWN = Sampling(ignore_eos=True, temperature=0.8, seed=3)
-
-
-def subject() -> Decoder:
-    """Random weights of the shape, made on the device."""
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = Decoder(SHAPE)
-    for name, parameter in model.named_parameters():
-        value = torch.ones_like(parameter) if ".ln" in name or name.startswith("ln") else torch.randn_like(parameter) * 0.02
-        parameter.data = value.to(torch.bfloat16)
-    return model.to("cuda").requires_grad_(False).eval()  # the rotary tables are made on the CPU
 
 
 def milliseconds(work: Any, repeats: int = 10) -> float:
@@ -233,52 +207,14 @@ def contract(table: Table, engine: Engine) -> None:
     )
 
 
-def mixed(table: Table, engine: Engine) -> None:
-    """64 requests of 32 to 256 tokens that arrive at random, each of which generates 64; some ask for the promise."""
-    loads: tuple[tuple[str, float, dict[str, Any]], ...] = (
-        ("0 %", 0.0, {}), ("10 %", 0.1, {}), ("50 %", 0.5, {}), ("100 %", 1.0, {}), ("100 %, verified", 1.0, {"window": 8}),
-    )  # fmt: skip
-    runs: dict[str, list[tuple[float, int]]] = {name: [] for name, *_ in loads}
-    for _ in range(4):  # in turns: graphs are made in the first rounds, and the last two count
-        for name, share, how in loads:
-            runs[name].append(_arrivals(engine, share, how))
-    rates = {name: sum(rate for rate, _ in found[2:]) / 2 for name, found in runs.items()}
-    for name, found in runs.items():
-        ratio = rates[name] / rates["0 %"]
-        table.add(f"mixed load, {name} deterministic", ratio=ratio, tokens_per_s=rates[name], rejected_drafts=found[-1][1])
-
-
-def _arrivals(engine: Engine, share: float, how: dict[str, Any]) -> tuple[float, int]:
-    """(tokens per second from the first arrival to the last token, drafts that were rejected)."""
-    random = torch.Generator().manual_seed(1)
-    lengths = torch.randint(32, 257, (64,), generator=random).tolist()
-    due = torch.rand(64, generator=random).sort().values.tolist()  # within the first second
-    exact = (torch.randperm(64, generator=random) < round(64 * share)).tolist()
-    waiting = [(at, prompts(1, n)[0], e) for at, n, e in zip(due, lengths, exact, strict=True)]
-    streams, begin = [], time.perf_counter()
-    while waiting or any(not stream.job.done for stream in streams):
-        while waiting and waiting[0][0] <= time.perf_counter() - begin:
-            _, tokens, promised = waiting.pop(0)
-            branch = Branch(engine, engine.forest.plant(tokens, None))
-            options = how if promised else {}
-            streams.append(engine.stream(branch, 64, sampling=ENDLESS, deterministic=promised, **options))
-        engine.loop.step()
-    elapsed = time.perf_counter() - begin
-    rejected = sum(stream.job.statistics.rejected for stream in streams)
-    for stream in streams:
-        stream.branch.release()
-    engine.prefix.clear()
-    return 64 * 64 / elapsed, rejected
-
-
-SECTIONS = (decode, passes, contract, lens, load, mixed)
+SECTIONS = (decode, passes, contract, lens, load)
 
 
 def main() -> None:
     """All sections, or those named on the command line. One that fails says so, and the others are measured all the same."""
     table = Table("engine-gpu", f"Llama-3.1-8B shape, random weights, bfloat16, {torch.cuda.get_device_name()}")
     print(table.about)
-    engine = Engine(subject(), cache_tokens=64 * 512)
+    engine = Engine(random_decoder(SHAPE, "cuda", torch.bfloat16), cache_tokens=64 * 512)
     print(f"certified: {engine.certificate.certified}; controls that differed: {engine.certificate.has_teeth}", flush=True)
     asked, failed = sys.argv[1:], []
     for section in SECTIONS:

@@ -39,20 +39,35 @@ class Table:
     name: str
     about: str
     rows: list[dict[str, Any]] = field(default_factory=list)
+    out: Path | None = None
+    """a file to write after every line, so that a run that is killed leaves what it measured"""
 
     def add(self, what: str, *, ratio: float | None = None, aim: str = "", met: bool | None = None, **numbers: Any) -> None:
         """Mutates: one more line, printed at once."""
         self.rows.append({"what": what, "ratio": ratio, "aim": aim, "met": met, **numbers})
-        shown = "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in numbers.items())
-        verdict = "" if met is None else "met" if met else "MISSED"
-        print(f"{what:58s} {'' if ratio is None else f'{ratio:6.2f}x':>8s}  {aim:10s} {verdict:6s}  {shown}", flush=True)
+        print(_line(self.rows[-1]), flush=True)
+        if self.out is not None:
+            self.save()
+
+    def show(self) -> None:
+        """Print all lines."""
+        print(self.about, *map(_line, self.rows), sep="\n", flush=True)
 
     def save(self, beside: bool = False) -> None:
-        """Write benchmarks/results/<name>.json. `beside`: lines of the file that this run has not measured stay."""
+        """Write `out`, or benchmarks/results/<name>.json. `beside`: lines of the file that this run has not measured stay."""
         RESULTS.mkdir(exist_ok=True)
-        file, rows = RESULTS / f"{self.name}.json", {row["what"]: row for row in self.rows}
+        file, rows = self.out or RESULTS / f"{self.name}.json", {row["what"]: row for row in self.rows}
         if beside and file.exists():
             rows = {row["what"]: row for row in json.loads(file.read_text())["rows"]} | rows
         machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
         body = {"name": self.name, "about": self.about, "machine": machine, "rows": list(rows.values())}
         file.write_text(json.dumps(body, indent=1) + "\n")
+
+
+def _line(row: dict[str, Any]) -> str:
+    named = ("what", "ratio", "aim", "met")
+    numbers = {key: value for key, value in row.items() if key not in named and not isinstance(value, list)}
+    shown = "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in numbers.items())
+    verdict = "" if row["met"] is None else "met" if row["met"] else "MISSED"
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:6.2f}x"
+    return f"{row['what']:58s} {ratio:>8s}  {row['aim']:10s} {verdict:6s}  {shown}"

@@ -57,6 +57,7 @@ class Engine(Core):
         lens_layer: int | None = None,
         tree_width: int = 3,
         canary: bool = False,
+        record: bool = False,
         guess: Guess = "empty",
         check: bool | None = None,
     ) -> "Engine":
@@ -91,6 +92,7 @@ class Engine(Core):
                 lens_layer=lens_layer,
                 tree_width=tree_width,
                 canary=canary,
+                record=record,
             )
         model, text = _plain_model(source, dtype, weights.is_live(source) if check is None else check)
         return cls(
@@ -103,6 +105,7 @@ class Engine(Core):
             lens_layer=lens_layer,
             tree_width=tree_width,
             canary=canary,
+            record=record,
         )
 
     def replay(

@@ -53,6 +53,10 @@ class NotCertified(EngineError, RuntimeError):
     """This device was not shown to give canonical bits; the engine will not claim them."""
 
 
+class ModesChanged(EngineError, RuntimeError):
+    """The number of threads, or another setting that moves bits, changed during a pass; nothing of it was committed."""
+
+
 class IntegrityError(EngineError, RuntimeError):
     """`check_integrity` found a fault of our own: the text names the first one with its numbers. Please report it."""
 
@@ -96,10 +100,6 @@ class ClosedBranch(EngineError, RuntimeError):
     """A finished, rejected or released branch asked to change in a way that its status forbids."""
 
 
-class BranchInUse(EngineError, RuntimeError):
-    """A branch that cannot be forgotten yet."""
-
-
 class BadTransition(EngineError, ValueError):
     """A token state that may not follow the present one, or may not stand at that place."""
 
@@ -122,6 +122,10 @@ class BadEdit(EngineError, ValueError):
 
 class BadTrace(EngineError, ValueError):
     """A trace file that is damaged, or of another format."""
+
+
+class NotRecorded(EngineError, RuntimeError):
+    """An engine was asked for its trace, but keeps none: recording is asked for when the engine is made."""
 
 
 class OtherFingerprint(EngineError, ValueError):

@@ -77,7 +77,7 @@ class Run(Sequence[Result]):
         result = self.results[index]
         recordings = {result.branch: result.recording} | {path.branch: path.activations for path in result.rejected}
         title = f"example {result.example.index}, {'right' if result.correct else 'wrong'}"
-        return tree_of(self.engine.tree, result.branch, recordings, self.engine.text, title)
+        return self.engine.lock.alone(tree_of, result.record, recordings, self.engine.text, title)
 
     def picture(self, index: int) -> Thinking:
         """The Thinking-States picture of one example: chunks, states, thoughts. Draws itself, or `print` it.

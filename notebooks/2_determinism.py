@@ -165,7 +165,7 @@ except rl.errors.EngineError as error:
 # ## The doctor
 #
 # Why should you believe it on *your* processor? Before it serves a model, the engine compares bits for every op and shape of
-# the model: a row alone, in a batch, at another offset, on one thread, a window cut elsewhere. Negative controls must differ,
+# the model: a row alone, in a batch, at another offset, on more threads, a window cut elsewhere. Negative controls must differ,
 # or the comparison would show nothing. The engine uses only what was certified, and raises `NotCertified` otherwise. In a
 # shell: `replaylens doctor`.
 

@@ -22,7 +22,7 @@ import pandas as pd
 
 import replaylens as rl
 
-engine = rl.Engine.load("coin-plain")
+engine = rl.Engine.load("coin-plain", record=True)  # for the timeline below
 task = rl.tasks.get("coin")(flips=(2, 6), rendering="steps")
 
 # %% [markdown]

@@ -1,6 +1,6 @@
 """Probes over dumps, runs and branches: estimators, controls, statistics, sweeps, causal tests, branch questions.
 
-The parts load on first use.
+Modules load on first use.
 """
 
 from importlib import import_module
@@ -94,12 +94,12 @@ _WHERE = {
 __all__ = list(_WHERE)
 
 
-if not TYPE_CHECKING:  # to a type checker, `__getattr__` would mean that every name exists and can be anything
+if not TYPE_CHECKING:  # a type checker would take `__getattr__` to mean that every name exists
 
     def __getattr__(name: str) -> object:
-        """Load a public name where it lives, the first time it is asked for."""
+        """Import a public name on first use."""
         if name not in _WHERE:
-            raise AttributeError(f"module 'replaylens.probes' has no attribute {name!r}; it offers {', '.join(sorted(_WHERE))}")
+            raise AttributeError(f"module 'replaylens.probes' has no attribute {name!r}. It has {', '.join(sorted(_WHERE))}.")
         return getattr(import_module(f"replaylens.probes.{_WHERE[name]}"), name)
 
 

@@ -1,8 +1,8 @@
-"""`AttentiveProbe`: where does it stand? Attention over positions with one learned query, then a linear classifier.
+"""`AttentiveProbe`: attention over positions with one learned query, then a linear classifier.
 
     a = softmax over positions of x_i . q,   scores = W (sum_i a_i x_i) + b
 
-The weights `a` tell which positions the label is read from.
+The weights `a` show which positions the label is read from.
 """
 
 from typing import Any
@@ -18,11 +18,11 @@ from replaylens.probes.errors import BadRows, OneClass
 
 
 class AttentiveProbe(ClassifierMixin, BaseEstimator):
-    """A row is one path: its positions side by side, [positions * d]. A position that is all zeros counts as absent.
+    """Each row is one path: its positions side by side, [positions * d]. An all-zero position counts as absent.
 
-    positions  how many positions a row holds
+    positions  number of positions per row
     C          inverse strength of the penalty on query and weights
-    steps      of L-BFGS
+    steps      maximum number of L-BFGS steps
     """
 
     def __init__(self, positions: int = 1, C: float = 1.0, steps: int = 200, random_state: int = 0) -> None:
@@ -36,9 +36,9 @@ class AttentiveProbe(ClassifierMixin, BaseEstimator):
         check_classification_targets(y)
         self.classes_, places = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
-            raise OneClass(f"all {len(y)} rows have one class, {self.classes_[0]!r}: nothing to tell apart")
+            raise OneClass(f"All {len(y)} rows have one class, {self.classes_[0]!r}. Give rows of at least two classes.")
         if X.shape[1] % self.positions:
-            raise BadRows(f"{X.shape[1]} columns are not {self.positions} positions of one width")
+            raise BadRows(f"{X.shape[1]} columns do not split into {self.positions} equal positions. Change `positions`.")
         x = self._shaped(X)
         there = x.abs().sum(-1, keepdim=True) > 0
         count = there.sum().clamp_min(1)
@@ -82,7 +82,7 @@ class AttentiveProbe(ClassifierMixin, BaseEstimator):
         return (weights[:, :, None] * standard).sum(1) @ self.weight_.T + self.bias_  # [n, k]
 
     def attention(self, X: Any) -> np.ndarray:
-        """[rows, positions]: how much each position counts."""
+        """Attention weights [rows, positions]."""
         check_is_fitted(self)
         weights: np.ndarray = self._attention(self._shaped(validate_data(self, X, reset=False)))[1].numpy()
         return weights

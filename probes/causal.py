@@ -1,13 +1,13 @@
 """Causal tests of a linear probe: does the model use the direction that the probe reads?
 
 steer        add the distance between two class means along the direction, towards another class
-ablate       take the direction's variation out of the rows; then fit a probe again: is the label gone, or only moved?
-interchange  give a row the component of a row of another class, along the direction only
+ablate       remove the rows' variation along the direction, then fit a new probe: is the label gone, or only elsewhere?
+interchange  replace a row's component along the direction by that of a row of another class
 
-Each is held against random directions of the same length and against untrained probes (fitted on labels exchanged between
-roots), on the same prompts and prefixes. What counts is the difference, with its interval over roots and placebos. An untrained
-mass-mean probe is a hard placebo: where the label is the main axis along which rows vary, chance differences of means lie
-on that axis too, only their sign is random; when components are exchanged, the sign does not even matter.
+Each test is compared with random directions of the same length and with untrained probes (fitted on labels exchanged
+between roots), on the same prompts and prefixes. The result is the difference, with its interval over roots and placebos.
+An untrained mass-mean probe is a hard placebo: if the label is the main axis of variation, chance differences of means lie
+on that axis too, with a random sign. In an interchange, even the sign does not matter.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from replaylens.probes.statistics import Estimate, bootstrap, mean_over_placebos
 from replaylens.tasks import Example
 
 PLACEBOS = 8
-"""random directions that a probe's is compared with"""
+"""number of random directions to compare a probe's direction with"""
 _FOLDS = 5
 
 
@@ -46,12 +46,12 @@ def steer(
     placebos: int = PLACEBOS,
     seed: int = 0,
 ) -> Report:
-    """Move rows towards another class and see whether the answer follows.
+    """Move rows towards another class and test whether the answer follows.
 
-    examples   prompts that the probe was not fitted on; a note of the report says where some are, as far as the probe knows
-    untrained  probes fitted on shuffled labels (see `placebo_probes`), as a second placebo; a sample, as random ones are
-    factor     in units of the distance between the class means; every direction moves rows equally far
-    position   default: where the probe was fitted
+    examples   prompts that the probe was not fitted on; the report's notes say how many were
+    untrained  probes fitted on shuffled labels (see `placebo_probes`), a second kind of placebo
+    factor     step in units of the distance between the class means, the same for every direction
+    position   default: that of the probe
     """
     _check(engine, probe)
     stage = Stage(engine, examples, probe.site, probe.label, position or probe.position)
@@ -68,7 +68,7 @@ def interchange(
     placebos: int = PLACEBOS,
     seed: int = 0,
 ) -> Report:
-    """Exchange the component along the direction with that of a prompt of another class; also the whole row, as a ceiling."""
+    """Replace the component along the direction by that of a prompt of another class; the whole row serves as a ceiling."""
     _check(engine, probe)
     stage = Stage(engine, examples, probe.site, probe.label, position or probe.position)
     sources = _sources(stage, seed)
@@ -78,7 +78,7 @@ def interchange(
 
         def variant(subject: Subject) -> np.ndarray:
             gap = sources[subject.example.root] - subject.rows[-1:].double().numpy()
-            size = np.linalg.norm(gap @ probe.basis.T @ probe.basis)  # as far as the real probe moves it
+            size = np.linalg.norm(gap @ probe.basis.T @ probe.basis)  # the distance that the real probe moves the row
             part = gap @ basis.T @ basis
             return np.repeat(part / max(float(np.linalg.norm(part)), 1e-300) * size, len(subject.positions), 0)
 
@@ -100,10 +100,10 @@ def ablate(
     placebos: int = PLACEBOS,
     seed: int = 0,
 ) -> Report:
-    """Replace the rows' component along the direction by its mean; then fit again, at the site and at the model's end.
+    """Replace the rows' component along the direction by its mean, then fit new probes at the site and at the last layer.
 
-    The flip rate says whether the answer needed the direction. `refit` lines say how well a new logistic probe, whatever
-    the kind of the ablated one, reads the label off the rows: near the accuracy before, other directions carry it too.
+    The flip rate shows whether the answer depends on the direction. The `refit` lines show how well a new logistic probe,
+    whatever the kind of the ablated one, reads the label. If the accuracy stays, other directions carry the label too.
     """
     _check(engine, probe)
     stage = Stage(engine, examples, probe.site, probe.label, position or probe.position)
@@ -123,13 +123,11 @@ def ablate(
 def _check(engine: Engine, probe: LinearProbe) -> None:
     made = probe.source.get("fingerprint")
     if made is not None and made != engine.fingerprint.digest:
-        raise OtherFingerprint(
-            "this probe was fitted on rows of another engine: load the one it was fitted on, or fit it again"
-        )
+        raise OtherFingerprint("This probe was fitted on rows of another engine. Load that engine, or fit the probe again.")
 
 
 def _towards(chosen: LinearProbe, probe: LinearProbe, factor: float) -> Variant:
-    """Each row moved from its own class to the next one, as far as the real probe's class means are apart."""
+    """Move each row from its own class to the next, by the distance between the real probe's class means."""
 
     def variant(subject: Subject) -> np.ndarray:
         ways = []
@@ -157,9 +155,9 @@ def _compare(
     settings: dict[str, Any],
     ceilings: dict[str, Variant] | None = None,
 ) -> Report:
-    """Play the probe's variant, its placebos and any ceilings; tabulate rates and differences."""
+    """Run the probe's variant, its placebos and any ceilings; tabulate rates and differences."""
     if placebos < 1:
-        raise ProbeError("an effect without a placebo says nothing: give at least one")
+        raise ProbeError(f"placebos={placebos} leaves nothing to compare the effect with. Give at least one placebo.")
     ceilings = ceilings or {}
     directions = [probe, *(_random(probe, i, seed) for i in range(placebos)), *untrained]
     played = stage.play([*map(make, directions), *ceilings.values()])
@@ -175,17 +173,18 @@ def _compare(
     ]
     about = {"label": probe.label, "site": probe.site, "position": stage.position.spec, "estimator": probe.estimator}
     settings = {**about, **settings, "placebos": placebos, "seed": seed, "prompts": len(stage.subjects)}
-    notes = [] if untrained else ["untrained probe: none was given"]
-    notes += [f"spread between placebos: only one {name} was given" for name, each in many.items() if len(each) == 1]
+    notes = [] if untrained else ["Skipped the comparison with untrained probes: none was given."]
+    single = [name for name, each in many.items() if len(each) == 1]
+    notes += [f"Skipped the spread between placebos: only one {name} was given." for name in single]
     return Report(kind, lines, probe.source, settings, notes + _not_held_out(stage, probe), _say(kind, lines, about))
 
 
 def _not_held_out(stage: Stage, probe: LinearProbe) -> list[str]:
-    """Notes on prompts that the probe was fitted on, as far as it knows them."""
+    """Notes on prompts that the probe was fitted on, if it records them."""
     if not probe.roots:
-        return ["held-out prompts: the probe does not tell which ones it was fitted on"]
+        return ["Cannot check that prompts are held out: the probe does not record the prompts it was fitted on."]
     seen = int(np.isin(stage.roots, probe.roots).sum())
-    return [f"held-out prompts: {seen} of {len(stage.roots)} are among those that the probe was fitted on"] if seen else []
+    return [f"{seen} of {len(stage.roots)} prompts are not held out: the probe was fitted on them."] if seen else []
 
 
 def _line(what: str, outcome: Outcome, roots: np.ndarray, seed: int) -> dict[str, Any]:
@@ -199,7 +198,7 @@ def _line_of_placebos(what: str, placebos: list[Outcome], roots: np.ndarray, see
 
 
 def _difference(what: str, own: Outcome, placebos: list[Outcome], roots: np.ndarray, seed: int) -> dict[str, Any]:
-    """Where one side flips all answers or none, resampling knows nothing of its doubt: then both sides' ends are added up."""
+    """If one side flips all answers or none, resampling shows no spread there; the interval then adds both sides' ends."""
     flipped = np.stack([each.flipped for each in placebos])
     if np.ptp(own.flipped) == 0 or np.ptp(flipped) == 0:
         mine, other = _rate(own, roots, seed), _rate_of_placebos(placebos, roots, seed)
@@ -240,20 +239,20 @@ def _say(kind: str, lines: list[dict[str, Any]], about: dict[str, Any]) -> list[
 
 
 def _sources(stage: Stage, seed: int) -> dict[str, np.ndarray]:
-    """For each root, the last changed row [1, d] of a subject of another class, drawn by seed."""
+    """For each root, the last changed row [1, d] of a subject of another class, drawn with the seed."""
     generator = np.random.default_rng([seed, 0x50])
     last = [subject.classes[-1] for subject in stage.subjects]
     found = {}
     for i, subject in enumerate(stage.subjects):
         others = [j for j, name in enumerate(last) if name != last[i]]
         if not others:
-            raise OneClass(f"all prompts have the class {last[0]!r} there: nothing to exchange with")
+            raise OneClass(f"All prompts have the class {last[0]!r} at this position. Give prompts of at least two classes.")
         found[subject.example.root] = stage.subjects[int(generator.choice(others))].rows[-1:].double().numpy()
     return found
 
 
 def _refits(stage: Stage, probe: LinearProbe, variant: Variant, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Accuracy of new probes before and after, at the site and on the model's last residual stream."""
+    """Accuracy of new probes before and after the ablation, at the site and on the last residual stream."""
     before = np.stack([subject.rows[-1].double().numpy() for subject in stage.subjects])
     after = np.stack([subject.rows[-1].double().numpy() + variant(subject)[-1] for subject in stage.subjects])
     still: Variant = lambda subject: np.zeros(subject.rows.shape)  # noqa: E731

@@ -4,7 +4,7 @@ A statement and its negation should have probabilities p+ and p- with p- = 1 - p
 
     loss = (p+ + p- - 1)^2 + min(p+, p-)^2
 
-Each half is centred and scaled by itself, so that the words that tell the halves apart cannot serve as the direction.
+Each half is centred and scaled separately, so that the words that distinguish the halves cannot serve as the direction.
 """
 
 from typing import Any
@@ -21,10 +21,10 @@ from replaylens.probes.errors import BadRows, OneClass
 class CcsProbe(ClassifierMixin, BaseEstimator):
     """Rows are pairs: the first half of the columns is the statement's row, the second half its negation's.
 
-    Labels serve only to say which end of the direction is which (the direction itself is found without them).
+    Labels only set the sign of the direction; the direction itself is found without them.
 
-    tries    random beginnings, of which the one with the least loss is kept
-    steps    of L-BFGS per beginning
+    tries    number of random starts; the one with the lowest loss is kept
+    steps    maximum number of L-BFGS steps per start
     """
 
     def __init__(self, tries: int = 10, steps: int = 100, random_state: int = 0) -> None:
@@ -36,9 +36,9 @@ class CcsProbe(ClassifierMixin, BaseEstimator):
         X, y = validate_data(self, X, y)
         self.classes_ = np.unique(y)
         if len(self.classes_) != 2:
-            raise OneClass(f"contrast pairs have two classes; the labels have {len(self.classes_)}")
+            raise OneClass(f"The labels have {len(self.classes_)} classes. Contrast pairs need exactly two.")
         if X.shape[1] % 2:
-            raise BadRows(f"{X.shape[1]} columns: a pair is two rows of one width, side by side")
+            raise BadRows(f"{X.shape[1]} columns are not a pair. Give two rows of equal width, side by side.")
         halves = torch.as_tensor(X, dtype=torch.float64).view(len(X), 2, -1).transpose(0, 1)  # [2, n, d]
         self.mean_ = halves.mean(1, keepdim=True)
         self.scale_ = halves.std(1, keepdim=True).clamp_min(1e-12)
@@ -70,7 +70,7 @@ class CcsProbe(ClassifierMixin, BaseEstimator):
         return value, weight.detach(), bias.detach()
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Above 0: the statement holds."""
+        """Positive if the statement holds."""
         check_is_fitted(self)
         X = validate_data(self, X, reset=False)
         halves = torch.as_tensor(X, dtype=torch.float64).view(len(X), 2, -1).transpose(0, 1)

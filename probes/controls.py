@@ -1,13 +1,13 @@
-"""Controls: what a number must be compared with before it says anything about the model.
+"""Controls: the baselines that a score must beat before it says anything about the model.
 
-majority        always the most frequent class: of the training rows, or of the tested ones where that does better
+majority        always the most frequent class, of the training rows or of the test rows, whichever scores higher
 token identity  the most frequent class of the row's own token
-bag of tokens   logistic regression on how often each token occurs in the path up to the row
+bag of tokens   logistic regression on token counts of the path up to the row
 shuffled        the same probe, fitted and tested on labels exchanged between roots
-control task    the same probe on a random class per type of context (Hewitt & Liang, arXiv 1909.03368); selectivity is what is
-                left of the accuracy when that of the control task is taken away
+control task    the same probe on a random class per type of context (Hewitt & Liang, arXiv 1909.03368); selectivity is the
+                accuracy minus that of the control task
 untrained       the same probe on a model of the same shape with random weights
-known zeros     labels of the task that nothing in the text tells
+known zeros     labels of the task that the text does not determine
 """
 
 import hashlib
@@ -23,15 +23,15 @@ from replaylens.probes.paths import row_paths
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sources import MemorySource
 
-LEAST_TYPES, LONGEST_CONTEXT = 10, 16
-"""a control task needs this many types of context; contexts grow up to so many tokens to find them"""
+MIN_TYPES, MAX_CONTEXT = 10, 16
+"""types of context that a control task needs; tokens that a context may grow to in order to have them"""
 
 
 def majority(codes: np.ndarray, train: np.ndarray, test: np.ndarray) -> float:
-    """The accuracy of always guessing one class on the tested rows. Masks [folds, rows]; rows without class (-1) do not count.
+    """Accuracy of always guessing one class on the test rows. Masks [folds, rows]; rows without a class (-1) do not count.
 
-    A class that is frequent in the other folds is rare in the tested one, so that guessing by training rows can fall below
-    one over the number of classes. The control is therefore at least the best constant guess on the tested rows.
+    A class that is frequent in the training folds is rarer in the test fold, so the training rows alone can give less than
+    chance. The control is therefore at least the best constant guess on the test rows.
     """
     tested = test.any(0) & (codes >= 0)
     said = token_identity(codes, np.zeros(len(codes), dtype=np.int64), train & (codes >= 0), test)
@@ -40,7 +40,7 @@ def majority(codes: np.ndarray, train: np.ndarray, test: np.ndarray) -> float:
 
 
 def token_identity(codes: np.ndarray, tokens: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
-    """The most frequent class of each token among the training rows; of all of them for a token not seen there."""
+    """The most frequent class of each token among the training rows; for an unseen token, of all training rows."""
     places = np.unique(tokens, return_inverse=True)[1]
     out = np.full(len(codes), -1)
     for fit, held in zip(train, test, strict=True):
@@ -52,7 +52,7 @@ def token_identity(codes: np.ndarray, tokens: np.ndarray, train: np.ndarray, tes
 
 
 def histories(rows: ProbeRows) -> list[np.ndarray] | None:
-    """For each row the tokens of its path up to and with it. None where the dump or run has not kept all of them."""
+    """For each row, the tokens of its path up to and including it. None if the dump or run does not have all positions."""
     every = rows.whole
     token, place = every.frame["token"].to_numpy(), {number: i for i, number in enumerate(rows.numbers)}
     found: dict[int, np.ndarray] = {}
@@ -67,26 +67,26 @@ def histories(rows: ProbeRows) -> list[np.ndarray] | None:
 
 
 def bags(paths: Sequence[np.ndarray]) -> np.ndarray:
-    """[rows, different tokens]: how often each token occurs on the row's path, as `histories` gives it."""
+    """[rows, distinct tokens]: token counts of each row's path, as given by `histories`."""
     tokens = np.unique(np.concatenate(paths))
     return np.stack([np.bincount(np.searchsorted(tokens, path), minlength=len(tokens)) for path in paths]).astype(np.float32)
 
 
 def contexts(paths: Sequence[np.ndarray]) -> tuple[np.ndarray, int] | None:
-    """(type of each row, tokens looked at): the shortest suffix of the paths that has enough types; None if none has."""
-    table = np.full((len(paths), LONGEST_CONTEXT), -1, dtype=np.int64)  # -1: before the path's start
+    """(type of each row, suffix length) for the shortest suffix of the paths with enough types; None if there is none."""
+    table = np.full((len(paths), MAX_CONTEXT), -1, dtype=np.int64)  # -1: before the path's start
     for line, path in zip(table, paths, strict=True):
-        last = path[::-1][:LONGEST_CONTEXT]
+        last = path[::-1][:MAX_CONTEXT]
         line[: len(last)] = last
-    for length in range(1, LONGEST_CONTEXT + 1):
+    for length in range(1, MAX_CONTEXT + 1):
         types = np.unique(table[:, :length], axis=0, return_inverse=True)[1].reshape(-1)
-        if types.max(initial=0) + 1 >= LEAST_TYPES:
+        if types.max(initial=0) + 1 >= MIN_TYPES:
             return types, length
     return None
 
 
 def control_labels(types: np.ndarray, codes: np.ndarray, seed: int = 0) -> np.ndarray:
-    """A class for every type of context, drawn with the frequencies of the real classes: [rows]."""
+    """[rows]: one class per type of context, drawn with the frequencies of the real classes."""
     shares = np.cumsum(np.bincount(codes[codes >= 0])) / (codes >= 0).sum()
     draws = [int(hashlib.sha256(f"{seed}:{t}".encode()).hexdigest()[:13], 16) / 16**13 for t in range(types.max() + 1)]
     of_type = np.minimum(np.searchsorted(shares, draws, side="right"), len(shares) - 1)
@@ -96,14 +96,14 @@ def control_labels(types: np.ndarray, codes: np.ndarray, seed: int = 0) -> np.nd
 def untrained_rows(rows: ProbeRows, engine: Engine, sites: Sequence[str], seed: int = 0, batch: int = 32) -> ProbeRows:
     """The same paths through a model of the same shape with random weights; rows in the same order.
 
-    The rows must hold all positions of their paths, since every token is run again.
+    The rows must include all positions of their paths, since every token is computed again.
     """
     model = Decoder(engine.config).initialize(seed).requires_grad_(False).to(engine.model.embed)
     blank = Engine(model, engine.text)
     frame = rows.frame
     paths = list(row_paths(frame))
     if not all(path.whole.all() for path in paths):
-        raise ProbeError("the untrained model must read whole paths: dump all positions, and give all rows")
+        raise ProbeError("The untrained model needs whole paths. Dump all positions, and give all rows.")
     token = frame["token"].to_numpy()
     names, _ = engine.sites.select(list(sites))
     tensors = {name: torch.zeros(len(frame), *engine.sites.sites[name].shape) for name in names}

@@ -1,4 +1,4 @@
-"""Distributed alignment search (Geiger et al., arXiv 2303.02536) by TransformerLens, as a probe that our causal tests take."""
+"""Distributed alignment search (Geiger et al., arXiv 2303.02536) with TransformerLens; gives a probe for the causal tests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,10 +28,10 @@ def find_direction(
     lr: float = 1e-2,
     seed: int = 0,
 ) -> LinearProbe:
-    """The direction at the query whose exchange makes the answer follow the source prompt, learned by gradient.
+    """Learn the direction at the query whose interchange makes the answer follow the source prompt, by gradient descent.
 
-    bridge    a `TransformerBridge` of the same model as the engine's; TransformerLens does the search
-    examples  prompts with equally many tokens, since TransformerLens takes them as one tensor; two classes
+    bridge    a `TransformerBridge` of the engine's model; TransformerLens does the search
+    examples  prompts of two classes with the same number of tokens, since TransformerLens takes them as one tensor
     """
     from transformer_lens.tools.analysis.interchange import fit_das
 
@@ -39,11 +39,11 @@ def find_direction(
     stage = Stage(engine, examples, name, label, "query")
     tokens = [subject.tokens for subject in stage.subjects]
     if len({len(path) for path in tokens}) != 1:
-        raise BadRows("prompts of different lengths: TransformerLens takes one tensor; give prompts with equally many tokens")
+        raise BadRows("The prompts have different lengths. Give prompts with the same number of tokens.")
     classes = np.array([subject.classes[-1] for subject in stage.subjects])
     names = tuple(str(each) for each in np.unique(classes))
     if len(names) != 2:
-        raise BadRows(f"classes {', '.join(names)}: one direction tells two classes apart")
+        raise BadRows(f"The prompts have the classes {', '.join(names)}. Give prompts of exactly two classes.")
     source = np.random.default_rng([seed, 0xDA5]).permutation(len(tokens))
     base = torch.tensor(tokens)
     answers = torch.tensor([subject.answer for subject in stage.subjects])
@@ -74,10 +74,10 @@ def find_direction(
 
 
 def _name(engine: Engine, site: str, layer: int) -> str:
-    """The site's own name. UnknownSite where the letter has no such layer."""
+    """The site's full name. Raises UnknownSite if the letter has no such layer."""
     if site not in LETTERS:
         return engine.sites.resolve(site)
     names = engine.sites.per_layer(site)
     if layer not in range(len(names)):
-        raise UnknownSite(f"no layer {layer}; {site} has layers 0 to {len(names) - 1}")
+        raise UnknownSite(f"No layer {layer}. {site} has layers 0 to {len(names) - 1}.")
     return names[layer]

@@ -1,4 +1,4 @@
-"""Erasers: transformations after which a linear probe cannot read the label any more.
+"""Erasers: transformations after which a linear probe can no longer read the label.
 
 LEACE (Belrose et al., arXiv 2306.03819): the least change, in the rows' own metric, that makes every class mean equal:
 
@@ -31,7 +31,7 @@ class Leace(TransformerMixin, BaseEstimator):
         return self._set(moments_of(X, _classes(y)))
 
     def fit_moments(self, moments: Moments) -> "Leace":
-        """From streamed moments: the same eraser, bit for bit, as `fit` on the same rows in the same order."""
+        """Fit from streamed moments: bit for bit the eraser that `fit` gives on the same rows in the same order."""
         self.n_features_in_ = len(moments.mean)
         return self._set(moments)
 
@@ -44,7 +44,7 @@ class Leace(TransformerMixin, BaseEstimator):
         left, size, _ = torch.linalg.svd(whiten @ moments.cross, full_matrices=False)
         basis = left[:, size > 1e-8 * size.max().clamp_min(1e-300)]  # [d, at most k - 1]
         self.mean_ = moments.mean.numpy()
-        self.projection_ = (unwhiten @ basis @ basis.T @ whiten).numpy()  # what is taken away
+        self.projection_ = (unwhiten @ basis @ basis.T @ whiten).numpy()  # the part to remove
         return self
 
     def transform(self, X: Any) -> np.ndarray:
@@ -57,7 +57,7 @@ class Inlp(TransformerMixin, BaseEstimator):
     """Iterative nullspace projection.
 
     estimator   a linear classifier with `coef_`; default: ridge
-    iterations  at most; it stops early when the classifier does no better than the majority on the rows of `fit`
+    iterations  maximum number; stops early when the classifier is no better than the majority on the rows of `fit`
     """
 
     def __init__(self, estimator: Any = None, iterations: int = 10) -> None:
@@ -77,7 +77,7 @@ class Inlp(TransformerMixin, BaseEstimator):
             if probe.score(rest, names) <= majority:
                 break
             basis = row_space(np.vstack([basis, row_space(np.atleast_2d(probe.coef_))]))
-        self.basis_ = basis  # orthonormal directions that are taken away
+        self.basis_ = basis  # orthonormal directions to remove
         return self
 
     def transform(self, X: Any) -> np.ndarray:
@@ -87,7 +87,7 @@ class Inlp(TransformerMixin, BaseEstimator):
 
 
 def row_space(lines: np.ndarray) -> np.ndarray:
-    """Orthonormal directions [m, d] that lines [k, d] span; k classes have one less than k, whatever rounding adds."""
+    """Orthonormal directions [m, d] that lines [k, d] span. k classes span k - 1; what rounding adds is dropped."""
     _, size, directions = np.linalg.svd(lines, full_matrices=False)
     return directions[size > 1e-9 * size.max()]
 
@@ -95,7 +95,7 @@ def row_space(lines: np.ndarray) -> np.ndarray:
 def _classes(y: np.ndarray) -> np.ndarray:
     names = np.asarray(y).astype(str)
     if len(np.unique(names)) < 2:
-        raise OneClass(f"all {len(names)} rows have one class: there is nothing to erase")
+        raise OneClass(f"All {len(names)} rows have one class. Give rows of at least two classes.")
     return names
 
 

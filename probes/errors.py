@@ -1,4 +1,4 @@
-"""Every error that probing raises on purpose. The text says what to do about it."""
+"""Errors of the probes. Each message says what happened, what was given and what to do."""
 
 from replaylens.engine.errors import EngineError
 
@@ -8,30 +8,30 @@ class ProbeError(EngineError, ValueError):
 
 
 class OneClass(ProbeError):
-    """All rows to fit on have the same label: there is nothing to tell apart."""
+    """All rows to fit on have the same class."""
 
 
 class BadRows(ProbeError):
-    """Rows that hold NaN or infinity, or of which none are left."""
+    """Rows are missing, not finite, or unsuitable for the question."""
 
 
 class TooFewRoots(ProbeError):
-    """Fewer root prompts than folds, or than a statistic needs."""
+    """There are fewer root prompts than folds, or than a statistic needs."""
 
 
 class MissingLabel(ProbeError, KeyError):
-    """A label that the rows do not have."""
+    """The rows do not have this label."""
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return str(self.args[0])
 
 
 class BadPosition(ProbeError):
-    """A position that cannot be read, or that the rows cannot answer."""
+    """The position cannot be parsed, or the rows cannot resolve it."""
 
 
 class RootOnBothSides(ProbeError):
-    """A split that would test on a prompt, or a branch of one, that it trained on."""
+    """The split would test on a prompt, or a branch of one, that it fits on."""
 
 
 class UnknownEstimator(ProbeError):
@@ -39,12 +39,12 @@ class UnknownEstimator(ProbeError):
 
 
 class NotLinear(ProbeError):
-    """The estimator has no single direction that could be steered, ablated or exchanged."""
+    """The estimator has no single direction to steer, ablate or interchange."""
 
 
 class BadProbeFile(ProbeError):
-    """A saved probe or report that is damaged, edited or of another format. Nothing of it was used."""
+    """A saved probe or report is damaged, edited or of another format. Nothing was loaded."""
 
 
 class OtherSweep(ProbeError):
-    """The folder holds parts of a sweep with other settings, or of other rows."""
+    """The folder holds parts of a sweep with other settings or rows."""

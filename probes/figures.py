@@ -1,4 +1,4 @@
-"""Figures of a report: heatmaps and curves, with matplotlib and no display."""
+"""Figures of a report: heatmaps, curves and bars, with matplotlib and without a display."""
 
 from io import BytesIO
 from pathlib import Path
@@ -15,7 +15,7 @@ _DPI = 120
 
 
 class Picture(Figure):
-    """A figure that draws itself in a notebook, whatever backend pyplot has there."""
+    """A figure that displays itself in a notebook, whatever pyplot's backend."""
 
     def _repr_png_(self) -> bytes:
         buffer = BytesIO()
@@ -24,7 +24,7 @@ class Picture(Figure):
 
 
 def heatmap(table: pd.DataFrame, label: str | None = None, estimator: str | None = None) -> Figure:
-    """Score by layer and position, one panel per site. A dot: shown over the whole grid (p_family at most 0.05)."""
+    """Score by layer and position, one panel per site. A dot marks p_family <= 0.05."""
     part, label = _narrow(table, label, estimator)
     sites, positions = list(dict.fromkeys(part["site"])), list(dict.fromkeys(part["position"]))
     figure = Picture(figsize=(1.2 + 2.6 * len(sites), 1.4 + 0.45 * len(positions)), layout="constrained")
@@ -48,7 +48,7 @@ def heatmap(table: pd.DataFrame, label: str | None = None, estimator: str | None
 
 
 def curves(table: pd.DataFrame, label: str | None = None, estimator: str | None = None) -> Figure:
-    """Score by layer with its interval, one panel per position, one line per site; controls of the first site's cells."""
+    """Score by layer with its interval, one panel per position, one line per site; controls are those of the first site."""
     part, label = _narrow(table, label, estimator)
     positions = list(dict.fromkeys(part["position"]))
     figure = Picture(figsize=(1.0 + 3.2 * len(positions), 3.2), layout="constrained")
@@ -90,7 +90,7 @@ def bars(table: pd.DataFrame, title: str) -> Figure:
 
 
 def save_all(kind: str, table: pd.DataFrame, folder: Path) -> list[Path]:
-    """PNGs of everything that a report of this kind can draw. The files say nothing of when they were made."""
+    """Save every figure of a report of this kind as PNG. The files contain no timestamps."""
     made = {}
     if kind == "sweep":
         main = table[~table["known_zero"].astype(bool)]
@@ -109,10 +109,10 @@ def save_all(kind: str, table: pd.DataFrame, folder: Path) -> list[Path]:
 def _narrow(table: pd.DataFrame, label: str | None, estimator: str | None) -> tuple[pd.DataFrame, str]:
     """The lines of one label and one estimator."""
     if "p_family" not in table:
-        raise ProbeError("only sweeps have layers and positions to draw")
+        raise ProbeError("Only sweeps have layers and positions to draw. Give the report of a sweep.")
     label = label or str(table["label"].iloc[0])
     estimator = estimator or str(table["estimator"].iloc[0])
     part = table[(table["label"] == label) & (table["estimator"] == estimator)]
     if part.empty:
-        raise ProbeError(f"no lines for label {label!r} with {estimator}; labels: {', '.join(sorted(set(table['label'])))}")
+        raise ProbeError(f"No lines for label {label!r} with {estimator}. Labels: {', '.join(sorted(set(table['label'])))}.")
     return part, label

@@ -1,4 +1,4 @@
-"""`Goal`: what is to be read off the rows of one position: a label, or a control of it."""
+"""`Goal`: what a probe predicts at the rows of one position: a label, or a control of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Goal:
     """class or number"""
     classes: tuple[str, ...]
     codes: np.ndarray
-    """[rows]: class numbers, -1 where missing; for numbers the values themselves"""
+    """[rows]: class numbers, -1 if missing; for numbers, the values"""
     present: np.ndarray
     """[rows] bool"""
     chance: float | None = None
@@ -32,24 +32,24 @@ class Goal:
 
     @property
     def outputs(self) -> int:
-        """Columns of targets and scores: goals with equally many are fitted together."""
+        """Number of target and score columns; goals with the same number are fitted together."""
         return 1 if self.kind == "number" or len(self.classes) == 2 else len(self.classes)
 
     def check(self, train: np.ndarray) -> None:
-        """OneClass where some fold [folds, rows] has fewer than two classes to fit on."""
+        """Raise OneClass if a fold [folds, rows] has fewer than two classes to fit on."""
         for fold, mask in enumerate(train & self.present):
             if self.kind == "class" and len(np.unique(self.codes[mask])) < 2:
                 found = f"only {self.classes[self.codes[mask][0]]!r}" if mask.any() else "no rows"
                 raise OneClass(
-                    f"label {self.label!r}: {found} to fit on in fold {fold}. Choose a position where the label varies, "
-                    f"or give more prompts"
+                    f"Label {self.label!r} has {found} to fit on in fold {fold}. Choose a position where the label varies, "
+                    f"or give more prompts."
                 )
 
 
 def make_goal(target: Target, role: str = LABEL, chance: float | None = None) -> Goal:
-    """A target as numbers. BadRows where no row has a value."""
+    """A goal from a target. Raises BadRows if no row has a value."""
     if not target.present.any():
-        raise BadRows(f"label {target.name!r} has no value at any of these {len(target.present)} rows: choose another position")
+        raise BadRows(f"Label {target.name!r} has no value at these {len(target.present)} rows. Choose another position.")
     if target.kind == "number":
         return Goal(target.name, role, "number", (), np.where(target.present, target.values, 0.0), target.present)
     classes = target.classes
@@ -65,17 +65,19 @@ def goals_at(
     *,
     with_controls: bool,
     seed: int,
-) -> tuple[list[Goal], list[str]]:
-    """(goals at one position, notes on controls that cannot be had there).
+) -> tuple[list[Goal], list[tuple[str, str]]]:
+    """(goals at one position, controls that are skipped there: name and reason).
 
-    paths  of the rows, as `controls.histories` gives them; train [folds, rows]
+    paths  of the rows, as given by `controls.histories`
+    train  [folds, rows]
     """
-    goals, notes = [], []
+    goals: list[Goal] = []
+    skipped: list[tuple[str, str]] = []
     context = controls.contexts(paths) if with_controls and paths is not None else None
     if with_controls and paths is None:
-        notes.append("bag of tokens, control task: the paths have holes; dump all positions")
+        skipped.append(("bag of tokens and control task", "the paths have holes; dump all positions"))
     elif with_controls and context is None:
-        notes.append("control task: the contexts here have too few types")
+        skipped.append(("control task", "the contexts have too few types"))
     for label in labels:
         goal = make_goal(here.target(label))
         goal.check(train)
@@ -94,8 +96,8 @@ def goals_at(
                 goal.check(train)
                 goals.append(goal)
             except (BadRows, OneClass):
-                notes.append(f"known zero {zero.label!r} has no two values here")
-    return _solvable(goals, train, notes), notes
+                skipped.append((f"known zero {zero.label!r}", "the label has fewer than two values there"))
+    return _solvable(goals, train, skipped), skipped
 
 
 def _shuffled(goal: Goal, roots: np.ndarray, seed: int) -> Goal:
@@ -106,13 +108,13 @@ def _shuffled(goal: Goal, roots: np.ndarray, seed: int) -> Goal:
     return Goal(goal.label, SHUFFLED, goal.kind, goal.classes, codes, goal.present)
 
 
-def _solvable(goals: list[Goal], train: np.ndarray, notes: list[str]) -> list[Goal]:
-    """Controls that happen to have one class in a fold are left out, with a note; labels were checked before."""
+def _solvable(goals: list[Goal], train: np.ndarray, skipped: list[tuple[str, str]]) -> list[Goal]:
+    """Leave out controls with one class in a fold and add them to `skipped`. Labels are checked before."""
     kept = []
     for goal in goals:
         try:
             goal.check(train)
             kept.append(goal)
         except OneClass:
-            notes.append(f"{goal.role} control of {goal.label!r}: one class in a fold")
+            skipped.append((f"{goal.role} control of {goal.label!r}", "a fold has only one class"))
     return kept

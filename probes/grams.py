@@ -1,7 +1,7 @@
-"""`Grams`: second moments of many subsets of the same rows, for the price of one.
+"""`Grams`: second moments of many subsets of the same rows, at the cost of one.
 
-Folds and labels with missing values make many training sets of the same rows. The rows are cut into the atoms that these
-sets are made of (rows that belong to the same sets); each atom is summed once, and a set is the sum of its atoms.
+Folds and labels with missing values give many training sets over the same rows. Rows that belong to the same sets form an
+atom; each atom is summed once, and a set is the sum of its atoms.
 """
 
 from functools import cached_property
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 class Grams:
-    """Of x [cells, rows, d] and sets [sets, rows] (bool): everything that closed-form probes want to know.
+    """Statistics of x [cells, rows, d] over sets [sets, rows] (bool): everything that closed-form probes need.
 
-    Rows are centred on the mean over all of them beforehand (`shift`), so that no digits are lost to a large common mean.
+    Rows are first centred on their overall mean (`shift`), so that a large common mean costs no precision.
     """
 
     def __init__(self, x: Tensor, sets: np.ndarray) -> None:
@@ -38,7 +38,7 @@ class Grams:
 
     @cached_property
     def scales(self) -> Tensor:
-        """[cells, sets, d]: standard deviation of each column in each set; 1 where it does not vary."""
+        """[cells, sets, d]: standard deviation of each column in each set; 1 for a constant column."""
         weights = self.sets.to(self.x.dtype)
         squares = torch.einsum("sn,bnd->bsd", weights, self.x.square()) / self.counts[:, None]
         variance = (squares - self.means.square()).clamp_min(0)
@@ -47,7 +47,7 @@ class Grams:
 
 
 def _atoms(sets: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(rows, sets that hold them) for every different membership; rows in no set are left out."""
+    """(rows, sets that contain them) for every distinct membership; rows in no set are left out."""
     packed = np.ascontiguousarray(np.packbits(sets, axis=0).T)  # [rows, bytes]: a row's membership as one key
     keys = packed.view(f"V{packed.shape[1]}")[:, 0]
     _, first, place = np.unique(keys, return_index=True, return_inverse=True)

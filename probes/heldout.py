@@ -1,4 +1,4 @@
-"""Held-out predictions: every estimator, at every cell, for every goal, on rows of roots it was not fitted on."""
+"""Held-out predictions: every estimator, cell and goal, on rows of roots that it was not fitted on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from replaylens.probes.goals import Goal
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What probes said of rows they had not seen. Entries of rows that no fold tests are not to be used."""
+    """Predictions on held-out rows. Entries of rows that no fold tests are undefined."""
 
     predicted: np.ndarray
     """[cells, goals, rows]: class numbers, or numbers"""
     log_loss: np.ndarray
-    """[cells, goals, rows]: of the true class, natural logarithms; NaN where the estimator gives no probabilities"""
+    """[cells, goals, rows]: of the true class, in nats; NaN if the estimator gives no probabilities"""
     confidence: np.ndarray
-    """[cells, goals, rows]: probability of the predicted class; NaN likewise"""
+    """[cells, goals, rows]: probability of the predicted class; NaN as above"""
 
     @classmethod
     def empty(cls, cells: int, goals: int, rows: int) -> "Held":
@@ -44,16 +44,16 @@ def held_out(
 ) -> Held:
     """Fit and predict.
 
-    x         [cells, rows, d]: its dtype is the precision, its device the place of the arithmetic
-    train     [folds, rows] bool; a goal trains on those that have its label
+    x         [cells, rows, d]; its dtype and device are those of the arithmetic
+    train     [folds, rows] bool; a goal is fitted on the rows that have its label
     test      [folds, rows] bool, disjoint
-    nuisance  [rows, m]: columns whose linear effect is taken out of x first, by coefficients of the training rows
+    nuisance  [rows, m]: columns whose linear effect is first removed from x, with coefficients of the training rows
     """
     spec = registry.get(estimator)
     if spec.swept == "no":
-        raise ProbeError(f"{estimator} needs other input than rows of one place; see docs/probes.md")
+        raise ProbeError(f"{estimator} does not take rows of one position. See docs/probes.md for its input.")
     out = Held.empty(len(x), len(goals), x.shape[1])
-    if nuisance is not None:  # each fold then has rows of its own
+    if nuisance is not None:  # then every fold has its own rows
         for fit, held in zip(train, test, strict=True):
             clean = residualised(x, nuisance, fit)
             _fill(spec, clean, goals, fit[None], held[None], out, jobs)
@@ -63,7 +63,7 @@ def held_out(
 
 
 def residualised(x: Tensor, nuisance: np.ndarray, fit: np.ndarray) -> Tensor:
-    """x without what the nuisance columns tell of it linearly, as seen on the rows `fit`."""
+    """x without the linear effect of the nuisance columns, estimated on the rows `fit`."""
     columns = np.column_stack([np.ones(len(nuisance)), (nuisance - nuisance[fit].mean(0)) / (nuisance[fit].std(0) + 1e-12)])
     full = torch.as_tensor(columns, dtype=x.dtype, device=x.device)
     rows = torch.as_tensor(fit, device=x.device)
@@ -86,7 +86,7 @@ def _fill(
         which = [i for i, goal in enumerate(goals) if (goal.kind, goal.outputs) == (kind, outputs)]
         same = [goals[i] for i in which]
         if kind == "number" and spec.name != "ridge":
-            raise ProbeError(f"{spec.name} tells classes apart; for the number {same[0].label!r} use ridge")
+            raise ProbeError(f"{spec.name} is a classifier, but label {same[0].label!r} is a number. Use ridge.")
         if spec.swept == "together":
             scores = _together(spec.name, x, same, train)
             _read(kind, outputs, scores, same, which, test, out, spec.name == "logistic")
@@ -133,7 +133,7 @@ def _apart(
     out: Held,
     jobs: int,
 ) -> None:
-    """Mutates `out`: one scikit-learn fit per cell, goal and fold, in parallel. The order of work changes no bit."""
+    """Mutates `out`: one scikit-learn fit per cell, goal and fold, in parallel. The order of the fits changes no bit."""
     rows = x.cpu().numpy()
     work = [(c, i, f) for c in range(len(rows)) for i in range(len(goals)) for f in range(len(train))]
     done = Parallel(n_jobs=jobs)(

@@ -1,8 +1,8 @@
 """Scores beyond accuracy: usable information, description length, calibration.
 
-V-information (Xu et al., arXiv 2002.10689): bits about the label that this family of probes gains over knowing only how often
-each class occurs. Online code (Voita & Titov, arXiv 2003.12298): bits to send the labels to somebody who has the rows, each
-block coded by a probe fitted on the blocks before it. Expected calibration error: how far confidence is from accuracy.
+V-information (Xu et al., arXiv 2002.10689): bits about the label that a family of probes gains over the class frequencies.
+Online code (Voita & Titov, arXiv 2003.12298): bits to transmit the labels given the rows, each block coded by a probe fitted
+on the blocks before it. Expected calibration error: the gap between confidence and accuracy.
 """
 
 from itertools import pairwise
@@ -12,18 +12,18 @@ import numpy as np
 from replaylens.probes.splits import fold_of_roots
 
 BLOCKS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.0625, 0.125, 0.25, 0.5, 1.0)
-"""ends of the blocks, as shares of the roots"""
-LEAST_ROOTS = 8
-"""a probe is fitted on no fewer roots than this; rows before are coded evenly"""
+"""ends of the blocks, as fractions of the roots"""
+MIN_ROOTS = 8
+"""minimum number of roots to fit a probe on; earlier rows are coded uniformly"""
 
 
 def v_information(log_loss: np.ndarray, null_log_loss: np.ndarray) -> float:
-    """Bits per row, from natural-log losses of held-out rows under the probe and under the class shares of its training set."""
+    """Bits per row, from held-out losses in nats under the probe and under the class frequencies of its training set."""
     return float((null_log_loss.mean() - log_loss.mean()) / np.log(2))
 
 
 def calibration_error(confidence: np.ndarray, correct: np.ndarray, bins: int = 15) -> float:
-    """Mean gap between confidence and accuracy over bins of equally many rows, each weighted by its rows."""
+    """Mean gap between confidence and accuracy over bins with the same number of rows, each weighted by its rows."""
     order = np.argsort(confidence, kind="stable")
     parts = [part for part in np.array_split(order, bins) if len(part)]
     gaps = [abs(confidence[part].mean() - correct[part].mean()) * len(part) for part in parts]
@@ -34,16 +34,16 @@ def code_blocks(roots: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarra
     """(train, test) masks [blocks, rows] of the online code; rows in no test block come before the first probe."""
     number = len(np.unique(roots))
     rank = fold_of_roots(roots, number, seed)  # as many folds as roots: a shuffled order of the roots
-    ends = sorted({round(number * share) for share in BLOCKS if round(number * share) >= min(LEAST_ROOTS, number // 2)})
+    ends = sorted({round(number * share) for share in BLOCKS if round(number * share) >= min(MIN_ROOTS, number // 2)})
     train = np.stack([rank < begin for begin in ends[:-1]])
     test = np.stack([(rank >= begin) & (rank < end) for begin, end in pairwise(ends)])
     return train, test
 
 
 def code_length(log_loss: np.ndarray, coded: np.ndarray, classes: int) -> tuple[float, float]:
-    """(bits per row, compression): rows that no probe coded cost log2 of the number of classes each.
+    """(bits per row, compression). A row that no probe codes costs log2(classes) bits.
 
-    log_loss  [rows], natural logarithms; only entries with `coded` count. Compression above 1: fewer bits than an even code.
+    log_loss  [rows], in nats; only entries with `coded` count. Compression above 1 means fewer bits than a uniform code.
     """
     even = np.log2(classes)
     bits = log_loss[coded].sum() / np.log(2) + even * (~coded).sum()

@@ -1,7 +1,7 @@
 """Mass-mean probes: the direction from one class's mean to the other's (Marks & Tegmark, arXiv 2310.06824).
 
 Plain:     a row belongs to the nearest class mean; for two classes the direction is mean1 - mean0.
-Whitened:  nearest in the metric of the covariance within classes: the direction becomes within^-1 (mean1 - mean0).
+Whitened:  nearest in the metric of the within-class covariance; the direction becomes within^-1 (mean1 - mean0).
 """
 
 from typing import Any
@@ -17,13 +17,13 @@ from replaylens.probes.errors import OneClass
 from replaylens.probes.moments import Moments, moments_of
 
 RIDGE = 1e-6
-"""of the mean variance, added before inverting: rows may lie in a subspace"""
+"""fraction of the mean variance added before inversion, since rows may lie in a subspace"""
 
 
 class MassMeanProbe(ClassifierMixin, BaseEstimator):
     """Nearest class mean.
 
-    whiten  measure distance by the covariance within classes
+    whiten  measure distance by the within-class covariance
     """
 
     def __init__(self, whiten: bool = False) -> None:
@@ -34,12 +34,12 @@ class MassMeanProbe(ClassifierMixin, BaseEstimator):
         check_classification_targets(y)
         self.classes_, places = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
-            raise OneClass(f"all {len(y)} rows have one class, {self.classes_[0]!r}: nothing to tell apart")
-        names = np.array([f"{i:09d}" for i in range(len(self.classes_))])  # so that their order as text is their own
+            raise OneClass(f"All {len(y)} rows have one class, {self.classes_[0]!r}. Give rows of at least two classes.")
+        names = np.array([f"{i:09d}" for i in range(len(self.classes_))])  # sort as text in the order of the classes
         return self._set(moments_of(X, names[places]))
 
     def fit_moments(self, moments: Moments) -> "MassMeanProbe":
-        """From streamed moments: the same probe, bit for bit, as `fit` on the same rows in the same order."""
+        """Fit from streamed moments: bit for bit the probe that `fit` gives on the same rows in the same order."""
         self.classes_ = np.array(moments.classes)
         self.n_features_in_ = len(moments.mean)
         return self._set(moments)
@@ -50,7 +50,7 @@ class MassMeanProbe(ClassifierMixin, BaseEstimator):
         bias = -0.5 * (weights * means).sum(1)
         if len(means) == 2:
             weights, bias = weights[1:] - weights[:1], bias[1:] - bias[:1]
-        self.coef_, self.intercept_ = weights.numpy(), bias.numpy()  # as scikit-learn's: one line for two classes
+        self.coef_, self.intercept_ = weights.numpy(), bias.numpy()  # as in scikit-learn: one line for two classes
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
@@ -67,6 +67,6 @@ class MassMeanProbe(ClassifierMixin, BaseEstimator):
 
 
 def regularised(covariance: Tensor) -> Tensor:
-    """The covariance with a little of its mean variance on the diagonal, so that it can be inverted."""
+    """The covariance with a fraction of its mean variance added to the diagonal, so that it can be inverted."""
     scale = covariance.diagonal().mean().clamp_min(torch.finfo(covariance.dtype).tiny)
     return covariance + RIDGE * scale * torch.eye(len(covariance), dtype=covariance.dtype)

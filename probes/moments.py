@@ -1,7 +1,7 @@
-"""`Moments`: means, covariance and cross-covariance of rows and their classes, whole or streamed, to the same bits.
+"""`Moments`: means, covariance and cross-covariance of rows and their classes, whole or streamed, with the same bits.
 
-Many probes need nothing else of the data. A row is extended by its class as zeros and a one; the engine's streaming
-statistics of the extended rows, with their fixed order of summation, then hold everything:
+Many probes need nothing else. Each row is extended by its one-hot class; the streaming statistics of the extended rows, with
+their fixed order of summation, contain everything:
 
     covariance of [x, onehot(y)]  =  [[cov(x, x), cov(x, y)], [cov(y, x), cov(y, y)]]
 """
@@ -19,7 +19,7 @@ from replaylens.probes.running_moments import StreamingStatistics
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Of rows [n, d] and k classes, float64. Frozen: what a probe is made of."""
+    """Moments of rows [n, d] with k classes, in float64."""
 
     count: int
     classes: tuple[str, ...]
@@ -30,7 +30,7 @@ class Moments:
     cross: Tensor
     """[d, k]: covariance of the rows with each class's indicator"""
     shares: Tensor
-    """[k]: how often each class occurs"""
+    """[k]: relative frequency of each class"""
 
     @property
     def class_means(self) -> Tensor:
@@ -45,11 +45,11 @@ class Moments:
 
 
 class MomentStream:
-    """Collects moments from rows that come in pieces. The order of the rows counts, the cuts do not."""
+    """Collects moments of rows that arrive in pieces. The order of the rows matters, the cuts do not."""
 
     def __init__(self, width: int, classes: Sequence[str]) -> None:
         if len(set(classes)) < 2:
-            raise OneClass(f"classes {list(classes)}: at least two are needed to tell anything apart")
+            raise OneClass(f"The classes are {list(classes)}. Give at least two.")
         self.classes = tuple(classes)
         self.width = width
         self._place = {name: i for i, name in enumerate(self.classes)}
@@ -60,27 +60,27 @@ class MomentStream:
         return self._statistics.count
 
     def add(self, rows: Tensor, values: Sequence[str] | np.ndarray) -> None:
-        """Mutates: more rows [n, d] with the class of each."""
+        """Mutates: adds rows [n, d] with the class of each."""
         extended = torch.zeros(len(rows), self.width + len(self.classes), dtype=torch.float64)
         extended[:, : self.width] = rows
         for i, value in enumerate(values):
             if value not in self._place:
-                raise ProbeError(f"class {value!r} is not among {', '.join(self.classes)}: name all classes beforehand")
+                raise ProbeError(f"Class {value!r} is not among {', '.join(self.classes)}. Name all classes beforehand.")
             extended[i, self.width + self._place[value]] = 1.0
         self._statistics.add(extended)
 
     def moments(self) -> Moments:
-        """What was collected; more may follow. OneClass where a class has no rows."""
+        """Moments of the rows so far; more may follow. Raises OneClass if a class has no rows."""
         mean, covariance = self._statistics.moments()
         d = self.width
         if bool((mean[d:] == 0).any()):
             empty = [name for name, share in zip(self.classes, mean[d:], strict=True) if share == 0]
-            raise OneClass(f"no row of class {', '.join(empty)} among {self.count}: fit on rows that have every class")
+            raise OneClass(f"No row of class {', '.join(empty)} among {self.count} rows. Fit on rows of every class.")
         return Moments(self.count, self.classes, mean[:d], covariance[:d, :d], covariance[:d, d:], mean[d:])
 
 
 def moments_of(rows: np.ndarray | Tensor, values: np.ndarray) -> Moments:
-    """Moments of rows that are all there."""
+    """Moments of rows in memory."""
     x = torch.as_tensor(rows)
     stream = MomentStream(x.shape[1], [str(name) for name in np.unique(values.astype(str))])
     stream.add(x, values.astype(str))

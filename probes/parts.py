@@ -1,4 +1,4 @@
-"""`Parts`: finished pieces of a sweep on disk, so that one that was cut short can go on."""
+"""`Parts`: finished parts of a sweep on disk, so that an interrupted sweep can resume."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ _KEY = "sweep.key"
 
 
 class Parts:
-    """Pieces by name. Without a folder nothing is kept. OtherSweep where the folder belongs to other settings or rows."""
+    """Parts by name. Without a folder nothing is stored. Raises OtherSweep if the folder belongs to other settings or rows."""
 
     def __init__(self, folder: str | Path | None, key: str) -> None:
         self.folder = None if folder is None else Path(folder)
@@ -23,11 +23,11 @@ class Parts:
         self.folder.mkdir(parents=True, exist_ok=True)
         noted = self.folder / _KEY
         if noted.exists() and noted.read_text() != key:
-            raise OtherSweep(f"{folder} holds parts of another sweep: give it its own settings and rows, or another folder")
+            raise OtherSweep(f"{folder} holds parts of another sweep. Give its settings and rows, or another folder.")
         noted.write_text(key)
 
     def get(self, name: str, make: Callable[[], Held]) -> Held:
-        """The piece as it was computed before, or now. A file that was not written to its end is computed again."""
+        """The stored part, or else a newly computed one. A part whose file was not fully written is computed again."""
         if self.folder is None:
             return make()
         path = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.npz"

@@ -1,4 +1,4 @@
-"""Paths of rows: which rows lie before a row on its own branch, and whether all of them are there."""
+"""Paths of rows: the rows before each row on its branch, and whether any are missing."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ import pandas as pd
 
 @dataclass(frozen=True, eq=False)
 class RowPath:
-    """One branch of an example, from the prompt's first token on. Numbers are places in the frame, by position."""
+    """One branch of an example, from the prompt's first token on. Rows are numbers in the frame, sorted by position."""
 
     rows: np.ndarray
-    """of the whole path: the accepted one up to the fork, then the branch's own"""
+    """the whole path: accepted rows up to the fork, then the branch's own"""
     num_own: int
-    """of them, at the end, that are the branch's own"""
+    """number of the branch's own rows, at the end"""
     whole: np.ndarray
-    """[rows] bool: whether the path is there without a hole from position 0 up to the row"""
+    """[rows] bool: whether no position from 0 up to the row is missing"""
 
     @property
     def own(self) -> np.ndarray:
@@ -24,7 +24,7 @@ class RowPath:
 
 
 def row_paths(frame: pd.DataFrame) -> Iterator[RowPath]:
-    """Every branch of every example; examples of joined parts are told apart."""
+    """Every branch of every example; examples of joined parts are kept apart."""
     position, branch, fork = (frame[name].to_numpy() for name in ("position", "branch", "fork_position"))
     keys = ["part", "example"] if "part" in frame else ["example"]
     for rows in frame.groupby(keys, sort=False).indices.values():

@@ -8,9 +8,9 @@
 | `step:3`, `step:3+1` | the same, of the third step only |
 | `query`, `query-1`, `query+1` | the prompt's last token with labels; before it; the answer's first token |
 
-A row belongs to the last step decided, so `step+5` has no rows where the next step comes four tokens later. The answer is read
-from the prompt's last token. That is the query, except where a model fills prompts up with padding, which has no text and no
-labels: the query is then the last token before it, and padding is at no distance from the query.
+A row belongs to the last step decided, so `step+5` has no rows if the next step comes four tokens later. The query is the
+prompt's last token, from which the answer is read. If a model pads its prompts, the query is the last token before the padding.
+Padding has no text, no labels and no distance from the query.
 """
 
 import re
@@ -24,7 +24,7 @@ from replaylens.probes.errors import BadPosition
 from replaylens.probes.paths import row_paths
 
 STEP_LABELS = ("actions", "hops")
-"""labels that count the task's steps, the first that a task has; where one grows, a step was decided"""
+"""labels that count steps; a task's first one is used, and a step is decided where it grows"""
 _SPEC = re.compile(r"(?P<all>all)|(?P<at>\d+)|(?P<anchor>step|query)(:(?P<which>\d+))?(?P<shift>[+-]\d+)?")
 
 
@@ -40,10 +40,10 @@ class Position:
 
     @classmethod
     def parse(cls, spec: str | int) -> "Position":
-        """BadPosition says how a position is written."""
+        """Parse a spec. Raises BadPosition, which lists the forms."""
         found = _SPEC.fullmatch(str(spec).replace(" ", ""))
         if found is None or (found["which"] and found["anchor"] == "query"):
-            raise BadPosition(f"position {spec!r}: write all, a number, step, step+1, step:3, query or query-1")
+            raise BadPosition(f"Unknown position {spec!r}. Use all, a number, step, step+1, step:3, query or query-1.")
         if found["all"]:
             return cls("all", "all")
         if found["at"]:
@@ -52,7 +52,7 @@ class Position:
         return cls(found.group(), found["anchor"], int(found["shift"] or 0), which)
 
     def mask(self, frame: pd.DataFrame) -> np.ndarray:
-        """A boolean per row of a frame that `add_places` went over."""
+        """One boolean per row of a frame with the columns of `add_places`."""
         match self.anchor:
             case "all":
                 return np.ones(len(frame), dtype=bool)
@@ -61,20 +61,20 @@ class Position:
             case "query":
                 return (frame["since_query"] == self.shift).to_numpy()
         if frame["since_step"].isna().all():
-            raise BadPosition(f"position {self.spec!r}: these rows do not tell where steps are: dump positions 'all'")
+            raise BadPosition(f"Position {self.spec!r} is unknown: these rows do not record steps. Dump positions 'all'.")
         column, which = ("since_step", self.which) if self.shift >= 0 else ("until_step", self.which and self.which - 1)
         mask = (frame[column] == abs(self.shift)).to_numpy()
         return mask if which is None else mask & (frame["step"] == which).to_numpy()
 
 
 def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
-    """A copy with the columns that positions are found by.
+    """A copy with the columns that positions are resolved by.
 
-    step         steps decided so far on the row's path (in a chain of thought: as far as it has walked)
-    since_step   tokens since the last one was decided; NaN before the first
-    until_step   tokens until the next one is decided; NaN after the last
-    since_query  tokens since the prompt's last one with labels, padding not counted; negative before it, NaN on padding
-    steps        how many steps the example's accepted path has in all
+    step         steps decided so far on the row's path (in a chain of thought: those recited so far)
+    since_step   tokens since the last decided step; NaN before the first
+    until_step   tokens until the next decided step; NaN after the last
+    since_query  tokens since the query, padding not counted; negative before it, NaN on padding
+    steps        total number of steps on the example's accepted path
     """
     frame = frame.copy()
     counter = next((name for name in STEP_LABELS if name in frame), None)
@@ -100,7 +100,7 @@ def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
 
 
 def _since_query(position: np.ndarray, query: int, end: int) -> np.ndarray:
-    """Tokens since the query, of a prompt that ends at `end`: what lies between them is padding and has none."""
+    """Tokens since the query of a prompt that ends at `end`; NaN for the padding between them."""
     return np.select([position <= query, position > end], [position - query, position - end], np.nan)
 
 

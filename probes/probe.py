@@ -1,4 +1,4 @@
-"""`LinearProbe`: a fitted direction with its provenance; saved as safetensors and JSON, loaded without executing anything."""
+"""`LinearProbe`: a fitted direction with its provenance, saved as safetensors and JSON. Loading executes no code."""
 
 import json
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ _TENSORS = ("weight", "bias", "means")
 
 @dataclass(frozen=True, eq=False)
 class LinearProbe:
-    """Scores are x @ weight.T + bias: one line for two classes (above 0: the second), else one line per class."""
+    """Scores are x @ weight.T + bias: one line for two classes (positive: the second), else one line per class."""
 
     weight: np.ndarray
     """[k, d], in the coordinates of the rows"""
     bias: np.ndarray
     """[k]"""
     means: np.ndarray
-    """[classes, d]: mean row of each class where it was fitted"""
+    """[classes, d]: mean of each class over the rows it was fitted on"""
     classes: tuple[str, ...]
     label: str
     site: str
@@ -44,9 +44,9 @@ class LinearProbe:
     position: str
     estimator: str
     source: dict[str, Any]
-    """of the rows it was fitted on: task, digest, fingerprint"""
+    """task, digest and fingerprint of the rows it was fitted on"""
     roots: tuple[str, ...] = ()
-    """the root prompts it was fitted on, sorted; none: they are not known"""
+    """the root prompts it was fitted on, sorted; empty if unknown"""
 
     def __repr__(self) -> str:
         where = str(self.cell) if str(self.cell) == self.site else f"{self.cell} ({self.site})"
@@ -66,7 +66,7 @@ class LinearProbe:
         return np.array(self.classes)[places]
 
     def direction(self, origin: str, target: str) -> np.ndarray:
-        """The unit vector [d] along which a row of one class becomes one of another."""
+        """The unit vector [d] that leads from one class to another."""
         a, b = self._place(origin), self._place(target)
         if len(self.classes) == 2:
             way = self.weight[0] if b > a else -self.weight[0]
@@ -75,7 +75,7 @@ class LinearProbe:
         return way / max(float(np.linalg.norm(way)), 1e-300)
 
     def gap(self, origin: str, target: str) -> float:
-        """The distance between the class means: the unit in which rows are steered, whatever the estimator."""
+        """The distance between the class means: the unit of steering, whatever the estimator."""
         return float(np.linalg.norm(self.means[self._place(target)] - self.means[self._place(origin)]))
 
     @property
@@ -85,7 +85,7 @@ class LinearProbe:
 
     def _place(self, name: str) -> int:
         if name not in self.classes:
-            raise ProbeError(f"no class {name!r}; the probe knows {', '.join(self.classes)}")
+            raise ProbeError(f"Unknown class {name!r}. The probe has {', '.join(self.classes)}.")
         return self.classes.index(name)
 
     # ---- on disk ------------------------------------------------------------------------------------------------
@@ -109,19 +109,19 @@ class LinearProbe:
 
     @classmethod
     def load(cls, path: str | Path) -> "LinearProbe":
-        """Read and check; BadProbeFile says what is wrong."""
+        """Read and check a saved probe. Raises BadProbeFile, which says what is wrong."""
         path = _stem(path)
         try:
             tensors = load_file(path.with_suffix(".safetensors"))
             raw = json.loads(path.with_suffix(".json").read_text())
             if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
-                raise BadProbeFile(f"{path} is {raw['format']} {raw['schema']}; wanted is {FORMAT} {SCHEMA}")
+                raise BadProbeFile(f"format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}")
             arrays = {name: tensors[name].numpy() for name in _TENSORS}
             text = {name: raw[name] for name in ("label", "site", "position", "estimator", "source")}
-            roots = tuple(map(str, raw.get("roots", ())))  # older files do not tell
+            roots = tuple(map(str, raw.get("roots", ())))  # older files have none
             probe = cls(**arrays, classes=tuple(raw["classes"]), cell=Cell(*raw["cell"]), roots=roots, **text)
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
-            raise BadProbeFile(f"{path} is no saved probe: {error}") from error
+            raise BadProbeFile(f"{path} is not a saved probe ({error}). Give the path of a saved probe.") from error
         return probe._checked(path)
 
     def _checked(self, path: Path) -> "LinearProbe":
@@ -130,7 +130,7 @@ class LinearProbe:
         for name, shape in shapes.items():
             array = getattr(self, name)
             if array.shape != shape or not np.isfinite(array).all():
-                raise BadProbeFile(f"{path}: {name} has shape {array.shape}, wanted are finite numbers of shape {shape}")
+                raise BadProbeFile(f"{path}: {name} has shape {array.shape}. It must be finite and have shape {shape}.")
         return self
 
 
@@ -145,9 +145,9 @@ def fit_probe(
     shuffled: bool = False,
     seed: int = 0,
 ) -> LinearProbe:
-    """One linear probe on all accepted rows at a position. Test it on other roots: here nothing is held out.
+    """Fit one linear probe on all accepted rows at a position. Nothing is held out: test it on other roots.
 
-    shuffled  labels are exchanged between roots first: a probe that learned nothing, as a placebo for causal tests
+    shuffled  exchange labels between roots first: an untrained probe, as a placebo for causal tests
 
     >>> from replaylens import Engine, tasks
     >>> run = Engine.load("coin-plain").replay(tasks.get("coin")(flips=(1, 3)).examples(24), sites="S")
@@ -157,9 +157,7 @@ def fit_probe(
     """
     spec = registry.get(estimator)
     if not spec.linear:
-        raise NotLinear(
-            f"{estimator} has no direction; linear ones: logistic, ridge, lda, mass-mean, mass-mean-whitened, sparse"
-        )
+        raise NotLinear(f"{estimator} has no direction. Use logistic, ridge, lda, mass-mean, mass-mean-whitened or sparse.")
     rows = ProbeRows.of(given)
     cell = rows.cell(site, layer)
     rows = rows.accepted().at(position)
@@ -168,7 +166,7 @@ def fit_probe(
     goal = make_goal(target)
     goal.check(np.ones((1, len(rows)), dtype=bool))
     if goal.kind != "class":
-        raise NotLinear(f"label {label!r} is a number: fit probes for causal tests on classes")
+        raise NotLinear(f"Label {label!r} is a number. Use a label with classes.")
     values = target.values
     if shuffled:
         values = values[root_permutations(goal.codes, rows.roots, 1, seed)[0]]
@@ -192,17 +190,17 @@ def fit_probe(
 
 
 def placebo_probes(given: Dump | Run | ProbeRows, like: LinearProbe, count: int = 8, seed: int = 0) -> list[LinearProbe]:
-    """Probes of the same kind and place as another, each fitted on labels exchanged between roots."""
+    """Probes of the same kind, site and position as `like`, each fitted on labels exchanged between roots."""
     rows, cell = ProbeRows.of(given), like.cell
     how: dict[str, Any] = dict(site=cell.site, layer=cell.layer, position=like.position, estimator=like.estimator)
     return [fit_probe(rows, like.label, **how, shuffled=True, seed=seed + i) for i in range(count)]
 
 
 def coefficients(fitted: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(weight [k, d], bias [k]) of a fitted linear estimator in the coordinates of its input, a scaler before it undone."""
+    """(weight [k, d], bias [k]) of a fitted linear estimator in the coordinates of its input, with any scaler undone."""
     scaler, last = (fitted[0], fitted[-1]) if isinstance(fitted, Pipeline) else (None, fitted)
     if not hasattr(last, "coef_"):
-        raise NotLinear(f"{type(last).__name__} has no coefficients: no direction to steer, ablate or exchange")
+        raise NotLinear(f"{type(last).__name__} has no coefficients. Use a linear estimator.")
     weight, bias = np.atleast_2d(last.coef_).astype(np.float64), np.atleast_1d(last.intercept_).astype(np.float64)
     if scaler is not None:
         weight = weight / scaler.scale_

@@ -1,11 +1,10 @@
 """`QuasiNewton`: logistic regression for every cell, task and fold at once.
 
-Minimises  sum of log-losses over the training rows + penalty / 2 |w|^2  with w in standardised columns and the bias
-free, which is scikit-learn's LogisticRegression(C = 1 / penalty) behind a StandardScaler. L-BFGS, started from the Hessian
-whose row weights are replaced by their mean: that one is a Gram matrix, known beforehand, and close enough that ten or
-twenty gradients do. A gradient costs two products with the rows, shared by all tasks and folds of a cell.
-
-(Newton's method with conjugate gradients, tried first, needed three to five times as many products with the rows.)
+Minimises  sum of log-losses over the training rows + penalty / 2 |w|^2  with w on standardised columns and the bias
+unpenalised: scikit-learn's LogisticRegression(C = 1 / penalty) after a StandardScaler. The method is L-BFGS, preconditioned
+by the Hessian with its row weights replaced by their mean. That is a Gram matrix, known in advance, and close enough that ten
+to twenty gradients suffice. A gradient costs two products with the rows, shared by all tasks and folds of a cell. Newton's
+method with conjugate gradients needs three to five times as many products.
 """
 
 from collections import deque
@@ -19,7 +18,7 @@ from replaylens.probes.grams import Grams
 
 _STEPS, _MEMORY, _SEARCHES = 500, 10, 10
 _ROWS_PER_COLUMN = 4
-"""rows that a preconditioner is made of, per column: more would cost more than they save"""
+"""rows per column to build a preconditioner from; more would cost more than they save"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,19 +43,19 @@ class Pair:
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """A place with everything known there."""
+    """A point with its scores, probabilities and gradient."""
 
     at: Pair
     z: Tensor
     """scores [b, t, f, k, n]"""
     q: Tensor
-    """probabilities, likewise"""
+    """probabilities, of the same shape"""
     gradient: Pair
 
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """One step and how the gradient changed along it; weight 0 where a problem did not move."""
+    """One step and the change of the gradient along it; weight 0 for a problem that did not move."""
 
     way: Pair
     bend: Pair
@@ -72,7 +71,7 @@ class Move:
 
 
 class QuasiNewton:
-    """`run` gives the minimiser. b cells, t tasks, f folds, n rows, k outputs (1 for two classes), d columns."""
+    """`run` returns the minimiser. b cells, t tasks, f folds, n rows, k outputs (1 for two classes), d columns."""
 
     def __init__(self, grams: Grams, y: Tensor, where: Tensor, penalty: float, tolerance: float) -> None:
         """y [t, n, k]; where [t, f]: the set of `grams` that each fold trains on."""
@@ -84,7 +83,7 @@ class QuasiNewton:
         first = where[:, 0]  # the folds of a task share a preconditioner: their rows are mostly the same
         self.gram = torch.stack([_correlation(grams, int(i)) for i in first.unique()], 1)  # [b, sets, d, d]
         self.gram = self.gram[:, first.unique(return_inverse=True)[1]]  # [b, t, d, d]
-        self.curvature = torch.full_like(self.gram[..., 0, 0], torch.inf)  # [b, t]: mean row weight behind each factor
+        self.curvature = torch.full_like(self.gram[..., 0, 0], torch.inf)  # [b, t]: mean row weight of each factor
         self.factor = torch.empty_like(self.gram)
 
     def run(self) -> tuple[Tensor, Tensor]:
@@ -94,12 +93,12 @@ class QuasiNewton:
         here = self._look(start, self._forward(start))
         past: deque[Move] = deque(maxlen=_MEMORY)
         for _ in range(_STEPS):
-            active = here.gradient.largest() > self.tolerance * self.counts  # scikit-learn's own rule
+            active = here.gradient.largest() > self.tolerance * self.counts  # scikit-learn's stopping rule
             if not bool(active.any()):
                 break
             step = self._step(here, past)
             slope = here.gradient.dot(step)
-            active = active & (-slope > torch.finfo(slope.dtype).eps * self.counts)  # below, rounding is all that is left
+            active = active & (-slope > torch.finfo(slope.dtype).eps * self.counts)  # below this, only rounding is left
             if not bool(active.any()):
                 break
             change = self._forward(step)
@@ -111,7 +110,7 @@ class QuasiNewton:
         return weight, here.at.c - torch.einsum("btfkd,btfd->btfk", weight, self.mean)
 
     def _step(self, here: Point, past: "deque[Move]") -> Pair:
-        """Minus the approximate inverse Hessian times the gradient: the two loops of L-BFGS, all problems together."""
+        """Minus the approximate inverse Hessian times the gradient: the two loops of L-BFGS, for all problems together."""
         rest, taken = here.gradient, []
         for move in reversed(past):
             share = move.weight * move.way.dot(rest)
@@ -145,9 +144,9 @@ class QuasiNewton:
         return torch.sigmoid(z) if self.binary else z.softmax(3)
 
     def _length(self, here: Point, step: Pair, change: Tensor, slope: Tensor, active: Tensor) -> Tensor:
-        """How far to go along the step [b, t, f], where the loss has halved its slope at least; 0 for problems that are done.
+        """Step lengths [b, t, f] at which the slope is at most half the initial one; 0 for problems that are done.
 
-        Newton's method in one variable: it needs no product with the rows, and mostly the first guess will do.
+        Newton's method in one variable: it needs no product with the rows, and the first guess is mostly enough.
         """
         cross, square = (here.at.w * step.w).sum((3, 4)), step.w.square().sum((3, 4))
         length = torch.ones_like(slope)
@@ -165,9 +164,9 @@ class QuasiNewton:
         return torch.where(active, length, 0.0)
 
     def _preconditioner(self, q: Tensor) -> Callable[[Pair], Pair]:
-        """Approximate inverse of the Hessian; factored anew only where the rows' weights have fallen to a quarter.
+        """Approximate inverse of the Hessian, factored again only when the mean row weight has fallen to a quarter.
 
-        Each cell and task decides for itself, so that no problem's path depends on its neighbours.
+        Each cell and task decides separately, so that no problem's path depends on its neighbours.
         """
         spread = (self.train * q * (1 - q)).sum((3, 4)) / q.shape[3]  # [b, t, f]: sum over the rows
         mean = (spread / self.counts).mean(2)  # [b, t]
@@ -188,7 +187,7 @@ class QuasiNewton:
 
 
 def _correlation(grams: Grams, number: int) -> Tensor:
-    """[b, d, d]: of the standardised columns of one set, estimated from evenly spaced rows of it."""
+    """[b, d, d]: correlation of one set's columns, estimated from evenly spaced rows."""
     rows = grams.sets[number].nonzero()[:, 0]
     rows = rows[:: max(1, len(rows) // (_ROWS_PER_COLUMN * grams.x.shape[2]))]
     standard = (grams.x[:, rows] - grams.means[:, number, None]) / grams.scales[:, number, None]

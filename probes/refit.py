@@ -1,4 +1,4 @@
-"""The exact permutation test: labels are exchanged between roots and every probe is fitted again."""
+"""The exact permutation test: labels are exchanged between roots and every probe is refitted."""
 
 import numpy as np
 import torch
@@ -26,9 +26,9 @@ def permutation_test(
     folds: int = 5,
     seed: int = 0,
 ) -> Null:
-    """Cross-validated accuracy of one cell, on the labels and on permuted ones, each fitted anew.
+    """Cross-validated accuracy of one cell, on the labels and on permuted ones, with a new fit for each.
 
-    Slower than a sweep's own test, which leaves the probes as they are; permuted goals are solved together.
+    Slower than a sweep's own test, which does not refit. Permuted goals are solved together.
     """
     rows = ProbeRows.of(given).accepted().at(position)
     target = rows.target(label, "class")

@@ -1,4 +1,4 @@
-"""The estimators by name: what each is, how it is made, and how a sweep fits it."""
+"""Estimators by name: a description, how to make one, and how a sweep fits it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,11 +43,11 @@ ESTIMATORS = {
     each.name: each
     for each in (
         Estimator("logistic", "logistic regression, C = 1", _scaled(lambda: LogisticRegression(max_iter=1000)), "together"),
-        Estimator("ridge", "ridge on classes as -1 and 1; for numbers, ridge regression", _scaled(RidgeClassifier), "together"),
+        Estimator("ridge", "ridge on targets of -1 and 1; for numbers, ridge regression", _scaled(RidgeClassifier), "together"),
         Estimator("mass-mean", "nearest class mean; the direction between the means", MassMeanProbe, "together"),
         Estimator(
             "mass-mean-whitened",
-            "nearest class mean in the metric of the covariance within classes",
+            "nearest class mean in the metric of the within-class covariance",
             lambda: MassMeanProbe(whiten=True),
             "together",
         ),
@@ -60,21 +60,21 @@ ESTIMATORS = {
         Estimator("sparse", "logistic regression on the 8 coordinates whose class means differ most", SparseProbe, "apart"),
         Estimator(
             "mlp",
-            "one hidden layer of 64, seed 0",
+            "one hidden layer of 64 units, seed 0",
             _scaled(lambda: MLPClassifier((64,), max_iter=1000, tol=1e-3, random_state=0)),
             "apart",
             linear=False,
         ),
         Estimator("ccs", "contrast-consistent search on pairs of rows, without labels", CcsProbe, "no"),
-        Estimator("attentive", "attention over positions, then linear", AttentiveProbe, "no", linear=False),
+        Estimator("attentive", "attention over positions, then a linear classifier", AttentiveProbe, "no", linear=False),
         Estimator("leace", "eraser: closed form, least change", Leace, "no"),
-        Estimator("inlp", "eraser: project classifiers out, one after the other", Inlp, "no"),
+        Estimator("inlp", "eraser: project out one classifier after another", Inlp, "no"),
     )
 }
 
 
 def get(name: str) -> Estimator:
-    """By name; UnknownEstimator lists the names."""
+    """The estimator of this name. Raises UnknownEstimator, which lists the names."""
     if name not in ESTIMATORS:
         raise UnknownEstimator(no_such("estimator", name, ESTIMATORS))
     return ESTIMATORS[name]

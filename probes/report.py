@@ -1,4 +1,4 @@
-"""`Report`: what was found, with what it must be compared with; as a table, as text, as figures, as JSON."""
+"""`Report`: scores with their controls, as a table, text, figures and JSON."""
 
 import json
 import math
@@ -22,7 +22,7 @@ FILE = "report.json"
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """Lines of one table, and where they come from. Equal input gives equal bytes on disk."""
+    """The lines of one table, with their source. Equal input gives equal bytes on disk."""
 
     kind: str
     """sweep, or the name of a branch question or causal test"""
@@ -31,9 +31,9 @@ class Report:
     """task, knobs, digest and fingerprint of the rows"""
     settings: dict[str, Any]
     notes: list[str] = field(default_factory=list)
-    """what could not be done"""
+    """what was skipped, and why"""
     findings: list[str] = field(default_factory=list)
-    """what a branch question found, in words; a sweep's findings are made from its lines"""
+    """findings of a question or causal test, in words; those of a sweep are made from its lines"""
 
     @property
     def table(self) -> pd.DataFrame:
@@ -41,22 +41,22 @@ class Report:
         return pd.DataFrame(self.lines)
 
     def text(self) -> str:
-        """What is shown, what is not, and what could not be done."""
+        """The findings, then the notes."""
         return "\n".join(self.summary())
 
     def summary(self) -> list[str]:
         shown = self.findings or summarise(self.table)
-        return [*shown, *(f"Not done: {note}." for note in self.notes)]
+        return [*shown, *self.notes]
 
     def __str__(self) -> str:
         return self.text()
 
     def best(self, label: str, **where: Any) -> dict[str, Any]:
-        """The line with the highest score for a label; `where` fixes other columns."""
+        """The line with the highest score for a label; `where` filters by other columns."""
         wanted = {"label": label, **where}
         fitting = [line for line in self.lines if all(line.get(name) == value for name, value in wanted.items())]
         if not fitting:
-            raise ProbeError(f"no line with {wanted}; labels: {sorted({line.get('label', '') for line in self.lines})}")
+            raise ProbeError(f"No line with {wanted}. Labels: {sorted({line.get('label', '') for line in self.lines})}.")
         return max(fitting, key=lambda line: line["accuracy"])
 
     # ---- figures ------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class Report:
     # ---- on disk ------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; NaN becomes null. The fields are described in docs/probes.md."""
+        """Plain values; NaN becomes null. docs/probes.md describes the fields."""
         return {
             "format": FORMAT,
             "schema": SCHEMA,
@@ -104,21 +104,21 @@ class Report:
 
     @classmethod
     def load(cls, path: str | Path) -> "Report":
-        """From the folder or the JSON file. BadProbeFile says what is wrong with it."""
+        """Load a report from its folder or JSON file. Raises BadProbeFile, which says what is wrong."""
         path = Path(path)
         path = path / FILE if path.is_dir() else path
         try:
             raw = json.loads(path.read_text())
             if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
-                raise BadProbeFile(f"{path} is {raw['format']} {raw['schema']}; wanted is {FORMAT} {SCHEMA}")
+                raise BadProbeFile(f"{path} has format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}.")
             fields = {name: raw[name] for name in ("kind", "source", "settings", "notes", "findings")}
             return cls(lines=raw["rows"], **fields)
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise BadProbeFile(f"{path} is no report: {error}") from error
+            raise BadProbeFile(f"{path} is not a report ({error}).") from error
 
 
 def about_rows(rows: ProbeRows) -> dict[str, Any]:
-    """What a report cites of the rows it is about."""
+    """The source of rows, as a report cites it."""
     about = rows.about
     return {
         "task": about.task,
@@ -144,5 +144,5 @@ def _plain(value: Any) -> Any:
 
 
 def percent(value: float, low: float, high: float) -> str:
-    """How a score with its interval is written in findings."""
+    """A score with its interval, as written in findings."""
     return f"{100 * value:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"

@@ -1,4 +1,4 @@
-"""`ProbeRows`: labelled activation rows, from a dump or from runs in memory, as probes want them.
+"""`ProbeRows`: labelled activation rows for probes, from a dump or from runs in memory.
 
 rows = ProbeRows.of(Dump.open("dumps/coin"))
 here = rows.accepted().at("step")
@@ -27,13 +27,13 @@ from replaylens.probes.errors import BadRows, MissingLabel, ProbeError
 from replaylens.probes.positions import Position, add_places
 from replaylens.probes.sources import LETTERS, About, DumpSource, JoinedSource, MemorySource, Source, Subset
 
-CLASSES_AT_MOST = 64
-"""a whole-number label with more values than this is a number to regress on, not classes"""
+MAX_CLASSES = 64
+"""an integer label with more values than this is a number to regress on, not classes"""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One place in the model: a letter and a layer, or a site by its name."""
+    """One site of the model: a letter and a layer, or a site name."""
 
     site: str
     layer: int | None
@@ -44,7 +44,7 @@ class Cell:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What a probe is to read off: one value per row, missing ones marked."""
+    """The values that a probe predicts: one per row, missing ones marked."""
 
     name: str
     values: np.ndarray
@@ -64,17 +64,17 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class ProbeRows:
-    """Rows with their index. Immutable: `at`, `where` and the rest give a narrower view."""
+    """Rows with their index. Immutable: `at`, `where` and the like return a narrower view."""
 
     frame: pd.DataFrame
     """one line per row: the dump's index and the columns of `positions.add_places`"""
     source: Source
     numbers: np.ndarray
-    """of the rows in the source, ascending"""
+    """row numbers in the source, ascending"""
     wider: "ProbeRows | None" = None
-    """the rows that these were narrowed from; None: they were not"""
+    """the rows that these were narrowed from, if any"""
 
-    # ---- making them --------------------------------------------------------------------------------------------
+    # ---- construction -------------------------------------------------------------------------------------------
 
     @classmethod
     def of(cls, given: "Dump | Run | ProbeRows") -> "ProbeRows":
@@ -83,7 +83,7 @@ class ProbeRows:
             return given
         if isinstance(given, Dump):
             if given.filters:
-                raise ProbeError("give the whole dump and narrow the rows: where steps are is read off whole paths")
+                raise ProbeError("The dump is filtered, but steps need whole paths. Give the whole dump and narrow the rows.")
             positions = given.manifest.plan.positions
             return cls._placed(given.to_pandas(), DumpSource(given), positions in ("all", "steps"))
         plan = plan_of_run(given.engine, given[0].example.maker, [r.example.index for r in given], given.options)
@@ -104,18 +104,18 @@ class ProbeRows:
 
     @classmethod
     def join(cls, **parts: "ProbeRows") -> "ProbeRows":
-        """Rows of several dumps or runs of one engine as one; the column `part` says whose they are.
+        """Rows of several dumps or runs of one engine as one; the column `part` names their origin.
 
-        OtherFingerprint where they were made by different engines: a difference between them would be read as one of the parts.
+        Raises OtherFingerprint for different engines: their difference would look like one between the parts.
         """
         if len({rows.about.task for rows in parts.values()}) != 1:
-            raise ProbeError("rows of different tasks have different labels: join rows of one task")
+            raise ProbeError("The rows come from different tasks, whose labels differ. Join rows of one task.")
         made = {name: rows.about.fingerprint for name, rows in parts.items() if rows.about.fingerprint is not None}
         for name, other in made.items():
             first = next(iter(made))
             if other != made[first]:
                 lines = "; ".join(made[first].differences(other))
-                raise OtherFingerprint(f"{first!r} and {name!r} come from different engines ({lines}): join rows of one engine")
+                raise OtherFingerprint(f"{first!r} and {name!r} come from different engines ({lines}). Join rows of one.")
         whole = {name: rows.whole for name, rows in parts.items()}
         frame = pd.concat([rows.frame.assign(part=name) for name, rows in whole.items()], ignore_index=True)
         source = JoinedSource([Subset(rows.source, rows.numbers) for rows in whole.values()], [len(r) for r in whole.values()])
@@ -123,7 +123,7 @@ class ProbeRows:
         kept = np.concatenate([np.isin(whole[name].numbers, rows.numbers) for name, rows in parts.items()])
         return joined if kept.all() else joined.where(kept)
 
-    # ---- what they are ------------------------------------------------------------------------------------------
+    # ---- properties ---------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -137,7 +137,7 @@ class ProbeRows:
 
     @property
     def whole(self) -> "ProbeRows":
-        """All rows that these were narrowed from: what a prompt or path holds is read off them, not off one position."""
+        """All rows that these were narrowed from, to look up whole prompts and paths in."""
         return self if self.wider is None else self.wider
 
     @property
@@ -146,16 +146,16 @@ class ProbeRows:
         return self.frame["root"].to_numpy(dtype=str)
 
     def require(self, engine: Core) -> None:
-        """OtherFingerprint when the rows were computed by something else than this engine."""
+        """Raise OtherFingerprint if another engine computed the rows."""
         mine = self.about.fingerprint
         if mine is not None and mine != engine.fingerprint:
             lines = "; ".join(engine.fingerprint.differences(mine))
-            raise OtherFingerprint(f"these rows come from another engine ({lines}): load the one they were dumped with")
+            raise OtherFingerprint(f"These rows come from another engine ({lines}). Load the engine that computed them.")
 
     # ---- narrowing ----------------------------------------------------------------------------------------------
 
     def where(self, mask: np.ndarray | pd.Series) -> "ProbeRows":
-        """The rows for which the mask (one boolean per row) holds."""
+        """The rows selected by a mask (one boolean per row)."""
         keep = np.asarray(mask, dtype=bool)
         return ProbeRows(self.frame[keep].reset_index(drop=True), self.source, self.numbers[keep], self.whole)
 
@@ -164,7 +164,7 @@ class ProbeRows:
         return self.where(Position.parse(position).mask(self.frame))
 
     def renumbered(self) -> "ProbeRows":
-        """The same rows, numbered from 0 on, as if there had never been others."""
+        """The same rows, numbered from 0, without the rows that they were narrowed from."""
         return ProbeRows(self.frame, Subset(self.source, self.numbers), np.arange(len(self)))
 
     def accepted(self) -> "ProbeRows":
@@ -173,10 +173,10 @@ class ProbeRows:
     def rejected(self) -> "ProbeRows":
         return self.where(~self.frame["accepted"].to_numpy(dtype=bool))
 
-    # ---- what estimators want -----------------------------------------------------------------------------------
+    # ---- input of estimators ------------------------------------------------------------------------------------
 
     def cells(self, sites: str | Sequence[str], layers: Sequence[int] | None = None) -> list[Cell]:
-        """Every place that the sites name: letters S, T, C with all their layers (or those given), or stored names."""
+        """Every cell of the sites: letters S, T, C with all their layers (or those given), or stored names."""
         words = re.split(r"[,\s]+", sites) if isinstance(sites, str) else list(sites)
         cells: list[Cell] = []
         known: set[int] = set()
@@ -187,38 +187,38 @@ class ProbeRows:
             for letter in word:
                 stored = self.source.letters(letter)
                 if not stored:
-                    raise UnknownSite(f"site {letter} was not captured: dump or replay with sites that have it")
+                    raise UnknownSite(f"Site {letter} was not captured. Dump or replay with sites that include it.")
                 known |= stored.keys()
                 cells += [Cell(letter, n) for n in stored if layers is None or n in layers]
         if known and (missing := sorted(set(layers or ()) - known)):
-            raise UnknownSite(f"no layer {missing[0]}; {sites}: stored at layers {', '.join(map(str, sorted(known)))}")
+            raise UnknownSite(f"No layer {missing[0]}. {sites} is stored at layers {', '.join(map(str, sorted(known)))}.")
         if not cells:
-            raise UnknownSite(f"sites {sites!r} at layers {layers}: there is nothing there")
+            raise UnknownSite(f"No cells for sites {sites!r} at layers {layers}. Give other sites or layers.")
         return cells
 
     def cell(self, site: str, layer: int | None = None) -> Cell:
-        """One place, as `cells` gives them: a letter with its layer, or a stored name. UnknownSite says what there is."""
+        """One cell: a letter with its layer, or a stored name. Raises UnknownSite, which lists the layers."""
         if site in LETTERS and layer is None:
             stored = ", ".join(str(each.layer) for each in self.cells(site))
-            raise UnknownSite(f"site {site} comes by layer: say which, there are {stored}")
+            raise UnknownSite(f"Site {site} needs a layer. Give one of {stored}.")
         return self.cells(site, [layer])[0] if site in LETTERS and layer is not None else Cell(site, layer)
 
     def matrix(self, site: str, layer: int | None = None) -> np.ndarray:
-        """[rows, d], in float32 or wider. BadRows where a row is not finite."""
+        """[rows, d], in float32 or wider. Raises BadRows if a row is not finite."""
         x = self.source.take(site, layer, self.numbers)
         x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         bad = ~torch.isfinite(x).all(1)
         if bool(bad.any()):
             raise BadRows(
-                f"{Cell(site, layer)}: {int(bad.sum())} of {len(x)} rows hold NaN or infinity, the first is row "
-                f"{int(bad.nonzero()[0])}: leave them out with where(), or dump again"
+                f"{Cell(site, layer)}: {int(bad.sum())} of {len(x)} rows contain NaN or infinity, the first at row "
+                f"{int(bad.nonzero()[0])}. Leave them out with where(), or dump again."
             )
         return x.numpy()
 
     def target(self, label: str, kind: str = "auto") -> Target:
-        """The label's values. `state` is the task's own true state. MissingLabel lists what there is.
+        """The label's values; `state` is the task's true state. Raises MissingLabel, which lists the labels.
 
-        kind  class, number, or auto: text and booleans are classes, whole numbers too if they take few values
+        kind  class, number, or auto: text and booleans are classes, integers too if they take few values
         """
         name = label
         if label == "state" and label not in self.frame:
@@ -230,18 +230,18 @@ class ProbeRows:
 
 
 def make_target(name: str, values: Any, kind: str = "auto") -> Target:
-    """A target from any column of values, None and NaN meaning that there is none."""
+    """A target from any column of values; None and NaN are missing values."""
     column = pd.Series(values).reset_index(drop=True)
     present = column.notna().to_numpy()
     if kind == "auto":
         number = pd.api.types.is_float_dtype(column) or (
-            pd.api.types.is_integer_dtype(column) and column.nunique() > CLASSES_AT_MOST
+            pd.api.types.is_integer_dtype(column) and column.nunique() > MAX_CLASSES
         )
         kind = "number" if number else "class"
     if kind == "number":
         return Target(name, column.to_numpy(dtype=np.float64, na_value=np.nan), present, kind)
     if kind != "class":
-        raise ProbeError(f"kind {kind!r}: a target is a class or a number")
+        raise ProbeError(f"Unknown kind {kind!r}. Use 'auto', 'class' or 'number'.")
     return Target(name, np.where(present, column.astype(object).map(_class_name), "").astype(str), present, kind)
 
 

@@ -1,7 +1,7 @@
 """`StreamingStatistics`: count, mean and covariance of captured rows, without keeping them.
 
-Rows are added up in chunks of a fixed size, in the order in which they are given, in float64: the result is a function of
-the rows and their order, whatever pieces they come in.
+Rows are summed in float64, in chunks of a fixed size and in the given order. The result depends on the rows and their order
+alone, whatever pieces they arrive in.
 """
 
 import torch
@@ -24,9 +24,9 @@ class StreamingStatistics:
         self._waiting = torch.empty(0, width, dtype=torch.float64)
 
     def add(self, rows: Tensor) -> None:
-        """Mutates: more rows, after all earlier ones."""
+        """Mutates: adds rows after all earlier ones."""
         if rows.dim() != 2 or rows.shape[1] != self.width:
-            raise BadRequest(f"rows of shape {tuple(rows.shape)}; wanted is [n, {self.width}]")
+            raise BadRequest(f"The rows have shape {tuple(rows.shape)}. Give rows of shape [n, {self.width}].")
         waiting = torch.cat([self._waiting, rows.double()])
         whole = len(waiting) // CHUNK * CHUNK
         for chunk in waiting[:whole].split(CHUNK):
@@ -35,15 +35,15 @@ class StreamingStatistics:
         self.count += len(rows)
 
     def _take(self, chunk: Tensor) -> None:
-        padded = torch.zeros(CHUNK, self.width, dtype=torch.float64)  # a short last chunk runs through the same product
+        padded = torch.zeros(CHUNK, self.width, dtype=torch.float64)  # a short last chunk takes the same product
         padded[: len(chunk)] = chunk
         self._sum += padded.sum(0)
         self._products += padded.T @ padded
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """(mean [d], covariance [d, d], divided by n), float64. Changes nothing: more rows may follow."""
+        """(mean [d], covariance [d, d], divided by n), float64. Mutates nothing: more rows may follow."""
         if not self.count:
-            raise BadRequest("no rows were added")
+            raise BadRequest("No rows were added. Add rows first.")
         rest = StreamingStatistics(self.width)
         rest._sum, rest._products = self._sum.clone(), self._products.clone()
         if len(self._waiting):

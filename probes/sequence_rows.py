@@ -1,4 +1,4 @@
-"""Rows of several positions side by side, for probes that look at a whole path."""
+"""Rows of several positions side by side, for probes that read a whole path."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from replaylens.probes.rows import ProbeRows, Target
 def sequences(
     rows: ProbeRows, label: str, site: str, layer: int | None, positions: Sequence[str]
 ) -> tuple[np.ndarray, Target, np.ndarray]:
-    """(X [examples, positions * d], the label at the last position, roots); an absent position is zeros.
+    """(X [examples, positions * d], the label at the last position, roots); an absent position is all zeros.
 
-    Every position must choose at most one row of an example's accepted path ("step:2", "query-1", "12").
+    Every position must select at most one row of an example's accepted path ("step:2", "query-1", "12").
     """
     rows = rows.accepted()
     last = rows.at(positions[-1])
@@ -21,13 +21,13 @@ def sequences(
     last, target = last.where(target.present), target[target.present]
     place = {example: i for i, example in enumerate(last.frame["example"])}
     if len(place) != len(last):
-        raise BadRows(f"position {positions[-1]!r} has several rows of an example: choose one such as 'query' or 'step:3'")
+        raise BadRows(f"Position {positions[-1]!r} has several rows per example. Use one such as 'query' or 'step:3'.")
     blocks = []
     for position in positions:
         here = rows.at(position)
         here = here.where(here.frame["example"].isin(place))
         if here.frame["example"].duplicated().any():
-            raise BadRows(f"position {position!r} has several rows of an example: choose one such as 'query' or 'step:3'")
+            raise BadRows(f"Position {position!r} has several rows per example. Use one such as 'query' or 'step:3'.")
         found = here.matrix(site, layer)
         block = np.zeros((len(last), found.shape[1]), dtype=found.dtype)
         block[[place[example] for example in here.frame["example"]]] = found

@@ -1,4 +1,4 @@
-"""`SweepSettings`: everything that decides what a sweep finds, checked before anything is computed."""
+"""`SweepSettings`: everything that determines a sweep's result, checked before anything is computed."""
 
 import hashlib
 import json
@@ -18,14 +18,14 @@ PRECISIONS = ("double", "single")
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """Options of `sweep`; the docstrings are their meaning."""
+    """Options of `sweep`."""
 
     labels: tuple[str, ...] = ("state",)
-    """what to read off; `state` is the task's own true state"""
+    """labels to probe for; `state` is the task's true state"""
     sites: tuple[str, ...] = ("S", "T", "C")
-    """letters, or stored site names"""
+    """residual stream (S), attention output (T), MLP output (C), or stored site names"""
     layers: tuple[int, ...] | None = None
-    """of the letters; None: all"""
+    """layers of the letters; None: all"""
     positions: tuple[str, ...] = ("step", "query")
     """see `positions`"""
     estimators: tuple[str, ...] = ("logistic",)
@@ -34,14 +34,14 @@ class SweepSettings:
     """root, length:N, depth:N, accepted-rejected, rejected-accepted, part:A:B; or the name of a split of your own"""
     folds: int = 5
     branches: str = "accepted"
-    """rows of which branches: accepted, rejected or all"""
+    """branches whose rows are used: accepted, rejected or all"""
     controls: bool = True
     untrained: bool = False
-    """whether the untrained model was run as a control"""
+    """whether an untrained model is run as a control"""
     residualise: tuple[str, ...] = ()
-    """index columns (position, steps, ...) whose linear effect is taken out of the rows first"""
+    """index columns (position, steps, ...) whose linear effect is first removed from the rows"""
     code_length: bool = False
-    """also the online code, for logistic probes"""
+    """also compute the online code of logistic probes"""
     seed: int = 0
     resamples: int = RESAMPLES
     permutations: int = PERMUTATIONS
@@ -51,12 +51,12 @@ class SweepSettings:
 
     def __post_init__(self) -> None:
         checks = {
-            f"branches {self.branches!r}: choose {', '.join(BRANCHES)}": self.branches in BRANCHES,
-            f"precision {self.precision!r}: choose {', '.join(PRECISIONS)}": self.precision in PRECISIONS,
-            f"{self.resamples} resamples: give at least 100": self.resamples >= 100,
-            f"{self.permutations} permutations: give at least 19": self.permutations >= 19,
-            f"device {self.device!r} is not there: give cpu, or cuda where torch finds a GPU": _is_there(self.device),
-            "give at least one label, site, position and estimator": all(
+            f"Unknown branches {self.branches!r}. Use one of {', '.join(BRANCHES)}.": self.branches in BRANCHES,
+            f"Unknown precision {self.precision!r}. Use one of {', '.join(PRECISIONS)}.": self.precision in PRECISIONS,
+            f"{self.resamples} resamples are too few. Give at least 100.": self.resamples >= 100,
+            f"{self.permutations} permutations are too few. Give at least 19.": self.permutations >= 19,
+            f"Device {self.device!r} not found. Use cpu, or cuda if torch finds a GPU.": _is_there(self.device),
+            "An option is empty. Give at least one label, site, position and estimator.": all(
                 (self.labels, self.sites, self.positions, self.estimators)
             ),
         }
@@ -65,7 +65,7 @@ class SweepSettings:
                 raise ProbeError(message)
         for name in self.estimators:
             if registry.get(name).swept == "no":
-                raise ProbeError(f"{name} needs other input than rows of one place; see docs/probes.md")
+                raise ProbeError(f"{name} does not take rows of one position. See docs/probes.md for its input.")
         for position in self.positions:
             Position.parse(position)
 
@@ -74,13 +74,13 @@ class SweepSettings:
         return plain
 
     def key(self, rows_digest: str) -> str:
-        """Hash of settings and rows: parts of a sweep can be used again only under the same one."""
+        """Hash of settings and rows: parts of a sweep can be reused only under the same key."""
         return hashlib.sha256(json.dumps([self.to_json(), rows_digest], sort_keys=True).encode()).hexdigest()
 
 
 def _is_there(device: str) -> bool:
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):  # torch raises either, by what is missing
+    except (RuntimeError, AssertionError):  # torch raises either, depending on what is missing
         return False
     return True

@@ -1,8 +1,8 @@
 """Many linear probes solved together: cells (site, layer) x tasks (labels, controls) x folds.
 
-All cells have the same rows, so the products with the rows x [n, d] are shared by all tasks and folds of a cell: one matrix
-product instead of many matrix-vector products. Columns are standardised within each training set by algebra, never by
-copying the rows: w . (x - m) / s = x . (w / s) - m . (w / s).
+All tasks and folds of a cell have the same rows x [n, d], so they share the products with x: one matrix product instead of
+many matrix-vector products. Columns are standardised within each training set by algebra, without copying the rows:
+w . (x - m) / s = x . (w / s) - m . (w / s).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from replaylens.probes.quasi_newton import QuasiNewton
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """Linear probes in the coordinates of the rows as given."""
+    """Linear probes in the coordinates of the given rows."""
 
     weight: Tensor
     """[cells, tasks, folds, k, d]"""
@@ -51,10 +51,10 @@ def solve(
     x          [cells, n, d]
     targets    [tasks, n, k], see `one_hot`; for the kind `regression` any numbers
     train      [tasks, folds, n] bool
-    tolerance  of logistic: the largest entry of the gradient, per row, at which to stop; default: 1e-6 in double
-               precision; in single 1e-4, which is scikit-learn's
+    tolerance  logistic only: stop when the largest entry of the gradient, per row, is below it; default: 1e-6 in double
+               precision, 1e-4 (scikit-learn's) in single
     """
-    if len(x) > 1 and not x.is_cuda:  # a CPU works on cells one after the other anyway: then none waits for another
+    if len(x) > 1 and not x.is_cuda:  # a CPU works on one cell at a time anyway; apart, no cell waits for another
         parts = [solve(kind, x[i : i + 1], targets, train, C=C, alpha=alpha, tolerance=tolerance) for i in range(len(x))]
         return Solution(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
     tasks, folds, n = train.shape
@@ -78,14 +78,14 @@ def solve(
 
 
 def _different(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the different ones among masks [m, n], in order of appearance; which of them each is [m])"""
+    """(distinct masks among [m, n], in order of appearance; the number of each mask among them [m])"""
     seen: dict[bytes, int] = {}
     which = np.array([seen.setdefault(mask.tobytes(), len(seen)) for mask in masks])
     return masks[[int(np.argmax(which == i)) for i in range(len(seen))]], which
 
 
 def _ridge(grams: Grams, y: Tensor, where: Tensor, alpha: float, sign: bool) -> tuple[Tensor, Tensor]:
-    """Least squares with a penalty on standardised columns; classes are targets of -1 and 1, as scikit-learn has them."""
+    """Least squares with a penalty on standardised columns; classes are targets of -1 and 1, as in scikit-learn."""
     y = 2 * y - 1 if sign else y
     train = grams.sets[where].to(y.dtype)  # [tasks, folds, n]
     mean_y = torch.einsum("tfn,tnk->tfk", train, y) / train.sum(-1, keepdim=True)
@@ -101,7 +101,7 @@ def _ridge(grams: Grams, y: Tensor, where: Tensor, alpha: float, sign: bool) -> 
 
 
 def _mass_mean(grams: Grams, y: Tensor, where: Tensor, whiten: bool) -> tuple[Tensor, Tensor]:
-    """Nearest class mean; see `mass_mean`, whose probes these are."""
+    """Nearest class mean: the probes of `mass_mean`."""
     onehot = torch.cat([1 - y, y], -1) if y.shape[-1] == 1 else y
     train = grams.sets[where].to(y.dtype)
     members = train[..., None] * onehot[:, None]  # [tasks, folds, n, k]

@@ -1,4 +1,4 @@
-"""Where rows of sites come from: a dump on disk, tensors in memory, several of them joined, or a part of one."""
+"""Sources of rows: a dump on disk, tensors in memory, several sources joined, or a subset of one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,17 +16,17 @@ from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.tasks.task import AnyTask
 
 LETTERS = ("S", "T", "C")
-"""sites that come by layer"""
+"""sites with one activation per layer: residual stream, attention output, MLP output"""
 
 
 @dataclass(frozen=True)
 class About:
-    """Where rows come from: what a report cites."""
+    """The origin of rows, as a report cites it."""
 
     task: str
     knobs: dict[str, Any]
     digest: str
-    """of the dump; empty for rows that were never dumped"""
+    """of the dump; empty for the rows of a run"""
     fingerprint: Fingerprint | None
 
     def make_task(self) -> AnyTask:
@@ -34,12 +34,12 @@ class About:
 
 
 class Source(Protocol):
-    """Where rows of sites come from."""
+    """A source of rows."""
 
     about: About
 
     def letters(self, letter: str) -> dict[int, str]:
-        """Stored sites behind a letter, by their layer in the model."""
+        """Stored sites of a letter, by layer."""
         ...
 
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
@@ -48,7 +48,7 @@ class Source(Protocol):
 
 
 class DumpSource:
-    """Rows on disk; read when asked for, only those asked for."""
+    """Rows on disk. Only the requested rows are read."""
 
     def __init__(self, dump: Dump) -> None:
         self.dump = dump
@@ -62,7 +62,7 @@ class DumpSource:
 
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
         key = numbers.tobytes()
-        if self._last is None or self._last[0] != key:  # many sites are asked for the same rows: the index is read once
+        if self._last is None or self._last[0] != key:  # the same rows are taken at many sites: read the index once
             wanted = np.zeros(self.starts[-1], dtype=bool)
             wanted[numbers] = True
             self._last = key, self.dump.where(lambda part: wanted[self.starts[part["shard"]] + part["row"]])
@@ -82,14 +82,14 @@ class MemorySource:
         stored = self.letters(site)
         name = at_layer(site, stored, layer) if stored else site
         if name not in self.tensors:
-            raise UnknownSite(f"{name!r} was not captured; captured: {', '.join(self.tensors)}")
+            raise UnknownSite(f"Site {name!r} was not captured. Captured: {', '.join(self.tensors)}.")
         x = self.tensors[name][torch.from_numpy(numbers)]
         if layer is None or stored:
             return _flat(x)
         if not name.startswith("Z."):
-            raise UnknownSite(f"{name} is a site of one layer: leave the layer out, or give a letter to choose one")
+            raise UnknownSite(f"{name} is a site of one layer. Leave out the layer, or give a letter to choose one.")
         if not -x.shape[1] <= layer < x.shape[1]:
-            raise UnknownSite(f"{name} is stored at layers 0 to {x.shape[1] - 1}, not {layer}")
+            raise UnknownSite(f"{name} is stored at layers 0 to {x.shape[1] - 1}, not {layer}. Give one of these.")
         return _flat(x[:, layer])
 
 
@@ -98,7 +98,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 class JoinedSource:
-    """Several sources one after the other, as one."""
+    """Several sources, one after the other."""
 
     def __init__(self, sources: Sequence[Source], sizes: Sequence[int]) -> None:
         self.sources, self.starts = list(sources), np.cumsum([0, *sizes])
@@ -118,7 +118,7 @@ class JoinedSource:
 
 
 class Subset:
-    """Some rows of a source, numbered anew."""
+    """Some rows of a source, numbered from 0."""
 
     def __init__(self, source: Source, numbers: np.ndarray) -> None:
         self.source, self.numbers, self.about = source, numbers, source.about

@@ -14,10 +14,10 @@ from replaylens.probes.errors import OneClass
 class SparseProbe(ClassifierMixin, BaseEstimator):
     """Logistic regression on few coordinates.
 
-    TransformerLens' `fit_sparse_probe` chooses coordinates by the same score, but splits the rows by itself; here the split
-    is the caller's, so that all branches of a root stay on one side. The tests hold the two against each other.
+    TransformerLens' `fit_sparse_probe` selects coordinates by the same score but splits the rows itself. Here the caller
+    splits, so that all branches of a root stay on one side. The tests compare the two.
 
-    k  how many coordinates
+    k  number of coordinates
     C  as in scikit-learn's LogisticRegression
     """
 
@@ -30,7 +30,7 @@ class SparseProbe(ClassifierMixin, BaseEstimator):
         check_classification_targets(y)
         self.classes_ = np.unique(y)
         if len(self.classes_) < 2:
-            raise OneClass(f"all {len(y)} rows have one class, {self.classes_[0]!r}: nothing to tell apart")
+            raise OneClass(f"All {len(y)} rows have one class, {self.classes_[0]!r}. Give rows of at least two classes.")
         means = np.stack([X[y == each].mean(0) for each in self.classes_])  # [k, d]
         spread = np.abs(means[-1] - means[0]) if len(means) == 2 else means.std(0)
         self.selected_ = np.argsort(-spread, kind="stable")[: self.k]

@@ -1,7 +1,7 @@
-"""`Stage`: prompts on which rows are changed and the answer is read again, each variant on the same cached prefix.
+"""`Stage`: changes rows of prompts and reads the answers again, every variant on the same cached prefix.
 
-A variant is a function from a subject to what is added to its rows. It becomes an edit of a fork: KV before the first changed
-position is shared with the base branch, everything after is computed canonically.
+A variant is a function from a subject to the change that is added to its rows. It becomes an edit of a fork: the KV cache
+before the first changed position is shared with the base branch, everything after it comes from the canonical pass.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -25,33 +25,33 @@ _BATCH = 32
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """One prompt, and the rows of it that are to be changed."""
+    """One prompt with the rows to change."""
 
     example: Example
     tokens: list[int]
     positions: list[int]
-    """where rows are changed, ascending"""
+    """positions of the rows to change, ascending"""
     rows: Tensor
-    """[positions, d]: as the model computes them"""
+    """[positions, d]: before the change"""
     classes: list[str]
     """the label at each of these positions"""
     logits: Tensor
-    """[answers]: of the task's answers after the prompt"""
+    """[answers]: logits of the task's answers after the prompt"""
 
     @property
     def answer(self) -> int:
-        """Which answer the model gives of itself."""
+        """The number of the model's own answer."""
         return int(self.logits.argmax())
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a variant did, per subject."""
+    """The effect of a variant, per subject."""
 
     flipped: np.ndarray
-    """1 where another answer than the model's own is now the likeliest, else 0"""
+    """1 if the most likely answer is no longer the model's own, else 0"""
     pull: np.ndarray
-    """how many nats the margin of the model's own answer over the best other one shrank"""
+    """decrease in nats of the margin of the model's own answer over the best other one"""
 
 
 Variant = Callable[[Subject], np.ndarray]
@@ -66,7 +66,7 @@ class Stage:
         self.final = engine.sites.per_layer("S")[-1]
         self.position = Position.parse(position)
         if not examples:
-            raise ProbeError("no examples: give at least one prompt to change")
+            raise ProbeError("No examples. Give at least one prompt to change.")
         self.answers = _single_tokens(engine, examples[0].maker.answers())
         self.subjects: list[Subject] = []
         for first in range(0, len(examples), _BATCH):
@@ -77,7 +77,7 @@ class Stage:
         return np.array([subject.example.root for subject in self.subjects])
 
     def play(self, variants: Sequence[Variant]) -> list[Outcome]:
-        """Change the rows of every subject in every way, and read the answers again."""
+        """Apply every variant to every subject and read the answers again."""
         flipped, pull = np.zeros((2, len(variants), len(self.subjects)))
         with closing(self._forks(variants, [self.final])) as played:
             for number, subject, forks in played:
@@ -93,15 +93,15 @@ class Stage:
         with closing(self._forks(variants, [site])) as played:
             for _, subject, forks in played:
                 for rows, fork in zip(found, forks, strict=True):
-                    rows.append(fork.activations[site][len(subject.tokens) - 1])
+                    rows.append(fork.activations.peek(site)[len(subject.tokens) - 1])
         return [torch.stack(rows).double().numpy() for rows in found]
 
     def _forks(
         self, variants: Sequence[Variant], sites: list[str]
     ) -> Generator[tuple[int, Subject, "list[Branch]"], None, None]:
-        """(number, subject, a computed fork per variant); all forks of a subject share the KV of one prompt.
+        """(number, subject, one computed fork per variant); all forks of a subject share the KV cache of its prompt.
 
-        Close it: branches of a batch live until the next one is asked for.
+        Close the generator: the branches of a batch live until the next batch.
         """
         for first in range(0, len(self.subjects), _BATCH):
             some = self.subjects[first : first + _BATCH]
@@ -128,20 +128,20 @@ class Stage:
                     logits = self._answer_logits(branch, branch.length)
                     found.append(Subject(example, branch.tokens, positions, rows, classes, logits))
         if not found:
-            raise BadPosition(f"no prompt has a row at {self.position.spec!r} with the label {self.label!r}")
+            raise BadPosition(f"No prompt has label {self.label!r} at position {self.position.spec!r}. Choose another.")
         return found
 
     def _answer_logits(self, branch: Branch, length: int) -> Tensor:
-        row = branch.activations[self.final][length - 1 : length]
-        return self.engine.runner.logits(row)[0, self.answers].double().cpu()
+        row = branch.activations.peek(self.final)[length - 1 : length]
+        return self.engine.lock.alone(self.engine.runner.logits, row)[0, self.answers].double().cpu()
 
     def _places(self, example: Example, tokens: list[int]) -> tuple[list[int], list[str]]:
-        """Positions of the prompt that the spec chooses, with the label at each."""
+        """Positions of the prompt that the spec selects, with the label at each."""
         text, offsets = path_offsets(self.engine.text.tokenizer, tokens)
         labels = example.maker.read(text, example.index).labels_at(offsets)
         name = example.maker.state_label if self.label == "state" and "state" not in labels else self.label
         if name not in labels:
-            raise MissingLabel(f"no label {self.label!r}; the task has {', '.join(labels)}")
+            raise MissingLabel(f"Unknown label {self.label!r}. The task has {', '.join(labels)}.")
         frame = pd.DataFrame({key: pd.Series(values, dtype=object) for key, values in labels.items()})
         frame = frame.assign(example=0, branch=0, fork_position=0, position=range(len(tokens)), token_state="prompt")
         mask = self.position.mask(add_places(frame, knows_steps=True)) & frame[name].notna().to_numpy()
@@ -151,7 +151,7 @@ class Stage:
 
 @contextmanager
 def held(branches: "list[Branch]") -> "Iterator[list[Branch]]":
-    """Branches that are released at the end, whatever happens; more may be appended meanwhile."""
+    """Release the branches at the end, also after an error. More may be appended in between."""
     try:
         yield branches
     finally:
@@ -160,15 +160,15 @@ def held(branches: "list[Branch]") -> "Iterator[list[Branch]]":
 
 
 def _single_tokens(engine: Engine, words: Sequence[str]) -> list[int]:
-    """Token ids of the answers; ProbeError where one is not a single token, or there is only one."""
+    """Token ids of the answers. Raises ProbeError unless there are at least two, of one token each."""
     ids = [engine.text.encode(word, special=False) for word in words]
     if len(ids) < 2 or any(len(each) != 1 for each in ids):
-        raise ProbeError(f"answers {list(words[:4])}: causal tests compare at least two answers of one token each")
+        raise ProbeError(f"Cannot compare answers {list(words[:4])}. Use a task with at least two answers of one token each.")
     return [each[0] for each in ids]
 
 
 def _margin(logits: Tensor, answer: int) -> float:
-    """How far an answer is ahead of the best other one, in nats."""
+    """The margin of an answer over the best other one, in nats."""
     others = logits.clone()
     others[answer] = -torch.inf
     return float(logits[answer] - others.max())

@@ -1,7 +1,7 @@
-"""Intervals and tests that respect roots: rows of one prompt are no independent observations.
+"""Intervals and tests that respect roots: rows of one prompt are not independent observations.
 
 Every score here is a ratio of sums over rows (right answers over rows; explained over total squares), so a resample of roots
-is a weighting of per-root sums. All randomness comes from a seed; the same input gives the same bits.
+is a weighting of per-root sums. All randomness is seeded: equal input gives equal bits.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from replaylens.probes.errors import TooFewRoots
 
 RESAMPLES, PERMUTATIONS, LEVEL = 1000, 999, 0.95
 _TOGETHER = 64
-"""permutations scored together: bounds the memory"""
+"""permutations scored together; bounds memory"""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Estimate:
 
 
 def root_weights(roots: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
-    """[resamples, roots]: how often each root was drawn, with replacement."""
+    """[resamples, roots]: how often each root is drawn, with replacement."""
     if roots < 2:
-        raise TooFewRoots(f"{roots} root prompts: an interval over roots needs at least 2")
+        raise TooFewRoots(f"{roots} root prompts are too few. Give at least 2 for an interval over roots.")
     generator = np.random.default_rng([seed, 0xB007])
     return generator.multinomial(roots, np.full(roots, 1 / roots), size=resamples)
 
@@ -49,11 +49,11 @@ def root_sums(values: np.ndarray, roots: np.ndarray) -> np.ndarray:
 
 
 def interval(value: np.ndarray, draws: np.ndarray, level: float = LEVEL, folds: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """(low, high) of scores [cells] from those of resampled roots [resamples, cells]: percentiles, widened.
+    """(low, high) of scores [cells] from those of resampled roots [resamples, cells]: widened percentiles.
 
-    folds  of the cross-validation that the predictions come from; 1: one held-out side. Roots of different folds helped to
-           predict each other, so that scores vary more than resampling shows: the interval is widened by
-           sqrt(1 + folds / (folds - 1)), the correction of Nadeau and Bengio (Machine Learning 52, 2003)
+    folds  number of cross-validation folds; 1: one held-out side. Roots of different folds help to predict each other, so
+           scores vary more than resampling shows: the interval is widened by sqrt(1 + folds / (folds - 1)), the correction
+           of Nadeau and Bengio (Machine Learning 52, 2003)
     """
     tail = (1 - level) / 2
     low, high = value + _widening(folds) * (np.quantile(draws, [tail, 1 - tail], axis=0) - value)
@@ -65,9 +65,9 @@ def _widening(folds: int) -> float:
 
 
 def simultaneous(value: np.ndarray, draws: np.ndarray, level: float = LEVEL, folds: int = 1) -> list[Estimate]:
-    """Intervals that hold for all cells together, so that the best of them may be looked at; arguments as for `interval`.
+    """Intervals that hold for all cells jointly, so that the best cell may be picked; arguments as for `interval`.
 
-    A cell's end is its spread times the level's quantile of the largest standardised deviation over all cells.
+    The half-width is the cell's spread times the quantile of the largest standardised deviation over all cells.
     """
     spread = draws.std(0)
     farthest = (np.abs(draws - value) / np.where(spread > 0, spread, np.inf)).max(1)  # [resamples]
@@ -88,11 +88,11 @@ def bootstrap(
 ) -> list[Estimate]:
     """Cluster bootstrap over roots of sum(top) / sum(bottom), for each line of top [cells, rows]; bottom is one line.
 
-    Percentile intervals. Where every root scores 0, or every one 1, resampling shows no spread: then the end of the interval
-    is the exact binomial one for that many roots.
+    Percentile intervals. If every root scores 0, or every root 1, resampling shows no spread; the end of the interval is then
+    the exact binomial one for that many roots.
 
     folds  see `interval`
-    least  the lowest score there is: 0 of a share, -inf of an r2. The highest is 1
+    least  lowest possible score: 0 for a share, -inf for r2. The highest is 1
     """
     above, below = root_sums(np.atleast_2d(top), roots), root_sums(np.atleast_2d(bottom), roots)
     weights = root_weights(above.shape[1], resamples, seed).astype(np.float64)
@@ -102,23 +102,23 @@ def bootstrap(
     doubt = _doubt(above.shape[1], level)
     low = np.where((value == 1) & (low == 1), 1 - doubt, low)
     high = np.where((value == 0) & (high == 0), doubt, high)
-    low, high = np.maximum(low, least), np.minimum(high, 1.0)  # widening knows nothing of where scores end
+    low, high = np.maximum(low, least), np.minimum(high, 1.0)  # widening ignores the bounds of a score
     return [Estimate(float(v), float(a), float(b), level) for v, a, b in zip(value, low, high, strict=True)]
 
 
 def _doubt(observations: int, level: float = LEVEL) -> float:
-    """The exact binomial end where all observations agree: the largest share of others that would stay unseen this rarely."""
+    """Exact binomial bound if all observations agree: the largest share of others that is compatible with seeing none."""
     return float(1 - ((1 - level) / 2) ** (1 / observations))
 
 
 def mean_over_placebos(values: np.ndarray, roots: np.ndarray, *, seed: int = 0, share: bool = False) -> Estimate:
-    """The mean of values [placebos, rows] with an interval over both: each resample draws roots and, apart from them, placebos.
+    """The mean of values [placebos, rows] with an interval over both: each resample draws roots and, independently, placebos.
 
-    Placebos are a sample of directions as roots are one of prompts: where a placebo does the same to every prompt, its
-    thousand rows are one observation.
+    Placebos are a sample of directions, as roots are a sample of prompts: if a placebo does the same to every prompt, all its
+    rows are one observation.
 
-    share  values are 0 or 1. Where all are alike, resampling shows no spread: then the end of the interval is the exact
-           binomial one for as many observations as there are roots or placebos, whichever are fewer
+    share  values are 0 or 1. If all are equal, resampling shows no spread; the end of the interval is then the exact
+           binomial one for the number of roots or of placebos, whichever is smaller
     """
     sums, sizes = root_sums(values, roots), root_sums(np.ones(len(roots)), roots)  # [placebos, roots], [roots]
     weights = root_weights(len(sizes), RESAMPLES, seed)
@@ -134,14 +134,14 @@ def mean_over_placebos(values: np.ndarray, roots: np.ndarray, *, seed: int = 0, 
 
 
 def mean_over_roots(values: np.ndarray, roots: np.ndarray, *, seed: int = 0, folds: int = 1) -> Estimate:
-    """The mean over rows of any number, with its cluster-bootstrap interval."""
+    """The mean of values [rows], with its cluster-bootstrap interval over roots."""
     value, draws = _means(values[None], roots, seed)
     low, high = interval(value, draws, folds=folds)
     return Estimate(float(value[0]), float(low[0]), float(high[0]))
 
 
 def means_over_roots(values: np.ndarray, roots: np.ndarray, *, seed: int = 0, folds: int = 1) -> list[Estimate]:
-    """The mean of each line of values [cells, rows], with intervals that hold for all of them together."""
+    """The mean of each line of values [cells, rows], with intervals that hold for all of them jointly."""
     return simultaneous(*_means(values, roots, seed), folds=folds)
 
 
@@ -156,10 +156,10 @@ def _means(values: np.ndarray, roots: np.ndarray, seed: int) -> tuple[np.ndarray
 
 
 def root_permutations(labels: np.ndarray, roots: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
-    """[count, rows]: row numbers whose labels take the place of each row's own.
+    """[count, rows]: for each row, the number of the row whose label it takes.
 
-    Labels move between roots, never within one. Where a root's rows all have one label, roots exchange it freely; otherwise
-    roots exchange whole sequences of labels, among those with the same number of rows.
+    Labels move between roots, never within one. If every root has a single label, roots exchange labels freely; otherwise
+    roots with the same number of rows exchange whole sequences of labels.
     """
     different, place = np.unique(roots, return_inverse=True)
     members = [np.flatnonzero(place == i) for i in range(len(different))]
@@ -185,7 +185,7 @@ def _none(roots: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Null:
-    """What a family of cells scored on permuted labels."""
+    """Scores of a family of cells, on the labels and on permuted ones."""
 
     observed: np.ndarray
     """[cells]"""
@@ -194,7 +194,7 @@ class Null:
 
     @property
     def p(self) -> np.ndarray:
-        """One-sided, each cell by itself."""
+        """One-sided p-value of each cell alone."""
         return (1 + (self.drawn >= self.observed - 1e-12).sum(0)) / (1 + len(self.drawn))
 
     def standard(self) -> tuple[np.ndarray, np.ndarray]:
@@ -207,7 +207,7 @@ class Null:
 def permuted_accuracy(predicted: np.ndarray, labels: np.ndarray, permutations: np.ndarray) -> Null:
     """Accuracy of held-out predictions [cells, rows] (class numbers) on labels [rows] and on permuted ones.
 
-    The probes are not fitted again: the hypothesis is that held-out predictions and labels have nothing to do with each other.
+    The probes are not refitted: the null hypothesis is that held-out predictions and labels are independent.
     """
     drawn, observed = np.zeros((len(permutations), len(predicted))), np.zeros(len(predicted))
     for value in np.unique(labels):
@@ -226,10 +226,10 @@ def permuted_product(predicted: np.ndarray, labels: np.ndarray, permutations: np
 
 
 def max_statistic(nulls: list[Null]) -> list[np.ndarray]:
-    """Family-wise p-values: how often the best of ALL cells does as well on permuted labels. One array per Null.
+    """Family-wise p-values: how often the best of ALL cells scores as well on permuted labels. One array per Null.
 
-    Nulls of different rows (positions) were permuted apart, which makes the maximum larger, never smaller, than it would be
-    together: the correction errs on the safe side.
+    Nulls of different rows (positions) are permuted separately, which makes the maximum larger, never smaller, than a joint
+    permutation would: the correction is conservative.
     """
     standard = [null.standard() for null in nulls]
     most = np.max([drawn.max(1) for _, drawn in standard], axis=0)  # [permutations]

@@ -1,4 +1,4 @@
-"""Fitting while capturing: rows go into moments and are dropped; the probe comes out as if they had been dumped."""
+"""Fitting while capturing: rows are added to moments and dropped; the probe is that of a fit on the dump."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,14 +26,14 @@ FROM_MOMENTS: dict[str, Callable[[], Any]] = {
 
 
 class StreamedMoments:
-    """One `MomentStream` per cell, fed with rows in the order of their examples."""
+    """One `MomentStream` per cell; rows arrive in the order of their examples."""
 
     def __init__(self, label: str, classes: Sequence[str], sites: str | Sequence[str] = "S", position: str = "step") -> None:
         self.label, self.classes, self.sites, self.position = label, tuple(classes), sites, position
         self.streams: dict[Cell, MomentStream] = {}
 
     def add(self, rows: ProbeRows) -> None:
-        """Mutates: take in the accepted rows at the position that have the label. Pieces of any size give the same bits."""
+        """Mutates: adds the accepted rows at the position that have the label. Pieces of any size give the same bits."""
         rows = rows.accepted().at(self.position)
         target = rows.target(self.label, "class")
         rows, target = rows.where(target.present), target[target.present]
@@ -47,9 +47,9 @@ class StreamedMoments:
         return {cell: stream.moments() for cell, stream in self.streams.items()}
 
     def fit(self, estimator: str) -> dict[Cell, Any]:
-        """A probe or eraser per cell, bit for bit the one that `fit` gives on the dumped rows."""
+        """One probe or eraser per cell, bit for bit the one that `fit` gives on the dumped rows."""
         if estimator not in FROM_MOMENTS:
-            raise ProbeError(f"{estimator} cannot be fitted from moments alone; these can: {', '.join(FROM_MOMENTS)}")
+            raise ProbeError(f"{estimator} cannot be fitted from moments alone. Use one of {', '.join(FROM_MOMENTS)}.")
         return {cell: FROM_MOMENTS[estimator]().fit_moments(moments) for cell, moments in self.moments().items()}
 
 
@@ -71,9 +71,9 @@ def fit_streaming(
     rejected: bool = False,
     progress: bool = False,
 ) -> StreamedMoments:
-    """Replay examples and keep moments only: memory does not grow with their number. Options as in `Engine.replay`.
+    """Replay examples and keep only moments: memory does not grow with their number. Options as in `Engine.replay`.
 
-    Examples are taken in the order of their index, as a dump has them; the order in which they are given moves no bit.
+    Examples are replayed in the order of their index, as in a dump; the order in which they are given changes no bit.
     """
     examples = sorted(examples, key=lambda example: example.index)
     collected = StreamedMoments(label, classes, sites, position)

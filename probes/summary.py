@@ -1,4 +1,4 @@
-"""A sweep's lines in words: what is shown, what is not, and what no probe can show."""
+"""A sweep's table in words: what is shown, what is not, and known zeros."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ LEVEL = 0.05
 
 
 def shown(table: pd.DataFrame) -> pd.Series:
-    """Which lines count as shown: significant over the whole grid, and the interval above every control that was run."""
+    """Which lines count as shown: significant over the whole grid, with the interval above every control that was run."""
     above = pd.Series(True, index=table.index)
     for name in CONTROLS:
         if name in table:
@@ -27,7 +27,7 @@ def summarise(table: pd.DataFrame) -> list[str]:
     missing = [name for name in CONTROLS if name not in main or main[name].isna().all()]
     if missing:
         lines.append(f"Controls not run: {', '.join(missing)}.")
-    lines.append("A probe shows that a label can be read off, not that the model uses it: test the direction causally.")
+    lines.append("A probe shows that a label can be read off, not that the model uses it. Test the direction causally.")
     return lines
 
 
@@ -50,7 +50,7 @@ def _labels(main: pd.DataFrame) -> Iterator[str]:
 
 
 def _zeros(zeros: pd.DataFrame) -> Iterator[str]:
-    """Known zeros: how many cells' intervals hold the exact chance."""
+    """Known zeros: how many intervals contain the exact chance."""
     for (label, position), part in zeros.groupby(["label", "position"], sort=False):
         inside = ((part["low"] <= part["chance"]) & (part["chance"] <= part["high"])).sum()
         worst = part.loc[(part["accuracy"] - part["chance"]).abs().idxmax()]

@@ -33,7 +33,7 @@ from replaylens.probes.statistics import PERMUTATIONS, RESAMPLES
 from replaylens.probes.tabulate import Place, tabulate
 
 MEMORY_MB = 1024
-"""of rows that are loaded together; on a CPU it changes no bit"""
+"""of rows loaded together; on a CPU its value changes no bit"""
 MakeSplit = Callable[[ProbeRows], Split]
 
 
@@ -62,13 +62,14 @@ def sweep(
     precision: str = "double",
     device: str = "cpu",
 ) -> Report:
-    """Fit, test and judge every combination. The same rows and settings give the same report, bit for bit.
+    """Fit and test every combination. Equal rows and settings give equal reports, bit for bit.
 
-    split    root: cross-validation over roots; or as `SweepSettings.split` says; or a function from rows to a `Split`
-    engine   the engine that made the rows: adds the untrained model as a control. OtherFingerprint if it is another
-    resume   a folder for finished parts: a sweep that was cut short goes on from there
-    jobs     processes for estimators that are fitted one by one, -1: one per core; backend: joblib's, `ray` for a cluster
-    others   as the fields of `SweepSettings` say
+    split    root (cross-validation over roots), another value of `SweepSettings.split`, or a function from rows to a `Split`
+    engine   the engine that computed the rows: adds an untrained model as a control. Raises OtherFingerprint for another one
+    resume   a folder for finished parts, from which an interrupted sweep resumes
+    jobs     number of processes for estimators that are fitted one by one; -1: one per core
+    backend  of joblib; `ray` for a cluster
+    others   see the fields of `SweepSettings`
 
     >>> from replaylens import Engine, tasks
     >>> run = Engine.load("coin-plain").replay(tasks.get("coin")(flips=(1, 3)).examples(40), sites="S")
@@ -101,7 +102,7 @@ def sweep(
         device=device,
     )
     if jobs == 0:
-        raise ProbeError("jobs 0: give a number of processes, or -1 for one per core")
+        raise ProbeError("jobs=0 runs nothing. Give a number of processes, or -1 for one per core.")
     make_split = split if callable(split) else _splitter(settings)
     blank = untrained_rows(rows, engine, _stored(rows, settings), settings.seed) if engine is not None else None
     with _backend(backend):
@@ -110,7 +111,7 @@ def sweep(
 
 @dataclass
 class _Sweep:
-    """One call of `sweep`, taken apart."""
+    """One call of `sweep`."""
 
     rows: ProbeRows
     settings: SweepSettings
@@ -140,16 +141,16 @@ class _Sweep:
         """Everything at one position: goals, then one part per batch of cells."""
         here = chosen.at(position)
         if not len(here):
-            raise BadRows(f"no row at position {position!r}; dump that position, or choose another")
+            raise BadRows(f"No row at position {position!r}. Dump that position, or choose another.")
         split, settings = self.make_split(here), self.settings
         paths = histories(here) if settings.controls else None
         how: dict[str, Any] = dict(with_controls=settings.controls, seed=settings.seed)
         try:
-            goals, notes = goals_at(here, paths, settings.labels, split.train, **how)
+            goals, skipped = goals_at(here, paths, settings.labels, split.train, **how)
         except OneClass as error:
-            raise OneClass(f"position {position!r}: {error}") from None
-        place = Place(position, here, split, goals, cells, notes, paths)
-        part = f"{position}/{split.digest}"  # a split of the user's own is known by nothing but its masks
+            raise OneClass(f"At position {position!r}: {error}") from None
+        place = Place(position, here, split, goals, cells, skipped, paths)
+        part = f"{position}/{split.digest}"  # a custom split is identified by its masks alone
         for batch in _batches(here, cells):
             for estimator in settings.estimators:
                 name = f"{part}/{estimator}/{batch[0]}"
@@ -187,7 +188,7 @@ class _Sweep:
 
 
 _NEEDS_BOTH = ("accepted-rejected", "rejected-accepted", "depth")
-"""splits that are about rejected branches: they look at all rows"""
+"""splits that need accepted and rejected rows"""
 
 
 def _splitter(settings: SweepSettings) -> MakeSplit:
@@ -204,12 +205,12 @@ def _splitter(settings: SweepSettings) -> MakeSplit:
     }
     if name not in made or (name in ("length", "depth") and not rest.isdigit()) or (name == "part" and ":" not in rest):
         known = "root, length:8, depth:2, accepted-rejected, rejected-accepted, part:A:B, or a function"
-        raise ProbeError(f"split {settings.split!r}: give {known}")
+        raise ProbeError(f"Unknown split {settings.split!r}. Use {known}.")
     return made[name]
 
 
 def _numbers(rows: ProbeRows, names: Sequence[str]) -> np.ndarray:
-    """Columns of the index [rows, names]. MissingLabel where there is no such column, BadRows where a row has no number."""
+    """Columns of the index [rows, names]. Raises MissingLabel for an unknown column, BadRows for a missing number."""
     frame = rows.frame
     known = [name for name in frame if pd.api.types.is_numeric_dtype(frame[name])]
     for name in names:
@@ -217,20 +218,20 @@ def _numbers(rows: ProbeRows, names: Sequence[str]) -> np.ndarray:
             raise MissingLabel(no_such("column of numbers to residualise by", name, known))
         if missing := int(frame[name].isna().sum()):
             raise BadRows(
-                f"residualise {name!r}: {missing} of {len(frame)} rows have no value there; "
-                f"leave the column out, or give rows that have it"
+                f"Cannot residualise {name!r}: {missing} of {len(frame)} rows have no value. "
+                f"Leave out the column, or give rows that have it."
             )
     return frame[list(names)].to_numpy(dtype=np.float64)
 
 
 def _with_two_classes(goals: list[Goal], train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks of the code from the first on that has two classes of every goal before it."""
+    """The blocks of the online code that have two classes of every goal before them."""
     fine = [all(len(np.unique(g.codes[mask & g.present])) > 1 for g in goals) for mask in train]
     return train[fine], test[fine]
 
 
 def _batches(rows: ProbeRows, cells: list[Cell]) -> Iterator[list[Cell]]:
-    """Cells of one width, as many as fit into memory together: a function of the grid, not of what is done already."""
+    """Batches of cells of one width that fit into memory: a function of the grid, not of the parts already done."""
     one = rows.where(np.arange(len(rows)) == 0)
     widths = [one.matrix(cell.site, cell.layer).shape[1] for cell in cells]
     for width in sorted(set(widths)):
@@ -240,12 +241,12 @@ def _batches(rows: ProbeRows, cells: list[Cell]) -> Iterator[list[Cell]]:
 
 
 def _stored(rows: ProbeRows, settings: SweepSettings) -> list[str]:
-    """Sites that the untrained model must show."""
+    """Sites to capture in the untrained model."""
     return sorted({cell.site for cell in rows.cells(settings.sites, settings.layers)})
 
 
 def _digest(rows: ProbeRows) -> str:
-    """Of which rows these are; for rows in memory, of their index and the engine that made them."""
+    """Identifies the rows: digest of the dump, fingerprint of the engine, hash of the index."""
     made = rows.about.fingerprint
     frames = [rows.frame] if rows.wider is None else [rows.frame, rows.wider.frame]
     index = hashlib.sha256("".join(frame.to_csv(index=False) for frame in frames).encode()).hexdigest()
@@ -258,7 +259,7 @@ def _words(given: str | Sequence[str]) -> tuple[str, ...]:
 
 @contextmanager
 def _backend(name: str | None) -> Iterator[None]:
-    """joblib's backend for the time of the sweep."""
+    """Use this joblib backend during the sweep."""
     if name is None:
         yield
         return

@@ -19,31 +19,32 @@ from replaylens.probes.splits import Split
 
 @dataclass
 class Place:
-    """One position of a sweep, with what its probes said. Filled batch by batch."""
+    """One position of a sweep with its predictions, filled batch by batch."""
 
     position: str
     rows: ProbeRows
     split: Split
     goals: list[Goal]
     cells: list[Cell]
-    notes: list[str]
+    skipped: list[tuple[str, str]]
+    """controls that are skipped: name and reason"""
     paths: list[np.ndarray] | None
-    """tokens of each row's path; None where they are not all there"""
+    """tokens of each row's path; None if some are missing"""
     held: dict[str, dict[Cell, Held]] = field(default_factory=dict)
     untrained: dict[str, dict[Cell, Held]] = field(default_factory=dict)
     codes: dict[tuple[Cell, str], tuple[float, float]] = field(default_factory=dict)
     """(cell, label) -> (bits per row, compression)"""
 
     def add(self, estimator: str, batch: Sequence[Cell], held: Held) -> None:
-        """Mutates."""
+        """Mutates: adds the predictions of a batch of cells."""
         self.held.setdefault(estimator, {}).update(_by_cell(batch, held))
 
     def add_untrained(self, estimator: str, batch: Sequence[Cell], held: Held) -> None:
-        """Mutates."""
+        """Mutates: adds those on the untrained model."""
         self.untrained.setdefault(estimator, {}).update(_by_cell(batch, held))
 
     def add_code(self, goals: list[Goal], batch: Sequence[Cell], held: Held, coded: np.ndarray) -> None:
-        """Mutates."""
+        """Mutates: adds the code lengths."""
         for c, cell in enumerate(batch):
             for g, goal in enumerate(goals):
                 there = goal.present
@@ -56,11 +57,11 @@ class Place:
 
     @cached_property
     def bags(self) -> torch.Tensor | None:
-        """[1, rows, tokens]: counts of the rows' paths, for all labels alike."""
+        """[1, rows, tokens]: token counts of the rows' paths, shared by all labels."""
         return None if self.paths is None else torch.from_numpy(controls.bags(self.paths)).double()[None]
 
     def tested(self, goal: Goal) -> np.ndarray:
-        """Rows [n] that are tested and have the goal's value."""
+        """[rows] bool: tested, and with a value of the goal."""
         return self.split.test.any(0) & goal.present
 
 
@@ -72,7 +73,7 @@ def _by_cell(batch: Sequence[Cell], held: Held) -> dict[Cell, Held]:
 
 
 def tabulate(places: list[Place], rows: ProbeRows, settings: SweepSettings) -> Report:
-    """The whole report. Corrections run over all lines that are about labels, not over controls."""
+    """The whole report. Corrections cover all lines of labels, not those of controls."""
     lines: list[dict[str, Any]] = []
     nulls: list[tuple[list[dict[str, Any]], statistics.Null]] = []
     for place in places:
@@ -93,14 +94,14 @@ def tabulate(places: list[Place], rows: ProbeRows, settings: SweepSettings) -> R
     main = [line for line in lines if not line["known_zero"]]
     for line, q in zip(main, statistics.false_discovery(np.array([line["p"] for line in main])), strict=True):
         line["q"] = float(q)
-    notes = [f"position {place.position}: {note}" for place in places for note in place.notes]
+    notes = [f"Skipped {what} at position {place.position!r}: {why}." for place in places for what, why in place.skipped]
     return Report("sweep", lines, about_rows(rows), settings.to_json(), notes)
 
 
 def _lines(
     place: Place, number: int, estimator: str, shared: dict[str, Any], settings: SweepSettings
 ) -> tuple[list[dict[str, Any]], statistics.Null]:
-    """One line per cell for one goal and estimator, and what the cells score on permuted labels."""
+    """One line per cell for one goal and estimator, and the cells' scores on permuted labels."""
     goal = place.goals[number]
     tested = place.tested(goal)
     roots, codes = place.rows.roots[tested], goal.codes[tested]
@@ -139,7 +140,7 @@ def _lines(
 
 
 def _ratio(goal: Goal, predicted: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(above, below): the score is the ratio of their sums."""
+    """(top, bottom): the score is the ratio of their sums."""
     if goal.kind == "class":
         return predicted == codes, np.ones(len(codes))
     total = (codes - codes.mean()) ** 2
@@ -152,7 +153,7 @@ def _score(goal: Goal, predicted: np.ndarray, tested: np.ndarray) -> float:
 
 
 def _shared_controls(place: Place, goal: Goal) -> dict[str, Any]:
-    """Controls that do not look at the model: the same for every cell."""
+    """Controls that do not depend on the model: the same for every cell."""
     if goal.kind == "number":
         return {"majority": 0.0}  # the mean explains nothing
     train, test, tested = place.split.train & goal.present, place.split.test, place.tested(goal)
@@ -203,7 +204,7 @@ def _information(place: Place, number: int, estimator: str, c: int, tested: np.n
 
 
 def _null_loss(goal: Goal, split: Split) -> np.ndarray:
-    """Log-loss of each held-out row under the class shares of the rows that its probe was fitted on."""
+    """Log-loss of each held-out row under the class frequencies of the rows that its probe was fitted on."""
     out = np.zeros(len(goal.codes))
     for train, test in split:
         counts = np.bincount(goal.codes[train & goal.present], minlength=len(goal.classes))

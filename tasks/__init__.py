@@ -1,4 +1,4 @@
-"""Tasks with exact ground truth: texts, the events behind them, and labels at every token of any path."""
+"""Tasks with exact ground truth: texts, their events, and labels at every token of any path."""
 
 from replaylens.tasks.errors import TaskError
 from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets

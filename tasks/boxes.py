@@ -28,7 +28,7 @@ class BoxesKnobs(Knobs):
     """Settings of the task `boxes`."""
 
     boxes: int = knob(4, "number of boxes, 3 to 7")
-    moves: tuple[int, int] = knob((1, 6), "number of moves: one number, or least,most", convert=as_range)
+    moves: tuple[int, int] = knob((1, 6), "number of moves: one number or min,max", convert=as_range)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,7 +37,7 @@ class BoxesKnobs(Knobs):
 
 
 class Boxes(Task[BoxesKnobs]):
-    """Boxes of capacity one. A thing is put into or moved to an empty box; only what is there is moved or removed."""
+    """Boxes of capacity one. A thing is put into or moved to an empty box; only a thing in a box is moved or removed."""
 
     name = "boxes"
     description = "Things are put into boxes, moved and removed; what is in one box?"
@@ -80,7 +80,7 @@ class Boxes(Task[BoxesKnobs]):
 
 
 def _drawn(draws: Draws, t: int, inside: dict[int, str | None]) -> Event:
-    """An event that is possible now, its kind drawn evenly among the possible kinds."""
+    """Draw a possible event; all possible kinds are equally likely."""
     full, empty = [n for n in inside if inside[n]], [n for n in inside if not inside[n]]
     possible = [kind for kind, can in ((PUT, empty), (MOVE, full and empty), (REMOVE, full)) if can]
     kind = draws.pick(possible, "kind", t)
@@ -103,7 +103,7 @@ def _told(event: Event) -> str:
 
 
 def _apply(event: Event, inside: dict[int, str | None]) -> None:
-    """Carry the event out, also one that cannot be: a thing ends where the text says, and leaves where it was."""
+    """Carry out the event, even an impossible one: the thing leaves its box and ends up where the text says."""
     thing = event.objects[0]
     for n in inside:
         inside[n] = None if inside[n] == thing else inside[n]
@@ -112,7 +112,7 @@ def _apply(event: Event, inside: dict[int, str | None]) -> None:
 
 
 class _BoxesScene(Scene):
-    """What each box holds. `consistent` turns False at the first event that cannot happen as told."""
+    """The content of each box. `consistent` turns False at the first impossible event."""
 
     def __init__(self, boxes: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class _BoxesScene(Scene):
         return labels
 
     def next_action_open(self) -> bool:
-        """All three kinds are possible, hence equally likely, only with a full and an empty box."""
+        """All three kinds are possible, and equally likely, only if one box is full and one is empty."""
         things = [self.inside.get(n) for n in self.numbers]
         return len(self.inside) == len(self.numbers) and any(things) and not all(things)
 
@@ -189,7 +189,7 @@ class _BoxesScene(Scene):
         self._happen(Event(MOVE, objects=(thing, str(origin), str(target))), possible, pieces=6)
 
     def _remove(self, thing: str) -> Script:
-        """The thing alone tells the event: the box it is in is known."""
+        """The thing alone determines the event, since its box is known."""
         place = next((str(n) for n, held in self.inside.items() if held == thing), "")
         self._happen(Event(REMOVE, objects=(thing, place)), bool(place), pieces=2)
         yield (" from box",)

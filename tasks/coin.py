@@ -31,12 +31,12 @@ STARTS = ("random", *FACES)
 class CoinKnobs(Knobs):
     """Settings of the task `coin`."""
 
-    flips: tuple[int, int] = knob((1, 8), "number of actors: one number, or least,most", convert=as_range)
+    flips: tuple[int, int] = knob((1, 8), "number of actors: one number or min,max", convert=as_range)
     p: float = knob(0.5, "probability that an actor flips")
     start: str = knob("random", "start face: random, heads or tails")
     names: str = knob("train", "actors' names: train, held-out or all", wording=True)
-    phrasing: str = knob("standard", "how a keep is told: standard (with 'not'), idle (without) or mixed", wording=True)
-    distractors: int = knob(0, "at most this many neutral sentences in each gap between sentences", wording=True)
+    phrasing: str = knob("standard", "phrasing of a keep: standard (with 'not'), idle (without) or mixed", wording=True)
+    distractors: int = knob(0, "maximum number of neutral sentences in each gap", wording=True)
     rendering: str = knob("picture", "text form: picture, states, wei, symbols or steps", wording=True)
     verb: str = knob("flip", "rendering wei only: 'flips the coin' or 'turns the coin over' (flip, turn)", wording=True)
 
@@ -54,15 +54,15 @@ class CoinKnobs(Knobs):
 
     def _check_together(self) -> None:
         if self.rendering == "symbols" and self.phrasing != "standard":
-            raise BadKnob("phrasing", self.phrasing, "the rendering 'symbols' has no phrasings; leave it at standard")
+            raise BadKnob("phrasing", self.phrasing, "The rendering 'symbols' has no phrasings. Use 'standard'.")
         if self.rendering == "symbols" and self.distractors:
-            raise BadKnob("distractors", self.distractors, "the rendering 'symbols' has no sentences; set it to 0")
+            raise BadKnob("distractors", self.distractors, "The rendering 'symbols' has no sentences. Use 0.")
         if self.rendering != "wei" and self.verb != "flip":
-            raise BadKnob("verb", self.verb, "only the rendering 'wei' has a choice of verb")
+            raise BadKnob("verb", self.verb, "Only the rendering 'wei' has a choice of verb. Use 'flip'.")
 
 
 def p_even(p: float, n: int) -> float:
-    """Probability that n actions, each a flip with probability p, hold an even number of flips: the majority rate."""
+    """Probability of an even number of flips among n actions, each a flip with probability p."""
     return (1 + (1 - 2 * p) ** n) / 2
 
 
@@ -101,7 +101,7 @@ class Coin(Task[CoinKnobs]):
         return self.knobs.phrasing == "mixed" and draws.chance(0.5, "phrasing", t)
 
     def _gap(self, draws: Draws, t: int) -> str:
-        # Drawn per gap, so that how many there are tells nothing about how many actors will come.
+        # Drawn per gap: the number of sentences must not reveal how many actors follow.
         if not self.knobs.distractors:
             return ""
         count = draws.below(self.knobs.distractors + 1, "gap size", t)
@@ -125,9 +125,9 @@ class Coin(Task[CoinKnobs]):
         return max(self.knobs.p, 1 - self.knobs.p)
 
     def outcomes(self, text: str) -> dict[str, float]:
-        """Exact probability of each final face, given the text so far (whole words of it) and this task's knobs.
+        """Exact probability of each final face, given the whole words of the text so far and this task's knobs.
 
-        A text with more actors than the knobs allow is taken to hold no further ones.
+        If the text has more actors than the knobs allow, no further ones are assumed.
         """
         scene = self.scene()
         read_script(scene, text, f"task {self.name!r}")
@@ -143,7 +143,7 @@ class Coin(Task[CoinKnobs]):
         return {face: float(face == self.knobs.start) for face in FACES}
 
     def _p_same(self, told: int, certain: int) -> float:
-        """Probability of an even number of flips after the first `told` actors, when at least `certain` come."""
+        """Probability of an even number of flips after the first `told` actors, given at least `certain` in total."""
         least, most = self.knobs.flips
         lengths = range(max(least, certain), max(most, certain) + 1)
         return sum(p_even(self.knobs.p, n - told) for n in lengths) / len(lengths)

@@ -1,4 +1,4 @@
-"""coin-resets: a coin that actors flip, leave, or set to a face. A set cannot be undone: it erases the past."""
+"""coin-resets: a coin that actors flip, leave, or set to a face. A set erases the past."""
 
 from dataclasses import dataclass
 
@@ -26,9 +26,9 @@ _OPENING, _QUESTION = "A coin's state is", " What's the state? A:"
 class CoinResetsKnobs(Knobs):
     """Settings of the task `coin-resets`."""
 
-    flips: tuple[int, int] = knob((1, 8), "number of actors: one number, or least,most", convert=as_range)
+    flips: tuple[int, int] = knob((1, 8), "number of actors: one number or min,max", convert=as_range)
     p: float = knob(0.5, "probability that an actor who does not set the coin flips it")
-    reset: float = knob(0.25, "probability that an actor sets the coin, to either face alike")
+    reset: float = knob(0.25, "probability that an actor sets the coin; both faces are equally likely")
     start: str = knob("random", "start face: random, heads or tails")
     names: str = knob("train", "actors' names: train, held-out or all", wording=True)
 
@@ -94,7 +94,7 @@ def _after(face: str, action: str) -> str:
 
 
 class _CoinResetsScene(Scene):
-    """The true face, the face last stated (`claimed`), and that one carried on by the actions since (`implied`)."""
+    """The true face, the last stated face (`claimed`), and that face after the actions since (`implied`)."""
 
     label_names = (
         "face", "start", "start_matters", "flips", "flips_since_set", "sets", "actions", "last_action", "name",

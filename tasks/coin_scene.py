@@ -1,8 +1,10 @@
-"""Coin scene: reads a coin's text, in any rendering, and keeps the true, the claimed and the implied face.
+"""Coin scene: reads a coin text in any rendering and tracks the true, the claimed and the implied face.
 
-true: what follows from the events told before the question. claimed: the last face the text states.
-implied: the last stated face, carried on by the actions told since; it is where a reader who believes the text ends
-up. The three are one until the text states a wrong face.
+true     follows from the events before the question
+claimed  the last face that the text states
+implied  the claimed face after the actions since: the belief of a reader who trusts the text
+
+The three agree until the text states a wrong face.
 """
 
 from replaylens.tasks.coin_wording import DISTRACTORS, FACES, FLIP, SYMBOL_OF, Verb, Wording, wording_of
@@ -21,7 +23,7 @@ def other(face: str) -> str:
 
 
 class CoinScene(Scene):
-    """One coin. In a chain of thought the labels walk through the events again, `final` stays at the end."""
+    """One coin. In a chain of thought the labels step through the events again; `final` stays the same."""
 
     label_names = (
         "face", "final", "parity", "flips", "actions", "last_action", "start", "name", "claimed", "implied",
@@ -36,9 +38,9 @@ class CoinScene(Scene):
         self.implied: str | None = None
         self.name: str | None = None
         self.flips = [0]  # flips[t]: how many of the first t actions were flips
-        self.at = 0  # the action that the text is at; the last one told, except in a chain of thought
+        self.at = 0  # number of the current action: the last one told, except in a chain of thought
         self.asked: str | None = None  # rendering wei: the face that "still" asks about
-        self.announced = False  # an actor is named, or ", then" read, whose action is not told yet
+        self.announced = False  # an actor is named, or ", then" is read, but the action is still open
         self.closed = False  # no further action can come
 
     def labels(self) -> dict[str, Label]:
@@ -78,7 +80,7 @@ class CoinScene(Scene):
         self.claimed = self.implied = face
 
     def act(self, action: str, pieces: int) -> None:
-        """The text tells the next action."""
+        """The text states the next action."""
         self.flips.append(self.flips[-1] + (action == FLIP))
         self.happen(Event(action, self.name or ""), pieces=pieces)
         self.at += 1
@@ -159,7 +161,7 @@ class CoinScene(Scene):
         return self.asked if answer == " yes" else other(self.asked)
 
     def _walk(self, words: Wording) -> Script:
-        """A chain of thought. What it recites moves `implied`; the truth stays with what the prompt told."""
+        """A chain of thought. Its recited actions move `implied`; the truth depends on the prompt alone."""
         piece = yield (*_NAMES, _CONCLUSION)
         if piece in _NAMES:
             self.at, self.implied = 0, self.start

@@ -1,7 +1,7 @@
-"""Coin wording: the ways one list of coin events is told, and the literals that the coin's script reads.
+"""Coin wording: the renderings of a list of coin events, and the literals that the coin's script reads.
 
-All renderings but `symbols` share the actors' names. A keep can be told with a negation ("does not flip") or without
-one ("leaves it alone"); the second exists so that the first can be held out.
+All renderings but `symbols` share the actors' names. A keep is phrased with a negation ("does not flip") or without
+one ("leaves it alone"), so that the negation can be held out.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ DISTRACTORS = (
 
 @dataclass(frozen=True)
 class Verb:
-    """One way to tell an action: the word that decides it, then words that follow from it."""
+    """One phrase for an action: the word that decides it, then the words that follow."""
 
     action: str
     decides: str
@@ -40,7 +40,7 @@ class Verb:
 
 @dataclass(frozen=True)
 class Wording:
-    """The fixed phrases of one rendering. `standard` and `idle` tell a keep with and without a negation."""
+    """The fixed phrases of one rendering. `standard` and `idle` phrase a keep with and without a negation."""
 
     opening: str
     opened: str
@@ -48,7 +48,7 @@ class Wording:
     standard: Verb
     idle: Verb
     listed: bool
-    """Actions stand in one sentence, joined by ", then", instead of one sentence each."""
+    """Actions share one sentence, joined by ", then", instead of one sentence each."""
     question: str
     ask: str
 
@@ -59,7 +59,7 @@ class Wording:
 
     @property
     def verbs(self) -> tuple[Verb, ...]:
-        """Everything an actor can do, deciding words prefix-free."""
+        """Everything an actor can do; no deciding word is a prefix of another."""
         return self.flip, self.standard, self.idle
 
     def literals(self) -> list[str]:
@@ -105,26 +105,26 @@ WEI = {
 
 
 def wording_of(rendering: str, verb: str) -> Wording:
-    """The phrases of a rendering in words (not `symbols`, which has none)."""
+    """The phrases of any rendering but `symbols`, which has none."""
     return {"picture": PICTURE, "steps": STEPS, "states": STATES, "wei": WEI[verb]}[rendering]
 
 
 @dataclass(frozen=True)
 class Telling:
-    """What there is to tell: the start face, the events, how to tell each keep, and the sentences in each gap."""
+    """The content of a text: start face, events, phrasing of each keep, and sentences in each gap."""
 
     start: str
     faces: tuple[str, ...]
     """The face after each event."""
     events: tuple[Event, ...]
     idle: tuple[bool, ...]
-    """For each event: tell a keep without a negation."""
+    """For each event: whether a keep is phrased without a negation."""
     gaps: tuple[str, ...]
     """Neutral sentences after the opening and after each sentence of actions."""
 
     @property
     def final(self) -> str:
-        """The face in the end."""
+        """The final face."""
         return self.faces[-1] if self.faces else self.start
 
 

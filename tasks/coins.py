@@ -1,7 +1,7 @@
-"""coins: several coins, told apart by colour; each actor flips one or leaves it; which face does one of them show?
+"""coins: several coins of different colours; each actor flips one or leaves it; which face does one of them show?
 
-Copying a coin's start is right whenever it was not changed, so `changed` and `touched` are labels per coin: score the
-changed coins apart from the others.
+Copying a coin's start is right if the coin did not change. The labels `changed` and `touched` exist per coin, so that
+changed coins can be scored separately.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class CoinsKnobs(Knobs):
     """Settings of the task `coins`."""
 
     coins: int = knob(3, "number of coins, 2 to 6")
-    flips: tuple[int, int] = knob((1, 8), "number of actors: one number, or least,most", convert=as_range)
+    flips: tuple[int, int] = knob((1, 8), "number of actors: one number or min,max", convert=as_range)
     p: float = knob(0.5, "probability that an actor flips")
     names: str = knob("train", "actors' names: train, held-out or all", wording=True)
 
@@ -42,7 +42,7 @@ class CoinsKnobs(Knobs):
 
 
 class Coins(Task[CoinsKnobs]):
-    """Several coins, each starting on a random face; the question asks for one of them."""
+    """Several coins, each starting on a random face; the question asks about one of them."""
 
     name = "coins"
     description = "Several coloured coins; each actor flips one of them or not; which face does one show?"
@@ -84,7 +84,7 @@ class Coins(Task[CoinsKnobs]):
 
 
 class _CoinsScene(Scene):
-    """Faces per colour. `face` and `claimed` are those of the coin asked for, from the question on."""
+    """One face per colour. From the question on, `face` and `claimed` belong to the coin asked about."""
 
     def __init__(self, colours: tuple[str, ...]) -> None:
         super().__init__()
@@ -145,5 +145,5 @@ class _CoinsScene(Scene):
         if action == FLIP:
             self.faces[colour] = other(self.faces[colour])
             self.touched.add(colour)
-        # The verb already tells the action, the colour completes the event: two pieces tell, after the name.
+        # The verb gives the action and the colour completes the event: two pieces after the name.
         self.happen(Event(action, self.name or "", (colour,)), pieces=3, telling=2)

@@ -1,7 +1,7 @@
-"""Randomness without state: every draw is a hash of what it is drawn for.
+"""Stateless randomness: every draw is a hash of its purpose.
 
-A draw depends on the key (task, knobs, seed), the example's index, the purpose in words and a running place, and on
-nothing else: not on earlier draws, the platform, or the Python version. So adding a draw never shifts the others.
+A draw depends only on the key (task, knobs, seed), the example's index, the purpose in words and a running number, not
+on earlier draws, the platform or the Python version. Adding a draw never shifts the others.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ _BITS = 64
 
 
 class Draws:
-    """All draws of one example. Immutable: asking twice for the same purpose and place gives the same value."""
+    """All draws of one example. Immutable: the same purpose and place always give the same value."""
 
     __slots__ = ("_base",)
 
@@ -22,22 +22,22 @@ class Draws:
         self._base = hashlib.blake2b(f"{key}\n{index}".encode(), digest_size=_BITS // 8, person=b"replaylens.tasks")
 
     def bits(self, purpose: str, place: int = 0) -> int:
-        """A whole number, uniform on [0, 2**64)."""
+        """An integer, uniform on [0, 2**64)."""
         drawn = self._base.copy()
         drawn.update(f"\n{purpose}\n{place}".encode())
         return int.from_bytes(drawn.digest(), "big")
 
     def below(self, n: int, purpose: str, place: int = 0) -> int:
-        """A whole number, uniform on [0, n) up to a bias of n / 2**64."""
+        """An integer, uniform on [0, n) up to a bias of n / 2**64."""
         return self.bits(purpose, place) * n >> _BITS
 
     def between(self, bounds: tuple[int, int], purpose: str, place: int = 0) -> int:
-        """A whole number, uniform on the closed interval `bounds`."""
+        """An integer, uniform on the closed interval `bounds`."""
         low, high = bounds
         return low + self.below(high - low + 1, purpose, place)
 
     def chance(self, p: float, purpose: str, place: int = 0) -> bool:
-        """True with probability p; exactly never for p = 0 and always for p = 1."""
+        """True with probability p: never for p = 0, always for p = 1."""
         return (self.bits(purpose, place) >> 11) * 2.0**-53 < p  # 53 bits: the comparison is exact in a double
 
     def pick(self, options: Sequence[T], purpose: str, place: int = 0) -> T:

@@ -1,4 +1,4 @@
-"""Every error the tasks raise. Each message says what was wrong and what to do about it."""
+"""Errors of the tasks. Each message says what happened, what was given and what to do."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -19,11 +19,11 @@ class UnknownKnob(TaskError):
     """The task has no knob of this name."""
 
     def __init__(self, task: str, name: str, known: Iterable[str]) -> None:
-        super().__init__(_unknown(f"knob of task {task!r}", name, known))
+        super().__init__(_unknown("knob", name, known, of=f" of task {task!r}"))
 
 
 class UnknownLabel(TaskError):
-    """The task gives no label of this name."""
+    """The task has no label of this name."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
         super().__init__(_unknown("label", name, known))
@@ -33,7 +33,7 @@ class BadKnob(TaskError):
     """A knob has a value it cannot take, alone or together with the others."""
 
     def __init__(self, knob: str, value: object, wanted: str) -> None:
-        super().__init__(f"knob {knob!r} cannot be {value!r}: {wanted}")
+        super().__init__(f"Knob {knob!r} cannot be {value!r}. {wanted}")
 
 
 class BadSplit(TaskError):
@@ -41,20 +41,19 @@ class BadSplit(TaskError):
 
 
 class BadIndex(TaskError):
-    """An example's index is not a whole number from 0 up."""
+    """An example's index is not an integer of at least 0."""
 
     def __init__(self, index: object) -> None:
-        super().__init__(f"an example's index is a whole number from 0 up, not {index!r}")
+        super().__init__(f"Bad example index {index!r}. Give an integer of at least 0.")
 
 
 class UnreadableText(TaskError):
-    """The text does not begin like a text of the task, so nothing in it can be labelled."""
+    """The text does not begin like a text of the task, so it has no labels."""
 
     def __init__(self, task: str, text: str, wanted: Iterable[str]) -> None:
         openings = " or ".join(repr(opening) for opening in wanted)
         super().__init__(
-            f"not a text of {task}: it begins {text[:40]!r}, and should begin {openings}; "
-            f"check the task's name and its rendering"
+            f"Not a text of {task}: {text[:40]!r}. It must begin with {openings}. Check the task's name and rendering."
         )
 
 
@@ -65,24 +64,24 @@ class UnknownWord(TaskError):
         self.word = word
         self.offset = offset
         super().__init__(
-            f"the word {word!r} at character {offset} is not in the vocabulary; "
-            f"build the tokenizer from a task that uses it (a leading space is part of a word)"
+            f"Word {word!r} at character {offset} is not in the vocabulary. "
+            f"Build the tokenizer from a task that uses it (a leading space is part of a word)."
         )
 
 
 class UnknownToken(TaskError):
-    """A token id lies outside the vocabulary."""
+    """A token id is outside the vocabulary."""
 
     def __init__(self, token: object, size: int) -> None:
-        super().__init__(f"token id {token!r} is outside this vocabulary: ids run from 0 to {size - 1}")
+        super().__init__(f"Token id {token!r} is outside the vocabulary. Use ids from 0 to {size - 1}.")
 
 
 class BadTokenizer(TaskError):
     """A tokenizer file or object cannot be used; the message says which part is wrong."""
 
 
-def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+def _unknown(kind: str, name: str, known: Iterable[str], of: str = "") -> str:
     known = sorted(known)
     nearest = get_close_matches(name, known, n=1)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-    return f"unknown {kind}: {name!r}{hint}. Known: {', '.join(known)}"
+    return f"Unknown {kind} {name!r}{of}{hint}. Known: {', '.join(known)}."

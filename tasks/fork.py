@@ -1,7 +1,7 @@
 """fork: two chains of roads leave the start; both are locally valid, one reaches the target. Which way?
 
-The branch whose road is told first is called "first". Until the target is read nothing tells which one is viable, so
-here the known zero `next_action` is the branch that the target will make the viable one.
+The branch whose road comes first in the text is called "first". Nothing before the target reveals which branch is
+viable, so the known zero `next_action` is the branch that the target will make viable.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from replaylens.tasks.script import Scene, Script
 from replaylens.tasks.task import Story, Task
 from replaylens.tasks.tokenizer import vocabulary_of
 
-# Syllables of two letters: none is a prefix of another, and none is a word that the text uses.
+# Syllables of two letters: none is a prefix of another or a word of the text.
 PLACES = tuple(a + b for a in "bdfgklmnprstvz" for b in "aeiou" if a + b not in ("to", "go"))
 BRANCHES = ("first", "second")
 MAX_DEPTH = (len(PLACES) - 1) // 2
@@ -28,7 +28,7 @@ _OPENING, _ROADS, _TARGET, _PATH = "Start at", ". Roads:", " Go to", ". Path:"
 class ForkKnobs(Knobs):
     """Settings of the task `fork`."""
 
-    depth: tuple[int, int] = knob((1, 3), "roads in each chain: one number, or least,most", convert=as_range)
+    depth: tuple[int, int] = knob((1, 3), "roads in each chain: one number or min,max", convert=as_range)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +73,7 @@ class Fork(Task[ForkKnobs]):
 
 
 class _ForkScene(Scene):
-    """The roads told, the target, and where the path stands. A hop along no road is read too: `valid` is then False."""
+    """The roads, the target and the path so far. A hop without a road is readable too and sets `valid` to False."""
 
     label_names = ("viable", "chosen", "target", "node", "hops", "on_track", "valid", "roads", "last_action")
 
@@ -141,17 +141,17 @@ class _ForkScene(Scene):
         self.happen(Event(place, objects=road), pieces=1)
 
     def _ways(self) -> list[str]:
-        """The first places of the branches, in the order told."""
+        """The first places of the branches, in text order."""
         return [end for origin, end in self.roads if origin == self.start][: len(BRANCHES)]
 
     def _branch(self, places: Iterable[str]) -> str:
-        """Which branches begin with these places: one of BRANCHES, or "neither" or "both" in a text not our own."""
+        """Which branches begin with these places: one of BRANCHES or, in a text written elsewhere, "neither" or "both"."""
         wanted = set(places)
         named = [branch for branch, way in zip(BRANCHES, self._ways(), strict=False) if way in wanted]
         return {0: "neither", 1: "".join(named)}.get(len(named), "both")
 
     def _reached(self, place: str) -> set[str]:
-        """Every place that roads lead to from here, this one included."""
+        """Every place reachable from this one, itself included."""
         reached, found = {place}, [place]
         while found:
             here = found.pop()

@@ -1,7 +1,7 @@
 """Groups of order 60 for the word problems, each built from its definition.
 
 A5: even permutations of five points. Z60: the integers mod 60. A4xZ5: pairs of an even permutation of four points and
-an integer mod 5. Same size, same text; what differs is the algebra: Z60 is commutative, A4xZ5 solvable, A5 neither.
+an integer mod 5. Size and text are the same; only the algebra differs: Z60 is commutative, A4xZ5 solvable, A5 neither.
 """
 
 from collections.abc import Hashable, Sequence

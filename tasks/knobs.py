@@ -1,8 +1,8 @@
 """Knobs: the fields of a task's frozen settings, with their help text, conversion and checks.
 
-A conversion runs before the settings are built (3 becomes the range (3, 3)); `__post_init__` of the settings only
-checks. A knob marked `wording` changes how events are told, never which events happen: it is left out of the key
-of the random draws, so the same index tells the same story in every rendering.
+A conversion runs before the settings are built (3 becomes the range (3, 3)); their `__post_init__` only checks. A knob
+marked `wording` changes the words, never the events. It is not part of the key of the random draws, so an index has the
+same events in every rendering.
 """
 
 import json
@@ -24,7 +24,7 @@ def knob(default: Any, help: str, *, convert: Convert | None = None, wording: bo
 class Knobs:
     """Settings that every task has."""
 
-    seed: int = knob(0, "another seed gives other examples")
+    seed: int = knob(0, "seed of the random draws; each seed gives other examples")
 
     def __post_init__(self) -> None:
         check_whole("seed", self.seed, least=0)
@@ -38,37 +38,37 @@ class Knobs:
 
 
 def as_range(name: str, value: Any) -> tuple[int, int]:
-    """Convert 3 to (3, 3) and any pair of whole numbers to a tuple."""
+    """Convert 3 to (3, 3) and any pair of integers to a tuple."""
     pair = (value, value) if isinstance(value, int) else value
     if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
-        raise BadKnob(name, value, "give one whole number or a pair (least, most)")
+        raise BadKnob(name, value, "Give one integer or a pair (min, max).")
     return pair[0], pair[1]
 
 
 def check_range(name: str, value: tuple[int, int], *, least: int, most: int) -> None:
-    """Both ends are whole numbers in [least, most], in order."""
+    """Raise BadKnob unless both ends are integers in [least, most], in order."""
     for end in value:
         check_whole(name, end, least=least, most=most)
     if value[0] > value[1]:
-        raise BadKnob(name, value, "the least is larger than the most; swap them")
+        raise BadKnob(name, value, "The minimum exceeds the maximum. Swap them.")
 
 
 def check_whole(name: str, value: Any, *, least: int, most: int | None = None) -> None:
-    """The value is a whole number (not a bool) in [least, most]."""
+    """Raise BadKnob unless the value is an integer (not a bool) in [least, most]."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise BadKnob(name, value, "it must be a whole number")
+        raise BadKnob(name, value, "Give an integer.")
     if value < least or (most is not None and value > most):
-        bounds = f"from {least} up" if most is None else f"from {least} to {most}"
-        raise BadKnob(name, value, f"it must lie {bounds}")
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise BadKnob(name, value, f"Give an integer {bounds}.")
 
 
 def check_probability(name: str, value: Any) -> None:
-    """The value is a number in [0, 1]."""
+    """Raise BadKnob unless the value is a number in [0, 1]."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise BadKnob(name, value, "it must be a probability, a number from 0 to 1")
+        raise BadKnob(name, value, "Give a probability, a number from 0 to 1.")
 
 
 def check_choice(name: str, value: Any, options: Sequence[str]) -> None:
-    """The value is one of the options."""
+    """Raise BadKnob unless the value is one of the options."""
     if value not in options:
-        raise BadKnob(name, value, f"choose one of {', '.join(options)}")
+        raise BadKnob(name, value, f"Use one of {', '.join(options)}.")

@@ -1,7 +1,7 @@
-"""Labels on tokens, for any tokenizer: characters carry the labels, offsets carry them over.
+"""Token labels for any tokenizer: labels belong to characters, offsets map them to tokens.
 
-Two ways from tokens to characters: `offsets_of` for a text (how the tokenizer would cut it), `path_offsets` for a
-given list of ids, which may cut the text otherwise (a forced token, a sampled path).
+`offsets_of` gives the offsets of a text as the tokenizer splits it. `path_offsets` gives those of a list of token ids,
+which may split the text differently (a forced token, a sampled path).
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,10 +16,10 @@ from replaylens.tasks.tokenizer import WordTokenizer
 def label_tokens(
     labelled: Reading | Example, offsets: Iterable[Offset], names: Sequence[str] | None = None
 ) -> dict[str, list[Label]]:
-    """For each label name (all of them unless told), its value at every token.
+    """The value of each label (default: all of them) at every token.
 
-    A token takes the labels in force after its last character. Tokens without characters, and those that reach past
-    the readable part of the text, get None. Raises UnknownLabel.
+    A token takes the labels in force after its last character. Tokens without characters, and those beyond the
+    readable part of the text, get None. Raises UnknownLabel.
     """
     return labelled.labels_at(offsets, names)
 
@@ -27,25 +27,25 @@ def label_tokens(
 def offsets_of(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[Offset]:
     """Characters [start, end) of each token of the text; special tokens are (0, 0).
 
-    Takes a WordTokenizer (which adds no special tokens) or a fast tokenizer of Hugging Face. Raises BadTokenizer for
-    a slow one: it cannot tell its offsets.
+    Takes a WordTokenizer (which adds no special tokens) or a fast Hugging Face tokenizer. Raises BadTokenizer for a
+    slow one, which has no offsets.
     """
     if isinstance(tokenizer, WordTokenizer):
         return tokenizer.encode_with_offsets(text)[1]
     if not getattr(tokenizer, "is_fast", False):
         raise BadTokenizer(
-            f"{type(tokenizer).__name__} gives no offsets: pass a WordTokenizer or a fast Hugging Face tokenizer "
-            f"(AutoTokenizer.from_pretrained(..., use_fast=True)), or use path_offsets on the token ids"
+            f"{type(tokenizer).__name__} gives no offsets. Pass a WordTokenizer or a fast Hugging Face tokenizer "
+            f"(AutoTokenizer.from_pretrained(..., use_fast=True)), or use path_offsets on the token ids."
         )
     encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=add_special_tokens)
     return [(int(start), int(end)) for start, end in encoded["offset_mapping"]]
 
 
 def path_offsets(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[Offset]]:
-    """The text of a token path, and the characters each token adds to it. Any tokenizer with `decode` will do.
+    """The text of a token path, and the characters each token adds to it. Takes any tokenizer with `decode`.
 
-    Decodes every prefix, so the cost grows with the square of the length; exact also where a token's text depends on
-    its left neighbours. A special token, or a piece of a character not complete yet, adds nothing.
+    Decodes every prefix: the cost is quadratic in the length, and the offsets are exact even if a token's text depends
+    on the tokens before it. A special token, or part of an incomplete character, adds nothing.
     """
     ends = [len(_decode(tokenizer, ids[: count + 1])) for count in range(len(ids))]
     return _decode(tokenizer, ids), list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []

@@ -1,6 +1,6 @@
-"""People: the actors' names, in two pools that never mix, so that names can be held out.
+"""People: the actors' names, in two disjoint pools, so that names can be held out.
 
-Within both pools together no name is a prefix of another: a name is known as soon as its last letter is read.
+No name of either pool is a prefix of another, so a name is known once its last letter is read.
 """
 
 TRAIN = (

@@ -1,7 +1,7 @@
-"""Reading: what a text of a task says, character by character.
+"""Reading: the labels of a task's text, character by character.
 
-Rule of time: a token takes the labels in force after its LAST character has been read. So a label tells what can be
-inferred having read the token, and nothing later. The one exception is `next_action`, which looks ahead on purpose.
+A token takes the labels in force after its LAST character. So a label holds what can be inferred from the text up to
+and including the token. The one exception is `next_action`, which looks ahead on purpose.
 """
 
 from bisect import bisect_right
@@ -17,7 +17,7 @@ Offset = tuple[int, int]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened. `action` is what the labels last_action and next_action show."""
+    """An event of the text. The labels last_action and next_action show its `action`."""
 
     action: str
     actor: str = ""
@@ -26,10 +26,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Step:
-    """An event in the text. Characters [start, end) tell it; all of it can be inferred once `end` characters are read.
+    """An event at characters [start, end). It can be fully inferred once `end` characters are read.
 
-    `reveals`: where the first word begins that tells anything about the action. `thought`: the state after the step,
-    in words that the task's vocabulary has.
+    `reveals`: start of the first word that reveals anything about the action. `thought`: the state after the step, in
+    words of the task's vocabulary.
     """
 
     start: int
@@ -50,9 +50,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Reading:
-    """A text with its labels. From character `readable_until` on it is no text of the task and has no labels.
+    """A text with its labels. From character `readable_until` on, it breaks the task's grammar and has no labels.
 
-    `complete`: the text reached its end as the task tells it (answer and full stop).
+    `complete`: the text reaches the end of the grammar (answer and full stop).
     """
 
     text: str
@@ -64,7 +64,7 @@ class Reading:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The events the text tells, in order."""
+        """The events of the text, in order."""
         return tuple(step.event for step in self.steps)
 
     @property

@@ -1,7 +1,7 @@
 """Script: a task's grammar, written as a generator, and the one reader that runs it.
 
-A script yields the literal pieces that may come next and is sent the one the text has. No piece may be a prefix of
-another on offer, so the reader never looks ahead: what it knows after n characters depends on those n alone.
+A script yields the literal pieces that may come next and receives the one that the text has. No offered piece is a
+prefix of another, so the reader never looks ahead: its state after n characters depends on those n alone.
 """
 
 from collections.abc import Generator, Sequence
@@ -17,7 +17,7 @@ SHUFFLED = "shuffled"
 
 
 class Scene:
-    """The world as far as a text has told it. A subclass keeps the state, writes the script and gives the labels."""
+    """The state of the world after the text so far. A subclass keeps the state, writes the script and gives the labels."""
 
     label_names: tuple[str, ...] = ()
 
@@ -41,12 +41,12 @@ class Scene:
         return True
 
     def happen(self, event: Event, *, pieces: int, telling: int = 1) -> None:
-        """Record an event told by the last `pieces` pieces, the last `telling` of which say which action it was."""
+        """Record an event stated by the last `pieces` pieces; the last `telling` of them determine the action."""
         self.told.append((event, pieces, telling))
 
 
 class Mark(NamedTuple):
-    """The scene after `read` characters, a piece border."""
+    """The scene after `read` characters, at the end of a piece."""
 
     read: int
     labels: dict[str, Label]
@@ -55,7 +55,7 @@ class Mark(NamedTuple):
 
 
 def read_script(scene: Scene, text: str, task: str, shuffled: Label = None) -> Reading:
-    """Run the scene's script over the text, as far as it goes. Raises UnreadableText when not even the start fits."""
+    """Run the scene's script over the text as far as it fits. Raises UnreadableText if the first piece does not fit."""
     script = scene.script()
     offered: Sequence[str] = next(script)
     starts: list[int] = []
@@ -97,7 +97,7 @@ def _step(scene: Scene, text: str, starts: list[int], end: int) -> Step:
 
 
 def _common(piece: str, text: str, position: int) -> int:
-    """How many characters of the piece the text has from `position` on: the readable part of a word cut short."""
+    """Length of the common prefix of the piece and the text at `position`: the readable part of a truncated word."""
     count = 0
     while count < len(piece) and position + count < len(text) and piece[count] == text[position + count]:
         count += 1
@@ -107,7 +107,7 @@ def _common(piece: str, text: str, position: int) -> int:
 def _spans(marks: list[Mark], steps: list[Step], until: int, shuffled: Label) -> tuple[Span, ...]:
     """Labels after the n-th character belong to character n - 1, so a mark's span begins one character early.
 
-    The next action is only left standing where nothing of it is told yet: within the words that tell it, it is None.
+    `next_action` has a value only before the first word that reveals it; from there on it is None.
     """
     spans: list[Span] = []
     for here, after in zip(marks, [*marks[1:], None], strict=True):

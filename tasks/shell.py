@@ -1,6 +1,6 @@
-"""shell: coloured balls under cups; cups are swapped, or only touched; what lies under one cup? (S3 and S5)
+"""shell: coloured balls under cups; cups are swapped, or only touched; what is under one cup? (S3 and S5)
 
-Touching moves nothing. Without it the parity of the permutation would be the parity of the number of moves.
+Touching moves nothing. Without touches, the parity of the permutation would equal that of the number of moves.
 """
 
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ class ShellKnobs(Knobs):
     """Settings of the task `shell`."""
 
     cups: int = knob(3, "number of cups: 3 (the group S3) or 5 (S5)")
-    swaps: tuple[int, int] = knob((1, 8), "number of moves: one number, or least,most", convert=as_range)
+    swaps: tuple[int, int] = knob((1, 8), "number of moves: one number or min,max", convert=as_range)
     p: float = knob(0.75, "probability that a move swaps; otherwise it only touches")
-    start: str = knob("random", "order of the balls in the beginning: random or fixed")
+    start: str = knob("random", "initial order of the balls: random or fixed")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.cups, bool) or self.cups not in CUPS:
-            raise BadKnob("cups", self.cups, "choose 3 or 5")
+            raise BadKnob("cups", self.cups, "Use 3 or 5.")
         check_range("swaps", self.swaps, least=1, most=10_000)
         check_probability("p", self.p)
         check_choice("start", self.start, STARTS)

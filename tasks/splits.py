@@ -1,7 +1,7 @@
-"""Splits: what a model or a probe is fitted on, and what it is tested on.
+"""Splits: the examples to fit a model or a probe on, and those to test it on.
 
-Sides are told apart by the root, a hash of the prompt: every prompt belongs to the train side or to the test side of
-ALL splits, whatever the task's knobs. So no prompt, and no branch of one, is ever on both sides.
+The root, a hash of the prompt, decides the side: a prompt is on the train side or on the test side of ALL splits,
+whatever the task's knobs. So no prompt, and no branch of one, is ever on both sides.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from replaylens.tasks.errors import BadSplit
 from replaylens.tasks.task import AnyTask, Example
 
 _TEST_SHARE = 5  # one root in five is a test root
-_PATIENCE = 200  # indices tried per example wanted, before a side counts as too small
+_PATIENCE = 200  # indices tried per requested example before a side counts as too small
 
 
 def is_test_root(root: str) -> bool:
@@ -21,7 +21,7 @@ def is_test_root(root: str) -> bool:
 
 @dataclass(frozen=True)
 class Side:
-    """The first `count` examples of a task whose roots lie on this side."""
+    """The first `count` examples of a task whose roots are on this side."""
 
     task: AnyTask
     count: int
@@ -29,7 +29,7 @@ class Side:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise BadSplit(f"each side needs at least one example, not {self.count}")
+            raise BadSplit(f"Bad count {self.count}. A side needs at least one example.")
 
     def __len__(self) -> int:
         return self.count
@@ -44,8 +44,8 @@ class Side:
                 if found == self.count:
                     return
         raise BadSplit(
-            f"only {found} of {self.count} examples found: {self.task!r} has too few different prompts; "
-            f"widen its knobs or ask for fewer"
+            f"Only {found} of {self.count} examples found: {self.task!r} has too few different prompts. "
+            f"Widen its knobs or ask for fewer examples."
         )
 
     def examples(self) -> list[Example]:
@@ -55,7 +55,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Split:
-    """A train side and one or more test sides by name. Checked on construction: no two sides can share a root."""
+    """A train side and one or more test sides by name. Train and test never share a root; checked on construction."""
 
     name: str
     train: Side
@@ -63,9 +63,9 @@ class Split:
 
     def __post_init__(self) -> None:
         if not self.tests:
-            raise BadSplit(f"split {self.name!r} has no test side")
+            raise BadSplit(f"Split {self.name!r} has no test side. Give at least one.")
         if self.train.test or not all(side.test for side in self.tests.values()):
-            raise BadSplit(f"split {self.name!r} mixes its sides: train takes train roots, tests take test roots")
+            raise BadSplit(f"Split {self.name!r} mixes its sides. Use train roots for train and test roots for tests.")
 
 
 def iid(task: AnyTask, *, train: int = 1000, test: int = 200) -> Split:
@@ -74,11 +74,11 @@ def iid(task: AnyTask, *, train: int = 1000, test: int = 200) -> Split:
 
 
 def length(task: AnyTask, *, longest: int | None = None, train: int = 1000, test: int = 200) -> Split:
-    """Train on up to N = `longest` steps (the task's own maximum unless told), test on 2N and on 4N."""
+    """Train on up to N = `longest` steps (default: the task's maximum), test on 2N and 4N."""
     least, most = getattr(task.knobs, task.length_knob)
     longest = most if longest is None else longest
     if longest < least:
-        raise BadSplit(f"longest={longest} is below the task's least length, {least}; raise it")
+        raise BadSplit(f"longest={longest} is below the task's minimum length. Give at least {least}.")
     short = task.with_knobs(**{task.length_knob: (least, longest)})
     tests = {f"{k}N": task.with_knobs(**{task.length_knob: k * longest}) for k in (2, 4)}
     return _split("length", short, tests, train, test)
@@ -102,7 +102,7 @@ def p_shift(task: AnyTask, *, p: float, train: int = 1000, test: int = 200) -> S
     """Train at the task's own flip rate, test at `p`."""
     _need(task, "p_shift", "p")
     if p == task.knobs.p:
-        raise BadSplit(f"p={p} is the task's own rate, so nothing shifts; choose another")
+        raise BadSplit(f"p={p} is the task's own flip rate, so nothing shifts. Choose another value.")
     return _split("p_shift", task, {f"p={p}": task.with_knobs(p=p)}, train, test)
 
 
@@ -112,7 +112,7 @@ def branch_depth(task: AnyTask, *, deepest: int | None = None, train: int = 1000
     least, most = task.knobs.depth
     deepest = most if deepest is None else deepest
     if deepest < least:
-        raise BadSplit(f"deepest={deepest} is below the task's least depth, {least}; raise it")
+        raise BadSplit(f"deepest={deepest} is below the task's minimum depth. Give at least {least}.")
     shallow = task.with_knobs(depth=(least, deepest))
     return _split("branch_depth", shallow, {"2x": task.with_knobs(depth=2 * deepest)}, train, test)
 
@@ -124,4 +124,4 @@ def _split(name: str, train: AnyTask, tests: Mapping[str, AnyTask], train_count:
 
 def _need(task: AnyTask, split: str, knob: str) -> None:
     if not hasattr(task.knobs, knob):
-        raise BadSplit(f"the split {split!r} turns the knob {knob!r}, which the task {task.name!r} does not have")
+        raise BadSplit(f"Split {split!r} needs the knob {knob!r}, which task {task.name!r} does not have. Use another task.")

@@ -18,17 +18,17 @@ K = TypeVar("K", bound=Knobs)
 
 
 class KnownZero(NamedTuple):
-    """A label that nothing in the text tells: a probe for it must sit at chance."""
+    """A label that the text does not determine: a probe for it must score at chance."""
 
     label: str
     chance: float
-    """Accuracy of the best guess, exactly: the probability of the most likely value."""
+    """Exact accuracy of the best guess: the probability of the most likely value."""
     why: str
 
 
 @dataclass(frozen=True)
 class Story:
-    """What a task writes for one index: the text in two parts, the answer within it, the events behind it."""
+    """A task's output for one index: the text in two parts, the answer within it, and the events."""
 
     prompt: str
     completion: str
@@ -41,7 +41,7 @@ class Example:
     """A pure function of (task, knobs, seed, index). Labels are read from the text on first use.
 
     `text` is prompt + completion. `answer` is the part of the completion that answers the question, with its leading
-    space: the word to score. `maker` is the task itself, kept so that the labels come from its reader.
+    space: the word to score. `maker` is the task, whose reader gives the labels.
     """
 
     task: str
@@ -60,7 +60,7 @@ class Example:
 
     @cached_property
     def root(self) -> str:
-        """Group id for splits: equal prompts share it, whatever their index, so that no prompt is on both sides."""
+        """Group id for splits. Equal prompts share it, whatever their index, so no prompt is on both sides."""
         return hashlib.sha256(self.prompt.encode()).hexdigest()[:16]
 
     @cached_property
@@ -69,7 +69,7 @@ class Example:
         return self.maker.read(self.text, self.index)
 
     def read(self, continuation: str) -> Reading:
-        """Labels of another path from this prompt: the prompt with any continuation, also a wrong or broken one."""
+        """Labels of the prompt with another continuation, even a wrong or broken one."""
         return self.maker.read(self.prompt + continuation, self.index)
 
     @property
@@ -79,7 +79,7 @@ class Example:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The events with their places in the text."""
+        """The events with their positions in the text."""
         return self.reading.steps
 
     @property
@@ -112,19 +112,19 @@ class Task(ABC, Generic[K]):
     """A family of texts with exact ground truth. `Task(**knobs)`; an unknown or impossible knob is an error.
 
     A subclass names itself, declares its knobs, and implements `write`, `scene`, `vocabulary`, `answers` and
-    `next_action_chance`. Tasks hold nothing but their knobs: equal knobs, equal task.
+    `next_action_chance`. Tasks with equal knobs are equal.
     """
 
     name: ClassVar[str]
     description: ClassVar[str]
     knobs_class: ClassVar[type[Knobs]]
     length_knob: ClassVar[str]
-    """The knob that says how many steps a text has; the length split turns it."""
+    """The knob for the number of steps in a text; the length split varies it."""
 
     state_label: ClassVar[str]
-    """The label that is the task's true state."""
+    """The label of the task's true state."""
     claims: ClassVar[tuple[str, str]]
-    """Two labels to compare: the truth, and what the text says about it. They part where the text lies."""
+    """Two labels to compare: the truth, and the text's claim about it. They differ where the text is wrong."""
 
     knobs: K
 
@@ -142,7 +142,7 @@ class Task(ABC, Generic[K]):
 
     @abstractmethod
     def write(self, draws: Draws) -> Story:
-        """Tell the story of one index; all choices come from `draws`."""
+        """Write the text of one index; all choices come from `draws`."""
 
     @abstractmethod
     def scene(self) -> Scene:
@@ -151,7 +151,7 @@ class Task(ABC, Generic[K]):
     @classmethod
     @abstractmethod
     def vocabulary(cls) -> tuple[str, ...]:
-        """Every word any text or thought of the task can hold, whatever the knobs; sorted, leading spaces included."""
+        """Every word of the task's texts and thoughts, for all knobs; sorted, leading spaces included."""
 
     @abstractmethod
     def answers(self) -> tuple[str, ...]:
@@ -159,10 +159,10 @@ class Task(ABC, Generic[K]):
 
     @abstractmethod
     def next_action_chance(self) -> float:
-        """Probability of the most likely next action, wherever the label is given."""
+        """Probability of the most likely next action, wherever the label has a value."""
 
     def example(self, index: int) -> Example:
-        """The example of this index: a pure function of (task, knobs, seed, index)."""
+        """The example at this index: a pure function of (task, knobs, seed, index)."""
         story = self.write(self._draws(index))
         return Example(
             task=self.name,
@@ -176,14 +176,14 @@ class Task(ABC, Generic[K]):
         )
 
     def examples(self, which: int | Iterable[int]) -> list[Example]:
-        """The first `which` examples, or those of the given indices (a range, say)."""
+        """The first `which` examples, or those at the given indices."""
         return [self.example(index) for index in (range(which) if isinstance(which, int) else which)]
 
     def read(self, text: str, index: int | None = None) -> Reading:
-        """Events and labels of any text path: a prompt with any continuation, cut anywhere, right or wrong.
+        """Events and labels of any text: a prompt with any continuation, right or wrong, cut anywhere.
 
-        `index`: the example it grew from; without it the label `shuffled` is None. Raises UnreadableText when the
-        text does not even begin like one of this task.
+        `index`: that of the prompt's example; without it the label `shuffled` is None. Raises UnreadableText if the
+        text does not begin like a text of this task.
         """
         shuffled = None if index is None else self._draws(index).below(2, SHUFFLED)
         return read_script(self.scene(), text, f"task {self.name!r}", shuffled)
@@ -194,15 +194,15 @@ class Task(ABC, Generic[K]):
 
     @cached_property
     def label_names(self) -> tuple[str, ...]:
-        """Every label a text of this task gets."""
+        """Every label of this task's texts."""
         return (*self.scene().label_names, NEXT_ACTION, SHUFFLED)
 
     @property
     def known_zero(self) -> tuple[KnownZero, ...]:
-        """The labels that no probe may read, with the exact accuracy of guessing."""
+        """The labels that no probe can read, with the exact accuracy of guessing."""
         return (
-            KnownZero(NEXT_ACTION, self.next_action_chance(), "drawn without regard to anything told before"),
-            KnownZero(SHUFFLED, 0.5, "a fair coin per example, drawn apart from its text"),
+            KnownZero(NEXT_ACTION, self.next_action_chance(), "drawn independently of the text before it"),
+            KnownZero(SHUFFLED, 0.5, "a fair coin per example, drawn independently of its text"),
         )
 
     def with_knobs(self, **changes: Any) -> Self:

@@ -1,7 +1,7 @@
-"""WordTokenizer: one token per word, for the small models we train ourselves.
+"""WordTokenizer: one token per word, for the small models trained from scratch.
 
-A space belongs to the word after it (" heads" and "heads" are two tokens), punctuation stands alone, and nothing is
-ever normalised: decoding what was encoded gives back the same text, character for character.
+A space belongs to the word after it (" heads" and "heads" are two tokens), each punctuation mark is a token, and nothing
+is normalised: decoding an encoded text gives back the same text, character for character.
 """
 
 import json
@@ -23,13 +23,13 @@ _WORD = re.compile(r" ?[A-Za-z0-9]+(?:'[A-Za-z0-9]+)*| ?[^\sA-Za-z0-9]|\s")
 
 
 def words_in(text: str) -> list[str]:
-    """Cut a text into words; joined again they give the text."""
+    """Split a text into words; joined again, they give the text."""
     return _WORD.findall(text)
 
 
 def vocabulary_of(literals: Iterable[str]) -> tuple[str, ...]:
-    """The sorted words of some literals. Texts made of the literals hold no other words if each literal begins with
-    a space or a punctuation mark, or begins the text."""
+    """The sorted words of the literals. A text composed of them has no other words if each literal begins with a space
+    or a punctuation mark, or begins the text."""
     return tuple(sorted({word for literal in literals for word in words_in(literal)}))
 
 
@@ -43,10 +43,10 @@ class WordTokenizer:
         self._tokens = (*SPECIALS, *words)
         self._ids = {word: number for number, word in enumerate(self._tokens) if word not in SPECIALS}
         if len(self._ids) != len(words):
-            raise BadTokenizer("a word stands twice in the vocabulary, or is the name of a special token")
+            raise BadTokenizer("A word occurs twice in the vocabulary, or is the name of a special token. Remove it.")
         for word in words:
             if words_in(word) != [word]:
-                raise BadTokenizer(f"{word!r} is not one word: the tokenizer would cut it into {words_in(word)}")
+                raise BadTokenizer(f"{word!r} is not one word. The tokenizer would split it into {words_in(word)}.")
 
     @property
     def vocab_size(self) -> int:
@@ -92,23 +92,23 @@ class WordTokenizer:
         return self._ids[word]
 
     def to_json(self) -> str:
-        """The tokenizer as JSON, the same bytes each time."""
+        """The tokenizer as JSON; equal tokenizers give equal bytes."""
         return json.dumps({"format": _FORMAT, "specials": SPECIALS, "words": self.words}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, content: str) -> Self:
-        """Rebuild from `to_json`. Raises BadTokenizer when the content is anything else."""
+        """Rebuild from `to_json`. Raises BadTokenizer for any other content."""
         try:
             data = json.loads(content)
         except json.JSONDecodeError as error:
-            raise BadTokenizer(f"a word tokenizer's file is JSON; this is not ({error})") from error
+            raise BadTokenizer(f"Not a word tokenizer's file: it is not JSON ({error}).") from error
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise BadTokenizer(f"not a word tokenizer's file: its 'format' should be {_FORMAT!r}")
+            raise BadTokenizer(f"Not a word tokenizer's file: its 'format' must be {_FORMAT!r}.")
         if data.get("specials") != list(SPECIALS):
-            raise BadTokenizer(f"the special tokens should be {list(SPECIALS)}, not {data.get('specials')}")
+            raise BadTokenizer(f"The special tokens must be {list(SPECIALS)}, not {data.get('specials')}.")
         words = data.get("words")
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise BadTokenizer("'words' should be a list of strings")
+            raise BadTokenizer("'words' must be a list of strings.")
         return cls(words)
 
     def save(self, path: str | Path) -> None:

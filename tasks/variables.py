@@ -1,6 +1,6 @@
 """variables: named numbers that are set, copied, added and subtracted, modulo a small number; what is one of them?
 
-The numbers in the beginning are not operations: a text of length n has n operations after them.
+The initial values are not operations: a text of length n has n operations after them.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ NAMES = ("a", "b", "c", "d", "e", "f", "g", "h")
 MIN_VARIABLES = 2
 MIN_MODULUS, MAX_MODULUS = 2, 10
 MAX_ADDED = 3
-"""the largest number added or subtracted: where all are equally likely, whoever knows only one of the two can but guess, and a
-small model learned to set and to copy, but not to add"""
+"""the largest number added or subtracted. If all numbers were equally likely, one operand alone would say nothing about the
+result; small models then learn to set and to copy, but not to add"""
 SET, COPY, ADD, SUBTRACT = "set", "copy", "add", "subtract"
 KINDS = (SET, COPY, ADD, SUBTRACT)
 
@@ -30,8 +30,8 @@ class VariablesKnobs(Knobs):
     """Settings of the task `variables`."""
 
     variables: int = knob(3, f"number of variables, {MIN_VARIABLES} to {len(NAMES)}")
-    operations: tuple[int, int] = knob((1, 8), "number of operations: one number, or least,most", convert=as_range)
-    modulus: int = knob(10, f"values are 0 up to this number less one; {MIN_MODULUS} to {MAX_MODULUS}, so a value is one digit")
+    operations: tuple[int, int] = knob((1, 8), "number of operations: one number or min,max", convert=as_range)
+    modulus: int = knob(10, f"values are 0 to modulus - 1; {MIN_MODULUS} to {MAX_MODULUS}, so a value is one digit")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,7 +41,7 @@ class VariablesKnobs(Knobs):
 
 
 class Variables(Task[VariablesKnobs]):
-    """Assignments to a few variables. The right side is a number, another variable, or the variable itself changed by one."""
+    """Assignments to variables. The right side is a number, another variable, or the variable itself plus or minus either."""
 
     name = "variables"
     description = "Variables are set, copied, added and subtracted, modulo a number; what is one of them?"
@@ -65,7 +65,7 @@ class Variables(Task[VariablesKnobs]):
         return Story(f"{_opening(knobs.modulus)}{told}{_QUESTION} {asked}? A:", f"{answer}.", answer, tuple(events))
 
     def _drawn(self, draws: Draws, t: int, names: tuple[str, ...]) -> Event:
-        """An operation, each kind equally likely. A number that is added or subtracted is small, and never 0."""
+        """Draw an operation; all kinds are equally likely. An added or subtracted number is small, and never 0."""
         kind, target = draws.pick(KINDS, "kind", t), draws.pick(names, "target", t)
         if kind == COPY or (kind != SET and draws.chance(0.5, "by a variable", t)):
             return Event(kind, objects=(target, draws.pick([name for name in names if name != target], "other", t)))
@@ -111,7 +111,7 @@ def _apply(event: Event, values: dict[str, int], modulus: int) -> None:
 
 
 class _VariablesScene(Scene):
-    """The variables' values. An operation has happened once its last word is read: which one that is, is always known."""
+    """The variables' values. An operation takes effect at its last word, which is always recognisable."""
 
     def __init__(self, names: tuple[str, ...], modulus: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class _VariablesScene(Scene):
         yield (".",)
 
     def _operation(self, target: str, numbers: tuple[str, ...], names: tuple[str, ...]) -> Script:
-        """What stands right of the sign =. The target's own name there tells that it is added to or subtracted from."""
+        """The right side of =. If it begins with the target's own name, the operation is an addition or a subtraction."""
         operand = yield (*names, *numbers)
         if operand != f" {target}":
             self._happen(Event(COPY if operand in names else SET, objects=(target, operand[1:])), telling=1)

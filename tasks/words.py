@@ -1,4 +1,4 @@
-"""words: word problems. Group elements in a row; what is their product? The label at every token is the running one."""
+"""words: word problems. A sequence of group elements; what is their product? Tokens carry the running product."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from replaylens.tasks.script import Scene, Script
 from replaylens.tasks.task import Story, Task
 from replaylens.tasks.tokenizer import vocabulary_of
 
-# Opaque, of one length (so none is a prefix of another) and the same for all groups: the text never tells the group.
+# Opaque, of one length (so none is a prefix of another) and the same for all groups: the text never reveals the group.
 SYMBOLS = tuple(f" g{number:02}" for number in range(ORDER))
 
 
@@ -19,7 +19,7 @@ class WordsKnobs(Knobs):
     """Settings of the task `words`."""
 
     group: str = knob("A5", "group of order 60: A5, Z60 or A4xZ5")
-    length: tuple[int, int] = knob((4, 16), "number of elements: one number, or least,most", convert=as_range)
+    length: tuple[int, int] = knob((4, 16), "number of elements: one number or min,max", convert=as_range)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -28,10 +28,10 @@ class WordsKnobs(Knobs):
 
 
 class Words(Task[WordsKnobs]):
-    """Products in a group. Element number 0 is the identity; of two permutations the left one is applied first."""
+    """Products in a group. Element number 0 is the identity; the left of two permutations is applied first."""
 
     name = "words"
-    description = "Elements of a group of order 60 in a row; what is their product?"
+    description = "A sequence of elements of a group of order 60; what is their product?"
     knobs_class = WordsKnobs
     length_knob = "length"
     state_label = "product"
@@ -62,7 +62,7 @@ class Words(Task[WordsKnobs]):
 
 
 class _WordsScene(Scene):
-    """The running product, and the one the text claims at its end."""
+    """The running product, and the one that the text claims at its end."""
 
     label_names = ("product", "actions", "last_action", "claimed")
 

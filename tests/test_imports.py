@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "replaylens"
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("tasks", "kernels"),
-    ("engine/errors",),
+    ("engine/errors", "engine/interrupts"),
     ("engine/model",),
     ("engine/request", "engine/memory"),
     ("engine/passes",),

@@ -27,6 +27,7 @@ import replaylens as rl
 engine: rl.Engine = rl.Engine.load("coin-plain")
 branch: rl.Branch = engine.prompt("x")
 engine.generate([branch], 2, drafter="lens", sampling=rl.Sampling(temperature=0.5))
+text: str = rl.Engine.load("coin-plain").prompt("x").generate(2, drafter="lens").text
 branches: list[rl.Branch] = branch.fork(2)
 report: rl.probes.Report = rl.probes.sweep(rl.Dump.open("dumps/coin"), "face")
 rl.tasks.get("coin")
@@ -36,11 +37,23 @@ except rl.errors.BadRequest:
     pass
 """
 BAD = {
-    "a misspelt keyword": ("engine.generate([branch], 2, drafer='lens')", '"drafer" for "generate" of "Engine"'),
-    "a wrong type": ("engine.generate([branch], '2')", 'Argument 2 to "generate" of "Engine" has incompatible type'),
+    "a misspelt keyword": (
+        "engine.generate([branch], 2, drafer='lens')",
+        'keyword argument "drafer" for "generate"',
+    ),
+    "a misspelt keyword of a branch": (
+        "branch.generate(2, drafer='lens')",
+        'keyword argument "drafer" for "generate"',
+    ),
+    "a misspelt keyword of load": (
+        "rl.Engine.load('x', cache_token=8)",
+        'keyword argument "cache_token" for "load"',
+    ),
+    "a misspelt keyword of prompt": ("engine.prompt('x', site='S')", 'keyword argument "site" for "prompt"'),
+    "a wrong type": ("engine.generate([branch], '2')", 'Argument 2 to "generate"'),
     "a misspelt method": ("engine.generat([branch], 2)", '"Engine" has no attribute "generat"'),
     "a misspelt name": ("rl.Engin", 'no attribute "Engin"'),
-    "a misspelt estimator": ("rl.probes.sweeep", 'no attribute "sweeep"'),
+    "a misspelt function": ("rl.probes.sweeep", 'no attribute "sweeep"'),
     "a misspelt field": ("rl.Sampling(temprature=0.5)", 'Unexpected keyword argument "temprature"'),
 }
 

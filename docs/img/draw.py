@@ -24,7 +24,7 @@ EXAMPLES = 64
 
 
 def main() -> None:
-    engine = Engine.load("coin-plain")
+    engine = Engine.load("coin-plain", record=True)
     task = rl.tasks.get("coin")(flips=(2, 4), rendering="steps")
     run = engine.replay(task.examples(EXAMPLES), sites="STCZ", drafter="model", window=4)
     assert isinstance(run, Run)

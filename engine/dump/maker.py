@@ -10,11 +10,9 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.rows import assemble
 from replaylens.engine.dump.writer import DumpWriter, Part
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.replay.examples import ReplayOptions, Result, replay_examples
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.tasks import Example
 from replaylens.tasks.task import AnyTask
@@ -44,19 +42,15 @@ class ShardMaker:
         change: Callable[[Result], Result] = lambda result: result,
     ) -> Content:
         """The rows of any examples of the plan. `change` may swap a result for another before its rows are taken."""
-        mark = len(self.engine.trace.events)
         results: list[Result] = []
-        try:
+        with self.engine.forest.quiet():  # the dump is its own record, and a trace must not grow with it
             for first in range(0, len(indices), self.batch):
                 some = [self.task.example(index) for index in indices[first : first + self.batch]]
                 results += self._replay(some)
-                self.engine.prefix.clear()  # captured rows are always computed: keeping their pages would only cost time
+                # captured rows are always computed: keeping their pages would only cost time
+                self.engine.lock.alone(self.engine.prefix.clear)
                 done(len(some))
             return assemble(self.engine, self.plan, [change(result) for result in results])
-        finally:
-            for result in results:
-                _forget(self.engine, result)
-            del self.engine.trace.events[mark:]  # the dump is its own record, and the trace must not grow with it
 
     @property
     def wanted(self) -> list[str]:
@@ -100,17 +94,6 @@ def describe_sites(engine: Core, content: Content) -> dict[str, SiteEntry]:
         dtype = str(x.dtype).removeprefix("torch.")
         found[name] = SiteEntry(dtype, tuple(x.shape[1:]), layer_of(name), letter, aliases)
     return found
-
-
-def _forget(engine: Core, result: Result) -> None:
-    """Mutates: an example's branches leave the engine; their rows live on in the result."""
-    for child in engine.tree.children(result.branch):
-        if child in engine.loop.lanes:
-            Branch(engine, engine.loop.lanes[child]).release()
-        elif engine.tree.branch(child).status is not BranchStatus.RELEASED:
-            engine.tree.release(child)
-        engine.tree.forget(child)
-    engine.tree.forget(result.branch)
 
 
 def write_dump(

@@ -153,7 +153,8 @@ class Dump:
             raise BadRequest(no_such("label", label, self.manifest.labels))
         rows, y, groups = self._choose(label)
         x = self._gather(site, layer, rows)
-        return Matrix(_numpy(x).reshape(len(x), math.prod(x.shape[1:])), y, groups)
+        X = _numpy(x).reshape(len(x), math.prod(x.shape[1:]))
+        return Matrix(X, None if y is None else y.copy(), groups.copy())  # what is kept here stays ours
 
     def to_torch(self, site: str, layer: int | None = None) -> Tensor:
         """Rows of one site, in the stored dtype: [rows, ...]."""

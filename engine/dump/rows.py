@@ -158,7 +158,7 @@ def _probabilities(engine: Core, paths: list[Path], starts: np.ndarray, edited: 
     emitted = follows + [paths[i].tokens[paths[i].base] for i in forks]
     spec = LensSpec((final,), top_k=1)
     read = [
-        readout.read(spec, engine.runner, {final: stacked[i : i + _BLOCK]}, emitted[i : i + _BLOCK])
+        engine.lock.alone(readout.read, spec, engine.runner, {final: stacked[i : i + _BLOCK]}, emitted[i : i + _BLOCK])
         for i in range(0, len(emitted), _BLOCK)
     ]
     next_logprob = torch.cat([part["Z.emitted"] for part in read])[:, 0].numpy()
@@ -177,12 +177,12 @@ def _accepted(paths: list[Path], i: int) -> int:
 def _final_rows(engine: Core, path: Path, final: str, edited: bool) -> Tensor:
     """The residual stream that leaves the model; computed again, to the same bits, where it was not captured."""
     if final in path.recording.sites():
-        return path.recording[final]
+        return path.recording.peek(final)
     if engine.guesses() or edited:  # a path's tokens say nothing of states and edits
         raise BadRequest(f"log-probabilities of edited paths, and of a model that thinks, are read off {final}: capture S, too")
     branch = engine.prompt(path.tokens, sites=[final])
     try:
-        return branch.activations[final][path.base :]
+        return branch.activations.peek(final)[path.base :]
     finally:
         branch.release()
 
@@ -195,7 +195,7 @@ def _tensors(engine: Core, plan: DumpPlan, paths: list[Path], rows: np.ndarray) 
 
 
 def _gather(paths: list[Path], site: str, chosen: Tensor) -> Tensor:
-    every = torch.cat([path.recording[site] for path in paths])
+    every = torch.cat([path.recording.peek(site) for path in paths])
     return every if len(every) == len(chosen) else every[chosen]
 
 
@@ -210,7 +210,7 @@ def _lens_rows(engine: Core, spec: LensSpec, paths: list[Path], chosen: Tensor) 
     read: list[Rows] = []
     for i in range(0, len(rows), _BLOCK):
         block = {site: x[i : i + _BLOCK] for site, x in streams.items()}
-        read.append(readout.read(spec, engine.runner, block, follows[i : i + _BLOCK].tolist(), tuned))
+        read.append(engine.lock.alone(readout.read, spec, engine.runner, block, follows[i : i + _BLOCK].tolist(), tuned))
     return {name: torch.cat([part[name] for part in read])[: len(chosen)] for name in read[0]}
 
 

@@ -165,8 +165,7 @@ class _Replay:
             if rest := tokens[num_prompt:]:
                 branch.force(rest)
             recording = Recording(base=fork)
-            recording.append(fork, {site: branch.activations[site][fork:] for site in branch.activations.sites()})
+            recording.append(fork, {site: branch.activations.peek(site)[fork:] for site in branch.activations.sites()})
             return recording
         finally:
             branch.release()
-            self.engine.tree.forget(branch.id)

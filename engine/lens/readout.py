@@ -24,9 +24,10 @@ def read(spec: LensSpec, runner: Runner, rows: Rows, emitted: list[int], tuned: 
     -> {"Z.entropy": [n, layers], "Z.kl": [n, layers], "Z.emitted": ..., "Z.top_ids": [n, layers, k], ...}
     """
     stacked = torch.stack([rows[site] for site in spec.sites], dim=1)  # [n, layers, d]
-    if tuned is not None:
-        stacked = tuned.translate(stacked)
-    return _read(spec, runner, stacked, emitted)
+    with runner.canonical(stacked.shape[:2].numel()):
+        if tuned is not None:
+            stacked = tuned.translate(stacked)
+        return _read(spec, runner, stacked, emitted)
 
 
 def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int]) -> Rows:

@@ -128,8 +128,10 @@ class Committer:
         self.tree.rollback(lane.branch, turn.end)
         job.rejected.append(kept)
         other = Lane(kept, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, thoughts=lane.thoughts)
-        if rows is not None and lane.recording is not None:
-            other.capture, other.recording = lane.capture, lane.recording.like(base=turn.end + stood)
+        other.capture, other.traced = lane.capture, lane.traced
+        other.template = lane.recording.like(base=turn.end + stood) if lane.recording is not None else None
+        if rows is not None and other.template is not None:
+            other.recording = other.template.like(base=turn.end + stood)
             other.recording.append(turn.end + stood, rows)
         if job.keep_rejected:
             other.computed = turn.end + len(chain)
@@ -138,6 +140,7 @@ class Committer:
             self.runner.cache.seal(self.tree.branch(kept).tokens, slots, turn.start)
         if other.recording is not None or job.keep_rejected:
             self.lanes[kept] = other
+            lane.rejected.append(kept)
 
     def _rows(self, lane: Lane, tap: PassTap, first: int, emitted: list[int]) -> Rows:
         """Packed rows [first, first + len(emitted)) as the lane's capture wants them."""

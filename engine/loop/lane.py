@@ -9,6 +9,35 @@ from replaylens.engine.request.edits import Hook, PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 
 
+@dataclass
+class Statistics:
+    """What drafting gained, on one request or on a branch."""
+
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    tokens: int = 0
+
+    def count(self, drafted: int, accepted: int, gained: int) -> None:
+        """Mutates: one more verification."""
+        self.passes += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.rejected += drafted - accepted
+        self.tokens += gained
+
+    def add(self, other: "Statistics") -> None:
+        """Mutates: all that another one counted, too."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafts that stood; nan before the first."""
+        return self.accepted / self.drafted if self.drafted else float("nan")
+
+
 @dataclass(eq=False)
 class Lane:
     """Where a branch's KV lies. The tokens themselves are in the `BranchTree`.
@@ -31,6 +60,14 @@ class Lane:
     thoughts: object | None = None
     """what a model that thinks keeps along the prompt, passed on to what is forked or cut from it; read by `thoughts_of`"""
     last_used: int = 0
+    statistics: Statistics = field(default_factory=Statistics)
+    """of all requests on it that ended"""
+    rejected: list[int] = field(default_factory=list)
+    """rejected branches that were cut from it and kept rows or pages, in order"""
+    template: Recording | None = None
+    """where the lane itself keeps no rows: what the recordings of its forks begin as"""
+    traced: bool = True
+    """False: what happens to it is no part of the engine's trace"""
 
     @property
     def certified(self) -> bool:
@@ -56,30 +93,6 @@ class Lane:
             self.recording.truncate(num_tokens - self.capture.lag)
 
 
-@dataclass
-class Statistics:
-    """What drafting gained on one request."""
-
-    passes: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    rejected: int = 0
-    tokens: int = 0
-
-    def count(self, drafted: int, accepted: int, gained: int) -> None:
-        """Mutates: one more verification."""
-        self.passes += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        self.rejected += drafted - accepted
-        self.tokens += gained
-
-    @property
-    def acceptance(self) -> float:
-        """Share of drafts that stood; nan before the first."""
-        return self.accepted / self.drafted if self.drafted else float("nan")
-
-
 @dataclass(eq=False)
 class Job:
     """Bring a lane up to date with its tokens, then generate `new_tokens` more."""
@@ -97,6 +110,8 @@ class Job:
     """keep the pages of rejected drafts, so that they can be forked and continued"""
     forced_drafts: dict[int, list[list[int]]] | None = None
     """given or recorded chains by the position they start at, for the `forced` drafter"""
+    cancel_at: int | None = None
+    """cancelled once it has generated so many, its windows as if it went on: to replay one that was cancelled"""
     generated: int = 0
     finish_reason: str | None = None
     error: Exception | None = None

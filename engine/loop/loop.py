@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from replaylens.engine.errors import BadRequest, ClosedBranch, EngineError, NonFinite
+from replaylens.engine.errors import BadRequest, ClosedBranch, EngineBug, EngineError, NonFinite
 from replaylens.engine.lens.known import KnownLenses
 from replaylens.engine.loop.admission import Admission
 from replaylens.engine.loop.commit import Committer, Outcome
@@ -60,14 +60,17 @@ class Loop:
         try:
             turns += self.admit()
             self.draft(turns)
-            for exact, mine in self._by_arithmetic(turns):
+            for exact, mine in self._by_arithmetic([turn for turn in turns if not turn.closed]):
                 if direct := [turn for turn in mine if turn.burst]:
                     self.burst(direct, exact)
                 if others := [turn for turn in mine if not turn.burst]:
                     self.verify(others, exact)
         except BaseException as error:  # an interrupt, or a bug: no draft may stay behind and pass for a token
-            self._abandon([turn for turn in turns if not turn.closed], error)
-            self._end_all(error)
+            for turn in turns:
+                if not turn.closed:
+                    self.committer.abandon(turn)
+            if isinstance(error, Exception):  # nobody knows whose fault it was; an interrupt is none of theirs
+                self._end_all(error)
             raise
         self._forget_done()
 
@@ -88,19 +91,25 @@ class Loop:
         for name in sorted({turn.job.drafter for turn in turns if turn.num_drafts}):
             mine = [turn for turn in turns if turn.num_drafts and turn.job.drafter == name]
             for turn, chains in zip(mine, self._propose(name, mine), strict=True):
+                if turn.closed:
+                    continue
                 turn.chains = _verifiable(chains, turn.num_drafts, len(turn.tables), self.runner.model.config.vocab_size)
                 self.tree.append(turn.job.lane.branch, turn.chains[0], TokenState.DRAFT)
                 self._tell("draft", turn.job, at=turn.end, chains=turn.chains)
         return turns
 
     def _propose(self, name: str, turns: list[Turn]) -> list[Chains]:
-        """The drafter's chains. A turn for which it fails goes without, and listeners are told: it cannot fail a request."""
+        """The drafter's chains. A turn for which it fails goes without, and listeners are told: it cannot fail a request.
+        A drafter that breaks, or a hook function in its pass, ends the one request that it broke on."""
         try:
             with self.admission.planner.timing("draft", len(turns), steps=max(turn.num_drafts for turn in turns)):
                 return self.drafters[name].propose([self._call(turn) for turn in turns])
-        except EngineError as error:
+        except Exception as error:
             if len(turns) > 1:
                 return [self._propose(name, [turn])[0] for turn in turns]
+            if not isinstance(error, EngineError):
+                self._abandon(turns, error)
+                return [[[]]]
             self._tell("draft_failed", turns[0].job, drafter=name, error=f"{type(error).__name__}: {error}")
             return [[[]]]
 
@@ -121,12 +130,22 @@ class Loop:
             with self.admission.planner.timing("exact" if exact else "fast", sum(len(s.tokens) for s in segments)):
                 result = self.runner.exact(segments, tap) if exact else self.runner.fast(segments, tap)
             _require_finite(result)
-        except EngineError as error:
+        except Exception as error:  # of the engine, or of a hook function
             self._isolate(turns, exact, error)
             return
         verdicts = judged([turn for turn in turns if turn.deciding], result, self.tree)
         for turn in turns:
-            self._conclude(turn, result, verdicts.get(turn), tap)
+            before = turn.job.generated, turn.job.finish_reason
+            try:
+                self._conclude(turn, result, verdicts.get(turn), tap)
+            except BaseException as error:
+                if turn.closed:  # half committed
+                    self.end(turn.job, EngineBug(f"branch {turn.job.lane.branch} was cut short within a commit: release it"))
+                    raise
+                turn.job.generated, turn.job.finish_reason = before
+                if not isinstance(error, Exception):
+                    raise
+                self._abandon([turn], error)
 
     def burst(self, turns: list[Turn], exact: bool) -> None:
         """Several direct steps on the device; what it chose is canonical and is committed like drafts that stood."""
@@ -146,7 +165,7 @@ class Loop:
             self.committer.commit(turn, outcome, PassTap(frozenset()), None)
             self._finish_turn(turn)
 
-    def _isolate(self, turns: list[Turn], exact: bool, error: EngineError) -> None:
+    def _isolate(self, turns: list[Turn], exact: bool, error: Exception) -> None:
         """A pass failed. Whose rows were to blame shows when each turn runs alone, and then without its drafts."""
         if len(turns) > 1:
             for turn in turns:
@@ -178,6 +197,8 @@ class Loop:
         if job.finish_reason in ("eos", "stop") and not self.tree.branch(job.lane.branch).finish_reason:
             self.tree.finish(job.lane.branch, job.finish_reason)
         self._close_if_done(job)
+        if not job.done and job.cancel_at is not None and job.generated >= job.cancel_at:
+            self.end(job)
 
     def _take(self, turn: Turn, verdict: Verdict, path: list[int], drafted: int | None = None) -> Outcome:
         """What of the verdict is in the sequence: all of it, or up to the token that ends the job. Counts it."""
@@ -268,14 +289,6 @@ class Loop:
             return BadRequest(f"a window of {max(rows)} rows does not fit into a pass of {self.max_rows}: take a smaller one")
         return None
 
-    def run(self, jobs: list[Job]) -> None:
-        """Step until these jobs are done; others go on beside them. Raises the first error among them."""
-        while any(not job.done for job in jobs):
-            self.step()
-        for job in jobs:
-            if job.error is not None:
-                raise job.error
-
     def end(self, job: Job, error: Exception | None = None) -> None:
         """Stop a job where it stands: cancelled, or failed. What was committed stays; forced tokens without KV go."""
         job.done, job.error = True, error
@@ -294,23 +307,24 @@ class Loop:
                 self.prefix.offer(lane.table, self.tree.branch(lane.branch).tokens, lane.computed, keys)
             self._finish(job, job.finish_reason)
 
-    def _abandon(self, turns: list[Turn], error: BaseException) -> None:
+    def _abandon(self, turns: list[Turn], error: Exception) -> None:
         """A pass failed: nothing of it is committed, the branches stand where they stood, the jobs end with the error."""
         for turn in turns:
             self.committer.abandon(turn)
-            self.end(turn.job, error if isinstance(error, Exception) else None)
+            self.end(turn.job, error)
 
     def _forget_done(self) -> None:
         self.jobs = [job for job in self.jobs if not job.done]
 
-    def _end_all(self, error: BaseException) -> None:
+    def _end_all(self, error: Exception) -> None:
         for job in self.jobs:
             if not job.done:
-                self.end(job, error if isinstance(error, Exception) else None)
+                self.end(job, error)
         self.jobs = []
 
     def _finish(self, job: Job, reason: str | None) -> None:
         tokens = self.tree.branch(job.lane.branch).tokens
+        job.lane.statistics.add(job.statistics)
         self._tell("finish", job, reason=reason, generated=job.generated, length=len(tokens), path=path_digest(tokens))
 
     def _tell(self, event: str, job: Job, **details: Any) -> None:

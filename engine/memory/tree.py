@@ -4,6 +4,9 @@ Every branch holds its full path, so that a rollback of a parent below a child's
 The tree is then drawn as before: the child under its parent, at the position where it left. How far the two agree
 *now* is `common_prefix`, which compares tokens.
 
+Who keeps a record: the tree, until the branch is released; then whoever holds it (a handle, a result), its forks, and, for
+a rejected branch, the branch it was cut from. So an engine that serves for ever keeps the records of what is still in use.
+
 The states of a path stand in one order: prompt, accepted, at most one pending, drafts; rejected tokens stand at the
 end, and only on branches that a rollback kept.
 """
@@ -12,18 +15,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import groupby, pairwise
-from typing import NamedTuple
+from itertools import pairwise
+from weakref import WeakValueDictionary
 
-from replaylens.engine.errors import (
-    BadRange,
-    BadRollback,
-    BadTransition,
-    BranchInUse,
-    ClosedBranch,
-    IntegrityError,
-    UnknownBranch,
-)
+from replaylens.engine.errors import BadRange, BadRollback, BadTransition, ClosedBranch, IntegrityError, UnknownBranch
 
 
 class TokenState(Enum):
@@ -67,15 +62,7 @@ class BranchStatus(Enum):
     RELEASED = "released"
 
 
-class Node(NamedTuple):
-    """One token of a branch."""
-
-    token: int
-    position: int
-    state: TokenState
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Branch:
     """The record of one branch. Readers may look at everything; only `BranchTree` changes it."""
 
@@ -89,11 +76,21 @@ class Branch:
     """how many prompt tokens it has; no rollback goes below"""
     status: BranchStatus = BranchStatus.OPEN
     finish_reason: str | None = None
-    children: list[int] = field(default_factory=list)
+    forks: "WeakValueDictionary[int, Branch]" = field(default_factory=WeakValueDictionary)
+    """those forked from it that somebody keeps"""
+    cut: "list[Branch]" = field(default_factory=list)
+    """rejected branches that rollbacks kept, in order"""
+    above: "tuple[Branch, ...]" = ()
+    """of a fork: its parent, and what that was cut from; held, so that they can be drawn as long as it lives"""
     prefix_hash: int = 0
     """of tokens[:fork_position], so that a later change of them is found"""
     seal: int | None = None
     """of all tokens and states, once the branch may not change any more"""
+
+    @property
+    def children(self) -> "list[Branch]":
+        """Forks and rejected branches, in order of creation."""
+        return sorted([*self.forks.values(), *self.cut], key=lambda branch: branch.id)
 
 
 @dataclass(frozen=True)
@@ -117,21 +114,22 @@ class BranchTree:
     """
 
     def __init__(self) -> None:
-        self._branches: dict[int, Branch] = {}
+        self._live: dict[int, Branch] = {}
+        self._released: WeakValueDictionary[int, Branch] = WeakValueDictionary()
         self._next_id = 0
 
     def __len__(self) -> int:
-        return len(self._branches)
+        return len(self._live) + len(self._released)
 
     def branch(self, branch_id: int) -> Branch:
-        """The record itself, to read, not to change; also of a released branch until it is forgotten."""
-        try:
-            return self._branches[branch_id]
-        except KeyError:
+        """The record itself, to read, not to change; also of a released branch, as long as somebody holds it."""
+        record = self._live.get(branch_id) or self._released.get(branch_id)
+        if record is None:
             raise UnknownBranch(
                 f"no branch {branch_id}: {len(self)} are known, ids below {self._next_id}; "
-                f"it was never made, or forgotten after its release"
-            ) from None
+                f"it was never made, or was released and nobody holds it"
+            )
+        return record
 
     def plant(self, tokens: Sequence[int]) -> int:
         """A new root whose tokens are all prompt. The caller releases it."""
@@ -187,7 +185,12 @@ class BranchTree:
             cut = parent.fork_position
             committed = cut == 0 or states[cut - 1] in (PROMPT, ACCEPTED)
             states[cut:] = [ACCEPTED if committed else DRAFT] * (length - cut)
-        return self._add(branch_id, length, parent.tokens[:length], states, root_length)
+        child = self._live[self._add(branch_id, length, parent.tokens[:length], states, root_length)]
+        parent.forks[child.id] = child
+        child.above = (parent,)
+        if parent.status is BranchStatus.REJECTED and parent.parent is not None:
+            child.above = (parent, self.branch(parent.parent))
+        return child.id
 
     def rollback(self, branch_id: int, length: int, keep: bool = False) -> int | None:
         """Cut the tokens from `length` on. Mutates the branch: it is open again and has no finish reason, even where
@@ -216,31 +219,26 @@ class BranchTree:
         branch.status, branch.finish_reason = BranchStatus.FINISHED, reason
 
     def release(self, branch_id: int) -> None:
-        """Close a branch for good; its record stays for the tree view until `forget`. Children stay as they are."""
+        """Close a branch, and what was cut from it, for good. Their records are no longer the tree's: they go with whoever
+        holds them. Forks stay as they are."""
         branch = self._changeable(branch_id, BranchStatus.OPEN, BranchStatus.FINISHED, BranchStatus.REJECTED)
+        for rejected in branch.cut:
+            if rejected.status is BranchStatus.REJECTED:
+                self.release(rejected.id)
         branch.status, branch.seal = BranchStatus.RELEASED, _seal(branch)
+        self._released[branch_id] = self._live.pop(branch_id)
 
-    def forget(self, branch_id: int) -> None:
-        """Drop the record of a released branch without children."""
+    def discard(self, branch_id: int) -> None:
+        """Drop a rejected branch from the one that it was cut from, and release it if nobody did yet."""
         branch = self.branch(branch_id)
-        if branch.status is not BranchStatus.RELEASED or branch.children:
-            raise BranchInUse(
-                f"branch {branch_id} is {branch.status.value} and has {len(branch.children)} children: "
-                f"release it, and forget its children, first"
-            )
-        if branch.parent is not None:
-            self._branches[branch.parent].children.remove(branch_id)
-        del self._branches[branch_id]
+        assert branch.parent is not None  # it was cut from it
+        self.branch(branch.parent).cut.remove(branch)
+        if branch.status is BranchStatus.REJECTED:
+            self.release(branch_id)
 
     def path(self, branch_id: int) -> list[int]:
         """A copy of the branch's tokens from position 0."""
         return list(self.branch(branch_id).tokens)
-
-    def node(self, branch_id: int, position: int) -> Node:
-        branch = self.branch(branch_id)
-        if not 0 <= position < len(branch.tokens):
-            raise BadRange(f"branch {branch_id} has {len(branch.tokens)} tokens: no position {position}")
-        return Node(branch.tokens[position], position, branch.states[position])
 
     def common_prefix(self, first: int, second: int) -> int:
         """How many tokens two branches have in common now, by comparing them."""
@@ -248,62 +246,31 @@ class BranchTree:
         pairs = enumerate(zip(mine, yours, strict=False))
         return next((position for position, (a, b) in pairs if a != b), min(len(mine), len(yours)))
 
-    def depth(self, branch_id: int) -> int:
-        """How many ancestors it has."""
-        depth, parent = 0, self.branch(branch_id).parent
-        while parent is not None:
-            depth, parent = depth + 1, self._branches[parent].parent
-        return depth
-
     def children(self, branch_id: int) -> list[int]:
         """In order of creation, rejected ones included."""
-        return list(self.branch(branch_id).children)
-
-    def rejected_of(self, branch_id: int) -> list[int]:
-        """The children that rollbacks of this branch kept, in order of creation, released ones included."""
-        return [child for child in self.branch(branch_id).children if self._branches[child].states[-1:] == [REJECTED]]
+        return [child.id for child in self.branch(branch_id).children]
 
     def roots(self) -> list[int]:
-        return [branch.id for branch in self._branches.values() if branch.parent is None]
-
-    def leaves(self) -> list[int]:
-        """Branches without children, in order of creation."""
-        return [branch.id for branch in self._branches.values() if not branch.children]
-
-    def render(self, branch_id: int | None = None) -> str:
-        """The tree below a branch (default: all roots) as text: a line a branch, its own tokens as marker + count."""
-        stack = [(root, 0) for root in reversed(self.roots() if branch_id is None else [branch_id])]
-        lines = []
-        while stack:
-            branch, indent = self.branch(stack[-1][0]), stack.pop()[1]
-            reason = f" ({branch.finish_reason})" if branch.finish_reason else ""
-            left = "" if branch.parent is None else f" @{branch.fork_position}"
-            runs = [f"{state.marker}{len(list(run))}" for state, run in groupby(branch.states[branch.fork_position :])]
-            lines.append(" ".join([f"{'  ' * indent}#{branch.id}{left} {branch.status.value}{reason}", *runs]))
-            stack.extend((child, indent + 1) for child in reversed(branch.children))
-        return "\n".join(lines)
+        return [branch.id for branch in self._all().values() if branch.parent is None]
 
     def check_integrity(self) -> TreeNumbers:
         """Check every record and every link. Raises IntegrityError with the first fault; changes nothing."""
-        for key, branch in self._branches.items():
+        every = self._all()
+        for key, branch in every.items():
             if key != branch.id or key >= self._next_id:
                 raise IntegrityError(f"branch {branch.id} is filed under {key}, next id {self._next_id}")
-            self._check_links(branch)
+            if (key in self._released) != (branch.status is BranchStatus.RELEASED):
+                raise IntegrityError(f"branch {branch.id} is {branch.status.value}, but filed otherwise")
+        for branch in every.values():
+            _check_links(branch, every)
             _check_tokens(branch)
-        statuses = Counter(branch.status.value for branch in self._branches.values())
-        states = Counter(state.value for branch in self._branches.values() for state in branch.states)
+        statuses = Counter(branch.status.value for branch in every.values())
+        states = Counter(state.value for branch in every.values() for state in branch.states)
         return TreeNumbers(dict(statuses), dict(states))
 
-    def _check_links(self, branch: Branch) -> None:
-        if branch.parent is not None:
-            parent = self._branches.get(branch.parent)
-            if parent is None or branch.parent >= branch.id:  # parents are older, so there are no circles
-                raise IntegrityError(f"branch {branch.id}: parent {branch.parent} is unknown or younger")
-            if parent.children.count(branch.id) != 1:
-                raise IntegrityError(f"branch {branch.id}: parent {branch.parent} has children {parent.children}")
-        for child in branch.children:
-            if child not in self._branches or self._branches[child].parent != branch.id:
-                raise IntegrityError(f"branch {branch.id}: child {child} is unknown or has another parent")
+    def _all(self) -> dict[int, Branch]:
+        """Every record that somebody keeps, in order of creation."""
+        return dict(sorted([*self._live.items(), *self._released.items()]))
 
     def _add(
         self, parent: int | None, fork_position: int, tokens: list[int], states: list[TokenState], root_length: int
@@ -311,16 +278,15 @@ class BranchTree:
         branch = Branch(self._next_id, parent, fork_position, tokens, states, root_length)
         branch.prefix_hash = hash(tuple(tokens[:fork_position]))
         self._next_id += 1
-        self._branches[branch.id] = branch
-        if parent is not None:
-            self._branches[parent].children.append(branch.id)
+        self._live[branch.id] = branch
         return branch.id
 
     def _keep(self, branch: Branch, length: int) -> int:
         states = branch.states[:length] + [REJECTED] * (len(branch.tokens) - length)
         kept_id = self._add(branch.id, length, list(branch.tokens), states, branch.root_length)
-        kept = self._branches[kept_id]
+        kept = self._live[kept_id]
         kept.status, kept.seal = BranchStatus.REJECTED, _seal(kept)
+        branch.cut.append(kept)
         return kept_id
 
     def _changeable(self, branch_id: int, *allowed: BranchStatus) -> Branch:
@@ -332,6 +298,19 @@ class BranchTree:
             }.get(branch.status, "it was released; use a live branch")
             raise ClosedBranch(f"branch {branch_id} is {branch.status.value}: {advice}")
         return branch
+
+
+def _check_links(branch: Branch, every: dict[int, Branch]) -> None:
+    if branch.parent is not None:
+        parent = every.get(branch.parent)
+        gone = parent is None and branch.status is BranchStatus.RELEASED and not branch.above  # cut from what nobody holds
+        if not gone and (parent is None or branch.parent >= branch.id):  # parents are older, so there are no circles
+            raise IntegrityError(f"branch {branch.id}: parent {branch.parent} is unknown or younger")
+        if parent is not None and parent.children.count(branch) != 1 and branch.status is not BranchStatus.RELEASED:
+            raise IntegrityError(f"branch {branch.id}: it is none of its parent's children")
+    for child in branch.children:
+        if every.get(child.id) is not child or child.parent != branch.id:
+            raise IntegrityError(f"branch {branch.id}: child {child.id} is unknown or has another parent")
 
 
 def _seal(branch: Branch) -> int:

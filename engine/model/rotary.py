@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from replaylens.engine.model import modes
 from replaylens.engine.model.config import Rope
 
 
@@ -50,5 +51,6 @@ def rotary_table(rope: Rope, rotary_dim: int, num_positions: int) -> Tensor:
     depend on how many positions the table has. Made on the CPU whatever the default device: on the meta device torch would
     load its compiler for this, which takes seconds.
     """
-    angle = torch.arange(num_positions, device="cpu").float()[:, None] * inverse_frequencies(rope, rotary_dim)[None, :]
-    return torch.stack([angle.double().cos(), angle.double().sin()], dim=1).float()
+    with modes.canonical():
+        angle = torch.arange(num_positions, device="cpu").float()[:, None] * inverse_frequencies(rope, rotary_dim)[None, :]
+        return torch.stack([angle.double().cos(), angle.double().sin()], dim=1).float()

@@ -2,8 +2,9 @@
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from replaylens.engine.passes.products import RowCounts, Shape
+from replaylens.engine.passes.products import Allowed, RowCounts, Shape
 
 
 @dataclass(frozen=True)
@@ -16,24 +17,47 @@ class Finding:
     equal: bool
     control: bool = False
     """a negative control: it should differ for at least one shape, or the comparison has no teeth"""
+    threads: int = 1
+    """what differs on more than one thread is not used, and needs no refusal"""
 
     @property
     def passed(self) -> bool:
-        return self.control or self.equal
+        return self.control or self.equal or self.threads > 1
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What the doctor found. The engine uses only what stands here."""
+    """What the doctor found. The engine uses only what is listed here. Canonical bits are those of one thread."""
 
-    row_counts: RowCounts
-    """per product shape: row counts that give the bits of the reference tile, largest first"""
-    packed: frozenset[Shape]
-    """product shapes that give the same bits with a packed weight, at any row count"""
+    allowed: dict[int, Allowed]
+    """by number of threads, from one on: how products may run there. On all of them everything else has canonical bits"""
     query_rows: tuple[int, ...]
-    """query rows per attention piece that give the bits of the reference piece, smallest first"""
+    """query rows per attention piece that give the bits of the reference piece on all those threads, smallest first"""
     findings: tuple[Finding, ...]
-    threads: int
+
+    @property
+    def threads(self) -> tuple[int, ...]:
+        """The numbers of threads for which the certificate holds."""
+        return tuple(self.allowed)
+
+    @property
+    def row_counts(self) -> RowCounts:
+        """On one thread."""
+        return self.allowed[1].row_counts
+
+    @property
+    def packed(self) -> frozenset[Shape]:
+        """On one thread."""
+        return self.allowed[1].packed
+
+    def threads_for(self, limit: int) -> int:
+        """The number of threads, at most `limit`, that is fastest if a product takes as long as its weights are many."""
+        return min((n for n in self.allowed if n <= limit), key=lambda n: (self._cost(n), -n))
+
+    def _cost(self, threads: int) -> float:
+        """Of few rows: what is not certified on so many threads runs on one."""
+        some = self.allowed[threads]
+        return sum(k * n / (threads if some.serves((k, n)) else 1) for k, n in self.row_counts)
 
     @property
     def failures(self) -> list[Finding]:
@@ -49,13 +73,10 @@ class Certificate:
         return not self.failures and self.has_teeth
 
     def to_json(self) -> str:
-        counts = {f"{k}x{n}": list(c) for (k, n), c in sorted(self.row_counts.items())}
         return json.dumps(
             {
                 "certified": self.certified,
-                "threads": self.threads,
-                "row_counts": counts,
-                "packed": [f"{k}x{n}" for k, n in sorted(self.packed)],
+                "threads": {str(count): _allowed_json(some) for count, some in self.allowed.items()},
                 "query_rows": list(self.query_rows),
                 "findings": [asdict(f) for f in self.findings],
             },
@@ -66,10 +87,18 @@ class Certificate:
     def from_json(cls, text: str) -> "Certificate":
         """Inverse of `to_json`."""
         raw = json.loads(text)
-        counts = {_shape(text): tuple(rows) for text, rows in raw["row_counts"].items()}
-        packed = frozenset(map(_shape, raw["packed"]))
-        findings = tuple(Finding(**f) for f in raw["findings"])
-        return cls(counts, packed, tuple(raw["query_rows"]), findings, raw["threads"])
+        allowed = {int(count): _allowed_from(some) for count, some in raw["threads"].items()}
+        return cls({1: allowed[1]} | allowed, tuple(raw["query_rows"]), tuple(Finding(**f) for f in raw["findings"]))
+
+
+def _allowed_json(some: Allowed) -> dict[str, Any]:
+    counts = {f"{k}x{n}": list(c) for (k, n), c in sorted(some.row_counts.items())}
+    return {"row_counts": counts, "packed": [f"{k}x{n}" for k, n in sorted(some.packed)]}
+
+
+def _allowed_from(raw: dict[str, Any]) -> Allowed:
+    counts = {_shape(text): tuple(rows) for text, rows in raw["row_counts"].items()}
+    return Allowed(counts, frozenset(map(_shape, raw["packed"])))
 
 
 def _shape(text: str) -> Shape:

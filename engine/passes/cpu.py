@@ -1,8 +1,8 @@
 """The canonical arithmetic on a CPU, and the fast path beside it.
 
 What makes an op canonical here:
-* products run on zero-padded tiles of 16 rows; other roads are taken only where the certificate shows that they give the
-  same bits (`Products`: the library may split K between threads at some sizes);
+* products run on zero-padded tiles of 16 rows and on one thread; larger row counts and more threads only where the
+  certificate shows that they give the same bits (`Products`: the library may split K between threads at some sizes);
 * attention sums over fixed blocks of 64 keys from absolute position 0, one after the other; the maximum is exact, so it
   may be taken over all keys at once;
 * transcendental functions are built from exp, tanh and erf, which give an element the same bits wherever it stands;
@@ -81,7 +81,7 @@ class CachedOps(CpuOps):
     def _assemble(self, patterns: list[Tensor], heads: int) -> Tensor:
         """One pattern tensor [padded rows, heads, most keys] from the groups' pieces."""
         groups = self.batch.groups
-        out = torch.zeros(self.batch.padded + 1, heads, max(g.num_keys for g in groups))
+        out = torch.zeros(self.batch.padded + 1, heads, max(g.num_keys for g in groups), dtype=patterns[0].dtype)
         for group, pattern in zip(groups, patterns, strict=True):
             out[group.rows, :, : group.num_keys] = pattern
         return out[:-1]

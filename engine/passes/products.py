@@ -1,33 +1,50 @@
 """`Products`: how a canonical matrix product is computed on a CPU, shape by shape, as the certificate allows.
 
-| road    | what runs                                                | where                                                |
+| variant | what runs                                                | where                                                |
 |---------|----------------------------------------------------------|------------------------------------------------------|
-| tile    | the library's product on zero-padded tiles of 16 rows    | everywhere: this is what the canonical bits are      |
+| tile    | the library's product on zero-padded tiles of 16 rows    | everywhere: on one thread this defines the bits      |
 | counts  | the library's product on certified larger row counts     | long inputs                                          |
 | packed  | the product with a weight that was packed once (MKL)     | short inputs, any row count, down to a single row    |
 
-The roads give the same bits, or the doctor does not certify them; they only differ in speed. A product of few rows spends
-most of its time on packing the weight, so the packed road is worth a second copy of the weights in memory.
+All variants give the same bits, or the doctor does not certify them; they only differ in speed. On more than one thread a
+library may split the sum of a product, so every number of threads has a certificate of its own (`Allowed`). What it does
+not allow runs on one thread. A product of few rows spends most of its time on packing the weight, so the packed variant is
+worth a second copy of the weights in memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from replaylens.engine.model import modes
 from replaylens.engine.model.ops import Linear
 from replaylens.engine.passes.batch import TILE
 
 Shape = tuple[int, int]
 """(inputs, outputs) of a product"""
 RowCounts = dict[Shape, tuple[int, ...]]
-"""shape -> row counts, largest first and ending in 16, that give the bits of the 16-row tile"""
+"""shape -> row counts, largest first, that give the bits of the 16-row tile on one thread"""
 PACKED_ROWS = 64
-"""up to this many rows the packed road is the faster one; beyond it, the library packs as it goes"""
+"""up to this many rows the packed variant is the faster one; beyond it, the library packs as it goes"""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Which variants give the canonical bits on some number of threads."""
+
+    row_counts: RowCounts
+    packed: frozenset[Shape] = frozenset()
+    """shapes whose packed weights do, at any row count"""
+
+    def serves(self, shape: Shape) -> bool:
+        """Whether inputs of few rows can be computed."""
+        return shape in self.packed or TILE in self.row_counts.get(shape, ())
 
 
 def tiled(x: Tensor, out: Tensor, counts: tuple[int, ...], product: Callable[[Tensor, Tensor], object]) -> Tensor:
-    """Run `product(rows of x, rows of out)` over pieces whose sizes are among `counts` (largest first, ending in 16)."""
+    """Run `product(rows of x, rows of out)` over pieces whose sizes are among `counts` (largest first), which add up to all."""
     done = 0
     while done < len(x):
         count = next(c for c in counts if c <= len(x) - done)
@@ -65,14 +82,16 @@ def packed_product(x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
 class Products:
     """The canonical products of one model. Packs a weight when it is first used: weights must not change afterwards."""
 
-    def __init__(self, counts: RowCounts, packed: frozenset[Shape] = frozenset()) -> None:
-        self.counts, self.packed = counts, packed
+    def __init__(self, allowed: Mapping[int, Allowed]) -> None:
+        """allowed  by number of threads; on one, every shape that is not there runs in tiles"""
+        self.allowed = allowed
         self._packs: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def tile(self) -> int:
         """Rows must come in multiples of this."""
-        return 1 if self.packed and self.packed == self.counts.keys() else TILE
+        one = self.allowed[1]
+        return 1 if one.packed and one.packed == one.row_counts.keys() else TILE
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """x [rows, inputs] -> [rows, outputs]"""
@@ -84,9 +103,24 @@ class Products:
         return self._product(x, table.t())
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        shape = (weight.shape[0], weight.shape[1])
-        counts = self.counts.get(shape, (TILE,))
-        if shape not in self.packed:
+        """As far as possible on the threads that are set, the rest on one."""
+        shape, threads = (weight.shape[0], weight.shape[1]), torch.get_num_threads()
+        one, here = self.allowed[1], self.allowed.get(threads, _NOTHING)
+        counts, all_counts = (each.row_counts.get(shape, ()) for each in (here, one))
+        whole = len(x) - len(x) % counts[-1] if counts else 0
+        if threads == 1:
+            return self._product_here(x, weight, all_counts or (TILE,), shape in one.packed)
+        if shape in here.packed or whole == len(x):
+            return self._product_here(x, weight, counts, shape in here.packed)
+        out = x.new_empty(len(x), weight.shape[1])
+        tiled(x[:whole], out[:whole], counts, lambda a, b: torch.mm(a, weight, out=b))
+        with modes.threads(1):
+            out[whole:] = self._product_here(x[whole:], weight, all_counts or (TILE,), shape in one.packed)
+        return out
+
+    def _product_here(self, x: Tensor, weight: Tensor, counts: tuple[int, ...], pack: bool) -> Tensor:
+        """On the threads that are set. Pieces of `counts` rows add up to all rows, or the weight is packed."""
+        if not pack:
             return tile_product(x, weight, counts)
         packed = self._pack(weight)
         if len(x) <= PACKED_ROWS:
@@ -102,5 +136,9 @@ class Products:
     def _pack(self, weight: Tensor) -> Tensor:
         where = weight.data_ptr()
         if where not in self._packs:
-            self._packs[where] = (weight, pack(weight))  # the weight is kept too, so that no other can take its address
+            with modes.threads(1):  # as the doctor packs: the layout is the library's secret
+                self._packs[where] = (weight, pack(weight))  # the weight is kept too: no other can take its address
         return self._packs[where][1]
+
+
+_NOTHING = Allowed({})

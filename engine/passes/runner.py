@@ -1,7 +1,8 @@
 """`Runner`: one model with its cache on one device, and the two kinds of pass over packed rows."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from replaylens.engine.errors import NonFinite
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
+from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder, Tap
 from replaylens.engine.model.ops import Ops, TorchOps
 from replaylens.engine.passes.batch import Batch, Segment
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 _ANY_SIZE = (1, 2, 4, 8, 16, 32, 64, 128)
 LENS_ROWS = 256
+_WORTH_THREADS = 1 << 22
+"""rows times weights of the largest product from which on more than one thread pays: below, they wait for each other"""
 
 
 @dataclass
@@ -64,7 +68,10 @@ class Runner:
         self.model, self.certificate = model, certificate
         self.pool = PagePool(num_pages, page_size)
         self.device = model.embed.device.type
-        self.products = Products(certificate.row_counts, certificate.packed)
+        self.products = Products(certificate.allowed)
+        self._threads_for = cache(certificate.threads_for)
+        self.worth_threads = _WORTH_THREADS
+        self._largest = max((inputs * outputs for inputs, outputs in certificate.row_counts), default=0)
         self.tile = self.products.tile if self.device == "cpu" else 1
         """passes are padded to a multiple of this many rows"""
         self.graphs: PassGraphs | None = None
@@ -75,16 +82,25 @@ class Runner:
         """Make [start, end) of `table` writable, copying shared pages. Mutates table, pool and cache, or raises OutOfPages."""
         self.cache.copy(self.pool.reserve(table, start, end))
 
+    def canonical(self, rows: int) -> AbstractContextManager[None]:
+        """Hold the modes that canonical bits are computed in, for work on so many rows; see `modes`.
+
+        On as many of the user's threads as are certified. ModesChanged, where somebody changed the modes in the meantime.
+        """
+        limit = torch.get_num_threads() if self.device != "cpu" or rows * self._largest >= self.worth_threads else 1
+        return modes.canonical(self._threads_for(limit))
+
     @torch.inference_mode()
     def exact(self, segments: list[Segment], tap: Tap | None = None, stop_at_layer: int | None = None) -> PassResult:
         """The canonical pass: every row's bits depend on its own path alone. Mutates the cache at the segments' rows."""
         batch = Batch(segments, self.pool, self.certificate.query_rows, self.tile, self.device)
-        residual = self._replayed(batch, tap, exact=True) if stop_at_layer is None else None
-        if residual is None:
-            ops = self.ops(batch, self.cache)
-            residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap), stop_at_layer)
-        rows = batch.logit_rows()
-        logits = self.logits(residual[rows]) if rows else residual.new_empty(0, self.model.config.vocab_size)
+        with self.canonical(batch.padded):
+            residual = self._replayed(batch, tap, exact=True) if stop_at_layer is None else None
+            if residual is None:
+                ops = self.ops(batch, self.cache)
+                residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap), stop_at_layer)
+            rows, none = batch.logit_rows(), residual.new_empty(0, self.model.config.vocab_size)
+            logits = self._head(residual[rows], PassTap(frozenset())) if rows else none
         return PassResult(batch, residual, _finite(logits))
 
     @torch.inference_mode()
@@ -132,16 +148,18 @@ class Runner:
 
     def logits(self, residual: Tensor) -> Tensor:
         """Canonical logits of any residual rows [rows, d_model]: the model's own, or a layer's lens."""
-        return self._head(residual, PassTap(frozenset()))
+        with self.canonical(len(residual)):
+            return self._head(residual, PassTap(frozenset()))
 
     def head(self, residual: Tensor, sites: list[str]) -> Rows:
         """The sites after the last block, of residual rows that left it: `ln_final.hook_out`, `unembed.hook_out`."""
         tap = PassTap(frozenset(sites))
         pieces: dict[str, list[Tensor]] = {site: [] for site in sites}
-        for piece in residual.split(LENS_ROWS):
-            self._head(piece, tap)
-            for site in sites:
-                pieces[site].append(tap.values[site][: len(piece)])
+        with self.canonical(len(residual)):
+            for piece in residual.split(LENS_ROWS):
+                self._head(piece, tap)
+                for site in sites:
+                    pieces[site].append(tap.values[site][: len(piece)])
         return {site: torch.cat(values) for site, values in pieces.items()}
 
     @torch.inference_mode()

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from functools import partial
 
 from replaylens.engine.memory.tree import Branch as Record
-from replaylens.engine.memory.tree import BranchTree
 from replaylens.engine.model.text import Text
 from replaylens.engine.pictures.paths import Path, Token
 from replaylens.engine.pictures.readings import Readings, word
@@ -15,50 +14,49 @@ MAX_BRANCHES = 200
 """drawn in one tree"""
 
 
-def tree_of(branches: BranchTree, trunk: int, recordings: Mapping[int, Recording | None], text: Text, title: str = "") -> Tree:
+def tree_of(trunk: Record, recordings: Mapping[int, Recording | None], text: Text, title: str = "") -> Tree:
     """A branch as the trunk, and everything that was forked or cut from it.
 
     recordings  captured rows by branch
     """
-    ids = _below(branches, trunk)
-    shown = ids[:MAX_BRANCHES]
+    every = _below(trunk)
+    shown = {record.id: record for record in every[:MAX_BRANCHES]}
     readings = {i: Readings.of(recordings.get(i), partial(word, text)) for i in shown}
-    paths = [_path(branches, i, trunk, readings, text) for i in shown]
-    return Tree(tuple(paths), title or f"branch {trunk}", len(ids) - len(shown))
+    paths = [_path(record, shown, trunk.id, readings, text) for record in shown.values()]
+    return Tree(tuple(paths), title or f"branch {trunk.id}", len(every) - len(shown))
 
 
-def _below(branches: BranchTree, trunk: int) -> list[int]:
+def _below(trunk: Record) -> list[Record]:
     """The branch and all below it, level by level: what is left out first is what lies deepest."""
     found, level = [], [trunk]
     while level:
         found += level
-        level = [child for parent in level for child in branches.children(parent)]
+        level = [child for parent in level for child in parent.children]
     return found
 
 
-def _path(branches: BranchTree, branch: int, trunk: int, readings: Mapping[int, Readings | None], text: Text) -> Path:
-    record = branches.branch(branch)
-    own = 0 if branch == trunk else record.fork_position
-    parent = None if branch == trunk else _drawn_parent(branches, record, trunk)
+def _path(record: Record, shown: Mapping[int, Record], trunk: int, readings: Mapping[int, Readings | None], text: Text) -> Path:
+    own = 0 if record.id == trunk else record.fork_position
+    parent = None if record.id == trunk else _drawn_parent(record, shown, trunk)
     before = readings.get(parent) if parent is not None else None
-    reading = readings[branch]
+    reading = readings[record.id]
     tokens = []
     for position in range(own, len(record.tokens)):
         logprob = reading.emitted(position - 1) if reading else None
         if logprob is None and position == own and before is not None:  # judged by the path that it left
             logprob = before.logprob(position - 1, record.tokens[position])
-        shown = word(text, record.tokens[position])
         entropy, lens = (reading.entropy(position), reading.layers(position)) if reading else (None, ())
-        tokens.append(Token(shown, position, record.states[position], logprob, entropy, lens))
-    return Path(branch, parent, own, record.status.value, tuple(tokens))
+        shown_as = word(text, record.tokens[position])
+        tokens.append(Token(shown_as, position, record.states[position], logprob, entropy, lens))
+    return Path(record.id, parent, own, record.status.value, tuple(tokens))
 
 
-def _drawn_parent(branches: BranchTree, record: Record, trunk: int) -> int:
+def _drawn_parent(record: Record, shown: Mapping[int, Record], trunk: int) -> int:
     """The branch whose own tokens reach up to where this one leaves: its parent, or further up if it left before that."""
     parent = record.parent
     assert parent is not None
-    while parent != trunk and record.fork_position <= branches.branch(parent).fork_position:
-        above = branches.branch(parent).parent
+    while parent != trunk and record.fork_position <= shown[parent].fork_position:  # parents are on higher levels: shown
+        above = shown[parent].parent
         assert above is not None
         parent = above
     return parent

@@ -47,7 +47,7 @@ class Readings:
         if recording is None or "Z.entropy" not in recording.sites():
             return None
         names = ("Z.entropy", "Z.kl", "Z.emitted", "Z.top_ids", "Z.top_logprobs")
-        return cls(recording.positions()[0], {name: recording[name].numpy() for name in names}, decode)
+        return cls(recording.positions()[0], {name: recording.peek(name).numpy() for name in names}, decode)
 
     def has(self, position: int) -> bool:
         return self.base <= position < self.base + len(self.z["Z.entropy"])

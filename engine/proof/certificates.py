@@ -1,7 +1,6 @@
 """Certificates are examined once per model shape, device and version, and kept: in the process, and on disk."""
 
 import hashlib
-import json
 import os
 import platform
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import torch
 
 import replaylens
+from replaylens.engine.model import modes
 from replaylens.engine.model.cache_folder import cache_folder
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.certificate import Certificate
@@ -41,7 +41,7 @@ def _key(model: Decoder) -> str:
         model.config.to_json(),
         str(model.embed.dtype),
         device_name(model.embed.device),
-        str(torch.get_num_threads()),
+        str(modes.thread_counts()),
         torch.__version__,
         replaylens.__version__,
         canonical_version(model.embed.device),
@@ -60,7 +60,7 @@ def _from_disk(key: str) -> Certificate | None:
     try:
         found = Certificate.from_json(_path(key).read_text())
         return found if found.certified else None
-    except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.lens import cuda as cuda_lens
+from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import Linear, Norm
 from replaylens.engine.passes.certificate import Certificate, Finding
 from replaylens.engine.passes.cuda import HeadOps
+from replaylens.engine.passes.products import Allowed
+from replaylens.engine.proof.doctor import examine_lens
+from replaylens.engine.proof.examination import Examination
 from replaylens.engine.request.capture import LensSpec
 from replaylens.kernels import attention as paged
 from replaylens.kernels.rope import rotate
@@ -32,7 +36,11 @@ def examine(model: Decoder) -> Certificate:
     _rowwise(model, random, findings)
     _attention(model, random, findings)
     _lens(model, random, findings)
-    return Certificate({}, frozenset(), (1,), tuple(findings), torch.get_num_threads())
+    host = Examination(modes.thread_counts())
+    with modes.canonical(1):
+        examine_lens(model.config.vocab_size, host)
+    allowed = {count: Allowed({}) for count in (1, *host.more)}
+    return Certificate(allowed, (1,), (*findings, *host.findings))
 
 
 Random = Callable[..., Tensor]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 import replaylens
+from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.weights import weights_hash
 from replaylens.engine.passes.batch import KV_BLOCK, TILE
@@ -70,7 +71,8 @@ def device_name(device: torch.device) -> str:
     """The device model, as far as arithmetic depends on it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_model()}"
+    name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_model()}"
+    return " ".join(filter(None, [name, modes.environment()]))
 
 
 def _cpu_model() -> str:

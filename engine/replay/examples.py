@@ -7,6 +7,7 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.loop.lane import Statistics
+from replaylens.engine.memory.tree import Branch as Record
 from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -32,6 +33,8 @@ class Result:
 
     example: Example
     branch: int
+    record: Record = field(repr=False)
+    """its place in the engine's tree, held so that it can be drawn after its release"""
     tokens: list[int]
     text: str
     num_prompt: int
@@ -107,8 +110,7 @@ def replay_examples(
                 results += [result_of(engine, example, branch) for example, branch in zip(some, branches, strict=True)]
             finally:
                 for branch in branches:
-                    for path in [*branch.rejected, branch]:
-                        path.release()
+                    branch.release()
             bar.update(len(some))
     return results
 
@@ -129,13 +131,14 @@ def _by_length(
 
 def result_of(engine: Core, example: Example, branch: Branch) -> Result:
     """What came of an example on a branch that went on from its prompt. Precondition: the branch is not released yet."""
+    thoughts = thoughts_of(branch.lane)
     rejected = [
-        RejectedPath(other.id, other.tokens, engine.tree.branch(other.id).fork_position, other.lane.recording)
-        for other in branch.rejected
+        RejectedPath(other.id, other.tokens, other.record.fork_position, other.lane.recording) for other in branch.rejected
     ]
     return Result(
         example=example,
         branch=branch.id,
+        record=branch.record,
         tokens=branch.tokens,
         text=branch.text,
         num_prompt=branch.root_length,
@@ -145,7 +148,7 @@ def result_of(engine: Core, example: Example, branch: Branch) -> Result:
         rejected=rejected,
         recording=branch.lane.recording,
         certified=branch.certified,
-        thoughts=thoughts_of(branch.lane),
+        thoughts=None if thoughts is None else thoughts.copy(),
     )
 
 

@@ -32,7 +32,7 @@ def run_with_cache(
     last = f"blocks.{engine.config.num_layers - 1}.hook_out"
     branches = engine.prompts(paths, sites=[*names, last])
     try:
-        logits = torch.stack([engine.runner.logits(branch.activations[last]) for branch in branches])
+        logits = torch.stack([engine.lock.alone(engine.runner.logits, branch.activations[last]) for branch in branches])
         values = {
             name: torch.stack([_rows(name, branch.activations[name], len(paths[0])) for branch in branches]) for name in names
         }

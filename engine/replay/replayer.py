@@ -1,10 +1,11 @@
 """Replaying a trace: every committed and rejected row comes out again, bit for bit, in any process."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from replaylens.engine.errors import BadTrace, ReplayMismatch
-from replaylens.engine.loop.lane import Job
+from replaylens.engine.loop.lane import Lane
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.edits import PlacedEdit
@@ -33,15 +34,18 @@ class _Replayer:
         self.capture = engine.capture_spec(sites, rejected=True) if sites else None
         self.branches: dict[int, Branch] = {}
         self.left_out: set[int] = set()
+        self.lanes: list[Lane] = []
+        """all that were made: should the replay fail, none stays"""
 
     def run(self) -> dict[int, Branch]:
-        for number, event in enumerate(self.trace.events):
-            try:
-                self._apply(number, event)
-            except BadTrace:
-                raise
-            except (KeyError, TypeError, ValueError, AttributeError) as e:
-                raise BadTrace(f"event {number} ({event['event']}) does not fit what came before: {e!r}") from e
+        with self.engine.forest.made() as self.lanes:
+            for number, event in enumerate(self.trace.events):
+                try:
+                    self._apply(number, event)
+                except BadTrace:
+                    raise
+                except (KeyError, TypeError, ValueError, AttributeError) as e:
+                    raise BadTrace(f"event {number} ({event['event']}) does not fit what came before: {e!r}") from e
         return self.branches
 
     def _apply(self, number: int, event: dict[str, Any]) -> None:
@@ -55,9 +59,8 @@ class _Replayer:
             case "generate":
                 self._generate(number, event)
             case "fork" if branch is not None:
-                self.branches[event["child"]] = Branch(
-                    self.engine, self.engine.forest.fork(branch.lane, event["at"], _edits(event))
-                )
+                self.lanes.append(fork := self.engine.forest.fork(branch.lane, event["at"], _edits(event)))
+                self.branches[event["child"]] = Branch(self.engine, fork)
             case "force" if branch is not None:
                 failed = self._failure(number, event["branch"])  # then as far as it came
                 if tokens := event["tokens"][: failed["length"] - branch.length if failed else None]:
@@ -74,6 +77,7 @@ class _Replayer:
     def _plant(self, number: int, event: dict[str, Any]) -> Branch:
         capture = self.capture or _capture(event["capture"])
         lane = self.engine.forest.plant(self.engine._check_tokens(event["tokens"]), capture, _edits(event))
+        self.lanes.append(lane)
         if not self._failure(number, event["branch"]):
             self.engine.forest.compute([lane])
         return Branch(self.engine, lane)
@@ -101,23 +105,27 @@ class _Replayer:
         drafts = {e["at"]: e["chains"] for e in mine if e["event"] == "draft"}
         sampling, keep, final = Sampling.from_json(event["sampling"]), event["keep_rejected"], event["final"]
         request = Request(event["n"], sampling, "forced", keep_rejected=keep, drafts=drafts, final=final)
-        job = self.engine._job(branch, request)
-        before = len(self.engine.trace.events)
-        self._run(job, stop)
-        branch._absorb(job)
-        self._compare(mine, [e for e in self.engine.trace.events[before:] if e["event"] == "verdict"])
-        if end is not None and (end["generated"], end["path"]) != (job.generated, path_digest(branch.tokens)):
+        generated, verdicts = self._again(branch, request, stop)
+        self._compare(mine, verdicts)
+        if end is not None and (end["generated"], end["path"]) != (generated, path_digest(branch.tokens)):
             raise ReplayMismatch(f"branch {event['branch']}: {end['generated']} tokens recorded; other ones came out: {branch}")
 
-    def _run(self, job: Job, stop: int | None) -> None:
-        """To the job's end, or to where it was stopped: after `stop` tokens, with its window as it was."""
-        self.engine.forest.submit(job)
-        while not job.done and (stop is None or job.generated < stop):
-            self.engine.loop.step()
-        if not job.done:
-            self.engine.forest.cancel(job)
-        if job.error is not None:
-            raise job.error
+    def _again(self, branch: Branch, request: Request, stop: int | None) -> tuple[int, list[dict[str, Any]]]:
+        """A request to its end, or to where it was stopped: after `stop` tokens, with its window as it was. What it
+        generated, and its verdicts."""
+        verdicts: list[dict[str, Any]] = []
+
+        def listen(event: dict[str, Any]) -> None:
+            if event["event"] == "verdict" and event["branch"] == branch.id:
+                verdicts.append(event)
+
+        listeners, alone = self.engine.loop.listeners, self.engine.lock.alone
+        alone(listeners.append, listen)
+        try:
+            (job,) = self.engine.forest.serve(lambda: [replace(self.engine._job(branch, request), cancel_at=stop)])
+        finally:
+            alone(listeners.remove, listen)
+        return job.generated, verdicts
 
     def _own_events(self, number: int, branch: int) -> list[dict[str, Any]]:
         """The draft, verdict and finish events of the work that event `number` started; others may stand between."""

@@ -93,8 +93,8 @@ class Recording:
         """Mutates: rows of positions [start, ...) replace what was there (a row computed again has the same bits)."""
         skipped = max(0, self.base - start)
         if skipped < len(next(iter(rows.values()))):
-            self.truncate(start)
-            self.chunks.append(Chunk(start + skipped, {site: x[skipped:] for site, x in rows.items()}))
+            new = Chunk(start + skipped, {site: x[skipped:] for site, x in rows.items()})
+            self.chunks = [*_cut(self.chunks, start), new]
             self.open_end = open_end
 
     def truncate(self, length: int) -> None:
@@ -147,14 +147,25 @@ class Recording:
         return [p for chunk in self.chunks for p in range(chunk.start, chunk.end)]
 
     def __getitem__(self, site: str) -> Tensor:
-        """All rows of a site, in order of position: [rows, ...]."""
-        if not self.chunks or site not in self.chunks[0].rows:
+        """All rows of a site, in order of position: [rows, ...]. A copy: forks share the rows, and so may the engine."""
+        pieces = self._pieces(site)
+        return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
+
+    def peek(self, site: str) -> Tensor:
+        """As `recording[site]`, but maybe the stored rows themselves: for readers that change nothing."""
+        pieces = self._pieces(site)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _pieces(self, site: str) -> list[Tensor]:
+        """The rows of a site, chunk by chunk."""
+        chunks = self.chunks
+        if not chunks or site not in chunks[0].rows:
             raise UnknownSite(f"{site!r} was not captured; captured: {', '.join(self.sites()) or 'nothing'}")
-        pieces = [chunk.rows[site] for chunk in self.chunks]
+        pieces = [chunk.rows[site] for chunk in chunks]
         if len({piece.shape[1:] for piece in pieces}) > 1:  # attention patterns: later rows have room for more keys
             most = max(piece.shape[-1] for piece in pieces)
             pieces = [torch.nn.functional.pad(piece, (0, most - piece.shape[-1])) for piece in pieces]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return pieces
 
 
 def _cut(chunks: list[Chunk], length: int) -> list[Chunk]:

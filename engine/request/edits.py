@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit
+from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.request.sampling import hash_bits
 
@@ -269,7 +270,8 @@ def _check_value(edit: Edit, name: str, shape: tuple[int, ...], count: int | Non
 def _orthonormal(directions: Tensor, shape: tuple[int, ...]) -> Tensor:
     if len(shape) != 1 or directions.dim() != 2:
         raise BadEdit(f"project_out works on vectors; the site's rows have shape {shape}")
-    q, r = torch.linalg.qr(directions.double().T)
+    with modes.canonical():
+        q, r = torch.linalg.qr(directions.double().T)
     if bool((r.diagonal().abs() <= 1e-8 * r.abs().max()).any()):
         raise BadEdit("the directions to project out are zero or depend on one another")
     return q.T.float().contiguous()

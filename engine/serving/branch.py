@@ -7,12 +7,13 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, ClosedBranch
-from replaylens.engine.loop.lane import Job, Lane, Statistics
+from replaylens.engine.interrupts import held_interrupt
+from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.loop.loop import Loop
+from replaylens.engine.memory.tree import Branch as Record
 from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Text
-from replaylens.engine.passes.runner import Runner
 from replaylens.engine.pictures.live import tree_of
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.pictures.retelling import timeline
@@ -24,6 +25,7 @@ from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit, Hook, place_all
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.forest import Forest
+from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.request import Request
 from replaylens.engine.serving.stream import Stream
 
@@ -34,10 +36,14 @@ class Owner(Protocol):
     text: Text
     sites: SiteTable
     tree: BranchTree
-    runner: Runner
     loop: Loop
     forest: Forest
-    trace: Trace
+    lock: EngineLock
+
+    @property
+    def trace(self) -> Trace:
+        """The engine's events, if it records them."""
+        ...
 
     def serve(self, branches: Sequence["Branch"], requests: Sequence[Request], progress: bool = False) -> list["Branch"]:
         """Work off one request on each branch, all together."""
@@ -67,8 +73,9 @@ class Branch:
     def __init__(self, engine: Owner, lane: Lane) -> None:
         self.engine, self.lane = engine, lane
         self.id = lane.branch
-        self.statistics = Statistics()
-        self.rejected_ids: list[int] = []
+        self.lock: EngineLock = engine.lock
+        self.record: Record = engine.tree.branch(lane.branch)
+        """what the tree knows of it; held, so that a released branch can still be looked at"""
 
     def __repr__(self) -> str:
         return f"Branch({self.id}, {self.length} tokens, {self.status.value}, {self.text[-40:]!r})"
@@ -76,18 +83,20 @@ class Branch:
     # ---- what it is ---------------------------------------------------------------------------------------------
 
     @property
+    @reading
     def tokens(self) -> list[int]:
         """The whole path, prompt included. A copy."""
-        return self.engine.tree.path(self.id)
+        return list(self.record.tokens)
 
     @property
+    @reading
     def length(self) -> int:
-        return len(self.engine.tree.branch(self.id).tokens)
+        return len(self.record.tokens)
 
     @property
     def root_length(self) -> int:
         """How many tokens the prompt has."""
-        return self.engine.tree.branch(self.id).root_length
+        return self.record.root_length
 
     @property
     def text(self) -> str:
@@ -99,17 +108,23 @@ class Branch:
         return self.tokens[self.root_length :]
 
     @property
+    @reading
     def states(self) -> list[TokenState]:
-        return list(self.engine.tree.branch(self.id).states)
+        return list(self.record.states)
 
     @property
     def status(self) -> BranchStatus:
-        return self.engine.tree.branch(self.id).status
+        return self.record.status
 
     @property
     def finish_reason(self) -> str | None:
         """ "eos" or "stop" where the branch ended; None where it can go on."""
-        return self.engine.tree.branch(self.id).finish_reason
+        return self.record.finish_reason
+
+    @property
+    def statistics(self) -> Statistics:
+        """What drafting gained, over all requests that ended."""
+        return self.lane.statistics
 
     @property
     def certified(self) -> bool:
@@ -126,20 +141,28 @@ class Branch:
     @property
     def rejected(self) -> list[Self]:
         """Rejected drafts that hang off this branch and kept rows or pages, in order."""
+        return [type(self)(self.engine, lane) for lane in self._rejected_lanes()]
+
+    @reading
+    def _rejected_lanes(self) -> list[Lane]:
         lanes = self.engine.loop.lanes
-        return [type(self)(self.engine, lanes[i]) for i in self.rejected_ids if i in lanes]
+        return [lanes[i] for i in self.lane.rejected if i in lanes]
 
     def kv(self) -> Tensor:
-        """A copy of the committed KV: [positions, layers, 2, kv_heads, d_head]."""
-        self._check_open()
-        runner = self.engine.runner
-        return runner.cache.rows(runner.pool.slots(self.lane.table, 0, self.lane.computed))
+        """A copy of the committed KV: [positions, layers, 2, kv_heads, d_head]; a pending token has none yet.
 
+        Where the branch gave its pages up for others, the KV is computed again, to the same bits.
+        """
+        self._check_open()
+        return self.engine.forest.kv(self.lane)
+
+    @reading
     def tree(self) -> Tree:
         """This branch and all that was forked or cut from it. Draws itself, or `print` it."""
         recordings = {i: lane.recording for i, lane in self.engine.loop.lanes.items()}
-        return tree_of(self.engine.tree, self.id, recordings, self.engine.text)
+        return tree_of(self.record, recordings, self.engine.text)
 
+    @reading
     def timeline(self) -> Timeline:
         """Its life step by step: prefill, decode, verify, rollback, and what the KV cache held."""
         return timeline(self.engine.trace, self.id, partial(word, self.engine.text), {self.id: self.tokens})
@@ -165,10 +188,12 @@ class Branch:
         if type(n) is not int or n < 1 or not isinstance(at, int | None):
             raise BadRequest(f"fork({n}, at={at}): give whole numbers, and at least 1 fork")
         self._check_open()
-        at, sites = self.length if at is None else at, self.engine.sites
+        at, sites, forest = self.length if at is None else at, self.engine.sites, self.engine.forest
         placed = place_all(edits, sites, at)
         resolved = tuple((sites.resolve(name), hook) for name, hook in hooks)
-        return [type(self)(self.engine, self.engine.forest.fork(self.lane, at, placed, resolved)) for _ in range(n)]
+        with forest.made() as lanes, held_interrupt():
+            lanes += [forest.fork(self.lane, at, placed, resolved) for _ in range(n)]
+        return [type(self)(self.engine, lane) for lane in lanes]
 
     def force(self, tokens: str | Sequence[int]) -> Self:
         """Append given tokens, whatever the model thinks of them, and compute their rows. Returns self."""
@@ -209,6 +234,7 @@ class Branch:
         request = Request(n, sampling or Sampling(), drafter, window, deterministic, keep_rejected, drafts, final)
         return self.engine.open_stream(self, request)
 
+    @changing
     def rollback(self, to: int) -> Self:
         """Cut the path back to its first `to` tokens: tokens, KV, captured rows and finish state together. Returns self."""
         self._check_idle()
@@ -217,8 +243,9 @@ class Branch:
         self.engine.forest.rollback(self.lane, to)
         return self
 
+    @changing
     def release(self) -> None:
-        """Give the pages back and close the branch. Its forks live on."""
+        """Give the pages back and close the branch, with the rejected drafts that hang off it. Its forks live on."""
         self._check_open()
         self.engine.forest.release(self.lane)
 
@@ -227,12 +254,8 @@ class Branch:
             raise ClosedBranch(f"branch {self.id} was released; use a live branch, or prompt again")
 
     def _check_idle(self) -> None:
+        """Precondition: within the lock."""
         self._check_open()
+        self.lock.tidy()
         if any(job.lane is self.lane for job in self.engine.loop.jobs):
             raise BadRequest(f"branch {self.id} is being worked on: finish or close its stream first")
-
-    def _absorb(self, job: Job) -> None:
-        """Mutates: take over what a finished job counted."""
-        for name, value in vars(job.statistics).items():
-            setattr(self.statistics, name, getattr(self.statistics, name) + value)
-        self.rejected_ids += job.rejected

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, ClosedBranch, no_such
+from replaylens.engine.errors import BadRequest, ClosedBranch, NotRecorded, no_such
+from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.lens.known import KnownLenses
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.loop.drafters import (
@@ -34,6 +35,7 @@ from replaylens.engine.request.edits import Edit, Hook, place_all
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
+from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.request import Request
 from replaylens.engine.serving.stream import Stream
 
@@ -48,6 +50,9 @@ class Core:
     lens_layer     where the `lens` and `tree` drafters leave the model; default: the middle
     tree_width     siblings of the `tree` drafter
     canary         debug mode: check before every pass that the cache holds what the branches think it holds
+    record         keep every event in `trace`, so that it can be replayed and timelines be drawn; grows with use
+
+    Threads may share an engine: their requests are computed together, and each gets what it would get alone.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Core:
         lens_layer: int | None = None,
         tree_width: int = 3,
         canary: bool = False,
+        record: bool = False,
     ) -> None:
         if cache_tokens < page_size or page_size < 1:
             raise BadRequest(f"a cache of {cache_tokens} tokens in pages of {page_size}: give room for at least one page")
@@ -86,14 +92,16 @@ class Core:
 
             self.loop.bursts = Bursts(self.runner)
             self.runner.graphs = PassGraphs(model, self.runner.cache, self.loop.bursts.spare.pages[0])
-        self.trace = Trace(self.fingerprint)
-        self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.trace)
+        self.lock = EngineLock()
+        trace = Trace(self.fingerprint) if record else None
+        self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.lock, trace)
 
     def __repr__(self) -> str:
         c, pool = self.config, self.runner.pool
         cache = f"{pool.num_pages - pool.num_free} of {pool.num_pages} KV pages in use"
         return f"{type(self).__name__}({c.num_layers} layers, d_model {c.d_model}, {self.fingerprint.device}, {cache})"
 
+    @reading
     def _repr_html_(self) -> str:
         pool = self.runner.pool
         used = pool.num_pages - pool.num_free
@@ -106,9 +114,16 @@ class Core:
         }
         held = [i for i in self.tree.roots() if self.tree.branch(i).status is not BranchStatus.RELEASED]
         recordings = {i: lane.recording for i, lane in self.loop.lanes.items()}
-        trees = [tree_of(self.tree, root, recordings, self.text) for root in held[-MAX_TREES:]]
+        trees = [tree_of(self.tree.branch(root), recordings, self.text) for root in held[-MAX_TREES:]]
         more = len(held) - len(trees)
         return cache_and_pictures(facts, used, pool.num_pages, trees, f"and {more} older roots" if more > 0 else "")
+
+    @property
+    def trace(self) -> Trace:
+        """Every event since the engine was made; NotRecorded unless that was asked for."""
+        if self.forest.trace is None:
+            raise NotRecorded("this engine records no trace. Make it with record=True, e.g. Engine.load(..., record=True)")
+        return self.forest.trace
 
     # ---- branches -----------------------------------------------------------------------------------------------
 
@@ -178,13 +193,10 @@ class Core:
         paths = [self.tokens_of(text) for text in texts]
         placed = [place_all(edits, self.sites, len(path)) for path in paths]
         resolved = tuple((self.sites.resolve(name), hook) for name, hook in hooks)
-        lanes = [self.forest.plant(path, capture, own, resolved) for path, own in zip(paths, placed, strict=True)]
-        try:
+        with self.forest.made() as lanes:
+            with held_interrupt():
+                lanes += [self.forest.plant(path, capture, own, resolved) for path, own in zip(paths, placed, strict=True)]
             self.forest.compute(lanes)
-        except BaseException:
-            for lane in lanes:  # nobody has a handle on them
-                self.forest.forget(lane.branch)
-            raise
         return [self.handle(lane) for lane in lanes]
 
     def handle(self, lane: Lane) -> Branch:
@@ -223,30 +235,36 @@ class Core:
 
     def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:
         """Work off one request on each branch, all together."""
-        jobs = [self._job(branch, request) for branch, request in zip(branches, requests, strict=True)]
-        try:
-            self.forest.run(jobs, progress)
-        finally:
-            for branch, job in zip(branches, jobs, strict=True):
-                branch._absorb(job)
+        self.forest.serve(lambda: [self._job(b, r) for b, r in zip(branches, requests, strict=True)], progress)
         return list(branches)
 
     def cancel(self, job: Job) -> None:
         """Stop a job at once. What it committed stays on its branch."""
+        if self.loop.lanes.get(job.lane.branch) is not job.lane and not job.done:
+            raise BadRequest(f"branch {job.lane.branch} is none of this engine's: cancel its job where it was started")
         self.forest.cancel(job)
 
     def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:
         """Append given tokens to each branch, whatever the model thinks of them, and compute all their rows together."""
         paths = [self.text.encode(t, special=False) if isinstance(t, str) else list(t) for t in tokens]
+        if len(paths) != len(branches):
+            raise BadRequest(f"{len(paths)} texts for {len(branches)} branches: give one for each")
+        self.forest.serve(lambda: self._forced(branches, paths))
+        return list(branches)
+
+    def _forced(self, branches: Sequence[Branch], paths: Sequence[list[int]]) -> list[Job]:
+        """Mutates: each branch has its tokens more, or, where one cannot, none has. The jobs that compute them."""
+        jobs = [Job(self._own(branch).lane, exact=branch.lane.exact) for branch in branches]
+        self.forest.require(jobs)
         for branch, ids in zip(branches, paths, strict=True):
-            branch._check_idle()
             if not ids:
                 raise BadRequest("force: give at least one token")
             self._check_tokens(ids, branch.length)
+            if branch.finish_reason:
+                raise ClosedBranch(f"branch {branch.id} is finished: roll it back or fork it to go on")
         for branch, ids in zip(branches, paths, strict=True):
             self.forest.force(branch.lane, ids)
-        self.forest.compute([branch.lane for branch in branches])
-        return list(branches)
+        return jobs
 
     def stream(
         self,
@@ -265,11 +283,12 @@ class Core:
         request = Request(n, sampling or Sampling(), drafter, window, deterministic, keep_rejected, drafts, final)
         return self.open_stream(branch, request)
 
+    @changing
     def open_stream(self, branch: Branch, request: Request) -> Stream:
         """Start a request on a branch, to be followed token by token."""
         job = self._job(branch, request)
-        stream = Stream(self.forest, job, branch._absorb)
-        self.forest.submit(job)
+        stream = Stream(self.forest, job, branch.record)
+        self.forest.start(job)
         return stream
 
     def check_integrity(self) -> list[str]:
@@ -316,7 +335,7 @@ class Core:
 
     def _job(self, branch: Branch, request: Request) -> Job:
         """The request as work on this branch, or the error that says why it cannot be."""
-        branch._check_open()
+        self._own(branch)._check_open()
         if request.drafter not in self.loop.drafters:
             hint = "; load the engine with draft_model=..." if request.drafter == "model" else ""
             raise BadRequest(no_such("drafter", str(request.drafter), self.loop.drafters) + hint)
@@ -326,6 +345,12 @@ class Core:
         if branch.finish_reason:
             raise ClosedBranch(f"branch {branch.id} is finished: roll it back or fork it to go on")
         return request.job(branch.lane, self.text.eos_id)
+
+    def _own(self, branch: Branch) -> Branch:
+        """The branch, or BadRequest: it is another engine's."""
+        if branch.engine is not self:
+            raise BadRequest(f"branch {branch.id} belongs to another engine: prompt this one with its tokens")
+        return branch
 
     def _make_drafters(self, draft_model: Decoder | None, layer: int, width: int) -> dict[str, Drafter]:
         runner = self.runner

@@ -1,33 +1,47 @@
 """`Forest`: all live branches of an engine. Plants, forks, forces, rolls back, releases and runs them, and traces it all."""
 
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from torch import Tensor
 from tqdm.auto import tqdm
 
-from replaylens.engine.errors import IntegrityError
+from replaylens.engine.errors import BadRequest, ClosedBranch, IntegrityError
+from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
-from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
+from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, Recording
 from replaylens.engine.request.edits import Hook, PlacedEdit, page_keys
+from replaylens.engine.serving.lock import EngineLock, changing, reading
 
 Edits = tuple[PlacedEdit, ...]
 Hooks = tuple[Hook, ...]
 
 
 class Forest:
-    """The lanes of one engine. Every method that changes a branch leaves an event in the trace."""
+    """The lanes of one engine. Every method that changes a branch leaves an event in the trace, if there is one.
 
-    def __init__(self, runner: Runner, tree: BranchTree, prefix: PrefixIndex, loop: Loop, trace: Trace) -> None:
+    Any thread may call any method. `serve`, `compute` and `kv` wait for passes; the others only for the step under way.
+    """
+
+    def __init__(
+        self, runner: Runner, tree: BranchTree, prefix: PrefixIndex, loop: Loop, lock: EngineLock, trace: Trace | None
+    ) -> None:
         self.runner, self.tree, self.prefix, self.loop, self.trace = runner, tree, prefix, loop, trace
+        self.lock = lock
+        self._thread = threading.local()
         loop.listeners.append(self._listen)
 
+    @changing
     def plant(self, path: list[int], capture: CaptureSpec | None, edits: Edits = (), hooks: Hooks = ()) -> Lane:
         """A new root lane, not computed yet; it may share the pages of an earlier prompt. The caller releases it."""
         table, size = PageTable(), self.runner.pool.page_size
@@ -35,23 +49,29 @@ class Forest:
             table = self.prefix.adopt(path, page_keys(edits, len(path) // size, size), limit=len(path) - 1)
         lane = Lane(self.tree.plant(path), table, computed=table.length, edits=edits, hooks=hooks, capture=capture)
         lane.recording = Recording() if capture is not None else None
-        self.loop.lanes[lane.branch] = lane
-        details = edits_json(edits, hooks)
-        self.trace.add("plant", branch=lane.branch, tokens=path, capture=asdict(capture) if capture else None, **details)
+        self.add(lane)
+        self.note(lane, "plant", edits, hooks, tokens=path, capture=asdict(capture) if capture else None)
         return lane
 
+    def add(self, lane: Lane) -> None:
+        """Mutates: one more lane, traced unless its thread is `quiet`. Precondition: within the lock."""
+        lane.traced = lane.traced and not getattr(self._thread, "quiet", False)
+        self.loop.lanes[lane.branch] = lane
+
+    @changing
     def fork(self, lane: Lane, at: int, edits: Edits = (), hooks: Hooks = ()) -> Lane:
         """A new lane with the first `at` tokens; pages are shared up to the first edited position. The caller releases it."""
         same = 0 if hooks else min([at, *(edit.first for edit in edits)])  # below this position nothing changes
         child = self.tree.fork(lane.branch, at)
         table = self.runner.pool.fork(lane.table, min(same, lane.computed))
-        new = Lane(child, table, table.length, lane.exact, capture=lane.capture)
+        new = Lane(child, table, table.length, lane.exact, capture=lane.capture, traced=lane.traced)
         new.edits = tuple(edit for edit in lane.edits if edit.needs <= at) + edits
         new.hooks, new.thoughts = lane.hooks + hooks, lane.thoughts
-        if lane.recording is not None and lane.capture is not None:
-            new.recording = self._inherited(lane, lane.recording, same, at - lane.capture.lag)
-        self.loop.lanes[child] = new
-        self.trace.add("fork", branch=lane.branch, child=child, at=at, **edits_json(edits, hooks))
+        recorded = lane.template if lane.recording is None else lane.recording
+        if recorded is not None and lane.capture is not None:
+            new.recording = self._inherited(lane, recorded, same, at - lane.capture.lag)
+        self.add(new)
+        self.note(lane, "fork", edits, hooks, child=child, at=at)
         return new
 
     def _inherited(self, lane: Lane, recording: Recording, same: int, known: int) -> Recording:
@@ -71,76 +91,168 @@ class Forest:
         apart = [(mine | other)[key] for key in mine.keys() ^ other.keys()]  # same tokens, but other states
         return main.recording.fork(min([same, known, common, *apart]))
 
+    @changing
     def force(self, lane: Lane, ids: list[int]) -> None:
         """Append tokens; `compute` gives them their rows."""
         self.tree.append(lane.branch, ids, TokenState.DRAFT)
-        self.trace.add("force", branch=lane.branch, tokens=ids)
+        self.note(lane, "force", tokens=ids)
 
+    @changing
     def rollback(self, lane: Lane, to: int) -> None:
-        """Cut the path back to `to` tokens: tokens, KV, captured rows and finish state together."""
-        shorter = to < len(self.tree.branch(lane.branch).tokens)
+        """Cut the path back to `to` tokens: tokens, KV, captured rows and finish state together. Rejected drafts that hung
+        off what is cut go with it, but for those that kept rows or pages."""
+        record = self.tree.branch(lane.branch)
+        shorter = to < len(record.tokens)
         self.tree.rollback(lane.branch, to)
+        for rejected in [other for other in record.cut if other.fork_position > to and not other.forks]:
+            if rejected.id not in self.loop.lanes:
+                self.tree.discard(rejected.id)
         self.runner.pool.truncate(lane.table, min(to, lane.table.length))
         lane.computed = min(lane.computed, to)
         if shorter and lane.recording is not None and lane.capture is not None:
             lane.recording.truncate(to - lane.capture.lag)
-        self.trace.add("rollback", branch=lane.branch, to=to)
+        self.note(lane, "rollback", to=to)
 
+    @changing
     def release(self, lane: Lane) -> None:
-        """Give the pages back and close the branch; jobs on it are cancelled. Its forks live on."""
+        """Give the pages back and close the branch; jobs on it are cancelled, rejected drafts that hang off it are released
+        with it. Its forks live on."""
         for job in [job for job in self.loop.jobs if job.lane is lane]:
             self.cancel(job)
+        for rejected in [self.loop.lanes[i] for i in lane.rejected if i in self.loop.lanes]:
+            self.release(rejected)
+        parent = self.tree.branch(lane.branch).parent
+        if parent in self.loop.lanes and lane.branch in self.loop.lanes[parent].rejected:
+            self.loop.lanes[parent].rejected.remove(lane.branch)
         self.runner.pool.release(lane.table)
         self.tree.release(lane.branch)
         del self.loop.lanes[lane.branch]
-        self.trace.add("release", branch=lane.branch)
+        self.note(lane, "release")
 
-    def forget(self, branch: int) -> None:
-        """Release a branch and the rejected drafts that hang off it, and drop their records, so that nothing of it is left.
-
-        Branches that were forked from it keep its record alive until they are forgotten themselves.
-        """
-        for child in self.tree.children(branch):
-            if self.tree.branch(child).status is BranchStatus.REJECTED:
-                self.forget(child)
-        if branch in self.loop.lanes:
-            self.release(self.loop.lanes[branch])
-        elif self.tree.branch(branch).status is not BranchStatus.RELEASED:
-            self.tree.release(branch)
-        if not self.tree.children(branch):
-            self.tree.forget(branch)
+    @contextmanager
+    def made(self) -> Iterator[list[Lane]]:
+        """A list for lanes that nobody has a handle on yet: should the block fail, they are released."""
+        lanes: list[Lane] = []
+        try:
+            yield lanes
+        except BaseException:
+            for lane in lanes:
+                if lane.branch in self.loop.lanes:
+                    self.release(lane)
+            raise
 
     # ---- work ---------------------------------------------------------------------------------------------------
 
     def compute(self, lanes: Sequence[Lane]) -> None:
         """Bring KV and captured rows of the lanes up to their tokens, all together."""
-        self.run([Job(lane, exact=lane.exact) for lane in lanes])
+        self.serve(lambda: [Job(lane, exact=lane.exact) for lane in lanes])
 
-    def submit(self, job: Job) -> None:
-        """Queue a job; stepping the loop works on it. A request that is refused leaves no event: nothing happened."""
-        if job.new_tokens:
+    def serve(self, make: Callable[[], list[Job]], progress: bool = False) -> list[Job]:
+        """Start the jobs that `make` gives, all or none, and wait until they are done; raises the first error among them.
+
+        make  is called within the lock: what it checks still holds when the jobs start
+        Should the wait end otherwise (Ctrl-C, a bug), none of them stays behind; what they committed stays.
+        """
+        jobs: list[Job] = []
+        try:
+            self._start(make, jobs)
+            self.wait(jobs, progress)
+        except BaseException:
+            for job in jobs:
+                self.cancel(job)
+            raise
+        return jobs
+
+    @changing
+    def _start(self, make: Callable[[], list[Job]], jobs: list[Job]) -> None:
+        made = make()
+        self.require(made)
+        for job in made:
+            jobs.append(job)
+            self._submit(job)
+
+    @changing
+    def start(self, job: Job) -> None:
+        """Queue a job, or raise why it cannot be served; stepping the loop works on it."""
+        self.require([job])
+        self._submit(job)
+
+    def require(self, jobs: Sequence[Job]) -> None:
+        """Raise why one of the jobs cannot be served, before anything is changed. Precondition: within the lock."""
+        self.lock.tidy()
+        times = Counter(job.lane.branch for job in jobs)
+        for job in jobs:
+            branch = job.lane.branch
+            if branch not in self.loop.lanes:
+                raise ClosedBranch(f"branch {branch} was released; use a live branch, or prompt again")
+            if times[branch] > 1:
+                raise BadRequest(f"branch {branch} is given {times[branch]} times: give each branch once, or fork it")
             if refusal := self.loop.refusal(job):
-                job.done, job.error = True, refusal
-                return
+                raise refusal
+
+    def _submit(self, job: Job) -> None:
+        if job.new_tokens:
             options = {"deterministic": job.exact, "final": job.final, "keep_rejected": job.keep_rejected}
-            self.trace.add("generate", branch=job.lane.branch, n=job.new_tokens, sampling=job.sampling.to_json(), **options)
+            details: dict[str, Any] = {"n": job.new_tokens, "sampling": job.sampling.to_json(), **options}
+            self.note(job.lane, "generate", **details)
         self.loop.submit(job)
 
-    def run(self, jobs: list[Job], progress: bool = False) -> None:
-        """Submit the jobs and step until they are done; raises the first error among them."""
-        for job in jobs:
-            self.submit(job)
+    def wait(self, jobs: Sequence[Job], progress: bool = False) -> None:
+        """Wait until submitted jobs are done, stepping the loop if nobody does; raises the first error among them."""
         with tqdm(total=sum(job.new_tokens for job in jobs), unit="token", disable=not progress) as bar:
-            while any(not job.done for job in jobs):
-                self.loop.step()
-                bar.update(sum(job.generated for job in jobs) - bar.n)
-        self.loop.run(jobs)
 
+            def done() -> bool:
+                bar.update(sum(job.generated for job in jobs) - bar.n)
+                return all(job.done for job in jobs)
+
+            self.lock.drive(self.loop.step, done)
+        for job in jobs:
+            if job.error is not None:
+                raise job.error
+            if job.lane.branch not in self.loop.lanes:
+                raise ClosedBranch(f"branch {job.lane.branch} was released by another thread while it was being worked on")
+
+    @changing
     def cancel(self, job: Job) -> None:
-        """Stop a job at once. What it committed stays on its branch."""
-        self.loop.end(job)
+        """Stop a job at once. What it committed stays on its branch. Of a job that ended before, nothing changes."""
+        if job in self.loop.jobs and not job.done:
+            self.loop.end(job)
         self.loop.jobs = [other for other in self.loop.jobs if other is not job]
 
+    def kv(self, lane: Lane) -> Tensor:
+        """A copy of the KV of all committed tokens [positions, layers, 2, kv_heads, d_head]. What a branch gave up, or has
+        not computed yet, is computed: on a twin, for the branch may be busy or closed. Raises OutOfPages without room."""
+        known, committed = self._known_kv(lane)
+        if known is not None:
+            return known
+        with self.made() as lanes, self.quiet():
+            with held_interrupt():
+                lanes.append(twin := self.fork(lane, committed))
+            twin.capture = twin.recording = None
+            self.compute(lanes)
+            return self._taken_over(lane, twin)
+
+    @reading
+    def _known_kv(self, lane: Lane) -> tuple[Tensor | None, int]:
+        """The KV of all committed tokens, if it is there; and how many these are."""
+        states, waiting = self.tree.branch(lane.branch).states, (TokenState.PENDING, TokenState.DRAFT)
+        committed = next((position for position, state in enumerate(states) if state in waiting), len(states))
+        return (self._rows(lane) if lane.computed >= committed else None), committed
+
+    @changing
+    def _taken_over(self, lane: Lane, twin: Lane) -> Tensor:
+        """The twin's KV, whose pages become the lane's if it still wants them. The twin is released."""
+        rows, length = self._rows(twin), twin.computed
+        wanted = lane.branch in self.loop.lanes and lane.computed < length
+        if wanted and self.tree.common_prefix(lane.branch, twin.branch) == length:
+            lane.table, twin.table, lane.computed = twin.table, lane.table, length
+        self.release(twin)
+        return rows
+
+    def _rows(self, lane: Lane) -> Tensor:
+        return self.runner.cache.rows(self.runner.pool.slots(lane.table, 0, lane.computed))
+
+    @reading
     def check_integrity(self) -> list[str]:
         """Recount pages, tree, prefix index and captured rows: lines that say what was counted, or IntegrityError."""
         tables = [lane.table for lane in self.loop.lanes.values()]
@@ -157,16 +269,34 @@ class Forest:
                 lane.recording.check_integrity()
         return lines
 
+    # ---- the trace ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Branches that this thread makes in the block leave no events."""
+        before = getattr(self._thread, "quiet", False)
+        self._thread.quiet = True
+        try:
+            yield
+        finally:
+            self._thread.quiet = before
+
+    def note(self, lane: Lane, event: str, edits: Edits = (), hooks: Hooks = (), **details: Any) -> None:
+        """Mutates: one more event of a lane's, if a trace is kept. Of hooks only that they were there: functions are not
+        written down."""
+        if self.trace is None or not lane.traced or (event == "fork" and not self.loop.lanes[details["child"]].traced):
+            return
+        if edits:
+            details["edits"] = [edit.to_json() for edit in edits]
+        if hooks:
+            details["hooks"] = len(hooks)
+        self.trace.add(event, branch=lane.branch, **details)
+
     def _listen(self, event: dict[str, Any]) -> None:
         """Trace what the loop does. A fast-path request's tokens are noted: they could not be computed again."""
-        if event["event"] in ("draft", "verdict", "finish"):
-            details = {key: value for key, value in event.items() if key != "event"}
-            if event["event"] == "finish" and not self.loop.lanes[event["branch"]].exact:
-                details["tokens"] = self.tree.path(event["branch"])
-            self.trace.add(event["event"], **details)
-
-
-def edits_json(edits: Edits, hooks: Hooks) -> dict[str, Any]:
-    """Trace fields; absent where there are no edits. Of hooks only that they were there: functions are not written down."""
-    out: dict[str, Any] = {"edits": [edit.to_json() for edit in edits]} if edits else {}
-    return out | ({"hooks": len(hooks)} if hooks else {})
+        if self.trace is not None and event["event"] in ("draft", "verdict", "finish"):
+            lane, details = self.loop.lanes[event["branch"]], dict(event)
+            if event["event"] == "finish" and not lane.exact:
+                details["tokens"] = self.tree.path(lane.branch)
+            del details["branch"], details["event"]
+            self.note(lane, event["event"], **details)

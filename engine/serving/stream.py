@@ -1,41 +1,56 @@
 """`Stream`: committed tokens of one branch, as they come."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from replaylens.engine.loop.lane import Job
+from replaylens.engine.memory.tree import Branch as Record
 from replaylens.engine.serving.forest import Forest
+from replaylens.engine.serving.lock import EngineLock, reading
 
 
 class Stream(Iterator[int]):
-    """Yields every token that its request commits, whoever steps the loop. Closing it cancels what is left.
+    """Yields every token that its request commits, whoever steps the loop. Closing it cancels what is left."""
 
-    closed  called once with the job, when the stream ends
-    """
-
-    def __init__(self, forest: Forest, job: Job, closed: Callable[[Job], object]) -> None:
-        self.forest, self.job = forest, job
-        self._tokens = forest.tree.branch(job.lane.branch).tokens  # a live list: steps append to it
-        self._shown = len(self._tokens)
-        self._tell, self._closed = closed, False
+    def __init__(self, forest: Forest, job: Job, record: Record) -> None:
+        self.forest, self.job, self.record = forest, job, record
+        self.lock: EngineLock = forest.lock
+        self._shown = len(record.tokens)
+        self._closed = False
 
     def __next__(self) -> int:
-        while self._shown >= len(self._tokens):
-            if self.job.done or self._closed:
+        while True:
+            ended, seen = self.job.done or self._closed, self.job.generated  # before the tokens: others may step meanwhile
+            if (token := self._next_token()) is not None:
+                return token
+            if ended:
                 self.close()
                 if self.job.error is not None:
                     raise self.job.error
                 raise StopIteration
-            self.forest.loop.step()
+            self._wait(seen)
+
+    @reading
+    def _next_token(self) -> int | None:
+        """The next one that is committed; None: there is none yet."""
+        if self._shown >= len(self.record.tokens):
+            return None
         self._shown += 1
-        return self._tokens[self._shown - 1]
+        return self.record.tokens[self._shown - 1]
+
+    def _wait(self, seen: int) -> None:
+        """Until the request has generated more than `seen` tokens, or ended. Interrupted, it is cancelled."""
+        try:
+            self.lock.drive(self.forest.loop.step, lambda: self.job.done or self.job.generated > seen)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Stop the request, if it still runs. What was committed stays on the branch."""
         if not self._closed:
             self._closed = True
-            if not self.job.done:
-                self.forest.cancel(self.job)
-            self._tell(self.job)
+            self.forest.cancel(self.job)
 
     def __del__(self) -> None:
-        self.close()
+        if not self._closed and not self.job.done:
+            self.lock.soon(self.close)

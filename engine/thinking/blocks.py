@@ -57,7 +57,8 @@ class ThinkingBlocks:
     @torch.inference_mode()
     def think(self, chunks: Sequence[ChunkStates], full: bool = False) -> list[Thought]:
         """The greedy thought of every chunk. `full`: keep whole distributions, too."""
-        return [t for i in range(0, len(chunks), TOGETHER) for t in self._think(chunks[i : i + TOGETHER], full)]
+        with self.runner.canonical(min(len(chunks), TOGETHER) * self.config.chunk):
+            return [t for i in range(0, len(chunks), TOGETHER) for t in self._think(chunks[i : i + TOGETHER], full)]
 
     def _think(self, chunks: Sequence[ChunkStates], full: bool) -> list[Thought]:
         tables = [PageTable() for _ in chunks]
@@ -129,9 +130,11 @@ class ThinkingBlocks:
             if len(self._known) == MOST_KNOWN:
                 self._known.clear()
             self._known[thought] = self._compress(thought)
-        rows = self._known[thought]
-        for edit in (edit for edit in edits if edit.site == COMPRESS_SITE):
-            rows = _applied(edit, rows, chunk * self.config.compressed)
+        rows, mine = self._known[thought], [edit for edit in edits if edit.site == COMPRESS_SITE]
+        if mine:
+            with self.runner.canonical(len(rows)):
+                for edit in mine:
+                    rows = _applied(edit, rows, chunk * self.config.compressed)
         return rows
 
     def state(self, compressed: Tensor) -> Tensor:
@@ -147,10 +150,11 @@ class ThinkingBlocks:
         self.cache.copy(self.pool.reserve(table, 0, len(filled)))
         try:
             batch = self._batch([Segment(table, 0, filled)])
-            out = self.model.run_compress(batch.tokens, batch.positions, self.runner.ops(batch, self.cache))[: len(filled)]
+            with self.runner.canonical(batch.padded):
+                out = self.model.run_compress(batch.tokens, batch.positions, self.runner.ops(batch, self.cache))
         finally:
             self.pool.release(table)
-        return _finite(out).clone().cpu()
+        return _finite(out[: len(filled)]).clone().cpu()
 
     # ---- passes -------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,8 @@ from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.proof.trace import path_digest
 from replaylens.engine.request.capture import CaptureSpec, Recording, Rows
 from replaylens.engine.request.edits import PlacedEdit, added
-from replaylens.engine.serving.forest import Forest, edits_json
+from replaylens.engine.serving.forest import Forest
+from replaylens.engine.serving.lock import changing
 from replaylens.engine.thinking.blocks import ChunkStates, ThinkingBlocks, Tokens
 from replaylens.engine.thinking.model import STATE_SITE
 from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, Round, ThinkingRecording, Thought, Thoughts
@@ -75,27 +76,38 @@ class Prefiller:
 
     def __init__(self, forest: Forest, blocks: ThinkingBlocks, lenses: KnownLenses) -> None:
         self.forest, self.blocks, self.config, self.lenses = forest, blocks, blocks.config, lenses
+        self.lock = forest.lock
 
     def run(self, prefills: Sequence[Prefill]) -> None:
         """Settle all chunks of all prompts, together. Mutates tree, lanes and pages; leaves a trace. When one fails, all of
         them are forgotten, and the error is raised."""
         try:
-            for prefill in prefills:
-                self._begin(prefill)
+            self._begin_all(prefills)
             while open_ := [p for p in prefills if p.settled < self._num_chunks(p)]:
                 self._round(open_)
-            for prefill in prefills:
-                self._end(prefill)
+            self._end_all(prefills)
         except BaseException:
             for prefill in prefills:  # nobody has a handle on them
                 self._forget(prefill)
             raise
 
+    @changing
+    def _begin_all(self, prefills: Sequence[Prefill]) -> None:
+        for prefill in prefills:
+            self._begin(prefill)
+
+    @changing
+    def _end_all(self, prefills: Sequence[Prefill]) -> None:
+        for prefill in prefills:
+            self._end(prefill)
+
+    @changing
     def _forget(self, p: Prefill) -> None:
-        """Mutates: nothing is left of a prompt but two lines of the trace."""
+        """Mutates: nothing is left of a prompt but three lines of the trace."""
         if p.planted:
             self._trace(p.lane, None, "error")
-        self.forest.forget(p.lane.branch)
+        p.lane.rejected = [*p.rejected]
+        self.forest.release(p.lane)
 
     def _num_chunks(self, p: Prefill) -> int:
         return len(p.path) // self.config.chunk
@@ -114,9 +126,18 @@ class Prefiller:
 
     def _round(self, prefills: list[Prefill]) -> None:
         guesses = [self._guessed(p) for p in prefills]
+        self._speculate_all(prefills, guesses)
+        self.forest.compute([p.lane for p in prefills])
+        self._judge_all(prefills, guesses)
+
+    @changing
+    def _speculate_all(self, prefills: list[Prefill], guesses: list[list[Tokens]]) -> None:
         for p, guessed in zip(prefills, guesses, strict=True):
             self._speculate(p, guessed)
-        self.forest.compute([p.lane for p in prefills])
+
+    @changing
+    def _judge_all(self, prefills: list[Prefill], guesses: list[list[Tokens]]) -> None:
+        """What the chunks really think, and what of the round is kept for it. T and C have one cache for all threads."""
         chunks = [chunk for p, guessed in zip(prefills, guesses, strict=True) for chunk in self._chunks(p, len(guessed))]
         found = iter(self.blocks.think(chunks, full=any(p.capture and FULL_SITE in p.capture.thoughts for p in prefills)))
         for p, guessed in zip(prefills, guesses, strict=True):
@@ -144,13 +165,14 @@ class Prefiller:
         for edit in (edit for edit in p.inner if edit.site == STATE_SITE):
             if places := edit.positions(first, first + len(rows)):
                 picks = [place - first for place in places]
-                rows[picks] = edit.apply(rows[picks], places)
+                with self.forest.runner.canonical(len(rows)):
+                    rows[picks] = edit.apply(rows[picks], places)
         return added(self.config.write_site, first, rows) if bool(rows.any()) else None
 
     def _chunks(self, p: Prefill, count: int) -> list[ChunkStates]:
         """What T reads of the next `count` chunks."""
         assert p.lane.recording is not None
-        c, rows = self.config.chunk, p.lane.recording[self.config.read_site]
+        c, rows = self.config.chunk, p.lane.recording.peek(self.config.read_site)
         first = p.settled * c - p.lane.recording.base
         states = rows[first : first + count * c].split(c)
         return [ChunkStates(p.settled + i, hidden, p.inner) for i, hidden in enumerate(states)]
@@ -200,6 +222,7 @@ class Prefiller:
         p.rejected.append(branch)
         thoughts = Thoughts(self.config, found[0], (*p.thoughts, *found), self._used(p), p.inner)
         other = Lane(branch, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, thoughts=thoughts)
+        other.traced = lane.traced
         if p.capture is not None and p.capture.rejected:
             tokens = tree.path(branch)
             other.capture = p.capture
@@ -222,8 +245,9 @@ class Prefiller:
             lane.recording = ThinkingRecording(thoughts, spec.thoughts, 0, before)
             if raw.chunks and (end := len(p.path) - spec.lag) > lane.recording.end:
                 lane.recording.append(raw.base, self._rows(spec, raw, raw.base, p.path, end))
+        lane.rejected = [branch for branch in p.rejected if branch in self.forest.loop.lanes]
         if not p.planted:
-            self.forest.trace.add("release", branch=lane.branch)
+            self.forest.note(lane, "release")
         self._trace(lane, spec)
 
     def _rows(self, spec: CaptureSpec, raw: Recording, start: int, tokens: list[int], end: int) -> Rows:
@@ -238,10 +262,9 @@ class Prefiller:
 
     def _trace(self, lane: Lane, capture: CaptureSpec | None, reason: str | None = None) -> None:
         """States are edits, and edits are data: a replay of the trace needs no thoughts to come to the same bits."""
-        trace, tokens = self.forest.trace, self.forest.tree.path(lane.branch)
-        kept, details = asdict(capture) if capture else None, edits_json(lane.edits, lane.hooks)
-        trace.add("plant", branch=lane.branch, tokens=tokens, capture=kept, **details)
-        trace.add("finish", branch=lane.branch, reason=reason, generated=0, length=len(tokens), path=path_digest(tokens))
+        tokens, kept = self.forest.tree.path(lane.branch), asdict(capture) if capture else None
+        self.forest.note(lane, "plant", lane.edits, lane.hooks, tokens=tokens, capture=kept)
+        self.forest.note(lane, "finish", reason=reason, generated=0, length=len(tokens), path=path_digest(tokens))
 
 
 def split(edits: Sequence[PlacedEdit]) -> tuple[tuple[PlacedEdit, ...], tuple[PlacedEdit, ...]]:

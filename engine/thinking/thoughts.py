@@ -12,7 +12,7 @@ Where no chunk ends at p, or a thought has no such step, rows are zero (ids -1).
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -60,6 +60,11 @@ class Thought:
     def empty(self) -> bool:
         return len(self.tokens) == 1
 
+    def copy(self) -> "Thought":
+        """With tensors of its own."""
+        distribution = {site: x.clone() for site, x in self.distribution.items()}
+        return Thought(self.tokens, self.hidden.clone(), distribution, self.compressed.clone(), self.state.clone())
+
 
 @dataclass(frozen=True)
 class Round:
@@ -87,6 +92,12 @@ class Thoughts:
     def __repr__(self) -> str:
         chunks = f"{len(self.chunks)} chunks of {self.config.chunk} tokens"
         return f"Thoughts({chunks}, {sum(not t.empty for t in self.chunks)} with a thought, {len(self.rounds)} rounds)"
+
+    def copy(self) -> "Thoughts":
+        """With tensors of its own, for a reader who may change them: the engine goes on with the thoughts themselves."""
+        states = {i: edit if edit.value is None else replace(edit, value=edit.value.clone()) for i, edit in self.states.items()}
+        chunks = tuple(thought.copy() for thought in self.chunks)
+        return Thoughts(self.config, self.blank.copy(), chunks, states, self.inner, self.rounds)
 
     def until(self, length: int) -> "Thoughts":
         """What depends on the first `length` tokens alone: thoughts of whole chunks, and the states that they hand on."""
@@ -162,5 +173,5 @@ class ThinkingRecording(Recording):
     def sites(self) -> list[str]:
         return [*super().sites(), *self.wanted] if self.chunks else []
 
-    def __getitem__(self, site: str) -> Tensor:
-        return self.thoughts.rows(site, self.base, self.end) if site in self.wanted else super().__getitem__(site)
+    def _pieces(self, site: str) -> list[Tensor]:
+        return [self.thoughts.rows(site, self.base, self.end)] if site in self.wanted else super()._pieces(site)

@@ -8,8 +8,6 @@ import hashlib
 import json
 import math
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count
@@ -23,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from replaylens.engine.errors import EngineError
+from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps
 from replaylens.engine.training.recipe import BadRecipe, Part, Recipe
@@ -261,30 +260,6 @@ def deterministic(device: str) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-@contextmanager
-def held_interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is held back until the block ends, so that it cannot tear a step apart; the function says whether it came.
-
-    A second one is not held back. Outside the main thread, which alone gets signals, nothing changes.
-    """
-    before, came = signal.getsignal(signal.SIGINT), threading.Event()
-
-    def hold(*_: Any) -> None:
-        came.set()
-        signal.signal(signal.SIGINT, before)
-
-    ours = threading.current_thread() is threading.main_thread() and callable(before)
-    if ours:
-        signal.signal(signal.SIGINT, hold)
-    try:
-        yield came.is_set
-    finally:
-        if ours:
-            signal.signal(signal.SIGINT, before)
-    if came.is_set():
-        raise KeyboardInterrupt
 
 
 def save_state(path: Path, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, done: int) -> None:

@@ -1,4 +1,4 @@
-"""Rows of paths that a user writes: prompts with continuations of their own, right or wrong."""
+"""Rows of forced paths: prompts with continuations of the user's own, right or wrong."""
 
 from collections.abc import Sequence
 
@@ -21,14 +21,14 @@ def forced_rows(
     sites: str | Sequence[str] = "S",
     more: Sequence[int] | int = 0,
 ) -> ProbeRows:
-    """Force each prompt's continuation, let the model write on, and give the rows with labels of the path as it reads.
+    """Force a continuation after each prompt, let the model continue, and return the rows with the labels of the whole text.
 
-    more  tokens that the model may add, greedily: one number for all, or one for each
+    more  number of tokens that the model may add, greedily: one for all, or one per example
     """
     lengths = [more] * len(examples) if isinstance(more, int) else list(more)
     if not len(examples) == len(continuations) == len(lengths):
         raise ProbeError(
-            f"{len(examples)} examples, {len(continuations)} continuations, {len(lengths)} lengths: give one for each"
+            f"{len(examples)} examples, {len(continuations)} continuations, {len(lengths)} lengths. Give one per example."
         )
     results: list[Result] = []
     for first in range(0, len(examples), _BATCH):

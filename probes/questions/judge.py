@@ -32,15 +32,15 @@ def judge(
     folds: int = 5,
     seed: int = 0,
 ) -> Report:
-    """Area under the ROC curve for telling good draft tokens from bad ones, on held-out roots.
+    """Area under the ROC curve for separating good draft tokens from bad ones, on held-out roots.
 
-    A draft token is an accepted generated token, or the first of a rejected branch. It is good if the path up to it still
-    reads as a text of the task whose claim is the truth; so a rejected token may be good, which is what a judge would save.
+    A draft token is an accepted generated token, or the first of a rejected branch. It is good if the path up to it is
+    still a text of the task whose claim is true. A rejected token can be good; a judge would save it.
 
-    The judge is held against the three numbers together with the token itself: a judge that only knows which tokens tend
-    to be good reads nothing of the path.
+    The judge is compared with the three numbers and the token itself together, since a judge that only knows which tokens
+    tend to be good reads nothing of the path.
 
-    draft_layer  where the lens drafter left the model: the divergence is that of its distribution from the model's own
+    draft_layer  layer that the lens drafter reads; the divergence is that between its distribution and the model's
     """
     every = ProbeRows.of(given)
     table = _drafts(every, draft_layer)
@@ -50,7 +50,7 @@ def judge(
     frame = rows.frame
     good = (frame[truth].notna() & (frame[truth] == frame[claim])).fillna(False).to_numpy(dtype=bool)
     if good.all() or not good.any():
-        raise BadRows(f"all {len(good)} draft tokens are {'good' if good.any() else 'bad'}: dump a drafter that errs")
+        raise BadRows(f"All {len(good)} draft tokens are {'good' if good.any() else 'bad'}. Give rows with both kinds.")
     split, goal = by_root(rows, folds, seed), make_goal(make_target("good", good))
     scores = {f"{name} alone": simple[:, i] * (1 if name == "logprob" else -1) for i, name in enumerate(BASELINES)}
     token = pd.get_dummies(frame["token"]).to_numpy(dtype=np.float64)
@@ -66,12 +66,12 @@ def judge(
 
 
 def _drafts(every: ProbeRows, draft_layer: int) -> dict[str, np.ndarray]:
-    """Which rows are draft tokens, and what was known before each was drawn: divergence and entropy of the row before."""
+    """Which rows are draft tokens, the divergence and entropy of the row before each, and its log-probability."""
     frame = every.frame
     try:
         kl = every.source.take("Z.kl", None, every.numbers)[:, draft_layer].double().numpy()
     except UnknownSite:
-        raise BadRows("the divergence is part of Z: dump or replay with sites that have Z, such as 'SZ'") from None
+        raise BadRows("The divergence is part of Z, which was not captured. Dump or replay with sites such as 'SZ'.") from None
     keys = list(zip(frame["example"], frame["branch"], frame["position"], strict=True))
     place = {key: i for i, key in enumerate(keys)}
     fork = frame["fork_position"].to_numpy()
@@ -86,7 +86,7 @@ def _drafts(every: ProbeRows, draft_layer: int) -> dict[str, np.ndarray]:
 
 
 def _held_scores(X: np.ndarray, goal: Goal, split: Split) -> np.ndarray:
-    """Log-odds of being good, each row by the probe that did not see its root."""
+    """Log-odds of being good, for each row by the probe that did not see its root."""
     x = torch.from_numpy(X)[None]
     solution = solve("logistic", x, one_hot(goal.codes, 2)[None], split.train[None])
     scores = solution.scores(x)[0, 0, :, :, 0].numpy()  # [folds, rows]
@@ -94,7 +94,7 @@ def _held_scores(X: np.ndarray, goal: Goal, split: Split) -> np.ndarray:
 
 
 def _lines(scores: dict[str, np.ndarray], good: np.ndarray, rows: ProbeRows, folds: int, seed: int) -> list[dict[str, Any]]:
-    """Areas with intervals over roots; differences from the baselines together, with intervals for all cells together."""
+    """Areas with intervals over roots; differences from the joint baselines, with intervals that hold for all cells jointly."""
     size, roots = len(rows), rows.frame["root"].nunique()
     draws = {name: _areas(score, good, rows.roots, seed) for name, score in scores.items()}
     fitted = {name: 1 if name.endswith("alone") else folds for name in draws}
@@ -114,7 +114,7 @@ def _areas(score: np.ndarray, good: np.ndarray, roots: np.ndarray, seed: int, re
 
 
 def weighted_areas(score: np.ndarray, good: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The area under the ROC curve for each line of row weights [lines, rows]; scikit-learn's, for all lines at once."""
+    """Area under the ROC curve, as in scikit-learn, for all lines of row weights [lines, rows] at once."""
     order = np.argsort(score, kind="stable")
     starts = np.flatnonzero(np.diff(score[order], prepend=np.nan) != 0)  # rows of equal score count half
     above, below = (np.add.reduceat(np.where(rows, weights, 0)[:, order], starts, axis=1) for rows in (good, ~good))

@@ -1,4 +1,4 @@
-"""`outcome_at_fork`: is the exact distribution of the outcome linearly there, before the next token is drawn?"""
+"""`outcome_at_fork`: is the exact outcome distribution linear in the rows before the next token is drawn?"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,16 +28,16 @@ def outcome_at_fork(
     folds: int = 5,
     seed: int = 0,
 ) -> Report:
-    """Ridge regression from rows to the probability of the first outcome, exact by the task, on held-out roots.
+    """Ridge regression from rows to the task's exact probability of the first outcome, on held-out roots.
 
-    Held against what simpler knowledge explains: the state alone, and state and number of steps side by side (without their
-    product). Only a score above these says that the distribution itself is there. The intervals of these differences hold for
-    all cells together, so that the best cell decides.
+    The baselines are the state alone, and state and number of steps side by side (without their product). Only a score above
+    these shows that the rows hold the distribution itself. The intervals of the differences hold for all cells jointly, so
+    the best cell decides.
     """
     every = ProbeRows.of(given).accepted()
     task = every.about.make_task()
     if not hasattr(task, "outcomes"):
-        raise ProbeError(f"task {task.name!r} cannot compute the probabilities of its outcomes; coin can")
+        raise ProbeError(f"Task {task.name!r} cannot compute outcome probabilities. Use coin.")
     target = outcome_target(every, position)
     rows = every.at(position)
     rows, target = rows.where(target.present), target[target.present]
@@ -68,7 +68,7 @@ def outcome_at_fork(
 
 
 def outcome_target(every: ProbeRows, position: str) -> Target:
-    """The exact probability of the task's first outcome at each row of a position, from the path's text up to it."""
+    """The exact probability of the task's first outcome at each row of a position, given the text of its path."""
     task: Any = every.about.make_task()
     here, every = every.at(position), every.whole
     wanted, words = set(here.numbers), every.frame["text"].to_numpy()
@@ -77,7 +77,7 @@ def outcome_target(every: ProbeRows, position: str) -> Target:
         for end, number in enumerate(every.numbers[path.own], len(path.rows) - path.num_own):
             if number in wanted:
                 if not path.whole[end]:
-                    raise BadRows("outcomes are computed from whole texts: dump all positions")
+                    raise BadRows("Outcomes are computed from whole texts, but these have holes. Dump all positions.")
                 found[int(number)] = next(iter(task.outcomes("".join(words[path.rows[: end + 1]])).values()))
     return make_target("outcome", [found[int(n)] for n in here.numbers], "number")
 
@@ -89,4 +89,4 @@ def _say(lines: list[dict[str, Any]]) -> list[str]:
     best = max(gains, key=lambda line: line["low"])
     verdict = "Shown" if best["low"] > 0 else "Not shown"
     more = f"{best['accuracy']:+.3f} [{best['low']:+.3f}, {best['high']:+.3f}]"
-    return [*said, f"{verdict}: more than state and number of steps explain side by side; best {best['what']}: {more}."]
+    return [*said, f"{verdict}: rows explain more than state and number of steps side by side; best {best['what']}: {more}."]

@@ -27,18 +27,18 @@ def steering_reach(
     placebos: int = 4,
     seed: int = 0,
 ) -> Report:
-    """Steer at each step of the prompt and at the query, by a probe fitted at that kind of place; does the answer follow?
+    """Steer at each step of the prompt and at the query, with a probe fitted at such positions; does the answer follow?
 
-    Examples all have the same number of steps and are none that the probes were fitted on. A place is within reach when
-    the probe's direction flips more answers than random directions of the same length, its interval above zero.
+    All examples have the same number of steps, and the probes are not fitted on them. A position is within reach if the
+    probe's direction flips more answers than random directions of the same length, with the interval above zero.
     """
     rows = ProbeRows.of(given)
     rows.require(engine)
     steps = {len(example.events) for example in examples}
     if len(steps) != 1:
-        raise ProbeError(f"prompts of {sorted(steps)} steps: give prompts of one length, so that steps can be compared")
+        raise ProbeError(f"The prompts have {sorted(steps)} steps. Give prompts of one length, so that steps can be compared.")
     if seen := {e.root for e in examples} & set(rows.roots):
-        raise ProbeError(f"{len(seen)} of the prompts are among the rows that probes are fitted on: give others")
+        raise ProbeError(f"{len(seen)} of the prompts are among the rows that the probes are fitted on. Give other prompts.")
     last = steps.pop()
     lines: list[dict[str, Any]] = []
     for layer in layers:

@@ -1,4 +1,4 @@
-"""`text_or_truth`: after a forced wrong state token, does the hidden state follow what the text says, or what is true?"""
+"""`text_or_truth`: after a forced wrong state token, does the hidden state follow the text or the truth?"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,20 +27,20 @@ def text_or_truth(
     estimator: str = "logistic",
     seed: int = 0,
 ) -> Report:
-    """Force a chain of thought whose `lie_at`-th stated face is wrong, let the model go on, and ask probes what it holds.
+    """Force a chain of thought whose `lie_at`-th stated face is wrong, let the model continue, and probe its state.
 
-    Examples are the task `coin` in its rendering `steps`. Probes are fitted on truthful chains of the tasks' train roots and
-    read lied ones of the test roots, at `position` after the lie, where truth (`face`) and text (`implied`) differ.
+    Examples are of the task `coin` with rendering `steps`. Probes are fitted on truthful chains of the train roots and read
+    chains with a lie of the test roots, at `position` after the lie, where truth (`face`) and text (`implied`) differ.
     """
     if lie_at < 1:
-        raise ProbeError(f"lie_at {lie_at}: stated faces are counted from 1 on")
+        raise ProbeError(f"lie_at={lie_at} is too small. Stated faces are counted from 1.")
     examples = [e for e in examples if len(e.events) > lie_at]
     if not examples or examples[0].task != "coin" or examples[0].maker.knobs.rendering != "steps":
-        raise ProbeError("text_or_truth asks the task coin with rendering='steps' and more steps than lie_at")
+        raise ProbeError("Unsuitable examples. Use the task coin with rendering='steps' and more steps than lie_at.")
     train = [e for e in examples if not is_test_root(e.root)]
     test = [e for e in examples if is_test_root(e.root)]
     if len(train) < 10 or len(test) < 5:
-        raise BadRows(f"{len(train)} train roots and {len(test)} test roots: give more examples")
+        raise BadRows(f"{len(train)} train roots and {len(test)} test roots are too few. Give more examples.")
     truthful = forced_rows(engine, train, [e.completion for e in train], sites=sites)
     lies = [_lied(e, lie_at) for e in test]
     room = [len(engine.text.encode(e.completion, special=False)) for e in test]
@@ -55,7 +55,7 @@ def text_or_truth(
 
 
 def _lied(example: Example, at: int) -> str:
-    """The completion up to its `at`-th stated face, that face turned over."""
+    """The completion up to its `at`-th stated face, with that face flipped."""
     pieces = example.completion.split(".")[:at]
     head, _, face = pieces[-1].rpartition(" ")
     other = {"heads": "tails", "tails": "heads"}[face]
@@ -63,7 +63,7 @@ def _lied(example: Example, at: int) -> str:
 
 
 def _after(rows: ProbeRows) -> ProbeRows:
-    """The chain of thought: what comes after the prompt."""
+    """The rows of the chain of thought, after the prompt."""
     return rows.where(rows.frame["since_query"] > 0)
 
 
@@ -88,14 +88,14 @@ def _cell_lines(
 
 
 def _own_words(lied: ProbeRows, lie_at: int, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """What the model itself states next: the first face it writes after the lie, and its answer."""
+    """The model's own statements: the first face after the lie, and its answer."""
     frame = lied.frame
     stated = frame["text"].isin([" heads", " tails"]) & (frame["since_query"] > 0) & frame["face"].notna()
     own = frame[stated].groupby("example")
     lines, notes = [], []
     for name, chosen in (("next face that the model states", own.nth(lie_at)), ("its answer", own.nth(-1))):
         if not len(chosen):
-            notes.append(f"{name}: the model stated none")
+            notes.append(f"Skipped '{name}': the model states no face.")
             continue
         truth = (chosen["claimed"] == chosen["face"]).to_numpy(dtype=float)
         score = bootstrap(1 - truth[None], np.ones(len(truth)), chosen["root"].to_numpy(dtype=str), seed=seed)[0]
@@ -107,7 +107,7 @@ def _say(lines: list[dict[str, Any]], words: list[dict[str, Any]]) -> list[str]:
     texts = [line for line in lines if line["what"].endswith("follows the text")]
     said = []
     for line in texts:
-        verdict = "the text" if line["low"] > 0.5 else "the truth" if line["high"] < 0.5 else "neither for sure"
+        verdict = "the text" if line["low"] > 0.5 else "the truth" if line["high"] < 0.5 else "neither clearly"
         share = percent(line["accuracy"], line["low"], line["high"])
         said.append(f"{line['what'].split(':')[0]} follows {verdict}: {share} of rows agree with the text.")
     said += [f"{line['what']} in {percent(line['accuracy'], line['low'], line['high'])}." for line in words]

@@ -1,4 +1,4 @@
-"""`transfer`: do probes fitted on accepted branches read rejected ones, and how much of it is a shared prefix?"""
+"""`transfer`: do probes fitted on accepted branches read rejected ones, and how much is due to shared prefixes?"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,10 +31,10 @@ def transfer(
     folds: int = 5,
     seed: int = 0,
 ) -> Report:
-    """Accuracy of probes from accepted to rejected rows and back, always on roots that they were not fitted on.
+    """Accuracy of probes from accepted to rejected rows and back, on roots that they were not fitted on.
 
-    The last line of each cell fits on accepted rows of the SAME roots too: what it gains is leakage through shared
-    prefixes, not transfer. Only rows after the prompt count, since there are no rejected ones before.
+    The line `same roots` of each cell also fits on accepted rows of the SAME roots. Its gain is leakage through shared
+    prefixes, not transfer. Only rows after the prompt count, since prompts have no rejected rows.
     """
     rows = ProbeRows.of(given)
     rows = rows.where(rows.frame["since_query"] > 0).at(position)
@@ -43,7 +43,7 @@ def transfer(
     accepted = rows.frame["accepted"].to_numpy(dtype=bool)
     if accepted.all() or not accepted.any():
         raise BadRows(
-            "transfer needs labelled rows of accepted and of rejected branches: dump with a drafter that errs readably"
+            "Transfer needs labelled rows of accepted and of rejected branches. Dump with a drafter whose errors are readable."
         )
     goal = make_goal(target)
     inside = np.arange(folds)[:, None] == fold_of_roots(rows.roots, folds, seed)
@@ -70,7 +70,7 @@ def _side(accepted: np.ndarray, name: str) -> np.ndarray:
 
 
 def _right(estimator: str, x: torch.Tensor, goal: Goal, train: np.ndarray, test: np.ndarray) -> np.ndarray:
-    """Whether each tested row is predicted rightly [rows]."""
+    """[rows] bool: whether each tested row is predicted correctly."""
     goal.check(train)
     right: np.ndarray = held_out(estimator, x, [goal], train, test).predicted[0, 0] == goal.codes
     return right
@@ -86,7 +86,7 @@ def _line(
 
 
 def _say(lines: list[dict[str, Any]]) -> list[str]:
-    """The cell that is best on accepted rows, both ways and the leakage."""
+    """The lines of the cell that is best on accepted rows: both directions and the leakage."""
     ways = [line for line in lines if line["what"].endswith("accepted to accepted")]
     best = max(ways, key=lambda line: line["accuracy"])["what"].split(":")[0]
     said = []

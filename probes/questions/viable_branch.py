@@ -27,11 +27,11 @@ def viable_branch(
     folds: int = 5,
     seed: int = 0,
 ) -> Report:
-    """Fit probes for the task's truth on prompts that the model answers rightly; read prompts that it answers wrongly.
+    """Fit probes for the task's truth on prompts that the model answers correctly; read those that it answers wrongly.
 
     The truth is the first of the task's `claims`: the face of a coin, the viable branch of a fork. Accuracy is the mean over
     classes, since a model may err on one class more often. With two classes, a score below one half on wrong answers means
-    that the rows hold the wrong branch instead. Every prompt is read by a probe that was fitted on other roots, also where
+    that the rows hold the wrong branch instead. Every prompt is read by a probe that was fitted on other roots, even if
     greedy and sampled runs of the same prompts are joined.
     """
     rows = ProbeRows.of(given).accepted()
@@ -42,7 +42,7 @@ def viable_branch(
         here = here.where(here.target(truth).present)
         right = here.frame["correct"].to_numpy(dtype=bool)
         if right.all() or not right.any():
-            raise BadRows(f"all {len(right)} answers are {'right' if right.any() else 'wrong'}: join prompts of both kinds")
+            raise BadRows(f"All {len(right)} answers are {'right' if right.any() else 'wrong'}. Join prompts of both kinds.")
         goal, split = make_goal(here.target(truth)), by_answer(here, folds, seed)
         goal.check(split.train)
         for cell in here.cells(sites, layers):
@@ -58,8 +58,8 @@ def viable_branch(
 
 
 def _balanced(hit: np.ndarray, codes: np.ndarray, roots: np.ndarray, folds: int, seed: int) -> Estimate:
-    """The mean over classes of the share of rows that are read rightly."""
-    weight = 1 / np.bincount(codes)[codes]  # every class counts alike
+    """The mean over classes of the share of rows that are predicted correctly."""
+    weight = 1 / np.bincount(codes)[codes]  # every class has the same weight
     return bootstrap((weight * hit)[None], weight, roots, seed=seed, folds=folds)[0]
 
 

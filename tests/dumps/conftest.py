@@ -36,7 +36,8 @@ def model(tokenizer: WordTokenizer) -> Decoder:
 @pytest.fixture(scope="session")
 def engine(model: Decoder, tokenizer: WordTokenizer) -> Engine:
     """Shared by all tests; making a dump leaves it as it was."""
-    return Engine(model, tokenizer, draft_model=random_model(seed=3, vocab_size=tokenizer.vocab_size, num_layers=1))
+    draft = random_model(seed=3, vocab_size=tokenizer.vocab_size, num_layers=1)
+    return Engine(model, tokenizer, draft_model=draft, record=True)
 
 
 @pytest.fixture(scope="session")

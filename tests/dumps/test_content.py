@@ -71,6 +71,26 @@ def test_minus_zero_is_not_zero() -> None:
     assert found is not None and (found.here, found.there) == ("0", "-0")
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        ([0, None, 3], [0, 0, 3], [None, 0, 3]),
+        ([False, None, True], [False, False, True], [None, False, True]),
+        (["a", None, ""], ["a", "", ""], [None, "a", ""], ["a", "", None]),
+        ([0.0, None, 1.5], [0.0, 0.0, 1.5], [None, 0.0, 1.5]),
+    ],
+    ids=["whole", "flag", "text", "number"],
+)
+def test_a_missing_value_is_none_that_is_there(values: tuple[list[object], ...]) -> None:
+    """Neither zero nor an empty text passes for it, and it counts where it is missing."""
+    keys = {"accepted": [True] * 3, "example": [0] * 3, "branch": [0] * 3, "position": [0, 1, 2]}
+    contents = [Content({}, pa.table({**keys, "label": pa.array(column)})) for column in values]
+    assert len({content.digests() for content in contents}) == len(contents)
+    for other in contents[1:]:
+        found = first_difference(contents[0], other)
+        assert found is not None and found.what == "label"
+
+
 def test_nan_equals_itself(content: Content) -> None:
     assert content.tensors["Z.emitted"].isnan().any()
     assert first_difference(content, Content({k: x.clone() for k, x in content.tensors.items()}, content.index)) is None

@@ -66,7 +66,6 @@ def test_rows_are_the_engine_s_own(engine: Engine, coin: AnyTask, dump: Dump) ->
         for layer in range(2 + (letter == "S")):
             assert torch.equal(rows.to_torch(letter, layer), branch.activations[dump.resolve(letter, layer)[0]])
     branch.release()
-    engine.tree.forget(branch.id)
 
 
 def test_matrix(dump: Dump) -> None:

@@ -41,6 +41,28 @@ def test_a_repair_that_gives_other_bits_is_refused(
         Dump.open(copy)
 
 
+@pytest.mark.parametrize("name", ["part-00000.parquet", "shard-00000.safetensors", "part-00000.json"])
+def test_a_shard_of_an_unfinished_dump_counts_only_whole(
+    engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Tensors, index or note of a finished shard are damaged before the dump is: the shard is made again, no other is."""
+    folder, made, original = tmp_path / "unfinished", list[int](), ShardMaker.make
+
+    def interrupted(self: ShardMaker, number: int, *given: Any) -> Content:
+        made.append(number)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return original(self, number, *given)
+
+    monkeypatch.setattr(ShardMaker, "make", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_dump(engine, planned(), folder)
+    flip_bit(folder / name, 0)
+    resumed = write_dump(engine, planned(), folder, resume=True)
+    assert resumed is not None and resumed.digest == reference.digest
+    assert made == [0, 1, 2, 0, 2]
+
+
 def _with_a_flipped_bit(original: Callable[..., Content], row: int) -> Callable[..., Content]:
     def make(self: ShardMaker, *given: Any) -> Content:
         content = original(self, *given)

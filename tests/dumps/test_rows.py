@@ -157,7 +157,6 @@ def test_first_rejected_token_has_the_probability_that_the_model_gave_it(engine:
     log_p = engine.runner.logits(branch.activations["blocks.1.hook_out"][-1:]).log_softmax(-1)
     assert np.float32(log_p[0, int(line["token"])]) == np.float32(line["logprob"])
     branch.release()
-    engine.tree.forget(branch.id)
 
 
 # ---- branches -------------------------------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ def test_tuned_lens(model: Decoder, tokenizer: WordTokenizer, coin: AnyTask, tmp
 
 def test_memory_does_not_grow_with_the_dump(model: Decoder, tokenizer: WordTokenizer, planned: Planned, tmp_path: Path) -> None:
     """After each shard the engine holds no branch, no lane, no trace of it."""
-    engine = Engine(model, tokenizer)
+    engine = Engine(model, tokenizer, record=True)
     written(engine, planned(engine=engine, drafter="tree", sites="S"), tmp_path)
     assert (len(engine.tree), engine.loop.lanes, engine.trace.events) == (0, {}, [])
     engine.check_integrity()

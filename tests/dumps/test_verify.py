@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from replaylens.engine.dump import verify as dump_verify
 from replaylens.engine.dump.diff import diff
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.plan import DumpPlan
@@ -35,8 +36,6 @@ def test_a_good_dump(engine: Engine, reference: Dump) -> None:
 
 
 def test_the_sample_is_drawn_by_its_seed(engine: Engine, reference: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
-    from replaylens.engine.dump import verify as dump_verify
-
     drawn = [dump_verify._sampled(reference.manifest, 0.3, seed) for seed in (0, 0, 1, 2, 3)]
     assert drawn[0] == drawn[1] and len(set(map(tuple, drawn))) > 1
 
@@ -135,6 +134,19 @@ def test_forged_content(engine: Engine, copy: Path, name: str, careful: bool) ->
     found = verdict.difference
     assert verdict.status == MISMATCH and found is not None and found.what.startswith(what)
     assert (found.example, found.branch, found.position) == (0, 0, row), "the first row of the first example is position 0"
+
+
+def test_a_forged_rejected_row_that_is_not_replayed(engine: Engine, copy: Path) -> None:
+    """Its example is not in the sample, another of its shard is: the digest of the shard covers rejected rows, too."""
+    dump = Dump.open(copy)
+    rejected = dump.where(accepted=False, shard=0).index
+    row, example = int(rejected["row"].iloc[0]), int(rejected["example"].iloc[0])
+    drawn = {seed: dump_verify._sampled(dump.manifest, 0.01, seed)[0] for seed in range(100)}
+    seed = next(seed for seed, one in drawn.items() if dump.files.shard_of(one) == 0 and one != example)
+    assert verify(copy, engine, sample=0.01, seed=seed), "the control"
+    forge_shard(copy, 0, lambda tensors: tensors["blocks.1.attn.hook_out"].view(torch.int32)[row, 3].bitwise_xor_(1))
+    verdict = verify(copy, engine, sample=0.01, seed=seed)
+    assert verdict.status == MISMATCH and "noted digest" in verdict.problems[0]
 
 
 def test_no_dump_is_no_mismatch(engine: Engine, copy: Path, tmp_path: Path) -> None:

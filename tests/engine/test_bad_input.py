@@ -128,7 +128,7 @@ GENERATES: dict[str, tuple[Call, type[EngineError], str]] = {
         "drafts is not in the vocabulary",
     ),
     "draft of a bool": (lambda s: s.branch.generate(3, drafter="forced", drafts={9: [[True]]}), BadRequest, "vocabulary"),
-    "twice the same branch": (lambda s: s.engine.generate([*s.engine.prompts([[5]]) * 2], 3), BadRequest, "worked on"),
+    "twice the same branch": (lambda s: s.engine.generate([*s.engine.prompts([[5]]) * 2], 3), BadRequest, "given 2 times"),
     "stream of none": (lambda s: s.branch.stream(0), BadRequest, "at least 1"),
     "a finished branch": (lambda s: s.finished.generate(2), ClosedBranch, "finished: roll it back or fork it"),
     "a released branch": (lambda s: s.released.generate(2), ClosedBranch, "released"),
@@ -301,7 +301,7 @@ def test_one_request_that_cannot_fit_does_not_stop_the_others() -> None:
     small, large = subject.prompts([[1, 2, 3], [4, 5, 6]])
     truth = continuation(toy(), [1, 2, 3], 8)
     with refused(OutOfPages, "of 6 free"):
-        subject.loop.run(jobs := [_submitted(small, 8), _submitted(large, 60)])
+        subject.forest.wait(jobs := [_submitted(small, 8), _submitted(large, 60)])
     assert jobs[0].error is None and small.generated == truth
     assert large.generated == continuation(toy(), [4, 5, 6], 60)[: len(large.generated)]
     subject.check_integrity()

@@ -10,17 +10,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replaylens.engine.errors import (
-    BadRange,
-    BadRollback,
-    BadTransition,
-    BranchInUse,
-    ClosedBranch,
-    IntegrityError,
-    UnknownBranch,
-)
+from replaylens.engine.errors import BadRange, BadRollback, BadTransition, ClosedBranch, IntegrityError, UnknownBranch
 from replaylens.engine.memory.pages import PagePool, PageTable
-from replaylens.engine.memory.tree import Branch, BranchStatus, BranchTree, Node, TokenState
+from replaylens.engine.memory.tree import Branch, BranchStatus, BranchTree, TokenState
 
 PROMPT, DRAFT = TokenState.PROMPT, TokenState.DRAFT
 ACCEPTED, PENDING, REJECTED = TokenState.ACCEPTED, TokenState.PENDING, TokenState.REJECTED
@@ -47,6 +39,8 @@ class Naive:
     status: str = "open"
     reason: str | None = None
     children: list[int] = field(default_factory=list)
+    held: Branch | None = None
+    """the tree's own record, as a handle would hold it"""
 
     @property
     def text(self) -> str:
@@ -61,7 +55,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree = BranchTree()
         self.model: dict[int, Naive] = {}
         self.num_made = 0
-        self.forgotten: list[int] = []
+        self.gone: list[int] = []
 
     def pick(self, data: st.DataObject, *statuses: str) -> tuple[int, Naive, bool]:
         branch_id = data.draw(st.sampled_from(sorted(self.model)[-5:]))  # few, so that deep histories happen
@@ -69,6 +63,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def made(self, branch_id: int | None, record: Naive) -> None:
         assert branch_id == self.num_made
+        record.held = self.tree.branch(branch_id)
         self.model[self.num_made] = record
         if record.parent is not None:
             self.model[record.parent].children.append(self.num_made)
@@ -157,18 +152,34 @@ class TreeMachine(RuleBasedStateMachine):
             return self.refused(ClosedBranch, self.tree.release, branch_id)
         self.tree.release(branch_id)
         record.status = "released"
+        for child in (self.model[each] for each in record.children):
+            child.status = "released" if child.status == "rejected" else child.status
+        self.drop()
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
-        branch_id, record, allowed = self.pick(data, "released")
-        if not allowed or record.children:
-            return self.refused(BranchInUse, self.tree.forget, branch_id)
-        self.tree.forget(branch_id)
-        if record.parent is not None:
-            self.model[record.parent].children.remove(branch_id)
-        del self.model[branch_id]
-        self.forgotten.append(branch_id)
+    def let_go(self, data: st.DataObject) -> None:
+        """Nobody looks at a branch any more: once released, it goes, but for what others still need of it."""
+        _, record, _ = self.pick(data)
+        record.held = None
+        self.drop()
+
+    def drop(self) -> None:
+        """The naive model of who keeps whom, to a fixed point."""
+        kept = {i for i, record in self.model.items() if record.held or record.status != "released"}
+        while True:
+            above = {self.model[i].parent for i in kept if "R" not in self.model[i].text}
+            above |= {self.model[i].parent for i in above if i is not None and "R" in self.model[i].text}
+            cut = {child for i in kept for child in self.model[i].children if "R" in self.model[child].text}
+            more = {i for i in above | cut if i is not None} - kept
+            if not more:
+                break
+            kept |= more
+        for branch_id in [i for i in self.model if i not in kept]:
+            del self.model[branch_id]
+            self.gone.append(branch_id)
+        for record in self.model.values():
+            record.children = [child for child in record.children if child in self.model]
 
     @invariant()
     def same(self) -> None:
@@ -180,15 +191,12 @@ class TreeMachine(RuleBasedStateMachine):
             assert (branch.parent, branch.fork_position) == (record.parent, record.left_at)
             assert (branch.status.value, branch.finish_reason) == (record.status, record.reason)
             assert tree.children(branch_id) == record.children
-            assert tree.rejected_of(branch_id) == [child for child in record.children if "R" in model[child].text]
-            assert tree.depth(branch_id) == (0 if record.parent is None else tree.depth(record.parent) + 1)
+            assert [cut.id for cut in branch.cut] == [child for child in record.children if "R" in model[child].text]
             assert branch.root_length == record.text.count("P")
         assert tree.roots() == [branch_id for branch_id, record in model.items() if record.parent is None]
-        assert tree.leaves() == [branch_id for branch_id, record in model.items() if not record.children]
-        for branch_id in [*self.forgotten[-2:], self.num_made]:
+        for branch_id in [*self.gone[-2:], self.num_made]:
             self.refused(UnknownBranch, tree.path, branch_id)
         assert sum(tree.check_integrity().branches.values()) == len(tree) == len(model)
-        assert len(tree.render().splitlines()) == len(model)
 
 
 TestTree = TreeMachine.TestCase
@@ -227,10 +235,8 @@ def test_a_mismatch_restores_to_the_last_accepted_token() -> None:
     tree.append(root, [20], PENDING)
     assert (tree.path(root), letters(tree.branch(root))) == ([1, 2, 3, 10, 11, 20], "PPPAA~")
     assert (table.pages, table.length, pool.num_free) == ([1, 2, 3], 5, 5)
-    assert rejected is not None and tree.rejected_of(root) == [rejected]
+    assert rejected is not None and tree.children(root) == [rejected]
     assert (tree.path(rejected), letters(tree.branch(rejected))) == ([1, 2, 3, 10, 11, 12, 13], "PPPAARR")
-    assert tree.node(rejected, 5) == Node(12, 5, REJECTED)
-    assert tree.render() == "#0 open .3 +2 ~1\n  #1 @5 rejected x2"
     assert str(tree.check_integrity()) == (
         "tree: 2 branches (1 open, 1 rejected); tokens: 6 prompt, 4 accepted, 1 pending, 2 rejected"
     )
@@ -293,7 +299,7 @@ def test_a_rejected_branch_can_be_forked_and_gone_on_with() -> None:
     whole, part, before = tree.fork(rejected), tree.fork(rejected, 6), tree.fork(rejected, 4)
     assert [letters(tree.branch(child)) for child in (whole, part, before)] == ["PPPAAAA", "PPPAAA", "PPPA"]
     tree.append(whole, [14], PENDING)
-    assert letters(tree.branch(rejected)) == "PPPAARR" and tree.rejected_of(root) == [rejected]
+    assert letters(tree.branch(rejected)) == "PPPAARR" and tree.children(root) == [rejected]
     tree.check_integrity()
 
 
@@ -342,8 +348,6 @@ def test_ranges_are_checked() -> None:
     for call in (
         lambda: tree.fork(root, 3),
         lambda: tree.fork(root, -1),
-        lambda: tree.node(root, 2),
-        lambda: tree.node(root, -1),
         lambda: tree.mark(root, 0, 3, ACCEPTED),
         lambda: tree.mark(root, 2, 1, ACCEPTED),
     ):
@@ -359,29 +363,61 @@ def test_closed_and_unknown_branches() -> None:
     assert rejected is not None
     with pytest.raises(ClosedBranch, match="rejected: fork it to go on with its tokens"):
         tree.append(rejected, [3], DRAFT)
+    held = tree.branch(root)
     tree.release(root)
-    with pytest.raises(ClosedBranch, match="released"):
-        tree.fork(root)
-    assert tree.path(root) == [1] and tree.rejected_of(root) == [rejected]
-    with pytest.raises(BranchInUse, match="has 1 children"):
-        tree.forget(root)
-    tree.release(rejected)
-    tree.forget(rejected)
-    tree.forget(root)
+    for closed in (root, rejected):  # what was cut from it goes with it
+        with pytest.raises(ClosedBranch, match="released"):
+            tree.fork(closed)
+    assert tree.path(root) == held.tokens == [1] and tree.children(root) == [rejected]
+    del held
     with pytest.raises(UnknownBranch, match="no branch 0: 0 are known, ids below 2"):
         tree.path(root)
     assert tree.plant([1]) == 2  # ids are never used again
 
 
-def test_render_of_a_subtree_and_of_a_deep_tree() -> None:
+# Who keeps a record
+
+
+def test_a_fork_keeps_those_above_it() -> None:
+    """Also where it was forked from what was cut from them; they go with it."""
+    tree, root, _, _ = drafted()
+    rejected = tree.rollback(root, 5, keep=True)
+    assert rejected is not None
+    fork = tree.fork(tree.fork(rejected))
+    for released in (root, tree.branch(fork).parent):
+        assert released is not None
+        tree.release(released)
+    assert len(tree) == 4 and tree.children(root) == [rejected]
+    tree.check_integrity()
+    tree.release(fork)
+    assert len(tree) == 0
+
+
+def test_a_released_fork_that_nobody_holds_is_no_child_any_more() -> None:
+    tree = BranchTree()
+    root = tree.plant([1, 2])
+    for _ in range(1000):
+        tree.release(tree.fork(root))
+    assert tree.children(root) == [] and len(tree) == 1
+
+
+def test_a_long_line_of_forks_goes_at_once() -> None:
     tree = BranchTree()
     branch_id = tree.plant([1, 2])
-    for _ in range(2000):
-        branch_id = tree.fork(branch_id)
-    tree.append(branch_id, [7, 8], DRAFT)
-    tree.finish(branch_id, "length")
-    assert tree.render(branch_id) == "#2000 @2 finished (length) ?2"
-    assert len(tree.render().splitlines()) == 2001 and tree.depth(branch_id) == 2000
+    for _ in range(20_000):
+        branch_id, parent = tree.fork(branch_id), branch_id
+        tree.release(parent)
+    assert len(tree) == 20_001
+    tree.release(branch_id)
+    assert len(tree) == 0
+
+
+def test_a_discarded_branch_is_gone() -> None:
+    tree, root, _, _ = drafted()
+    rejected = tree.rollback(root, 5, keep=True)
+    assert rejected is not None
+    tree.discard(rejected)
+    assert tree.children(root) == [] and len(tree) == 1
 
 
 # Faults of our own are found and named
@@ -389,11 +425,12 @@ def test_render_of_a_subtree_and_of_a_deep_tree() -> None:
 
 def corrupt(tree: BranchTree, fault: str) -> None:
     root, child, gone = (tree.branch(branch_id) for branch_id in (0, 1, 2))
+    strange = Branch(77, 0, 0, [], [], 0)
     actions: dict[str, Any] = {
         "parent unknown": lambda: setattr(child, "parent", 99),
         "parent younger": lambda: setattr(child, "parent", 2),
-        "child lost": lambda: root.children.remove(1),
-        "child strange": lambda: root.children.append(77),
+        "child lost": lambda: root.forks.pop(1),
+        "child strange": lambda: root.cut.append(strange),
         "prefix": lambda: child.tokens.__setitem__(0, 55),
         "fork position": lambda: setattr(child, "fork_position", 9),
         "states short": lambda: child.states.pop(),
@@ -413,7 +450,7 @@ def corrupt(tree: BranchTree, fault: str) -> None:
     [
         ("parent unknown", "branch 0: child 1 is unknown or has another parent"),
         ("parent younger", "branch 0: child 1 is unknown or has another parent"),
-        ("child lost", r"branch 1: parent 0 has children \[2\]"),
+        ("child lost", "branch 1: it is none of its parent's children"),
         ("child strange", "branch 0: child 77 is unknown"),
         ("prefix", "branch 1: its first 2 tokens are not those it left with"),
         ("fork position", "branch 1: fork position 9 of 5 tokens"),
@@ -434,8 +471,10 @@ def test_a_fault_is_named(fault: str, text: str) -> None:
     tree.append(child, [3], PENDING)
     tree.append(child, [4, 5], DRAFT)
     tree.append(gone, [3], ACCEPTED)
+    held = tree.branch(gone)
     tree.release(gone)
     tree.check_integrity()
+    assert held.status is BranchStatus.RELEASED
     corrupt(tree, fault)
     with pytest.raises(IntegrityError, match=text):
         tree.check_integrity()
@@ -445,7 +484,7 @@ def test_an_orphan_is_named() -> None:
     tree = BranchTree()
     root = tree.plant([1])
     child = tree.fork(root)
-    tree.branch(root).children.clear()
+    tree.branch(root).forks.clear()
     tree.branch(child).parent = 99
     with pytest.raises(IntegrityError, match="branch 1: parent 99 is unknown or younger"):
         tree.check_integrity()

@@ -290,7 +290,7 @@ def test_an_unrelated_prefill_of_9_or_10_tokens_changing_a_neighbours_bits() -> 
         passes = watch_passes(subject)
         subject.loop.step()
         assert [len(s.tokens) for s in passes[0]] == ([1, n] if n > 1 else [1, 1]), "one pass for both"
-        subject.loop.run(jobs)
+        subject.forest.wait(jobs)
         assert torch.equal(branch.kv(), truth.kv[:5])
         assert torch.equal(beside.kv(), Reference(toy(), beside.tokens).kv)
 

@@ -291,7 +291,7 @@ def test_a_shared_prefix_is_the_same_as_none(subject: Subject) -> None:
 
 def test_a_replayed_trace_reproduces_every_row(subject: Subject, tmp_path: Path) -> None:
     """Committed and rejected rows, of forks and after rollbacks, on a fresh engine of another cut."""
-    engine, requests = subject.engine(), mixed(subject)
+    engine, requests = subject.engine(record=True), mixed(subject)
     branches = run_together(engine, requests)
     (child,) = branches[0].fork(at=25)
     child.force([1, 2, 3]).generate(5, drafter="tree", window=4, keep_rejected=True)

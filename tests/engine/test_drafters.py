@@ -83,7 +83,7 @@ def test_requests_with_different_drafters_run_together(small: Decoder) -> None:
     jobs = [Job(b.lane, 10, drafter=d, window=4) for b, d in zip(branches, DRAFTERS, strict=True)]
     for job in jobs:
         subject.loop.submit(job)
-    subject.loop.run(jobs)
+    subject.forest.wait(jobs)
     for branch, prompt, job in zip(branches, prompts, jobs, strict=True):
         assert branch.generated == continuation(toy(), prompt, 10)
         assert_adds_up(job.statistics, 10)

@@ -183,7 +183,7 @@ def test_interchange_reproduces_the_source(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_edits_survive_a_trace(device: str) -> None:
-    served, fresh = engine(device=device), engine(device=device)
+    served, fresh = engine(device=device, record=True), engine(device=device)
     root = served.prompt(TOKENS, sites="STCZ")
     (child,) = root.fork(edits=EDITS)
     child.generate(8, final=True)

@@ -98,6 +98,13 @@ def foreign_entry(s: Session) -> str:
     return rf"slot {s.slot(8)} \(page {s.pages[2]}\) does not hold position 8, token {PROMPT[8]}"
 
 
+def entry_with_another_past(s: Session) -> str:
+    """The same tokens at the same positions, but of a prompt that begins otherwise."""
+    other = s.engine.prompt((PROMPT[0] ^ 1, *PROMPT[1:13]))
+    s.pages[2] = other.lane.table.pages[2]
+    return rf"slot {s.slot(8)} \(page {s.pages[2]}\) does not hold position 8, token {PROMPT[8]}"
+
+
 def forgotten_rollback(s: Session) -> str:
     """The tokens are cut, but what was computed for them still counts as the branch's."""
     s.engine.tree.rollback(s.plain.id, 26)
@@ -136,6 +143,7 @@ IN_THE_NEXT_PASS: dict[Fault, type[EngineError]] = {
     flipped_last_value: KVCorruption,
     swapped_entries: KVCorruption,
     foreign_entry: KVCorruption,
+    entry_with_another_past: KVCorruption,
     forgotten_rollback: KVCorruption,
     overwritten_prefix: KVCorruption,
     flipped_prefix: KVCorruption,

@@ -36,6 +36,30 @@ def test_run_with_cache_gives_transformer_lens_values_and_names(name: str) -> No
     assert checked > 40
 
 
+def test_cached_decode_has_the_bits_of_a_full_forward_here_and_not_there() -> None:
+    """The residual stream and the logits of a path, token by token over the KV cache and all at once.
+
+    TransformerLens runs the same weights through the library's products, whose bits depend on the number of rows.
+    """
+    path, sites = TOKENS[:1], ["blocks.2.hook_out", "unembed.hook_out"]
+    lens, seen = bridge("llama"), []
+    with torch.no_grad(), lens.hooks(fwd_hooks=[(sites[0], lambda x, hook: seen.append(x))]):
+        full, past, steps = lens(path), None, []
+        for token in path.T:
+            logits, past = lens(token[None], return_type="logits_and_cache", use_cache=True, past_key_values=past)
+            steps.append(logits)
+    theirs = {sites[0]: (seen[0], torch.cat(seen[1:], dim=1)), sites[1]: (full, torch.cat(steps, dim=1))}
+    served = Engine(weights.load(hugging_face("llama")))
+    whole, stepped = (served.prompt(tokens.tolist(), sites=sites) for tokens in (path[0], path[0, :1]))
+    for token in path[0, 1:].tolist():
+        stepped.force([token])
+    for site in sites:
+        one, other = theirs[site]
+        assert one.shape == other.shape and 0 < float((one - other).abs().max()) < 1e-4, "the same function, other bits"
+        assert torch.equal(whole.activations[site], stepped.activations[site])
+        assert torch.allclose(whole.activations[site], one[0], atol=2e-5), "and ours is that function"
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_every_site_has_the_shape_that_transformer_lens_gives_it(name: str) -> None:
     """Prompts from one token on, shorter and longer than a head is wide (8 or 16) and than a block of keys."""

@@ -1,15 +1,20 @@
 """Random sessions on the public API against the slow reference: whatever was done before, a branch is its path.
 
 After every step the pages, the tree and the prefix index are recounted, and every live branch's KV and captured rows
-are compared byte by byte with the rows of its path computed one at a time, alone.
+are compared byte by byte with the rows of its path computed one at a time, alone. In between, somebody changes the number
+of threads and other modes of the library, calls from another Python thread, or starts anew on an engine of other sizes.
+`make soak` runs the same for hours, on wider models and in many processes.
 """
 
 import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -42,7 +47,17 @@ LONGEST = 80
 MOST = 8
 """live branches at a time"""
 
+MODES: dict[str, Callable[[bool], object]] = {
+    "flushed denormals": torch.set_flush_denormal,
+    "no oneDNN": lambda on: setattr(torch.backends.mkldnn, "enabled", not on),
+    "medium precision": lambda on: torch.set_float32_matmul_precision("medium" if on else "highest"),
+    "deterministic algorithms": torch.use_deterministic_algorithms,
+}
+"""switches of the library that somebody may turn on and off"""
+T = TypeVar("T")
+
 picks = st.integers(0, 10**6)
+page_sizes, row_sizes = st.sampled_from([1, 3, 4, 16]), st.sampled_from([16, 17, 21, 64, 512])
 tokens = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5)
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -103,29 +118,62 @@ class Sessions(RuleBasedStateMachine):
     """Prompts, forks, forced tokens, generations, cancels, rollbacks and releases in any order, in a cache too small."""
 
     device = "cpu"
+    config = CONFIG
     reference: Reference | None = None
+    operations = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.known: list[Known] = []
         self.rejected: list[Known] = []
+        self.users_threads, self.elsewhere = torch.get_num_threads(), False
 
-    @initialize(page_size=st.sampled_from([1, 4, 16]), max_rows=st.sampled_from([16, 21, 512]), seed=picks)
+    @initialize(page_size=page_sizes, max_rows=row_sizes, seed=picks)
     def begin(self, page_size: int, max_rows: int, seed: int) -> None:
         cls = type(self)
-        cls.reference = cls.reference or Reference(random_decoder(CONFIG).to(cls.device))
+        cls.reference = cls.reference or Reference(random_decoder(cls.config).to(cls.device))
         self.truth, self.model = cls.reference, cls.reference.runner.model
+        self.engine = self.new_engine(page_size, max_rows, seed)
+
+    def new_engine(self, page_size: int, max_rows: int, seed: int) -> Engine:
+        """With room for little, on any number of threads."""
         sizes = {"cache_tokens": 96, "page_size": page_size, "max_rows": max_rows}
-        self.engine = Engine(self.model, draft_model=perturbed(self.model, 0.02), canary=True, **sizes)
-        self.engine.loop.admission.planner = AnyWindow(seed)
+        engine = Engine(self.model, draft_model=perturbed(self.model, 0.02), canary=True, record=True, **sizes)
+        engine.loop.admission.planner = AnyWindow(seed)
+        engine.runner.worth_threads = 0
+        return engine
 
     # ---- what users do --------------------------------------------------------------------------------------------
+
+    @rule(threads=st.sampled_from([1, 2, 3, 8]), mode=st.sampled_from(sorted(MODES)), on=st.booleans())
+    def change_modes(self, threads: int, mode: str, on: bool) -> None:
+        torch.set_num_threads(threads)
+        MODES[mode](on)
+
+    @rule(elsewhere=st.booleans())
+    def move_to_a_thread(self, elsewhere: bool) -> None:
+        self.elsewhere = elsewhere
+
+    @rule(page_size=page_sizes, max_rows=row_sizes, seed=picks)
+    @precondition(lambda self: self.known)
+    def start_anew(self, page_size: int, max_rows: int, seed: int) -> None:
+        """As after a crash: nothing is left but the paths."""
+        self.check_against_trace()
+        self.engine, old = self.new_engine(page_size, max_rows, seed), self.known
+        self.known, self.rejected = [], []
+        for one in old:
+            if one.exact:
+                branch = self.engine.prompt(one.path[: one.num_prompt], sites="STCZ", keep_rejected=True)
+                if rest := one.path[one.num_prompt :]:
+                    branch.force(rest)
+                self.welcome(Known(branch, one.path, one.num_prompt))
 
     @rule(start=st.integers(0, 3), length=st.integers(1, len(LONG) - 3), captured=st.sampled_from([True, True, False]))
     def prompt(self, start: int, length: int, captured: bool) -> None:
         path = list(LONG[start : start + length])
         sites = "STCZ" if captured else None
-        self.welcome(Known(self.engine.prompt(path, sites=sites, keep_rejected=captured), path, length))
+        branch = self.done(lambda: self.engine.prompt(path, sites=sites, keep_rejected=captured))
+        self.welcome(Known(branch, path, length))
 
     @rule(pick=picks, at=picks)
     @precondition(lambda self: self.known)
@@ -141,7 +189,7 @@ class Sessions(RuleBasedStateMachine):
     @precondition(lambda self: self.open())
     def force(self, pick: int, new: list[int]) -> None:
         one = self.pick_open(pick)
-        one.branch.force(new)
+        self.done(lambda: one.branch.force(new))
         one.path += new
         assert one.branch.states[-1] in (TokenState.ACCEPTED, TokenState.PROMPT)
         assert one.branch.lane.computed == len(one.path)
@@ -150,7 +198,7 @@ class Sessions(RuleBasedStateMachine):
     @precondition(lambda self: self.open())
     def generate(self, pick: int, n: int, how: How) -> None:
         one = self.pick_open(pick)
-        one.branch.generate(n, **how.options())
+        self.done(lambda: one.branch.generate(n, **how.options()))
         self.settle(one, n, how)
 
     @rule(picked=st.lists(picks, min_size=3, max_size=5), n=st.integers(1, 6), how=st.lists(hows, min_size=5, max_size=5))
@@ -209,6 +257,7 @@ class Sessions(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_or_owned_twice(self) -> None:
+        type(self).operations += 1
         if hasattr(self, "engine"):
             self.engine.check_integrity()
             assert not self.engine.loop.jobs
@@ -223,9 +272,16 @@ class Sessions(RuleBasedStateMachine):
                 assert differences(one.branch, self.truth) == []
 
     def teardown(self) -> None:
+        try:
+            if self.known:
+                self.check_against_trace()
+        finally:
+            torch.set_num_threads(self.users_threads)
+            for switch in MODES.values():
+                switch(False)
+
+    def check_against_trace(self) -> None:
         """The trace of the whole session, on an engine with room for all, brings every branch back, rejected drafts too."""
-        if not self.known:
-            return
         replayed = Engine(self.model, cache_tokens=4096).replay_trace(self.engine.trace)
         for one in self.known + self.rejected:
             if one.branch.id not in replayed:
@@ -240,6 +296,13 @@ class Sessions(RuleBasedStateMachine):
                 assert len({recording and (recording.base, recording.end) for recording in recordings}) == 1
 
     # ---- helpers --------------------------------------------------------------------------------------------------
+
+    def done(self, work: Callable[[], T]) -> T:
+        """What the work gives, done here or in a new Python thread."""
+        if not self.elsewhere:
+            return work()
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(work).result()
 
     def pick(self, number: int) -> Known:
         return self.known[number % len(self.known)]
@@ -300,7 +363,7 @@ def some(sessions: int, steps: int) -> settings:
     )
 
 
-Sessions.TestCase.settings = some(sessions=60, steps=50)
+Sessions.TestCase.settings = some(sessions=40, steps=50)
 SessionsOnCuda.TestCase.settings = some(sessions=24, steps=40)
 TestSessions = Sessions.TestCase
 TestSessionsOnCuda = pytest.mark.gpu(SessionsOnCuda.TestCase)

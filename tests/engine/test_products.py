@@ -1,4 +1,4 @@
-"""The roads of a canonical product give one tile's bits; a road that does not is not certified and not taken."""
+"""All variants of a canonical product give the bits of one tile on one thread; one that does not is not certified."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.model.ops import Linear
 from replaylens.engine.passes import products
 from replaylens.engine.passes.batch import TILE
-from replaylens.engine.passes.products import Products, tile_product
-from replaylens.engine.proof import certificates, doctor
+from replaylens.engine.passes.products import Allowed, Products, tile_product
+from replaylens.engine.proof import certificates, doctor, doctor_products
 from tests.engine.reference import decoder
 
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL to pack weights")
@@ -32,16 +32,16 @@ def linear(bias: bool) -> Linear:
 @pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 17, 64, 65, 127, 128, 129, 300])
 def test_a_packed_weight_gives_the_bits_of_the_tile_at_any_row_count(rows: int, bias: bool) -> None:
     module, x = linear(bias), torch.randn(320, SHAPE[0], generator=torch.Generator().manual_seed(1))
-    truth = Products({SHAPE: (TILE,)}).linear(x, module)[:rows]
-    road = Products({SHAPE: (256, 128, TILE)}, frozenset({SHAPE}))
-    assert road.tile == 1
-    assert torch.equal(road.linear(x[:rows], module), truth)
-    assert torch.equal(road.linear(x[:rows], module), truth), "and again, now that the weight is packed"
+    truth = Products({1: Allowed({SHAPE: (TILE,)})}).linear(x, module)[:rows]
+    packed = Products({1: Allowed({SHAPE: (256, 128, TILE)}, frozenset({SHAPE}))})
+    assert packed.tile == 1
+    assert torch.equal(packed.linear(x[:rows], module), truth)
+    assert torch.equal(packed.linear(x[:rows], module), truth), "and again, now that the weight is packed"
 
 
 def test_a_model_with_one_unpacked_shape_is_padded_to_tiles() -> None:
-    assert Products({SHAPE: (TILE,), (8, 8): (TILE,)}, frozenset({SHAPE})).tile == TILE
-    assert Products({}).tile == TILE
+    assert Products({1: Allowed({SHAPE: (TILE,), (8, 8): (TILE,)}, frozenset({SHAPE}))}).tile == TILE
+    assert Products({1: Allowed({})}).tile == TILE
 
 
 def test_the_tile_is_the_meaning() -> None:
@@ -58,7 +58,7 @@ def test_single_rows_of_a_certified_model_are_not_padded() -> None:
 
 
 @needs_mkl
-def test_a_packed_road_with_other_bits_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packed_weight_with_other_bits_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: as if the library summed single rows in another order."""
     right = products.packed_product
 
@@ -69,7 +69,7 @@ def test_a_packed_road_with_other_bits_is_not_certified(monkeypatch: pytest.Monk
     monkeypatch.setattr(products, "packed_product", wrong)
     certificate = doctor.examine(decoder("llama"))
     assert certificate.certified and not certificate.packed
-    assert Products(certificate.row_counts, certificate.packed).tile == TILE
+    assert Products(certificate.allowed).tile == TILE
 
 
 @needs_mkl
@@ -83,7 +83,7 @@ def test_an_engine_that_cannot_pack_gives_the_same_bits(monkeypatch: pytest.Monk
     tile, tokens, kv = session()
     monkeypatch.setattr(certificates, "_EXAMINED", {})
     monkeypatch.setattr(certificates, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(doctor, "can_pack", lambda weight: False)
+    monkeypatch.setattr(doctor_products, "can_pack", lambda weight: False)
     other_tile, other_tokens, other_kv = session()
     assert (tile, other_tile) == (1, TILE)
     assert tokens == other_tokens and torch.equal(kv, other_kv)

@@ -164,7 +164,6 @@ def test_a_mismatch_rolls_back_to_the_last_accepted_token(t: list[int], keep_pag
     statistics = stage.job.statistics
     assert (statistics.drafted, statistics.accepted, statistics.rejected, statistics.tokens) == (3, 1, 2, 3)
 
-    stage.branch._absorb(stage.job)
     (rejected,) = stage.branch.rejected
     assert rejected.tokens == [*P, t[0], *wrong]
     assert rejected.states == [PROMPT] * N + [ACCEPTED] * 2 + [REJECTED] * 2
@@ -195,7 +194,6 @@ def test_pages_of_the_rejected_part_are_free_again(t: list[int]) -> None:
 def test_a_rejected_branch_can_be_continued(t: list[int]) -> None:
     stage = Stage([[t[1], other(t[2]), t[3]]], keep_pages=True)
     stage.to_the_verdict()
-    stage.branch._absorb(stage.job)
     for job in stage.jobs:
         stage.engine.cancel(job)
     (fork,) = stage.branch.rejected[0].fork()
@@ -212,7 +210,6 @@ def test_siblings_are_verified_in_one_pass_and_the_right_one_is_followed(t: list
     assert stage.branch.states == [PROMPT] * N + [ACCEPTED] * 3 + [PENDING]
     assert_canonical(stage.branch, N + 3)
     assert_captured(stage.branch, range(N + 3))
-    stage.branch._absorb(stage.job)
     left = {tuple(r.tokens[N + 1 :]): r for r in stage.branch.rejected}
     assert set(left) == {tuple(chain) for chain in chains}
     for chain, at in zip(chains, (N + 1, N + 3, N + 1), strict=True):

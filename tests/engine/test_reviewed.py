@@ -21,11 +21,11 @@ PROMPT = "A coin's state is heads. Alice flips,"
 
 @pytest.fixture
 def served() -> Engine:
-    return Engine.load("coin-plain")
+    return fresh()
 
 
 def fresh() -> Engine:
-    return Engine.load("coin-plain")
+    return Engine.load("coin-plain", record=True)
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def test_requests_come_and_go_at_any_step(data: st.DataObject) -> None:
         for _ in range(data.draw(st.integers(0, 4))):
             subject.loop.step()
         subject.check_integrity()
-    subject.loop.run([job for *_, job in running])
+    subject.forest.wait([job for *_, job in running])
     for branch, prompt, n, _ in running:
         assert_right(branch, prompt, n)
     assert subject.loop.jobs == []
@@ -72,7 +72,7 @@ def test_prefills_are_cut_into_chunks_beside_decoding_requests(max_rows: int) ->
         before = decoding.length
         subject.loop.step()
         assert decoding.length == before + 1, "a token in every step"
-    subject.loop.run(jobs)
+    subject.forest.wait(jobs)
     assert max(sum(len(s.tokens) for s in segments) for segments in passes) <= max_rows
     assert_right(decoding, [1, 2, 3], 12)
     assert_right(Branch(subject, jobs[1].lane), long, 3)
@@ -165,7 +165,7 @@ def test_pages_are_taken_from_the_idle_and_then_from_the_youngest() -> None:
         subject.loop.step()
         assert branches[0].length == before + 1, "the oldest never waits"
     assert idle.lane.table.pages == [] and set(preempted) == {branches[2].id}
-    subject.loop.run(jobs)
+    subject.forest.wait(jobs)
     for i, branch in enumerate(branches):
         assert_right(branch, [i, i + 1, i + 2], 28)
     assert idle.generate(2).generated == continuation(toy(), path(12), 2), "and comes back when it is wanted"
@@ -242,7 +242,7 @@ def test_a_cancel_at_any_step_keeps_what_was_committed(drafter: str) -> None:
         assert branch.generated == truth[: len(branch.generated)]
         assert torch.equal(branch.kv(), Reference(toy(), branch.tokens).kv[: branch.lane.computed])
         subject.check_integrity()
-        subject.loop.run(jobs[1:])
+        subject.forest.wait(jobs[1:])
         assert_right(beside, [9, 9], 12)
         if len(branch.generated) < 12:
             branch.generate(12 - len(branch.generated), drafter=drafter)
@@ -310,7 +310,7 @@ def test_ordinary_requests_beside_deterministic_ones() -> None:
     subject = engine()
     exact, ordinary = subject.prompts([[1, 2, 3], [1, 2, 3]])
     jobs = [submit(exact, 20, drafter="lens", window=4), submit(ordinary, 20, exact=False)]
-    subject.loop.run(jobs)
+    subject.forest.wait(jobs)
     assert_right(exact, [1, 2, 3], 20)
     assert exact.certified and not ordinary.certified
     assert len(ordinary.generated) == 20 and DRAFT not in ordinary.states

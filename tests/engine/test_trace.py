@@ -83,7 +83,7 @@ def story(subject: Engine) -> None:
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """The story's trace, and the digests of its branches."""
-    subject = engine()
+    subject = engine(record=True)
     story(subject)
     file = tmp_path_factory.mktemp("trace") / "story.jsonl"
     subject.trace.save(file)
@@ -155,7 +155,7 @@ def test_saving_and_loading_gives_the_same_trace_and_the_same_bytes(told: tuple[
 
 def test_the_same_story_gives_the_same_bytes(told: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     """No times, no batches, no page numbers; another page size makes no difference."""
-    subject = engine(page_size=8, cache_tokens=4096)
+    subject = engine(page_size=8, cache_tokens=4096, record=True)
     story(subject)
     subject.trace.save(tmp_path / "trace.jsonl")
     assert (tmp_path / "trace.jsonl").read_bytes() == told[0].read_bytes()
@@ -165,7 +165,7 @@ def test_a_trace_of_another_model_is_refused(told: tuple[Path, dict[str, str]]) 
     subject = engine(random_model(1))
     with pytest.raises(OtherFingerprint, match=r"weights: \w+ here, \w+ there"):
         subject.replay_trace(Trace.load(told[0]))
-    assert subject.loop.lanes == {} and subject.trace.events == [], "before anything runs"
+    assert subject.loop.lanes == {} and subject.tree.roots() == [], "before anything runs"
 
 
 def lines_of(file: Path) -> list[bytes]:
@@ -287,7 +287,7 @@ def test_a_tampered_trace_is_found_out(told: tuple[Path, dict[str, str]], tamper
 def test_a_recorded_path_that_ends_otherwise_is_found_out() -> None:
     """Token by token there are no verdicts to contradict: the digest of the whole path, last token included, tells."""
     for place in (-1, -2, 3, 0):
-        subject = engine()
+        subject = engine(record=True)
         branch = subject.prompt([1, 2, 3]).generate(5, window=1)
         other = branch.tokens
         other[place] = (other[place] + 1) % 50
@@ -321,7 +321,7 @@ def assert_replays(subject: Engine, tmp_path: Path, **options: Any) -> None:
 @pytest.mark.parametrize("drafter", ["self", "lens", "tree"])
 def test_requests_cancelled_anywhere(tmp_path: Path, drafter: str) -> None:
     """The last window was cut by the cancel, not by the number of tokens: its rejected part comes out as well."""
-    subject = engine()
+    subject = engine(record=True)
     for n in range(1, 6):
         branch = subject.prompt([n, 1], sites=SITES, keep_rejected=True)
         stream = branch.stream(25, drafter=drafter, window=7)
@@ -333,7 +333,7 @@ def test_requests_cancelled_anywhere(tmp_path: Path, drafter: str) -> None:
 
 def test_requests_that_failed(tmp_path: Path) -> None:
     """Out of pages or not finite: what they committed comes out, also where the pages would now suffice."""
-    subject = engine(cache_tokens=16)
+    subject = engine(cache_tokens=16, record=True)
     branch = subject.prompt([1, 2, 3])
     for call in (lambda: branch.generate(40, drafter="lens", window=3), lambda: branch.force([1] * 9)):
         with pytest.raises(OutOfPages):
@@ -343,7 +343,7 @@ def test_requests_that_failed(tmp_path: Path) -> None:
 
     model = random_model(norm="layer")
     model.embed[7] = 3e38
-    poisoned = engine(model)
+    poisoned = engine(model, record=True)
     branch = poisoned.prompt([1, 2, 3])
     with pytest.raises(NonFinite):
         branch.generate(9, window=3, sampling=Sampling(temperature=1.0, logit_bias={7: 12.0}))
@@ -353,7 +353,7 @@ def test_requests_that_failed(tmp_path: Path) -> None:
 
 def test_requests_side_by_side_and_refused_ones(tmp_path: Path) -> None:
     """Events of several requests stand between each other; a refused one leaves no mark but its end."""
-    subject = engine()
+    subject = engine(record=True)
     branches = subject.prompts([[1, 2], [3, 4], [5, 6]], sites=SITES, keep_rejected=True)
     subject.generate(branches, 8, drafter="lens", window=3)
     with pytest.raises(EngineError):
@@ -366,7 +366,7 @@ def test_requests_side_by_side_and_refused_ones(tmp_path: Path) -> None:
 
 def test_a_trace_saved_while_a_request_runs(tmp_path: Path) -> None:
     """It is replayed to its end: every row that was there comes out, and those that were to come."""
-    subject = engine()
+    subject = engine(record=True)
     branch = subject.prompt([1, 2, 3], sites=SITES)
     stream = branch.stream(12, drafter="lens", window=4)
     next(stream)

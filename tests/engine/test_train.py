@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from replaylens.cli import app
 from replaylens.commands import train as command
+from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
@@ -131,7 +132,7 @@ def test_ctrl_c_saves_a_whole_step(trained: Decoder, tmp_path: Path, monkeypatch
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_second_ctrl_c_is_not_held_back() -> None:
-    with pytest.raises(KeyboardInterrupt), trainer.held_interrupt() as came:
+    with pytest.raises(KeyboardInterrupt), held_interrupt() as came:
         signal.raise_signal(signal.SIGINT)
         assert came()
         signal.raise_signal(signal.SIGINT)

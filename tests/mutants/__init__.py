@@ -9,5 +9,6 @@ that must fail, and prints which faults were killed and which survived. The chec
 | `engine.py` `memory.py` `dumps.py` `probes.py` `tasks.py` `thinking.py` | the faults, as data       |
 | `table.py`                                      | all of them                                        |
 | `campaign.py`                                   | scratch copies, test runs, outcomes                |
+| `quick.py`                                      | how Hypothesis runs in them                        |
 | `test_table.py`, `test_campaign.py`             | the table fits the sources; the runner tells apart |
 """

@@ -26,20 +26,11 @@ NEEDED = 0.9
 """the share of mutants that must be killed"""
 LIMIT = 300.0
 """seconds for the tests of one mutant"""
-_NOT_COPIED = (
-    ".git",
-    ".venv",
-    "__pycache__",
-    ".*_cache",
-    ".hypothesis",
-    "*.egg-info",
-    "build",
-    "demo",
-    "dist",
-    "dumps",
-    "report",
-)
-_FAILED = re.compile(r"^FAILED (\S+)", re.MULTILINE)
+PLUGIN = "tests.mutants.quick"
+_NOWHERE = ("__pycache__", ".*_cache", ".hypothesis", ".ipynb_checkpoints", "*.egg-info")
+_NOT_AT_THE_TOP = {".git", ".venv", "build", "demo", "dist", "dumps", "report", "trained"}
+"""what is not copied: caches, and what a checkout's own commands leave in it"""
+_FAILED = re.compile(r"^FAILED (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 class Outcome(Enum):
@@ -99,7 +90,12 @@ class Campaign:
             return list(threads.map(one, mutants))
 
     def _copy(self, target: Path) -> Path:
-        shutil.copytree(self.root, target, symlinks=True, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+        caches = shutil.ignore_patterns(*_NOWHERE)
+
+        def left_out(folder: str, names: list[str]) -> set[str]:
+            return caches(folder, names) | (_NOT_AT_THE_TOP if Path(folder) == self.root else set())
+
+        shutil.copytree(self.root, target, symlinks=True, ignore=left_out)
         # Bytecode is checked by the source's hash: by time and size, a changed file could pass for the unchanged one
         hashed = ["-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "."]
         subprocess.run([sys.executable, *hashed], cwd=target, check=False, capture_output=True)
@@ -126,7 +122,7 @@ class Campaign:
 
     def _pytest(self, tests: Sequence[str], copy: Path, limit: float) -> tuple[int | None, str]:
         """(exit status or None where it took too long, what it said) of tests in a copy."""
-        options = ["-q", "-x", "-rf", "--tb=no", "--no-header", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        options = ["-q", "-x", "-rf", "--tb=no", "--no-header", "-p", "no:cacheprovider", "-p", PLUGIN]
         own = {
             "PYTHONPATH": str(copy / "src"),
             "PYTHONDONTWRITEBYTECODE": "1",

@@ -15,7 +15,7 @@ DUMPS = (
         "digest-without-missing-values",
         "replaylens.engine.dump.content",
         "yield column.is_valid().to_numpy().astype(np.uint8).tobytes()",
-        "yield b\"\"",
+        'yield b""',
         "the digest tells a missing value from zero",
         ("tests/dumps/test_content.py",),
     ),
@@ -25,7 +25,10 @@ DUMPS = (
         "(here.contiguous().view(bits) != there.contiguous().view(bits))",
         "(here != there)",
         "rows are compared by their bits: NaN equals itself, and the two zeros differ",
-        ("tests/dumps/test_content.py", "tests/dumps/test_verify.py",),
+        (
+            "tests/dumps/test_content.py",
+            "tests/dumps/test_verify.py",
+        ),
     ),
     Mutant(
         "reused-process-id",
@@ -73,7 +76,7 @@ DUMPS = (
         " and self._is_whole(_index(number), part.index)",
         "",
         "a shard whose index is damaged is written again",
-        ("tests/dumps/test_resume.py",),
+        ("tests/dumps/test_repair.py",),
     ),
     Mutant(
         "manifest-without-its-seal",

@@ -62,8 +62,8 @@ MEMORY = (
     Mutant(
         "edits-not-in-the-key",
         "replaylens.engine.memory.prefix",
-        "pack(f\"<{len(tokens)}q\", *tokens) + edit_key",
-        "pack(f\"<{len(tokens)}q\", *tokens)",
+        'pack(f"<{len(tokens)}q", *tokens) + edit_key',
+        'pack(f"<{len(tokens)}q", *tokens)',
         "a shared page agrees in edits, too",
         ("tests/engine/test_prefix.py",),
     ),
@@ -76,11 +76,11 @@ MEMORY = (
         ("tests/engine/test_prefix.py",),
     ),
     Mutant(
-        "chain-without-position",
+        "chain-without-its-past",
         "replaylens.engine.memory.cache",
-        "* _MIX + position + 1)",
-        "* _MIX + 1)",
-        "the canary notices a slot that belongs to another position",
+        "((previous ^ (token + 1)) * _MIX",
+        "((token + 1) * _MIX",
+        "the canary notices a slot that holds the same token of another path",
         ("tests/engine/test_faults.py",),
     ),
     Mutant(

@@ -62,7 +62,7 @@ PROBES = (
     Mutant(
         "word-on-a-rejected-branch-fitted",
         "replaylens.probes.splits",
-        "for roots in (found[\"root\"], accepted))",
+        'for roots in (found["root"], accepted))',
         "for roots in (accepted, accepted))",
         "a held-out word is on no branch of a prompt that is fitted on",
         ("tests/probes/test_splits.py",),
@@ -70,7 +70,7 @@ PROBES = (
     Mutant(
         "folds-by-order",
         "replaylens.probes.splits",
-        "rank[np.argsort(keys, kind=\"stable\")] = np.arange(len(different))",
+        'rank[np.argsort(keys, kind="stable")] = np.arange(len(different))',
         "rank[:] = np.arange(len(different))",
         "a root's fold is drawn by the seed",
         ("tests/probes/test_rows.py",),

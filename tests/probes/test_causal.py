@@ -67,7 +67,7 @@ def test_intervals_know_that_placebos_are_a_sample(
     assert all(each["low"] < each["high"] and each["nats_low"] < each["nats_high"] for each in report.lines)
     one = steer(engine, probe, fresh, untrained=untrained[:1], placebos=1)
     assert [note for note in one.notes if "only one" in note] == [
-        f"spread between placebos: only one {name} was given" for name in ("random direction", "untrained probe")
+        f"Skipped the spread between placebos: only one {name} was given." for name in ("random direction", "untrained probe")
     ]
 
 
@@ -76,11 +76,11 @@ def test_prompts_that_the_probe_knows(engine: Engine, probe: LinearProbe, fresh:
     known = tasks.get("coin")(flips=(2, 5)).examples(3)
     loaded = LinearProbe.load(probe.save(tmp_path / "face"))
     for each in (probe, loaded):
-        (note,) = [n for n in steer(engine, each, [*known, *fresh[:4]], placebos=2).notes if "held-out" in n]
-        assert note == "held-out prompts: 3 of 7 are among those that the probe was fitted on"
-        assert not [n for n in steer(engine, each, fresh[:4], placebos=2).notes if "held-out" in n]
-    (note,) = [n for n in steer(engine, replace(probe, roots=()), fresh[:4], placebos=2).notes if "held-out" in n]
-    assert "does not tell" in note
+        (note,) = [n for n in steer(engine, each, [*known, *fresh[:4]], placebos=2).notes if "held out" in n]
+        assert note == "3 of 7 prompts are not held out: the probe was fitted on them."
+        assert not [n for n in steer(engine, each, fresh[:4], placebos=2).notes if "held out" in n]
+    (note,) = [n for n in steer(engine, replace(probe, roots=()), fresh[:4], placebos=2).notes if "held out" in n]
+    assert "does not record" in note
 
 
 def test_a_probe_is_one_line(probe: LinearProbe) -> None:
@@ -92,7 +92,7 @@ def test_a_probe_is_one_line(probe: LinearProbe) -> None:
 def test_layers_that_are_not_there(engine: Engine, coin_dump: Dump, kept: str) -> None:
     """The message names those that are; counting from the end is for none of the commands."""
     given = coin_dump if kept == "dump" else engine.replay(tasks.get("coin")(flips=(2, 5)).examples(12), sites="SZ")
-    for layer, message in ((99, "no layer 99; S"), (-1, "no layer -1; S"), (None, "comes by layer")):
+    for layer, message in ((99, "No layer 99. S"), (-1, "No layer -1. S"), (None, "needs a layer")):
         with pytest.raises(UnknownSite, match=f"{message}.*0, 1, 2, 3, 4"):
             fit_probe(given, "face", layer=layer)
     with pytest.raises(UnknownSite, match="layers 0 to 4, not 99"):
@@ -129,7 +129,7 @@ def test_interchange(engine: Engine, probe: LinearProbe, fresh: list[Example]) -
     assert line(report, "interchange: whole row")["accuracy"] > 0.9
     assert line(report, "interchange: probe")["accuracy"] > 0.8
     assert line(report, "interchange: random direction")["accuracy"] < 0.2
-    assert report.notes == ["untrained probe: none was given"]
+    assert report.notes == ["Skipped the comparison with untrained probes: none was given."]
 
 
 def test_stage_reads_the_model_itself(engine: Engine, fresh: list[Example]) -> None:
@@ -194,11 +194,11 @@ def test_what_cannot_be_tested(engine: Engine, coin_dump: Dump, probe: LinearPro
         steer(toy_engine(), probe, fresh)
     with pytest.raises(ProbeError, match="placebo"):
         steer(engine, probe, fresh, placebos=0)
-    with pytest.raises(ProbeError, match="no examples"):
+    with pytest.raises(ProbeError, match="No examples"):
         steer(engine, probe, [])
     with pytest.raises(BadPosition):
         steer(engine, probe, fresh, position="step:9")
-    with pytest.raises(ProbeError, match="no class 'edge'"):
+    with pytest.raises(ProbeError, match="Unknown class 'edge'"):
         probe.direction("heads", "edge")
 
 

@@ -69,7 +69,7 @@ def test_contrast_pairs_need_no_labels() -> None:
     assert np.mean(fitted.predict(pairs) == truth) > 0.98
     turned = CcsProbe(tries=3).fit(pairs, 1 - truth)
     assert np.array_equal(fitted.weight_, turned.weight_) and fitted.sign_ == -turned.sign_
-    with pytest.raises(BadRows, match="two rows of one width"):
+    with pytest.raises(BadRows, match="two rows of equal width"):
         CcsProbe().fit(pairs[:, :-1], truth)
 
 

@@ -96,7 +96,7 @@ def test_outcomes(coin_dump: Dump) -> None:
     assert report.findings[-1].startswith(("Shown", "Not shown"))
     name = "S3 minus state and steps"
     assert width(line(report, name)) > 1.05 * width(line(outcome_at_fork(coin_dump, layers=[3]), name)), "one of two cells"
-    with pytest.raises(ProbeError, match="coin can"):
+    with pytest.raises(ProbeError, match="Use coin"):
         other = rows_of(roots=10)
         other.about.knobs.clear()
         object.__setattr__(other.source, "about", type(other.about)("fork", {}, "", None))
@@ -134,7 +134,7 @@ def test_viable_branch(engine: Engine, coin_dump: Dump) -> None:
     report = viable_branch(run, sites=["blocks.3.hook_out"], positions=["query"])
     right, wrong = report.lines
     assert right["accuracy"] > 0.8 > wrong["accuracy"]
-    with pytest.raises(BadRows, match=r"all \d+ answers are right"):
+    with pytest.raises(BadRows, match=r"All \d+ answers are right"):
         viable_branch(coin_dump)
 
 

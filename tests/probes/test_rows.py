@@ -75,7 +75,7 @@ def test_steps_of_rejected_branches(steps_dump: Dump) -> None:
 
 @pytest.mark.parametrize("spec", ["", "steps", "step:x", "query:2", "step++1", "-3", "1.5"])
 def test_bad_positions(spec: str) -> None:
-    with pytest.raises(BadPosition, match="write all"):
+    with pytest.raises(BadPosition, match="Use all"):
         Position.parse(spec)
 
 
@@ -86,7 +86,7 @@ def test_targets() -> None:
     assert make_target("a", pd.Series([1, 2, None], dtype="Int64")).kind == "class"
     assert make_target("a", [0.5, 1.5]).kind == "number"
     assert make_target("a", list(range(100))).kind == "number"
-    with pytest.raises(ProbeError, match="a class or a number"):
+    with pytest.raises(ProbeError, match="'class' or 'number'"):
         make_target("a", [1], "thing")
 
 
@@ -202,7 +202,7 @@ def test_bad_rows_and_labels(rows: ProbeRows) -> None:
 def test_rows_that_are_not_finite() -> None:
     rows = rows_of(roots=10)
     rows.source.tensors["blocks.1.hook_in"][3, 0] = float("nan")  # type: ignore[attr-defined]
-    with pytest.raises(BadRows, match="1 of 20 rows hold NaN or infinity, the first is row 3"):
+    with pytest.raises(BadRows, match="1 of 20 rows contain NaN or infinity, the first at row 3"):
         rows.matrix("S", 1)
 
 

@@ -135,7 +135,7 @@ def test_numbers_are_regressed_on() -> None:
     table = sweep(rows, "height", estimators="ridge", **(QUICK | {"positions": "all"})).table.query("label == 'height'")
     assert table.set_index("layer").loc[1, "accuracy"] > 0.95 and (table["metric"] == "r2").all()
     assert table.set_index("layer").loc[1, "p_family"] == 0.01
-    with pytest.raises(ProbeError, match="use ridge"):
+    with pytest.raises(ProbeError, match="Use ridge"):
         sweep(rows, "height", **(QUICK | {"positions": "all"}))
 
 
@@ -234,7 +234,7 @@ def test_control_task_is_a_function_of_the_context(coin_dump: Dump) -> None:
     types, length = controls.contexts(controls.histories(here) or []) or (np.zeros(0), 0)
     goal = make_goal(here.target("face"))
     labels = controls.control_labels(types, goal.codes)
-    assert length >= 2 and len(np.unique(types)) >= controls.LEAST_TYPES
+    assert length >= 2 and len(np.unique(types)) >= controls.MIN_TYPES
     assert all(len(set(labels[types == t])) == 1 for t in np.unique(types))
     assert not np.array_equal(labels, controls.control_labels(types, goal.codes, seed=1))
 
@@ -284,20 +284,20 @@ def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
     "options, error, message",
     [
         ({"estimators": "magic"}, UnknownEstimator, "known: logistic"),
-        ({"estimators": "ccs"}, ProbeError, "other input"),
+        ({"estimators": "ccs"}, ProbeError, "does not take rows"),
         ({"positions": "4"}, OneClass, "position '4'"),
-        ({"positions": "400"}, BadRows, "no row at position"),
-        ({"split": "shuffle"}, ProbeError, "give root, length:8"),
+        ({"positions": "400"}, BadRows, "No row at position"),
+        ({"split": "shuffle"}, ProbeError, "Use root, length:8"),
         ({"folds": 1000}, TooFewRoots, "for 1000 folds"),
-        ({"branches": "some"}, ProbeError, "choose accepted"),
+        ({"branches": "some"}, ProbeError, "Use one of accepted"),
         ({"precision": "half"}, ProbeError, "double, single"),
         ({"permutations": 3}, ProbeError, "at least 19"),
         ({"residualise": ("nosuch",)}, MissingLabel, "'nosuch'.*position"),
         ({"residualise": ("face",)}, MissingLabel, "column of numbers"),
         ({"residualise": ("since_step", "until_step")}, BadRows, "'until_step': 80 of 80 rows have no value"),
-        ({"device": "cuda:99"}, ProbeError, "'cuda:99' is not there"),
-        ({"device": "toaster"}, ProbeError, "'toaster' is not there"),
-        ({"jobs": 0}, ProbeError, "jobs 0: give"),
+        ({"device": "cuda:99"}, ProbeError, "'cuda:99' not found"),
+        ({"device": "toaster"}, ProbeError, "'toaster' not found"),
+        ({"jobs": 0}, ProbeError, "jobs=0 runs nothing"),
     ],
 )
 def test_bad_settings(coin_dump: Dump, options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -320,5 +320,5 @@ def test_report_on_disk(coin_dump: Dump, report_folder: Path) -> None:
     (report_folder / "report.json").write_text("{}")
     with pytest.raises(BadProbeFile):
         Report.load(report_folder)
-    with pytest.raises(ProbeError, match="no lines for label"):
+    with pytest.raises(ProbeError, match="No lines for label"):
         report.heatmap("nose")

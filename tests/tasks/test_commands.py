@@ -52,9 +52,9 @@ def test_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["cion"], "unknown task: 'cion' (did you mean 'coin'?)"),
+        (["cion"], "Unknown task 'cion' (did you mean 'coin'?)"),
         (["coin", "--knob", "flip=3"], "did you mean 'flips'?"),
-        (["coin", "--knob", "p=2"], "knob 'p' cannot be 2: it must be a probability"),
+        (["coin", "--knob", "p=2"], "Knob 'p' cannot be 2. Give a probability"),
         (["coin", "--knob", "flips=2", "--knob", "flips=3"], "--knob flips is given twice: 2 and 3"),
         (["coin", "--knob", "flips"], "--knob wants key=value, not 'flips'"),
         (["coin", "--labels", "fase"], "did you mean 'face'?"),

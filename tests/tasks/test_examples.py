@@ -117,9 +117,9 @@ def test_equal_prompts_share_a_root() -> None:
 
 @pytest.mark.parametrize("index", [-1, 1.0, True, "0"])
 def test_bad_index(index: object) -> None:
-    with pytest.raises(BadIndex, match="whole number from 0"):
+    with pytest.raises(BadIndex, match="an integer of at least 0"):
         tasks.get("coin")().example(index)
-    with pytest.raises(BadIndex, match="whole number from 0"):
+    with pytest.raises(BadIndex, match="an integer of at least 0"):
         tasks.get("coin")().read("A coin's state is heads.", index)
 
 

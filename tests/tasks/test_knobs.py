@@ -12,7 +12,7 @@ def test_unknown_task_lists_the_known_and_the_nearest() -> None:
 
 
 def test_unknown_knob_lists_the_known_and_the_nearest() -> None:
-    with pytest.raises(UnknownKnob, match=r"'coin': 'flip' \(did you mean 'flips'\?\). Known: .*seed, start"):
+    with pytest.raises(UnknownKnob, match=r"'flip' of task 'coin' \(did you mean 'flips'\?\). Known: .*seed, start"):
         tasks.get("coin")(flip=3)
 
 
@@ -24,13 +24,13 @@ def test_every_error_is_a_task_error_and_a_value_error() -> None:
 @pytest.mark.parametrize(
     ("name", "knobs", "message"),
     [
-        ("coin", {"flips": 0}, "lie from 1 to"),
-        ("coin", {"flips": (5, 2)}, "least is larger than the most"),
+        ("coin", {"flips": 0}, "from 1 to"),
+        ("coin", {"flips": (5, 2)}, "minimum exceeds the maximum"),
         ("coin", {"flips": (1, 2, 3)}, "pair"),
         ("coin", {"flips": "many"}, "pair"),
         ("coin", {"flips": 2.5}, "pair"),
-        ("coin", {"flips": (1, 2.5)}, "whole number"),
-        ("coin", {"flips": True}, "whole number"),
+        ("coin", {"flips": (1, 2.5)}, "Give an integer"),
+        ("coin", {"flips": True}, "Give an integer"),
         ("coin", {"p": 1.5}, "probability"),
         ("coin", {"p": -0.1}, "probability"),
         ("coin", {"p": float("nan")}, "probability"),
@@ -39,14 +39,14 @@ def test_every_error_is_a_task_error_and_a_value_error() -> None:
         ("coin", {"names": "nobody"}, "train, held-out, all"),
         ("coin", {"phrasing": "odd"}, "standard, idle, mixed"),
         ("coin", {"rendering": "poem"}, "picture, states, wei, symbols, steps"),
-        ("coin", {"verb": "turn"}, "only the rendering 'wei'"),
+        ("coin", {"verb": "turn"}, "Only the rendering 'wei'"),
         ("coin", {"verb": "toss", "rendering": "wei"}, "flip, turn"),
         ("coin", {"distractors": -1}, "from 0 to"),
         ("coin", {"distractors": 99}, "from 0 to"),
         ("coin", {"rendering": "symbols", "distractors": 1}, "no sentences"),
         ("coin", {"rendering": "symbols", "phrasing": "idle"}, "no phrasings"),
-        ("coin", {"seed": -1}, "from 0 up"),
-        ("coin", {"seed": "x"}, "whole number"),
+        ("coin", {"seed": -1}, "at least 0"),
+        ("coin", {"seed": "x"}, "Give an integer"),
         ("coins", {"coins": 1}, "from 2 to 6"),
         ("coins", {"coins": 7}, "from 2 to 6"),
         ("coin-resets", {"reset": 2}, "probability"),

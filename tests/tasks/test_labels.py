@@ -65,6 +65,31 @@ def test_path_offsets_of_a_path_cut_otherwise(bpe) -> None:
     assert path_offsets(bpe, [bpe.bos_token_id, *usual])[1][0] == (0, 0)
 
 
+def test_a_character_in_pieces_is_there_with_its_last_one(bpe) -> None:
+    """A token path may end, or be looked at, in the middle of a character: what is not complete adds nothing."""
+    ids = [bpe.convert_tokens_to_ids(piece) for piece in bpe.tokenize("Zoé’s")]
+    text, offsets = path_offsets(bpe, ids)
+    assert text == "Zoé’s" and len(ids) > len(text), "the control: characters are in pieces"
+    ends = [end for _, end in offsets]
+    assert ends == sorted(ends) and ends[-1] == len(text)
+    for count, end in enumerate(ends, 1):
+        whole = bytes_of(bpe, ids[:count]).decode(errors="ignore")
+        assert text[:end] == whole == path_offsets(bpe, ids[:count])[0]
+
+
+def bytes_of(bpe, ids) -> bytes:
+    """The bytes of a path, one token after the other: byte-level tokens spell a byte by a letter of their own."""
+    spelled = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    return bytes(spelled[letter] for token in ids for letter in bpe.convert_ids_to_tokens(token))
+
+
+def bytes_to_unicode() -> dict[int, str]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others for letters from 256 on, in order."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+
+
 def test_path_offsets_of_the_word_tokenizer() -> None:
     tokenizer = tasks.WordTokenizer(tasks.get("coin").vocabulary())
     example = tasks.get("coin")().example(0)

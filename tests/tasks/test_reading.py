@@ -154,7 +154,7 @@ def test_babble_is_labelled_up_to_where_it_begins() -> None:
 
 @pytest.mark.parametrize("text", ["Once upon a time", "A coin is heads up.", "a coin's state is", " A coin's"])
 def test_a_text_of_another_kind(text: str) -> None:
-    with pytest.raises(UnreadableText, match=r"should begin \"A coin's state is\""):
+    with pytest.raises(UnreadableText, match=r"must begin with \"A coin's state is\""):
         tasks.get("coin")().read(text)
 
 

@@ -71,7 +71,7 @@ def test_unknown_words_and_ids_are_named() -> None:
     with pytest.raises(UnknownWord):
         tokenizer.id("heads ")
     for token in (-1, tokenizer.vocab_size):
-        with pytest.raises(UnknownToken, match="ids run from 0"):
+        with pytest.raises(UnknownToken, match="ids from 0"):
             tokenizer.token(token)
 
 
@@ -87,11 +87,11 @@ def test_save_and_load(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "other"}, "'format' should be"),
-        ({"specials": ["<eos>"]}, "special tokens should be"),
+        ({"format": "other"}, "'format' must be"),
+        ({"specials": ["<eos>"]}, "special tokens must be"),
         ({"words": "abc"}, "list of strings"),
         ({"words": ["a", 1]}, "list of strings"),
-        ({"words": ["a", "a"]}, "stands twice"),
+        ({"words": ["a", "a"]}, "occurs twice"),
         ({"words": ["<pad>"]}, "special token"),
         ({"words": ["two words"]}, "not one word"),
         ({"words": [""]}, "not one word"),

@@ -97,5 +97,5 @@ def test_only_the_stated_grammar_is_read() -> None:
     begin = "Modulo 10: a = 1. b = 2. c = 3."
     for wrong, until in ((" a = a.", " a = a"), (" a = b + c.", " a = b"), (" a = a + a.", " a = a + "), (" What", " ")):
         assert Variables().read(begin + wrong).readable_until == len(begin + until)
-    with pytest.raises(UnreadableText, match="should begin 'Modulo 10:'"):
+    with pytest.raises(UnreadableText, match="must begin with 'Modulo 10:'"):
         Variables().read("Modulo 7: a = 1.")

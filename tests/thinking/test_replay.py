@@ -237,7 +237,7 @@ def test_preemption_leaves_no_mark(plain: Subject) -> None:
 
 def test_a_replayed_trace_needs_no_thoughts(plain: Subject, tmp_path: Path) -> None:
     """States are edits, so a trace has the bits of every branch, dropped suffixes included, without thinking."""
-    engine, path = plain.engine(), random_prompt(7, seed=7)
+    engine, path = plain.engine(record=True), random_prompt(7, seed=7)
     branch = engine.prompt(path, **KEPT).generate(4, drafter="lens", window=3)
     (child,) = branch.fork(at=10)
     child.force([5, 6, 7, 8])
@@ -355,7 +355,7 @@ def test_other_requests_that_cannot_be(plain: Subject) -> None:
 
 
 def test_a_prompt_that_fails_leaves_nothing_behind(plain: Subject, tmp_path: Path) -> None:
-    engine, path = plain.engine(), random_prompt(7, seed=0)
+    engine, path = plain.engine(record=True), random_prompt(7, seed=0)
     root = engine.prompt(path, **KEPT)
     huge = [Edit(f"blocks.{layer}.hook_out", "add", torch.full((32,), 3e38), positions=[7]) for layer in (1, 2)]
     for fails in (lambda: engine.prompts([path, path], edits=huge), lambda: root.fork(edits=huge)):

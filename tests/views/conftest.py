@@ -40,7 +40,7 @@ class HostileTokenizer(WordTokenizer):
 def engine() -> Engine:
     words = HostileTokenizer(tasks.get("coin").vocabulary())
     draft = random_model(seed=3, vocab_size=words.vocab_size, num_layers=1)
-    return Engine(random_model(vocab_size=words.vocab_size), words, draft_model=draft)
+    return Engine(random_model(vocab_size=words.vocab_size), words, draft_model=draft, record=True)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ def t() -> list[int]:
 
 
 def frames_of(drafts: dict[int, list[list[int]]], n: int) -> tuple[Frame, ...]:
-    subject = toy_engine()
+    subject = toy_engine(record=True)
     branch = subject.prompt(P)
     branch.generate(n, drafter="forced", drafts=drafts, window=4)
     return branch.timeline().frames
@@ -120,7 +120,7 @@ def test_a_trace_from_a_file_tells_the_same(run: Run, tmp_path: Path) -> None:
 
 
 def test_tokens_that_left_no_event_are_unknown_not_invented(t: list[int]) -> None:
-    subject = toy_engine()
+    subject = toy_engine(record=True)
     branch = subject.prompt(P)
     branch.generate(3, window=1)
     told = timeline(subject.trace, branch.id, str)
@@ -132,7 +132,7 @@ def test_tokens_that_left_no_event_are_unknown_not_invented(t: list[int]) -> Non
 
 
 def test_forks_forced_tokens_and_rollbacks() -> None:
-    subject = toy_engine()
+    subject = toy_engine(record=True)
     root = subject.prompt(P)
     (child,) = root.fork(1, at=4)
     child.force([7, 8])

@@ -87,7 +87,7 @@ def test_a_fork_hangs_where_it_left(engine: Engine) -> None:
 
 def test_numbers_keep_apart_where_there_is_no_tokenizer() -> None:
     """In trees and timelines as in the branch's own text."""
-    engine = Engine(random_model())
+    engine = Engine(random_model(), record=True)
     branch = engine.prompt([60, 10, 9]).force([1, 19])
     assert branch.text == "60 10 9 1 19"
     assert " 60 10 9" in str(branch.tree()) and " 1 19" in str(branch.tree()) and " 1 19" in str(branch.timeline())

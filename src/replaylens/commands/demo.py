@@ -6,7 +6,6 @@ Exit codes: 0 fine, 1 the replay of the dump found a mismatch, 2 bad input or a 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -19,6 +18,7 @@ from replaylens.commands.reporting import reporting
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import Verdict, verify
 from replaylens.engine.engine import Engine
+from replaylens.engine.model import modes
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.run import Run
 from replaylens.engine.zoo import coin as zoo
@@ -42,7 +42,6 @@ def demo(
 ) -> None:
     """Replay coin-flip stories with a drafter, dump what was captured, prove it, probe it, and make a page of it."""
     console = Console(highlight=False)
-    torch.set_num_threads(1)  # for a model this small, threads cost more in waiting for each other than they gain
     with reporting():
         engine = Engine.load(MODEL)
         _tell(console, "1/5 The model", *_accuracy(engine), *_layers(engine, *_held_out(FACES[0], 3)))
@@ -51,7 +50,8 @@ def demo(
         dump = run.save(out / f"coin-{examples}", resume=True)
         verdict = verify(dump.url, engine, sample="all", progress=not quiet)
         _tell(console, "3/5 Dumped and verified", *_dumped(dump, verdict))
-        reports = _probe(engine, dump, out, not quiet)
+        with modes.threads(1):  # products this small gain nothing from more, and a report's bytes may depend on their number
+            reports = _probe(engine, dump, out, not quiet)
         _tell(console, "4/5 Probed", *_probed(*reports))
         page = _page(engine, dump, reports, verdict, out, not quiet)
         _tell(console, "5/5 Look at it", *_what_to_look_at(page, dump, out))

@@ -1,5 +1,6 @@
 """`replaylens doctor`: shows on this device that every op gives a row the same bits whatever stands around it."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import torch
@@ -43,16 +44,17 @@ def _load(name: str, device: str) -> Decoder:
 
 def _show(certificate: Certificate, model: str) -> None:
     console = Console()
-    table = Table("op", "shape", "check", "bits", title=f"{model}, {certificate.threads} threads")
+    table = Table("op", "shape", "check", "bits", title=model)
     for finding in certificate.findings:
         if finding.control:
             bits = "equal (no teeth here)" if finding.equal else "differ, as they must"
         else:
-            bits = "equal" if finding.equal else "[red]DIFFER[/red]"
+            different = "differ, not used" if finding.passed else "[red]DIFFER[/red]"
+            bits = "equal" if finding.equal else different
         table.add_row(finding.op, finding.shape, finding.check, bits)
     console.print(table)
-    for (inputs, outputs), counts in sorted(certificate.row_counts.items()):
-        console.print(f"product {inputs} x {outputs}: rows {', '.join(map(str, counts))}", highlight=False)
+    for line in _products(certificate):
+        console.print(line, highlight=False)
     if certificate.failures:
         bad = certificate.failures[0]
         console.print(
@@ -61,6 +63,24 @@ def _show(certificate: Certificate, model: str) -> None:
     elif not certificate.has_teeth:
         console.print("[red]not certified[/red]: no negative control differed, so the comparison proves nothing here")
     else:
+        compared = [f for f in certificate.findings if not f.control]
+        equal, threads = sum(f.equal for f in compared), ", ".join(map(str, certificate.threads))
+        some = "all equal" if equal == len(compared) else f"{equal} equal, and what differs is not used"
         console.print(
-            f"[green]certified[/green]: {sum(not f.control for f in certificate.findings)} comparisons of bits, all equal"
+            f"[green]certified[/green]: {len(compared)} comparisons of bits, {some}; threads: {threads}", highlight=False
         )
+
+
+def _products(certificate: Certificate) -> Iterator[str]:
+    """One line per shape, and one more for every number of threads on which it is not computed as on one."""
+    for shape, counts in sorted(certificate.row_counts.items()):
+        name = f"product {shape[0]} x {shape[1]}"
+        yield f"{name}: {_rows(counts)}"
+        for threads, some in certificate.allowed.items():
+            here = some.row_counts.get(shape, ())
+            if here != counts:
+                yield f"{name} on {threads} threads: {_rows(here) if here else 'none, it runs on one'}"
+
+
+def _rows(counts: tuple[int, ...]) -> str:
+    return f"rows {', '.join(map(str, counts))}"

@@ -1,0 +1,125 @@
+"""The doctor's examination of products: which variants give the bits of the 16-row tile on one thread, and on how many."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.ops import Linear
+from replaylens.engine.passes.batch import TILE
+from replaylens.engine.passes.products import Allowed, Products, RowCounts, Shape, can_pack
+from replaylens.engine.proof.examination import Examination
+
+_COUNTS = (512, 256, 128, 64, 32)
+_TOTALS = (16, 32, 48, 80, 112, 176, 336, 496)
+"""numbers of rows that are put together from several counts"""
+_PACKED_TOTALS = (*range(1, 18), 31, 33, 48, 63, 64, 65, 97, 128)
+_LARGE = 8e6
+"""weights of a product from which on fewer rows are compared"""
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """One product of the model and its shape."""
+
+    name: str
+    shape: Shape
+    product: Callable[[Tensor, Products], Tensor]
+    weight: Tensor
+    """[inputs, outputs]"""
+
+    @property
+    def most(self) -> int:
+        """Rows that are compared."""
+        return 512 if self.weight.numel() < _LARGE else 128
+
+
+def examine_products(model: Decoder, seen: Examination) -> dict[int, Allowed]:
+    """By number of threads, the variants that give canonical bits; and that a row's bits in the tile are its own."""
+    found: dict[int, tuple[RowCounts, set[Shape]]] = {count: ({}, set()) for count in (1, *seen.more)}
+    for subject in _subjects(model):
+        x = seen.random(subject.most, subject.shape[0])
+        reference = _examine_tile(subject, x, seen)
+        one = _on_one_thread(subject, x, reference, seen)
+        for count, (row_counts, packed) in found.items():
+            some = one if count == 1 else _on_more_threads(count, subject, x, reference, one, seen)
+            row_counts |= some.row_counts
+            packed |= some.packed
+    return {count: Allowed(row_counts, frozenset(packed)) for count, (row_counts, packed) in found.items()}
+
+
+def _subjects(model: Decoder) -> list[_Subject]:
+    """One product of every shape."""
+    found: dict[Shape, _Subject] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            shape = (module.weight.shape[0], module.weight.shape[1])
+            found.setdefault(shape, _Subject(name, shape, partial(_linear, module), module.weight))
+    table = model.embed if model.unembed is None else model.unembed.weight.t()
+    shape = (table.shape[1], len(table))
+    found[shape] = _Subject("unembed", shape, partial(_unembed, table), table.t())
+    return list(found.values())
+
+
+def _linear(linear: Linear, x: Tensor, products: Products) -> Tensor:
+    return products.linear(x, linear)
+
+
+def _unembed(table: Tensor, x: Tensor, products: Products) -> Tensor:
+    return products.unembed(x, table)
+
+
+def _examine_tile(subject: _Subject, x: Tensor, seen: Examination) -> Tensor:
+    """All rows of x, tile by tile, on one thread. Notes whether a row's place in the tile or its neighbours matter."""
+    shape, only_tile = subject.shape, Products({1: Allowed({subject.shape: (TILE,)})})
+    product = lambda rows: subject.product(rows, only_tile)  # noqa: E731
+    reference = product(x)
+    note = partial(seen.note, subject.name, str([*shape]))
+    order = torch.randperm(TILE, generator=seen.generator)
+    note("row at another offset of the tile", torch.equal(product(x[:TILE][order]), reference[:TILE][order]))
+    alone = torch.zeros(TILE, shape[0], dtype=x.dtype)
+    alone[0] = x[3]
+    note("row alone in a zero-padded tile", torch.equal(product(alone)[0], reference[3]))
+    fast = torch.mv(subject.weight.t(), x[0])
+    note("control: matrix-vector product", torch.equal(fast, torch.mm(x[:TILE], subject.weight)[0]), control=True)
+    return reference
+
+
+def _on_one_thread(subject: _Subject, x: Tensor, reference: Tensor, seen: Examination) -> Allowed:
+    """The row counts that agree with the tile, and whether a packed weight does."""
+    shape, same = subject.shape, partial(_same, subject, x, reference)
+    counts = tuple(c for c in _COUNTS if c <= subject.most and same({1: Allowed({shape: (c, TILE)})}, [c]))
+    tiles = Allowed({shape: (*counts, TILE)})
+    equal = same({1: tiles}, _TOTALS)
+    seen.note(subject.name, str([*shape]), "any number of rows", equal)
+    packed = Allowed(tiles.row_counts, frozenset({shape}))
+    return packed if can_pack(subject.weight) and same({1: packed}, _PACKED_TOTALS) else tiles
+
+
+def _on_more_threads(count: int, subject: _Subject, x: Tensor, reference: Tensor, one: Allowed, seen: Examination) -> Allowed:
+    """What of that agrees on `count` threads. What does not runs on one thread, also among rows of which some agree."""
+    shape, some = subject.shape, Allowed({})
+
+    def all_agree() -> bool:
+        nonlocal some
+        same = lambda allowed, totals: _same(subject, x, reference, {1: one, count: allowed}, totals)  # noqa: E731
+        counts = tuple(c for c in one.row_counts[shape] if same(Allowed({shape: (c,)}), (c, 4 * c)))
+        some = Allowed({shape: counts})
+        packed = Allowed({shape: counts}, frozenset({shape}))
+        if one.packed and same(packed, _PACKED_TOTALS):
+            some = packed
+        if not same(some, _TOTALS):
+            some = Allowed({})
+        return some == one
+
+    seen.on(count, subject.name, str([*shape]), all_agree)
+    return some
+
+
+def _same(subject: _Subject, x: Tensor, reference: Tensor, allowed: dict[int, Allowed], totals: Iterable[int]) -> bool:
+    """Whether the first n rows have the reference's bits for every n of `totals` that there are."""
+    products = Products(allowed)
+    return all(torch.equal(subject.product(x[:n], products), reference[:n]) for n in totals if n <= len(x))
