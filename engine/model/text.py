@@ -12,10 +12,9 @@ class Text:
     """Wraps our `WordTokenizer` or a Hugging Face tokenizer; without one, tokens are numbers and text is refused."""
 
     def __init__(self, tokenizer: Any | None) -> None:
-        if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
+        known = hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode") and not isinstance(tokenizer, type)
+        if tokenizer is not None and not known:
             raise BadRequest(f"tokenizer={tokenizer!r:.60}: give a WordTokenizer, a Hugging Face tokenizer, or None")
-        if isinstance(tokenizer, str | bytes | type):
-            raise BadRequest(f"tokenizer={tokenizer!r:.60}: give the tokenizer itself, loaded")
         self.tokenizer = tokenizer
         self._ours = tokenizer is not None and hasattr(tokenizer, "encode_with_offsets")
 

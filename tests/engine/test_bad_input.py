@@ -256,7 +256,10 @@ def test_a_sampling_parameter_that_can_be_draws_a_token(
 
 def test_a_prompt_that_can_never_fit_into_the_cache() -> None:
     subject = engine(cache_tokens=16)
-    with pytest.raises(OutOfPages, match=r"a path of 20 tokens can never fit: it takes 5 pages of 4, and the cache has 4\. Make .*cache_tokens=20") as caught:
+    with pytest.raises(
+        OutOfPages,
+        match=r"a path of 20 tokens can never fit: it takes 5 pages of 4, and the cache has 4\. Make .*cache_tokens=20",
+    ) as caught:
         subject.prompt([1] * 20)
     assert (caught.value.needed, caught.value.free) == (5, 4)
     assert subject.prompt([1, 2, 3]).generate(9).generated == continuation(toy(), [1, 2, 3], 9)
