@@ -92,8 +92,8 @@ GENERATES: dict[str, tuple[Call, type[EngineError], str]] = {
     "half a token": (lambda s: s.branch.generate(2.5), BadRequest, "whole number"),
     "nan tokens": (lambda s: s.branch.generate(math.nan), BadRequest, "whole number"),
     "too many": (lambda s: s.branch.generate(248), BadRequest, "9 tokens and 248 more exceed the model's 256 positions"),
-    "window 0": (lambda s: s.branch.generate(3, window=0), BadRequest, "window 0: give at least 1"),
-    "window -1": (lambda s: s.branch.generate(3, window=-1), BadRequest, "window -1"),
+    "window 0": (lambda s: s.branch.generate(3, window=0), BadRequest, "window=0: give a whole number of at least 1"),
+    "window -1": (lambda s: s.branch.generate(3, window=-1), BadRequest, "window=-1"),
     "window 1.5": (lambda s: s.branch.generate(3, window=1.5), BadRequest, "whole number"),
     "window beyond a pass": (
         lambda s: Subject(max_rows=16).branch.generate(40, window=17),
@@ -136,12 +136,12 @@ GENERATES: dict[str, tuple[Call, type[EngineError], str]] = {
     "an empty branch": (lambda s: s.branch.fork(at=0)[0].generate(2), BadRequest, "no tokens: force at least one"),
 }
 BRANCHES: dict[str, tuple[Call, type[EngineError], str]] = {
-    "fork 0": (lambda s: s.branch.fork(0), BadRequest, "at least 1"),
-    "fork -1": (lambda s: s.branch.fork(-1), BadRequest, "at least 1"),
-    "fork 1.5": (lambda s: s.branch.fork(1.5), BadRequest, "whole numbers"),
+    "fork 0": (lambda s: s.branch.fork(0), BadRequest, "n=0: give a whole number between 1 and"),
+    "fork -1": (lambda s: s.branch.fork(-1), BadRequest, "n=-1: give a whole number between 1 and"),
+    "fork 1.5": (lambda s: s.branch.fork(1.5), BadRequest, "n=1.5: give a whole number"),
     "fork beyond the tip": (lambda s: s.branch.fork(at=10), BadRange, "9 tokens: cannot fork it at 10"),
     "fork at -1": (lambda s: s.branch.fork(at=-1), BadRange, "cannot fork it at -1"),
-    "fork at half": (lambda s: s.branch.fork(at=1.5), BadRequest, "whole numbers"),
+    "fork at half": (lambda s: s.branch.fork(at=1.5), BadRequest, "at=1.5: give a whole number"),
     "fork of a released branch": (lambda s: s.released.fork(), ClosedBranch, "released"),
     "rollback below the root": (lambda s: s.branch.rollback(2), BadRollback, "possible are 3 .* to 9"),
     "rollback beyond the tip": (lambda s: s.branch.rollback(10), BadRollback, "cannot roll back to 10"),
@@ -191,15 +191,15 @@ def test_after_any_bad_calls_the_engine_gives_the_same_bits(subject: Subject, na
 @pytest.mark.parametrize(
     ("options", "saying"),
     [
-        ({"cache_tokens": 0}, "0 tokens in pages of 4: give room for at least one page"),
-        ({"cache_tokens": 3}, "3 tokens in pages of 4"),
-        ({"page_size": 0}, "pages of 0"),
-        ({"page_size": -4}, "pages of -4"),
-        ({"max_rows": 15}, "max_rows 15: a pass has at least 16 rows"),
-        ({"max_rows": 0}, "max_rows 0"),
-        ({"lens_layer": 3}, "between 1 and 2, not 3"),
-        ({"lens_layer": -1}, "between 1 and 2, not -1"),
-        ({"tree_width": 1}, "at least 2 siblings"),
+        ({"cache_tokens": 0}, "cache_tokens=0: give a whole number of at least 4"),
+        ({"cache_tokens": 3}, "cache_tokens=3: give a whole number of at least 4"),
+        ({"page_size": 0}, "page_size=0: give a whole number of at least 1"),
+        ({"page_size": -4}, "page_size=-4"),
+        ({"max_rows": 15}, "max_rows=15: give a whole number of at least 16"),
+        ({"max_rows": 0}, "max_rows=0"),
+        ({"lens_layer": 3}, "lens_layer=3: give a whole number between 1 and 2"),
+        ({"lens_layer": -1}, "lens_layer=-1"),
+        ({"tree_width": 1}, "tree_width=1: give a whole number of at least 2"),
         ({"draft_model": random_model(1, vocab_size=VOCAB + 1)}, f"{VOCAB + 1} tokens, the model {VOCAB}: .*share a tokenizer"),
     ],
 )
@@ -240,7 +240,7 @@ def test_a_sampling_parameter_that_cannot_be(bad: tuple[str, Any]) -> None:
     min_p=st.floats(0, 1),
     seed=st.integers(0, 2**64 - 1),
     penalty=st.floats(1e-6, 1e6),
-    bias=st.floats(-1e30, 1e30),
+    bias=st.floats(-1e9, 1e9),
 )
 def test_a_sampling_parameter_that_can_be_draws_a_token(
     temperature: float, top_p: float, min_p: float, seed: int, penalty: float, bias: float
@@ -256,7 +256,10 @@ def test_a_sampling_parameter_that_can_be_draws_a_token(
 
 def test_a_prompt_that_can_never_fit_into_the_cache() -> None:
     subject = engine(cache_tokens=16)
-    with pytest.raises(OutOfPages, match="5 pages needed, 4 of 4 free") as caught:
+    with pytest.raises(
+        OutOfPages,
+        match=r"a path of 20 tokens can never fit: it takes 5 pages of 4, and the cache has 4\. Make .*cache_tokens=20",
+    ) as caught:
         subject.prompt([1] * 20)
     assert (caught.value.needed, caught.value.free) == (5, 4)
     assert subject.prompt([1, 2, 3]).generate(9).generated == continuation(toy(), [1, 2, 3], 9)
@@ -275,7 +278,7 @@ def test_a_request_that_outgrows_the_cache_keeps_what_it_had(drafter: str) -> No
     """It gets as far as the pages go; what was committed is right and stays; then there is an error with the numbers."""
     subject = engine(cache_tokens=16)
     branch = subject.prompt([1, 2, 3])
-    with refused(OutOfPages, "1 pages needed, 0 of 4 free"):
+    with refused(OutOfPages, r"a path of 17 tokens can never fit: .* the cache has 4\. Make .* cache_tokens=44 or more"):
         branch.generate(40, drafter=drafter, window=4)
     truth = continuation(toy(), [1, 2, 3], 40)
     assert len(branch.generated) >= 13 and branch.generated == truth[: len(branch.generated)]
@@ -289,7 +292,7 @@ def test_forced_tokens_that_do_not_fit_are_taken_back() -> None:
     subject = engine(cache_tokens=16)
     branch = subject.prompt([1, 2, 3]).generate(2)
     before = branch.tokens
-    with refused(OutOfPages, "pages needed"):
+    with refused(OutOfPages, "can never fit"):
         branch.force([4] * 20)
     assert branch.tokens == before
     assert branch.generate(4).generated == continuation(toy(), [1, 2, 3], 6)
@@ -300,7 +303,7 @@ def test_one_request_that_cannot_fit_does_not_stop_the_others() -> None:
     subject = engine(cache_tokens=24)
     small, large = subject.prompts([[1, 2, 3], [4, 5, 6]])
     truth = continuation(toy(), [1, 2, 3], 8)
-    with refused(OutOfPages, "of 6 free"):
+    with refused(OutOfPages, "can never fit.*the cache has 6"):
         subject.forest.wait(jobs := [_submitted(small, 8), _submitted(large, 60)])
     assert jobs[0].error is None and small.generated == truth
     assert large.generated == continuation(toy(), [4, 5, 6], 60)[: len(large.generated)]

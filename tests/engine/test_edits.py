@@ -227,7 +227,7 @@ def test_content_hash_sees_every_part_of_an_edit() -> None:
         (Edit("blocks.0.hook_in", "add", VECTOR[:5]), "wanted is"),
         (Edit("blocks.0.hook_in", "set", ROWS, positions=slice(0, 3)), "wanted is"),
         (Edit("blocks.0.hook_in", "add", VECTOR * float("nan")), "NaN"),
-        (Edit("blocks.0.hook_in", "add", VECTOR, factor=float("inf")), "not finite"),
+        (Edit("blocks.0.hook_in", "add", VECTOR, factor=float("inf")), "factor=inf: give a finite number"),
         (Edit("blocks.0.hook_in", "add", VECTOR, positions=slice(5, 5)), "empty"),
         (Edit("blocks.0.hook_in", "add", VECTOR, positions=[]), "at least one"),
         (Edit("blocks.0.hook_in", "add", VECTOR, positions=-LENGTH - 1), "before the beginning"),
