@@ -248,12 +248,12 @@ def test_a_run_that_fails_gives_its_pages_back_too(words: WordTokenizer, example
 @pytest.mark.parametrize(
     ("options", "error", "saying"),
     [
-        ({"batch": 0}, BadRequest, "batch 0: give at least 1"),
-        ({"max_new": 0}, BadRequest, "max_new 0: give at least 1"),
-        ({"max_new": -3}, BadRequest, "max_new -3"),
+        ({"batch": 0}, BadRequest, "batch=0: give a whole number of at least 1"),
+        ({"max_new": 0}, BadRequest, "max_new=0: give a whole number of at least 1"),
+        ({"max_new": -3}, BadRequest, "max_new=-3"),
         ({"drafter": "oracle"}, BadRequest, "oracle"),
-        ({"window": 0}, BadRequest, "window 0"),
-        ({"seed": -1}, BadRequest, "seed must be in"),
+        ({"window": 0}, BadRequest, "window=0"),
+        ({"seed": -1}, BadRequest, "seed=-1: give a whole number between 0"),
         ({"sites": "X"}, UnknownSite, "X"),
     ],
 )
