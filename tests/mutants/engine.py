@@ -47,7 +47,7 @@ ENGINE = (
         "failed-rows-stay-computed",
         "replaylens.engine.loop.commit",
         "lane.computed = min(lane.computed, turn.start)",
-        "lane.computed = min(lane.computed, turn.start + 1)",
+        "lane.computed = min(lane.computed, turn.end)",
         "of a pass that failed nothing is committed",
         ("tests/engine/passes/test_not_finite.py",),
     ),
