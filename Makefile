@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type bench notebooks slow gpu smollm2 pictures clean
+.PHONY: demo test lint type bench notebooks soak slow gpu smollm2 pictures clean
 
 demo: $(STAMP)
 	$(BIN)/replaylens demo
@@ -30,6 +30,9 @@ bench: $(STAMP)
 
 notebooks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/build.py
+
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --operations $(or $(OPERATIONS),100000) --seed $(or $(SEED),0)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow

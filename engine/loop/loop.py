@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from replaylens.engine.errors import BadRequest, ClosedBranch, EngineBug, EngineError, NonFinite
+from replaylens.engine.errors import BadRequest, ClosedBranch, EngineBug, EngineError
 from replaylens.engine.lens.known import KnownLenses
 from replaylens.engine.loop.admission import Admission
 from replaylens.engine.loop.commit import Committer, Outcome
@@ -16,6 +16,7 @@ from replaylens.engine.loop.verify import Verdict, judged
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
 from replaylens.engine.passes.batch import Segment
+from replaylens.engine.passes.finite import finite, not_finite
 from replaylens.engine.passes.runner import PassResult, Runner
 from replaylens.engine.proof.trace import path_digest
 from replaylens.engine.request.capture import PassTap
@@ -24,7 +25,6 @@ from replaylens.engine.request.edits import page_keys
 if TYPE_CHECKING:
     from replaylens.engine.passes.bursts import Bursts
 
-_NOT_FINITE = "the model gave NaN or infinite activations; nothing of this pass was committed. Check edits and weights."
 Listener = Callable[[dict[str, Any]], None]
 """is told every event: submit, draft, draft_failed, verdict, preempt, finish"""
 
@@ -128,7 +128,7 @@ class Loop:
                 self._check_canary(turn)
             with self.admission.planner.timing("exact" if exact else "fast", sum(len(s.tokens) for s in segments)):
                 result = self.runner.exact(segments, tap) if exact else self.runner.fast(segments, tap)
-            _require_finite(result)
+            finite(result.residual[: result.batch.num_rows], "activations")
         except Exception as error:  # of the engine, or of a hook function
             self._isolate(turns, exact, error)
             return
@@ -155,7 +155,7 @@ class Loop:
         chosen = self.bursts.run(places, min(turn.burst for turn in turns), exact)
         for turn, tokens in zip(turns, chosen, strict=True):
             if max(tokens) >= self.runner.model.config.vocab_size:
-                self._abandon([turn], NonFinite(_NOT_FINITE))
+                self._abandon([turn], not_finite("activations"))
                 continue
             path = self.tree.branch(turn.job.lane.branch).tokens[: turn.end]
             turn.chains = [tokens[:-1]]
@@ -340,9 +340,3 @@ def _verifiable(chains: Chains, most: int, width: int, vocab: int) -> Chains:
         if known:
             by_first.setdefault(known[0], known)
     return list(by_first.values())[:width] or [[]]
-
-
-def _require_finite(result: PassResult) -> None:
-    """NaN in one row would reach its neighbours in the cache's blocks, and the prefix index: refuse before it is committed."""
-    if not bool(result.residual[: result.batch.num_rows].isfinite().all()):
-        raise NonFinite(_NOT_FINITE)

@@ -114,11 +114,10 @@ def attend_blocks(
     return back(out), back(weights / total) if want_pattern else out.new_empty(0)
 
 
-class CanonicalCpuOps(CachedOps):
-    """The arithmetic of committed rows."""
+class CanonicalRowOps(CpuOps):
+    """What is done to committed rows, in a pass or outside of one: certified products."""
 
-    def __init__(self, batch: Batch, cache: KVCache, products: Products) -> None:
-        super().__init__(batch, cache)
+    def __init__(self, products: Products) -> None:
         self.products = products
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
@@ -126,6 +125,14 @@ class CanonicalCpuOps(CachedOps):
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         return self.products.unembed(x, table)
+
+
+class CanonicalCpuOps(CanonicalRowOps, CachedOps):
+    """The arithmetic of committed rows."""
+
+    def __init__(self, batch: Batch, cache: KVCache, products: Products) -> None:
+        CanonicalRowOps.__init__(self, products)
+        CachedOps.__init__(self, batch, cache)
 
 
 class FastCpuOps(CachedOps):

@@ -3,20 +3,20 @@
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import NonFinite
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder, Tap
-from replaylens.engine.model.ops import Ops, TorchOps
+from replaylens.engine.model.ops import Ops, RowOps, TorchOps
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.certificate import Certificate
-from replaylens.engine.passes.cpu import CanonicalCpuOps, FastCpuOps
+from replaylens.engine.passes.cpu import CanonicalCpuOps, CanonicalRowOps, FastCpuOps
+from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.products import Products
 from replaylens.engine.passes.taps import EditTap
 from replaylens.engine.request.capture import PassTap, Rows
@@ -101,7 +101,7 @@ class Runner:
                 residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap), stop_at_layer)
             rows, none = batch.logit_rows(), residual.new_empty(0, self.model.config.vocab_size)
             logits = self._head(residual[rows], PassTap(frozenset())) if rows else none
-        return PassResult(batch, residual, _finite(logits))
+        return PassResult(batch, residual, finite(logits, "logits"))
 
     @torch.inference_mode()
     def fast(self, segments: list[Segment], tap: Tap | None = None) -> PassResult:
@@ -116,7 +116,7 @@ class Runner:
             if rows
             else residual.new_empty(0, self.model.config.vocab_size)
         )
-        return PassResult(batch, residual, _finite(logits))
+        return PassResult(batch, residual, finite(logits, "logits"))
 
     def _replayed(self, batch: Batch, tap: Tap | None, exact: bool) -> Tensor | None:
         """The residual stream after the last block, from a graph. None: there is none for this pass, it must be launched."""
@@ -138,13 +138,13 @@ class Runner:
         rows = cuda.device_rows(batch, cache)
         return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(cache, rows)
 
-    def head_ops(self, exact: bool = True) -> Ops:
+    def head_ops(self, exact: bool = True) -> RowOps:
         """Ops for rows outside a pass: norms and products, no attention."""
         if self.device == "cpu":
-            return _Stateless(self.products) if exact else cast(Ops, TorchOps())
+            return CanonicalRowOps(self.products) if exact else TorchOps()
         from replaylens.engine.passes import cuda
 
-        return cast(Ops, cuda.HeadOps() if exact else cuda.FastHeadOps())
+        return cuda.HeadOps() if exact else cuda.FastHeadOps()
 
     def logits(self, residual: Tensor) -> Tensor:
         """Canonical logits of any residual rows [rows, d_model]: the model's own, or a layer's lens."""
@@ -174,17 +174,3 @@ class Runner:
 
 def _edited(batch: Batch, tap: Tap | None) -> Tap | None:
     return EditTap(batch, tap) if any(s.edits or s.hooks for s in batch.segments) else tap
-
-
-class _Stateless(CanonicalCpuOps):
-    """Canonical ops outside a pass: no rows, no cache."""
-
-    def __init__(self, products: Products) -> None:
-        self.products = products
-
-
-def _finite(logits: Tensor) -> Tensor:
-    """NaN in a row would reach its neighbours in the cache's blocks: refuse before anything is committed."""
-    if not bool(torch.isfinite(logits).all()):
-        raise NonFinite("the model gave NaN or infinite logits; nothing of this pass was committed. Check edits and weights.")
-    return logits

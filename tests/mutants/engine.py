@@ -62,8 +62,8 @@ ENGINE = (
     Mutant(
         "last-row-not-looked-at",
         "replaylens.engine.loop.loop",
-        "result.residual[: result.batch.num_rows].isfinite()",
-        "result.residual[: result.batch.num_rows - 1].isfinite()",
+        "finite(result.residual[: result.batch.num_rows],",
+        "finite(result.residual[: result.batch.num_rows - 1],",
         "NaN is never committed",
         ("tests/engine/test_not_finite.py",),
     ),
