@@ -356,7 +356,7 @@ def test_logits_that_overflow(drafter: str, window: int) -> None:
     model.unembed.weight.copy_(model.unembed.weight.sign() * 3e38)
     subject = engine(model)
     branch = subject.prompt([1, 2, 3, 1, 2], sites="S")
-    with refused(NonFinite, "nothing of this pass was committed"):
+    with refused(NonFinite, "Nothing of this pass was committed"):
         branch.generate(4, drafter=drafter, window=window)
     assert branch.tokens == [1, 2, 3, 1, 2] and subject.loop.jobs == []
     branch.force([7, 8])
@@ -380,7 +380,7 @@ def test_one_token_that_overflows_leaves_the_engine_usable() -> None:
     model.embed[30] = 3e38
     subject = engine(model)
     bad, good = subject.prompts([[5, 6], [40, 41]], sites="S")
-    with refused(NonFinite, "nothing of this pass"):
+    with refused(NonFinite, "Nothing of this pass"):
         subject.generate([bad, good], 6, window=3)
     assert bad.generated == [7, 8, 30] and good.generated == [42, 43, 44, 45, 46, 47]
     assert len(bad.activations["blocks.0.hook_in"]) == 4

@@ -24,7 +24,7 @@ def test_forced_tokens_that_overflow(poisoned: Engine, forced: list[int]) -> Non
     """A pass without logits: the rows themselves are looked at, the first, the last and the only one."""
     branch = poisoned.prompt([1, 2, 3], sites="S")
     before = branch.kv()
-    with pytest.raises(NonFinite, match="nothing of this pass was committed"):
+    with pytest.raises(NonFinite, match="Nothing of this pass was committed"):
         branch.force(forced)
     assert branch.tokens == [1, 2, 3] and TokenState.DRAFT not in branch.states
     assert branch.certified and torch.equal(branch.kv(), before)
