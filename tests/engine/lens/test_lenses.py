@@ -32,7 +32,7 @@ def test_a_lens_that_was_not_made_known_is_named(name: str) -> None:
     free, events = subject.runner.pool.num_free, len(subject.trace.events)
     plant = getattr(subject, "_thought_along", subject._planted)
     extra = (None, None) if name == "coin-thinking" else ()
-    with pytest.raises(BadRequest, match=r"tuned lens .* does not have: make it known with engine\.capture_spec"):
+    with pytest.raises(BadRequest, match=r"does not have the tuned lens .*\. Add it with engine\.capture_spec"):
         plant([TEXT], capture, (), (), *extra)
     assert subject.loop.lanes == {} and subject.tree.roots() == [] and subject.loop.jobs == []
     assert (subject.runner.pool.num_free, len(subject.trace.events)) == (free, events)

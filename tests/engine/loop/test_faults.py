@@ -90,25 +90,25 @@ def flipped_last_value(s: Session) -> str:
 
 def swapped_entries(s: Session) -> str:
     s.pages[1], s.pages[3] = s.pages[3], s.pages[1]
-    return rf"slot {s.slot(4)} \(page {s.pages[1]}\) does not hold position 4, token {PROMPT[4]}"
+    return rf"Slot {s.slot(4)} \(page {s.pages[1]}\) does not hold position 4, token {PROMPT[4]}"
 
 
 def foreign_entry(s: Session) -> str:
     s.pages[2] = s.plain.lane.table.pages[2]
-    return rf"slot {s.slot(8)} \(page {s.pages[2]}\) does not hold position 8, token {PROMPT[8]}"
+    return rf"Slot {s.slot(8)} \(page {s.pages[2]}\) does not hold position 8, token {PROMPT[8]}"
 
 
 def entry_with_another_past(s: Session) -> str:
     """The same tokens at the same positions, but of a prompt that begins otherwise."""
     other = s.engine.prompt((PROMPT[0] ^ 1, *PROMPT[1:13]))
     s.pages[2] = other.lane.table.pages[2]
-    return rf"slot {s.slot(8)} \(page {s.pages[2]}\) does not hold position 8, token {PROMPT[8]}"
+    return rf"Slot {s.slot(8)} \(page {s.pages[2]}\) does not hold position 8, token {PROMPT[8]}"
 
 
 def forgotten_rollback(s: Session) -> str:
     """The tokens are cut, but what was computed for them still counts as the branch's."""
     s.engine.tree.rollback(s.plain.id, 26)
-    return rf"slot {s.pool.slot(s.plain.lane.table, 26)} \(page \d+\) does not hold position 26, token 1 of this path"
+    return rf"Slot {s.pool.slot(s.plain.lane.table, 26)} \(page \d+\) does not hold position 26, token 1 of this path"
 
 
 def overwritten_prefix(s: Session) -> str:
@@ -117,7 +117,7 @@ def overwritten_prefix(s: Session) -> str:
     slots = [page * PAGE + i for i in range(PAGE)]
     s.engine.runner.cache.chain[slots[0]] = 0  # type: ignore[index]
     s.engine.runner.cache.seal([*FORMER[:4], 8, 8, 8, 8], [0] * 4 + slots, 5)
-    return rf"slot {slots[0]} \(page {page}\) does not hold position 4, token {FORMER[4]}"
+    return rf"Slot {slots[0]} \(page {page}\) does not hold position 4, token {FORMER[4]}"
 
 
 def flipped_prefix(s: Session) -> str:
@@ -154,21 +154,21 @@ IN_THE_NEXT_PASS: dict[Fault, type[EngineError]] = {
 
 def owned_too_often(s: Session) -> str:
     s.pool._refcounts[s.pages[3]] += 1
-    return rf"page {s.pages[3]}: reference count 3, but 2 references found"
+    return rf"Page {s.pages[3]}: reference count 3, but 2 references found"
 
 
 def owned_too_seldom(s: Session) -> str:
     s.pool._refcounts[s.pages[3]] -= 1
-    return rf"page {s.pages[3]}: reference count 1, but 2 references found"
+    return rf"Page {s.pages[3]}: reference count 1, but 2 references found"
 
 
 def free_while_used(s: Session) -> str:
     s.pool._free.append(s.pages[0])
-    return rf"free list: page {s.pages[0]} has reference count"
+    return rf"Free list: page {s.pages[0]} has reference count"
 
 
 def leaked(s: Session) -> str:
-    return f"free list: page {s.pool._free.pop()} has reference count 0 but is not in it"
+    return f"Free list: page {s.pool._free.pop()} has reference count 0 but is not listed"
 
 
 def zeroed_entry(s: Session) -> str:
@@ -178,7 +178,7 @@ def zeroed_entry(s: Session) -> str:
 
 def entry_of_another_branch(s: Session) -> str:
     lost, s.pages[2] = s.pages[2], s.plain.lane.table.pages[2]
-    return rf"page {lost}: reference count \d, but \d references found|page {s.pages[2]}: reference count"
+    return rf"Page {lost}: reference count \d, but \d references found|Page {s.pages[2]}: reference count"
 
 
 def computed_beyond_the_tokens(s: Session) -> str:
@@ -190,13 +190,13 @@ def computed_beyond_the_tokens(s: Session) -> str:
 def stale_prefix_entry(s: Session) -> str:
     entry = next(iter(s.engine.prefix._entries.values()))
     entry.tokens = entry.tokens[::-1]
-    return rf"prefix entry \w+ \(page {entry.page}\): its tokens and edits do not hash to its key \(stale\)"
+    return rf"Prefix entry \w+ \(page {entry.page}\): its tokens and edits do not hash to its key \(stale\)"
 
 
 def prefix_entry_of_a_freed_page(s: Session) -> str:
     page = s.engine.prefix.match(FORMER)[0]
     s.pool.drop(page)
-    return rf"page {page}: reference count 0, but 1 references found"
+    return rf"Page {page}: reference count 0, but 1 references found"
 
 
 IN_THE_NEXT_RECOUNT: tuple[Fault, ...] = (

@@ -281,7 +281,7 @@ def test_a_zeroed_table_entry_never_looks_like_a_page() -> None:
     for call in (pool.release, pool.fork, lambda t: pool.reserve(t, 2, 4), lambda t: pool.truncate(t, 1)):
         with pytest.raises(BadPage, match="null page"):
             call(table)
-    with pytest.raises(IntegrityError, match="table 0: entry 1 is page 0"):
+    with pytest.raises(IntegrityError, match="Table 0: entry 1 is page 0"):
         pool.check_integrity([table])
     table.pages[1] = 2
     pool.check_integrity([table])  # nothing was freed on the way
@@ -373,18 +373,18 @@ def faulty(pool: PagePool, table: PageTable, fault: str) -> None:
 @pytest.mark.parametrize(
     "fault, text",
     [
-        ("count up", "page 2: reference count 2, but 1 references found"),
-        ("count down", "free list: page 2 has reference count 0 but is not in it"),
-        ("null owned", "the null page 0 is owned: 1 references"),
-        ("free used", "free list: page 2 has reference count 1"),
-        ("free twice", "free list: page 6 stands in it 2 times"),
-        ("free null", "free list: page 0 is outside 1..6"),
-        ("leak", "free list: page 6 has reference count 0 but is not in it"),
-        ("swap in", "page 1: reference count 1, but 0 references found"),
-        ("outside", "table 0: entry 0 is page 7, outside 1..6"),
-        ("twice", "table 0: page 2 stands in it 2 times"),
-        ("length", "table 0: length 3 with 3 pages of 2"),
-        ("closed", "table 0 is closed but has 3 pages and length 5"),
+        ("count up", "Page 2: reference count 2, but 1 references found"),
+        ("count down", "Free list: page 2 has reference count 0 but is not listed"),
+        ("null owned", "The null page 0 has 1 references"),
+        ("free used", "Free list: page 2 has reference count 1"),
+        ("free twice", "Free list: page 6 occurs 2 times"),
+        ("free null", "Free list: page 0 is outside 1..6"),
+        ("leak", "Free list: page 6 has reference count 0 but is not listed"),
+        ("swap in", "Page 1: reference count 1, but 0 references found"),
+        ("outside", "Table 0: entry 0 is page 7, outside 1..6"),
+        ("twice", "Table 0: page 2 occurs 2 times"),
+        ("length", "Table 0: length 3 with 3 pages of 2"),
+        ("closed", "Table 0 is closed but has 3 pages and length 5"),
     ],
 )
 def test_a_fault_is_named(fault: str, text: str) -> None:
@@ -401,9 +401,9 @@ def test_a_forgotten_table_or_retainer_is_found() -> None:
     table = filled(pool, 4)
     pool.retain(1)
     pool.check_integrity([table], retained=[1])
-    with pytest.raises(IntegrityError, match="page 1: reference count 2, but 1"):
+    with pytest.raises(IntegrityError, match="Page 1: reference count 2, but 1"):
         pool.check_integrity([table])
-    with pytest.raises(IntegrityError, match="page 1: reference count 2, but 1"):
+    with pytest.raises(IntegrityError, match="Page 1: reference count 2, but 1"):
         pool.check_integrity([], retained=[1])
 
 

@@ -256,7 +256,7 @@ def test_finish_reason_is_cleared_by_a_rollback() -> None:
     assert (branch.status, branch.finish_reason) == (BranchStatus.OPEN, None)
     assert tree.branch(child).finish_reason is None  # nor does a fork inherit it
     tree.append(root, [3], DRAFT)
-    with pytest.raises(ClosedBranch, match="finished: roll it back or fork it"):
+    with pytest.raises(ClosedBranch, match=r"finished\. Roll it back or fork it"):
         tree.finish(root, "length")
         tree.append(root, [4], DRAFT)
 
@@ -313,7 +313,7 @@ def test_rollback_stays_between_prompt_and_tip() -> None:
     root = tree.plant([1, 2])
     tree.append(root, [3], DRAFT)
     for length in (-1, 1, 4):
-        with pytest.raises(BadRollback, match=r"possible are 2 \(its prompt\) to 3 \(its tip\)"):
+        with pytest.raises(BadRollback, match=r"Use 2 \(its prompt\) to 3 \(its tip\)"):
             tree.rollback(root, length)
     child = tree.fork(root, 1)  # leaving within the prompt is a fork
     assert tree.branch(child).root_length == 1
@@ -355,7 +355,7 @@ def test_closed_and_unknown_branches() -> None:
     tree.append(root, [2], DRAFT)
     rejected = tree.rollback(root, 1, keep=True)
     assert rejected is not None
-    with pytest.raises(ClosedBranch, match="rejected: fork it to go on with its tokens"):
+    with pytest.raises(ClosedBranch, match=r"rejected\. Fork it to continue with its tokens"):
         tree.append(rejected, [3], DRAFT)
     held = tree.branch(root)
     tree.release(root)
@@ -364,7 +364,7 @@ def test_closed_and_unknown_branches() -> None:
             tree.fork(closed)
     assert tree.path(root) == held.tokens == [1] and tree.children(root) == [rejected]
     del held
-    with pytest.raises(UnknownBranch, match="no branch 0: 0 are known, ids below 2"):
+    with pytest.raises(UnknownBranch, match=r"No branch 0\. 0 branches are known, with ids below 2"):
         tree.path(root)
     assert tree.plant([1]) == 2  # ids are never used again
 
@@ -442,20 +442,20 @@ def corrupt(tree: BranchTree, fault: str) -> None:
 @pytest.mark.parametrize(
     "fault, text",
     [
-        ("parent unknown", "branch 0: child 1 is unknown or has another parent"),
-        ("parent younger", "branch 0: child 1 is unknown or has another parent"),
-        ("child lost", "branch 1: it is none of its parent's children"),
-        ("child strange", "branch 0: child 77 is unknown"),
-        ("prefix", "branch 1: its first 2 tokens are not those it left with"),
-        ("fork position", "branch 1: fork position 9 of 5 tokens"),
-        ("states short", "branch 1: 5 tokens but 4 states"),
-        ("accepted after draft", "branch 1: draft at 3 before accepted at 4"),
-        ("two pending", "branch 1: pending at 2 before pending at 3"),
-        ("rejected open", "branch 1: status open with 1 rejected tokens"),
-        ("root length", "branch 1: root length 1, 2 prompt tokens"),
-        ("reason left", "branch 1: status open with finish reason 'eos'"),
-        ("released changed", "branch 2: changed after it was released"),
-        ("filed wrong", "branch 5 is filed under 1"),
+        ("parent unknown", "Branch 0: child 1 is unknown or has another parent"),
+        ("parent younger", "Branch 0: child 1 is unknown or has another parent"),
+        ("child lost", "Branch 1 is not among its parent's children"),
+        ("child strange", "Branch 0: child 77 is unknown"),
+        ("prefix", "Branch 1: its first 2 tokens changed after the fork"),
+        ("fork position", "Branch 1: fork position 9 of 5 tokens"),
+        ("states short", "Branch 1: 5 tokens but 4 states"),
+        ("accepted after draft", "Branch 1: draft at 3 before accepted at 4"),
+        ("two pending", "Branch 1: pending at 2 before pending at 3"),
+        ("rejected open", "Branch 1: status open with 1 rejected tokens"),
+        ("root length", "Branch 1: root length 1, 2 prompt tokens"),
+        ("reason left", "Branch 1: status open with finish reason 'eos'"),
+        ("released changed", "Branch 2: changed after it was released"),
+        ("filed wrong", "Branch 5 is stored under id 1"),
     ],
 )
 def test_a_fault_is_named(fault: str, text: str) -> None:
@@ -480,7 +480,7 @@ def test_an_orphan_is_named() -> None:
     child = tree.fork(root)
     tree.branch(root).forks.clear()
     tree.branch(child).parent = 99
-    with pytest.raises(IntegrityError, match="branch 1: parent 99 is unknown or younger"):
+    with pytest.raises(IntegrityError, match="Branch 1: parent 99 is unknown or younger"):
         tree.check_integrity()
 
 

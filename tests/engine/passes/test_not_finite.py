@@ -28,7 +28,7 @@ def test_forced_tokens_that_overflow(poisoned: Engine, forced: list[int], sites:
     the tip is computed once more in that pass, and what it writes beside NaN does not count either."""
     branch = poisoned.prompt([1, 2, 3], sites=sites)
     before = branch.kv()
-    with pytest.raises(NonFinite, match="nothing of this pass was committed"):
+    with pytest.raises(NonFinite, match="Nothing of this pass was committed"):
         branch.force(forced)
     assert branch.tokens == [1, 2, 3] and TokenState.DRAFT not in branch.states
     assert branch.certified and torch.equal(branch.kv(), before)

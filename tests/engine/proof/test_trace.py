@@ -179,7 +179,7 @@ DAMAGES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
     "binary": (lambda lines: [b"\x80\x00\xff\n", *lines[1:]], "line 1: not a trace header"),
     "another format": (
         lambda lines: [lines[0].replace(b'"format":1', b'"format":9'), *lines[1:]],
-        "format 9; this version reads 1",
+        "format 9. This version reads format 1",
     ),
     "a fingerprint with a part too many": (
         lambda lines: [lines[0].replace(b'"fingerprint":{', b'"fingerprint":{"mood":"x",'), *lines[1:]],

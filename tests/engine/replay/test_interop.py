@@ -150,5 +150,5 @@ def test_tuned_lens_is_saved_with_its_unembedding(
         loaded.require(weights.load(hugging_face("qwen3")))
     about = tmp_path / "lens.json"
     about.write_text(about.read_text().replace(loaded.digest, "0" * 64))
-    with pytest.raises(BadWeights, match="not those"):
+    with pytest.raises(BadWeights, match="do not match"):
         TunedLens.load(tmp_path / "lens.safetensors")

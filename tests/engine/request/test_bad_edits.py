@@ -15,7 +15,7 @@ from tests.engine.coin_engine import PROMPT
 def test_a_hook_function_that_gives_something_else_is_refused(served: Engine, wrong: Any) -> None:
     """A single row used to be written over all positions."""
     (child,) = served.prompt(PROMPT).fork(hooks=[("blocks.1.hook_in", wrong)])
-    with pytest.raises(BadEdit, match=r"the hook function on blocks\.1\.hook_in gave a"):
+    with pytest.raises(BadEdit, match=r"The hook function on blocks\.1\.hook_in returned a"):
         child.generate(2)
     served.check_integrity()
 

@@ -139,11 +139,11 @@ BRANCHES: dict[str, tuple[Call, type[EngineError], str]] = {
     "fork 0": (lambda s: s.branch.fork(0), BadRequest, "n=0: give a whole number between 1 and"),
     "fork -1": (lambda s: s.branch.fork(-1), BadRequest, "n=-1: give a whole number between 1 and"),
     "fork 1.5": (lambda s: s.branch.fork(1.5), BadRequest, "n=1.5: give a whole number"),
-    "fork beyond the tip": (lambda s: s.branch.fork(at=10), BadRange, "9 tokens: cannot fork it at 10"),
-    "fork at -1": (lambda s: s.branch.fork(at=-1), BadRange, "cannot fork it at -1"),
+    "fork beyond the tip": (lambda s: s.branch.fork(at=10), BadRange, "9 tokens. Cannot fork it at 10"),
+    "fork at -1": (lambda s: s.branch.fork(at=-1), BadRange, "Cannot fork it at -1"),
     "fork at half": (lambda s: s.branch.fork(at=1.5), BadRequest, "at=1.5: give a whole number"),
     "fork of a released branch": (lambda s: s.released.fork(), ClosedBranch, "released"),
-    "rollback below the root": (lambda s: s.branch.rollback(2), BadRollback, "possible are 3 .* to 9"),
+    "rollback below the root": (lambda s: s.branch.rollback(2), BadRollback, "Use 3 .* to 9"),
     "rollback beyond the tip": (lambda s: s.branch.rollback(10), BadRollback, "cannot roll back to 10"),
     "rollback to -1": (lambda s: s.branch.rollback(-1), BadRollback, "cannot roll back to -1"),
     "rollback to half": (lambda s: s.branch.rollback(4.5), BadRequest, "whole number"),
@@ -359,7 +359,7 @@ def test_logits_that_overflow(drafter: str, window: int) -> None:
     model.unembed.weight.copy_(model.unembed.weight.sign() * 3e38)
     subject = engine(model)
     branch = subject.prompt([1, 2, 3, 1, 2], sites="S")
-    with refused(NonFinite, "nothing of this pass was committed"):
+    with refused(NonFinite, "Nothing of this pass was committed"):
         branch.generate(4, drafter=drafter, window=window)
     assert branch.tokens == [1, 2, 3, 1, 2] and subject.loop.jobs == []
     branch.force([7, 8])
@@ -383,7 +383,7 @@ def test_one_token_that_overflows_leaves_the_engine_usable() -> None:
     model.embed[30] = 3e38
     subject = engine(model)
     bad, good = subject.prompts([[5, 6], [40, 41]], sites="S")
-    with refused(NonFinite, "nothing of this pass"):
+    with refused(NonFinite, "Nothing of this pass"):
         subject.generate([bad, good], 6, window=3)
     assert bad.generated == [7, 8, 30] and good.generated == [42, 43, 44, 45, 46, 47]
     assert len(bad.activations["blocks.0.hook_in"]) == 4
