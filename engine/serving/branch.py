@@ -262,4 +262,4 @@ class Branch(Uncopied):
         self._check_open()
         self.lock.tidy()
         if any(job.lane is self.lane for job in self.engine.loop.jobs):
-            raise BadRequest(f"branch {self.id} is being worked on: finish or close its stream first")
+            raise BadRequest(f"Branch {self.id} is busy with another request. Finish it or close its stream first.")
