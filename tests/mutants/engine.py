@@ -38,8 +38,8 @@ ENGINE = (
     Mutant(
         "rejected-rows-of-chain-0",
         "replaylens.engine.loop.commit",
-        "first = result.batch.row(turn.segments[index], turn.end + stood)",
-        "first = result.batch.row(turn.segments[0], turn.end + stood)",
+        "first = result.batch.row(turn.segments[index], turn.end + num_accepted)",
+        "first = result.batch.row(turn.segments[0], turn.end + num_accepted)",
         "a rejected sibling has the rows of its own path",
         ("tests/engine/loop/test_siblings.py",),
     ),
