@@ -4,7 +4,7 @@
 |------------------------------------|-------------------------------------------------------------------------------------|
 | a call that reads or changes state | waits for the step under way, then comes before the next one                        |
 | the first thread with work         | drives: it steps the loop, for the work of all threads, until its own is done       |
-| other threads with work            | wait; after each step they look whether theirs is done, or whether nobody drives    |
+| other threads with work            | wait until theirs is done, or nobody drives: then one of them does                  |
 
 So the requests of several threads share passes, and a driver that fails or is interrupted is followed by another one.
 """
@@ -32,8 +32,8 @@ class EngineLock:
         """whoever waits for `_held` has it, and the driver asks for it between two steps: so nobody waits for two"""
         self._wheel = threading.Lock()
         """held by the thread that drives, as long as it does"""
-        self._waiting: deque[threading.Lock] = deque()
-        """one closed lock per waiting thread; opening it wakes the thread"""
+        self._waiting: deque[tuple[Callable[[], bool], threading.Lock]] = deque()
+        """what each waiting thread waits for, and a closed lock: opening it wakes the thread"""
         self._stepping: int | None = None
         """the thread within a step"""
         self._left_over: deque[Callable[[], object]] = deque()
@@ -44,27 +44,33 @@ class EngineLock:
         with first, self._held:
             return work(*args, **kwargs)
 
-    def drive(self, step: Callable[[], object], until: Callable[[], bool]) -> None:
+    def drive(self, step: Callable[[], object], until: Callable[[], bool], watch: Callable[[], object] | None = None) -> None:
         """Return once `until()` holds; `step` is called as often as it takes, by this thread or another one that waits.
 
-        until  quick, and true for good once it is: it is asked between steps, without the lock
+        until  quick, and true for good once it is: whoever drives asks it after each step, without the lock
+        watch  is called in this thread after steps, whoever makes them
         Precondition: this thread is not within `alone`. What `step` raises is raised here, if it was this thread's step.
         """
         self.refuse_within_step()
         while not until():
             wake = threading.Lock()
             wake.acquire()
-            self._waiting.append(wake)  # before the wheel is tried: who has it then wakes us when it is done
+            # before the wheel is tried: who has it wakes us when our work is done, or it leaves
+            self._waiting.append((until if watch is None else _always, wake))
             with held_interrupt() as interrupted:  # at most one step long
                 if self._wheel.acquire(blocking=False):
                     try:
                         while not until() and not interrupted():
                             self._step(step)
-                            self._wake_all()
+                            self._wake(lambda ready: ready())
+                            if watch is not None:
+                                watch()
                     finally:
                         self._wheel.release()
-                        self._wake_all()
-            wake.acquire()  # after a step of ours it is open
+                        self._wake(lambda ready: True)
+            wake.acquire()  # open, if we drove
+            if watch is not None:
+                watch()
 
     def refuse_within_step(self) -> None:
         """BadRequest for a call from within a step: only a hook function or a listener can make one."""
@@ -82,13 +88,17 @@ class EngineLock:
             finally:
                 self._stepping = None
 
-    def _wake_all(self) -> None:
-        while True:
+    def _wake(self, whom: Callable[[Callable[[], bool]], bool]) -> None:
+        """Wake the waiting threads that `whom` picks, by what they wait for."""
+        for _ in range(len(self._waiting)):
             try:
-                wake = self._waiting.popleft()
-            except IndexError:  # empty, maybe since a moment ago: the next driver wakes them, too
+                ready, wake = self._waiting.popleft()
+            except IndexError:  # another driver was quicker: it wakes them
                 return
-            wake.release()
+            if whom(ready):
+                wake.release()
+            else:
+                self._waiting.append((ready, wake))
 
     def soon(self, work: Callable[[], object]) -> None:
         """Do it now if the engine is free, else leave it to `tidy`. For finalizers: those run anywhere, and must not wait."""
@@ -107,6 +117,10 @@ class EngineLock:
         """Do what finalizers left over. Precondition: within `alone`, not within a step."""
         while self._left_over:
             self._left_over.popleft()()
+
+
+def _always() -> bool:
+    return True
 
 
 class Locked(Protocol):
