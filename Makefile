@@ -42,7 +42,7 @@ gpu: $(STAMP)
 
 smollm2: $(STAMP)
 	$(BIN)/replaylens fetch smollm2
-	$(BIN)/python -m pytest -q -m slow tests/engine/test_smollm2.py tests/notebooks
+	$(BIN)/python -m pytest -q -m slow tests/engine/model/test_smollm2.py tests/notebooks
 	$(BIN)/python docs/examples/smollm2.py dumps/smollm2
 
 pictures: $(STAMP)

@@ -17,13 +17,14 @@ from replaylens.engine.replay import interop, replayer
 from replaylens.engine.replay.examples import ReplayOptions, replay_examples
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import flag, instance, items, shown, whole
 from replaylens.engine.run import Run
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.core import ThinkingCore
 from replaylens.engine.thinking.model import ThinkingDecoder
-from replaylens.engine.thinking.prefill import Guess
+from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks import Example
@@ -76,8 +77,7 @@ class Engine(Core):
         if draft_model is None and isinstance(source, str) and source == "coin-plain":
             draft_model = "coin-draft"
         draft = None if draft_model is None else _plain_model(draft_model, dtype, check=False)[0].to(device)
-        if check not in (None, True, False):
-            raise BadRequest(f"check={check!r}: give True, False or None")
+        check = None if check is None else flag("check", check)
         if (found := _thinking_model(source)) is not None:
             weights.require_unchecked(bool(check), "a model that thinks")
             thinker, text = found
@@ -94,6 +94,8 @@ class Engine(Core):
                 canary=canary,
                 record=record,
             )
+        if not isinstance(guess, str) or guess not in GUESSES:
+            raise BadRequest(f"guess={shown(guess)}: give one of {', '.join(GUESSES)}, and that only where the model thinks")
         model, text = _plain_model(source, dtype, weights.is_live(source) if check is None else check)
         return cls(
             model.to(device),
@@ -137,10 +139,11 @@ class Engine(Core):
         deterministic  False: take the fast path's tokens; such a run is not certified and cannot be saved
         batch          examples worked on together; has no influence on any bit
         """
-        sampling = sampling or Sampling()
-        sampling = replace(sampling, seed=sampling.seed + seed)
+        sampling = instance("sampling", Sampling() if sampling is None else sampling, Sampling, "a Sampling")
+        sampling = replace(sampling, seed=sampling.seed + whole("seed", seed))
         options = ReplayOptions(sites, drafter, window, sampling, edits, max_new, rejected, deterministic)
-        return Run(self, replay_examples(self, list(examples), options, batch, progress), options)
+        listed = items("examples", examples, "a list of examples")
+        return Run(self, replay_examples(self, listed, options, batch, progress), options)
 
     def replay_trace(self, trace: Trace, *, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
         """Replay a recorded trace: its branches by their recorded numbers; see `replayer.replay_trace`.
@@ -160,11 +163,12 @@ class ThinkingEngine(ThinkingCore, Engine):
 
 def _dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:
     """What a device computes in; BadRequest where there is no such device, or no such arithmetic on it."""
-    if device not in ("cpu", "cuda"):
-        raise BadRequest(f"Unknown device {device!r}. Use 'cpu' or 'cuda'.")
+    if not isinstance(device, str) or device not in ("cpu", "cuda"):
+        raise BadRequest(f"Unknown device {shown(device)}. Use 'cpu' or 'cuda'.")
     if device == "cuda" and not torch.cuda.is_available():
         raise BadRequest("No CUDA device found. Use device='cpu'.")
-    dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+    default = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = instance("dtype", default if dtype is None else dtype, torch.dtype, "a floating-point torch.dtype")
     if device == "cpu" and dtype is not torch.float32:
         raise BadRequest(f"{dtype} is emulated and slow on a CPU. The CPU engine computes in float32.")
     return dtype
@@ -178,12 +182,19 @@ def _plain_model(source: Any, dtype: torch.dtype, check: bool) -> tuple[Decoder,
         return weights.load(plain, dtype), Text(words)
     if isinstance(source, str) and source == smollm2.SHORT:
         source = smollm2.fetched_folder()
-    if isinstance(source, str | Path) and not Path(source).exists():
+    if isinstance(source, str | Path) and not _exists(Path(source)):
         known = no_such("model", str(source), (*zoo.names(), *thinking_zoo.names(), smollm2.SHORT))
         raise UnsupportedModel(f"{source} is neither a folder nor a .gguf file, and there is {known}")
     is_folder = isinstance(source, str | Path) and Path(source).is_dir()
     text = load_text(Path(source)) if is_folder else Text(getattr(source, "tokenizer", None))
     return weights.load(source, dtype, check), text
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # longer than a name may be
+        return False
 
 
 def _thinking_model(source: Any) -> tuple[ThinkingDecoder, Text] | None:
@@ -193,6 +204,6 @@ def _thinking_model(source: Any) -> tuple[ThinkingDecoder, Text] | None:
     if isinstance(source, str) and source in thinking_zoo.names():
         model, tokenizer = thinking_zoo.load_embedded(source)
         return model, Text(tokenizer)
-    if isinstance(source, str | Path) and (Path(source) / thinking.CONFIG_FILE).is_file():
+    if isinstance(source, str | Path) and _exists(Path(source) / thinking.CONFIG_FILE):
         return thinking.load(Path(source)), load_text(Path(source))
     return None

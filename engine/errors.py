@@ -80,13 +80,27 @@ class ClosedTable(EngineError, RuntimeError):
 class OutOfPages(EngineError, RuntimeError):
     """More pages are needed than are free. Nothing was changed; `needed` and `free` say how many are missing."""
 
-    def __init__(self, needed: int, free: int, total: int) -> None:
+    def __init__(self, needed: int, free: int, total: int, text: str = "") -> None:
         super().__init__(
-            f"{needed} pages needed, {free} of {total} free: evict from the prefix index, roll back or release "
+            text
+            or f"{needed} pages needed, {free} of {total} free: evict from the prefix index, roll back or release "
             f"branches, wait for others to finish, or make the pool larger"
         )
         self.needed = needed
         self.free = free
+
+    @classmethod
+    def for_ever(cls, needed: int, free: int, total: int, tokens: int, wanted: int, page_size: int) -> "OutOfPages":
+        """A path of `tokens` that is larger than the cache, on its way to `wanted` tokens: waiting does not help."""
+        text = (
+            f"a path of {tokens} tokens can never fit: it takes {-(-tokens // page_size)} pages of {page_size}, and the cache "
+            f"has {total}. Make the engine with cache_tokens={-(-wanted // page_size) * page_size} or more, or the path shorter"
+        )
+        return cls(needed, free, total, text)
+
+
+class CannotCopy(EngineError, TypeError):
+    """An engine, or a handle on one, asked to be copied or pickled."""
 
 
 class UnknownBranch(EngineError, KeyError):

@@ -21,6 +21,7 @@ from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.replay.examples import ReplayOptions, Result
+from replaylens.engine.request.values import flag, whole
 from replaylens.engine.serving.core import Core
 from replaylens.engine.thinking.picture import picture
 
@@ -74,7 +75,7 @@ class Run(Sequence[Result]):
 
     def tree(self, index: int) -> Tree:
         """The branch tree of one example: its path, and the rejected drafts hanging off it. Draws itself, or `print` it."""
-        result = self.results[index]
+        result = self._result(index)
         recordings = {result.branch: result.recording} | {path.branch: path.activations for path in result.rejected}
         title = f"example {result.example.index}, {'right' if result.correct else 'wrong'}"
         return self.engine.lock.alone(tree_of, result.record, recordings, self.engine.text, title)
@@ -84,16 +85,19 @@ class Run(Sequence[Result]):
 
         BadRequest where the model does not think.
         """
-        result = self.results[index]
+        result = self._result(index)
         if result.thoughts is None:
             raise BadRequest("This model does not think, so there is no picture of its thoughts. Use run.tree(i).")
         return picture(self.engine.text, result.tokens, result.thoughts, f"example {result.example.index}")
 
     def timeline(self, index: int) -> Timeline:
         """One example step by step: prefill, decode, verify, rollback, and what the KV cache held."""
-        result = self.results[index]
+        result = self._result(index)
         decode, known = partial(word, self.engine.text), {result.branch: result.tokens}
         return timeline(self.engine.trace, result.branch, decode, known, f"example {result.example.index}")
+
+    def _result(self, index: int) -> Result:
+        return self.results[whole("index", index, -len(self), len(self) - 1)]
 
     def _repr_html_(self) -> str:
         facts: dict[str, str | int | float] = {
@@ -124,13 +128,14 @@ class Run(Sequence[Result]):
 
         BadRequest where the examples are not of one task, or nothing was captured.
         """
+        resume = flag("resume", resume)
         by_index = {result.example.index: result for result in self.results}
         makers = {result.example.maker for result in self.results}
         if len(makers) != 1 or len(by_index) != len(self.results):
             raise BadRequest("a dump holds examples of one task with one setting of its knobs, each of them once")
         if self.options.sites is None:
             raise BadRequest("nothing was captured: replay with sites='STCZ' or site names")
-        plan = plan_of_run(self.engine, makers.pop(), by_index, self.options, positions, dtype, examples_per_shard)
+        plan = plan_of_run(self.engine, makers.pop(), list(by_index), self.options, positions, dtype, examples_per_shard)
 
         def make(number: int, done: Callable[[int], object]) -> Content:
             content = assemble(self.engine, plan, [by_index[index] for index in plan.indices(number)])

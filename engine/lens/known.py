@@ -4,6 +4,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.request.capture import LensSpec
+from replaylens.engine.request.values import instance
 
 
 class KnownLenses:
@@ -15,6 +16,7 @@ class KnownLenses:
 
     def add(self, lens: TunedLens) -> str:
         """Add a lens, so that captures can use it, and return its digest. OtherFingerprint if it belongs to another model."""
+        instance("lens", lens, TunedLens, "a TunedLens")
         self._by_digest[lens.digest] = lens.require(self.model)
         return lens.digest
 

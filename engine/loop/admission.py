@@ -130,5 +130,7 @@ class Admission:
         if self._make_room(turn):
             return turn
         needed = pool.num_needed(job.lane.table, turn.start, turn.end)
-        self.fail(job, OutOfPages(needed, pool.num_free, pool.num_pages))
+        length = len(self.tree.branch(job.lane.branch).tokens)
+        full = (needed, pool.num_free, pool.num_pages)
+        self.fail(job, OutOfPages.for_ever(*full, length, length + job.remaining, pool.page_size))
         return None

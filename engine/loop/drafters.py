@@ -16,6 +16,7 @@ from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import PassResult, Runner
 from replaylens.engine.request.edits import Hook, PlacedEdit
 from replaylens.engine.request.sampling import Sampling, gumbel
+from replaylens.engine.request.values import whole
 
 Chains = list[list[int]]
 
@@ -89,9 +90,7 @@ class LensDrafter:
 
     def __init__(self, runner: Runner, layer: int) -> None:
         layers = runner.model.config.num_layers
-        if not 1 <= layer <= layers:
-            raise BadRequest(f"the lens drafter exits at a layer between 1 and {layers}, not {layer}")
-        self.runner, self.layer = runner, layer
+        self.runner, self.layer = runner, whole("lens_layer", layer, 1, layers)
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
         return [[chain] for chain in extend_together(calls, [0] * len(calls), [[] for _ in calls], self.step)]
@@ -109,9 +108,7 @@ class TreeDrafter:
     reproducible = True
 
     def __init__(self, runner: Runner, layer: int, width: int) -> None:
-        if width < 2:
-            raise BadRequest(f"the tree drafter needs at least 2 siblings, not {width}")
-        self.lens, self.width = LensDrafter(runner, layer), width
+        self.lens, self.width = LensDrafter(runner, layer), whole("tree_width", width, 2)
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
         segments = [call.segment(0, len(call.path) - 1, call.path[-1:]) for call in calls]

@@ -1,11 +1,12 @@
-"""`KVCache`: the key and value tensors behind the page tables."""
+"""`KVCache`: the key and value tensors that page tables refer to."""
 
 import hashlib
+import os
 
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import KVCorruption
+from replaylens.engine.errors import BadRequest, KVCorruption
 from replaylens.engine.memory.pages import PageCopy, PagePool
 from replaylens.engine.model.config import ModelConfig
 
@@ -93,3 +94,17 @@ class KVCache:
 
 def _next_link(previous: int, token: int, position: int) -> int:
     return ((previous ^ (token + 1)) * _MIX + position + 1) & (2**64 - 1)
+
+
+def require_memory(config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or device."""
+    wanted = num_tokens * config.num_layers * 2 * config.num_kv_heads * config.d_head * dtype.itemsize
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted > there:
+        raise BadRequest(
+            f"cache_tokens={num_tokens} needs {wanted / 2**30:,.0f} GiB for KV, but there are only {there / 2**30:,.0f} GiB of "
+            f"memory. Give at most {num_tokens * there // wanted}."
+        )

@@ -9,8 +9,9 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.loop.lane import Statistics
 from replaylens.engine.memory.tree import BranchRecord
 from replaylens.engine.request.capture import Recording
-from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.edits import Edit, listed
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import flag, instance, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.thinking.thoughts import Thoughts, thoughts_of
@@ -78,8 +79,11 @@ class ReplayOptions:
     """False: take the fast path's tokens; such a run is not certified and cannot be saved"""
 
     def __post_init__(self) -> None:
-        if self.max_new is not None and self.max_new < 1:
-            raise BadRequest(f"max_new {self.max_new}: give at least 1")
+        if self.max_new is not None:
+            object.__setattr__(self, "max_new", whole("max_new", self.max_new, 1))
+        instance("sampling", self.sampling, Sampling, "a Sampling")
+        object.__setattr__(self, "edits", tuple(listed(self.edits)))
+        flag("rejected", self.rejected)
 
 
 def replay_examples(
@@ -89,8 +93,9 @@ def replay_examples(
 
     batch  examples worked on together; no influence on any bit
     """
-    if batch < 1:
-        raise BadRequest(f"batch {batch}: give at least 1")
+    batch, progress = whole("batch", batch, 1), flag("progress", progress)
+    for example in examples:
+        instance("examples", example, Example, "examples of a task, such as tasks.get('coin')().examples(4)")
     o, results = options, list[Result]()
     with tqdm(total=len(examples), unit="example", disable=not progress) as bar:
         for first in range(0, len(examples), batch):

@@ -10,6 +10,7 @@ from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.edits import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import instance
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.request import Request
@@ -24,14 +25,14 @@ def replay_trace(engine: Core, trace: Trace, sites: str | Sequence[str] | None =
     `sites`: capture these instead of what was captured then. Raises OtherFingerprint before anything runs, and
     ReplayMismatch should a verification come out otherwise than recorded.
     """
-    trace.require(engine.fingerprint)
+    instance("trace", trace, Trace, "a Trace; replay(...) takes examples").require(engine.fingerprint)
     return _Replayer(engine, trace, sites).run()
 
 
 class _Replayer:
     def __init__(self, engine: Core, trace: Trace, sites: str | Sequence[str] | None) -> None:
         self.engine, self.trace = engine, trace
-        self.capture = engine.capture_spec(sites, rejected=True) if sites else None
+        self.capture = None if sites is None else engine.capture_spec(sites, rejected=True)
         self.branches: dict[int, Branch] = {}
         self.left_out: set[int] = set()
         self.lanes: list[Lane] = []

@@ -159,8 +159,8 @@ class Recording:
     def _pieces(self, site: str) -> list[Tensor]:
         """The rows of a site, chunk by chunk."""
         chunks = self.chunks
-        if not chunks or site not in chunks[0].rows:
-            raise UnknownSite(f"{site!r} was not captured; captured: {', '.join(self.sites()) or 'nothing'}")
+        if not isinstance(site, str) or not chunks or site not in chunks[0].rows:
+            raise UnknownSite(f"{site!r:.60} was not captured; captured: {', '.join(self.sites()) or 'nothing'}")
         pieces = [chunk.rows[site] for chunk in chunks]
         if len({piece.shape[1:] for piece in pieces}) > 1:  # attention patterns: later rows have room for more keys
             most = max(piece.shape[-1] for piece in pieces)

@@ -18,11 +18,13 @@ from replaylens.engine.errors import BadEdit
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.request.sampling import hash_bits
+from replaylens.engine.request.values import instance, integer, items, number, shown, whole
 
 Op = Literal["add", "set", "zero", "project_out", "resample"]
 Positions = int | slice | Sequence[int] | None
 Hook = tuple[str, Callable[[Tensor, Any], Tensor | None]]
 _OPS = ("add", "set", "zero", "project_out", "resample")
+HOOKS = "a list of (site name, function) pairs"
 _NOT_EDITABLE = ("attn.hook_pattern", "ln_final.hook_out", "unembed.hook_out")
 
 
@@ -58,27 +60,67 @@ class Edit:
 
     def to_json(self) -> dict[str, Any]:
         """For plans of dumps: plain values, the value's bytes included."""
-        where = self.positions
-        if isinstance(where, slice):
-            where_plain: Any = {"start": where.start, "stop": where.stop}
-        else:
-            where_plain = where if where is None or isinstance(where, int) else [int(p) for p in where]
-        layers = None if self.layers is None else [int(layer) for layer in self.layers]
-        out = {"site": self.site, "op": self.op, "positions": where_plain, "layers": layers}
-        out |= {"factor": float(self.factor), "seed": self.seed}
-        return out if self.value is None else {**out, "value": _value_to_json(self.value)}
+        plain = self.plain()
+        where = plain.positions
+        where_plain: Any = {"start": where.start, "stop": where.stop} if isinstance(where, slice) else where
+        out = {"site": plain.site, "op": plain.op, "positions": where_plain, "layers": plain.layers}
+        out |= {"factor": plain.factor, "seed": plain.seed}
+        return out if plain.value is None else {**out, "value": _value_to_json(plain.value)}
+
+    def plain(self) -> "Edit":
+        """The same edit in Python's own numbers and lists; BadEdit names the field that is none."""
+        if not isinstance(self.op, str) or self.op not in _OPS:
+            raise BadEdit(f"no edit {shown(self.op)}; known: {', '.join(_OPS)}")
+        site = instance("site", self.site, str, "a site name, or S, T or C", BadEdit)
+        layers = None if self.layers is None else items("layers", self.layers, "a list of whole numbers", BadEdit)
+        return Edit(
+            site,
+            self.op,
+            _plain_value(site, self.value),
+            _plain_positions(self.positions),
+            None if layers is None else [whole("layers", layer, error=BadEdit) for layer in layers],
+            number("factor", self.factor, BadEdit),
+            whole("seed", self.seed, 0, 2**64 - 1, BadEdit),
+        )
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "Edit":
         """Inverse of `to_json`. BadEdit where it is none."""
+        raw = instance("an edit", raw, dict, "what to_json gave", BadEdit)
         try:
             where = raw["positions"]
             if isinstance(where, dict):
                 where = slice(where["start"], where["stop"])
             value = _value_from_json(raw["value"]) if "value" in raw else None
             return cls(raw["site"], raw["op"], value, where, raw["layers"], raw["factor"], raw["seed"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadEdit(f"not an edit: {error!r}") from error
+
+
+def _plain_value(site: str, value: Any) -> Tensor | None:
+    """A tensor that holds values of its own; BadEdit says how to make it one."""
+    if value is None:
+        return None
+    given = instance(f"the value for {site}", value, Tensor, "a tensor", BadEdit)
+    if given.requires_grad:
+        raise BadEdit(f"the value for {site} requires a gradient, and none flows through an engine: give value.detach()")
+    if given.layout is not torch.strided or given.device.type == "meta" or given.is_complex() or given.is_quantized:
+        raise BadEdit(
+            f"the value for {site} is a {given.layout} tensor of {given.dtype} on {given.device}: give a dense real one"
+        )
+    return given
+
+
+def _plain_positions(positions: Any) -> Positions:
+    if isinstance(positions, slice):
+        if positions.step is not None and integer(positions.step) != 1:
+            raise BadEdit("a slice of positions must have step 1")
+        ends = (positions.start, positions.stop)
+        return slice(*(None if p is None else whole("positions", p, error=BadEdit) for p in ends))
+    if positions is None or (single := integer(positions)) is not None:
+        return None if positions is None else single
+    several = items("positions", positions, "whole numbers, or a slice", BadEdit)
+    return [whole("positions", p, error=BadEdit) for p in several]
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,21 +230,26 @@ def place_all(edits: Iterable[Edit], table: SiteTable, length: int) -> tuple[Pla
     return tuple(placed for edit in listed(edits) for placed in place(edit, table, length))
 
 
-def listed(edits: Iterable[Edit]) -> Iterable[Edit]:
+def listed(edits: Iterable[Edit]) -> list[Edit]:
     """The edits, or BadEdit: a single one is none of them."""
-    if not isinstance(edits, Iterable):
-        raise BadEdit(f"edits must be a list of them, not {type(edits).__name__}")
-    return edits
+    return [
+        instance("edits", edit, Edit, "a list of Edits", BadEdit) for edit in items("edits", edits, "a list of Edits", BadEdit)
+    ]
+
+
+def resolve_hooks(hooks: Iterable[Hook], table: SiteTable) -> tuple[Hook, ...]:
+    """The hooks with their sites' own names; BadEdit for what is no (site, function) pair."""
+    out: list[Hook] = []
+    for pair in items("hooks", hooks, HOOKS, BadEdit):
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not callable(pair[1]):
+            raise BadEdit(f"hooks: {shown(pair)} among them; give {HOOKS}")
+        out.append((table.resolve(pair[0]), pair[1]))
+    return tuple(out)
 
 
 def place(edit: Edit, table: SiteTable, length: int) -> list[PlacedEdit]:
     """Resolve an edit on a branch of `length` tokens: one placed edit per site. BadEdit says what is wrong."""
-    if not isinstance(edit, Edit):
-        raise BadEdit(f"{edit!r} is no Edit: give a list of them")
-    if edit.op not in _OPS:
-        raise BadEdit(f"no edit {edit.op!r}; known: {', '.join(_OPS)}")
-    if not np.isfinite(edit.factor):
-        raise BadEdit(f"factor {edit.factor} is not finite")
+    edit = instance("edits", edit, Edit, "a list of Edits", BadEdit).plain()
     start, stop, picks = _where(edit.positions, length)
     placed = []
     for name in _names(edit, table):
@@ -230,17 +277,13 @@ def _where(positions: Positions, length: int) -> tuple[int, int | None, tuple[in
     if positions is None:
         return 0, None, ()
     if isinstance(positions, slice):
-        if positions.step not in (None, 1):
-            raise BadEdit("a slice of positions must have step 1")
         start, stop = (None if p is None else p + length if p < 0 else p for p in (positions.start, positions.stop))
         start = start or 0
         if start < 0 or (stop is not None and stop <= start):
             raise BadEdit(f"positions [{start}, {stop}) are empty or before the beginning")
         return start, stop, ()
-    given = list(positions) if isinstance(positions, Iterable) else [positions]
-    if bad := [p for p in given if not isinstance(p, int | np.integer) or isinstance(p, bool)]:
-        raise BadEdit(f"position {bad[0]!r}: give whole numbers, or a slice")
-    picks = tuple(sorted({int(p) + length if p < 0 else int(p) for p in given}))
+    given = positions if isinstance(positions, Sequence) else [positions]
+    picks = tuple(sorted({p + length if p < 0 else p for p in given}))
     if not picks or picks[0] < 0:
         raise BadEdit(f"positions {positions} on a branch of {length} tokens: give at least one, none before the beginning")
     return picks[0], picks[-1] + 1, picks
@@ -253,13 +296,11 @@ def _check_value(edit: Edit, name: str, shape: tuple[int, ...], count: int | Non
         return None
     if edit.value is None:
         raise BadEdit(f"{edit.op} needs a value")
-    if not isinstance(edit.value, Tensor):
-        raise BadEdit(f"the value for {name} is a {type(edit.value).__name__}; wanted is a tensor of shape {shape}")
-    value = edit.value.detach().to("cpu", torch.float32).clone()
+    value = edit.value.to("cpu", torch.float32).clone()
     if not bool(torch.isfinite(value).all()):
         raise BadEdit(f"the value for {name} holds NaN or infinity")
     if edit.op == "project_out":
-        return _orthonormal(value.view(-1, *shape) if value.shape[-1:] == shape[-1:] else value, shape)
+        return _orthonormal(value.reshape(-1, *shape) if value.shape[-1:] == shape[-1:] else value, shape)
     several = (len(value), *shape) if edit.op == "resample" else (count, *shape) if count else shape
     if tuple(value.shape) not in ((several,) if edit.op == "resample" else (shape, several)):
         wanted = " or ".join(str(each) for each in dict.fromkeys([shape, several]))

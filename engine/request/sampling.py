@@ -5,7 +5,6 @@ token id) and nothing else. Keyed by the id, never by a rank: near-ties may swap
 drafter that uses the same noise agrees more often, and the output does not depend on the drafter.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,9 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.request.values import flag, instance, items, number, whole
 
 COLDEST = 1e-6
 """the smallest temperature above 0; at a much smaller one the scaled logits overflow"""
+LARGEST = 1e9
+"""of a bias or penalty: added to a larger one, the differences between logits would be lost, and in the end overflow"""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -56,35 +58,42 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        self._check_types()
+        for name, value in self._plain().items():
+            object.__setattr__(self, name, value)
         checks = {
             f"temperature must be 0 (greedy) or at least {COLDEST}": self.temperature == 0 or self.temperature >= COLDEST,
-            "top_k must be at least 0": self.top_k >= 0,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
-            "repetition_penalty must be above 0": self.repetition_penalty > 0,
-            "seed must be in [0, 2**64)": 0 <= self.seed < 2**64,
+            f"repetition_penalty must be between {1 / LARGEST} and {LARGEST}": 1 / LARGEST
+            <= self.repetition_penalty
+            <= LARGEST,
+            f"presence_penalty must be between {-LARGEST} and {LARGEST}": abs(self.presence_penalty) <= LARGEST,
+            f"logit_bias must be between {-LARGEST} and {LARGEST}": all(abs(b) <= LARGEST for b in self.logit_bias.values()),
             "a stop string must not be empty": all(self.stop),
         }
         for message, fine in checks.items():
             if not fine:
                 raise BadRequest(f"{message}: {self}")
 
-    def _check_types(self) -> None:
+    def _plain(self) -> dict[str, Any]:
+        """The fields as Python's own values; BadRequest for what is none."""
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
-        numbers = {name: getattr(self, name) for name in names}
-        if not isinstance(self.logit_bias, dict):
-            raise BadRequest(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
-        numbers |= {f"logit_bias of token {token}": bias for token, bias in self.logit_bias.items()}
-        for name, number in numbers.items():
-            if not isinstance(number, int | float) or not math.isfinite(number):
-                raise BadRequest(f"{name} must be a finite number, not {number!r} (a bias of -1e9 rules a token out)")
-        if type(self.top_k) is not int or type(self.seed) is not int:
-            raise BadRequest(f"top_k and seed must be whole numbers: {self}")
-        if not isinstance(self.stop, tuple | list) or not all(isinstance(stop, str) for stop in self.stop):
-            raise BadRequest(f"stop must be a tuple of strings, not {self.stop!r}")
-        if not isinstance(self.stop_tokens, tuple | list) or not all(type(token) is int for token in self.stop_tokens):
-            raise BadRequest(f"stop_tokens must be a tuple of token ids, not {self.stop_tokens!r} (strings go into stop)")
+        numbers: dict[str, Any] = {name: number(name, getattr(self, name)) for name in names}
+        biases = instance("logit_bias", self.logit_bias, dict, "a dict of token ids and finite numbers (-1e9 rules one out)")
+        bias = {
+            whole("a token of logit_bias", token): number(f"logit_bias of token {token}", value)
+            for token, value in biases.items()
+        }
+        stop = items("stop", self.stop, "a tuple of strings")
+        ends = items("stop_tokens", self.stop_tokens, "a tuple of token ids (strings go into stop)")
+        return numbers | {
+            "top_k": whole("top_k", self.top_k, 0),
+            "seed": whole("seed", self.seed, 0, 2**64 - 1),
+            "logit_bias": bias,
+            "stop": tuple(instance("stop", each, str, "a tuple of strings") for each in stop),
+            "stop_tokens": tuple(whole("stop_tokens", each) for each in ends),
+            "ignore_eos": flag("ignore_eos", self.ignore_eos),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """For traces, plans of dumps and workers: plain values."""
@@ -93,8 +102,11 @@ class Sampling:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "Sampling":
         """Inverse of `to_json`, also after a file made text of the biased ids and lists of the tuples."""
-        bias = {int(token): value for token, value in raw["logit_bias"].items()}
-        return cls(**{**raw, "logit_bias": bias, "stop": tuple(raw["stop"]), "stop_tokens": tuple(raw["stop_tokens"])})
+        try:
+            plain = instance("a sampling", raw, dict, "what to_json gave")
+            return cls(**{**plain, "logit_bias": {int(token): bias for token, bias in plain["logit_bias"].items()}})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise error if isinstance(error, BadRequest) else BadRequest(f"not a sampling: {error!r}") from error
 
     @property
     def bare(self) -> bool:

@@ -21,12 +21,17 @@ from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import Recording
-from replaylens.engine.request.edits import Edit, Hook, place_all
+from replaylens.engine.request.edits import Edit, Hook, place_all, resolve_hooks
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import whole
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.request import Request
 from replaylens.engine.serving.stream import Stream
+from replaylens.engine.serving.uncopied import Uncopied
+
+MAX_FORKS = 1 << 16
+"""of one call: more would be a slip, and take minutes"""
 
 
 class Owner(Protocol):
@@ -57,7 +62,7 @@ class Owner(Protocol):
         ...
 
 
-class Branch:
+class Branch(Uncopied):
     """One token path with its KV. Forks share pages; nothing is copied before it is written.
 
     >>> from replaylens import Engine
@@ -68,6 +73,8 @@ class Branch:
     >>> wrong.rollback(to=root.length).tokens == right.tokens
     True
     """
+
+    _instead = "branch.fork() gives another branch with the same path; branch.tokens, .kv() and .activations give copies"
 
     def __init__(self, engine: Owner, lane: Lane) -> None:
         self.engine, self.lane = engine, lane
@@ -184,12 +191,10 @@ class Branch:
         edits  added to those of this branch; KV is shared up to the first edited position
         hooks  TransformerLens-style (site, function) pairs; such a branch shares nothing and is not certified
         """
-        if type(n) is not int or n < 1 or not isinstance(at, int | None):
-            raise BadRequest(f"fork({n}, at={at}): give whole numbers, and at least 1 fork")
+        n = whole("n", n, 1, MAX_FORKS)
         self._check_open()
-        at, sites, forest = self.length if at is None else at, self.engine.sites, self.engine.forest
-        placed = place_all(edits, sites, at)
-        resolved = tuple((sites.resolve(name), hook) for name, hook in hooks)
+        at, sites, forest = self.length if at is None else whole("at", at), self.engine.sites, self.engine.forest
+        placed, resolved = place_all(edits, sites, at), resolve_hooks(hooks, sites)
         with forest.made() as lanes, held_interrupt():
             lanes += [forest.fork(self.lane, at, placed, resolved) for _ in range(n)]
         return [type(self)(self.engine, lane) for lane in lanes]
@@ -213,7 +218,8 @@ class Branch:
         progress: bool = False,
     ) -> Self:
         """Generate up to `n` tokens; options as in `Engine.generate`. Returns self."""
-        request = Request(n, sampling or Sampling(), drafter, window, deterministic, keep_rejected, drafts, final)
+        greedy = Sampling() if sampling is None else sampling
+        request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
         self.engine.serve([self], [request], progress)
         return self
 
@@ -230,16 +236,15 @@ class Branch:
         final: bool = False,
     ) -> Stream:
         """Generate up to `n` tokens and yield each once it is committed; closing the iterator cancels the rest."""
-        request = Request(n, sampling or Sampling(), drafter, window, deterministic, keep_rejected, drafts, final)
+        greedy = Sampling() if sampling is None else sampling
+        request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
         return self.engine.open_stream(self, request)
 
     @changing
     def rollback(self, to: int) -> Self:
         """Cut the path back to its first `to` tokens: tokens, KV, captured rows and finish state together. Returns self."""
         self._check_idle()
-        if type(to) is not int:
-            raise BadRequest(f"rollback(to={to!r}): give a whole number of tokens")
-        self.engine.forest.rollback(self.lane, to)
+        self.engine.forest.rollback(self.lane, whole("to", to))
         return self
 
     @changing

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, ClosedBranch, NotRecorded, no_such
+from replaylens.engine.errors import BadEdit, BadRequest, ClosedBranch, NotRecorded, no_such
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.lens.known import KnownLenses
 from replaylens.engine.lens.tuned import TunedLens
@@ -20,6 +20,7 @@ from replaylens.engine.loop.drafters import (
 )
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.loop import Loop
+from replaylens.engine.memory.cache import require_memory
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree
 from replaylens.engine.model import sites
@@ -31,16 +32,21 @@ from replaylens.engine.pictures.summary import MAX_TREES, cache_and_pictures, co
 from replaylens.engine.proof import certificates, fingerprint
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
-from replaylens.engine.request.edits import Edit, Hook, place_all
+from replaylens.engine.request.edits import Edit, Hook, place_all, resolve_hooks
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import flag, instance, integer, items, shown, token_ids, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.request import Request
 from replaylens.engine.serving.stream import Stream
+from replaylens.engine.serving.uncopied import Uncopied
+
+SITES = "letters such as 'STCZ', a site name, or a list of these"
+"""what can be asked for, in the words of an error"""
 
 
-class Core:
+class Core(Uncopied):
     """A model, its KV cache and its tree of branches.
 
     cache_tokens   how many positions the KV cache holds; requests wait or are computed again when it is full
@@ -54,6 +60,8 @@ class Core:
 
     Threads may share an engine: their requests are computed together, and each gets what it would get alone.
     """
+
+    _instead = "Load another engine from the same source: what it commits has the same bits"
 
     def __init__(
         self,
@@ -69,11 +77,13 @@ class Core:
         canary: bool = False,
         record: bool = False,
     ) -> None:
-        if cache_tokens < page_size or page_size < 1:
-            raise BadRequest(f"a cache of {cache_tokens} tokens in pages of {page_size}: give room for at least one page")
-        if max_rows < 16:
-            raise BadRequest(f"max_rows {max_rows}: a pass has at least 16 rows")
-        self.model, self.config = model, model.config
+        self.model = instance("model", model, Decoder, "a Decoder; Engine.load takes other sources")
+        self.config, page_size = model.config, whole("page_size", page_size, 1)
+        cache_tokens, max_rows = whole("cache_tokens", cache_tokens, page_size), whole("max_rows", max_rows, 16)
+        require_memory(self.config, cache_tokens, model.embed.dtype, model.embed.device)
+        canary, record = flag("canary", canary), flag("record", record)
+        if draft_model is not None:
+            instance("draft_model", draft_model, Decoder, "a Decoder; Engine.load takes other sources")
         self.text = tokenizer if isinstance(tokenizer, Text) else Text(tokenizer)
         self.certificate = certificates.certificate_for(model)
         self.fingerprint = self._fingerprint()
@@ -178,9 +188,10 @@ class Core:
         lens: TunedLens | None,
     ) -> CaptureSpec | None:
         """What a prompt is asked to capture; None: nothing."""
-        if not sites:
-            return None
-        return self.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
+        if sites is None or (isinstance(sites, str | Sequence) and not len(sites)):
+            sites = ""
+        spec = self.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
+        return spec if sites else None
 
     def _planted(
         self,
@@ -190,9 +201,10 @@ class Core:
         hooks: Sequence[Hook],
     ) -> list[Branch]:
         self.lenses.of(capture.lens if capture else None)  # named before anything is computed
-        paths = [self.tokens_of(text) for text in texts]
+        paths = [self.tokens_of(text) for text in items("texts", texts, "a list of prompts; prompt(...) takes one")]
+        edits = items("edits", edits, "a list of Edits", BadEdit)
         placed = [place_all(edits, self.sites, len(path)) for path in paths]
-        resolved = tuple((self.sites.resolve(name), hook) for name, hook in hooks)
+        resolved = resolve_hooks(hooks, self.sites)
         with self.forest.made() as lanes:
             with held_interrupt():
                 lanes += [self.forest.plant(path, capture, own, resolved) for path, own in zip(paths, placed, strict=True)]
@@ -227,7 +239,11 @@ class Core:
         drafts         for the `forced` drafter: chains of tokens by the position they start at
         final          also compute the last token's own row
         """
-        own = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(branches)
+        branches = items("branches", branches, "a list of branches")
+        if sampling is None or isinstance(sampling, Sampling):
+            own = [sampling or Sampling()] * len(branches)
+        else:
+            own = items("sampling", sampling, "a Sampling, or one for each branch")
         if len(own) != len(branches):
             raise BadRequest(f"{len(own)} samplings for {len(branches)} branches: give one for all, or one for each")
         how = (drafter, window, deterministic, keep_rejected, drafts, final)
@@ -235,18 +251,22 @@ class Core:
 
     def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:
         """Work off one request on each branch, all together."""
+        progress = flag("progress", progress)
         self.forest.serve(lambda: [self._job(b, r) for b, r in zip(branches, requests, strict=True)], progress)
         return list(branches)
 
     def cancel(self, job: Job) -> None:
         """Stop a job at once. What it committed stays on its branch."""
+        instance("job", job, Job, "a Job, as a stream has one")
         if self.loop.lanes.get(job.lane.branch) is not job.lane and not job.done:
             raise BadRequest(f"branch {job.lane.branch} is none of this engine's: cancel its job where it was started")
         self.forest.cancel(job)
 
     def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:
         """Append given tokens to each branch, whatever the model thinks of them, and compute all their rows together."""
-        paths = [self.text.encode(t, special=False) if isinstance(t, str) else list(t) for t in tokens]
+        branches = items("branches", branches, "a list of branches")
+        texts = items("tokens", tokens, "a list with the tokens of each branch")
+        paths = [self.text.encode(t, special=False) if isinstance(t, str) else token_ids("tokens", t) for t in texts]
         if len(paths) != len(branches):
             raise BadRequest(f"{len(paths)} texts for {len(branches)} branches: give one for each")
         self.forest.serve(lambda: self._forced(branches, paths))
@@ -280,7 +300,8 @@ class Core:
         final: bool = False,
     ) -> Stream:
         """Committed tokens of one branch as they come, options as in `generate`; other submitted work goes on beside it."""
-        request = Request(n, sampling or Sampling(), drafter, window, deterministic, keep_rejected, drafts, final)
+        greedy = Sampling() if sampling is None else sampling
+        request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
         return self.open_stream(branch, request)
 
     @changing
@@ -311,13 +332,18 @@ class Core:
         top_k     how many of the likeliest tokens Z keeps; targets: tokens whose log-probs it keeps; full: all of them
         lens      read Z through this tuned lens instead of the plain one
         """
-        names, wants_lens = self.sites.select(sites if isinstance(sites, str) else list(sites))
+        names, wants_lens = self.sites.select(sites if isinstance(sites, str) else items("sites", sites, SITES))
+        rejected, full = flag("rejected", rejected), flag("full", full)
+        asked = items("targets", targets, "a list of tokens, as text or ids")
+        if not wants_lens and (integer(top_k) != 8 or asked or full or lens is not None):
+            raise BadRequest(
+                "top_k, targets, full and lens say how Z is stored, and Z is not captured: ask for it with sites='Z'"
+            )
         residuals = tuple(self.sites.per_layer("S"))
         spec = None
         if wants_lens:
-            if type(top_k) is not int or not 1 <= top_k <= self.config.vocab_size:
-                raise BadRequest(f"top_k {top_k!r}: Z keeps between 1 and {self.config.vocab_size} tokens")
-            ids = tuple(self._target(t) for t in targets)
+            top_k = whole("top_k", top_k, 1, self.config.vocab_size)
+            ids = tuple(self._target(t) for t in asked)
             spec = LensSpec(residuals, top_k, ids, full, None if lens is None else self.lenses.add(lens))
         return CaptureSpec(names, spec, rejected, residuals[-1])
 
@@ -347,7 +373,8 @@ class Core:
         return request.job(branch.lane, self.text.eos_id)
 
     def _own(self, branch: Branch) -> Branch:
-        """The branch, or BadRequest: it is another engine's."""
+        """The branch, or BadRequest: it is another engine's, or none."""
+        instance("branch", branch, Branch, "a Branch, as prompt(...) gives one")
         if branch.engine is not self:
             raise BadRequest(f"branch {branch.id} belongs to another engine: prompt this one with its tokens")
         return branch
@@ -369,30 +396,22 @@ class Core:
 
     def tokens_of(self, text: str | Sequence[int] | Tensor) -> list[int]:
         """The token ids of a prompt, or BadRequest: empty, out of the vocabulary, or too long."""
-        return self._check_tokens(self.text.encode(text) if isinstance(text, str) else token_list(text))
+        return self._check_tokens(self.text.encode(text) if isinstance(text, str) else token_ids("text", text))
 
     def _check_tokens(self, ids: list[int], before: int = 0) -> list[int]:
         """The ids, or BadRequest: empty, out of the vocabulary, or too long."""
         if not ids:
             raise BadRequest("an empty prompt: give at least one token")
         if bad := [t for t in ids if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.config.vocab_size]:
-            raise BadRequest(f"token {bad[0]!r} is not in the vocabulary of {self.config.vocab_size}")
+            raise BadRequest(f"token {shown(bad[0])} is not in the vocabulary of {self.config.vocab_size}")
         if before + len(ids) > self.config.max_positions:
             raise BadRequest(f"{before + len(ids)} tokens exceed the model's {self.config.max_positions} positions")
         return ids
 
     def _target(self, target: str | int) -> int:
-        if isinstance(target, int):
-            return self._check_tokens([target])[0]
+        if not isinstance(target, str):
+            return self._check_tokens(token_ids("targets", [target]))[0]
         ids = self.text.encode(target, special=False)
         if len(ids) != 1:
             raise BadRequest(f"target {target!r} is {len(ids)} tokens; a target must be one token")
         return ids[0]
-
-
-def token_list(tokens: Any) -> list[int]:
-    """Token ids as a list: of a sequence, or of a tensor or array of one dimension."""
-    ids = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens) if isinstance(tokens, Iterable) else None
-    if not isinstance(ids, list):
-        raise BadRequest(f"a prompt is text or token ids, not {tokens!r}")
-    return ids

@@ -6,10 +6,13 @@ from replaylens.engine.loop.lane import Job
 from replaylens.engine.memory.tree import BranchRecord
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, reading
+from replaylens.engine.serving.uncopied import Uncopied
 
 
-class Stream(Iterator[int]):
+class Stream(Uncopied, Iterator[int]):
     """Yields every token that its request commits, whoever steps the loop. Closing it cancels what is left."""
+
+    _instead = "Fork its branch, and stream the fork"
 
     def __init__(self, forest: Forest, job: Job, record: BranchRecord) -> None:
         self.forest, self.job, self.record = forest, job, record

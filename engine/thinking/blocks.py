@@ -117,7 +117,8 @@ class ThinkingBlocks:
     def check(self, thought: Sequence[int]) -> Tokens:
         """A thought that somebody else proposes, <EOS> included; BadThought where T could not have said it."""
         said, eos = tuple(thought), self.config.eos_token
-        if not said or said[-1] != eos or eos in said[:-1] or not all(0 <= t < self.model.config.vocab_size for t in said):
+        known = all(type(t) is int and 0 <= t < self.model.config.vocab_size for t in said)
+        if not said or not known or said[-1] != eos or eos in said[:-1]:
             raise BadThought(f"thought {said}: give token ids of the vocabulary that end in the one <EOS>, {eos}")
         if len(said) > self.config.max_thought:
             raise BadThought(f"a thought of {len(said)} tokens, <EOS> included; max_thought is {self.config.max_thought}")

@@ -26,21 +26,10 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from tests.engine.reference import Reference, differences, perturbed, random_decoder
+from tests.toy_model import SHAPE
 
 VOCAB = 13
-CONFIG = ModelConfig(
-    num_layers=2,
-    d_model=32,
-    num_heads=4,
-    num_kv_heads=2,
-    d_head=8,
-    d_mlp=48,
-    vocab_size=VOCAB,
-    max_positions=128,
-    rotary_dim=8,
-    windows=(0, 9),
-    tied_embeddings=False,
-)
+CONFIG = ModelConfig(**{**SHAPE, "vocab_size": VOCAB, "max_positions": 128, "windows": (0, 9)})
 LONG = tuple((i * i + i // 3) % VOCAB for i in range(61))
 """ends before the first block of keys does, so that branches cross its border"""
 LONGEST = 80

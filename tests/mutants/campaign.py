@@ -87,7 +87,11 @@ class Campaign:
                 told(result)
                 return result
 
-            return list(threads.map(one, mutants))
+            try:
+                return list(threads.map(one, mutants))
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, the runs that have begun are the last
+                raise
 
     def _copy(self, target: Path) -> Path:
         caches = shutil.ignore_patterns(*_NOWHERE)

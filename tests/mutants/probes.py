@@ -121,7 +121,7 @@ PROBES = (
         "clone(estimator).fit(x[fit], codes[fit])",
         "clone(estimator).fit(x[fit | test], codes[fit | test])",
         "every row is read by a probe that has not seen it",
-        ("tests/probes/test_sweep.py::test_estimators_fitted_apart",),
+        ("tests/probes/test_heldout.py",),
     ),
     Mutant(
         "nuisance-of-the-tested-rows",
@@ -129,6 +129,6 @@ PROBES = (
         "clean = residualised(x, nuisance, fit)",
         "clean = residualised(x, nuisance, fit | held)",
         "a nuisance is taken out by what the training rows tell",
-        ("tests/probes/test_sweep.py::test_residualised_rows_lose_the_nuisance",),
+        ("tests/probes/test_heldout.py",),
     ),
 )
