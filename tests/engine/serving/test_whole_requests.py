@@ -153,7 +153,7 @@ def test_a_replay_that_fails_takes_its_branches_along() -> None:
     recorded.trace.events.append({"event": "rollback", "branch": 77, "to": 1})
     branch = subject.prompt([5, 6])
     with pytest.raises(BadTrace, match="names branch 77"):
-        subject.replay(recorded.trace)
+        subject.replay_trace(recorded.trace)
     assert list(subject.loop.lanes) == [branch.id] and subject.tree.roots() == [branch.id]
     subject.check_integrity()
 
