@@ -16,7 +16,7 @@ def test_a_request_that_was_refused_is_not_in_the_trace(served: Engine, meanwhil
     stream = branch.stream(6, drafter="ngram", window=2)
     next(stream)
     before = branch.tokens
-    with pytest.raises(BadRequest, match="being worked on"):
+    with pytest.raises(BadRequest, match="is busy with another request"):
         branch.generate(2) if meanwhile == "generate" else branch.force(" heads")
     assert branch.tokens == before
     list(stream)
