@@ -103,7 +103,7 @@ def test_a_lens_layer_of_zero_is_refused() -> None:
 
 @pytest.mark.parametrize("top_k", [0, -1, 10**6, 2.5])
 def test_how_many_tokens_z_keeps(served: Engine, top_k: Any) -> None:
-    with pytest.raises(BadRequest, match="top_k=.* give a whole number between 1 and"):
+    with pytest.raises(BadRequest, match=r"top_k=.* give a whole number between 1 and"):
         served.prompt(PROMPT, sites="Z", top_k=top_k)
     assert served.loop.lanes == {}
 
