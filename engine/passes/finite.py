@@ -1,6 +1,6 @@
-"""`finite`: NaN and infinity are refused before anything of a pass is committed.
+"""`finite`: rejects NaN and infinity before anything of a pass is committed.
 
-NaN in one row would reach its neighbours in the cache's blocks, and whoever shares its pages through the prefix index.
+NaN in one row would spread to its neighbours in a block of the cache, and through the prefix index to other branches.
 """
 
 import torch
@@ -10,12 +10,12 @@ from replaylens.engine.errors import NonFinite
 
 
 def finite(x: Tensor, what: str) -> Tensor:
-    """`x` as it is, or NonFinite."""
+    """`x` itself. Raises NonFinite if it holds NaN or infinity."""
     if not bool(torch.isfinite(x).all()):
         raise not_finite(what)
     return x
 
 
 def not_finite(what: str) -> NonFinite:
-    """The error of a pass that gave such logits, activations or thoughts."""
-    return NonFinite(f"the model gave NaN or infinite {what}; nothing of this pass was committed. Check edits and weights.")
+    """The error for a pass that computed non-finite logits, activations or thoughts."""
+    return NonFinite(f"The model gave NaN or infinite {what}. Nothing of this pass was committed. Check edits and weights.")

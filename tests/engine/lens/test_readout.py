@@ -1,0 +1,97 @@
+"""Z against float64 written here: the engine's own reference reads Z with the same code, so it cannot see a fault in it."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens import Engine
+from replaylens.engine.lens import readout
+from replaylens.engine.model import weights
+from replaylens.engine.request.capture import LensSpec
+from tests.families import hugging_face
+from tests.toy_model import engine as toy_engine
+
+TOKENS = torch.randint(3, 97, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def log_softmax(logits: list[float]) -> list[float]:
+    top = max(logits)
+    total = math.log(math.fsum(math.exp(x - top) for x in logits)) + top
+    return [x - total for x in logits]
+
+
+def test_statistics_of_single_distributions() -> None:
+    """Each number by its definition, one distribution at a time."""
+    logits = torch.randn(5, 3, 11, generator=torch.Generator().manual_seed(0)) * 2
+    emitted = [4, 0, 10, -1, 7]
+    read = readout.statistics(LensSpec((), top_k=3, targets=(2, 9), full=True), logits.log_softmax(-1), emitted)
+    for row in range(5):
+        final = log_softmax(logits[row, -1].tolist())
+        for layer in range(3):
+            log_p = log_softmax(logits[row, layer].tolist())
+            order = sorted(range(11), key=lambda token: -log_p[token])[:3]
+            # how much the final layer's word would cost if it were coded by this layer's: the final one is the true one
+            divergence = math.fsum(math.exp(q) * (q - p) for p, q in zip(log_p, final, strict=True))
+            assert float(read["Z.kl"][row, layer]) == pytest.approx(divergence, abs=1e-5)
+            assert float(read["Z.entropy"][row, layer]) == pytest.approx(-math.fsum(math.exp(p) * p for p in log_p), abs=1e-5)
+            assert read["Z.top_ids"][row, layer].tolist() == order
+            assert read["Z.top_logprobs"][row, layer].tolist() == pytest.approx([log_p[t] for t in order], abs=1e-5)
+            assert read["Z.targets"][row, layer].tolist() == pytest.approx([log_p[2], log_p[9]], abs=1e-5)
+            assert read["Z.full"][row, layer].tolist() == pytest.approx(log_p, abs=1e-5)
+            said = float(read["Z.emitted"][row, layer])
+            assert math.isnan(said) if emitted[row] < 0 else said == pytest.approx(log_p[emitted[row]], abs=1e-5)
+
+
+def test_the_divergence_is_not_symmetric() -> None:
+    """Final: half and half. Layer: nearly sure. One direction is several times the other, so neither passes for it."""
+    layer, final = [0.99, 0.01], [0.5, 0.5]
+    read = readout.statistics(LensSpec((), top_k=1), torch.tensor([[layer, final]]).log(), [0])
+    forward = 0.5 * math.log(0.5 / 0.99) + 0.5 * math.log(0.5 / 0.01)
+    assert read["Z.kl"][0].tolist() == pytest.approx([forward, 0.0], abs=1e-6)
+    assert forward > 2 * (0.99 * math.log(0.99 / 0.5) + 0.01 * math.log(0.01 / 0.5))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_every_layer_of_a_branch_against_hugging_face(name: str) -> None:
+    """The residual streams through the library's own final norm and unembedding, in float64."""
+    model = hugging_face(name)
+    served = Engine(weights.load(model, torch.float32))
+    branch = served.prompt(TOKENS, sites="SZ", full=True, targets=[5, 6]).generate(6, final=True)
+    rows, tokens = branch.activations, branch.tokens
+    layers = served.sites.letter("S")
+    truth = torch.stack([_lens(model, rows[site]) for site in layers], 1)  # [positions, layers, vocab]
+    p, final = truth.exp(), truth[:, -1:]
+    assert torch.allclose(rows["Z.full"].double(), truth, atol=1e-4)
+    assert torch.allclose(rows["Z.entropy"].double(), -(p * truth).sum(-1), atol=1e-4)
+    assert torch.allclose(rows["Z.kl"].double(), (final.exp() * (final - truth)).sum(-1), atol=1e-4)
+    assert torch.allclose(rows["Z.targets"].double(), truth[..., [5, 6]], atol=1e-4)
+    follows = torch.tensor(tokens[1:])[:, None, None].expand(-1, len(layers), 1)
+    assert torch.allclose(rows["Z.emitted"][:-1].double(), truth[:-1].gather(-1, follows)[..., 0], atol=1e-4)
+    assert bool(rows["Z.emitted"][-1].isnan().all()), "nothing follows the last token yet"
+    assert not torch.allclose((p * (truth - final)).sum(-1), rows["Z.kl"].double(), atol=1e-2), "the control: reversed"
+
+
+def test_a_row_whose_successor_changed_is_read_again() -> None:
+    """Rolled back, a path goes on with another token: Z of the row before says how likely that one was."""
+    branch = toy_engine().prompt([1, 2, 3, 4], sites="SZ").generate(6)
+    first = branch.activations["Z.emitted"].clone()
+    branch.rollback(7).force([(branch.tokens[6] + 1) % 61, 9]).generate(2)
+    whole = toy_engine().prompt(branch.tokens, sites="SZ").activations
+    for site in whole.sites():
+        assert torch.equal(branch.activations[site][: whole.end], whole[site][: branch.activations.end]), site
+    assert torch.equal(first[:6], whole["Z.emitted"][:6]) and not torch.equal(first[6], whole["Z.emitted"][6])
+
+
+def _lens(model: object, residual: Tensor) -> Tensor:
+    """Log-probabilities [rows, vocab] of a residual stream, by the modules of a Hugging Face model."""
+    from copy import deepcopy
+
+    whole = deepcopy(model).double()
+    inner = whole.base_model  # type: ignore[attr-defined]
+    norm = inner.ln_f if hasattr(inner, "ln_f") else inner.norm
+    with torch.no_grad():
+        logits = whole.lm_head(norm(residual.double()))  # type: ignore[attr-defined]
+    cap = getattr(whole.config, "final_logit_softcapping", None)  # type: ignore[attr-defined]
+    return (torch.tanh(logits / cap) * cap if cap else logits).log_softmax(-1)
