@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type bench notebooks slow gpu smollm2 pictures clean
+.PHONY: demo test lint type bench notebooks soak mutants slow gpu smollm2 pictures clean
 
 demo: $(STAMP)
 	$(BIN)/replaylens demo
@@ -31,6 +31,12 @@ bench: $(STAMP)
 notebooks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/build.py
 
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --operations $(or $(OPERATIONS),100000) --seed $(or $(SEED),0)
+
+mutants: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs 2
+
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow
 
@@ -39,7 +45,7 @@ gpu: $(STAMP)
 
 smollm2: $(STAMP)
 	$(BIN)/replaylens fetch smollm2
-	$(BIN)/python -m pytest -q -m slow tests/engine/test_smollm2.py tests/notebooks
+	$(BIN)/python -m pytest -q -m slow tests/engine/model/test_smollm2.py tests/notebooks
 	$(BIN)/python docs/examples/smollm2.py dumps/smollm2
 
 pictures: $(STAMP)

@@ -1,9 +1,9 @@
-"""Activations of the MLP, plain and gated: elementwise, hence canonical.
+"""Activations of the MLP, plain and gated. Elementwise, hence canonical.
 
     plain  y = f(x)                    gated  y = f(gate) * up,   x = [gate | up]
 
-Everything is float32 inside with one rounding at the end. Gate and up are read as the product stored them, so a captured
-gate is what the activation used.
+The arithmetic is float32 with one rounding at the end. Gate and up are read as the product stored them, so a captured gate
+has the values that the activation used.
 """
 
 import torch
@@ -19,7 +19,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _activate(x, KIND: tl.constexpr):
-    """f(x) in float32. exp is taken as exp2, the instruction the device has."""
+    """f(x) in float32. exp is computed with exp2, which the device has as an instruction."""
     if KIND == "silu":
         return x / (1.0 + tl.exp2(x * -1.4426950408889634))
     elif KIND == "gelu":
@@ -45,12 +45,12 @@ def _activation_kernel(X, OUT, width, stride_x, stride_o, KIND: tl.constexpr, GA
 
 
 def activation(x: Tensor, kind: str, gated: bool, out: Tensor | None = None) -> Tensor:
-    """[rows, width] -> f(x), or gated: [rows, gate | up] -> f(gate) * up [rows, width / 2]."""
-    require(kind in KINDS, "no activation {!r}; known: {}", kind, ", ".join(KINDS))
+    """Plain: x [rows, width] -> f(x). Gated: x [rows, gate | up] -> f(gate) * up [rows, width / 2]."""
+    require(kind in KINDS, "Unknown activation {!r}. Use one of {}.", kind, ", ".join(KINDS))
     require_float("x", x)
     require_rows("x", x)
-    require(x.dim() == 2, "x has shape {}; expected [rows, width]", x.shape)
-    require(not gated or x.shape[1] % 2 == 0, "a gated x needs an even width, not {}", x.shape[1])
+    require(x.dim() == 2, "x has shape {}. Expected [rows, width].", x.shape)
+    require(not gated or x.shape[1] % 2 == 0, "x has width {}. A gated activation needs an even width.", x.shape[1])
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     if out is None:
         out = torch.empty(rows, width, dtype=x.dtype, device=x.device)

@@ -1,22 +1,22 @@
-"""Canonical attention over pages: one order of summation for a row, however the row came to be computed.
+"""Canonical attention over pages: one order of summation per row, in prefill, decode and verification alike.
 
     s[j] = q . k[j] * scale        (softcap: s <- c tanh(s / c))        out = sum_j softmax(s)[j] v[j],   j <= position
 
-**The order.** Keys are taken in blocks of `KV_BLOCK` counted from position 0, never from the window's or the batch's start.
-Every `KV_SPLIT` keys form a partial result (max m, sum l, sum a) of their own, and partials are merged from the first to
-the last. That tree depends on the row's position alone. A masked key has p = 0 and a block or split without visible keys
-leaves m, l and a as they are, to the bit (exp2(0) = 1, x * 1 + 0 = x), so it does not matter which neighbours share a tile
-or whether such a block is skipped: decode, a window cut anywhere and a full prefill agree.
+**The order.** Keys are summed in blocks of `KV_BLOCK` counted from position 0, never from the start of a window or batch.
+Every `KV_SPLIT` keys form a separate partial result (max m, sum l, sum a). Partial results are merged from first to last.
+This order depends on the row's position alone. A masked key has p = 0, and a block or split without visible keys leaves m,
+l and a unchanged to the bit (exp2(0) = 1, x * 1 + 0 = x). It therefore does not matter which rows share a tile or whether an
+empty block is skipped: decode, a prefill cut anywhere and a full prefill agree.
 
 **Row sums end in a dot with ones.** A `tl.sum` over a tile axis adds in an order that depends on the thread layout, hence on
-the tile; elementwise additions and dots do not. So p is first added pairwise (columns 2i and 2i + 1), the pairs are carried
-over the blocks of a split elementwise, and once per split a float32 dot with ones adds them up. Maxima are safe in any order.
+the tile; elementwise additions and dots do not. p is first added in pairs (columns 2i and 2i + 1), the pairs are accumulated
+elementwise over the blocks of a split, and a float32 dot with ones sums them once per split. Maxima are exact in any order.
 
-**Two roads, same bits.** With few tiles each split gets a program of its own (`split` below); the one that finishes last
-merges all partials in order. With many tiles one program walks the splits and merges as it goes.
+**Two schedules, same bits.** With few tiles, each split runs in its own program (`split` below), and the last one to finish
+merges all partial results in order. With many tiles, one program loops over the splits and merges as it goes.
 
-**Pages.** Row of key j of sequence s: `page_table[s, j // page_size] * page_size + j % page_size`. Page 0 is the null page, all
-zeros, never written; a table may hold 0 wherever no row looks.
+**Pages.** Slot of key j of sequence s: `page_table[s, j // page_size] * page_size + j % page_size`. Page 0 is the null page.
+It is all zeros and never written. A table may hold 0 for positions that no row reads.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ from replaylens.kernels.launch import (
 
 @triton.jit
 def _merge(m, l, a, m1, l1, a1):
-    """Join two partial softmaxes; the order of the arguments is part of the canonical order."""
+    """Merge two partial softmaxes. The order of the arguments is part of the canonical order."""
     top = tl.maximum(m, m1)
     safe = tl.where(top == float("-inf"), 0.0, top)  # both empty: exp2(-inf - 0) = 0, not NaN
     x, x1 = tl.exp2(m - safe), tl.exp2(m1 - safe)
@@ -59,7 +59,7 @@ def _block(
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take in the keys [start, start + BLOCK). Not MASKED: every row of the tile sees all of them."""
+    """Accumulate the keys [start, start + BLOCK). Not MASKED: every row of the tile sees all of them."""
     j = start + tl.arange(0, BLOCK)
     if MASKED:
         page = tl.load(TABLE + j // PAGE, mask=j <= tl.max(position, 0), other=0).to(tl.int64)
@@ -98,8 +98,8 @@ def _walk(
 ):  # fmt: skip
     """The partial result of the keys [first, end); `first` is a multiple of BLOCK.
 
-    Blocks below `clear` (the last position that every row sees) need no mask, except where a window cuts them off. Masking
-    a block of which all is seen changes nothing, so where the loops meet is a matter of speed.
+    Blocks up to `clear`, the last position that every row sees, need no mask unless a window hides some of their keys.
+    Masking a fully visible block changes nothing, so the boundaries between the loops affect speed only.
     """
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     sums = tl.zeros((ROWS, BLOCK // 2), tl.float32)
@@ -136,7 +136,7 @@ def _attention_kernel(
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, SPLIT_GRID: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """One tile: up to ROWS (row, query head) pairs of one sequence and one key-value head."""
+    """One tile: up to ROWS (row, query head) pairs of one sequence and one KV head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     if TILED:
         first_row, num_rows = tl.load(TILES + tile * 2), tl.load(TILES + tile * 2 + 1)
@@ -175,9 +175,9 @@ def _attention_kernel(
             work = (tile * tl.num_programs(1) + kv_head).to(tl.int64)
             PARTIAL += work * max_splits * ROWS * (HEAD_BLOCK + 2)
             _store_partial(PARTIAL, split - low, m, l, a, pair, d, valid, mask, ROWS, HEAD_BLOCK)
-            tl.debug_barrier()  # every thread's part of the partial is on its way before the count says so
+            tl.debug_barrier()  # every thread has stored its part before the count goes up
             write = tl.atomic_add(COUNT + work, 1, sem="acq_rel") == high - low - 1
-            if write:  # last of all: merge
+            if write:  # the last program to finish merges
                 tl.store(COUNT + work, 0)
                 m, l, a = _load_partial(PARTIAL, 0, pair, d, valid, mask, ROWS, HEAD_BLOCK)
                 for i in tl.range(1, high - low):
@@ -192,10 +192,10 @@ def _attention_kernel(
                 q, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position, clear, d,
                 kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
             )  # fmt: skip
-            m, l, a = _merge(m, l, a, m1, l1, a1)  # merging into nothing gives back the partial, to the bit
+            m, l, a = _merge(m, l, a, m1, l1, a1)  # merging into an empty result gives the partial one, to the bit
     if write:
         out = OUT + row[:, None] * stride_or + head[:, None] * stride_oh + d[None, :]
-        l = tl.where(valid, l, 1.0)  # pairs that only fill the tile saw no key
+        l = tl.where(valid, l, 1.0)  # padding pairs saw no key
         tl.store(out, (a / l[:, None]).to(OUT.dtype.element_ty), mask=mask)
 
 
@@ -209,7 +209,7 @@ def _store_partial(P, i, m, l, a, pair, d, valid, mask, ROWS: tl.constexpr, HEAD
 
 @triton.jit
 def _load_partial(P, i, pair, d, valid, mask, ROWS: tl.constexpr, HEAD_BLOCK: tl.constexpr):
-    """Read past the first-level cache, which may hold what another program has since replaced."""
+    """Bypass the first-level cache, which may be stale: another program wrote the values."""
     P += i * ROWS * (HEAD_BLOCK + 2)
     m = tl.load(P + pair, mask=valid, other=float("-inf"), cache_modifier=".cg")
     l = tl.load(P + ROWS + pair, mask=valid, other=0.0, cache_modifier=".cg")
@@ -219,16 +219,16 @@ def _load_partial(P, i, pair, d, valid, mask, ROWS: tl.constexpr, HEAD_BLOCK: tl
 
 @dataclass(frozen=True)
 class PagedRows:
-    """The rows of a pass and where their keys lie. Immutable; the tensors may be refilled in place between graph replays."""
+    """The rows of a pass and the pages of their keys. Immutable, but the tensors may be refilled between graph replays."""
 
     sequence: Tensor
-    """[rows] int32: line of `page_table`"""
+    """[rows] int32: index into `page_table`"""
     position: Tensor
     """[rows] int32"""
     page_table: Tensor
     """[sequences, pages] int32"""
     tiles: Tensor | None = None
-    """[tiles, 2] int32 (first row, number of rows), from `plan_tiles`; None: every row on its own"""
+    """[tiles, 2] int32 (first row, number of rows), from `plan_tiles`; None: one tile per row"""
     max_keys: int = 0
     """upper bound on position + 1; 0: as many as the page table can hold"""
     per_tile: int = 0
@@ -236,27 +236,29 @@ class PagedRows:
 
     def __post_init__(self) -> None:
         require_shape("position", self.position, tuple(self.sequence.shape))
-        require(self.sequence.dim() == 1, "sequence has shape {}; expected [rows]", self.sequence.shape)
-        require(self.page_table.dim() == 2, "page_table has shape {}; expected [sequences, pages]", self.page_table.shape)
+        require(self.sequence.dim() == 1, "sequence has shape {}. Expected [rows].", self.sequence.shape)
+        require(self.page_table.dim() == 2, "page_table has shape {}. Expected [sequences, pages].", self.page_table.shape)
         for name in ("sequence", "position", "page_table", "tiles"):
             x = getattr(self, name)
             if x is not None:
-                require(x.dtype == torch.int32, "{} is {}; expected int32", name, x.dtype)
-                require(x.is_contiguous(), "{} must be contiguous", name)
-                require(x.device == self.sequence.device, "{} is on {}, sequence on {}", name, x.device, self.sequence.device)
+                require(x.dtype == torch.int32, "{} is {}. Expected int32.", name, x.dtype)
+                require(x.is_contiguous(), "{} must be contiguous.", name)
+                same = x.device == self.sequence.device
+                require(same, "{} is on {}, but sequence is on {}.", name, x.device, self.sequence.device)
 
 
 def rows_per_tile(heads: int, kv_heads: int, d_head: int, dtype: torch.dtype, longest: int) -> int:
-    """How many rows of one sequence share a tile, when the longest run of rows of a sequence has `longest`."""
+    """How many rows of one sequence share a tile if no sequence has more than `longest` rows."""
     group = heads // kv_heads
     return max(1, attention_tile(longest * group, d_head, dtype, group).rows // group)
 
 
 def plan_tiles(sequences: list[int], per_tile: int, capacity: int = 0) -> Tensor:
-    """Cut packed rows into tiles of one sequence each: [tiles, 2] int32 on the CPU, padded with empty tiles to `capacity`.
+    """Split packed rows into tiles of one sequence each: [tiles, 2] int32 on the CPU, padded with empty tiles to `capacity`.
 
-    `sequences` names each row's sequence. Longest-reaching tiles come last in a run, so the plan is reversed: the programs
-    with most keys start first.
+    sequences  the sequence of each row
+
+    Tiles with the most keys come last in a sequence. The plan is reversed so that their programs start first.
     """
     tiles: list[tuple[int, int]] = []
     for i, sequence in enumerate(sequences):
@@ -264,14 +266,14 @@ def plan_tiles(sequences: list[int], per_tile: int, capacity: int = 0) -> Tensor
             tiles[-1] = (tiles[-1][0], tiles[-1][1] + 1)
         else:
             tiles.append((i, 1))
-    require(not capacity or len(tiles) <= capacity, "{} tiles do not fit a plan of {}", len(tiles), capacity)
+    require(not capacity or len(tiles) <= capacity, "{} tiles do not fit into a plan of {}.", len(tiles), capacity)
     tiles = tiles[::-1] + [(0, 0)] * (capacity - len(tiles))
     return torch.tensor(tiles, dtype=torch.int32).reshape(-1, 2)
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Partial results of the split road. One per stream: two passes at a time must not share one."""
+    """Partial results of the split schedule. One per stream: concurrent passes must not share one."""
 
     partial: Tensor
     """float32"""
@@ -285,10 +287,10 @@ class Workspace:
         return cls(partial, torch.zeros(tiles * kv_heads, dtype=torch.int32, device=device))
 
     def check(self, tiles: int, kv_heads: int, splits: int, tile_rows: int, d_head: int) -> None:
-        """ValueError if a launch of this size would write past the end."""
+        """Raise ValueError if a launch of this size would write past the end."""
         size = tiles * kv_heads * splits * tile_rows * (next_power_of_2(max(d_head, 16)) + 2)
         fits = self.partial.numel() >= size and self.count.numel() >= tiles * kv_heads
-        require(fits, "the workspace is too small for {} tiles, {} splits, {} rows a tile", tiles, splits, tile_rows)
+        require(fits, "The workspace is too small for {} tiles, {} splits and {} rows per tile.", tiles, splits, tile_rows)
 
 
 def attention(
@@ -309,15 +311,16 @@ def attention(
 ) -> Tensor:
     """q [rows, heads, d_head], caches [slots, kv_heads, d_head] -> [rows, heads, d_head].
 
-    The rows' own keys and values must be in the cache. `softcap`, `window` (positions seen back, the row included): 0 for
-    none. `tile` and `split` choose a road and change no bit; `kv_block` and `kv_split` are canonical: other values than the
-    defaults are for tests that show the bits move.
+    The keys and values of the rows themselves must be in the cache. `window` counts the visible positions, the row
+    included. 0 disables `softcap` or `window`. `tile` and `split` choose a schedule and move no bit. `kv_block` and `kv_split`
+    are canonical: only tests that show that bits move pass other values.
     """
     num_rows, heads, d_head = q.shape
     kv_heads = _check_caches(q, k_cache, v_cache)
     require_shape("rows.sequence", rows.sequence, (num_rows,))
-    require(kv_split % kv_block == 0, "kv_split {} is not a multiple of kv_block {}", kv_split, kv_block)
-    require(scale > 0 and softcap >= 0 and window >= 0, "scale {} > 0, softcap {} >= 0, window {} >= 0", scale, softcap, window)
+    require(kv_split % kv_block == 0, "kv_split {} is not a multiple of kv_block {}.", kv_split, kv_block)
+    require(scale > 0, "scale is {}. It must be positive.", scale)
+    require(softcap >= 0 and window >= 0, "softcap is {} and window {}. Neither may be negative.", softcap, window)
     group = heads // kv_heads
     if out is None:
         out = torch.empty(num_rows, heads, d_head, dtype=q.dtype, device=q.device)
@@ -325,7 +328,7 @@ def attention(
     require_rows("out", out)
     if not num_rows:
         return out
-    tile, split, splits = _road(rows, group, d_head, q.dtype, window, page_size, kv_split, kv_heads, tile, split)
+    tile, split, splits = _schedule(rows, group, d_head, q.dtype, window, page_size, kv_split, kv_heads, tile, split)
     num_tiles = num_rows if rows.tiles is None else rows.tiles.shape[0]
     if split:
         workspace = workspace or Workspace.of(num_tiles, kv_heads, splits, tile.rows, d_head, q.device)
@@ -344,38 +347,39 @@ def attention(
     return out
 
 
-def _road(
+def _schedule(
     rows: PagedRows, group: int, d_head: int, dtype: torch.dtype, window: int, page_size: int, kv_split: int, kv_heads: int,
     tile: AttentionTile | None, split: bool | None,
 ) -> tuple[AttentionTile, bool, int]:  # fmt: skip
-    """(tile, whether each split gets a program of its own, how many splits a row can have)."""
+    """(tile, whether each split has its own program, the most splits a row can have)."""
     per_tile = 1 if rows.tiles is None else rows.per_tile
     pairs = per_tile * group or 128
     height = (tile or attention_tile(pairs, d_head, dtype, group)).rows
     fits = height >= max(1, per_tile) * group
-    require(fits, "a tile of {} cannot hold {} rows of {} query heads", height, per_tile or 1, group)
+    require(fits, "A tile of {} pairs cannot hold {} rows of {} query heads.", height, per_tile or 1, group)
     keys = rows.max_keys or rows.page_table.shape[1] * page_size
     if window:
         keys = min(keys, window + kv_split + (0 if rows.tiles is None else height))
     splits = ceil_div(keys, kv_split) + (1 if window else 0)
-    if split is None:  # with two programs per multiprocessor there is nothing left to gain from more
+    if split is None:  # more than two programs per multiprocessor gain nothing
         num_tiles = len(rows.position) if rows.tiles is None else len(rows.tiles)
         split = splits > 1 and num_tiles * kv_heads < 2 * num_multiprocessors(rows.position.device)
     return tile or attention_tile(pairs, d_head, dtype, group, split), split, splits
 
 
 def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
-    """The number of key-value heads, or an error that says what does not fit."""
-    require(q.dim() == 3, "q has shape {}; expected [rows, heads, d_head]", q.shape)
+    """The number of KV heads. Raises ValueError if the tensors do not fit together."""
+    require(q.dim() == 3, "q has shape {}. Expected [rows, heads, d_head].", q.shape)
     require_float("q", q)
     require_rows("q", q)
     heads, d_head = q.shape[1:]
-    require(d_head <= 256, "d_head {} is more than 256", d_head)
+    require(d_head <= 256, "d_head is {}. At most 256 is supported.", d_head)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         require_shape(name, cache, (k_cache.shape[0], k_cache.shape[1], d_head))
         require_same(name, cache, q)
         require_rows(name, cache)
-        require(cache.stride() == k_cache.stride(), "{} has strides {}, k_cache {}", name, cache.stride(), k_cache.stride())
+        same = cache.stride() == k_cache.stride()
+        require(same, "{} has strides {}, but k_cache has {}.", name, cache.stride(), k_cache.stride())
     kv_heads = k_cache.shape[1]
-    require(heads % kv_heads == 0, "{} query heads are not a multiple of {} key-value heads", heads, kv_heads)
+    require(heads % kv_heads == 0, "{} query heads are not a multiple of {} KV heads.", heads, kv_heads)
     return kv_heads

@@ -1,7 +1,7 @@
-"""Which drafts stand: compared where the tokens were chosen, so that two numbers per chain go to the host, not all rows.
+"""Accept or reject drafts on the device, so that two numbers per chain go to the host instead of all rows.
 
-Row i of a chain says what follows its first i drafts. A draft stands if all before it do and the row before it chose it; the
-row after the last draft that stands gives the next token. Integers only: canonical by nature.
+Row i of a chain chooses the token after its first i drafts. A draft is accepted if all drafts before it are and the row
+before it chose it. After n accepted drafts, row n gives the next token. Integers only: canonical by nature.
 """
 
 import torch
@@ -21,24 +21,24 @@ def _judge_kernel(CHOSEN, DRAFTS, FIRST, LENGTH, ACCEPTED, TOKEN, stride_d, BLOC
     drafted = i < length
     chosen = tl.load(CHOSEN + first + i, mask=drafted, other=-1)
     draft = tl.load(DRAFTS + chain * stride_d + i, mask=drafted, other=-1)
-    stood = tl.min(tl.where(drafted & (chosen != draft), i, length), 0)
-    tl.store(ACCEPTED + chain, stood)
-    tl.store(TOKEN + chain, tl.load(CHOSEN + first + stood))
+    accepted = tl.min(tl.where(drafted & (chosen != draft), i, length), 0)
+    tl.store(ACCEPTED + chain, accepted)
+    tl.store(TOKEN + chain, tl.load(CHOSEN + first + accepted))
 
 
 def judge(chosen: Tensor, drafts: Tensor, first: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """For each chain: (how many of its drafts stand, the token that follows them), both [chains] int64.
+    """(number of accepted drafts, next token) of every chain, both [chains] int64.
 
-    chosen [rows] int64: what each row says comes next. Chain c has length[c] drafts, drafts[c, :length[c]] [chains, most], and
-    the rows first[c] to first[c] + length[c] of `chosen`. All int64.
+    chosen [rows]: the token that each row chose to come next. drafts [chains, longest]. Chain c has the drafts
+    drafts[c, :length[c]] and the rows first[c] to first[c] + length[c] of `chosen`. All tensors are int64.
     """
     chains = len(drafts)
-    require(drafts.dim() == 2, "drafts have shape {}; expected [chains, most]", drafts.shape)
+    require(drafts.dim() == 2, "drafts have shape {}. Expected [chains, longest].", drafts.shape)
     for name, x, shape in (("chosen", chosen, (None,)), ("first", first, (chains,)), ("length", length, (chains,))):
         require_shape(name, x, shape)
-        require(x.dtype == torch.int64, "{} is {}; expected int64", name, x.dtype)
-        require(x.is_contiguous(), "{} must be contiguous", name)
-    require(drafts.dtype == torch.int64 and drafts.is_contiguous(), "drafts must be contiguous int64, not {}", drafts.dtype)
+        require(x.dtype == torch.int64, "{} is {}. Expected int64.", name, x.dtype)
+        require(x.is_contiguous(), "{} must be contiguous.", name)
+    require(drafts.dtype == torch.int64 and drafts.is_contiguous(), "drafts are {}. Expected contiguous int64.", drafts.dtype)
     accepted, token = torch.empty_like(first), torch.empty_like(first)
     if chains:
         block = next_power_of_2(max(1, drafts.shape[1]))

@@ -1,13 +1,12 @@
-"""Launch tables: which tile a kernel runs with. Nothing here is tuned at run time.
+"""Launch tables: the tile that each kernel runs with. Nothing is tuned at run time.
 
-Two kinds of constants live here, and the difference is the whole point:
+There are two kinds of constants:
 
-* **Canonical constants** take part in a reduction order. Change one and bits move; `CANONICAL_VERSION` must go up.
-* **Tiles** decide speed only. The tests prove that they do not move bits, so they may depend on the number of rows.
+* **Canonical constants** set the order of a reduction. A change moves bits and must raise `CANONICAL_VERSION`.
+* **Tiles** affect speed only. The tests prove that they do not move bits, so they may depend on the number of rows.
 
-All kernels are compiled without contraction of `a * b + c` (`EXACT`): the compiler may fuse such a pair in one variant of
-a kernel and not in another, and the two would then round differently. Where one rounding is wanted, the code says
-`tl.fma`.
+All kernels are compiled without contraction of `a * b + c` (`EXACT`). The compiler may fuse the pair in one variant of a
+kernel and not in another, and the two would round differently. Code that needs a single rounding calls `tl.fma`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,24 +19,24 @@ import torch
 from torch import Tensor
 
 CANONICAL_VERSION = 2
-"""goes into the fingerprint of a result; raise it with any change that can move a bit"""
+"""part of the fingerprint; raised by any change that can move a bit"""
 
 PAGE_SIZE = 16
-"""positions per page of the key-value cache (layout only: takes part in no reduction)"""
+"""positions per page of the KV cache (layout only; no reduction depends on it)"""
 KV_BLOCK = 64
 """canonical: keys per step of the softmax, counted from position 0"""
 KV_SPLIT = 512
 """canonical: keys per independent partial softmax, counted from position 0; partials are merged in order"""
 
 PERSISTENT_FROM = 1024
-"""rows from which products with weights [K, N] use the persistent kernel: below, its launches cost the host more than it
-saves the device. Up to 64 rows, the sizes of decode steps, which are graphs, it is used where it is faster."""
+"""least number of rows for which products with weights [K, N] use the persistent kernel; below, its launches cost the host
+more than it saves the device. Decode steps, up to 64 rows, run as graphs and use it if it is faster."""
 _in_graph = False
 
 
 @contextmanager
 def in_graph() -> Iterator[None]:
-    """Kernels are being captured, or warmed up for it: what a launch costs the host does not count. Changes no bit."""
+    """While a graph is captured or warmed up, launch costs on the host do not count. Moves no bit."""
     global _in_graph
     before, _in_graph = _in_graph, True
     try:
@@ -47,12 +46,12 @@ def in_graph() -> Iterator[None]:
 
 
 def persistent_pays(rows: int) -> bool:
-    """Whether a product of this many rows should use the persistent kernel, if it can."""
+    """Whether a product of this many rows should use the persistent kernel, if available."""
     return _in_graph or rows <= 64 or rows >= PERSISTENT_FROM
 
 
 _PROGRAMS = 132
-"""multiprocessors that the tile tables have in mind; on another device they are merely less well filled"""
+"""multiprocessors that the tile tables assume; on other devices the last wave of programs is less full"""
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 """compile options of every kernel whose arithmetic is not all inside `tl.dot`"""
@@ -62,7 +61,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class GemmTile:
-    """How one product is cut up. Every tile gives the same bits."""
+    """The tiling of one product. Every tiling gives the same bits."""
 
     rows: int
     columns: int
@@ -71,19 +70,19 @@ class GemmTile:
     warps: int
     stages: int
     persistent: bool = False
-    """one program per multiprocessor walks many tiles, fed by the bulk tensor copy engine"""
+    """one program per multiprocessor loops over many tiles, fed by the bulk tensor copy engine"""
 
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """How many (row, query head) pairs one program of the attention takes. Every tile gives the same bits."""
+    """The (row, query head) pairs of one attention program. Every tile gives the same bits."""
 
     rows: int
     warps: int
     stages: int
 
 
-# Tiles for many rows and how long each takes, in units of a 128 x 128 persistent one. Measured on an H200 in bf16.
+# Tiles for many rows with their run times, relative to the persistent 128 x 128 tile. Measured on an H200 in bf16.
 _PERSISTENT = (
     (GemmTile(128, 256, 64, 8, 3, persistent=True), 1.85),
     (GemmTile(128, 128, 64, 8, 6, persistent=True), 1.0),
@@ -104,8 +103,8 @@ def gemm_tile(
 ) -> GemmTile:
     """The tile for x [rows, depth] @ w [depth, columns]; `transposed`: w is stored [columns, depth].
 
-    Few rows: reading the weights is all there is to it, so each multiprocessor gets one tile with as much of the weights in
-    flight as fits. Many rows: the tile that fills its last wave of programs best, of those that were measured there.
+    With few rows, reading the weights dominates: each multiprocessor gets one tile with as many loads in flight as fit.
+    With many rows, it is the measured tile that fills its last wave of programs best.
     """
     if dtype == torch.float32:  # no tensor cores: plain multiply-adds
         return GemmTile(16, 64, 32, 4, 3) if rows <= 16 else GemmTile(64, 64, 32, 4, 3)
@@ -114,7 +113,7 @@ def gemm_tile(
 
     def time(option: tuple[GemmTile, float]) -> float:
         tile, each = option
-        wide = tile.columns == 256 and (rows <= 128 or (transposed and not persistent))  # the plain one is slow on [N, K]
+        wide = tile.columns == 256 and (rows <= 128 or (transposed and not persistent))  # the plain kernel is slow on [N, K]
         small = tile.columns * tile.rows < 128 * 128 and rows > 256
         if wide or small:
             return float("inf")
@@ -140,9 +139,9 @@ def _few_rows(rows: int, columns: int, persistent: bool) -> GemmTile:
 
 @lru_cache(maxsize=1024)
 def attention_tile(pairs: int, d_head: int, dtype: torch.dtype, group: int = 1, split: bool = True) -> AttentionTile:
-    """The tile for at most `pairs` (row, query head) pairs of one sequence and key-value head; holds `group` at least.
+    """The tile for at most `pairs` (row, query head) pairs of one sequence and KV head. It holds at least `group` pairs.
 
-    `split`: each split has a program of its own, few programs in all, so each keeps more loads in flight.
+    `split`: each split has its own program. There are few programs, so each keeps more loads in flight.
     """
     least = max(16, next_power_of_2(group))
     if dtype == torch.float32:
@@ -158,7 +157,7 @@ def attention_tile(pairs: int, d_head: int, dtype: torch.dtype, group: int = 1, 
 
 @dataclass(frozen=True)
 class NormShape:
-    """Rows per program and warps: canonical, since a sum over a tile depends on its thread layout."""
+    """Rows per program and warps. Canonical: a sum over a tile depends on its thread layout."""
 
     rows: int
     block: int
@@ -167,7 +166,7 @@ class NormShape:
 
 @lru_cache(maxsize=256)
 def norm_shape(width: int) -> NormShape:
-    """The one launch shape for rows of this width."""
+    """The launch shape for rows of this width."""
     block = next_power_of_2(width)
     if block <= 512:
         return NormShape(2048 // block if block >= 128 else 16, block, 4)
@@ -175,9 +174,9 @@ def norm_shape(width: int) -> NormShape:
 
 
 def strip_width(rows: int, vocab: int, columns: int) -> int:
-    """Vocabulary columns of which the final logits of `rows` rows take at most 18 MB; a multiple of `columns`.
+    """Vocabulary columns per strip, a multiple of `columns`: about 18 MB of final logits, but at least 4096 columns.
 
-    At 512 rows that is one tile of the product per multiprocessor.
+    At 512 rows, a strip has one tile of the product per multiprocessor.
     """
     width = max(4096, (4_400_000 // rows) // columns * columns)
     return min(width, ceil_div(vocab, columns) * columns)
@@ -185,7 +184,7 @@ def strip_width(rows: int, vocab: int, columns: int) -> int:
 
 @dataclass(frozen=True)
 class LensShape(GemmTile):
-    """The lens's tile: canonical, since it sums over the vocabulary within a tile."""
+    """The tile of the lens. Canonical: it sums over the vocabulary within a tile."""
 
     top_rows: int = 64
     """(row, tile) pairs per program of the top-k (speed only)"""
@@ -193,35 +192,35 @@ class LensShape(GemmTile):
 
     @property
     def vocab_tile(self) -> int:
-        """Vocabulary entries per partial result: half of the columns that a program multiplies at once."""
+        """Vocabulary entries per partial result: half the columns that a program multiplies at once."""
         return self.columns // 2
 
     @property
     def copy(self) -> bool:
-        """Whether tiles come through the copy engine."""
+        """Whether the copy engine loads the tiles."""
         return self.persistent
 
 
 def lens_shape(dtype: torch.dtype) -> LensShape:
-    """The one tile of the lens, whatever the number of rows."""
+    """The tile of the lens for any number of rows."""
     if dtype == torch.float32:
         return LensShape(32, 64, 32, 4, 3, top_rows=16, top_warps=4)
     return LensShape(128, 256, 64, 8, 3, persistent=True)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """The smallest power of two not below n."""
     return 1 << (n - 1).bit_length()
 
 
 def ceil_div(n: int, by: int) -> int:
-    """How many pieces of size `by` cover n."""
+    """The number of pieces of size `by` that cover n."""
     return -(-n // by)
 
 
 @lru_cache(maxsize=16)
 def num_multiprocessors(device: torch.device) -> int:
-    """How many programs run at once; 1 on a CPU, where the interpreter runs them one by one."""
+    """The number of programs that run at once. It is 1 on a CPU, where the interpreter runs them one by one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -232,32 +231,33 @@ def has_copy_engine(device: torch.device) -> bool:
 
 
 def require(condition: bool, message: str, *values: object) -> None:
-    """Raise ValueError unless the condition holds. The message is put together only then: launchers are called often."""
+    """Raise ValueError unless the condition holds. Only then is the message formatted: launchers are called often."""
     if not condition:
         raise ValueError(message.format(*(tuple(v) if isinstance(v, torch.Size) else v for v in values)))
 
 
 def require_float(name: str, x: Tensor) -> None:
-    """`x` has a dtype that the kernels compute with."""
-    require(x.dtype in FLOATS, "{} is {}; the kernels take bfloat16, float16 or float32", name, x.dtype)
+    """Raise ValueError unless the kernels support the dtype of `x`."""
+    require(x.dtype in FLOATS, "{} is {}. The kernels take bfloat16, float16 or float32.", name, x.dtype)
 
 
 def require_shape(name: str, x: Tensor, shape: Sequence[int | None]) -> None:
-    """`x` has this shape; None leaves a dimension free."""
+    """Raise ValueError unless `x` has this shape; None leaves a dimension free."""
     fits = len(x.shape) == len(shape)
     for want, have in zip(shape, x.shape, strict=False):
         fits = fits and (want is None or want == have)
     if not fits:
         wanted = ", ".join("any" if s is None else str(s) for s in shape)
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected ({wanted})")
+        raise ValueError(f"{name} has shape {tuple(x.shape)}. Expected ({wanted}).")
 
 
 def require_same(name: str, x: Tensor, other: Tensor) -> None:
-    """`x` has the dtype and device of `other`."""
+    """Raise ValueError unless `x` has the dtype and device of `other`."""
     same = x.dtype == other.dtype and x.device == other.device
-    require(same, "{} is {} on {}; expected {} on {}", name, x.dtype, x.device, other.dtype, other.device)
+    require(same, "{} is {} on {}. Expected {} on {}.", name, x.dtype, x.device, other.dtype, other.device)
 
 
 def require_rows(name: str, x: Tensor) -> None:
-    """The last dimension of `x` is contiguous."""
-    require(x.stride(-1) == 1 or x.shape[-1] <= 1, "the last dimension of {} must be contiguous (strides {})", name, x.stride())
+    """Raise ValueError unless the last dimension of `x` is contiguous."""
+    contiguous = x.stride(-1) == 1 or x.shape[-1] <= 1
+    require(contiguous, "{} has strides {}. Its last dimension must be contiguous.", name, x.stride())

@@ -1,26 +1,26 @@
-"""The lens: what every layer's residual stream already predicts, without a [rows, vocab] tensor.
+"""The logit lens (Z): the predictions of every layer's residual stream (S), without a [rows, vocab] tensor.
 
     z = unembed(norm(S))  (softcapped)      log_sum_exp, entropy, KL(p_final || p), top-k, log-probs of given tokens
 
-**Vocabulary tiles.** A tile of z lives in registers only. Each (row, tile) leaves four float32 numbers behind:
+**Vocabulary tiles.** A tile of z lives in registers only. Each (row, tile) is reduced to four float32 numbers:
 m = max z, s = sum e^(z - m), t = sum e^(z - m) (z - m), c = sum q (z - m), where q = e^(f - n), f is the final layer's logit
-and n its maximum in the tile. Rows are then merged over tiles: with w_i = e^(m_i - M), S = sum w_i s_i, and of the final
+and n its maximum in the tile. Rows are then merged over tiles. With w_i = e^(m_i - M), W = sum w_i s_i, and for the final
 layer v_i = e^(n_i - N), V = sum v_i s'_i,
 
-    log_sum_exp = M + log S        entropy = log S - (sum w_i (t_i + (m_i - M) s_i)) / S
-    kl = log S - (sum v_i (c_i + (m_i - M) s'_i)) / V - entropy of the final layer
+    log_sum_exp = M + log W        entropy = log W - (sum w_i (t_i + (m_i - M) s_i)) / W
+    kl = log W - (sum v_i (c_i + (m_i - M) s'_i)) / V - entropy of the final layer
 
-The sums of kl are taken in float64: they nearly cancel where a layer agrees with the final one.
+The sums of kl are float64: they nearly cancel if a layer agrees with the final one.
 
-**KL needs the final layer beside each tile.** The vocabulary is taken in strips, and q of one strip at a time is written to a
-scratch small enough to stay in the second-level cache (`launch.strip_width`). So the exponentials of the final layer are taken
-once, not once per layer, and its own four numbers come from there, too.
+**KL needs the final layer beside each tile.** The vocabulary is processed in strips. q of one strip at a time is written to a
+scratch tensor small enough for the second-level cache (`launch.strip_width`). The exponentials of the final layer are thus
+computed once instead of once per layer, and its own numbers come from there, too.
 
 **Top-k.** The k largest logits of a row lie in the k tiles with the largest maxima. Only those (row, tile) pairs are multiplied
-again, grouped by tile: about k / tiles of the work, and since the product is canonical the logits are the same bits.
+again, grouped by tile. This is about k / tiles of the work, and the logits have the same bits because the product is canonical.
 
-**Canonical.** The sums over a tile use `tl.sum`, so the launch shape is fixed (`launch.lens_shape`) whatever the number of
-rows; tiles are merged by a fixed shape too. Logits are unrounded float32 accumulators, like those that tokens are drawn from.
+**Canonical.** The sums over a tile use `tl.sum`, so the launch shape is the same at any number of rows (`launch.lens_shape`),
+and so is the shape of the merge. Logits are unrounded float32 accumulators, like those that tokens are sampled from.
 """
 
 from dataclasses import dataclass
@@ -50,14 +50,14 @@ from replaylens.kernels.norm import norm
 
 @dataclass(frozen=True)
 class LensStats:
-    """Statistics of the lens distributions; leading dimensions [layers, rows]."""
+    """Statistics of the lens distributions. The leading dimensions are [layers, rows]."""
 
     log_sum_exp: Tensor
     """[layers, rows] float32"""
     entropy: Tensor
     """[layers, rows] float32, in nats"""
     kl: Tensor | None
-    """[layers, rows] float32: KL(final || layer), what the final layer would lose by this layer's word"""
+    """[layers, rows] float32, in nats: KL(final || layer)"""
     top_ids: Tensor
     """[layers, rows, k] int64, largest first; ties: smallest id first"""
     top_log_probs: Tensor
@@ -68,14 +68,14 @@ class LensStats:
 
 @triton.jit
 def _capped(z, cap):
-    """cap tanh(z / cap) as one exponential and one division."""
+    """cap tanh(z / cap), with one exponential and one division."""
     return cap - 2.0 * cap / (1.0 + tl.exp2(z * (2.8853900817779268 / cap)))
 
 
 @triton.jit
 def _softmax_parts(z, inside, EVEN: tl.constexpr):
-    """Of a tile of logits [rows, columns]: m, (z - m) log2(e), e^(z - m). EVEN: all columns are inside the vocabulary."""
-    m = tl.max(z if EVEN else tl.where(inside, z, -1.0e30), 1)  # finite: a tile past the vocabulary must not make NaN
+    """m, (z - m) log2(e) and e^(z - m) of a tile of logits [rows, columns]. EVEN: all columns are inside the vocabulary."""
+    m = tl.max(z if EVEN else tl.where(inside, z, -1.0e30), 1)  # finite: a tile past the vocabulary must not give NaN
     shift = tl.broadcast_to((m * -1.4426950408889634)[:, None], z.shape)
     y = tl.fma(z, tl.full(z.shape, 1.4426950408889634, tl.float32), shift)
     if EVEN:
@@ -89,7 +89,7 @@ def _tile_stats(
     z, row, n0, N, MAX, SUM, SHIFTED, CROSS, at, live, Q, final_rows, stride_q, cap,
     WIDTH: tl.constexpr, CAPPED: tl.constexpr, KL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The four numbers of every row of a vocabulary tile that starts at column n0 of the strip."""
+    """The four numbers of every row of the vocabulary tile at column n0 of the strip."""
     j = n0 + tl.arange(0, WIDTH)
     inside = j[None, :] < N
     m, y, e = _softmax_parts(_capped(z, cap) if CAPPED else z, inside, EVEN)
@@ -109,9 +109,9 @@ def _stats_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
     COPY: tl.constexpr, W_TRANSPOSED: tl.constexpr, CAPPED: tl.constexpr, KL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Two vocabulary tiles at a time, of a strip of the vocabulary, for all rows."""
+    """The statistics of all rows on a strip of the vocabulary, two vocabulary tiles at a time."""
     half: tl.constexpr = COLUMNS // 2
-    # flattened: the copies of the next tile are on their way while this one's statistics are taken
+    # flattened: the next tile is loaded while the statistics of this one are computed
     for index in tl.range(tl.program_id(0), tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS), PROGRAMS, flatten=COPY):
         m0, n0 = tile_at(index, M, N, ROWS, COLUMNS, GROUP)
         row = m0 + tl.arange(0, ROWS)
@@ -140,7 +140,7 @@ def _stats_kernel(
 
 @triton.jit(do_not_specialize=["tiles", "first_tile"])
 def _final_kernel(Z, MAX, SUM, SHIFTED, N, tiles, first_tile, stride_z, cap, WIDTH: tl.constexpr, CAPPED: tl.constexpr):
-    """One (row, tile) of the final layer's logits in the scratch: its numbers, and e^(f - n) in the logits' place."""
+    """One (row, tile) of the final layer: store its numbers, and replace its logits in the scratch tensor by e^(f - n)."""
     row, tile = tl.program_id(0), tl.program_id(1)
     j = tile * WIDTH + tl.arange(0, WIDTH)
     at_z = Z + row.to(tl.int64) * stride_z + j
@@ -155,7 +155,7 @@ def _final_kernel(Z, MAX, SUM, SHIFTED, N, tiles, first_tile, stride_z, cap, WID
 
 @triton.jit
 def _merged(MAX, SUM, SHIFTED, row, i, tiles):
-    """Of one row: its tiles' maxima, the largest, the tiles' weights, their sums, log S, and the entropy."""
+    """For one row: the maxima of its tiles, the largest of them, the tiles' weights and sums, log W, and the entropy."""
     at, live = row * tiles + i, i < tiles
     m = tl.load(MAX + at, mask=live, other=-1.0e30)
     s = tl.load(SUM + at, mask=live, other=0.0)
@@ -172,7 +172,7 @@ def _merge_kernel(
     MAX, SUM, SHIFTED, CROSS, LSE, ENTROPY, KL_OUT, TOP_TILES, tiles, k, final_rows, first_final,
     BLOCK: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
-    """One row: merge its tiles, and name the k tiles with the largest maxima, lowest first among equals."""
+    """One row: merge its tiles and list the k tiles with the largest maxima. Ties: lowest tile first."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     m, top, _, _, log_total, entropy = _merged(MAX, SUM, SHIFTED, row, i, tiles)
@@ -199,7 +199,7 @@ def _top_kernel(
     stride_xm, stride_wk, stride_wn, cap, x_rows,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Up to ROWS pairs (row, tile) of one tile: their largest k logits and ids."""
+    """The k largest logits and their ids, for up to ROWS (row, tile) pairs of one tile."""
     block = tl.program_id(0)
     tile = tl.load(BLOCK_TILE + block)
     start = tl.load(BLOCK_START + block) + tl.arange(0, ROWS)
@@ -224,7 +224,7 @@ def _top_kernel(
 
 @triton.jit(do_not_specialize=["k", "candidates"])
 def _choose_kernel(VALUES, IDS, LSE, TOP_IDS, TOP_LOG_PROBS, candidates, k, BLOCK: tl.constexpr):
-    """One row: the k best of the candidates from its tiles."""
+    """One row: the k best candidates from its tiles."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     z = tl.load(VALUES + row * candidates + i, mask=i < candidates, other=float("-inf"))
@@ -243,7 +243,7 @@ def _target_kernel(
     X, W, TARGETS, LSE, OUT, rows, vocab, K, targets, layers, stride_xm, stride_wk, stride_wn, cap,
     LAYERS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One position, all its layers: log-probs of the position's own targets, whose columns of w are gathered."""
+    """Log-probs of one position's targets at all its layers, from gathered columns of w."""
     position = tl.program_id(0)
     layer = tl.program_id(1) * LAYERS + tl.arange(0, LAYERS)
     j = tl.arange(0, COLUMNS)
@@ -274,9 +274,9 @@ def lens(
 ) -> LensStats:
     """Lens statistics of residual streams x [layers, rows, d] through the final norm and w [d, vocab].
 
-    `final` is the index of the layer whose distribution is the final one (usually the last); None: no KL. targets [rows, n]
-    int32 or int64: tokens whose log-probs are wanted, the same at every layer of a row. `shape` is canonical; other values
-    are for tests.
+    final    index of the layer with the final distribution, usually the last; None: no KL
+    targets  [rows, n] int32 or int64, tokens whose log-probs are computed at every layer of a row
+    shape    canonical; only tests pass other values
     """
     layers, rows = _check_lens(x, w, final, targets, k)
     vocab = w.shape[1]
@@ -298,27 +298,27 @@ def lens(
 
 
 def _check_lens(x: Tensor, w: Tensor, final: int | None, targets: Tensor | None, k: int) -> tuple[int, int]:
-    """(layers, rows), or an error that says what does not fit."""
-    require(x.dim() == 3, "x has shape {}; expected [layers, rows, d]", x.shape)
+    """(layers, rows). Raises ValueError if the arguments do not fit together."""
+    require(x.dim() == 3, "x has shape {}. Expected [layers, rows, d].", x.shape)
     require_float("x", x)
     require_rows("x", x)
     require_shape("w", w, (x.shape[2], None))
     require_same("w", w, x)
     layers, rows = x.shape[:2]
-    require(layers * rows > 0, "x has shape {}: nothing to look at", x.shape)
-    require(final is None or 0 <= final < layers, "final layer {} is not one of the {} layers of x", final, layers)
-    require(0 < k <= min(32, w.shape[1]), "k = {} must be between 1 and min(32, vocabulary {})", k, w.shape[1])
+    require(layers * rows > 0, "x has shape {}. It must not be empty.", x.shape)
+    require(final is None or 0 <= final < layers, "The final layer {} is not one of the {} layers of x.", final, layers)
+    require(0 < k <= min(32, w.shape[1]), "k is {}. Use 1 to {}.", k, min(32, w.shape[1]))
     if targets is not None:
         require_shape("targets", targets, (rows, None))
-        require(targets.dtype in (torch.int32, torch.int64), "targets are {}; expected int32 or int64", targets.dtype)
-        require(0 < targets.shape[1] <= 64, "{} targets per row; between 1 and 64 are possible", targets.shape[1])
+        require(targets.dtype in (torch.int32, torch.int64), "targets are {}. Expected int32 or int64.", targets.dtype)
+        require(0 < targets.shape[1] <= 64, "There are {} targets per row. Give 1 to 64.", targets.shape[1])
     return layers, rows
 
 
 def _stats(
     h: Tensor, w: Tensor, rows: int, final: int | None, softcap: float, shape: LensShape
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four numbers of every (row, vocabulary tile), strip by strip; the fourth not of the final layer itself."""
+    """The four numbers of every (row, vocabulary tile), strip by strip. The final layer itself has no fourth."""
     total, vocab = h.shape[0], w.shape[1]
     tiles = ceil_div(vocab, shape.vocab_tile)
     make = lambda *n: torch.empty(n, dtype=torch.float32, device=h.device)  # noqa: E731
@@ -343,7 +343,7 @@ def _stats(
 def _strip_stats(
     h: Tensor, strip: Tensor, found: list[Tensor], scratch: Tensor, first_tile: int, softcap: float, kl: bool, shape: LensShape
 ) -> None:
-    """The numbers of some rows on one strip of the vocabulary. Writes to `found`."""
+    """The numbers of the rows h on one strip of the vocabulary. Writes to `found`."""
     (total, depth), columns = h.shape, strip.shape[1]
     copy = shape.copy and copyable(h, strip)
     programs = min(num_multiprocessors(h.device), ceil_div(total, shape.rows) * ceil_div(columns, shape.columns))
@@ -358,7 +358,7 @@ def _strip_stats(
 def _merge(
     stats: tuple[Tensor, Tensor, Tensor, Tensor], k: int, rows: int, final: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log_sum_exp, entropy, kl (where there is a final layer), the k most promising tiles of every row."""
+    """log_sum_exp, entropy, kl (if there is a final layer), and the k tiles with the largest maxima of every row."""
     total, tiles = stats[0].shape
     make = lambda: torch.empty(total, dtype=torch.float32, device=stats[0].device)  # noqa: E731
     log_sum_exp, entropy, divergence = make(), make(), make() if final is not None else stats[0][:, 0]
@@ -373,7 +373,7 @@ def _merge(
 def _top(
     h: Tensor, w: Tensor, top_tiles: Tensor, log_sum_exp: Tensor, k: int, softcap: float, shape: LensShape
 ) -> tuple[Tensor, Tensor]:
-    """Multiply the promising (row, tile) pairs again, grouped by tile, and choose. No host synchronisation."""
+    """Top-k ids and log-probs: multiply the listed (row, tile) pairs again, grouped by tile. No host synchronisation."""
     total, k_tiles = top_tiles.shape
     vocab, group = w.shape[1], shape.top_rows
     tiles, device = ceil_div(vocab, shape.vocab_tile), h.device

@@ -1,19 +1,19 @@
-"""Canonical products: x [M, K] @ w [K, N], the same bits for a row whatever M is.
+"""Canonical products: x [M, K] @ w [K, N], with the same bits for a row at any M.
 
     y = round(sum_k x[m, k] w[k, n] + bias[n])            out = round(residual[m, n] + y)
 
-**Why the bits do not move.** Each output element has one float32 accumulator that takes the products in the order of k,
-from the first to the last. Tensor cores add groups of 16 (bf16, fp16) in a way that depends on nothing but the group, so
-neither the tile shape nor the number of rows takes part: the tiles in `launch` are chosen by M for speed alone. Zeros that
-pad the last step along K leave an accumulator as it is. What would break this is splitting K over programs by M, which
-is what libraries do at few rows. float32 uses plain multiply-adds (`input_precision="ieee"`), never tf32.
+**Why the bits do not move.** Each output element has one float32 accumulator that adds the products in the order of k,
+from first to last. Tensor cores add groups of 16 (bf16, fp16) in a way that depends on the group alone, so neither the tile
+shape nor the number of rows matters. The tiles in `launch` are chosen by M for speed only. Zeros that pad the last step
+along K leave an accumulator unchanged. Splitting K over programs depending on M would break this; libraries do so at few
+rows. float32 uses plain multiply-adds (`input_precision="ieee"`), never tf32.
 
-**Fusing moves no bits.** y is rounded to the storage dtype before the residual is added, exactly as if it had been written
-to memory first. So capturing y or not gives the same residual stream.
+**Fusing moves no bits.** y is rounded to the storage dtype before the residual is added, exactly as if it were written to
+memory first. The residual stream is the same whether y is captured or not.
 
 **Two kernels.** `_rows_kernel`: one program per tile, any shape, stride and dtype. `_persistent_kernel`: one program per
 multiprocessor, tiles fed by the bulk tensor copy engine, for many rows. Weights may be stored [K, N] or be a transposed
-view of [N, K]; both run at the same speed or nearly so.
+view of [N, K], at about the same speed.
 """
 
 import torch
@@ -38,7 +38,7 @@ from replaylens.kernels.launch import (
     require_shape,
 )
 
-ROW_GROUP = 8  # row tiles that share the columns in flight, so that weights come from the cache
+ROW_GROUP = 8  # row tiles that share columns in flight, so that weights are read from the cache
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def dot_tile(
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
 ):
-    """The float32 accumulators of x[row] @ w[:, column]: the canonical order, used by every kernel with a product."""
+    """The float32 accumulators of x[row] @ w[:, column], in the canonical order. Every kernel with a product uses it."""
     k = tl.arange(0, DEPTH)
     x = X + row.to(tl.int64)[:, None] * stride_xm + k[None, :]
     w = W + k.to(tl.int64)[:, None] * stride_wk + column.to(tl.int64)[None, :] * stride_wn
@@ -83,7 +83,7 @@ def _finish(
     acc, row, column, M, N, BIAS, RESIDUAL, OUT, stride_r, stride_o,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Bias, rounding, residual: the same for both kernels."""
+    """Bias, rounding and residual, shared by both kernels."""
     mask = (row[:, None] < M) & (column[None, :] < N)
     row = row.to(tl.int64)
     if HAS_BIAS:
@@ -111,7 +111,7 @@ def _rows_kernel(
 
 @triton.jit
 def tile_at(index, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """First row and column of a tile: down GROUP row tiles, then right, so that neighbours in time share weights."""
+    """First row and column of a tile: down GROUP row tiles, then right, so that consecutive tiles share weights."""
     tiles_m = tl.cdiv(M, ROWS)
     tiles_n = tl.cdiv(N, COLUMNS)
     group = index // (GROUP * tiles_n)
@@ -152,7 +152,7 @@ def matmul(
     """x [M, K] @ w [K, N] (+ bias [N]) (+ residual [M, N]) -> [M, N].
 
     `out` may be `residual` itself. `out_dtype=torch.float32` keeps the accumulators unrounded, for logits. `tile` overrides
-    the table and changes no bit.
+    the launch table and moves no bit.
     """
     rows, depth, columns = _check_product(x, w)
     out = _output(out, (rows, columns), out_dtype or x.dtype, x)
@@ -190,7 +190,7 @@ def matmul(
 
 
 def tiles_of(x: Tensor, w: Tensor, tile: GemmTile) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """What the copy engine needs to know about x and w; w is described as it lies in memory."""
+    """Descriptors of x and w for the copy engine. w is described in its memory layout."""
     transposed = w.stride(0) == 1
     stored = w.T if transposed else w
     block = [tile.columns, tile.depth] if transposed else [tile.depth, tile.columns]
@@ -198,7 +198,7 @@ def tiles_of(x: Tensor, w: Tensor, tile: GemmTile) -> tuple[TensorDescriptor, Te
 
 
 def copyable(x: Tensor, w: Tensor) -> bool:
-    """Whether the copy engine can fetch tiles of both: 16-byte alignment of base and rows. The interpreter always can."""
+    """Whether the copy engine can load tiles of both: base and rows must be 16-byte aligned. The interpreter always can."""
     if x.device.type != "cuda":
         return True
     wide = w.stride(1) if w.stride(0) == 1 else w.stride(0)
@@ -207,7 +207,7 @@ def copyable(x: Tensor, w: Tensor) -> bool:
 
 
 def _check_product(x: Tensor, w: Tensor) -> tuple[int, int, int]:
-    """(M, K, N), or an error that says what does not fit. The common case is one expression: products are called often."""
+    """(M, K, N). Raises ValueError if the shapes do not fit. The common case is one expression: products are called often."""
     if (
         x.dim() == w.dim() == 2
         and x.shape[1] == w.shape[0] > 0 < w.shape[1]
@@ -218,21 +218,22 @@ def _check_product(x: Tensor, w: Tensor) -> tuple[int, int, int]:
         and 1 in w.stride()
     ):
         return x.shape[0], x.shape[1], w.shape[1]
-    require(x.dim() == 2, "x has shape {}; expected [rows, inputs]", x.shape)
+    require(x.dim() == 2, "x has shape {}. Expected [rows, inputs].", x.shape)
     require_float("x", x)
     require_rows("x", x)
     require_shape("w", w, (x.shape[1], None))
     require_same("w", w, x)
-    require(1 in w.stride(), "w must be contiguous or the transpose of a contiguous tensor (strides {})", w.stride())
-    require(min(w.shape) > 0, "w has shape {}", w.shape)
+    require(1 in w.stride(), "w has strides {}. It must be contiguous or the transpose of a contiguous tensor.", w.stride())
+    require(min(w.shape) > 0, "w has shape {}. It must not be empty.", w.shape)
     return x.shape[0], x.shape[1], w.shape[1]
 
 
 def _output(out: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, x: Tensor) -> Tensor:
-    """`out` checked, or a new tensor."""
+    """`out` after a check, or a new tensor."""
     if out is None:
         return torch.empty(shape, dtype=dtype, device=x.device)
     require_shape("out", out, shape)
-    require(out.dtype == dtype and out.device == x.device, "out is {} on {}; expected {}", out.dtype, out.device, dtype)
+    same = out.dtype == dtype and out.device == x.device
+    require(same, "out is {} on {}. Expected {} on {}.", out.dtype, out.device, dtype, x.device)
     require_rows("out", out)
     return out

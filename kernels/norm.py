@@ -2,9 +2,9 @@
 
     rms: y = x / sqrt(mean(x^2) + eps) * weight        layer: y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
 
-float32 inside, one rounding at the end. A sum over a tile axis adds in an order set by the thread layout, so the launch
-shape is fixed per width (`launch.norm_shape`) and a row is never cut: canonical by construction. The mean of LayerNorm is
-subtracted before squaring (two passes over registers), which loses nothing when the mean is large.
+The arithmetic is float32 with one rounding at the end. The thread layout sets the order of a sum over a tile axis, so the
+launch shape is fixed per width (`launch.norm_shape`) and a row is never split: canonical by construction. LayerNorm
+subtracts the mean before squaring (two passes over registers), which stays accurate if the mean is large.
 """
 
 import torch
@@ -48,8 +48,8 @@ def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, kind: str = "rms", out: Tensor | None = None
 ) -> Tensor:
     """RMSNorm ("rms") or LayerNorm ("layer") of x [rows, width] or [rows, heads, width] over its last dimension."""
-    require(kind in ("rms", "layer"), "no norm {!r}; known: rms, layer", kind)
-    require(x.dim() in (2, 3), "x has shape {}; expected [rows, width] or [rows, heads, width]", x.shape)
+    require(kind in ("rms", "layer"), "Unknown norm {!r}. Use rms or layer.", kind)
+    require(x.dim() in (2, 3), "x has shape {}. Expected [rows, width] or [rows, heads, width].", x.shape)
     require_float("x", x)
     require_rows("x", x)
     width = x.shape[-1]
@@ -59,7 +59,7 @@ def norm(
             require_same(name, w, x)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    require(out.shape == x.shape and out.is_contiguous(), "out must be contiguous of shape {}", x.shape)
+    require(out.shape == x.shape and out.is_contiguous(), "out must be contiguous and have shape {}.", x.shape)
     inner = x.shape[1] if x.dim() == 3 else 1
     rows = x.shape[0] * inner
     if rows:

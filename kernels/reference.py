@@ -1,6 +1,6 @@
-"""The meaning of every kernel, in plain PyTorch. Nothing here is fast; everything computes in the dtype of its inputs.
+"""The meaning of every kernel, in plain PyTorch. Slow; every function computes in the dtype of its inputs.
 
-Tests give float64 inputs and compare a kernel's output with the result. Only the integer hash of `sample` is compared bit
+Tests pass float64 inputs and compare a kernel's output with the result. Only the integer hash of `sample` is compared bit
 for bit.
 """
 
@@ -32,7 +32,7 @@ def activation(x: Tensor, kind: str, gated: bool) -> Tensor:
             return F.gelu(x, approximate="tanh")
         case "relu":
             return F.relu(x)
-    raise ValueError(f"no activation {kind!r}")
+    raise ValueError(f"Unknown activation {kind!r}.")
 
 
 # norm
@@ -50,7 +50,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) 
 
 
 def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """x [rows, heads, d_head] turned by table [positions, 2, rotary / 2]; dimensions past `rotary` stay"""
+    """x [rows, heads, d_head] rotated by table [positions, 2, rotary / 2]; dimensions past `rotary` are unchanged"""
     half = table.shape[-1]
     cos, sin = table[positions.long()].to(x.dtype).unbind(1)
     cos, sin = cos[:, None], sin[:, None]
@@ -59,7 +59,7 @@ def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
 
 
 def slots(sequence: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
-    """Where the key of each row lies in the cache: [rows] int64"""
+    """The cache slot of each row's key: [rows] int64"""
     page = page_table[sequence.long(), positions.long() // page_size].long()
     return page * page_size + positions.long() % page_size
 
@@ -102,12 +102,12 @@ _GOLDEN = -7046029254386353131  # 0x9e3779b97f4a7c15
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
-    """Logical shift to the right of int64."""
+    """Logical right shift of int64."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def mix64(x: Tensor) -> Tensor:
-    """splitmix64's finaliser, a bijection of 64-bit integers (held as int64)"""
+    """splitmix64's finaliser, a bijection of 64-bit integers (stored as int64)"""
     x = (x ^ _shift(x, 30)) * _MIX_1
     x = (x ^ _shift(x, 27)) * _MIX_2
     return x ^ _shift(x, 31)
@@ -139,13 +139,13 @@ def sample(logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor) 
 
 
 def judge(chosen: Tensor, drafts: Tensor, first: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """How many drafts of each chain stand, and the token after them: a draft stands while every row chose the next one."""
+    """Accepted drafts and the next token of every chain. A chain ends at the first draft that its row did not choose."""
     accepted, tokens = [], []
     for row, chain, count in zip(first.tolist(), drafts.tolist(), length.tolist(), strict=True):
-        said = chosen[row : row + count + 1].tolist()
-        stood = next((i for i in range(count) if said[i] != chain[i]), count)
-        accepted.append(stood)
-        tokens.append(said[stood])
+        choices = chosen[row : row + count + 1].tolist()
+        num_accepted = next((i for i in range(count) if choices[i] != chain[i]), count)
+        accepted.append(num_accepted)
+        tokens.append(choices[num_accepted])
     return torch.tensor(accepted, device=first.device), torch.tensor(tokens, device=first.device)
 
 
@@ -155,7 +155,7 @@ def judge(chosen: Tensor, drafts: Tensor, first: Tensor, length: Tensor) -> tupl
 def lens(logits: Tensor, final_logits: Tensor | None, targets: Tensor, k: int) -> dict[str, Tensor]:
     """Statistics of softmax(logits) [rows, vocab].
 
-    log_sum_exp, entropy, kl (from softmax(`final_logits`), when given) [rows]; top_ids, top_log_probs [rows, k], largest
+    log_sum_exp, entropy, kl (from softmax(`final_logits`), if given) [rows]; top_ids, top_log_probs [rows, k], largest
     first, ties by smallest id; target_log_probs like `targets` [rows, n].
     """
     log_sum_exp = logits.logsumexp(-1)

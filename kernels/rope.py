@@ -1,10 +1,10 @@
-"""Turn q and k by their positions and write k and v to their pages, in one launch.
+"""Rotate q and k by their positions and write k and v to their pages, in one launch.
 
-    (a, b) -> (a cos - b sin, b cos + a sin),  a = x[:rotary / 2], b = x[rotary / 2 : rotary];  the rest of the head stays
+    (a, b) -> (a cos - b sin, b cos + a sin),  a = x[:rotary / 2], b = x[rotary / 2 : rotary];  the rest is unchanged
 
-float32 inside, one rounding at the end; elementwise, hence canonical. The table is indexed by position, so a row's angle
-does not depend on its neighbours. Rows whose page is 0, the null page, are not written: padding rows of a captured graph
-point there, and the null page must stay zero because the attention reads it for keys that do not exist.
+The arithmetic is float32 with one rounding at the end. It is elementwise, hence canonical. The table is indexed by
+position, so a row's angle does not depend on its neighbours. Rows on page 0, the null page, are not written. Padding rows of
+a captured graph point there, and the null page must stay zero because the attention reads it for keys that do not exist.
 """
 
 import torch
@@ -30,7 +30,7 @@ _HEADS = 8  # per program
 
 @triton.jit
 def _turn(X, OUT, head, live, cos, sin, half_mask, e, stride_xh, stride_oh, HALF: tl.constexpr):
-    """Rotate the first 2 HALF dimensions of some heads."""
+    """Rotate the first 2 HALF dimensions of the given heads."""
     at, to = X + head[:, None] * stride_xh + e[None, :], OUT + head[:, None] * stride_oh + e[None, :]
     mask = live[:, None] & half_mask[None, :]
     a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -41,7 +41,7 @@ def _turn(X, OUT, head, live, cos, sin, half_mask, e, stride_xh, stride_oh, HALF
 
 @triton.jit
 def _copy(X, OUT, head, live, d, keep, stride_xh, stride_oh):
-    """Copy some dimensions of some heads as they are."""
+    """Copy the dimensions that `keep` selects, unchanged."""
     mask = live[:, None] & keep[None, :]
     x = tl.load(X + head[:, None] * stride_xh + d[None, :], mask=mask, other=0.0)
     tl.store(OUT + head[:, None] * stride_oh + d[None, :], x, mask=mask)
@@ -55,7 +55,7 @@ def _rope_kernel(
     HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
     STORE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, i): query heads first, then key and value heads, HEADS at a time."""
+    """Program (row, i) handles HEADS heads: query heads first, then key and value heads."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(POSITION + row)
     e, d = tl.arange(0, HALF_BLOCK), tl.arange(0, HEAD_BLOCK)
@@ -94,7 +94,7 @@ def rotate_and_store(
     v_cache: Tensor,
     page_size: int = PAGE_SIZE,
 ) -> Tensor:
-    """Rotate q and k, write k and v of every row to its slot; returns the rotated q.
+    """Rotate q and k, write k and v of every row to its slot, and return the rotated q.
 
     q [rows, heads, d_head], k and v [rows, kv_heads, d_head] may be views of one packed product. table [positions, 2,
     rotary / 2] float32.
@@ -103,12 +103,12 @@ def rotate_and_store(
 
 
 def rotate(x: Tensor, table: Tensor, rows: PagedRows) -> Tensor:
-    """x [rows, heads, d_head] rotated: the arithmetic of `rotate_and_store` without the pages."""
+    """Rotate x [rows, heads, d_head], with the arithmetic of `rotate_and_store` but without pages."""
     return _launch(x, x[:, :0], x[:, :0], table, rows, None, PAGE_SIZE)
 
 
 def store(k: Tensor, v: Tensor, rows: PagedRows, k_cache: Tensor, v_cache: Tensor, page_size: int = PAGE_SIZE) -> None:
-    """Write k and v [rows, kv_heads, d_head] to their slots as they are."""
+    """Write k and v [rows, kv_heads, d_head] to their slots unrotated."""
     _launch(k[:, :0], k, v, None, rows, (k_cache, v_cache), page_size)
 
 
@@ -151,11 +151,11 @@ def _check(
         require_rows(name, x)
     if table is not None:
         require_shape("table", table, (None, 2, None))
-        require(table.dtype == torch.float32 and table.is_contiguous(), "the rotary table must be contiguous float32")
-        require(2 * table.shape[2] <= d_head, "the table turns {} of {} dimensions", 2 * table.shape[2], d_head)
+        require(table.dtype == torch.float32 and table.is_contiguous(), "The rotary table must be contiguous float32.")
+        require(2 * table.shape[2] <= d_head, "The rotary table rotates {} of {} dimensions.", 2 * table.shape[2], d_head)
     for name, cache in zip(("k_cache", "v_cache"), caches or (), strict=False):
         require_shape(name, cache, (None, k.shape[1], d_head))
         require_same(name, cache, q)
         require_rows(name, cache)
         assert caches is not None
-        require(cache.stride() == caches[0].stride(), "k_cache and v_cache must have the same strides")
+        require(cache.stride() == caches[0].stride(), "k_cache and v_cache must have the same strides.")

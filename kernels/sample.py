@@ -1,12 +1,12 @@
-"""Seeded sampling by Gumbel-max over vocabulary tiles: the noise is never in memory.
+"""Seeded sampling by Gumbel-max over vocabulary tiles. The noise is never stored.
 
     token = argmax_v  logit[v] / temperature + g(seed, position, v),      g = -log(-log u),   u = hash64(...) mapped to (0, 1)
 
-**The noise is keyed by token id**, never by rank, tile or row: the draw of a token does not depend on which other tokens
-are near, how the vocabulary is cut, or which drafter proposed what. `hash64` is integer arithmetic, so its bits are the same
-on every device (`reference.hash64`). u takes the 2^52 midpoints of (0, 1), exact in float64; logarithms and scores are
-float64, so that the far tail of the noise is not cut off as it is with 24-bit uniforms, and ties are as good as
-impossible. Where they happen (greedy rows), the smallest id wins. A maximum is the same in any order: canonical.
+**The noise is keyed by token id**, never by rank, tile or row. A token's noise does not depend on neighbouring tokens, on
+the tiling of the vocabulary or on the drafter. `hash64` is integer arithmetic, so its bits are the same on every device
+(`reference.hash64`). u takes the 2^52 midpoints of (0, 1), exact in float64. Logarithms and scores are float64: the far tail
+of the noise is kept, which 24-bit uniforms cut off, and ties are all but impossible. If they occur (greedy rows), the
+smallest id wins. A maximum is the same in any order, so the choice is canonical.
 
 Logits are the float32 accumulators of the canonical product, not rounded to the storage dtype: rounding to bf16 makes ties
 common.
@@ -39,14 +39,14 @@ def hash64(seed, position, token):
 
 @triton.jit
 def _noise(bits):
-    """The Gumbel noise of 64 hashed bits, in float64."""
+    """Gumbel noise from 64 hashed bits, in float64."""
     u = (bits >> 12).to(tl.float64)
     return -tl.log(-tl.log((u + 0.5) * 2.220446049250313e-16))
 
 
 @triton.jit
 def _rough_noise(bits):
-    """The same in float32, to about 1e-5: for u near 1, where the noise is large, from 1 - u, which does not cancel."""
+    """The same in float32, to about 1e-5. For u near 1, where the noise is large, it uses 1 - u, which does not cancel."""
     n = bits >> 12
     u = n.to(tl.float32) * 2.220446049250313e-16 + 1.1102230246251565e-16
     v = (n ^ 0xFFFFFFFFFFFFF).to(tl.float32) * 2.220446049250313e-16 + 1.1102230246251565e-16  # 1 - u
@@ -61,10 +61,10 @@ def _exact_scores(z, bits, t):
 
 @triton.jit
 def _best(z, row, column, mask, SEED, POSITION, TEMPERATURE, M, NOISY: tl.constexpr):
-    """Per row of a tile of logits z: (float64 score, token, logit) of the winner.
+    """The winner of each row of a tile of logits z: (float64 score, token, logit).
 
-    float64 logarithms of a whole tile cost more than its product. So scores are screened in float32 first; only where
-    two lie within the error of the screen does the whole tile go through float64. The winner is the float64 one either way.
+    float64 logarithms of a whole tile cost more than its product. Scores are therefore screened in float32 first. Only if
+    two lie within the error of the screen is the whole tile scored in float64. The winner is the float64 one either way.
     """
     none = 2147483647
     if NOISY:
@@ -108,7 +108,7 @@ def _sample_logits_kernel(
 
 @triton.jit
 def _pick_kernel(SCORE, TOKEN, LOGIT, OUT_TOKEN, OUT_LOGIT, tiles, BLOCK: tl.constexpr):
-    """The best of a row's tiles."""
+    """The winner among the tiles of one row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     score = tl.load(SCORE + row * tiles + i, mask=i < tiles, other=float("-inf"))
@@ -125,10 +125,10 @@ def sample_logits(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row from softmax(logits / temperature): (tokens [rows] int64, their logits [rows] float32).
 
-    logits [rows, vocab]; seed [rows] int64, position [rows] int32 or int64 (of the token that is drawn), temperature [rows]
-    float64, 0 for greedy; all three None: greedy.
+    logits [rows, vocab]; seed [rows] int64; position [rows] int32 or int64, of the drawn token; temperature [rows] float64,
+    0 for greedy. If all three are None, every row is greedy.
     """
-    require(logits.dim() == 2, "logits have shape {}; expected [rows, vocab]", logits.shape)
+    require(logits.dim() == 2, "logits have shape {}. Expected [rows, vocab].", logits.shape)
     require_float("logits", logits)
     require_rows("logits", logits)
     noisy = _check_noise(logits.shape[0], seed, position, temperature)
@@ -145,22 +145,22 @@ def sample_logits(
 
 
 def _check_noise(rows: int, seed: Tensor | None, position: Tensor | None, temperature: Tensor | None) -> bool:
-    """Whether rows draw noise at all; an error when the three do not belong together."""
+    """Whether rows are sampled with noise. ValueError if the three arguments do not fit together."""
     given = [x is not None for x in (seed, position, temperature)]
-    require(all(given) or not any(given), "seed, position and temperature go together; leave all three out for greedy")
+    require(all(given) or not any(given), "seed, position and temperature go together. Omit all three for greedy decoding.")
     if seed is None or position is None or temperature is None:
         return False
-    require(seed.dtype == torch.int64, "seed is {}; expected int64", seed.dtype)
-    require(position.dtype in (torch.int32, torch.int64), "position is {}; expected int32 or int64", position.dtype)
-    require(temperature.dtype == torch.float64, "temperature is {}; expected float64", temperature.dtype)
+    require(seed.dtype == torch.int64, "seed is {}. Expected int64.", seed.dtype)
+    require(position.dtype in (torch.int32, torch.int64), "position is {}. Expected int32 or int64.", position.dtype)
+    require(temperature.dtype == torch.float64, "temperature is {}. Expected float64.", temperature.dtype)
     for name, x in (("seed", seed), ("position", position), ("temperature", temperature)):
         require_shape(name, x, (rows,))
-        require(x.is_contiguous(), "{} must be contiguous", name)
+        require(x.is_contiguous(), "{} must be contiguous.", name)
     return True
 
 
 def _partials(rows: int, tiles: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Score, token and logit of the winner of every tile."""
+    """Empty tensors for the score, token and logit of every tile's winner."""
     make = lambda dtype: torch.empty(rows, tiles, dtype=dtype, device=device)  # noqa: E731
     return make(torch.float64), make(torch.int32), make(torch.float32)
 

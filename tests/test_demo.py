@@ -16,7 +16,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import Verification, verify
 from replaylens.engine.engine import Engine
 from replaylens.probes.report import Report
-from tests.dumps.damage import flip_bit
+from tests.engine.dump.damage import flip_bit
 
 EXAMPLES = 20
 pytestmark = pytest.mark.xdist_group("demo")  # one run serves them all

@@ -235,7 +235,7 @@ def test_checker_finds_what_is_planted(plant: str) -> None:
         ("__init__", "if TYPE_CHECKING:\n    from replaylens.engine.engine import Engine"),
         ("kernels", "import triton.language as tl"),
         ("tasks", "from replaylens.tasks.coin import Coin"),
-        (None, "from replaylens.probes import x\nfrom tests.engine.packed import y\nimport sklearn"),
+        (None, "from replaylens.probes import x\nfrom tests.engine.passes.packed import y\nimport sklearn"),
     ],
 )
 def test_checker_lets_pass_what_is_allowed(room: str | None, source: str) -> None:

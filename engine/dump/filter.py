@@ -33,11 +33,17 @@ class Filter:
             return np.asarray(values.isna(), dtype=bool)
         if isinstance(wanted, slice) or (isinstance(wanted, range) and wanted.step == 1):
             found = self._within(values)
-        elif isinstance(wanted, Iterable) and not isinstance(wanted, str):
-            found = values.isin(list(wanted))
         else:
-            found = values == wanted
+            found = self._equal(values)
         return np.asarray(found.fillna(False), dtype=bool)
+
+    def _equal(self, values: "pd.Series") -> "pd.Series":
+        """Whether values are what is wanted, or one of several. BadRequest for what nothing compares with."""
+        try:
+            several = isinstance(self.wanted, Iterable) and not isinstance(self.wanted, str | bytes)
+            return values.isin(list(self.wanted)) if several else values == self.wanted
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # unhashable, a dimension too many, or too large
+            raise BadRequest(f"where {self.column}={self.wanted!r:.60}: give a value, several, a range or a slice") from None
 
     def _within(self, values: "pd.Series") -> "pd.Series":
         """Whether values lie between start and stop of what is wanted, the end left out. BadRequest for another kind."""
@@ -73,6 +79,8 @@ def make_filters(known: Iterable[str], predicate: Predicate | None, conditions: 
     for name in conditions:
         if name not in names:
             raise BadRequest(f"no column {name!r} in the index; it has {', '.join(names)}")
+    if predicate is not None and not callable(predicate):
+        raise BadRequest(f"where({predicate!r:.60}): give a function of the index, or conditions as column=value")
     own = (Filter(None, predicate),) if predicate is not None else ()
     return own + tuple(Filter(name, value) for name, value in conditions.items())
 

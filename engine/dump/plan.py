@@ -12,6 +12,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.capture import LensSpec
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import integer, items, whole
 from replaylens.tasks.task import AnyTask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,7 +56,7 @@ class DumpPlan:
 
     def __post_init__(self) -> None:
         checks = {
-            f"dtype {self.dtype!r}: choose {', '.join(DTYPES)}": self.dtype in DTYPES,
+            f"dtype {self.dtype!r:.60}: choose {', '.join(DTYPES)}": isinstance(self.dtype, str) and self.dtype in DTYPES,
             f"{self.examples_per_shard} examples per shard: give at least 1": self.examples_per_shard >= 1,
             "no examples: give at least one": len(self.examples) > 0,
             f"positions {self.positions!r}: choose {', '.join(POSITIONS)} or give a function": (
@@ -115,16 +116,17 @@ class DumpPlan:
         return other_edits + [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
 
 
-def compact(indices: Iterable[int]) -> range | tuple[int, ...]:
-    """Indices in ascending order, as a range where they are one. BadRequest for duplicates and what is no index."""
-    listed = list(indices)
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in listed):
-        raise BadRequest("examples: give whole numbers from 0 up")
+def compact(indices: int | Iterable[int]) -> range | tuple[int, ...]:
+    """Indices in ascending order, as a range where they are one; of a number, so many from 0 on. BadRequest for duplicates
+    and what is no index."""
+    if (count := integer(indices)) is not None:
+        return range(whole("examples", count, 1, 2**48))
+    listed = [whole("examples", i, 0) for i in items("examples", indices, "how many, or a list of indices")]
     ordered = sorted(set(listed))
     if len(ordered) != len(listed):
         raise BadRequest("an example stands twice: a dump holds each once")
-    whole = bool(ordered) and ordered[-1] - ordered[0] + 1 == len(ordered)
-    return range(ordered[0], ordered[-1] + 1) if whole else tuple(ordered)
+    dense = bool(ordered) and ordered[-1] - ordered[0] + 1 == len(ordered)
+    return range(ordered[0], ordered[-1] + 1) if dense else tuple(ordered)
 
 
 def plain(value: Any) -> Any:

@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from replaylens.engine.dump.plan import CUSTOM, DumpPlan, Selector, compact, plain
+from replaylens.engine.dump.plan import CUSTOM, POSITIONS, DumpPlan, Selector, compact, plain
 from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.loop.planner import FIXED_WINDOW
 from replaylens.engine.replay.examples import ReplayOptions
-from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.edits import Edit, listed
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import instance, shown, whole
 from replaylens.engine.serving.core import Core
 from replaylens.tasks.task import AnyTask
 
@@ -44,6 +45,9 @@ def make_plan(
     top_k, targets, full, lens
                how Z is stored, as in `Engine.capture_spec`
     """
+    edits, drafter = listed(edits), instance("drafter", drafter, str, "the name of a drafter")
+    if not isinstance(positions, str) and (not callable(positions) or isinstance(positions, type)):
+        raise BadRequest(f"positions={shown(positions)}: give one of {', '.join(POSITIONS)}, or a function of a path")
     spec = engine.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
     if not spec.sites and not spec.thoughts and spec.lens is None:
         raise BadRequest(f"sites {sites!r}: nothing would be stored; give letters of STCZ, or site names")
@@ -54,18 +58,18 @@ def make_plan(
     return DumpPlan(
         task=task.name,
         knobs=plain({name: value for name, value in vars(task.knobs).items()}),
-        examples=range(examples) if isinstance(examples, int) else compact(examples),
+        examples=compact(examples),
         sites=spec.sites + spec.thoughts,
         lens=spec.lens,
         drafter=drafter,
         drafter_settings=drafter_settings(engine, drafter),
-        window=_window(engine, drafter, window),
-        sampling=sampling or Sampling(),
-        max_new=max_new,
+        window=_window(engine, drafter, None if window is None else whole("window", window, 1)),
+        sampling=instance("sampling", Sampling() if sampling is None else sampling, Sampling, "a Sampling"),
+        max_new=None if max_new is None else whole("max_new", max_new, 1),
         rejected=rejected,
         positions=positions if isinstance(positions, str) else CUSTOM + getattr(positions, "__qualname__", "function"),
-        dtype=dtype or str(engine.model.embed.dtype).removeprefix("torch."),
-        examples_per_shard=examples_per_shard,
+        dtype=str(engine.model.embed.dtype).removeprefix("torch.") if dtype is None else dtype,
+        examples_per_shard=whole("examples_per_shard", examples_per_shard, 1),
         edits=tuple(edit.to_json() for edit in edits),
         selector=custom,
     )

@@ -21,6 +21,7 @@ from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump, UnknownSite, no_such
 from replaylens.engine.model.sites import at_layer
 from replaylens.engine.request.capture import Rows
+from replaylens.engine.request.values import flag, instance, shown, whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,7 +55,7 @@ class Dump:
     @classmethod
     def open(cls, path: str | Path, check_files: bool = True) -> "Dump":
         """Check the manifest, and that every file is there with its size; BadDump or UnfinishedDump says what is wrong."""
-        store = Store(path)
+        store, check_files = Store(path), flag("check_files", check_files)
         there = store.sizes()
         if MANIFEST not in there:
             if "plan.json" in there:
@@ -109,7 +110,9 @@ class Dump:
     def resolve(self, site: str, layer: int | None = None) -> tuple[str, int | None]:
         """The stored name behind a letter and layer, a name or an alias; and for Z the entry along its layers."""
         sites = self.manifest.sites
-        if stored := self.manifest.layers(site) if site in "STC" else {}:
+        site = instance("site", site, str, "a letter with a layer, a stored name or an alias", UnknownSite)
+        layer = None if layer is None else whole("layer", layer, error=UnknownSite)
+        if stored := self.manifest.layers(site) if site in tuple("STC") else {}:
             return at_layer(site, stored, layer), None
         name = next((n for n, entry in sites.items() if site == n or site in entry.aliases), None)
         if name is None:
@@ -147,10 +150,12 @@ class Dump:
         where  as in `where`: a function, or conditions as a dict
         """
         if where is not None:
+            if isinstance(where, dict) and not all(isinstance(name, str) for name in where):
+                raise BadRequest(f"where={shown(where)}: the conditions go by the names of columns")
             narrowed = self.where(**where) if isinstance(where, dict) else self.where(where)
             return narrowed.matrix(site, layer, label=label)
-        if label is not None and label not in (*self.manifest.labels, *CORE.names):
-            raise BadRequest(no_such("label", label, self.manifest.labels))
+        if label is not None and (not isinstance(label, str) or label not in (*self.manifest.labels, *CORE.names)):
+            raise BadRequest(no_such("label", str(label)[:60], self.manifest.labels))
         rows, y, groups = self._choose(label)
         x = self._gather(site, layer, rows)
         X = _numpy(x).reshape(len(x), math.prod(x.shape[1:]))
@@ -179,8 +184,7 @@ class Dump:
 
     def stream(self, site: str, layer: int | None = None, batch_rows: int = 4096) -> Iterator[tuple[Tensor, "pd.DataFrame"]]:
         """Rows of one site with their index, at most `batch_rows` at a time; memory does not grow with the dump."""
-        if batch_rows < 1:
-            raise BadRequest(f"batch_rows {batch_rows}: give at least 1")
+        batch_rows = whole("batch_rows", batch_rows, 1)
         name, entry = self.resolve(site, layer)
         for number in range(len(self.manifest.shards)):
             rows, frame = np.flatnonzero(self._mask(number)), self.files.frame(number)
@@ -197,7 +201,7 @@ class Dump:
 
         if self.manifest.plan.positions != "all":
             raise BadRequest(f"this dump holds positions {self.manifest.plan.positions!r}; a cache needs all of them")
-        rows = self._path_rows(example, branch)
+        rows = self._path_rows(whole("example", example), whole("branch", branch))
         cache: dict[str, Tensor] = {}
         for name, x in rows.items():
             for alias in (name, *self.manifest.sites[name].aliases):

@@ -4,7 +4,7 @@ Rows are ordered by (example, branch, position). Branch 0 is the accepted path; 
 their fork position, then of their tokens: nothing depends on when the engine came by them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from replaylens.engine.errors import BadRequest, EngineBug, NotCertified
 from replaylens.engine.lens import readout
 from replaylens.engine.replay.examples import Result
 from replaylens.engine.request.capture import LensSpec, Rows
+from replaylens.engine.request.values import shown, whole
 from replaylens.engine.serving.core import Core
 
 _BLOCK = 4096
@@ -86,7 +87,10 @@ def _chosen(plan: DumpPlan, path: ExamplePath) -> list[int]:
             return [position for position in own if _ends_step(path.offsets[position], ends)]
     if plan.selector is None:
         raise BadRequest(f"positions {plan.positions}: give the function again, a file cannot hold it")
-    wanted = {int(position) for position in plan.selector(path)}
+    chosen = plan.selector(path)
+    if not isinstance(chosen, Iterable):
+        raise BadRequest(f"{plan.positions} gave {shown(chosen)}: a function for positions gives several of them")
+    wanted = {whole(f"a position of {plan.positions}", position) for position in chosen}
     if unknown := [position for position in wanted if not 0 <= position < len(path.tokens)]:
         raise BadRequest(f"{plan.positions} chose position {unknown[0]} of a path with {len(path.tokens)} tokens")
     return [position for position in own if position in wanted]

@@ -15,7 +15,7 @@ from typing import IO, Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from replaylens.engine.errors import BadDump, DumpWriteFailed
+from replaylens.engine.errors import BadDump, BadRequest, DumpWriteFailed
 
 TEMPORARY = ".tmp"
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
@@ -55,8 +55,13 @@ class Store:
     """Files of one folder. Names are plain: no folders below, nothing outside."""
 
     def __init__(self, path: str | Path) -> None:
+        if not isinstance(path, str | os.PathLike) or not str(path):
+            raise BadRequest(f"path={path!r:.60}: give a folder, or the address of one that fsspec knows")
         self.url = str(path)
-        self.fs, root = url_to_fs(self.url)
+        try:
+            self.fs, root = url_to_fs(self.url)
+        except (ValueError, ImportError) as error:  # no such protocol, or not installed
+            raise BadRequest(f"path={self.url!r:.60}: {error}") from error
         self.root = str(root).rstrip("/")
         self.local = isinstance(self.fs, LocalFileSystem)
 
@@ -80,6 +85,8 @@ class Store:
             listed = self.fs.ls(self.root, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
+        except (OSError, UnicodeError) as error:  # a name that no file system takes, no permission
+            raise BadDump(f"{self.url[:200]!r} cannot be listed: {error}") from error
         return {str(entry["name"]).rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in listed if entry["type"] == "file"}
 
     def exists(self, name: str) -> bool:

@@ -1,1 +1,1 @@
-"""Z: the logit lens, plain and tuned."""
+"""The logit lens (Z), plain and tuned."""

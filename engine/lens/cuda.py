@@ -1,4 +1,4 @@
-"""Z on a CUDA device: the lens kernel goes over the vocabulary in tiles, so no logits are ever held."""
+"""The logit lens (Z) on a CUDA device. The kernel goes over the vocabulary in tiles and never stores the logits."""
 
 import torch
 from torch import Tensor
@@ -8,18 +8,18 @@ from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.kernels.lens import lens
 
 MAX_TOP, MAX_TARGETS = 32, 63
-"""what the kernel can keep of a row; the emitted token is a target too"""
+"""limits of the kernel per row; the emitted token takes one more target"""
 _TOGETHER = 32768
-"""rows times layers of one launch; no influence on any bit"""
+"""rows times layers per launch; does not affect the bits"""
 
 
 def serves(spec: LensSpec) -> bool:
-    """Whether the kernel gives all that is asked for: whole distributions and long lists it does not."""
+    """Whether the kernel can compute the spec. It cannot give whole distributions or long lists."""
     return not spec.full and spec.top_k <= MAX_TOP and len(spec.targets) <= MAX_TARGETS
 
 
 def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) -> Rows:
-    """Z of residual rows [n, layers, d], as `readout.read` describes it; on the CPU."""
+    """Z of residual rows [n, layers, d], in the form of `readout.read`, on the CPU."""
     step = max(1, _TOGETHER // stacked.shape[1])
     blocks = [
         _block(spec, model, stacked[first : first + step], emitted[first : first + step])
@@ -31,7 +31,7 @@ def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) ->
 
 
 def _block(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) -> Rows:
-    """Views of one tensor on the CPU."""
+    """Z of the rows of one launch: views of one tensor on the CPU."""
     norm, table = model.ln_final, model.unembedding.t()  # [d, vocab]
     x = stacked.to(table).transpose(0, 1).contiguous()  # [layers, n, d]
     chosen = torch.tensor(spec.targets, dtype=torch.int64).expand(len(emitted), -1)
@@ -48,7 +48,7 @@ def _block(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) 
         k=min(spec.top_k, table.shape[1]),
         softcap=model.config.logit_softcap,
     )
-    assert found.kl is not None and found.target_log_probs is not None  # both were asked for
+    assert found.kl is not None and found.target_log_probs is not None  # `final` and `targets` were given
     columns = {
         "Z.entropy": found.entropy,
         "Z.kl": found.kl,
@@ -59,7 +59,7 @@ def _block(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) 
     if spec.targets:
         columns["Z.targets"] = found.target_log_probs[..., 1:]
     turned = [column.transpose(0, 1) for column in columns.values()]  # [n, layers, ...]
-    sent = torch.cat([x.flatten() for x in turned]).cpu()  # one copy: the host waits once
+    sent = torch.cat([x.flatten() for x in turned]).cpu()  # one copy, so that the host waits once
     pieces = sent.split([x.numel() for x in turned])
     rows = {name: piece.view(x.shape) for name, piece, x in zip(columns, pieces, turned, strict=True)}
     rows["Z.top_ids"] = rows["Z.top_ids"].view(torch.int32)

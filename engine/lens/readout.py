@@ -1,8 +1,8 @@
-"""Z: what each layer would say next, read through the final norm and the unembedding.
+"""The logit lens (Z): each layer's prediction of the next token, read through the final norm and the unembedding.
 
-Stored compactly: top-k ids and log-probs, entropy, KL to the model's own output, log-prob of the token that came next
-and of chosen target tokens; the whole distribution only on request. The last entry is the model's own distribution: its
-logits are bitwise those that the token was chosen from, because both are the same canonical function of the same row.
+Z is stored compactly: top-k ids and log-probs, entropy, KL from the model's own output, log-probs of the next token and of
+chosen target tokens, and the whole distribution only on request. The last entry is the model's own distribution. Its logits
+have the bits of those that the token was chosen from, because both are the same canonical function of the same row.
 """
 
 import torch
@@ -13,7 +13,7 @@ from replaylens.engine.passes.runner import Runner
 from replaylens.engine.request.capture import LensSpec, Rows
 
 _TOGETHER = 4096
-"""rows times layers that are read together, where all their logits are held at once"""
+"""rows times layers per step if all their logits are stored at once"""
 
 
 @torch.inference_mode()
@@ -41,7 +41,7 @@ def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int]) -
     step = max(1, _TOGETHER // layers)
     for first in range(0, n, step):
         block = stacked[first : first + step]
-        # on the CPU, whose sums over a row do not depend on the number of rows; those of a GPU's library do
+        # on the CPU, where sums over a row do not depend on the number of rows; in CUDA libraries they do
         log_p = runner.logits(block.reshape(-1, d)).float().cpu().log_softmax(-1).view(len(block), layers, -1)
         for name, value in statistics(spec, log_p, emitted[first : first + step]).items():
             parts.setdefault(name, []).append(value)
@@ -49,8 +49,8 @@ def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int]) -
 
 
 def statistics(spec: LensSpec, log_p: Tensor, emitted: list[int]) -> Rows:
-    """log_p [n, layers, vocab] -> the compact record of each."""
-    if log_p.shape[:2].numel() == 1:  # the sum of a single row is split between threads, so it would have other bits
+    """log_p [n, layers, vocab] -> Z, as in `read`."""
+    if log_p.shape[:2].numel() == 1:  # the sum of a single row is split between threads, which gives other bits
         return {name: value[:1] for name, value in statistics(spec, log_p.repeat(2, 1, 1), emitted * 2).items()}
     p = log_p.exp()
     final = log_p[:, -1:, :]
@@ -58,7 +58,7 @@ def statistics(spec: LensSpec, log_p: Tensor, emitted: list[int]) -> Rows:
     next_token = torch.tensor(emitted).clamp_min(0)[:, None, None].expand(-1, log_p.shape[1], 1)
     out = {
         "Z.entropy": -(p * log_p).sum(-1),
-        "Z.kl": (final.exp() * (final - log_p)).sum(-1),  # how much the final layer would lose by this layer's word
+        "Z.kl": (final.exp() * (final - log_p)).sum(-1),  # KL(final || layer)
         "Z.emitted": log_p.gather(-1, next_token).squeeze(-1),
         "Z.top_ids": top.indices.to(torch.int32),
         "Z.top_logprobs": top.values,

@@ -1,7 +1,7 @@
-"""`TunedLens`: an affine map per layer before the unembedding, trained so that each layer's word is nearest to the final one.
+"""`TunedLens`: an affine map per layer before the unembedding, trained to predict the model's final distribution.
 
-The plain lens reads every layer as if it were the last; a tuned lens first translates it. Trained by the KL divergence of
-the final distribution from the layer's, on captured residual rows; saved with the hash of the unembedding that it belongs to.
+The plain lens reads every layer as if it were the last. A tuned lens translates it first. It is trained on captured residual
+rows to minimise KL(final || layer), and saved with the hash of the unembedding that it belongs to.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 
 _ROWS = 32
-"""rows translated together: bounds the memory, has no influence on any bit"""
+"""rows translated together; bounds the memory and does not affect the bits"""
 
 
 @dataclass(frozen=True, eq=False)
 class TunedLens:
-    """Translators of every layer but the last, which is the model's own output and stays as it is."""
+    """Translators of all layers but the last, which is the model's own output and is not translated."""
 
     weight: Tensor
     """[layers, d, d]: added to the identity"""
@@ -38,24 +38,26 @@ class TunedLens:
         return hashlib.sha256(_raw(self.weight) + _raw(self.bias) + self.unembed.encode()).hexdigest()
 
     def translate(self, stacked: Tensor) -> Tensor:
-        """[n, layers + 1, d] -> the same, all but the last entry translated. One row at a time in arithmetic: no row sees
-        another, so Z stays a function of the path."""
+        """[n, layers + 1, d] -> the same shape, with all entries but the last translated.
+
+        Every row is computed independently of the others, so Z remains a function of the path.
+        """
         out = stacked.clone()
         for layer in range(len(self.weight)):
             x = stacked[:, layer]
-            # sums over one row each instead of a library product, whose bits may depend on the number of rows
+            # sums over single rows: the bits of a library product may depend on the number of rows
             moved = [(some[:, None, :] * self.weight[layer][None]).sum(-1) for some in x.split(_ROWS)]
             out[:, layer] = x + torch.cat(moved) + self.bias[layer]
         return out
 
     def require(self, model: Decoder) -> "TunedLens":
-        """Self, or OtherFingerprint when it was trained for another unembedding."""
+        """Return self. Raises OtherFingerprint if the lens was trained for another unembedding."""
         if unembed_hash(model) != self.unembed:
-            raise OtherFingerprint("this tuned lens was trained for another unembedding; train it again for this model")
+            raise OtherFingerprint("This tuned lens was trained for another unembedding. Train it again for this model.")
         return self
 
     def save(self, path: str | Path) -> None:
-        """Write weights and, beside them, what they belong to."""
+        """Write the weights, and a JSON file beside them with their digest and the hash of their unembedding."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({"weight": self.weight.contiguous(), "bias": self.bias.contiguous()}, path)
@@ -63,20 +65,20 @@ class TunedLens:
 
     @classmethod
     def load(cls, path: str | Path) -> "TunedLens":
-        """Read and check; BadWeights where the two files do not belong together."""
+        """Read a saved lens. Raises BadWeights if the two files are unreadable or do not match."""
         path = Path(path)
         try:
             tensors, about = load_file(path), json.loads(path.with_suffix(".json").read_text())
             lens = cls(tensors["weight"], tensors["bias"], about["unembed"])
         except (OSError, KeyError, ValueError) as e:
-            raise BadWeights(f"{path} is not a tuned lens: {e}") from e
+            raise BadWeights(f"{path} is not a tuned lens: {e}. Check the path, or save the lens again.") from e
         if lens.digest != about["digest"]:
-            raise BadWeights(f"{path}: the weights are not those that its JSON file describes")
+            raise BadWeights(f"The weights in {path} do not match the digest in its JSON file. Save the lens again.")
         return lens
 
 
 def unembed_hash(model: Decoder) -> str:
-    """Of final norm and unembedding: what a lens reads through."""
+    """Hash of the final norm and the unembedding, which a lens reads through."""
     tensors = [model.ln_final.weight, *([model.ln_final.bias] if model.ln_final.bias is not None else [])]
     tensors.append(model.embed if model.unembed is None else model.unembed.weight)
     digest = hashlib.sha256()
@@ -86,7 +88,7 @@ def unembed_hash(model: Decoder) -> str:
 
 
 def _raw(x: Tensor) -> bytes:
-    """The bytes of a tensor of any type, wherever it lies."""
+    """The bytes of a tensor of any dtype on any device."""
     return x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
@@ -100,7 +102,10 @@ def train(
     seed: int = 0,
     tell: Callable[[int, float], None] | None = None,
 ) -> TunedLens:
-    """Fit the translators, in float32, on residual rows [n, layers + 1, d], as captured from S. A function of its arguments."""
+    """Train the translators in float32 on captured residual rows (S) [n, layers + 1, d]. A function of its arguments.
+
+    tell  called with (step, loss) after each step
+    """
     n, layers, d = len(rows), rows.shape[1] - 1, rows.shape[2]
     generator, ops, device, dtype = torch.Generator().manual_seed(seed), SequenceOps([1]), model.embed.device, model.embed.dtype
     weight = torch.zeros(layers, d, d, device=device, requires_grad=True)

@@ -1,1 +1,1 @@
-"""What is kept: the tree of branches, KV pages, shared prefixes, captured rows."""
+"""State that outlives a pass: the tree of branches, KV pages, shared prefixes."""

@@ -1,11 +1,12 @@
-"""`KVCache`: the key and value tensors behind the page tables."""
+"""`KVCache`: the key and value tensors that page tables refer to."""
 
 import hashlib
+import os
 
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import KVCorruption
+from replaylens.engine.errors import BadRequest, KVCorruption
 from replaylens.engine.memory.pages import PageCopy, PagePool
 from replaylens.engine.model.config import ModelConfig
 
@@ -13,13 +14,13 @@ _MIX = 0x5851F42D4C957F2D  # odd multiplier of a 64-bit congruential generator
 
 
 class KVCache:
-    """Keys and values of every layer in slots; a page is `page_size` consecutive slots, page 0 stays zero.
+    """Keys and values of every layer in slots. A page is `page_size` consecutive slots; page 0 stays zero.
 
-    Layout on a CPU [layers, 2, kv_heads, slots, d_head]: a gather of slots gives each head a contiguous block. On a CUDA device
-    [layers, 2, slots, kv_heads, d_head]: the kernels read a page's entries where they lie.
+    The layout on a CPU is [layers, 2, kv_heads, slots, d_head]: a gather of slots gives each head a contiguous block. On CUDA
+    it is [layers, 2, slots, kv_heads, d_head]: the kernels read the entries of a page in place.
 
-    With `canary=True` every slot also carries a hash chained over (token, position, previous slot's hash) and a hash of
-    its bytes; `check` recomputes both and names the first slot that does not hold what its branch thinks it holds.
+    With `canary=True`, every slot also has a hash chained over (token, position, previous slot's hash) and a hash of its
+    bytes. `check` recomputes both and reports the first slot that does not hold what its branch expects.
     """
 
     def __init__(
@@ -38,12 +39,12 @@ class KVCache:
         return self.data.numel() * self.data.element_size()
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Mutates: k and v [rows, kv_heads, d_head] go to `slots` [rows]. CPU only: on CUDA a kernel writes."""
+        """Write k and v [rows, kv_heads, d_head] to `slots` [rows]. CPU only: on CUDA a kernel writes."""
         self.data[layer, 0].index_copy_(1, slots, k.transpose(0, 1))
         self.data[layer, 1].index_copy_(1, slots, v.transpose(0, 1))
 
     def copy(self, copies: list[PageCopy]) -> None:
-        """Mutates: carries out the page copies that a `reserve` asked for."""
+        """Make the page copies that `PagePool.reserve` returned. Mutates the cache."""
         size = self.pool.page_size
         for copy in copies:
             source, target, n = copy.source * size, copy.target * size, copy.num_slots
@@ -59,7 +60,7 @@ class KVCache:
         return self.data.index_select(self.slot_dim, index).movedim(self.slot_dim, 0).contiguous()
 
     def seal(self, tokens: list[int], slots: list[int], start: int) -> None:
-        """Mutates: note what positions [start, len(tokens)) now hold. No-op without a canary."""
+        """Record what positions [start, len(tokens)) now hold. Mutates the canary; no-op without one."""
         if self.chain is None:
             return
         link = self.chain[slots[start - 1]] if start else 0
@@ -69,7 +70,7 @@ class KVCache:
             self.digest[slots[position]] = self._bytes_digest(slots[position])
 
     def check(self, tokens: list[int], slots: list[int]) -> None:
-        """Raise KVCorruption unless the slots hold exactly this path. No-op without a canary."""
+        """Raise KVCorruption unless the slots hold this path. No-op without a canary."""
         if self.chain is None:
             return
         link = 0
@@ -77,13 +78,13 @@ class KVCache:
             link = _next_link(link, token, position)
             if self.chain.get(slot) != link:
                 raise KVCorruption(
-                    f"slot {slot} (page {slot // self.pool.page_size}) does not hold position {position}, token {token} "
-                    "of this path: a page-table entry, a rollback or a prefix entry is wrong"
+                    f"Slot {slot} (page {slot // self.pool.page_size}) does not hold position {position}, token {token} "
+                    "of this path. A page-table entry, a rollback or a prefix entry is wrong."
                 )
             if self.digest[slot] != self._bytes_digest(slot):
                 raise KVCorruption(
-                    f"the bytes of slot {slot} (page {slot // self.pool.page_size}), position {position}, token {token} "
-                    "changed after they were committed"
+                    f"The bytes of slot {slot} (page {slot // self.pool.page_size}), position {position}, token {token} "
+                    "changed after they were committed."
                 )
 
     def _bytes_digest(self, slot: int) -> bytes:
@@ -93,3 +94,17 @@ class KVCache:
 
 def _next_link(previous: int, token: int, position: int) -> int:
     return ((previous ^ (token + 1)) * _MIX + position + 1) & (2**64 - 1)
+
+
+def require_memory(config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or device."""
+    wanted = num_tokens * config.num_layers * 2 * config.num_kv_heads * config.d_head * dtype.itemsize
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted > there:
+        raise BadRequest(
+            f"cache_tokens={num_tokens} needs {wanted / 2**30:,.0f} GiB for KV, but there are only {there / 2**30:,.0f} GiB of "
+            f"memory. Give at most {num_tokens * there // wanted}."
+        )

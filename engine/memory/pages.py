@@ -1,13 +1,13 @@
-"""`PagePool`: reference-counted KV pages. It only counts; `KVCache` owns the bytes and carries out the copies.
+"""`PagePool`: reference-counted KV pages. It only counts; `KVCache` owns the bytes and makes the copies.
 
 | what                                    | who may write there              | who frees it                        |
 |-----------------------------------------|----------------------------------|-------------------------------------|
 | [0, length), page with one reference    | the table's owner, by `reserve`  | `truncate` / `release` of the table |
-| [0, length), page with more references  | nobody; `reserve` makes it ours  | whoever drops the last reference    |
-| [length, end of the last page)          | nobody before a `reserve`        | goes with its page                  |
-| page 0, the null page                   | nobody, ever: it stays zero      | never owned, never free             |
+| [0, length), page with more references  | nobody; `reserve` replaces it    | the `drop` of the last reference    |
+| [length, end of the last page)          | nobody before a `reserve`        | freed with its page                 |
+| page 0, the null page                   | nobody: it stays zero            | never owned, never free             |
 
-A table of `length` positions has exactly ceil(length / page_size) pages, always.
+A table of `length` positions always has exactly ceil(length / page_size) pages.
 """
 
 from collections import Counter
@@ -18,12 +18,12 @@ from heapq import heappop, heappush
 from replaylens.engine.errors import BadPage, BadPoolSize, BadRange, ClosedTable, IntegrityError, OutOfPages
 
 NULL_PAGE = 0
-"""what padding of a page table points at; were it a page like any other, a zeroed entry would look like a real one"""
+"""padding of page tables points here; it is never a real page, so that a zeroed entry is recognised as a fault"""
 
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Slots [0, num_slots) of page `source` must be copied to page `target` before anything is written."""
+    """Slots [0, num_slots) of page `source` must be copied to page `target` before the next write."""
 
     source: int
     target: int
@@ -32,7 +32,7 @@ class PageCopy:
 
 @dataclass(slots=True, eq=False)
 class PageTable:
-    """Where the positions [0, length) of one branch live. Changed by `PagePool` only; released by its owner."""
+    """The pages of positions [0, length) of one branch. Only `PagePool` changes it; its owner releases it."""
 
     pages: list[int] = field(default_factory=list)
     length: int = 0
@@ -41,7 +41,7 @@ class PageTable:
 
 @dataclass(frozen=True)
 class PoolNumbers:
-    """What a recount found."""
+    """The counts of `PagePool.check_integrity`."""
 
     num_pages: int
     page_size: int
@@ -62,41 +62,41 @@ class PoolNumbers:
 
 
 class PagePool:
-    """Pages 1..num_pages and their reference counts. The free page with the lowest id is handed out first."""
+    """Pages 1..num_pages and their reference counts. The free page with the lowest id is allocated first."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
-            raise BadPoolSize(f"a pool of {num_pages} pages of {page_size} slots: give at least 1 of each")
+            raise BadPoolSize(f"num_pages is {num_pages} and page_size is {page_size}. Both must be at least 1.")
         self.num_pages = num_pages
-        """usable pages; the null page comes on top, so the KV cache needs num_pages + 1"""
+        """usable pages; with the null page, the KV cache needs num_pages + 1"""
         self.page_size = page_size
         self._refcounts = [0] * (num_pages + 1)
-        self._free = list(range(1, num_pages + 1))  # a heap, so that the order does not depend on the past
+        self._free = list(range(1, num_pages + 1))  # a heap: allocation order does not depend on the past
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def refcount(self, page: int) -> int:
-        """How many tables and retainers hold `page`; 0 for a free page and for the null page."""
+        """How many references `page` has; 0 for a free page and for the null page."""
         if not 0 <= page <= self.num_pages:
-            raise BadPage(f"page {page} does not exist: pages are {NULL_PAGE}..{self.num_pages}")
+            raise BadPage(f"Page {page} does not exist. Pages are {NULL_PAGE} to {self.num_pages}.")
         return self._refcounts[page]
 
     def num_needed(self, table: PageTable, start: int, end: int) -> int:
-        """How many free pages `reserve` would take for the same arguments. Changes nothing."""
+        """How many free pages `reserve` takes for the same arguments. Changes nothing."""
         shared, num_missing = self._plan(table, start, end)
         return len(shared) + num_missing
 
     def reserve(self, table: PageTable, start: int, end: int) -> list[PageCopy]:
         """Make positions [start, end) of `table` writable. Mutates the table; length becomes max(length, end).
 
-        Missing pages are allocated; a touched page with other owners is replaced by a private one. The caller must
-        carry out the returned copies, in order, before the next write and before the next call that can free a page
-        (`truncate`, `release`, `drop`; `reserve` never frees). A copy brings the slots below `start` only, or all
-        used slots of the page where positions from `end` on are still in use: what the caller does not overwrite is
-        never lost. What lies in [start, end) is undefined until written.
-        Raises BadRange when start is beyond `table.length` (no holes), OutOfPages before anything is changed.
+        Missing pages are allocated. A page in the range that has other owners is replaced by a private one. The caller
+        must make the returned copies, in order, before the next write and before the next call that can free a page
+        (`truncate`, `release`, `drop`; `reserve` never frees). A copy holds the slots below `start`, or all used slots of
+        the page if positions from `end` on are still in use. Nothing outside [start, end) is lost; the contents of
+        [start, end) are undefined until written.
+        Raises BadRange if start is beyond `table.length` (no gaps), and OutOfPages before anything is changed.
         """
         shared, num_missing = self._plan(table, start, end)
         if len(shared) + num_missing > self.num_free:
@@ -114,7 +114,7 @@ class PagePool:
         return copies
 
     def truncate(self, table: PageTable, length: int) -> None:
-        """Forget the positions from `length` on. Mutates the table; drops its pages that lie wholly beyond."""
+        """Remove the positions from `length` on. Mutates the table; drops the pages that lie wholly beyond."""
         self._check_range(table, 0, length)
         num_kept = self._num_pages_of(length)
         dropped = table.pages[num_kept:]
@@ -125,48 +125,51 @@ class PagePool:
             self.drop(page)
 
     def fork(self, table: PageTable, length: int | None = None) -> PageTable:
-        """A new table for the first `length` positions (default: all), sharing every page. Nothing is copied.
+        """A new table for the first `length` positions (default: all) that shares every page. Nothing is copied.
 
-        The caller owns the new table and must release it. `table` keeps its pages, but its next write into a shared
-        one takes a copy.
+        The caller owns the new table and must release it. `table` keeps its pages, but its next write to a shared page
+        needs a copy.
         """
         length = table.length if length is None else length
         self._check_range(table, 0, length)
         return self.share(table.pages[: self._num_pages_of(length)], length)
 
     def share(self, pages: list[int], length: int) -> PageTable:
-        """A new table of these used pages, one more reference on each. The caller must release it."""
+        """A new table of these used pages, with one more reference on each. The caller must release it."""
         if not length >= 0 or self._num_pages_of(length) != len(pages):
-            raise BadRange(f"{len(pages)} pages of {self.page_size} cannot make a table of exactly {length} positions")
+            raise BadRange(
+                f"A table of {length} positions cannot have {len(pages)} pages of {self.page_size}. "
+                "Give ceil(length / page_size) pages."
+            )
         self._check_used(pages)
         for page in pages:
             self._refcounts[page] += 1
         return PageTable(list(pages), length)
 
     def release(self, table: PageTable) -> None:
-        """Drop all references of `table`, which is empty and closed afterwards. A second release is an error."""
+        """Drop all references of `table`. It is empty and closed afterwards. A second release is an error."""
         self.truncate(table, 0)
         table.closed = True
 
     def retain(self, page: int) -> None:
-        """Take one more reference on a page in use; the caller must `drop` it once."""
+        """Add a reference to a page in use. The caller must `drop` it once."""
         self._check_used([page])
         self._refcounts[page] += 1
 
     def drop(self, page: int) -> None:
-        """Give back one reference; the page is free when it was the last one."""
+        """Remove one reference. The page is free if it was the last."""
         self._check_used([page])
         self._refcounts[page] -= 1
         if self._refcounts[page] == 0:
             heappush(self._free, page)
 
     def slot(self, table: PageTable, position: int) -> int:
-        """Where `position` lives: page * page_size + offset. The only translation there is, for reads and writes."""
+        """The slot of `position`: page * page_size + offset."""
         self._check_range(table, position, position + 1)
         return table.pages[position // self.page_size] * self.page_size + position % self.page_size
 
     def slots(self, table: PageTable, start: int, end: int) -> list[int]:
-        """The slots of positions [start, end), which must be within the table's length."""
+        """The slots of positions [start, end), which must lie within the table."""
         self._check_range(table, start, end)
         size = self.page_size
         slots: list[int] = []
@@ -176,8 +179,11 @@ class PagePool:
         return slots
 
     def check_integrity(self, tables: Iterable[PageTable], retained: Iterable[int] = ()) -> PoolNumbers:
-        """Recount everything. `tables`: all live tables, each once; `retained`: every page a `retain` still holds,
-        once per reference. Raises IntegrityError with the first fault; changes nothing."""
+        """Recount all references. Raises IntegrityError with the first fault; changes nothing.
+
+        tables    all live tables, each once
+        retained  the pages that `retain` holds, once per reference
+        """
         tables, retained = list(tables), list(retained)
         references: Counter[int] = Counter()
         for number, table in enumerate(tables):
@@ -188,11 +194,11 @@ class PagePool:
         self._check_free_list()
         if self._refcounts[NULL_PAGE] or references[NULL_PAGE]:
             owned = max(self._refcounts[NULL_PAGE], references[NULL_PAGE])
-            raise IntegrityError(f"the null page {NULL_PAGE} is owned: {owned} references")
+            raise IntegrityError(f"The null page {NULL_PAGE} has {owned} references. It must have none.")
         for page in range(1, self.num_pages + 1):
             if self._refcounts[page] != references[page]:
                 raise IntegrityError(
-                    f"page {page}: reference count {self._refcounts[page]}, but {references[page]} references found"
+                    f"Page {page}: reference count {self._refcounts[page]}, but {references[page]} references found."
                 )
         return PoolNumbers(
             num_pages=self.num_pages,
@@ -208,35 +214,37 @@ class PagePool:
     def _check_table(self, number: int, table: PageTable) -> None:
         pages, length = table.pages, table.length
         if table.closed and (pages or length):
-            raise IntegrityError(f"table {number} is closed but has {len(pages)} pages and length {length}")
+            raise IntegrityError(f"Table {number} is closed but has {len(pages)} pages and length {length}.")
         if length < 0 or len(pages) != self._num_pages_of(length):
-            raise IntegrityError(f"table {number}: length {length} with {len(pages)} pages of {self.page_size}")
+            raise IntegrityError(f"Table {number}: length {length} with {len(pages)} pages of {self.page_size}.")
         for index, page in enumerate(pages):
             if not 1 <= page <= self.num_pages:
-                raise IntegrityError(f"table {number}: entry {index} is page {page}, outside 1..{self.num_pages}")
+                raise IntegrityError(f"Table {number}: entry {index} is page {page}, outside 1..{self.num_pages}.")
         for page, count in Counter(pages).items():
             if count > 1:
-                raise IntegrityError(f"table {number}: page {page} stands in it {count} times")
+                raise IntegrityError(f"Table {number}: page {page} occurs {count} times.")
 
     def _check_free_list(self) -> None:
         for page, count in Counter(self._free).items():
             if not 1 <= page <= self.num_pages:
-                raise IntegrityError(f"free list: page {page} is outside 1..{self.num_pages}")
+                raise IntegrityError(f"Free list: page {page} is outside 1..{self.num_pages}.")
             if count > 1:
-                raise IntegrityError(f"free list: page {page} stands in it {count} times")
+                raise IntegrityError(f"Free list: page {page} occurs {count} times.")
             if self._refcounts[page]:
-                raise IntegrityError(f"free list: page {page} has reference count {self._refcounts[page]}")
+                raise IntegrityError(f"Free list: page {page} has reference count {self._refcounts[page]}.")
         lost = set(range(1, self.num_pages + 1)) - set(self._free)
         for page in sorted(lost):
             if self._refcounts[page] == 0:
-                raise IntegrityError(f"free list: page {page} has reference count 0 but is not in it (leaked)")
+                raise IntegrityError(f"Free list: page {page} has reference count 0 but is not listed (leaked).")
 
     def _plan(self, table: PageTable, start: int, end: int) -> tuple[list[int], int]:
-        """Indices of the shared pages that [start, end) touches, and how many pages are missing. Changes nothing."""
+        """Indices of the shared pages in [start, end), and the number of missing pages. Changes nothing."""
         if table.closed:
-            raise ClosedTable("this page table was released: fork a live one or make a new one")
+            raise ClosedTable("This page table was released. Fork a live table or create a new one.")
         if not 0 <= start <= end or start > table.length:
-            raise BadRange(f"cannot reserve [{start}, {end}) of {table.length} positions: start within or at the end")
+            raise BadRange(
+                f"Cannot reserve [{start}, {end}) in a table of {table.length} positions. Start within it or at its end."
+            )
         if start == end:
             return [], 0
         touched = range(start // self.page_size, min(self._num_pages_of(end), len(table.pages)))
@@ -259,13 +267,13 @@ class PagePool:
 
     def _check_range(self, table: PageTable, start: int, end: int) -> None:
         if table.closed:
-            raise ClosedTable("this page table was released: fork a live one or make a new one")
+            raise ClosedTable("This page table was released. Fork a live table or create a new one.")
         if not 0 <= start <= end <= table.length:
-            raise BadRange(f"positions [{start}, {end}) of a table of length {table.length}: stay within it")
+            raise BadRange(f"Positions [{start}, {end}) are not within a table of length {table.length}.")
 
     def _check_used(self, pages: Iterable[int]) -> None:
         for page in pages:
             if page == NULL_PAGE:
-                raise BadPage(f"page {NULL_PAGE} is the null page: nobody owns it, and no table entry may be it")
+                raise BadPage(f"Page {NULL_PAGE} is the null page. It has no owner and must not be in a table.")
             if self.refcount(page) < 1:
-                raise BadPage(f"page {page} is not in use: it was freed before, or never handed out")
+                raise BadPage(f"Page {page} is not in use. It was freed already, or never allocated.")

@@ -1,15 +1,15 @@
-"""`PrefixIndex`: finds the KV pages that an earlier request computed for the same beginning.
+"""`PrefixIndex`: finds the KV pages that an earlier request computed for the same prefix.
 
-A page may be shared when all that its bits depend on is the same: weights and kernels (`salt`, the fingerprint), all
-tokens up to its end, and all edits up to its end. So the key of a page is chained over the pages before it:
+The bits of a page depend on weights and kernels (`salt`, the fingerprint), on all tokens up to its end, and on all edits up
+to its end. A page may be shared if all of these are equal. Its key is chained over the pages before it:
 
     key_0 = H(salt)        key_{i+1} = H(key_i, tokens of page i, edit key of page i)
 
-The key only finds an entry. Whether it is the right one is decided by comparing tokens, edit key and the entry of the
-page before, hence by induction the whole path: two paths with equal hashes are never mixed up.
+The key only finds an entry. The tokens, the edit key and the entry of the previous page are then compared, which by
+induction compares the whole path. Two paths with equal hashes are never confused.
 
-Who frees: the index holds one reference on each of its pages, until `evict` or `clear`. While it does, a table that
-wants to write there gets a private copy from `PagePool.reserve`, so an indexed page never changes.
+The index holds one reference to each of its pages until `evict` or `clear`. Until then, a table that writes there gets a
+private copy from `PagePool.reserve`, so an indexed page never changes.
 """
 
 import heapq
@@ -29,13 +29,13 @@ def root_key(salt: bytes) -> bytes:
 
 
 def chain_key(parent_key: bytes, tokens: Sequence[int], edit_key: bytes) -> bytes:
-    """The key of the page after `parent_key`. Only the last part varies in length, so no two inputs run together."""
+    """The key of the page after `parent_key`. Only the last part varies in length, so the encoding is unambiguous."""
     return blake2b(parent_key + pack(f"<{len(tokens)}q", *tokens) + edit_key, digest_size=32).digest()
 
 
 @dataclass(slots=True, eq=False)
 class PrefixEntry:
-    """One shared page. Entries are compared by identity: one entry, one path."""
+    """One shared page. Entries compare by identity: each entry stands for one path."""
 
     key: bytes
     page: int
@@ -48,7 +48,7 @@ class PrefixEntry:
 
 @dataclass(frozen=True)
 class IndexNumbers:
-    """What `check_integrity` counted."""
+    """The counts of `PrefixIndex.check_integrity`."""
 
     num_entries: int
     num_leaves: int
@@ -56,39 +56,39 @@ class IndexNumbers:
 
     def __str__(self) -> str:
         return (
-            f"prefix index: {self.num_entries} pages on {self.num_leaves} paths, {self.num_evictable} used by nobody "
-            f"else, {self.num_entries - self.num_evictable} shared with tables"
+            f"prefix index: {self.num_entries} pages on {self.num_leaves} paths, {self.num_evictable} not used elsewhere, "
+            f"{self.num_entries - self.num_evictable} shared with tables"
         )
 
 
 class PrefixIndex:
     """The pages of committed prefixes by chained key.
 
-    `edit_keys`, wherever it is taken, gives for each page the content hash of the edits that touch it (b"": none); it
-    must cover every whole page that is looked at. Without it there are no edits.
+    The parameter `edit_keys` holds, for each page, the content hash of the edits on it (b"": none). It must cover every
+    whole page of the range. None means no edits.
     """
 
     def __init__(self, pool: PagePool, salt: bytes) -> None:
         self.pool = pool
         self.salt = salt
         self._entries: dict[bytes, PrefixEntry] = {}
-        self._clock = 0  # counts uses; never the time of day, so that evictions can be replayed
+        self._clock = 0  # counts uses instead of seconds, so that evictions can be replayed
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def match(self, tokens: Sequence[int], edit_keys: Sequence[bytes] | None = None, limit: int | None = None) -> list[int]:
-        """The pages of the longest indexed prefix of `tokens`, whole pages within `limit` positions only.
+        """The pages of the longest indexed prefix of `tokens`: whole pages within `limit` positions.
 
-        Changes nothing and takes no reference: the pages are good until the next `evict` or `clear`.
+        Changes nothing and adds no reference: the pages are valid until the next `evict` or `clear`.
         """
         return [entry.page for entry in self._walk(tokens, edit_keys, limit)]
 
     def adopt(self, tokens: Sequence[int], edit_keys: Sequence[bytes] | None = None, limit: int | None = None) -> PageTable:
-        """A new table that shares the pages of `match`; empty where nothing matches. The caller releases it.
+        """A new table that shares the pages of `match`, empty if nothing matches. The caller releases it.
 
-        Marks these pages as used just now. Give limit = len(tokens) - 1 where the last token's logits are wanted, for
-        somebody has to compute them.
+        Marks these pages as recently used. Pass limit = len(tokens) - 1 to get the logits of the last token, which must
+        be computed.
         """
         entries = self._walk(tokens, edit_keys, limit)
         self._touch(entries)
@@ -98,11 +98,11 @@ class PrefixIndex:
         """Index the whole pages of the first `upto` positions and return how many were new.
 
         Precondition: these positions hold the canonical KV of `tokens` under `edit_keys`. The table is not changed
-        and stays the caller's. A page whose path is indexed already is left out (the bits are the same), and so is
-        everything from a hash collision on.
+        and still belongs to the caller. Pages whose path is indexed already are skipped (the bits are the same), as are
+        all pages from a hash collision on.
         """
         if not 0 <= upto <= min(table.length, len(tokens)):
-            raise BadRange(f"cannot offer {upto} positions of a table of {table.length} with {len(tokens)} tokens")
+            raise BadRange(f"Cannot offer {upto} positions of a table of {table.length} with {len(tokens)} tokens.")
         path: list[PrefixEntry] = []
         num_new = 0
         for index, (key, page_tokens, edit_key, parent) in enumerate(self._steps(tokens, edit_keys, upto, path)):
@@ -117,10 +117,10 @@ class PrefixIndex:
         return num_new
 
     def evict(self, num_pages: int) -> int:
-        """Free at least `num_pages` pages if possible, least recently used first; returns how many became free.
+        """Free `num_pages` pages if possible, least recently used first, and return how many became free.
 
-        Takes only entries without a child entry and whose page nobody else holds: another would free nothing. Looks
-        through the whole index once, so ask for several pages at a time.
+        Only entries without a child entry and without other references to their page are removed: others would free
+        nothing. Every call scans the whole index, so ask for several pages at a time.
         """
         leaves = [self._rank(entry) for entry in self._entries.values() if self._evictable(entry)]
         heapq.heapify(leaves)
@@ -134,13 +134,13 @@ class PrefixIndex:
         return num_freed
 
     def clear(self) -> None:
-        """Forget everything and drop all references."""
+        """Remove all entries and drop their references."""
         for entry in self._entries.values():
             self.pool.drop(entry.page)
         self._entries.clear()
 
     def pages(self) -> list[int]:
-        """The pages that the index holds, one per reference: `retained` for `PagePool.check_integrity`."""
+        """The indexed pages, once per reference: `retained` for `PagePool.check_integrity`."""
         return [entry.page for entry in self._entries.values()]
 
     def check_integrity(self) -> IndexNumbers:
@@ -148,21 +148,21 @@ class PrefixIndex:
         num_children = Counter(entry.parent.key for entry in self._entries.values() if entry.parent is not None)
         owners: dict[int, bytes] = {}
         for key, entry in self._entries.items():
-            name = f"prefix entry {key.hex()[:8]} (page {entry.page})"
+            name = f"Prefix entry {key.hex()[:8]} (page {entry.page})"
             parent = entry.parent
             if parent is not None and self._entries.get(parent.key) is not parent:
-                raise IntegrityError(f"{name}: the entry before it, {parent.key.hex()[:8]}, is gone")
+                raise IntegrityError(f"{name}: the entry before it, {parent.key.hex()[:8]}, is gone.")
             parent_key = root_key(self.salt) if parent is None else parent.key
             if key != entry.key or key != chain_key(parent_key, entry.tokens, entry.edit_key):
-                raise IntegrityError(f"{name}: its tokens and edits do not hash to its key (stale)")
+                raise IntegrityError(f"{name}: its tokens and edits do not hash to its key (stale).")
             if entry.num_children != num_children[key]:
-                raise IntegrityError(f"{name}: {entry.num_children} children counted, {num_children[key]} found")
+                raise IntegrityError(f"{name}: {entry.num_children} children counted, {num_children[key]} found.")
             if len(entry.tokens) != self.pool.page_size:
-                raise IntegrityError(f"{name}: {len(entry.tokens)} tokens on a page of {self.pool.page_size}")
+                raise IntegrityError(f"{name}: {len(entry.tokens)} tokens on a page of {self.pool.page_size}.")
             if self.pool.refcount(entry.page) < 1:
-                raise IntegrityError(f"{name}: its page is not in use")
+                raise IntegrityError(f"{name}: its page is not in use.")
             if entry.page in owners:
-                raise IntegrityError(f"{name}: its page also belongs to entry {owners[entry.page].hex()[:8]}")
+                raise IntegrityError(f"{name}: its page also belongs to entry {owners[entry.page].hex()[:8]}.")
             owners[entry.page] = key
         entries = self._entries.values()
         num_leaves = sum(entry.num_children == 0 for entry in entries)
@@ -171,11 +171,11 @@ class PrefixIndex:
     def _steps(
         self, tokens: Sequence[int], edit_keys: Sequence[bytes] | None, upto: int, path: list[PrefixEntry]
     ) -> Iterator[tuple[bytes, tuple[int, ...], bytes, PrefixEntry | None]]:
-        """(key, tokens, edit key, entry before) of each whole page in turn; the caller grows `path` as it goes."""
+        """(key, tokens, edit key, previous entry) of each whole page. The caller appends the entries to `path`."""
         size = self.pool.page_size
         num_pages = upto // size
         if edit_keys is not None and len(edit_keys) < num_pages:
-            raise BadRange(f'{len(edit_keys)} edit keys for {num_pages} whole pages: give one each, b"" for no edit')
+            raise BadRange(f'{len(edit_keys)} edit keys for {num_pages} whole pages. Give one per page, b"" for no edit.')
         key = root_key(self.salt)
         for index in range(num_pages):
             page_tokens = tuple(tokens[index * size : (index + 1) * size])
@@ -185,7 +185,7 @@ class PrefixIndex:
 
     def _walk(self, tokens: Sequence[int], edit_keys: Sequence[bytes] | None, limit: int | None) -> list[PrefixEntry]:
         if limit is not None and limit < 0:
-            raise BadRange(f"limit {limit}: give 0 or more positions")
+            raise BadRange(f"limit is {limit}. It must not be negative.")
         upto = len(tokens) if limit is None else min(limit, len(tokens))
         path: list[PrefixEntry] = []
         for key, page_tokens, edit_key, parent in self._steps(tokens, edit_keys, upto, path):
@@ -220,7 +220,7 @@ class PrefixIndex:
         return entry.num_children == 0 and self.pool.refcount(entry.page) == 1
 
     def _rank(self, entry: PrefixEntry) -> tuple[int, int, bytes]:
-        """Eviction order. Entries last used together lie on one path, so the page id decides nothing but ties."""
+        """Eviction order. Entries last used together lie on one path, so the page id only breaks ties."""
         return entry.last_used, entry.page, entry.key
 
 

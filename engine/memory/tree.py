@@ -1,14 +1,15 @@
-"""`BranchTree`: which tokens each branch has, in which state, and where it left its parent. No torch, no KV.
+"""`BranchTree`: the tokens of each branch, their states, and where the branch left its parent. No torch, no KV.
 
-Every branch holds its full path, so that a rollback of a parent below a child's fork position cannot hurt the child.
-The tree is then drawn as before: the child under its parent, at the position where it left. How far the two agree
-*now* is `common_prefix`, which compares tokens.
+Every branch holds its full path, so rolling a parent back below a child's fork position does not affect the child. The
+child is still drawn under its parent, at the position where it forked. `common_prefix` compares the tokens that two
+branches have now.
 
-Who keeps a record: the tree, until the branch is released; then whoever holds it (a handle, a result), its forks, and, for
-a rejected branch, the branch it was cut from. So an engine that serves for ever keeps the records of what is still in use.
+The tree keeps a record until its branch is released. Afterwards the record lives as long as something refers to it: a
+handle, a result, its forks or, for a rejected branch, the branch it was cut from. A long-running engine thus keeps only
+records that are in use.
 
-The states of a path stand in one order: prompt, accepted, at most one pending, drafts; rejected tokens stand at the
-end, and only on branches that a rollback kept.
+The states of a path follow one order: prompt, accepted, at most one pending, drafts. Rejected tokens come last, and only
+on branches that a rollback kept.
 """
 
 from collections import Counter
@@ -22,7 +23,7 @@ from replaylens.engine.errors import BadRange, BadRollback, BadTransition, Close
 
 
 class TokenState(Enum):
-    """What is promised about a token. The order of the members is the order in which they stand on a path."""
+    """What is promised about a token. The members are in the order in which they follow each other on a path."""
 
     PROMPT = "prompt"
     ACCEPTED = "accepted"
@@ -36,7 +37,7 @@ class TokenState(Enum):
 PROMPT, ACCEPTED, PENDING, DRAFT, REJECTED = TokenState
 _ORDER = {state: order for order, state in enumerate(TokenState)}
 TRANSITIONS = {DRAFT: (ACCEPTED,), PENDING: (ACCEPTED,)}
-"""what `mark` may do; draft to rejected happens in `rollback` only, and a prompt token stays one"""
+"""the changes that `mark` may make; only `rollback` turns drafts into rejected tokens, and prompt tokens never change"""
 
 
 class BranchStatus(Enum):
@@ -48,28 +49,28 @@ class BranchStatus(Enum):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class BranchRecord:
-    """The record of one branch. Readers may look at everything; only `BranchTree` changes it."""
+    """The record of one branch. Only `BranchTree` changes it."""
 
     id: int
     parent: int | None
     fork_position: int
-    """tokens below it were the parent's when the branch left (0 for a root)"""
+    """number of tokens taken from the parent (0 for a root)"""
     tokens: list[int]
     states: list[TokenState]
     root_length: int
-    """how many prompt tokens it has; no rollback goes below"""
+    """number of prompt tokens; no rollback goes below it"""
     status: BranchStatus = BranchStatus.OPEN
     finish_reason: str | None = None
     forks: "WeakValueDictionary[int, BranchRecord]" = field(default_factory=WeakValueDictionary)
-    """those forked from it that somebody keeps"""
+    """forks of this branch that are still referenced"""
     cut: "list[BranchRecord]" = field(default_factory=list)
     """rejected branches that rollbacks kept, in order"""
     above: "tuple[BranchRecord, ...]" = ()
-    """of a fork: its parent, and what that was cut from; held, so that they can be drawn as long as it lives"""
+    """of a fork: its parent, and the branch that a rejected parent was cut from; kept alive so that they can be drawn"""
     prefix_hash: int = 0
-    """of tokens[:fork_position], so that a later change of them is found"""
+    """of tokens[:fork_position], to detect later changes"""
     seal: int | None = None
-    """of all tokens and states, once the branch may not change any more"""
+    """hash of all tokens and states, set when the branch becomes immutable"""
 
     @property
     def children(self) -> "list[BranchRecord]":
@@ -79,7 +80,7 @@ class BranchRecord:
 
 @dataclass(frozen=True)
 class TreeNumbers:
-    """What `check_integrity` counted."""
+    """The counts of `BranchTree.check_integrity`."""
 
     branches: dict[str, int]
     tokens: dict[str, int]
@@ -92,9 +93,9 @@ class TreeNumbers:
 
 
 class BranchTree:
-    """All branches by id. Ids count up from 0 and are never used twice.
+    """All branches by id. Ids count up from 0 and are never reused.
 
-    A fork, and a rejected branch kept, copies the path as a list: about 0.1 ms and 64 kB at 4k tokens.
+    A fork or a kept rejected branch copies the path as a list: about 0.1 ms and 64 kB at 4k tokens.
     """
 
     def __init__(self) -> None:
@@ -106,21 +107,21 @@ class BranchTree:
         return len(self._live) + len(self._released)
 
     def branch(self, branch_id: int) -> BranchRecord:
-        """The record itself, to read, not to change; also of a released branch, as long as somebody holds it."""
+        """The record itself, for reading only. A released branch is found as long as something refers to it."""
         record = self._live.get(branch_id) or self._released.get(branch_id)
         if record is None:
             raise UnknownBranch(
-                f"no branch {branch_id}: {len(self)} are known, ids below {self._next_id}; "
-                f"it was never made, or was released and nobody holds it"
+                f"No branch {branch_id}. {len(self)} branches are known, with ids below {self._next_id}. "
+                "It was never created, or it was released and nothing refers to it."
             )
         return record
 
     def plant(self, tokens: Sequence[int]) -> int:
-        """A new root whose tokens are all prompt. The caller releases it."""
+        """A new root whose tokens are all prompt tokens. The caller releases it."""
         return self._add(None, 0, list(tokens), [PROMPT] * len(tokens), len(tokens))
 
     def append(self, branch_id: int, tokens: Sequence[int], state: TokenState) -> None:
-        """Add tokens at the tip of an open branch, all or none. BadTransition where `state` may not stand there."""
+        """Append tokens to an open branch, all or none. Raises BadTransition if `state` may not follow the last token."""
         branch = self._changeable(branch_id, BranchStatus.OPEN)
         if not tokens:
             return
@@ -128,8 +129,8 @@ class BranchTree:
         too_many = state is PENDING and (last is PENDING or len(tokens) > 1)
         if state is REJECTED or _ORDER[state] < _ORDER[last] or too_many:
             raise BadTransition(
-                f"branch {branch_id}: {len(tokens)} {state.value} tokens cannot follow a {last.value} token; "
-                f"a path is prompt, accepted, one pending, drafts: mark or roll back first"
+                f"Branch {branch_id}: {len(tokens)} {state.value} tokens cannot follow a {last.value} token. "
+                "The order is prompt, accepted, one pending, drafts. Mark tokens or roll back first."
             )
         branch.tokens.extend(tokens)
         branch.states.extend([state] * len(tokens))
@@ -137,32 +138,32 @@ class BranchTree:
             branch.root_length = len(branch.tokens)
 
     def mark(self, branch_id: int, start: int, end: int, state: TokenState) -> None:
-        """Change the state of positions [start, end) along TRANSITIONS, all or none. All below must be committed."""
+        """Change the state of positions [start, end) as TRANSITIONS allows, all or none. All below must be committed."""
         branch = self._changeable(branch_id, BranchStatus.OPEN, BranchStatus.FINISHED)
         if not 0 <= start <= end <= len(branch.tokens):
-            raise BadRange(f"branch {branch_id}: cannot mark [{start}, {end}) of {len(branch.tokens)} tokens")
+            raise BadRange(f"Branch {branch_id} has {len(branch.tokens)} tokens. Cannot mark [{start}, {end}).")
         for position in range(start, end):
             old = branch.states[position]
             if state not in TRANSITIONS.get(old, ()):
-                raise BadTransition(f"branch {branch_id}, position {position}: {old.value} cannot become {state.value}")
+                raise BadTransition(f"Branch {branch_id}, position {position}: {old.value} cannot become {state.value}.")
         if start < end and start > 0 and branch.states[start - 1] in (PENDING, DRAFT):
             raise BadTransition(
-                f"branch {branch_id}: position {start - 1} is still {branch.states[start - 1].value}; "
-                f"tokens are accepted from the left, without holes"
+                f"Branch {branch_id}: position {start - 1} is still {branch.states[start - 1].value}. "
+                "Accept tokens from the left, without gaps."
             )
         branch.states[start:end] = [state] * (end - start)
 
     def fork(self, branch_id: int, length: int | None = None) -> int:
         """A new open branch with the first `length` tokens (default: all) and their states. The caller releases it.
 
-        The parent may be open, finished or rejected and is not changed; the child has no finish reason, it must be
-        derived anew. Tokens that were rejected in the parent are accepted in the child, for whoever forks there wants
-        them; they are drafts where something before them is not committed yet.
+        The parent may be open, finished or rejected and is not changed. The child has no finish reason; the caller must
+        derive it again. Rejected tokens of the parent become accepted in the child, because forking there asks for them.
+        They become drafts if a token before them is not committed yet.
         """
         parent = self._changeable(branch_id, BranchStatus.OPEN, BranchStatus.FINISHED, BranchStatus.REJECTED)
         length = len(parent.tokens) if length is None else length
         if not 0 <= length <= len(parent.tokens):
-            raise BadRange(f"branch {branch_id} has {len(parent.tokens)} tokens: cannot fork it at {length}")
+            raise BadRange(f"Branch {branch_id} has {len(parent.tokens)} tokens. Cannot fork it at {length}.")
         root_length = min(parent.root_length, length)
         states = parent.states[:length]
         if states and states[-1] is REJECTED:
@@ -177,34 +178,36 @@ class BranchTree:
         return child.id
 
     def rollback(self, branch_id: int, length: int, keep: bool = False) -> int | None:
-        """Cut the tokens from `length` on. Mutates the branch: it is open again and has no finish reason, even where
-        nothing was cut, for whoever rolls back must derive the finish anew.
+        """Remove the tokens from `length` on. Mutates the branch.
 
-        With `keep` the cut tokens live on as a child branch of status REJECTED, whose id is returned (None where
-        nothing was cut); the caller releases it. Children that left beyond `length` are not touched.
+        The branch is open again and has no finish reason, even if nothing was removed: the caller must derive it again.
+        With `keep`, the removed tokens are kept as a child branch of status REJECTED. Its id is returned, or None if
+        nothing was removed; the caller releases it. Children that forked beyond `length` are not changed.
         """
         branch = self._changeable(branch_id, BranchStatus.OPEN, BranchStatus.FINISHED)
         if not branch.root_length <= length <= len(branch.tokens):
             raise BadRollback(
-                f"branch {branch_id}: cannot roll back to {length}; possible are {branch.root_length} (its prompt) "
-                f"to {len(branch.tokens)} (its tip). Fork it to leave within the prompt"
+                f"Branch {branch_id}: cannot roll back to {length}. Use {branch.root_length} (its prompt) to "
+                f"{len(branch.tokens)} (its tip), or fork it within the prompt."
             )
         kept_id = self._keep(branch, length) if keep and length < len(branch.tokens) else None
         del branch.tokens[length:]
         del branch.states[length:]
-        if length < branch.fork_position:  # it now leaves its parent earlier
+        if length < branch.fork_position:  # the branch now leaves its parent earlier
             branch.fork_position, branch.prefix_hash = length, hash(tuple(branch.tokens))
         branch.status, branch.finish_reason = BranchStatus.OPEN, None
         return kept_id
 
     def finish(self, branch_id: int, reason: str) -> None:
-        """Mark an open branch as finished. It takes no more tokens until a rollback reopens it."""
+        """Mark an open branch as finished. It accepts no more tokens until a rollback reopens it."""
         branch = self._changeable(branch_id, BranchStatus.OPEN)
         branch.status, branch.finish_reason = BranchStatus.FINISHED, reason
 
     def release(self, branch_id: int) -> None:
-        """Close a branch, and what was cut from it, for good. Their records are no longer the tree's: they go with whoever
-        holds them. Forks stay as they are."""
+        """Close a branch, and the rejected branches cut from it, for good. Forks are not changed.
+
+        The tree no longer keeps their records: they live as long as something else refers to them.
+        """
         branch = self._changeable(branch_id, BranchStatus.OPEN, BranchStatus.FINISHED, BranchStatus.REJECTED)
         for rejected in branch.cut:
             if rejected.status is BranchStatus.REJECTED:
@@ -213,9 +216,9 @@ class BranchTree:
         self._released[branch_id] = self._live.pop(branch_id)
 
     def discard(self, branch_id: int) -> None:
-        """Drop a rejected branch from the one that it was cut from, and release it if nobody did yet."""
+        """Remove a rejected branch from the branch it was cut from, and release it unless it is released already."""
         branch = self.branch(branch_id)
-        assert branch.parent is not None  # it was cut from it
+        assert branch.parent is not None  # the branch it was cut from
         self.branch(branch.parent).cut.remove(branch)
         if branch.status is BranchStatus.REJECTED:
             self.release(branch_id)
@@ -225,13 +228,13 @@ class BranchTree:
         return list(self.branch(branch_id).tokens)
 
     def common_prefix(self, first: int, second: int) -> int:
-        """How many tokens two branches have in common now, by comparing them."""
-        mine, yours = self.branch(first).tokens, self.branch(second).tokens
-        pairs = enumerate(zip(mine, yours, strict=False))
-        return next((position for position, (a, b) in pairs if a != b), min(len(mine), len(yours)))
+        """How many leading tokens two branches have in common now."""
+        left, right = self.branch(first).tokens, self.branch(second).tokens
+        pairs = enumerate(zip(left, right, strict=False))
+        return next((position for position, (a, b) in pairs if a != b), min(len(left), len(right)))
 
     def children(self, branch_id: int) -> list[int]:
-        """In order of creation, rejected ones included."""
+        """Ids of forks and rejected branches, in order of creation."""
         return [child.id for child in self.branch(branch_id).children]
 
     def roots(self) -> list[int]:
@@ -242,9 +245,9 @@ class BranchTree:
         every = self._all()
         for key, branch in every.items():
             if key != branch.id or key >= self._next_id:
-                raise IntegrityError(f"branch {branch.id} is filed under {key}, next id {self._next_id}")
+                raise IntegrityError(f"Branch {branch.id} is stored under id {key}; the next id is {self._next_id}.")
             if (key in self._released) != (branch.status is BranchStatus.RELEASED):
-                raise IntegrityError(f"branch {branch.id} is {branch.status.value}, but filed otherwise")
+                raise IntegrityError(f"Branch {branch.id} is {branch.status.value} but stored under another status.")
         for branch in every.values():
             _check_links(branch, every)
             _check_tokens(branch)
@@ -253,7 +256,7 @@ class BranchTree:
         return TreeNumbers(dict(statuses), dict(states))
 
     def _all(self) -> dict[int, BranchRecord]:
-        """Every record that somebody keeps, in order of creation."""
+        """Every record that still exists, in order of creation."""
         return dict(sorted([*self._live.items(), *self._released.items()]))
 
     def _add(
@@ -277,24 +280,24 @@ class BranchTree:
         branch = self.branch(branch_id)
         if branch.status not in allowed:
             advice = {
-                BranchStatus.FINISHED: "roll it back or fork it to go on",
-                BranchStatus.REJECTED: "fork it to go on with its tokens",
-            }.get(branch.status, "it was released; use a live branch")
-            raise ClosedBranch(f"branch {branch_id} is {branch.status.value}: {advice}")
+                BranchStatus.FINISHED: "Roll it back or fork it to continue.",
+                BranchStatus.REJECTED: "Fork it to continue with its tokens.",
+            }.get(branch.status, "Use a live branch.")
+            raise ClosedBranch(f"Branch {branch_id} is {branch.status.value}. {advice}")
         return branch
 
 
 def _check_links(branch: BranchRecord, every: dict[int, BranchRecord]) -> None:
     if branch.parent is not None:
         parent = every.get(branch.parent)
-        gone = parent is None and branch.status is BranchStatus.RELEASED and not branch.above  # cut from what nobody holds
-        if not gone and (parent is None or branch.parent >= branch.id):  # parents are older, so there are no circles
-            raise IntegrityError(f"branch {branch.id}: parent {branch.parent} is unknown or younger")
+        gone = parent is None and branch.status is BranchStatus.RELEASED and not branch.above  # nothing refers to its parent
+        if not gone and (parent is None or branch.parent >= branch.id):  # parents are older, so there are no cycles
+            raise IntegrityError(f"Branch {branch.id}: parent {branch.parent} is unknown or younger.")
         if parent is not None and parent.children.count(branch) != 1 and branch.status is not BranchStatus.RELEASED:
-            raise IntegrityError(f"branch {branch.id}: it is none of its parent's children")
+            raise IntegrityError(f"Branch {branch.id} is not among its parent's children.")
     for child in branch.children:
         if every.get(child.id) is not child or child.parent != branch.id:
-            raise IntegrityError(f"branch {branch.id}: child {child.id} is unknown or has another parent")
+            raise IntegrityError(f"Branch {branch.id}: child {child.id} is unknown or has another parent.")
 
 
 def _seal(branch: BranchRecord) -> int:
@@ -308,7 +311,7 @@ def _check_tokens(branch: BranchRecord) -> None:
     faults = {
         f"{len(tokens)} tokens but {len(states)} states": len(tokens) != len(states),
         f"fork position {left_at} of {len(tokens)} tokens": not 0 <= left_at <= len(tokens),
-        f"its first {left_at} tokens are not those it left with": branch.prefix_hash != hash(tuple(tokens[:left_at])),
+        f"its first {left_at} tokens changed after the fork": branch.prefix_hash != hash(tuple(tokens[:left_at])),
         f"root length {branch.root_length}, {states.count(PROMPT)} prompt tokens": (branch.root_length != states.count(PROMPT)),
         f"status {status.value} with {num_rejected} rejected tokens, forked at {left_at} of {len(tokens)}": (
             (not released and (status is BranchStatus.REJECTED) != (num_rejected > 0))
@@ -321,7 +324,7 @@ def _check_tokens(branch: BranchRecord) -> None:
     }
     for text, found in faults.items():
         if found:
-            raise IntegrityError(f"branch {branch.id}: {text}")
+            raise IntegrityError(f"Branch {branch.id}: {text}.")
     for position, (left, right) in enumerate(pairwise(states)):
         if _ORDER[left] > _ORDER[right] or left is right is PENDING:
-            raise IntegrityError(f"branch {branch.id}: {left.value} at {position} before {right.value} at {position + 1}")
+            raise IntegrityError(f"Branch {branch.id}: {left.value} at {position} before {right.value} at {position + 1}.")

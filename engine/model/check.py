@@ -126,7 +126,7 @@ def _normed(model: Decoder, x: Tensor) -> Tensor:
 def _logits(model: Decoder, x: Tensor) -> Tensor:
     """As `Decoder.logits`, the unembedding in pieces."""
     x = _normed(model, x)
-    table = model.embed if model.unembed is None else model.unembed.weight.t()
+    table = model.unembedding
     logits = torch.cat([x @ rows.to("cpu", torch.float32).t() for rows in table.split(_ROWS)], dim=-1)
     return softcap(logits, model.config.logit_softcap)
 

@@ -111,6 +111,8 @@ class SiteTable:
 
     def resolve(self, name: str) -> str:
         """The TransformerLens 4 name of a name or alias; UnknownSite lists the nearest names."""
+        if not isinstance(name, str):
+            raise UnknownSite(f"a site's name is text, not {name!r:.60}; see engine.sites")
         if name in self.sites:
             return name
         if name in self._by_alias:
@@ -143,8 +145,8 @@ class SiteTable:
         words = re.split(r"[,\s]+", sites.strip()) if isinstance(sites, str) else list(sites)
         names: set[str] = set()
         lens = False
-        for word in filter(None, words):
-            if set(word) <= set(LETTERS):
+        for word in (word for word in words if not isinstance(word, str) or word):
+            if isinstance(word, str) and set(word) <= set(LETTERS):
                 lens |= "Z" in word
                 names.update(name for letter in word for name in self.letter(letter))
             else:

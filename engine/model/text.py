@@ -12,6 +12,9 @@ class Text:
     """Wraps our `WordTokenizer` or a Hugging Face tokenizer; without one, tokens are numbers and text is refused."""
 
     def __init__(self, tokenizer: Any | None) -> None:
+        known = hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode") and not isinstance(tokenizer, type)
+        if tokenizer is not None and not known:
+            raise BadRequest(f"tokenizer={tokenizer!r:.60}: give a WordTokenizer, a Hugging Face tokenizer, or None")
         self.tokenizer = tokenizer
         self._ours = tokenizer is not None and hasattr(tokenizer, "encode_with_offsets")
 
@@ -19,7 +22,7 @@ class Text:
     def eos_id(self) -> int | None:
         if self.tokenizer is None:
             return None
-        found = self.tokenizer.eos_id if self._ours else self.tokenizer.eos_token_id
+        found = self.tokenizer.eos_id if self._ours else getattr(self.tokenizer, "eos_token_id", None)
         return None if found is None else int(found)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -28,7 +31,10 @@ class Text:
             raise BadRequest("this engine has no tokenizer: give token ids instead of text, or load it with one")
         if self._ours:
             return list(self.tokenizer.encode(text))
-        return list(self.tokenizer.encode(text, add_special_tokens=special))
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=special))
+        except (TypeError, UnicodeError) as e:  # half a surrogate pair
+            raise BadRequest(f"the tokenizer cannot encode {text[:60]!r}: {e}") from e
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; without a tokenizer, the ids themselves."""

@@ -1,1 +1,1 @@
-"""Canonical arithmetic and the passes over packed rows, on a CPU and on CUDA."""
+"""Canonical arithmetic and passes over packed rows, on CPU and CUDA."""

@@ -1,4 +1,4 @@
-"""`Batch`: rows of any number of branches packed for one pass."""
+"""`Batch`: rows of any number of branches, packed for one pass."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +13,9 @@ from replaylens.engine.model.ops import visible
 from replaylens.engine.request.edits import Hook, PlacedEdit
 
 TILE = 16
-"""rows of the reference tile: the canonical product is defined on zero-padded tiles of this many rows"""
+"""rows of the reference tile; the canonical product is defined on zero-padded tiles of this many rows"""
 KV_BLOCK = 64
-"""keys that one step of the attention sums over, counted from absolute position 0"""
+"""keys per step of the attention sum, counted from absolute position 0"""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Segment:
     start: int
     tokens: list[int]
     num_logits: int = 0
-    """how many of the last rows need logits"""
+    """number of final rows that need logits"""
     edits: "tuple[PlacedEdit, ...]" = ()
     hooks: "tuple[Hook, ...]" = ()
 
@@ -40,21 +40,21 @@ class Segment:
 
 @dataclass
 class AttentionGroup:
-    """Pieces of segments whose attention is computed together, padded to the same rows and keys."""
+    """Pieces of segments whose attention is computed together, padded to equal numbers of rows and keys."""
 
     rows: Tensor
     """[pieces, query rows]: packed row of each query; padding points past the last row"""
     slots: Tensor
-    """[pieces * keys]: slot of every key; padding points at the null page"""
+    """[pieces * keys]: slot of every key; padding points to the null page"""
     positions: Tensor
-    """[pieces, query rows]; padding stands where its piece begins"""
+    """[pieces, query rows]; padding has the first position of its piece"""
     num_keys: int
     """per piece, a multiple of KV_BLOCK"""
     masks: dict[int, Tensor]
-    """window -> [pieces, query rows, 1, last keys], True where a key is hidden"""
+    """window -> [pieces, query rows, 1, last keys], True for hidden keys"""
 
     def hidden(self, window: int) -> Tensor:
-        """Which of the last keys each query must not see; all queries see those before. Made once per pass and window."""
+        """Mask of the last keys, True if a query must not see them. All queries see the earlier keys. Cached per window."""
         if window not in self.masks:
             seen = visible(self.positions.view(-1), self.num_keys, window)
             first = 0 if window else int(self.positions.min()) + 1
@@ -63,13 +63,13 @@ class AttentionGroup:
 
 
 class Batch:
-    """Packed rows. Padding rows carry token 0 at position 0, write no KV and are seen by nobody."""
+    """Packed rows. Padding rows have token 0 at position 0, write no KV, and no other row attends to them."""
 
     def __init__(
         self, segments: list[Segment], pool: PagePool, query_rows: tuple[int, ...], tile: int = TILE, device: str = "cpu"
     ) -> None:
         if not segments or not all(s.tokens for s in segments):
-            raise EngineBug("a batch needs at least one row in every segment")
+            raise EngineBug("A batch has no segments, or a segment without rows.")
         self.segments, self.pool, self.query_rows = segments, pool, query_rows
         tokens = [t for s in segments for t in s.tokens]
         positions = [p for s in segments for p in range(s.start, s.end)]
@@ -84,30 +84,30 @@ class Batch:
 
     @cached_property
     def write_slots(self) -> Tensor:
-        """Where every row's KV goes: [rows]."""
+        """The slot of every row's KV: [rows]."""
         return torch.tensor([slot for s in self.segments for slot in self.pool.slots(s.table, s.start, s.end)])
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
-        """How the attention of the CPU is cut up."""
+        """The attention groups, used on a CPU only."""
         return self._attention_groups(self.pool, self.query_rows)
 
     def row(self, segment: int, position: int) -> int:
-        """Packed row of a segment's position."""
+        """The packed row of a position of a segment."""
         return self.offsets[segment] + position - self.segments[segment].start
 
     def logit_rows(self) -> list[int]:
-        """Packed rows whose logits are wanted, in order."""
+        """The packed rows that need logits, in order."""
         ends = self.offsets[1:]
         return [row for end, s in zip(ends, self.segments, strict=True) for row in range(end - s.num_logits, end)]
 
     def _attention_groups(self, pool: PagePool, query_rows: tuple[int, ...]) -> list[AttentionGroup]:
-        """Cut segments into pieces of at most the largest query size, and put pieces of equal padded size together."""
-        most = max(query_rows)
+        """Split segments into pieces of at most max(query_rows) rows, and group pieces of equal padded size."""
+        largest = max(query_rows)
         pieces = []  # (padded query rows, padded keys, first packed row, rows, segment, first position)
         for offset, s in zip(self.offsets, self.segments, strict=False):
-            for first in range(0, len(s.tokens), most):
-                n = min(most, len(s.tokens) - first)
+            for first in range(0, len(s.tokens), largest):
+                n = min(largest, len(s.tokens) - first)
                 keys = _roomy(-(-(s.start + first + n) // KV_BLOCK)) * KV_BLOCK
                 pieces.append((min(q for q in query_rows if q >= n), keys, offset + first, n, s, s.start + first))
         pieces.sort(key=lambda piece: piece[:3])
@@ -125,7 +125,7 @@ class Batch:
 
 
 def _roomy(blocks: int) -> int:
-    """Round up so that pieces of similar length fall into one group: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    """Round up to 1, 2, 3, 4, 6, 8, 12, 16, ... so that pieces of similar length share a group."""
     size = 1
     while size < blocks:
         if size * 3 // 2 >= blocks and size > 1:

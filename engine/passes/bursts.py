@@ -1,8 +1,8 @@
-"""Bursts: several direct decode steps on a CUDA device without asking the host in between.
+"""Bursts: several direct decode steps on a CUDA device without returning to the host in between.
 
-Where the decode step itself is canonical, a token needs no verification: the step is captured once as a CUDA graph per number
-of requests and replayed; the tokens it chose feed the next step on the device. The host sees them all at the end and commits
-them like drafts that stood. A request that ended within the burst simply drops what came after.
+If the decode step itself is canonical, a token needs no verification. The step is captured once as a CUDA graph per number of
+requests and replayed. The chosen tokens feed the next step on the device. The host receives all of them at the end and
+commits them like accepted drafts. A request that ends within the burst drops the tokens after its end.
 """
 
 from dataclasses import dataclass
@@ -21,29 +21,29 @@ from replaylens.kernels.launch import next_power_of_2
 from replaylens.kernels.sample import sample_logits
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""numbers of requests that have a graph of their own; others are padded up"""
+"""numbers of requests that have their own graph; others are padded up"""
 
 
 @dataclass
 class Place:
-    """One request in a burst: its last token, that token's position, a table with room for all steps, and how it draws."""
+    """One request in a burst: its last token with its position, a table with room for all steps, and its sampling."""
 
     token: int
     position: int
     table: PageTable
     sampling: Sampling
-    """`bare`: the device knows no penalties, biases or filters"""
+    """`bare`: the device does not apply penalties, biases or filters"""
 
 
 class DecodeGraph:
-    """One decode step of `size` requests, captured. Its inputs are tensors that the step itself moves on."""
+    """One captured decode step of `size` requests. The step itself advances its input tensors."""
 
     def __init__(self, runner: Runner, size: int, max_pages: int, exact: bool, drawn: bool, spare: int) -> None:
         device = torch.device(runner.device)
         self.size, self.drawn, self.spare = size, drawn, spare
         self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self.chosen = torch.zeros(size, dtype=torch.int64, device=device)
-        """as drawn: a row of NaN draws a token beyond the vocabulary, which must not be looked up in the next step"""
+        """before clamping: a row of NaN draws a token beyond the vocabulary, which the next step must not look up"""
         self.positions = torch.zeros(size, dtype=torch.int64, device=device)
         self.short_positions = torch.zeros(size, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
@@ -61,7 +61,7 @@ class DecodeGraph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())  # the inputs are being written there
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles the kernels; what it writes goes to the spare page
+            for _ in range(2):  # compiles the kernels; writes go to the spare page
                 self._step()
         stream.synchronize()
         with torch.cuda.graph(self.graph):
@@ -79,7 +79,7 @@ class DecodeGraph:
 
     @torch.inference_mode()
     def run(self, places: list[Place], steps: int) -> Tensor:
-        """Tokens that `steps` steps chose: [steps, requests], on the device; none of the vocabulary where logits were NaN."""
+        """Tokens chosen by `steps` steps: [steps, requests], on the device. NaN logits give a token beyond the vocabulary."""
         rest = self.size - len(places)
         self.tokens.copy_(torch.tensor([p.token for p in places] + [0] * rest))
         self.positions.copy_(torch.tensor([p.position for p in places] + [0] * rest))
@@ -91,14 +91,14 @@ class DecodeGraph:
         out = torch.empty(steps, self.size, dtype=torch.int64, device=self.tokens.device)
         for step in range(steps):
             if rest:
-                self.positions[len(places) :] = 0  # padding stays on its one spare slot
+                self.positions[len(places) :] = 0  # padding stays on the spare slot
             self.graph.replay()
             out[step] = self.chosen
         return out[:, : len(places)]
 
 
 class Bursts:
-    """Graphs by number of requests and room, made when they are first needed."""
+    """Graphs by number of requests and pages, captured when first needed."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -106,12 +106,12 @@ class Bursts:
         spare = PageTable()
         runner.pool.reserve(spare, 0, 1)
         self.spare = spare
-        """one page that padding requests write to; never freed"""
+        """the page that padding requests write to; never freed"""
 
     def run(self, places: list[Place], steps: int, exact: bool) -> list[list[int]]:
-        """For each request the tokens that follow, `steps` of them. Precondition: tables have room for all their rows."""
+        """The next `steps` tokens of each request. Precondition: the tables have room for all their rows."""
         if not places or steps < 1:
-            raise EngineBug(f"a burst of {len(places)} requests and {steps} steps")
+            raise EngineBug(f"A burst has {len(places)} requests and {steps} steps. It needs at least one of each.")
         if len(places) > SIZES[-1]:
             return self.run(places[: SIZES[-1]], steps, exact) + self.run(places[SIZES[-1] :], steps, exact)
         size = next(s for s in SIZES if s >= len(places))

@@ -1,4 +1,4 @@
-"""`Certificate`: which shapes of which ops were shown to give canonical bits on this device."""
+"""`Certificate`: the ops and shapes that were shown to give canonical bits on this device."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -16,9 +16,9 @@ class Finding:
     check: str
     equal: bool
     control: bool = False
-    """a negative control: it should differ for at least one shape, or the comparison has no teeth"""
+    """a negative control: it must differ for at least one shape, or the comparison proves nothing"""
     threads: int = 1
-    """what differs on more than one thread is not used, and needs no refusal"""
+    """variants that differ on more than one thread are not used, so they are no failure"""
 
     @property
     def passed(self) -> bool:
@@ -27,17 +27,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What the doctor found. The engine uses only what is listed here. Canonical bits are those of one thread."""
+    """The doctor's findings. The engine uses only what is listed here. Canonical bits are those of one thread."""
 
     allowed: dict[int, Allowed]
-    """by number of threads, from one on: how products may run there. On all of them everything else has canonical bits"""
+    """allowed products by number of threads, starting with one; all other ops have canonical bits on each of these numbers"""
     query_rows: tuple[int, ...]
-    """query rows per attention piece that give the bits of the reference piece on all those threads, smallest first"""
+    """query rows per attention piece that give the bits of the reference piece on all these threads, smallest first"""
     findings: tuple[Finding, ...]
 
     @property
     def threads(self) -> tuple[int, ...]:
-        """The numbers of threads for which the certificate holds."""
+        """The certified numbers of threads."""
         return tuple(self.allowed)
 
     @property
@@ -51,11 +51,11 @@ class Certificate:
         return self.allowed[1].packed
 
     def threads_for(self, limit: int) -> int:
-        """The number of threads, at most `limit`, that is fastest if a product takes as long as its weights are many."""
+        """The fastest certified number of threads up to `limit`, taking a product's time as proportional to its weights."""
         return min((n for n in self.allowed if n <= limit), key=lambda n: (self._cost(n), -n))
 
     def _cost(self, threads: int) -> float:
-        """Of few rows: what is not certified on so many threads runs on one."""
+        """Relative time of a pass of few rows. Products that are not certified on `threads` threads run on one."""
         some = self.allowed[threads]
         return sum(k * n / (threads if some.serves((k, n)) else 1) for k, n in self.row_counts)
 
@@ -65,7 +65,7 @@ class Certificate:
 
     @property
     def has_teeth(self) -> bool:
-        """Whether some negative control differed, as it must."""
+        """Whether at least one negative control differed, as it must."""
         return any(f.control and not f.equal for f in self.findings)
 
     @property
@@ -85,7 +85,7 @@ class Certificate:
 
     @classmethod
     def from_json(cls, text: str) -> "Certificate":
-        """Inverse of `to_json`."""
+        """The inverse of `to_json`."""
         raw = json.loads(text)
         allowed = {int(count): _allowed_from(some) for count, some in raw["threads"].items()}
         return cls({1: allowed[1]} | allowed, tuple(raw["query_rows"]), tuple(Finding(**f) for f in raw["findings"]))

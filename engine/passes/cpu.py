@@ -1,12 +1,12 @@
-"""The canonical arithmetic on a CPU, and the fast path beside it.
+"""Canonical arithmetic on a CPU, and the fast path.
 
-What makes an op canonical here:
-* products run on zero-padded tiles of 16 rows and on one thread; larger row counts and more threads only where the
-  certificate shows that they give the same bits (`Products`: the library may split K between threads at some sizes);
-* attention sums over fixed blocks of 64 keys from absolute position 0, one after the other; the maximum is exact, so it
-  may be taken over all keys at once;
-* transcendental functions are built from exp, tanh and erf, which give an element the same bits wherever it stands;
-  the library's silu and tanh-gelu do not (their vector body and scalar tail round differently).
+What makes an op canonical:
+* Products run on zero-padded tiles of 16 rows and on one thread. Larger row counts and more threads are used only if the
+  certificate shows that they give the same bits (`Products`: the library may split K between threads at some sizes).
+* Attention sums over fixed blocks of 64 keys from absolute position 0, one after the other. The maximum is exact, so it is
+  taken over all keys at once.
+* Transcendental functions are built from exp, tanh and erf, which give an element the same bits at any index. The library's
+  silu and tanh-gelu do not: their vector body and scalar tail round differently.
 """
 
 import math
@@ -23,10 +23,10 @@ from replaylens.engine.passes.products import Products
 
 
 class CpuOps(TorchOps):
-    """What the passes of a CPU do to rows, each by itself: the meaning of `TorchOps`, with fewer copies and calls."""
+    """Row-wise ops on a CPU: the same functions as `TorchOps`, with fewer copies and calls."""
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """The library's own steps, to the bit, without its dispatch."""
+        """The library's steps, to the bit, without its dispatch."""
         if norm.kind == "layer":
             return super().norm(x, norm)
         scale = x.square().mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
@@ -53,7 +53,7 @@ class CpuOps(TorchOps):
 
 
 class CachedOps(CpuOps):
-    """Attention through the paged cache; what a product is, the child says."""
+    """Attention through the paged cache. Subclasses define the products."""
 
     def __init__(self, batch: Batch, cache: KVCache) -> None:
         self.batch, self.cache = batch, cache
@@ -62,7 +62,7 @@ class CachedOps(CpuOps):
         q, k, v = self.turned(heads)
         batch, data = self.batch, self.cache.data[spec.layer]
         self.cache.write(spec.layer, batch.write_slots, k[: batch.num_rows], v[: batch.num_rows])
-        out = torch.zeros(batch.padded + 1, *q.shape[1:], dtype=q.dtype)  # the extra row swallows padding queries
+        out = torch.zeros(batch.padded + 1, *q.shape[1:], dtype=q.dtype)  # the extra row takes padding queries
         scaled = torch.zeros_like(out)
         torch.mul(q, spec.scale, out=scaled[:-1])
         patterns = []
@@ -79,7 +79,7 @@ class CachedOps(CpuOps):
         return out[:-1]
 
     def _assemble(self, patterns: list[Tensor], heads: int) -> Tensor:
-        """One pattern tensor [padded rows, heads, most keys] from the groups' pieces."""
+        """One pattern tensor [padded rows, heads, largest number of keys] from the groups' pieces."""
         groups = self.batch.groups
         out = torch.zeros(self.batch.padded + 1, heads, max(g.num_keys for g in groups), dtype=patterns[0].dtype)
         for group, pattern in zip(groups, patterns, strict=True):
@@ -105,7 +105,7 @@ def attend_blocks(
     weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     total = weights[..., :KV_BLOCK].sum(-1, keepdim=True)
     out = torch.bmm(weights[..., :KV_BLOCK], values[:, :KV_BLOCK])
-    for first in range(KV_BLOCK, n, KV_BLOCK):  # in order: this is the reduction that must not move
+    for first in range(KV_BLOCK, n, KV_BLOCK):  # this order defines the bits
         block = weights[..., first : first + KV_BLOCK]
         total += block.sum(-1, keepdim=True)
         out += torch.bmm(block, values[:, first : first + KV_BLOCK])
@@ -114,11 +114,10 @@ def attend_blocks(
     return back(out), back(weights / total) if want_pattern else out.new_empty(0)
 
 
-class CanonicalCpuOps(CachedOps):
-    """The arithmetic of committed rows."""
+class CanonicalRowOps(CpuOps):
+    """Row-wise ops of committed rows, inside or outside a pass, with certified products."""
 
-    def __init__(self, batch: Batch, cache: KVCache, products: Products) -> None:
-        super().__init__(batch, cache)
+    def __init__(self, products: Products) -> None:
         self.products = products
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
@@ -128,12 +127,20 @@ class CanonicalCpuOps(CachedOps):
         return self.products.unembed(x, table)
 
 
+class CanonicalCpuOps(CanonicalRowOps, CachedOps):
+    """The arithmetic of committed rows."""
+
+    def __init__(self, batch: Batch, cache: KVCache, products: Products) -> None:
+        CanonicalRowOps.__init__(self, products)
+        CachedOps.__init__(self, batch, cache)
+
+
 class FastCpuOps(CachedOps):
-    """The draft path: the library's products at whatever row count there is."""
+    """The fast path: the library's products at any row count."""
 
 
 def activate(x: Tensor, kind: Activation) -> Tensor:
-    """Position-independent activations; see the head of the file."""
+    """Activations that give an element the same bits at any index; see the module docstring."""
     match kind:
         case "silu":
             below = torch.neg(x).exp_().add_(1)

@@ -1,7 +1,7 @@
-"""The canonical arithmetic on a CUDA device, from the kernels, and the fast path beside it.
+"""Canonical arithmetic on a CUDA device, from our kernels, and the fast path.
 
-Every kernel gives a row the same bits at any number of rows and any tile, so nothing is padded and the decode step itself is
-canonical. The fast path takes the library's products, which may split a sum differently at every size.
+Every kernel gives a row the same bits at any number of rows and with any tile. Nothing is padded, and the decode step itself
+is canonical. The fast path uses the library's products, which may split a sum differently at every size.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from replaylens.kernels.rope import rotate, rotate_and_store, store
 
 
 class HeadOps:
-    """Products and norms: all that is needed outside a pass."""
+    """Row-wise ops: products, norms and activations, inside or outside a pass."""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         return matmul(x, linear.weight, linear.bias)
@@ -72,7 +72,7 @@ class CanonicalCudaOps(HeadOps):
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         if observe is not None:
-            raise UnsupportedModel("attention patterns are not captured on CUDA: the kernel never holds them; use a CPU engine")
+            raise UnsupportedModel("Cannot capture attention patterns on CUDA: the kernel never stores them. Use device='cpu'.")
         keys, values = self.cache.data[spec.layer]
         q, size = heads.q, self.cache.pool.page_size
         if heads.rotary is None:
@@ -83,11 +83,11 @@ class CanonicalCudaOps(HeadOps):
 
 
 class FastCudaOps(FastHeadOps, CanonicalCudaOps):
-    """The draft path."""
+    """The fast path."""
 
 
 def page_numbers(tables: Sequence[PageTable], shape: tuple[int, int], rest: int) -> Tensor:
-    """The tables' pages [sequences, pages] int32, one line per table, on the host; `rest` where there are none."""
+    """The pages of the tables, one row per table, padded with `rest`: [sequences, pages] int32, on the host."""
     pages = torch.full(shape, rest, dtype=torch.int32)
     for i, table in enumerate(tables):
         pages[i, : len(table.pages)] = torch.tensor(table.pages, dtype=torch.int32)
@@ -95,7 +95,7 @@ def page_numbers(tables: Sequence[PageTable], shape: tuple[int, int], rest: int)
 
 
 def device_rows(batch: Batch, cache: KVCache) -> PagedRows:
-    """Where every row's keys lie, on the cache's device."""
+    """The rows of a batch with the pages of their keys, on the cache's device."""
     heads = cache.num_heads
     tables = [s.table for s in batch.segments]
     pages = page_numbers(tables, (len(tables), max(len(table.pages) for table in tables)), rest=0)

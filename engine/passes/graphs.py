@@ -1,8 +1,9 @@
-"""Passes as CUDA graphs: a pass of a few hundred rows would otherwise wait for the host, which launches its kernels one by one.
+"""Passes as CUDA graphs. Without one, a pass of a few hundred rows waits for the host, which launches kernels one by one.
 
-A graph is made for a shape (rows, sequences, pages, sites to keep) when it has come often enough to pay. Rows are padded up:
-padding rows stand on a spare page, belong to no attention tile and are seen by nobody. Every kernel gives a row the same bits
-at any number of rows, so a replayed pass and a launched one agree; edits and hook functions are always launched.
+A graph is captured for a shape (rows, sequences, pages, captured sites) once the shape has occurred often enough to pay.
+Rows are padded up. Padding rows use a spare page and belong to no attention tile, and no other row attends to them. Every
+kernel gives a row the same bits at any number of rows, so replayed and launched passes agree. Passes with edits or hook
+functions are always launched.
 """
 
 from collections import Counter, OrderedDict
@@ -21,33 +22,33 @@ from replaylens.kernels import launch
 from replaylens.kernels.attention import PagedRows, plan_tiles, rows_per_tile
 
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""rows that a graph can have; larger passes keep the device busy without one"""
+"""possible numbers of rows of a graph; larger passes keep the device busy without one"""
 MAX_GRAPHS = 24
-"""the least recently used one goes"""
+"""beyond this, the least recently used graph is dropped"""
 WORTH = 8
-"""passes of a shape from which on it gets a graph: making one takes as long as about ten launched passes lose"""
+"""number of passes after which a shape gets a graph; capturing one costs as much as about ten passes gain from it"""
 
 
 @dataclass(frozen=True)
 class PassShape:
-    """What the launches of a pass depend on."""
+    """Everything that the launches of a pass depend on."""
 
     rows: int
     sequences: int
     pages: int
     per_tile: int
-    """rows per attention tile; 0: every row is a tile of its own"""
+    """rows per attention tile; 0: one tile per row"""
     sites: frozenset[str]
     exact: bool
 
     @property
     def tiles(self) -> int:
-        """Room for as many tiles as any cut of the rows into the sequences can need."""
+        """The most tiles that any division of the rows into sequences can need."""
         return -(-self.rows // self.per_tile) + self.sequences
 
 
 class PassGraph:
-    """One captured pass. Its outputs stay valid until the next `run` of any graph."""
+    """One captured pass. Its outputs are valid until the next `run` of any graph."""
 
     def __init__(self, model: Decoder, cache: KVCache, shape: PassShape, spare: int, pool: Any) -> None:
         self.model, self.shape, self.spare = model, shape, spare
@@ -61,14 +62,14 @@ class PassGraph:
         rows = PagedRows(self.sequence, self.short_positions, self.pages, self.tiles, per_tile=shape.per_tile)
         self.ops = (CanonicalCudaOps if shape.exact else FastCudaOps)(cache, rows)
         self.graph = torch.cuda.CUDAGraph()
-        self._capture(pool)  # torch's handle of the memory that all graphs share
+        self._capture(pool)  # torch's handle to the memory that all graphs share
 
     def _capture(self, pool: Any) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with launch.in_graph():
             with torch.cuda.stream(stream):
-                for _ in range(2):  # compiles the kernels; what it writes goes to the spare page
+                for _ in range(2):  # compiles the kernels; writes go to the spare page
                     self._pass()
             stream.synchronize()
             with torch.cuda.graph(self.graph, pool=pool):
@@ -80,7 +81,7 @@ class PassGraph:
         return residual, tap.values
 
     def run(self, batch: Batch) -> None:
-        """Replay the pass over a batch of its shape; `residual` and `values` hold the outcome, padding rows at the end."""
+        """Replay the pass on a batch of its shape. The results are in `residual` and `values`, with padding rows at the end."""
         shape, pad = self.shape, self.shape.rows - batch.num_rows
         tokens = [token for s in batch.segments for token in s.tokens] + [0] * pad
         positions = [p for s in batch.segments for p in range(s.start, s.end)] + [0] * pad
@@ -97,16 +98,16 @@ class PassGraph:
 
 
 class PassGraphs:
-    """Graphs by shape, made when a shape has come `worth` times."""
+    """Graphs by shape, captured when a shape occurs for the `worth`-th time."""
 
     def __init__(self, model: Decoder, cache: KVCache, spare: int, worth: int = WORTH) -> None:
-        """`spare`: a page that padding rows may write to; it belongs to the caller."""
+        """spare  a page that padding rows may write to; it belongs to the caller"""
         self.model, self.cache, self.spare, self.worth = model, cache, spare, worth
         self._seen: Counter[PassShape] = Counter()
         self.graphs: OrderedDict[PassShape, PassGraph] = OrderedDict()
 
     def run(self, batch: Batch, sites: frozenset[str], exact: bool) -> PassGraph | None:
-        """The graph that ran the pass, or None where it must be launched: a new shape, or a pass too large."""
+        """The graph that ran the pass, or None if the pass must be launched: its shape is new, or it is too large."""
         if batch.num_rows > SIZES[-1]:
             return None
         shape = self._shape(batch, sites, exact)

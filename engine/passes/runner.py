@@ -1,22 +1,22 @@
-"""`Runner`: one model with its cache on one device, and the two kinds of pass over packed rows."""
+"""`Runner`: one model with its KV cache on one device, and the two kinds of pass over packed rows."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import NonFinite
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder, Tap
-from replaylens.engine.model.ops import Ops, TorchOps
+from replaylens.engine.model.ops import Ops, RowOps, TorchOps
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.certificate import Certificate
-from replaylens.engine.passes.cpu import CanonicalCpuOps, FastCpuOps
+from replaylens.engine.passes.cpu import CanonicalCpuOps, CanonicalRowOps, FastCpuOps
+from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.products import Products
 from replaylens.engine.passes.taps import EditTap
 from replaylens.engine.request.capture import PassTap, Rows
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 _ANY_SIZE = (1, 2, 4, 8, 16, 32, 64, 128)
 LENS_ROWS = 256
 _WORTH_THREADS = 1 << 22
-"""rows times weights of the largest product from which on more than one thread pays: below, they wait for each other"""
+"""rows times weights of the largest product above which more than one thread pays; below, threads wait for each other"""
 
 
 @dataclass
 class PassResult:
-    """What a pass computed."""
+    """The result of a pass."""
 
     batch: Batch
     residual: Tensor
-    """after the last block that ran: [padded rows, d_model]"""
+    """residual stream after the last block that ran: [padded rows, d_model]"""
     logits: Tensor
     """of `batch.logit_rows()`, in that order: [rows, vocab]"""
 
     @cached_property
     def greedy(self) -> list[int]:
-        """The likeliest token of every logits row; the lowest id among equals. Found where the logits are."""
+        """The likeliest token of every row of logits; ties go to the lowest id. Computed on the device of the logits."""
         if self.logits.device.type == "cpu":
             return [int(i) for i in self.logits.numpy().argmax(-1)]
         from replaylens.kernels.sample import sample_logits
@@ -51,7 +51,7 @@ class PassResult:
         return [int(i) for i in sample_logits(self.logits)[0].tolist()]
 
     def choose(self, row: int, sampling: Sampling, path: list[int], num_prompt: int) -> int:
-        """The token after `path`, whose logits are row `row`."""
+        """The token after `path`, chosen from row `row` of the logits."""
         if sampling.plain_greedy:
             return self.greedy[row]
         if sampling.bare and self.logits.device.type != "cpu":
@@ -62,7 +62,7 @@ class PassResult:
 
 
 class Runner:
-    """Passes of one decoder over its paged cache. Prefill, verify, forced tokens and direct decode are all `exact`."""
+    """Passes of one decoder over its paged cache. Prefill, verification, forced tokens and direct decode all use `exact`."""
 
     def __init__(self, model: Decoder, certificate: Certificate, num_pages: int, page_size: int, canary: bool = False) -> None:
         self.model, self.certificate = model, certificate
@@ -75,37 +75,41 @@ class Runner:
         self.tile = self.products.tile if self.device == "cpu" else 1
         """passes are padded to a multiple of this many rows"""
         self.graphs: PassGraphs | None = None
-        """where passes are replayed instead of launched; None: on a CPU"""
+        """captured passes; None on a CPU, where every pass is launched"""
         self.cache = KVCache(model.config, self.pool, model.embed.dtype, self.device, canary)
 
     def reserve(self, table: PageTable, start: int, end: int) -> None:
-        """Make [start, end) of `table` writable, copying shared pages. Mutates table, pool and cache, or raises OutOfPages."""
+        """Make [start, end) of `table` writable and copy shared pages. Mutates table, pool and cache, or raises OutOfPages."""
         self.cache.copy(self.pool.reserve(table, start, end))
 
     def canonical(self, rows: int) -> AbstractContextManager[None]:
-        """Hold the modes that canonical bits are computed in, for work on so many rows; see `modes`.
+        """Context manager that sets the modes for canonical bits, for work on `rows` rows; see `modes`.
 
-        On as many of the user's threads as are certified. ModesChanged, where somebody changed the modes in the meantime.
+        Uses as many of the caller's threads as are certified. Raises ModesChanged if the modes change in the meantime.
         """
         limit = torch.get_num_threads() if self.device != "cpu" or rows * self._largest >= self.worth_threads else 1
         return modes.canonical(self._threads_for(limit))
 
+    def _held(self, rows: int) -> AbstractContextManager[None]:
+        """`canonical` for a pass. On CUDA a pass computes nothing on the host, so it neither needs nor pays for the modes."""
+        return self.canonical(rows) if self.device == "cpu" else nullcontext()
+
     @torch.inference_mode()
     def exact(self, segments: list[Segment], tap: Tap | None = None, stop_at_layer: int | None = None) -> PassResult:
-        """The canonical pass: every row's bits depend on its own path alone. Mutates the cache at the segments' rows."""
+        """The canonical pass: the bits of a row depend on its own path alone. Mutates the cache at the segments' rows."""
         batch = Batch(segments, self.pool, self.certificate.query_rows, self.tile, self.device)
-        with self.canonical(batch.padded):
+        with self._held(batch.padded):
             residual = self._replayed(batch, tap, exact=True) if stop_at_layer is None else None
             if residual is None:
                 ops = self.ops(batch, self.cache)
                 residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap), stop_at_layer)
             rows, none = batch.logit_rows(), residual.new_empty(0, self.model.config.vocab_size)
             logits = self._head(residual[rows], PassTap(frozenset())) if rows else none
-        return PassResult(batch, residual, _finite(logits))
+        return PassResult(batch, residual, finite(logits, "logits"))
 
     @torch.inference_mode()
     def fast(self, segments: list[Segment], tap: Tap | None = None) -> PassResult:
-        """The same function in whatever arithmetic is quickest: for drafts and for requests that asked for no more."""
+        """The same function in the fastest arithmetic: for drafts, and for requests that opt out of canonical bits."""
         batch = Batch(segments, self.pool, _ANY_SIZE, tile=1, device=self.device)
         residual = self._replayed(batch, tap, exact=False)
         if residual is None:
@@ -116,10 +120,10 @@ class Runner:
             if rows
             else residual.new_empty(0, self.model.config.vocab_size)
         )
-        return PassResult(batch, residual, _finite(logits))
+        return PassResult(batch, residual, finite(logits, "logits"))
 
     def _replayed(self, batch: Batch, tap: Tap | None, exact: bool) -> Tensor | None:
-        """The residual stream after the last block, from a graph. None: there is none for this pass, it must be launched."""
+        """The residual stream after the last block, from a graph. None if the pass has no graph and must be launched."""
         if self.graphs is None or not isinstance(tap, PassTap | None) or any(s.edits or s.hooks for s in batch.segments):
             return None
         ran = self.graphs.run(batch, tap.wanted if tap is not None else frozenset(), exact)
@@ -130,7 +134,7 @@ class Runner:
         return ran.residual
 
     def ops(self, batch: Batch, cache: KVCache, exact: bool = True) -> Ops:
-        """The arithmetic of a pass over a batch whose pages lie in `cache`: the runner's own, or one of the same layout."""
+        """The arithmetic of a pass over a batch with pages in `cache`: the runner's cache, or another of the same layout."""
         if self.device == "cpu":
             return CanonicalCpuOps(batch, cache, self.products) if exact else FastCpuOps(batch, cache)
         from replaylens.engine.passes import cuda  # its kernels need triton, which a CPU machine may lack
@@ -138,24 +142,24 @@ class Runner:
         rows = cuda.device_rows(batch, cache)
         return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(cache, rows)
 
-    def head_ops(self, exact: bool = True) -> Ops:
+    def head_ops(self, exact: bool = True) -> RowOps:
         """Ops for rows outside a pass: norms and products, no attention."""
         if self.device == "cpu":
-            return _Stateless(self.products) if exact else cast(Ops, TorchOps())
+            return CanonicalRowOps(self.products) if exact else TorchOps()
         from replaylens.engine.passes import cuda
 
-        return cast(Ops, cuda.HeadOps() if exact else cuda.FastHeadOps())
+        return cuda.HeadOps() if exact else cuda.FastHeadOps()
 
     def logits(self, residual: Tensor) -> Tensor:
-        """Canonical logits of any residual rows [rows, d_model]: the model's own, or a layer's lens."""
-        with self.canonical(len(residual)):
+        """Canonical logits of residual rows [rows, d_model] after any layer: the model's own, or the logit lens."""
+        with self._held(len(residual)):
             return self._head(residual, PassTap(frozenset()))
 
     def head(self, residual: Tensor, sites: list[str]) -> Rows:
-        """The sites after the last block, of residual rows that left it: `ln_final.hook_out`, `unembed.hook_out`."""
+        """The sites `ln_final.hook_out` and `unembed.hook_out` of residual rows after the last block."""
         tap = PassTap(frozenset(sites))
         pieces: dict[str, list[Tensor]] = {site: [] for site in sites}
-        with self.canonical(len(residual)):
+        with self._held(len(residual)):
             for piece in residual.split(LENS_ROWS):
                 self._head(piece, tap)
                 for site in sites:
@@ -174,17 +178,3 @@ class Runner:
 
 def _edited(batch: Batch, tap: Tap | None) -> Tap | None:
     return EditTap(batch, tap) if any(s.edits or s.hooks for s in batch.segments) else tap
-
-
-class _Stateless(CanonicalCpuOps):
-    """Canonical ops outside a pass: no rows, no cache."""
-
-    def __init__(self, products: Products) -> None:
-        self.products = products
-
-
-def _finite(logits: Tensor) -> Tensor:
-    """NaN in a row would reach its neighbours in the cache's blocks: refuse before anything is committed."""
-    if not bool(torch.isfinite(logits).all()):
-        raise NonFinite("the model gave NaN or infinite logits; nothing of this pass was committed. Check edits and weights.")
-    return logits

@@ -1,4 +1,4 @@
-"""Taps: what looks at the sites of a pass, and what edits them."""
+"""Taps that edit the sites of a pass."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from replaylens.engine.passes.batch import Batch
 
 
 class EditTap:
-    """Applies the edits and hooks of a batch's segments, then lets `inner` see the edited value."""
+    """Applies the edits and hooks of a batch's segments, then passes the edited value to `inner`."""
 
     def __init__(self, batch: Batch, inner: Tap | None) -> None:
         self.batch, self.inner = batch, inner
@@ -35,25 +35,25 @@ class EditTap:
                             value[rows] = edit.apply(value[rows], positions)
                 for name, hook in segment.hooks:
                     if name == site:
-                        rows_now = value[first : first + len(segment.tokens)][None]  # a batch of one, as its users expect
+                        rows_now = value[first : first + len(segment.tokens)][None]  # a batch of one, as hooks expect
                         changed = hook(rows_now, HookContext(site, segment.start))
                         value[first : first + len(segment.tokens)] = _hooked(site, rows_now, changed)[0]
         return self.inner(site, value) if self.inner is not None and self.inner.wants(site) else value
 
 
 def _hooked(site: str, value: Tensor, changed: Any) -> Tensor:
-    """What a hook function makes of a value: None leaves it, or as changed in place; BadEdit where it is of another shape."""
+    """The value after a hook function. None keeps `value`, which may be changed in place. BadEdit if the shape differs."""
     if changed is None:
         return value
     if not isinstance(changed, Tensor) or changed.shape != value.shape:
-        told = f"a tensor of shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else f"a {type(changed).__name__}"
-        raise BadEdit(f"the hook function on {site} gave {told}; wanted is a tensor of shape {tuple(value.shape)}, or None")
+        given = f"a tensor of shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else f"a {type(changed).__name__}"
+        raise BadEdit(f"The hook function on {site} returned {given}. Return a tensor of shape {tuple(value.shape)}, or None.")
     return changed
 
 
 @dataclass(frozen=True)
 class HookContext:
-    """What a hook function gets as its second argument."""
+    """The second argument of a hook function."""
 
     name: str
     start: int

@@ -1,1 +1,1 @@
-"""The doctor, its certificates, fingerprints and traces."""
+"""The doctor and its certificates, fingerprints and traces."""

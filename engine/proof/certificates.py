@@ -1,4 +1,4 @@
-"""Certificates are examined once per model shape, device and version, and kept: in the process, and on disk."""
+"""Certificates, examined once per model shape, device and version, and cached in the process and on disk."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ _EXAMINED: dict[str, Certificate] = {}
 
 
 def certificate_for(model: Decoder) -> Certificate:
-    """A certificate for this model on this device; NotCertified names the op and shape that failed."""
+    """The certificate for this model on its device. Raises NotCertified with the op and shape that failed."""
     key = _key(model)
     if key not in _EXAMINED:
         _EXAMINED[key] = _from_disk(key) or _to_disk(key, doctor.require(examine(model)))
@@ -27,7 +27,7 @@ def certificate_for(model: Decoder) -> Certificate:
 
 
 def examine(model: Decoder) -> Certificate:
-    """A fresh examination on the model's own device."""
+    """A new examination on the model's device."""
     if model.embed.device.type == "cuda":
         from replaylens.engine.proof import doctor_cuda  # its kernels need triton
 
@@ -36,7 +36,7 @@ def examine(model: Decoder) -> Certificate:
 
 
 def _key(model: Decoder) -> str:
-    """All that the examination depends on: shapes, not weights."""
+    """A hash of everything that the examination depends on: shapes, not weights."""
     parts = [
         model.config.to_json(),
         str(model.embed.dtype),
@@ -56,7 +56,7 @@ def _path(key: str) -> Path:
 
 
 def _from_disk(key: str) -> Certificate | None:
-    """A certificate of an earlier process; one that is unreadable or certifies nothing counts as absent."""
+    """The certificate from an earlier process; None if it is missing, unreadable or not certified."""
     try:
         found = Certificate.from_json(_path(key).read_text())
         return found if found.certified else None
@@ -72,5 +72,5 @@ def _to_disk(key: str, certificate: Certificate) -> Certificate:
         temporary.write_text(certificate.to_json())
         temporary.replace(path)
     except OSError:
-        pass  # a read-only home only means that the next process examines again
+        pass  # with a read-only cache folder, the next process examines again
     return certificate

@@ -1,9 +1,9 @@
-"""The doctor: shows on this device that every op gives a row the same bits whatever stands around it.
+"""The doctor: shows on this device that every op gives a row the same bits in any batch.
 
 For each op and shape of the loaded model it compares, on one thread, a row alone, in a batch, at another offset and with
-other neighbours; for attention also decode against prefill and a window cut elsewhere. Then it compares what more threads
-give with what one thread gave: the engine only uses numbers of threads that give the same bits. A negative control that
-must differ (matrix-vector products, one product over all keys) shows that the comparison has teeth.
+other neighbours. For attention it also compares other piece sizes, window cuts and padding. It then compares more threads
+with one: the engine uses only numbers of threads that give the same bits. Negative controls that must differ (matrix-vector
+products, one product over all keys) show that the comparison detects differences.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,12 @@ from replaylens.engine.request.capture import LensSpec
 
 _QUERY_ROWS = (1, 2, 4, 8, 32, 64, 128)
 _ROWS = (64, 63, 17)
-"""numbers of rows that are compared on more threads: each gives every thread another share"""
+"""numbers of rows compared on more threads; each divides differently between threads"""
 
 
 @torch.inference_mode()
 def examine(model: Decoder) -> Certificate:
-    """Examine every op and shape of the model. Does not raise: the certificate says what failed."""
+    """Examine every op and shape of the model. Does not raise: the certificate lists the failures."""
     seen = Examination(modes.thread_counts())
     with modes.canonical(1):
         _examine_rowwise(model, seen)
@@ -43,21 +43,21 @@ def examine(model: Decoder) -> Certificate:
 
 
 def require(certificate: Certificate) -> Certificate:
-    """The certificate, or NotCertified naming the first op and shape that failed."""
+    """Return the certificate. Raises NotCertified with the first op and shape that failed."""
     if certificate.failures:
         bad = certificate.failures[0]
         raise NotCertified(
-            f"{bad.op} {bad.shape}: '{bad.check}' gave other bits on one thread ({len(certificate.failures)} findings in all). "
-            "This device cannot give canonical results with this build of torch. Try another version of torch; with MKL, start "
-            "Python with MKL_CBWR=AVX2,STRICT in its environment. `replaylens doctor` prints the whole table."
+            f"{bad.op} {bad.shape}: '{bad.check}' gave other bits on one thread ({len(certificate.failures)} failures in all). "
+            "This device does not give canonical results with this build of torch. Try another version of torch. With MKL, set "
+            "MKL_CBWR=AVX2,STRICT before Python starts. `replaylens doctor` prints the whole table."
         )
     if not certificate.has_teeth:
-        raise NotCertified("no negative control differed, so the comparison proves nothing here; run `replaylens doctor`")
+        raise NotCertified("No negative control differed, so the comparison proves nothing. Run `replaylens doctor`.")
     return certificate
 
 
 def _examine_rowwise(model: Decoder, seen: Examination) -> None:
-    """Norms, activations, rotary: each must give a row the same bits in any number of rows."""
+    """Norms, activations and rotary: each must give a row the same bits at any number of rows."""
     c, ops = model.config, cpu.CpuOps()
     norms = {(m.weight.shape[0], m.kind): (name, m) for name, m in model.named_modules() if isinstance(m, Norm)}
     for (width, kind), (name, norm) in norms.items():
@@ -71,7 +71,7 @@ def _examine_rowwise(model: Decoder, seen: Examination) -> None:
 
 
 def examine_lens(vocab_size: int, seen: Examination) -> None:
-    """What Z takes of logits on the host, the last step of a lens that no kernel serves."""
+    """The statistics of logits that the host computes for Z, if no kernel serves the lens."""
     _compare_rows("log-softmax", seen.random(64, vocab_size) * 3, lambda x: x.log_softmax(-1), seen)
     lens = seen.random(64, 3, vocab_size).log_softmax(-1)
     _compare_rows("lens statistics", lens, _lens_statistics, seen)
@@ -79,7 +79,7 @@ def examine_lens(vocab_size: int, seen: Examination) -> None:
 
 
 def _lens_statistics(log_p: Tensor) -> Tensor:
-    """What Z keeps of a row that takes a sum: [rows, layers, statistics]."""
+    """The parts of Z that are sums: [rows, layers, statistics]."""
     read = readout.statistics(LensSpec(()), log_p, [0] * len(log_p))
     return torch.stack([read["Z.entropy"], read["Z.kl"]], dim=-1)
 
@@ -94,7 +94,7 @@ def _compare_rows(op: str, x: Tensor, f: Callable[[Tensor], Tensor], seen: Exami
 
 
 def _examine_attention(model: Decoder, seen: Examination) -> tuple[int, ...]:
-    """Which piece sizes agree with pieces of 16 queries; and that the cut of windows and the padding do not matter."""
+    """The piece sizes that agree with pieces of 16 queries. Checks that the cut of windows and the padding do not matter."""
     c = model.config
     length, keys = 128, 3 * KV_BLOCK
     shape = f"{c.num_heads} heads of {c.d_head}, {c.num_kv_heads} kv heads"
@@ -103,7 +103,7 @@ def _examine_attention(model: Decoder, seen: Examination) -> tuple[int, ...]:
     positions = torch.arange(keys - length, keys)
 
     def pieces(size: int, first: int = 0, padded: int = keys) -> Tensor:
-        """Attention of queries [first, length) in pieces of `size`, with room for `padded` keys."""
+        """Attention of queries [first, length) in pieces of `size`, with keys padded to `padded`."""
         out = []
         room = torch.zeros(c.num_kv_heads, padded - keys, c.d_head, dtype=k.dtype)
         for at in range(first, length - size + 1, size):
@@ -150,7 +150,7 @@ def _several_sequences(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cap: 
 
 
 def _unblocked(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cap: float) -> Tensor:
-    """What a library does: softmax, then one product over all keys."""
+    """Softmax, then one product over all keys, as libraries compute it."""
     group = q.shape[1] // len(k)
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = cpu.softcap(q.transpose(0, 1) @ k.transpose(1, 2), cap)

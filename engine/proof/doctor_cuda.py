@@ -1,6 +1,6 @@
-"""The doctor on a CUDA device: every kernel at every shape of the model, a row alone against a row in company.
+"""The doctor on a CUDA device: compares every kernel at every shape of the model, a row alone and in batches.
 
-The negative controls that must differ: the library's product at one row against many, and a softmax over other blocks.
+The negative controls, which must differ, are the library's product at one row and at many, and a softmax over other blocks.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _ROWS = (1, 3, 16, 17, 33, 64, 129, 512)
 
 @torch.no_grad()
 def examine(model: Decoder) -> Certificate:
-    """Examine every op and shape of the model on its device. Does not raise: the certificate says what failed."""
+    """Examine every op and shape of the model on its device. Does not raise: the certificate lists the failures."""
     device, dtype = model.embed.device, model.embed.dtype
     generator = torch.Generator(device).manual_seed(2024)
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
@@ -80,7 +80,7 @@ def _rotate(table: Tensor, x: Tensor) -> Tensor:
 
 
 def _compare(op: str, x: Tensor, f: Callable[[Tensor], Tensor], findings: list[Finding]) -> None:
-    """Rows in every company against the same rows among 512."""
+    """Compare the first rows of x, at every batch size, with the same rows in the whole batch."""
     whole, shape = f(x.clone()), str(list(x.shape[1:]))
     for count in _ROWS:
         same = torch.equal(f(x[:count].clone()), whole[:count])
@@ -89,7 +89,7 @@ def _compare(op: str, x: Tensor, f: Callable[[Tensor], Tensor], findings: list[F
 
 
 def _lens(model: Decoder, random: Random, findings: list[Finding]) -> None:
-    """What Z keeps of a row that takes a sum over the vocabulary."""
+    """The parts of Z that are sums over the vocabulary."""
 
     def sums(rows: Tensor) -> Tensor:
         read = cuda_lens.read(LensSpec(()), model, rows, [0] * len(rows))
@@ -99,7 +99,7 @@ def _lens(model: Decoder, random: Random, findings: list[Finding]) -> None:
 
 
 def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
-    """One long sequence: all rows at once against single rows, windows cut elsewhere, and shuffled rows."""
+    """One long sequence: all rows at once, compared with single rows and with a window cut elsewhere."""
     c, device = model.config, model.embed.device
     length, size = min(1300, c.max_positions), 16
     pages = -(-length // size)

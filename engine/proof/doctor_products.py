@@ -1,4 +1,4 @@
-"""The doctor's examination of products: which variants give the bits of the 16-row tile on one thread, and on how many."""
+"""The doctor's examination of products: which variants give the one-thread bits of the 16-row tile, on how many threads."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from replaylens.engine.proof.examination import Examination
 
 _COUNTS = (512, 256, 128, 64, 32)
 _TOTALS = (16, 32, 48, 80, 112, 176, 336, 496)
-"""numbers of rows that are put together from several counts"""
+"""numbers of rows that combine several counts"""
 _PACKED_TOTALS = (*range(1, 18), 31, 33, 48, 63, 64, 65, 97, 128)
 _LARGE = 8e6
-"""weights of a product from which on fewer rows are compared"""
+"""number of weights from which fewer rows are compared"""
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class _Subject:
     """[inputs, outputs]"""
 
     @property
-    def most(self) -> int:
-        """Rows that are compared."""
+    def num_rows(self) -> int:
+        """The number of rows to compare."""
         return 512 if self.weight.numel() < _LARGE else 128
 
 
 def examine_products(model: Decoder, seen: Examination) -> dict[int, Allowed]:
-    """By number of threads, the variants that give canonical bits; and that a row's bits in the tile are its own."""
+    """The variants with canonical bits by number of threads. Checks that a row's bits do not depend on the rest of its tile."""
     found: dict[int, tuple[RowCounts, set[Shape]]] = {count: ({}, set()) for count in (1, *seen.more)}
     for subject in _subjects(model):
-        x = seen.random(subject.most, subject.shape[0])
+        x = seen.random(subject.num_rows, subject.shape[0])
         reference = _examine_tile(subject, x, seen)
         one = _on_one_thread(subject, x, reference, seen)
         for count, (row_counts, packed) in found.items():
@@ -73,7 +73,7 @@ def _unembed(table: Tensor, x: Tensor, products: Products) -> Tensor:
 
 
 def _examine_tile(subject: _Subject, x: Tensor, seen: Examination) -> Tensor:
-    """All rows of x, tile by tile, on one thread. Notes whether a row's place in the tile or its neighbours matter."""
+    """The product of x tile by tile, on one thread. Records whether a row's place in the tile or its neighbours matter."""
     shape, only_tile = subject.shape, Products({1: Allowed({subject.shape: (TILE,)})})
     product = lambda rows: subject.product(rows, only_tile)  # noqa: E731
     reference = product(x)
@@ -89,9 +89,9 @@ def _examine_tile(subject: _Subject, x: Tensor, seen: Examination) -> Tensor:
 
 
 def _on_one_thread(subject: _Subject, x: Tensor, reference: Tensor, seen: Examination) -> Allowed:
-    """The row counts that agree with the tile, and whether a packed weight does."""
+    """The row counts that agree with the tile, and the packed variant if it agrees."""
     shape, same = subject.shape, partial(_same, subject, x, reference)
-    counts = tuple(c for c in _COUNTS if c <= subject.most and same({1: Allowed({shape: (c, TILE)})}, [c]))
+    counts = tuple(c for c in _COUNTS if c <= subject.num_rows and same({1: Allowed({shape: (c, TILE)})}, [c]))
     tiles = Allowed({shape: (*counts, TILE)})
     equal = same({1: tiles}, _TOTALS)
     seen.note(subject.name, str([*shape]), "any number of rows", equal)
@@ -100,7 +100,7 @@ def _on_one_thread(subject: _Subject, x: Tensor, reference: Tensor, seen: Examin
 
 
 def _on_more_threads(count: int, subject: _Subject, x: Tensor, reference: Tensor, one: Allowed, seen: Examination) -> Allowed:
-    """What of that agrees on `count` threads. What does not runs on one thread, also among rows of which some agree."""
+    """The variants in `one` that agree on `count` threads, alone and mixed with rows that run on one thread."""
     shape, some = subject.shape, Allowed({})
 
     def all_agree() -> bool:
@@ -120,6 +120,6 @@ def _on_more_threads(count: int, subject: _Subject, x: Tensor, reference: Tensor
 
 
 def _same(subject: _Subject, x: Tensor, reference: Tensor, allowed: dict[int, Allowed], totals: Iterable[int]) -> bool:
-    """Whether the first n rows have the reference's bits for every n of `totals` that there are."""
+    """Whether the first n rows have the bits of the reference, for every n in `totals` up to len(x)."""
     products = Products(allowed)
     return all(torch.equal(subject.product(x[:n], products), reference[:n]) for n in totals if n <= len(x))

@@ -1,4 +1,4 @@
-"""`Fingerprint`: what a result's bits depend on, besides token path and edits."""
+"""`Fingerprint`: everything that the bits of a result depend on, besides token path and edits."""
 
 import hashlib
 import json
@@ -14,12 +14,12 @@ from replaylens.engine.model.weights import weights_hash
 from replaylens.engine.passes.batch import KV_BLOCK, TILE
 
 CANONICAL_VERSION = 1
-"""raised whenever the canonical arithmetic changes bits"""
+"""raised by any change of the canonical arithmetic that moves bits"""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Same fingerprint, same path, same edits: same bits."""
+    """Results with equal fingerprint, token path and edits have equal bits."""
 
     weights: str
     config: str
@@ -38,7 +38,7 @@ class Fingerprint:
         return json.dumps(asdict(self), sort_keys=True)
 
     def differences(self, other: "Fingerprint") -> list[str]:
-        """Readable lines: which parts differ."""
+        """The parts that differ, one readable line each."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
 
@@ -59,7 +59,7 @@ def take(model: Decoder) -> Fingerprint:
 
 
 def canonical_version(device: torch.device) -> str:
-    """The version of the arithmetic, with the constants that take part in it."""
+    """The version of the arithmetic, with its canonical constants."""
     if device.type == "cuda":
         from replaylens.kernels import launch
 
@@ -68,7 +68,7 @@ def canonical_version(device: torch.device) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The device model, as far as arithmetic depends on it."""
+    """The device model, as far as the arithmetic depends on it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_model()}"
@@ -76,7 +76,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _cpu_model() -> str:
-    """The processor's name where the system tells; BLAS libraries choose kernels by it."""
+    """The processor's name, if the system reports it. BLAS libraries choose kernels by it."""
     try:
         with open("/proc/cpuinfo") as lines:
             fields = dict(line.split(":", 1) for line in lines if ":" in line)
@@ -87,7 +87,7 @@ def _cpu_model() -> str:
 
 
 def triton_version(device: torch.device) -> str:
-    """Of the compiler of the kernels, where the device runs them."""
+    """The version of Triton, which compiles the kernels; "none" on a CPU."""
     if device.type != "cuda":
         return "none"
     from importlib.metadata import version

@@ -1,8 +1,8 @@
 """`Trace`: every event of an engine, enough to reproduce each committed and rejected row bit for bit.
 
-One JSON object per line. The first line holds the format version and the fingerprint; each other line one event:
-plant, fork, force, generate, draft, verdict, finish, rollback, release. The last line counts the events and holds the
-hash of all bytes before it. Timings, batches and page numbers are not in it: nothing depends on them.
+One JSON object per line. The first line holds the format version and the fingerprint. Each following line holds one event:
+plant, fork, force, generate, draft, verdict, finish, rollback, release. The last line holds the number of events and the
+hash of all bytes before it. Timings, batches and page numbers are not recorded: nothing depends on them.
 """
 
 import hashlib
@@ -27,27 +27,27 @@ class Trace:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, event: str, **details: Any) -> None:
-        """Mutates: one more event."""
+        """Append an event. Mutates the trace."""
         self.events.append({"event": event, **details})
 
     def save(self, path: str | Path) -> None:
-        """Write the trace; the same trace gives the same bytes."""
+        """Write the trace. Equal traces give equal bytes."""
         head = {"format": FORMAT, "fingerprint": asdict(self.fingerprint)}
         body = "".join(_line(x) for x in [head, *self.events]).encode()
         Path(path).write_bytes(body + _line(_closing(len(self.events), body)).encode())
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
-        """Read and check a trace; BadTrace says which line is wrong."""
+        """Read and check a trace. Raises BadTrace with the first bad line."""
         raw = Path(path).read_bytes()
         lines = raw.splitlines(keepends=True)
         try:
             head = json.loads(lines[0])
             if head["format"] != FORMAT:
-                raise BadTrace(f"{path} has trace format {head['format']}; this version reads {FORMAT}")
+                raise BadTrace(f"{path} has trace format {head['format']}. This version reads format {FORMAT}.")
             trace = cls(Fingerprint(**head["fingerprint"]))
         except (IndexError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as e:
-            raise BadTrace(f"{path}, line 1: not a trace header: {e!r}") from None
+            raise BadTrace(f"{path}, line 1: not a trace header ({e!r}).") from None
         for number, line in enumerate(lines[1:-1], start=2):
             try:
                 event = json.loads(line)
@@ -55,19 +55,17 @@ class Trace:
             except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
                 known = False
             if not known:
-                raise BadTrace(f"{path}, line {number}: not an event of a trace")
+                raise BadTrace(f"{path}, line {number}: not an event of a trace.")
             trace.events.append(event)
         body = b"".join(lines[:-1])
         if lines[-1] != _line(_closing(len(trace.events), body)).encode():
-            raise BadTrace(
-                f"{path}, line {len(lines)}: not the closing line of what stands above; the trace was cut or changed"
-            )
+            raise BadTrace(f"{path}, line {len(lines)}: not the closing line of this trace. The file was truncated or changed.")
         return trace
 
     def require(self, fingerprint: Fingerprint) -> None:
-        """Refuse a trace that another model, device or version made: its bits could not come out."""
+        """Raise OtherFingerprint if the trace is from another model, device or version: its bits cannot be reproduced."""
         if differences := fingerprint.differences(self.fingerprint):
-            raise OtherFingerprint("the trace was made under another fingerprint: " + "; ".join(differences))
+            raise OtherFingerprint(f"The trace was recorded under another fingerprint: {'; '.join(differences)}.")
 
 
 def path_digest(tokens: Sequence[int]) -> str:

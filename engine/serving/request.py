@@ -1,15 +1,17 @@
-"""`Request`: what is asked for when a branch shall go on, checked before anything starts."""
+"""`Request`: the options of one generation, checked before anything starts."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import flag, instance, items, token_ids, whole
 
 
 @dataclass(frozen=True)
 class Request:
-    """Generate up to `n` tokens. The fields are the options of `Engine.generate`, which says what they mean."""
+    """Generate up to `n` tokens. The fields are the options of `Engine.generate`, which documents them."""
 
     n: int
     sampling: Sampling = field(default_factory=Sampling)
@@ -21,19 +23,29 @@ class Request:
     final: bool = False
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise BadRequest(f"generate {self.n} tokens: give at least 1")
-        if self.window is not None and self.window < 1:
-            raise BadRequest(f"window {self.window}: give at least 1 (1 decodes directly)")
+        for name, value in self._plain().items():
+            object.__setattr__(self, name, value)
         if self.drafts is not None and self.drafter != "forced":
-            raise BadRequest(f"drafts are for drafter='forced', not for {self.drafter!r}")
+            raise BadRequest(f"drafts were given with drafter={self.drafter!r}. Use drafter='forced'.")
+
+    def _plain(self) -> dict[str, Any]:
+        """The fields as plain Python values; BadRequest names the field that is invalid."""
+        return {
+            "n": whole("n", self.n, 1),
+            "sampling": instance("sampling", self.sampling, Sampling, "a Sampling, or one for each branch"),
+            "drafter": instance("drafter", self.drafter, str, "the name of a drafter"),
+            "window": None if self.window is None else whole("window", self.window, 1),
+            "deterministic": flag("deterministic", self.deterministic),
+            "keep_rejected": flag("keep_rejected", self.keep_rejected),
+            "drafts": None if self.drafts is None else _chains(self.drafts),
+            "final": flag("final", self.final),
+        }
 
     def job(self, lane: Lane, eos_id: int | None) -> Job:
-        """The work this means on a lane. The tokenizer's end-of-sequence token ends it, unless the sampling ignores it."""
+        """The request as a job on a lane. The tokenizer's end-of-sequence token ends it, unless the sampling ignores it."""
         stop = self.sampling.stop_tokens
         if eos_id is not None and not self.sampling.ignore_eos:
             stop = (*stop, eos_id)
-        forced = {int(at): [list(c) for c in chains] for at, chains in (self.drafts or {}).items() if chains}
         return Job(
             lane,
             new_tokens=self.n,
@@ -43,5 +55,16 @@ class Request:
             exact=self.deterministic,
             final=self.final,
             keep_rejected=self.keep_rejected,
-            forced_drafts=forced if self.drafter == "forced" else None,
+            forced_drafts=self.drafts or {} if self.drafter == "forced" else None,
         )
+
+
+def _chains(drafts: Any) -> dict[int, list[list[int]]]:
+    """Chains of tokens by position, as plain lists; a position without chains is left out."""
+    accepted = "a dict: position -> list of chains of token ids, such as {9: [[5, 7], [6]]}"
+    out: dict[int, list[list[int]]] = {}
+    for at, chains in instance("drafts", drafts, dict, accepted).items():
+        found = [token_ids(f"drafts[{at}]", chain) for chain in items(f"drafts[{at}]", chains, accepted)]
+        if found:
+            out[whole("position of drafts", at)] = found
+    return out

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadThought, NonFinite
+from replaylens.engine.errors import BadThought
 from replaylens.engine.lens import readout
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.passes.batch import Batch, Segment
+from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.engine.request.edits import PlacedEdit
@@ -116,7 +117,8 @@ class ThinkingBlocks:
     def check(self, thought: Sequence[int]) -> Tokens:
         """A thought that somebody else proposes, <EOS> included; BadThought where T could not have said it."""
         said, eos = tuple(thought), self.config.eos_token
-        if not said or said[-1] != eos or eos in said[:-1] or not all(0 <= t < self.model.config.vocab_size for t in said):
+        known = all(type(t) is int and 0 <= t < self.model.config.vocab_size for t in said)
+        if not said or not known or said[-1] != eos or eos in said[:-1]:
             raise BadThought(f"thought {said}: give token ids of the vocabulary that end in the one <EOS>, {eos}")
         if len(said) > self.config.max_thought:
             raise BadThought(f"a thought of {len(said)} tokens, <EOS> included; max_thought is {self.config.max_thought}")
@@ -154,7 +156,7 @@ class ThinkingBlocks:
                 out = self.model.run_compress(batch.tokens, batch.positions, self.runner.ops(batch, self.cache))
         finally:
             self.pool.release(table)
-        return _finite(out[: len(filled)]).clone().cpu()
+        return finite(out[: len(filled)], "thoughts").clone().cpu()
 
     # ---- passes -------------------------------------------------------------------------------------------------
 
@@ -166,13 +168,13 @@ class ThinkingBlocks:
         """T over new rows x [rows, d_model]: the last row of each segment, on the CPU."""
         batch = self._batch(segments)
         out = self.model.run_think(self._padded(x, batch.padded), batch.positions, self.runner.ops(batch, self.cache))
-        return _finite(out[[end - 1 for end in batch.offsets[1:]]]).cpu()
+        return finite(out[[end - 1 for end in batch.offsets[1:]]], "thoughts").cpu()
 
     def _logits(self, rows: Tensor) -> Tensor:
         """Of rows that T gave out [rows, d_model]: [rows, vocab], on the CPU."""
         tile = self.runner.tile
         padded = self._padded(rows, -(-len(rows) // tile) * tile)
-        return _finite(self.model.thought_logits(padded, self.runner.head_ops())[: len(rows)]).cpu()
+        return finite(self.model.thought_logits(padded, self.runner.head_ops())[: len(rows)], "thoughts").cpu()
 
     def _padded(self, rows: Tensor, count: int) -> Tensor:
         padded = torch.zeros(count, rows.shape[1], dtype=rows.dtype, device=self.runner.device)
@@ -199,9 +201,3 @@ def _applied(edit: PlacedEdit, rows: Tensor, first: int) -> Tensor:
     picks, out = [place - first for place in places], rows.clone()
     out[picks] = edit.apply(rows[picks], places)
     return out
-
-
-def _finite(x: Tensor) -> Tensor:
-    if not bool(torch.isfinite(x).all()):
-        raise NonFinite("a thought came out NaN or infinite; nothing of it was committed. Check edits and weights.")
-    return x

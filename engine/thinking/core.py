@@ -23,9 +23,10 @@ from replaylens.engine.pictures.summary import one_picture
 from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
-from replaylens.engine.request.edits import Edit, Hook, PlacedEdit, listed, place
-from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Core, token_list
+from replaylens.engine.request.edits import Edit, Hook, PlacedEdit, listed, place, resolve_hooks
+from replaylens.engine.request.values import items, shown, token_ids, whole
+from replaylens.engine.serving.branch import MAX_FORKS, Branch
+from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.lock import changing
 from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder, padded
@@ -34,6 +35,7 @@ from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefill, Prefille
 from replaylens.engine.thinking.sites import ThinkingSites
 from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, ThinkingRecording, Thoughts, thoughts_of
 
+THOUGHTS = "a list of thoughts for each prompt, each a list of token ids that ends in <EOS>"
 Drafts = Sequence[Sequence[int]]
 """guessed thoughts of one prompt's chunks, each with its <EOS>"""
 
@@ -165,12 +167,12 @@ class ThinkingCore(Core):
         guess: Guess | None,
         drafts: Sequence[Drafts] | None,
     ) -> "list[ThinkingBranch]":
-        guess = _known(guess or self.guess)
+        guess = _known(self.guess if guess is None else guess)
         if drafts is not None and guess != "drafted":
             raise BadRequest("drafts are for guess='drafted'")
         self.lenses.of(capture.lens if capture else None)  # named before anything is computed
-        paths = [self.tokens_of(text) for text in texts]
-        given = [list(d) for d in drafts] if drafts is not None else [[] for _ in paths]
+        paths = [self.tokens_of(text) for text in items("texts", texts, "a list of prompts; prompt(...) takes one")]
+        given = [[] for _ in paths] if drafts is None else items("drafts", drafts, THOUGHTS)
         if len(given) != len(paths):
             raise BadRequest(f"drafts for {len(given)} prompts, but {len(paths)} prompts")
         resolved = self._hooks(hooks)
@@ -199,8 +201,9 @@ class ThinkingCore(Core):
     def thought_place(self, site: str, chunk: int, step: int = 0) -> int:
         """Where an edit on T or C finds a chunk's thought step: its `positions` number all steps of all chunks."""
         room = {THINK_SITE: self.thinking.max_thought, COMPRESS_SITE: self.thinking.compressed}
-        if site not in room:
+        if not isinstance(site, str) or site not in room:
             raise BadEdit(f"{site!r} has no thought steps; {' and '.join(room)} have. Positions elsewhere are tokens")
+        chunk, step = whole("chunk", chunk, error=BadEdit), whole("step", step, error=BadEdit)
         if chunk < 0 or not 0 <= step < room[site]:
             raise BadEdit(f"chunk {chunk}, step {step}: chunks count from 0, and {site} has steps 0 to {room[site] - 1}")
         return chunk * room[site] + step
@@ -219,7 +222,7 @@ class ThinkingCore(Core):
         c = self.thinking.chunk
         if isinstance(text, str):
             return self._check_tokens(list(padded(self.text.encode(text, special=before == 0), self.thinking)), before)
-        if len(ids := token_list(text)) % c:
+        if len(ids := token_ids("text", text)) % c:
             raise BadChunks(
                 f"{len(ids)} tokens are not whole chunks of {c}: fill the prompt up with token {self.thinking.pad_token} "
                 "(thinking_texts.padded), or give text"
@@ -227,21 +230,26 @@ class ThinkingCore(Core):
         return self._check_tokens(ids, before)
 
     def _drafts(self, thoughts: Drafts) -> dict[int, Tokens]:
-        return {i: self.prefiller.blocks.check(thought) for i, thought in enumerate(thoughts)}
+        listed = [token_ids("drafts", thought) for thought in items("drafts", thoughts, THOUGHTS)]
+        return {i: self.prefiller.blocks.check(thought) for i, thought in enumerate(listed)}
 
     def _placed(self, edits: Sequence[Edit], length: int) -> list[PlacedEdit]:
         """Edits at their places. BadEdit for what can be captured but not edited."""
         out: list[PlacedEdit] = []
         for edit in listed(edits):
-            if edit.site in LETTERS and edit.site not in (STATE_SITE, THINK_SITE, COMPRESS_SITE):
+            if (
+                isinstance(edit, Edit)
+                and edit.site in tuple(LETTERS)
+                and edit.site not in (STATE_SITE, THINK_SITE, COMPRESS_SITE)
+            ):
                 raise BadEdit(f"{edit.site} can be captured but not edited; edit {THINK_SITE} instead")
-            out += place(edit, self.sites, self._axis(edit.site, length))
+            out += place(edit, self.sites, self._axis(getattr(edit, "site", ""), length))
         return out
 
     def _axis(self, site: str, length: int) -> int:
         """How long the axis is that an edit's positions count on."""
         steps = {THINK_SITE: self.thinking.max_thought, COMPRESS_SITE: self.thinking.compressed}
-        return length // self.thinking.chunk * steps[site] if site in steps else length
+        return length // self.thinking.chunk * steps[site] if isinstance(site, str) and site in steps else length
 
     def first_touched(self, edit: PlacedEdit) -> int:
         """The first token position from which on things must be computed again under an edit."""
@@ -249,7 +257,7 @@ class ThinkingCore(Core):
         return edit.first // steps[edit.site] * self.thinking.chunk if edit.site in steps else edit.first
 
     def _hooks(self, hooks: Sequence[Hook]) -> tuple[Hook, ...]:
-        resolved = tuple((self.sites.resolve(name), hook) for name, hook in hooks)
+        resolved = resolve_hooks(hooks, self.sites)
         if bad := [name for name, _ in resolved if name in LETTERS]:
             raise BadEdit(f"no hook functions on {bad[0]}: use an Edit")
         return resolved
@@ -257,9 +265,9 @@ class ThinkingCore(Core):
 
 def _known(guess: str) -> Guess:
     for known in GUESSES:
-        if known == guess:
+        if isinstance(guess, str) and known == guess:
             return known
-    raise BadRequest(f"no guess {guess!r}; known: {', '.join(GUESSES)}")
+    raise BadRequest(f"guess={shown(guess)}: give one of {', '.join(GUESSES)}")
 
 
 class ThinkingBranch(Branch):
@@ -291,10 +299,10 @@ class ThinkingBranch(Branch):
         States that were made from the first `at` tokens come along. Behind an edit, prompt chunks think anew: the fork
         leaves at the chunk that the edit first touches. Behind `at` nothing thinks but what `extend` adds.
         """
-        if type(n) is not int or n < 1 or not isinstance(at, int | None):
-            raise BadRequest(f"fork({n}, at={at}): give whole numbers, and at least 1 fork")
+        n = whole("n", n, 1, MAX_FORKS)
         self._check_open()
-        at, chunk = self.length if at is None else at, self.engine.thinking.chunk
+        at, chunk = self.length if at is None else whole("at", at), self.engine.thinking.chunk
+        hooks = resolve_hooks(hooks, self.engine.sites)
         placed, resolved = self.engine._placed(edits, at), self.engine._hooks(hooks)
         along = self._thought_along(at)
         first = 0 if hooks else min([along, *map(self.engine.first_touched, placed)])
@@ -316,7 +324,7 @@ class ThinkingBranch(Branch):
             )
         path = [*self.tokens, *self.engine._chunks(text, self.length)]
         with self.engine.forest.made() as lanes:
-            self._grown(self.length, path, (), (), _known(guess or self.engine.guess), lanes)
+            self._grown(self.length, path, (), (), _known(self.engine.guess if guess is None else guess), lanes)
         return type(self)(self.engine, lanes[0])
 
     def _thought_along(self, at: int) -> int:

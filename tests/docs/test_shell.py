@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import replaylens
 from replaylens.cli import COMMANDS, app, main
 from replaylens.engine.zoo import coin as zoo
-from tests.dumps.damage import edit_manifest
+from tests.engine.dump.damage import edit_manifest
 
 COLOUR = re.compile(r"\x1b\[[\d;]*(3[0-7]|9[0-7]|38;|4[0-7])[\d;]*m")
 """an escape sequence that sets a colour; bold and underline do not count"""

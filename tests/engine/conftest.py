@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.proof import certificates
+from tests.engine.coin_engine import fresh
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -14,3 +16,9 @@ def own_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(certificates, "cache_folder", lambda: folder)
         yield
+
+
+@pytest.fixture
+def served() -> Engine:
+    """`coin-plain`, fresh."""
+    return fresh()

@@ -9,7 +9,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.thinking.core import ThinkingBranch
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE
 from replaylens.engine.thinking.prefill import GUESSES, Prefiller
-from tests.thinking.reference import SHAPES, random_prompt, thinking_model
+from tests.engine.thinking.reference import SHAPES, random_prompt, thinking_model
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [random_prompt(n, seed=n) for n in (1, 4, 7, 25)]

@@ -15,7 +15,7 @@ def test_agrees_with_float64_and_rows_stand_alone(case, same, kind, gated):
 
 
 def test_errors_say_what_is_wrong(case):
-    with pytest.raises(ValueError, match="known: silu, gelu, gelu_tanh, relu"):
+    with pytest.raises(ValueError, match="Use one of silu, gelu, gelu_tanh, relu"):
         activation(case.randn(2, 4), "swish", False)
     with pytest.raises(ValueError, match="even width"):
         activation(case.randn(2, 5), "silu", True)

@@ -163,14 +163,14 @@ def test_the_canonical_constants_matter(case):
 
 def test_errors_say_what_is_wrong(case):
     s = setting(case, [5])
-    with pytest.raises(ValueError, match="the workspace is too small for 5 tiles"):
+    with pytest.raises(ValueError, match="The workspace is too small for 5 tiles"):
         attention(s.q, s.k, s.v, s.rows, 0.3, workspace=Workspace.of(1, 2, 1, 16, 16, s.q.device), split=True)
-    with pytest.raises(ValueError, match="not a multiple of 2 key-value heads"):
+    with pytest.raises(ValueError, match="not a multiple of 2 KV heads"):
         attention(s.q[:, :3].contiguous(), s.k, s.v, s.rows, 0.3)
-    with pytest.raises(ValueError, match=r"position is torch\.int64; expected int32"):
+    with pytest.raises(ValueError, match=r"position is torch\.int64\. Expected int32"):
         PagedRows(s.rows.sequence, s.rows.position.long(), s.rows.page_table)
     with pytest.raises(ValueError, match="cannot hold 1 rows of 2 query heads"):
         attention(s.q, s.k, s.v, s.rows, 0.3, tile=AttentionTile(1, 4, 1))
-    with pytest.raises(ValueError, match="3 tiles do not fit a plan of 2"):
+    with pytest.raises(ValueError, match="3 tiles do not fit into a plan of 2"):
         plan_tiles([0, 1, 2], 4, capacity=2)
     assert plan_tiles([0, 0, 0, 1], 2).tolist() == [[3, 1], [2, 1], [0, 2]]

@@ -82,7 +82,7 @@ def test_errors_say_what_is_wrong(case):
     x, w, weight, targets = problem(case)
     with pytest.raises(ValueError, match="not one of the"):
         lens(x, w, weight, final=9)
-    with pytest.raises(ValueError, match="k = 99"):
+    with pytest.raises(ValueError, match="k is 99"):
         lens(x, w, weight, k=99)
     with pytest.raises(ValueError, match="targets has shape"):
         lens(x, w, weight, targets=targets[:1])

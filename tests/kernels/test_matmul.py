@@ -85,11 +85,11 @@ def test_splitting_the_depth_moves_bits(case):
 
 def test_errors_say_what_is_wrong(case):
     x, w = problem(case, 3, 40, 33)
-    with pytest.raises(ValueError, match=r"w has shape \(40, 33\); expected \(39, any\)"):
+    with pytest.raises(ValueError, match=r"w has shape \(40, 33\)\. Expected \(39, any\)"):
         matmul(x[:, :39].contiguous(), w)
     with pytest.raises(ValueError, match=r"w is torch\.float64"):
         matmul(x, w.double())
-    with pytest.raises(ValueError, match="the kernels take bfloat16, float16 or float32"):
+    with pytest.raises(ValueError, match="The kernels take bfloat16, float16 or float32"):
         matmul(x.double(), w.double())
     with pytest.raises(ValueError, match="bias has shape"):
         matmul(x, w, bias=x[0])

@@ -54,7 +54,7 @@ def test_without_a_table_heads_are_only_stored(case, same):
 
 def test_errors_say_what_is_wrong(case):
     q, k, v, rows, table, k_cache, v_cache = problem(case)
-    with pytest.raises(ValueError, match="turns 64 of 24"):
+    with pytest.raises(ValueError, match="rotates 64 of 24"):
         rotate(q, table.repeat(1, 1, 4), rows)
     with pytest.raises(ValueError, match="contiguous float32"):
         rotate(q, table.double(), rows)

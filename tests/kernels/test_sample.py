@@ -82,7 +82,7 @@ def test_errors_say_what_is_wrong(case):
     seed, position, temperature = noise(case, len(logits))
     with pytest.raises(ValueError, match="go together"):
         sample_logits(logits, seed)
-    with pytest.raises(ValueError, match=r"seed is torch\.int32; expected int64"):
+    with pytest.raises(ValueError, match=r"seed is torch\.int32\. Expected int64"):
         sample_logits(logits, seed.int(), position, temperature)
     with pytest.raises(ValueError, match="temperature has shape"):
         sample_logits(logits, seed, position, temperature[:1])

@@ -9,7 +9,7 @@ DUMPS = (
         "shape = [rows, *tensor.shape[1:]]",
         "shape = [rows]",
         "the digest covers the shape of every tensor",
-        ("tests/dumps/test_content.py",),
+        ("tests/engine/dump/test_content.py",),
     ),
     Mutant(
         "digest-without-missing-values",
@@ -17,7 +17,7 @@ DUMPS = (
         "yield column.is_valid().to_numpy().astype(np.uint8).tobytes()",
         'yield b""',
         "the digest tells a missing value from zero",
-        ("tests/dumps/test_content.py",),
+        ("tests/engine/dump/test_content.py",),
     ),
     Mutant(
         "difference-by-value",
@@ -25,7 +25,7 @@ DUMPS = (
         "(here.contiguous().view(bits) != there.contiguous().view(bits))",
         "(here != there)",
         "rows are compared by their bits: NaN equals itself, and the two zeros differ",
-        ("tests/dumps/test_content.py",),
+        ("tests/engine/dump/test_content.py",),
     ),
     Mutant(
         "reused-process-id",
@@ -33,7 +33,7 @@ DUMPS = (
         "return started is None or started == _started(pid)",
         "return True",
         "a lock of a process that ended is void, whoever has its number now",
-        ("tests/dumps/test_locks.py",),
+        ("tests/engine/dump/test_locks.py",),
     ),
     Mutant(
         "overlapping-parts-written-together",
@@ -41,7 +41,7 @@ DUMPS = (
         "if i % common == int(other[1]) % common:",
         "if i == int(other[1]) and n == int(other[2]):",
         "two writers never write the same shard",
-        ("tests/dumps/test_locks.py",),
+        ("tests/engine/dump/test_locks.py",),
     ),
     Mutant(
         "order-of-arrival",
@@ -49,7 +49,7 @@ DUMPS = (
         "sorted(distinct.items(), key=lambda item: item[0])",
         "sorted(distinct.items(), key=lambda item: item[0][0])",
         "the order of rejected branches follows from their tokens",
-        ("tests/dumps/test_order.py",),
+        ("tests/engine/dump/test_order.py",),
     ),
     Mutant(
         "repaired-to-another-digest",
@@ -57,7 +57,7 @@ DUMPS = (
         "if before not in (None, manifest.digest):",
         "if False:",
         "a damaged dump is repaired to the digest that it had, or not at all",
-        ("tests/dumps/test_repair.py",),
+        ("tests/engine/dump/test_repair.py",),
     ),
     Mutant(
         "shard-whole-by-its-size",
@@ -65,7 +65,7 @@ DUMPS = (
         "== entry.bytes and self.store.sha256(name) == entry.sha256",
         "== entry.bytes",
         "a shard with a flipped bit is written again",
-        ("tests/dumps/test_repair.py",),
+        ("tests/engine/dump/test_repair.py",),
     ),
     Mutant(
         "shard-done-without-its-index",
@@ -73,7 +73,7 @@ DUMPS = (
         " and self._is_whole(_index(number), part.index)",
         "",
         "a shard whose index is damaged is written again",
-        ("tests/dumps/test_repair.py",),
+        ("tests/engine/dump/test_repair.py",),
     ),
     Mutant(
         "manifest-without-its-seal",
@@ -81,7 +81,7 @@ DUMPS = (
         "reader.need(seal == _seal(raw), ",
         "reader.need(isinstance(seal, str), ",
         "a manifest edited by hand is refused",
-        ("tests/dumps/test_verify.py::test_an_edited_manifest",),
+        ("tests/engine/dump/test_verify.py::test_an_edited_manifest",),
     ),
     Mutant(
         "rows-of-index-and-shards",
@@ -89,7 +89,7 @@ DUMPS = (
         "self.need(manifest.index.rows == manifest.rows,",
         "self.need(manifest.index.rows >= 0,",
         "index and shards have the same number of rows",
-        ("tests/dumps/test_malformed.py::test_malformed_manifest",),
+        ("tests/engine/dump/test_malformed.py::test_malformed_manifest",),
     ),
     Mutant(
         "stored-digest-not-looked-at",
@@ -97,7 +97,7 @@ DUMPS = (
         "if content.digests() != self.dump.manifest.shards[number].digests:",
         "if content.digests()[1] != self.dump.manifest.shards[number].digests[1]:",
         "verify holds a shard against its own digest",
-        ("tests/dumps/test_verify.py::test_a_forged_rejected_row_that_is_not_replayed",),
+        ("tests/engine/dump/test_verify.py::test_a_forged_rejected_row_that_is_not_replayed",),
     ),
     Mutant(
         "sample-of-the-first",
@@ -105,7 +105,7 @@ DUMPS = (
         'random.Random(f"{manifest.digest} {seed}").sample(range(len(indices)), count)',
         "range(count)",
         "the examples that are replayed are drawn by the seed",
-        ("tests/dumps/test_verify.py::test_the_sample_is_drawn_by_its_seed",),
+        ("tests/engine/dump/test_verify.py::test_the_sample_is_drawn_by_its_seed",),
     ),
     Mutant(
         "rejected-rows-not-verified",
@@ -113,6 +113,6 @@ DUMPS = (
         'plan.rejected and not self.same_drafter and plan.positions == "all"',
         "False",
         "rejected branches are verified, whoever drafted them",
-        ("tests/dumps/test_verify.py::test_rejected_branches_are_checked_whoever_drafted",),
+        ("tests/engine/dump/test_verify.py::test_rejected_branches_are_checked_whoever_drafted",),
     ),
 )

@@ -9,7 +9,7 @@ MEMORY = (
         "else max(0, start - first)",
         "else max(0, start - first - 1)",
         "a private copy of a page holds all that is not overwritten",
-        ("tests/engine/test_pages.py",),
+        ("tests/engine/memory/test_pages.py",),
     ),
     Mutant(
         "page-of-two-written",
@@ -17,7 +17,7 @@ MEMORY = (
         "if self._refcounts[table.pages[index]] > 1]",
         "if self._refcounts[table.pages[index]] > 2]",
         "nobody writes into a page that another branch reads",
-        ("tests/engine/test_pages.py",),
+        ("tests/engine/memory/test_pages.py",),
     ),
     Mutant(
         "free-pages-in-any-order",
@@ -25,7 +25,7 @@ MEMORY = (
         "heappush(self._free, page)",
         "self._free.append(page)",
         "which page is handed out does not depend on the past",
-        ("tests/engine/test_pages.py",),
+        ("tests/engine/memory/test_pages.py",),
     ),
     Mutant(
         "unverified-taken-for-accepted",
@@ -33,7 +33,7 @@ MEMORY = (
         "[ACCEPTED if committed else DRAFT]",
         "[ACCEPTED]",
         "tokens after an unverified one are drafts",
-        ("tests/engine/test_branches.py",),
+        ("tests/engine/memory/test_tree.py",),
     ),
     Mutant(
         "accepted-with-a-hole",
@@ -41,7 +41,7 @@ MEMORY = (
         "branch.states[start - 1] in (PENDING, DRAFT)",
         "branch.states[start - 1] is DRAFT",
         "tokens are accepted from the left, without holes",
-        ("tests/engine/test_branches.py",),
+        ("tests/engine/memory/test_tree.py",),
     ),
     Mutant(
         "finished-after-a-rollback",
@@ -49,7 +49,7 @@ MEMORY = (
         "branch.status, branch.finish_reason = BranchStatus.OPEN, None\n        return kept_id",
         "branch.status = BranchStatus.OPEN\n        return kept_id",
         "a rollback takes the finish back",
-        ("tests/engine/test_branches.py",),
+        ("tests/engine/memory/test_tree.py",),
     ),
     Mutant(
         "another-past-matched",
@@ -57,7 +57,7 @@ MEMORY = (
         "return entry.parent is parent and entry.tokens == tokens",
         "return entry.tokens == tokens",
         "two paths with equal hashes are never mixed up",
-        ("tests/engine/test_prefix.py",),
+        ("tests/engine/memory/test_prefix.py",),
     ),
     Mutant(
         "edits-not-in-the-key",
@@ -65,7 +65,7 @@ MEMORY = (
         'pack(f"<{len(tokens)}q", *tokens) + edit_key',
         'pack(f"<{len(tokens)}q", *tokens)',
         "a shared page agrees in edits, too",
-        ("tests/engine/test_prefix.py",),
+        ("tests/engine/memory/test_prefix.py",),
     ),
     Mutant(
         "parent-evicted-first",
@@ -73,7 +73,7 @@ MEMORY = (
         "return entry.num_children == 0 and self.pool.refcount(entry.page) == 1",
         "return self.pool.refcount(entry.page) == 1",
         "no page is evicted while its continuation is indexed",
-        ("tests/engine/test_prefix.py",),
+        ("tests/engine/memory/test_prefix.py",),
     ),
     Mutant(
         "chain-without-its-past",
@@ -81,7 +81,7 @@ MEMORY = (
         "((previous ^ (token + 1)) * _MIX",
         "((token + 1) * _MIX",
         "the canary notices a slot that holds the same token of another path",
-        ("tests/engine/test_faults.py::test_the_next_pass_finds",),
+        ("tests/engine/loop/test_faults.py::test_the_next_pass_finds",),
     ),
     Mutant(
         "bytes-not-checked",
@@ -89,7 +89,7 @@ MEMORY = (
         "if self.digest[slot] != self._bytes_digest(slot):",
         "if slot not in self.digest:",
         "the canary notices a flipped bit",
-        ("tests/engine/test_faults.py::test_the_next_pass_finds",),
+        ("tests/engine/loop/test_faults.py::test_the_next_pass_finds",),
     ),
     Mutant(
         "copy-of-keys-alone",
@@ -97,6 +97,6 @@ MEMORY = (
         "self.data.narrow(self.slot_dim, target, n).copy_(self.data.narrow(self.slot_dim, source, n))",
         "self.data[:, :1].narrow(self.slot_dim, target, n).copy_(self.data[:, :1].narrow(self.slot_dim, source, n))",
         "a private copy of a page has its keys and its values",
-        ("tests/engine/test_faults.py::test_without_a_fault_nothing_is_found",),
+        ("tests/engine/loop/test_faults.py::test_without_a_fault_nothing_is_found",),
     ),
 )

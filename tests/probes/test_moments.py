@@ -41,7 +41,7 @@ def test_moments_are_right() -> None:
 
 
 def test_bad_rows_are_refused() -> None:
-    with pytest.raises(BadRows, match="wanted is"):
+    with pytest.raises(BadRows, match=r"shape \[n, 3\]"):
         StreamingStatistics(3).add(torch.zeros(2, 4))
-    with pytest.raises(BadRows, match="no rows"):
+    with pytest.raises(BadRows, match="No rows were added"):
         StreamingStatistics(3).moments()

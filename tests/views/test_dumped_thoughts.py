@@ -23,7 +23,7 @@ from replaylens.engine.thinking.thoughts import ThinkingRecording
 from replaylens.views import dumped
 from replaylens.views.dumped_thoughts import DumpedThoughts
 from replaylens.views.report import ReportPage
-from tests.thinking.reference import thinking_model
+from tests.engine.thinking.reference import thinking_model
 from tests.views.checks import assert_harmless
 from tests.views.conftest import HostileTokenizer
 from tests.views.test_report import blocks_of

@@ -29,7 +29,7 @@ from replaylens.probes.sweeping import sweep as sweep_rows
 from replaylens.tasks import WordTokenizer
 from replaylens.views import dumped, lens_map
 from replaylens.views.report import ReportPage
-from tests.dumps.damage import flip_bit, forge_index
+from tests.engine.dump.damage import flip_bit, forge_index
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE
 

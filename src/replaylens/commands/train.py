@@ -1,12 +1,16 @@
 """`replaylens train`: make one of the embedded models anew."""
 
 import platform
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import torch
 import typer
+from torch import nn
 from tqdm import tqdm
 
 from replaylens.commands import train_thinking
@@ -15,6 +19,7 @@ from replaylens.commands.train_thinking import CARD_FILE, Changes, scoring
 from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.weights import CONFIG_FILE, weights_hash
+from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Recipe
 from replaylens.engine.training.thinking import Model
@@ -26,6 +31,7 @@ STATE_FILE = "training.safetensors"
 CARD_EXAMPLES = 500
 CARD_LENGTHS = range(1, 17)
 R = TypeVar("R", bound=Recipe)
+M = TypeVar("M", bound=nn.Module)
 
 
 def train(
@@ -61,7 +67,9 @@ def _train_thinking(
     name: str, changes: Changes, steps: int | None, seed: int | None, device: str, folder: Path, quiet: bool
 ) -> Model:
     recipe = changed(train_thinking.changed(thinking_zoo.recipe(name), changes), steps, seed)
-    model, spent = train_thinking.run(recipe, device, folder / STATE_FILE, name, quiet)
+    state = folder / STATE_FILE
+    train = partial(thinking_train.train, recipe, device, state)
+    model, spent = run(recipe, lambda show: train(after_step=show), state, f"{name} ({recipe.method})", quiet)
     train_thinking.save(model, recipe, folder)
     given = " ".join([name, *changes.given(), f"--steps {recipe.steps} --seed {recipe.seed} --device {device}"])
     made = f"`replaylens train {given}`, {spent} on {machine(device)}"
@@ -71,7 +79,9 @@ def _train_thinking(
 
 def _train_plain(name: str, steps: int | None, seed: int | None, device: str, folder: Path, quiet: bool) -> Decoder:
     recipe = changed(zoo.recipe(name), steps, seed)
-    model, spent = run(recipe, device, folder / STATE_FILE, name, quiet)
+    state = folder / STATE_FILE
+    train = partial(trainer.train, recipe, device, state)
+    model, spent = run(recipe, lambda show: train(after_step=show), state, name, quiet)
     zoo.save(model, recipe.tokenizer(), folder)
     command = f"replaylens train {name} --steps {recipe.steps} --seed {recipe.seed} --device {device}"
     _finish(folder, card(name, recipe, model, f"`{command}`, {spent} on {machine(device)}", progress=not quiet))
@@ -117,18 +127,20 @@ def check_folder(folder: Path, resume: bool) -> None:
         raise BadRequest(f"{folder} holds no unfinished run; leave out --resume")
 
 
-def run(recipe: Recipe, device: str, state: Path, name: str, quiet: bool) -> tuple[Decoder, str]:
-    """Train with a progress bar; the model, and how long it took."""
-    told = train_thinking.stopwatch(state)
+def run(
+    recipe: Recipe, train: Callable[[Callable[[int, float], None]], M], state: Path, name: str, quiet: bool
+) -> tuple[M, str]:
+    """What `train` makes under a progress bar, and how long it took; not all of it where it goes on from a saved state."""
+    start, rest = time.monotonic(), " for the rest of an interrupted run" if state.exists() else ""
     with tqdm(total=recipe.steps, desc=name, unit="step", disable=quiet) as bar:
 
         def show(done: int, loss: float) -> None:
             bar.update(done - bar.n)
             bar.set_postfix(loss=f"{loss:.4f}", longest=trainer.longest_at(recipe, done - 1), refresh=False)
 
-        model = trainer.train(recipe, device, state, after_step=show)
+        model = train(show)
         bar.update(recipe.steps - bar.n)  # a resumed run may have no step left
-    return model, told()
+    return model, f"{time.monotonic() - start:.0f} s{rest}"
 
 
 def machine(device: str) -> str:

@@ -1,7 +1,6 @@
 """`replaylens train coin-thinking`: models that think, their baselines, and the same for other tasks."""
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,8 +9,6 @@ from tqdm import tqdm
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import weights
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training import trainer
 from replaylens.engine.training.chunks import METHODS, Method
 from replaylens.engine.training.recipe import Part
 from replaylens.engine.training.score import score
@@ -71,29 +68,9 @@ def _method(name: str) -> Method:
     raise BadRequest(f"no method {name!r}; choose one of {', '.join(METHODS)}")
 
 
-def stopwatch(state: Path) -> Callable[[], str]:
-    """Starts now; tells the seconds since, and that they are not all where the run goes on from a saved state."""
-    start, rest = time.monotonic(), " for the rest of an interrupted run" if state.exists() else ""
-    return lambda: f"{time.monotonic() - start:.0f} s{rest}"
-
-
 def scoring(lengths: Sequence[int], progress: bool) -> Iterable[int]:
     """Lengths to measure the card's accuracies at, under a progress bar that says what takes so long."""
     return tqdm(lengths, desc="scoring held-out examples for the card", unit="length", disable=not progress)
-
-
-def run(recipe: ThinkingRecipe, device: str, state: Path, name: str, quiet: bool) -> tuple[Model, str]:
-    """Train with a progress bar; the model, and how long it took."""
-    told = stopwatch(state)
-    with tqdm(total=recipe.steps, desc=f"{name} ({recipe.method})", unit="step", disable=quiet) as bar:
-
-        def show(done: int, loss: float) -> None:
-            bar.update(done - bar.n)
-            bar.set_postfix(loss=f"{loss:.4f}", longest=trainer.longest_at(recipe, done - 1), refresh=False)
-
-        model = thinking_train.train(recipe, device, state, after_step=show)
-        bar.update(recipe.steps - bar.n)  # a resumed run may have no step left
-    return model, told()
 
 
 def save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:

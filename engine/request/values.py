@@ -1,0 +1,108 @@
+"""User-supplied values, checked in one place and turned into plain Python numbers, lists and booleans.
+
+Every error names the option, the given value and what is accepted. NumPy and torch scalars count as numbers; booleans do not.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Set
+from reprlib import Repr
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import BadRequest, EngineError
+
+T = TypeVar("T")
+Error = type[EngineError]
+_short = Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 60
+_UNORDERED = (str, bytes, bytearray, memoryview, Set, Mapping, type)
+"""iterable, but not an ordered list: text and bytes are single values, and sets have no order"""
+
+
+def shown(value: Any) -> str:
+    """A short form of any value, for error messages."""
+    return _short.repr(value)
+
+
+def integer(value: Any) -> int | None:
+    """A whole number as an int: Python's, NumPy's, or a tensor or array without dimensions. None for other values."""
+    plain = _without_dimensions(value)
+    return int(plain) if isinstance(plain, int | np.integer) and not isinstance(plain, bool | np.bool_) else None
+
+
+def real(value: Any) -> float | None:
+    """A number as a float, including NaN and infinity. None for other values."""
+    plain = _without_dimensions(value)
+    if isinstance(plain, bool | np.bool_) or not isinstance(plain, int | float | np.integer | np.floating):
+        return None
+    try:
+        return float(plain)
+    except OverflowError:  # a whole number beyond the largest float
+        return math.inf if plain > 0 else -math.inf
+
+
+def _without_dimensions(value: Any) -> Any:
+    return value.item() if isinstance(value, np.ndarray | Tensor) and value.ndim == 0 and _held(value) else value
+
+
+def _held(value: np.ndarray | Tensor) -> bool:
+    return isinstance(value, np.ndarray) or value.device.type != "meta"
+
+
+def whole(name: str, value: Any, least: int | None = None, most: int | None = None, error: Error = BadRequest) -> int:
+    """A whole number from `least` to `most`, or the error."""
+    found = integer(value)
+    if found is None or (least is not None and found < least) or (most is not None and found > most):
+        upwards = f" of at least {least}" if least is not None else ""
+        limits = f" between {least} and {most}" if most is not None else upwards
+        raise error(f"Invalid {name}={shown(value)}. Give a whole number{limits}.")
+    return found
+
+
+def number(name: str, value: Any, error: Error = BadRequest) -> float:
+    """A finite number, or the error."""
+    found = real(value)
+    if found is None or not math.isfinite(found):
+        raise error(f"Invalid {name}={shown(value)}. Give a finite number.")
+    return found
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, or BadRequest. Truthiness would take "no" for True."""
+    if not isinstance(value, bool | np.bool_):
+        raise BadRequest(f"Invalid {name}={shown(value)}. Give True or False.")
+    return bool(value)
+
+
+def instance(name: str, value: Any, kind: type[T], accepted: str, error: Error = BadRequest) -> T:
+    """The value, or the error if it is not of that kind."""
+    if not isinstance(value, kind):
+        raise error(f"Invalid {name}={shown(value)}. Give {accepted}.")
+    return value
+
+
+def items(name: str, value: Any, accepted: str, error: Error = BadRequest) -> list[Any]:
+    """An ordered iterable as a list; the error for single values, text, bytes, sets and mappings."""
+    single = isinstance(value, np.ndarray | Tensor) and value.ndim == 0
+    if single or isinstance(value, _UNORDERED) or not isinstance(value, Iterable):
+        raise error(f"Invalid {name}={shown(value)}. Give {accepted}.")
+    return list(value)
+
+
+def token_ids(name: str, value: Any) -> list[Any]:
+    """Token ids as plain numbers. Values that are not whole numbers are left for the check against the vocabulary."""
+    if isinstance(value, Tensor) and value.device.type == "meta":
+        value = None  # it has no values
+    found = items(name, value, "text, or token ids as a list, or as an array or a tensor of one dimension")
+    return [each if (plain := integer(each)) is None else plain for each in _listed(found)]
+
+
+def _listed(found: list[Any]) -> list[Any]:
+    """Converts a list of tensors at once, which is faster than one by one."""
+    if found and all(isinstance(each, Tensor) and each.ndim == 0 and each.dtype == torch.int64 for each in found):
+        plain: list[Any] = torch.stack(found).tolist()
+        return plain
+    return found

@@ -1,0 +1,9 @@
+"""Engines of `coin-plain` that record their trace."""
+
+from replaylens.engine.engine import Engine
+
+PROMPT = "A coin's state is heads. Alice flips,"
+
+
+def fresh() -> Engine:
+    return Engine.load("coin-plain", record=True)

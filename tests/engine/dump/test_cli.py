@@ -1,0 +1,224 @@
+"""The commands: what they print, what they leave, and how they end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from replaylens.commands import dump as commands
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
+from tests.engine.dump.damage import flip_bit
+
+app = typer.Typer()
+for command in (commands.dump, commands.replay, commands.inspect, commands.verify, commands.diff):
+    app.command()(command)
+
+SAME = ["--n", "10", "--knob", "flips=1,3", "--max-new", "7", "--shard-examples", "4"]
+"""the options of the reference dump"""
+
+
+def run(*words: Any) -> tuple[int, str, str]:
+    """Exit code, what was printed, and the errors."""
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.fixture
+def dump_words(model_folder: Path) -> list[str]:
+    return ["dump", "--model", str(model_folder), *SAME]
+
+
+def test_dump(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
+    code, out, err = run(*dump_words, "--out", tmp_path / "d", "--batch", 3)
+    assert code == 0 and f"digest {reference.digest}" in out and "460 rows in 3 shards" in out
+    assert "10/10" in err and "example/s" in err, "a progress bar with a rate"
+    code, out, err = run(*dump_words, "--out", tmp_path / "e", "--json", "--quiet")
+    facts = json.loads(out)
+    assert code == 0 and err == "" and (facts["digest"], facts["rows"]) == (reference.digest, 460)
+
+
+def test_parts(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
+    code, out, _ = run(*dump_words, "--out", tmp_path, "--shard", "1/2", "--quiet")
+    assert code == 0 and "the dump is not finished yet" in out
+    code, out, _ = run(*dump_words, "--out", tmp_path, "--resume", "--json", "--quiet")
+    assert code == 0 and json.loads(out)["digest"] == reference.digest
+
+
+def test_memory_url(dump_words: list[str], reference: Dump) -> None:
+    assert run(*dump_words, "--out", "memory://cli", "--quiet")[0] == 0
+    code, out, _ = run("diff", "memory://cli", reference.url, "--quiet")
+    assert code == 0 and out.strip() == "the same content"
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "an unknown task": (["--task", "cards"], "cards"),
+    "an unknown knob": (["--knob", "sides=3"], "sides"),
+    "a knob without a value": (["--knob", "flips"], "key=value"),
+    "an unknown site": (["--sites", "blocks.9.hook_in"], "blocks.9.hook_in"),
+    "an unknown drafter": (["--drafter", "oracle"], "oracle"),
+    "an unknown dtype": (["--dtype", "int8"], "int8"),
+    "unknown positions": (["--positions", "odd"], "odd"),
+    "an impossible part": (["--shard", "3/3"], "0 <= i < n"),
+    "a part that is none": (["--shard", "first"], "give i/n"),
+    "part and Ray": (["--shard", "0/2", "--ray", "local"], "one of --shard and --ray"),
+    "an unknown model": (["--model", "/nowhere"], "/nowhere"),
+    "part and workers": (["--shard", "0/2", "--workers", "2"], "one of --shard and --ray, --workers"),
+    "nothing to store": (["--sites", ""], "nothing would be stored"),
+    "a knob given twice": (["--knob", "flips=2"], "--knob flips is given twice: 1,3 and 2"),
+    "no drafter": (["--drafter", "none"], "give --window 1"),
+    "a drafter without a model": (["--drafter", "model"], "with --draft-model"),
+    "a model that does not draft": (["--draft-model", "coin-draft"], "would not be used"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(dump_words: list[str], tmp_path: Path, name: str) -> None:
+    """Exit code 2, one line that names the fault, and nothing written."""
+    words, complaint = BAD[name]
+    code, _, err = run(*dump_words, "--out", tmp_path / "d", "--quiet", *words)
+    assert code == 2 and complaint in err and "Traceback" not in err and not (tmp_path / "d").exists()
+
+
+def test_an_empty_path_is_not_the_current_folder(
+    dump_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(*dump_words, "--out", "", "--quiet")
+    assert code == 2 and "--out is empty" in err and not list(tmp_path.iterdir())
+
+
+def test_a_corrected_command_can_follow_one_that_failed_at_once(model_folder: Path, tmp_path: Path) -> None:
+    words = ["dump", "--model", model_folder, "--n", 2, "--max-new", 3, "--out", tmp_path / "d", "--quiet"]
+    code, _, err = run(*words, "--knob", "flips=500")
+    assert code == 2 and "exceed the model's" in err and not (tmp_path / "d").exists()
+    assert run(*words, "--knob", "flips=2")[0] == 0
+
+
+def test_workers_are_used(dump_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without --ray: then they are on this machine."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("replaylens.engine.cluster.dump_on_cluster", lambda *_, **options: asked.update(options))
+    code, _, _ = run(*dump_words, "--out", tmp_path, "--workers", 1)
+    assert code == 0 and (asked["address"], asked["workers"]) == ("local", 1)
+
+
+def test_draft_model(dump_words: list[str], tmp_path: Path) -> None:
+    code, _, err = run(*dump_words, "--out", tmp_path, "--drafter", "model", "--draft-model", "coin-draft", "--quiet")
+    assert code == 0, err
+    assert Dump.open(tmp_path).manifest.plan.drafter_settings["weights"] == Engine.load("coin-draft").fingerprint.weights
+
+
+def test_window_one_drafts_nothing(model_folder: Path) -> None:
+    code, out, _ = run("replay", "--model", model_folder, "--n", 1, "--max-new", 3, "--window", 1, "--quiet")
+    assert code == 0 and "nothing drafted" in out
+
+
+def test_existing_dump(dump_words: list[str], copy: Path) -> None:
+    code, _, err = run(*dump_words, "--out", copy)
+    assert code == 2 and "DumpExists" in err and "resume" in err
+
+
+def test_replay(model_folder: Path) -> None:
+    code, out, _ = run("replay", "--model", model_folder, "--n", 2, "--max-new", 3, "--quiet")
+    assert code == 0 and "2 examples" in out and "of drafts accepted" in out and "[1] A coin" in out
+    code, out, _ = run("replay", "--model", model_folder, "--n", 2, "--max-new", 3, "--quiet", "--json")
+    found = json.loads(out)
+    assert code == 0 and len(found["examples"]) == 2 and found["examples"][0]["statistics"]["drafted"] > 0
+    assert any(example["rejected"] for example in found["examples"])
+
+
+def test_inspect(reference: Dump, tmp_path: Path) -> None:
+    code, out, _ = run("inspect", reference.url)
+    assert code == 0 and reference.digest in out and "plan: drafter" in out and "face (string)" in out
+    code, out, _ = run("inspect", reference.url, "--json")
+    assert json.loads(out)["sites"]["blocks.0.hook_in"] == {"dtype": "float32", "shape": [32]}
+    assert run("inspect", tmp_path)[0] == 2
+    (tmp_path / "plan.json").write_text("{}")
+    code, _, err = run("inspect", tmp_path)
+    assert code == 2 and "resume it" in err
+
+
+def test_verify(model_folder: Path, reference: Dump, copy: Path, tmp_path: Path) -> None:
+    for words in (["--all"], ["--sample", "0.2"], ["--sample", "20%"]):
+        code, out, _ = run("verify", reference.url, "--model", model_folder, "--quiet", *words)
+        assert code == 0 and out.startswith("verified: ")
+    flip_bit(copy / "shard-00002.safetensors")
+    code, out, _ = run("verify", copy, "--model", model_folder, "--quiet")
+    assert code == 1 and "shard-00002.safetensors was changed" in out
+    code, out, _ = run("verify", copy, "--model", model_folder, "--quiet", "--json")
+    assert code == 1 and json.loads(out)["status"] == "mismatch"
+    code, _, err = run("verify", reference.url, "--model", model_folder, "--sample", "lots", "--quiet")
+    assert code == 2 and "--sample lots" in err
+    code, out, err = run("verify", tmp_path / "nowhere", "--model", model_folder, "--quiet")
+    assert code == 2 and not out and err.startswith("BadDump: ") and "is no dump" in err
+    (copy / "manifest.json").write_text("{}")
+    code, out, _ = run("verify", copy, "--model", model_folder, "--quiet")
+    assert code == 1 and out.startswith("mismatch"), "a damaged dump is still the answer no"
+
+
+def test_verify_with_another_model(reference: Dump, model_folder: Path, tmp_path: Path) -> None:
+    from replaylens.engine.zoo import coin as zoo
+
+    model, tokenizer = zoo.load(model_folder)
+    model.embed[3, 3] += 1
+    zoo.save(model, tokenizer, tmp_path)
+    code, out, _ = run("verify", reference.url, "--model", tmp_path, "--quiet")
+    assert code == 2 and out.startswith("other fingerprint") and "weights: " in out
+
+
+def test_the_embedded_model_that_made_a_dump_is_found(tmp_path: Path, reference: Dump, copy: Path) -> None:
+    """Also one that thinks. Where it is none of ours, --model is asked for, and the files are looked at all the same."""
+    words = ["dump", "--model", "coin-thinking", "--n", 2, "--knob", "flips=1", "--sites", "S", "--quiet"]
+    assert run(*words, "--out", tmp_path / "thinking")[0] == 0
+    code, out, _ = run("verify", tmp_path / "thinking", "--all", "--quiet")
+    assert code == 0 and out.startswith("verified: 2 examples")
+    code, out, _ = run("verify", reference.url, "--quiet")
+    assert code == 2 and "name its model with --model" in out
+    flip_bit(copy / "shard-00002.safetensors")
+    code, out, _ = run("verify", copy, "--quiet")
+    assert code == 1 and "shard-00002.safetensors was changed" in out
+
+
+def test_diff(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
+    run(*dump_words, "--out", tmp_path, "--drafter", "tree", "--quiet")
+    code, out, _ = run("diff", reference.url, tmp_path, "--quiet")
+    assert code == 1 and out.startswith("example 0, branch ") and "drafter: lens here, tree there" in out
+    code, out, _ = run("diff", reference.url, tmp_path, "--accepted", "--quiet", "--json")
+    assert code == 0 and json.loads(out)["same"] is True
+    assert run("diff", reference.url, tmp_path / "nowhere", "--quiet")[0] == 2
+    flip_bit(tmp_path / "shard-00001.safetensors")
+    code, out, err = run("diff", tmp_path, tmp_path, "--quiet")
+    assert code == 2 and not out and "shard-00001.safetensors was changed" in err
+
+
+def test_interrupt_leaves_a_resumable_dump(dump_words: list[str], model_folder: Path, tmp_path: Path) -> None:
+    """Ctrl-C in a real process: exit code 130, no lock left, and --resume completes it."""
+    words = [*dump_words, "--out", str(tmp_path / "d"), "--n", "100000", "--shard-examples", "2", "--quiet"]
+    code = f"import sys; from tests.engine.dump.test_cli import app; sys.argv[1:] = {words!r}; app()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
+    deadline = time.monotonic() + 90
+    while not list((tmp_path / "d").glob("part-*.json")) and time.monotonic() < deadline and child.poll() is None:
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    try:
+        _, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == 130 and "interrupted; go on with" in err and "Traceback" not in err
+    assert not list((tmp_path / "d").glob("lock-*")) and not list((tmp_path / "d").glob("*.tmp"))
+    assert (tmp_path / "d" / "plan.json").exists()

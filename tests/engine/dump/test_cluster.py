@@ -1,0 +1,234 @@
+"""Ray: the same digest on one worker, on two, and when workers die. Two tests on a real cluster, the rest on a stand-in."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from replaylens.engine import cluster
+from replaylens.engine.cluster import dump_on_cluster
+from replaylens.engine.dump.lock import DumpLock
+from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.store import Store
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadRequest, ClusterFailed, DumpLocked, OtherFingerprint
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
+from replaylens.tasks.task import AnyTask
+from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
+from tests.engine.dump.fake_ray import FakeRay
+
+pytestmark = pytest.mark.xdist_group("ray")
+OPTIONS: dict[str, Any] = {"knobs": {"flips": [1, 3]}, "max_new": NEW, "examples_per_shard": PER_SHARD}
+Dies = Callable[[int, str, tuple[Any, ...]], bool]
+
+
+def same_bytes(folder: Path, reference: Dump) -> bool:
+    """Whether all files are those of the reference, and there are no others."""
+    names = reference.files.store.sizes()
+    theirs = {name: Path(reference.url, name).read_bytes() for name in names}
+    return {path.name: path.read_bytes() for path in folder.iterdir()} == theirs
+
+
+# ---- a real cluster -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """A cluster of two slots on this machine; starting one takes seconds."""
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # on a busy machine the default of 60 s is too short
+    ray = pytest.importorskip("ray")
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+    ray.init(address="local", num_cpus=2, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}, **quiet)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_one_worker(model_folder: Path, reference: Dump, tmp_path: Path) -> None:
+    dump = dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=1, batch=3, **OPTIONS)
+    assert dump is not None and dump.digest == reference.digest and same_bytes(tmp_path, reference)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_two_workers_of_which_one_is_killed(model_folder: Path, reference: Dump, tmp_path: Path) -> None:
+    """SIGKILL on a worker once the dump has begun: its shard is done again, by another, to the same bytes."""
+    psutil = pytest.importorskip("psutil")
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        deadline = time.monotonic() + 100
+        while not killed and time.monotonic() < deadline:
+            if (tmp_path / "plan.json").exists():
+                ours = psutil.Process().children(recursive=True)
+                for worker in [process for process in ours if "ShardWorker" in " ".join(process.cmdline())][:1]:
+                    os.kill(worker.pid, signal.SIGKILL)
+                    killed.append(worker.pid)
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    dump = dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=2, **OPTIONS)
+    killer.join()
+    assert killed, "no worker was found to kill"
+    assert dump is not None and dump.digest == reference.digest and same_bytes(tmp_path, reference)
+
+
+# ---- a stand-in -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRay]:
+    """Put a stand-in in Ray's place."""
+
+    def install(dies: Dies = lambda *call: False, cpus: int = 2, **more: Any) -> FakeRay:
+        ray = FakeRay(cpus, dies, **more)
+
+        @contextmanager
+        def connected(address: str) -> Iterator[FakeRay]:
+            yield ray
+
+        monkeypatch.setattr(cluster, "_connected", connected)
+        return ray
+
+    return install
+
+
+@pytest.mark.parametrize("workers", [None, 1, 3, 7])
+def test_any_number_of_workers(fake: Any, model_folder: Path, reference: Dump, tmp_path: Path, workers: int | None) -> None:
+    """One per slot unless told; never more than there are shards."""
+    ray = fake()
+    dump = dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=workers, **OPTIONS)
+    assert dump is not None and dump.digest == reference.digest and same_bytes(tmp_path, reference)
+    assert ray.started == min(workers or 2, 3)
+
+
+def test_more_workers_than_slots(fake: Any, model_folder: Path, reference: Dump, tmp_path: Path) -> None:
+    """Those without a place are given nothing: one worker writes all shards, instead of waiting for others for ever."""
+    ray = fake(cpus=1, slots=1)
+    dump = dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=3, **OPTIONS)
+    assert dump is not None and same_bytes(tmp_path, reference) and ray.started == 3
+
+
+def test_workers_that_never_get_ready(fake: Any, model_folder: Path, tmp_path: Path) -> None:
+    fake(lambda actor, method, args: method == "ready" or (method == "write" and actor == 1))
+    with pytest.raises(ClusterFailed, match=f"before it was ready, {cluster.ATTEMPTS} times"):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=1, **OPTIONS)
+    assert not list(tmp_path.glob("lock-*"))
+
+
+def test_dead_workers_are_replaced(fake: Any, model_folder: Path, reference: Dump, tmp_path: Path) -> None:
+    """Every worker dies on its second shard."""
+    written: dict[int, int] = {}
+
+    def dies(actor: int, method: str, args: tuple[Any, ...]) -> bool:
+        written[actor] = written.get(actor, 0) + (method == "write")
+        return written[actor] > 1
+
+    ray = fake(dies)
+    dump = dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=1, **OPTIONS)
+    assert dump is not None and same_bytes(tmp_path, reference) and ray.started == 3
+
+
+def test_a_shard_that_kills_its_workers(fake: Any, model_folder: Path, reference: Dump, tmp_path: Path) -> None:
+    """It is given up after a few attempts; the other shards are kept, and the dump can be resumed."""
+    fake(lambda actor, method, args: method == "write" and args[2] == 1)
+    with pytest.raises(ClusterFailed, match=f"shard 1: its worker died, {cluster.ATTEMPTS} times"):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=1, **OPTIONS)
+    assert (tmp_path / "plan.json").exists() and not list(tmp_path.glob("lock-*"))
+    ray = fake()
+    dump = dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=1, resume=True, **OPTIONS)
+    assert dump is not None and same_bytes(tmp_path, reference) and ray.started == 1
+
+
+def test_a_cluster_that_cannot_even_plan(fake: Any, model_folder: Path, tmp_path: Path) -> None:
+    fake(lambda actor, method, args: True)
+    with pytest.raises(ClusterFailed, match="before it could plan"):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", 2, **OPTIONS)
+
+
+def test_errors_come_out_as_they_are(fake: Any, model_folder: Path, tmp_path: Path) -> None:
+    fake()
+    with pytest.raises(BadRequest, match="oracle"):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", 2, drafter="oracle", **OPTIONS)
+    with pytest.raises(BadRequest, match="0 workers"):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", 2, workers=0, **OPTIONS)
+    fake(cpus=0)
+    with pytest.raises(BadRequest, match="has 0 CPUs"):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", 2, **OPTIONS)
+
+
+def test_all_options_of_a_plan_reach_the_workers(
+    fake: Any, engine: Engine, coin: AnyTask, model_folder: Path, tmp_path: Path
+) -> None:
+    """Sampling and edits too: the same dump as without workers."""
+    fake()
+    options: dict[str, Any] = {
+        "sampling": Sampling(temperature=0.7, seed=5, stop=("tails",), stop_tokens=(3,), logit_bias={4: 0.5}),
+        "edits": [Edit("S", "add", torch.ones(engine.config.d_model), positions=slice(-3, None), layers=[1])],
+        "top_k": 3,
+        "max_new": NEW,
+    }
+    here = write_dump(engine, make_plan(engine, coin, 3, **options), tmp_path / "here")
+    there = dump_on_cluster(str(model_folder), tmp_path / "there", "coin", 3, knobs={"flips": [1, 3]}, **options)
+    assert here is not None and there is not None and (there.digest, there.manifest.plan) == (here.digest, here.manifest.plan)
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        ({"knobs": {"flips": {1, 2}}}, "knobs cannot be sent"),
+        ({"positions": len}, "positions cannot be sent"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(fake: Any, tmp_path: Path, options: dict[str, Any], complaint: str) -> None:
+    ray = fake()
+    with pytest.raises(BadRequest, match=complaint):
+        dump_on_cluster("coin-plain", tmp_path, "coin", 2, **options)
+    assert not ray.started
+
+
+def test_a_worker_with_other_bits_is_refused(model_folder: Path, reference: Dump, tmp_path: Path) -> None:
+    """On a mixed cluster a machine that would give other bits names itself instead of giving them."""
+    manifest = reference.manifest
+    other = {**vars(manifest.fingerprint), "device": "another processor"}
+    worker = cluster.ShardWorker(str(model_folder), "{}")
+    with pytest.raises(OtherFingerprint, match="another processor"):
+        worker.write(str(tmp_path), json.dumps({"plan": manifest.plan.to_json(), "fingerprint": other}), 0, 4)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_is_locked(fake: Any, model_folder: Path, tmp_path: Path) -> None:
+    fake()
+    with DumpLock(Store(tmp_path), "lock-0-of-1"), pytest.raises(DumpLocked):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", 2, workers=1, **OPTIONS)
+
+
+def test_no_cluster_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address where nobody answers is a named error, not a traceback of Ray's; so is another than we are part of."""
+    ray = pytest.importorskip("ray")
+
+    def nobody(**options: Any) -> None:
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setattr(ray, "init", nobody)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ClusterFailed, match="no Ray cluster at nowhere:1: nobody answers"), cluster._connected("nowhere:1"):
+        pass
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:1"))
+    with pytest.raises(ClusterFailed, match="already part of the cluster at here:1"), cluster._connected("nowhere:1"):
+        pass
+    with cluster._connected("local") as found:
+        assert found is ray

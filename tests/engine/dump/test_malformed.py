@@ -1,0 +1,214 @@
+"""Malformed dumps are refused by name, before anything of theirs is executed or allocated."""
+
+import ast
+import json
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.errors import BadDump, EngineError
+from tests.engine.dump.damage import edit_manifest, forge_shard
+
+ROOT = Path(__file__).parents[3]
+
+
+def first_shard(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda raw: raw["shards"][0].update(changes)
+
+
+def first_site(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda raw: raw["sites"]["blocks.0.hook_in"].update(changes)
+
+
+MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another format": (lambda raw: raw.update(format="zip"), "no dump"),
+    "a later schema": (lambda raw: raw.update(schema=2), "schema 2; this version reads 1"),
+    "a schema of another type": (lambda raw: raw.update(schema=[1]), "schema"),
+    "a path upwards": (first_shard(name="../../etc/passwd"), "is called '../../etc/passwd'"),
+    "an absolute path": (first_shard(name="/etc/passwd"), "is called '/etc/passwd'"),
+    "another shard's name": (first_shard(name="shard-00001.safetensors"), "is called"),
+    "absurdly many rows": (first_shard(rows=10**18), "rows"),
+    "rows that do not fit": (first_shard(rows=10**9), "cannot take"),
+    "a negative size": (first_shard(bytes=-1), "bytes"),
+    "a size that is no number": (first_shard(bytes="1e9"), "bytes"),
+    "a boolean size": (first_shard(bytes=True), "bytes"),
+    "a hash that is none": (first_shard(sha256="0"), "sha256"),
+    "more accepted rows than rows": (first_shard(accepted_rows=10**6), "examples it should"),
+    "other examples": (first_shard(last_example=77), "examples it should"),
+    "an unknown field": (first_shard(url="http://x"), "malformed"),
+    "a missing shard entry": (lambda raw: raw["shards"].pop(), "shards, but"),
+    "shards that are no list": (lambda raw: raw.update(shards={}), "not a list"),
+    "sites that are no table": (lambda raw: raw.update(sites=[]), "not an object"),
+    "an absurd shape": (first_site(shape=[1 << 40]), "absurd"),
+    "a product too large": (first_site(shape=[1 << 20, 1 << 20]), "absurd"),
+    "an empty dimension": (first_site(shape=[0]), "absurd"),
+    "too many dimensions": (first_site(shape=[1] * 9), "absurd"),
+    "an unknown dtype": (first_site(dtype="object"), "dtype 'object'"),
+    "aliases that are none": (first_site(aliases=[1]), "aliases"),
+    "a letter that is none": (first_site(letter="Q"), "letter"),
+    "a negative layer": (first_site(layer=-1), "layer"),
+    "an unknown label type": (lambda raw: raw["labels"].update(face="pickle"), "label types"),
+    "a digest of something else": (lambda raw: raw.update(digest="0" * 64), "its digest is not"),
+    "another number of rows": (lambda raw: raw.update(rows=1), "its rows is not"),
+    "an index of another length": (lambda raw: raw["index"].update(rows=1), "same number of rows"),
+    "absurd examples": (lambda raw: raw["plan"].update(examples={"start": 0, "stop": 10**30}), "absurd"),
+    "examples that are none": (lambda raw: raw["plan"].update(examples={"indices": ["a"]}), "plan"),
+    "no examples": (lambda raw: raw["plan"].update(examples={"indices": []}), "no examples"),
+    "an unknown option": (lambda raw: raw["plan"].update(hook="os.system"), "plan"),
+    "a missing option": (lambda raw: raw["plan"].pop("task"), "plan"),
+    "an option of another type": (lambda raw: raw["plan"].update(examples_per_shard="many"), "plan"),
+    "sites that are numbers": (lambda raw: raw["plan"].update(sites=[1, 2]), "does not store"),
+    "sampling that is none": (lambda raw: raw["plan"].update(sampling=3), "plan"),
+    "another fingerprint's fields": (lambda raw: raw["fingerprint"].update(extra="x"), "fingerprint"),
+    "a fingerprint of numbers": (lambda raw: raw["fingerprint"].update(torch=2), "fingerprint"),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_malformed_manifest(copy: Path, name: str) -> None:
+    """Sealed again after the edit, so that each complaint is of the fault itself."""
+    change, complaint = MANIFESTS[name]
+    edit_manifest(copy, change)
+    with pytest.raises(BadDump, match=complaint.replace("(", r"\(")):
+        Dump.open(copy)
+
+
+def test_broken_seal(copy: Path) -> None:
+    edit_manifest(copy, lambda raw: None, sealed=False)
+    with pytest.raises(BadDump, match="seal"):
+        Dump.open(copy)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x04\x95", b"null", b"[]", b"{", b"[" * 100_000, b'{"format": NaN}', b"\xff\xfe", b"1" * 5000]
+)
+def test_not_a_manifest(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(BadDump, match=r"manifest\.json"):
+        Dump.open(tmp_path)
+
+
+def test_manifest_of_absurd_size(tmp_path: Path) -> None:
+    """A sparse file of a terabyte: refused by its size, not read."""
+    with open(tmp_path / "manifest.json", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(BadDump, match="absurd"):
+        Dump.open(tmp_path)
+
+
+def test_no_dump_at_all(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere", "memory://nowhere"):
+        with pytest.raises(BadDump, match="is no dump"):
+            Dump.open(path)
+
+
+def test_refusal_allocates_nothing(copy: Path) -> None:
+    """Claims of exabytes cost no more than reading the manifest does."""
+    edit_manifest(copy, first_site(shape=[1 << 24, 1 << 24, 1 << 24, 1 << 24]))
+    tracemalloc.start()
+    with pytest.raises(BadDump):
+        Dump.open(copy)
+    assert tracemalloc.get_traced_memory()[1] < 10 * (copy / "manifest.json").stat().st_size + 1_000_000
+    tracemalloc.stop()
+
+
+def shard_bytes(header: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
+
+
+SHARDS: dict[str, Callable[[bytes], bytes]] = {
+    "cut short": lambda raw: raw[:-9] + b"\0" * 9,  # the size is checked before: see below
+    "not safetensors": lambda raw: b"\x80\x04" + raw[2:],
+    "a header of exabytes": lambda raw: struct.pack("<Q", 1 << 60) + raw[8:],
+    "a header longer than the file": lambda raw: struct.pack("<Q", len(raw)) + raw[8:],
+    "a header that is no JSON": lambda raw: raw[:8] + b"x" * (len(raw) - 8),
+    "an empty header": lambda raw: shard_bytes(b"{}").ljust(len(raw), b"\0"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in SHARDS if name != "cut short"])
+@pytest.mark.parametrize("remote", [False, True])
+def test_malformed_shard(copy: Path, name: str, remote: bool) -> None:
+    """Of the right size, so that only its content is wrong; read through the disk and through a remote store."""
+    path = copy / "shard-00000.safetensors"
+    path.write_bytes(SHARDS[name](path.read_bytes()))
+    dump = Dump.open(to_memory(copy) if remote else copy)
+    with pytest.raises(BadDump, match=r"shard-00000\.safetensors"):
+        dump.to_torch("S", 0)
+
+
+def to_memory(folder: Path) -> str:
+    from replaylens.engine.dump.store import Store
+
+    store = Store(f"memory://malformed/{folder.parent.name}")
+    for path in folder.iterdir():
+        store.write(path.name, path.read_bytes())
+    return store.url
+
+
+def test_cut_shard(copy: Path) -> None:
+    path = copy / "shard-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(BadDump, match=r"shard-00001\.safetensors has 1000 bytes"):
+        Dump.open(copy)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_shard_of_other_shapes(copy: Path, remote: bool) -> None:
+    """Tensors that are not those of the manifest: a site more, rows of another width."""
+
+    def swap(tensors: dict[str, Any]) -> None:
+        x, y = tensors["blocks.0.hook_in"], tensors["blocks.1.hook_in"]
+        tensors["blocks.0.hook_in"] = x.reshape(len(x) // 1, 2, -1)
+        tensors["blocks.1.hook_in"] = y
+
+    forge_shard(copy, 0, swap)
+    with pytest.raises(BadDump, match=r"blocks\.0\.hook_in"):
+        Dump.open(to_memory(copy) if remote else copy).to_torch("T", 0)
+
+
+def test_shard_whose_rows_lie_elsewhere(copy: Path) -> None:
+    """A remote header whose offsets point at other bytes than the tensor's own."""
+    path = copy / "shard-00000.safetensors"
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    name = next(iter(header))
+    start, end = header[name]["data_offsets"]
+    header[name]["data_offsets"] = [start + (1 << 44), end + (1 << 44)]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    path.write_bytes((struct.pack("<Q", len(text)) + text + raw[8 + length :])[: len(raw)].ljust(len(raw), b"\0"))
+    with pytest.raises(BadDump):
+        Dump.open(to_memory(copy)).to_torch(name)
+
+
+def test_index_of_something_else(copy: Path) -> None:
+    path = copy / "index.parquet"
+    path.write_bytes(b"PAR1" + b"\0" * (path.stat().st_size - 8) + b"PAR1")
+    dump = Dump.open(copy)
+    assert len(dump.to_torch("S", 0)) == len(dump), "rows without conditions do not need it"
+    with pytest.raises(BadDump, match=r"index\.parquet"):
+        dump.where(accepted=True).matrix("S", 0)
+
+
+def test_every_error_is_ours() -> None:
+    assert issubclass(BadDump, EngineError) and issubclass(BadDump, ValueError)
+
+
+def test_no_pickle_anywhere() -> None:
+    """Nothing that reads or writes dumps can execute what it reads."""
+    for file in [*(ROOT / "engine").glob("dump*.py"), ROOT / "src/replaylens/commands/dump.py"]:
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+                assert not {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"} & set(names), file.name
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in ("eval", "exec", "torch.load", "torch.save", "np.load", "np.save"), (file.name, called)
+                assert not any(keyword.arg == "allow_pickle" for keyword in node.keywords), file.name

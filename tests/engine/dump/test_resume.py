@@ -1,0 +1,472 @@
+"""A dump that was cut short anywhere is resumed to the same bits; two writers never write the same shard."""
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaylens.engine.dump import store as dump_store
+from replaylens.engine.dump import writer as dump_writer
+from replaylens.engine.dump.lock import DumpLock, lock_name
+from replaylens.engine.dump.maker import ShardMaker, write_dump
+from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.store import HashingFile, Store
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import (
+    BadDump,
+    BadRequest,
+    DumpExists,
+    DumpLocked,
+    DumpWriteFailed,
+    OtherFingerprint,
+    OtherPlan,
+    UnfinishedDump,
+)
+from replaylens.engine.model.decoder import Decoder
+from replaylens.tasks import WordTokenizer
+from tests.engine.dump.damage import flip_bit
+
+Planned = Callable[..., DumpPlan]
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Run in a forked process; its wait status. Nothing of the child's ending reaches pytest."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def count_steps(at: Callable[[int], None]) -> None:
+    """From now on call `at(n)` before the n-th step that touches the store, in this process."""
+    done = 0
+
+    def counted(original: Callable[..., Any], counts: Callable[..., bool] = lambda *given: True) -> Callable[..., Any]:
+        def step(*given: Any, **options: Any) -> Any:
+            nonlocal done
+            if counts(*given):
+                at(done)
+                done += 1
+            return original(*given, **options)
+
+        return step
+
+    def at_the_beginning(file: HashingFile, data: Any) -> bool:
+        """The first two writes of a file; a parquet file has dozens, and they are all alike."""
+        file.num_writes = getattr(file, "num_writes", 0) + 1  # type: ignore[attr-defined]
+        return bool(file.num_writes <= 2)  # type: ignore[attr-defined]
+
+    for name in ("replace", "fsync", "link", "unlink", "pwrite"):
+        setattr(os, name, counted(getattr(os, name)))
+    HashingFile.write = counted(HashingFile.write, at_the_beginning)  # type: ignore[method-assign]
+    Store.remove = counted(Store.remove)  # type: ignore[method-assign]
+
+
+def test_killed_at_every_step(engine: Engine, planned: Planned, tmp_path: Path) -> None:
+    """SIGKILL before each write, flush, rename and removal in turn; what is left is refused, then resumed to the same."""
+    plan = planned(examples=2, examples_per_shard=1, max_new=2, sites="S")
+    maker = ShardMaker(engine, plan)
+    made = [maker.make(number) for number in range(2)]  # beforehand: the test is about files
+
+    def write(folder: Path, resume: bool = False) -> Dump | None:
+        writer = dump_writer.DumpWriter(folder, plan, engine.fingerprint)
+        return writer.write(lambda number, done: made[number], maker.sites, resume=resume)
+
+    whole = write(tmp_path / "whole")
+    assert whole is not None
+    for killed_at in range(200):
+        folder = tmp_path / f"at{killed_at}"
+
+        def work(fatal: int = killed_at, folder: Path = folder) -> None:
+            count_steps(lambda step: os.kill(os.getpid(), signal.SIGKILL) if step == fatal else None)
+            write(folder)
+
+        status = in_child(work)
+        if not os.WIFSIGNALED(status):
+            break
+        begun, finished = (folder / "plan.json").exists(), (folder / "manifest.json").exists()
+        if not finished:
+            with pytest.raises(BadDump):
+                Dump.open(folder)
+        again = write(folder, resume=begun or finished)
+        assert again is not None and again.digest == whole.digest, f"killed at step {killed_at}"
+        assert sorted(again.files.store.sizes()) == sorted(whole.files.store.sizes()), f"killed at step {killed_at}"
+    assert killed_at > 40, "the steps were not counted"
+    assert os.WEXITSTATUS(status) == 0
+
+
+def test_whole_shards_are_kept(engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resuming redoes what is missing and nothing else."""
+    made: list[int] = []
+    original = ShardMaker.make
+
+    def counting(self: ShardMaker, number: int, *rest: Any) -> Any:
+        made.append(number)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return original(self, number, *rest)
+
+    monkeypatch.setattr(ShardMaker, "make", counting)
+    with pytest.raises(KeyboardInterrupt):
+        write_dump(engine, planned(), tmp_path)
+    assert made == [0, 1, 2] and not list(tmp_path.glob("lock-*")), "the lock is given back"
+    with pytest.raises(UnfinishedDump, match="resume"):
+        Dump.open(tmp_path)
+    (tmp_path / "shard-00001.safetensors").write_bytes(b"half")
+    assert write_dump(engine, planned(), tmp_path, resume=True) is not None
+    assert made == [0, 1, 2, 1, 2], "shard 0 was kept, shard 1 failed its hash"
+
+
+@pytest.mark.parametrize("room", [0, 5_000, 60_000, 150_000])
+def test_disk_full(
+    engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """A clear error, no half file under its own name, and a dump that resumes once there is room."""
+    left = room
+    original = HashingFile.write
+
+    def limited(self: HashingFile, data: Any) -> int:
+        nonlocal left
+        left -= memoryview(data).nbytes
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(self, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HashingFile, "write", limited)
+        with pytest.raises(DumpWriteFailed, match=r"No space left on device.*resume"):
+            write_dump(engine, planned(), tmp_path)
+    assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob("lock-*"))
+    for shard in tmp_path.glob("part-*.json"):
+        assert json.loads(shard.read_text())["shard"]["bytes"] == (tmp_path / shard.name.replace("part", "shard").replace(
+            "json", "safetensors")).stat().st_size  # fmt: skip
+    resumed = write_dump(engine, planned(), tmp_path, resume=True)
+    assert resumed is not None and resumed.digest == reference.digest
+
+
+def test_real_limit_on_files(engine: Engine, planned: Planned, tmp_path: Path) -> None:
+    """The kernel itself refuses to write on: the same clear error."""
+    import resource
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        try:
+            write_dump(engine, planned(), tmp_path)
+        except DumpWriteFailed as error:
+            assert "too large" in str(error)
+            os._exit(7)
+
+    assert os.WEXITSTATUS(in_child(work)) == 7
+    assert not list(tmp_path.glob("*.tmp"))
+    assert write_dump(engine, planned(), tmp_path, resume=True) is not None
+
+
+def test_existing_dumps_are_not_overwritten(engine: Engine, planned: Planned, copy: Path) -> None:
+    with pytest.raises(DumpExists, match="a finished dump"):
+        write_dump(engine, planned(), copy)
+    with pytest.raises(OtherPlan, match="max_new"):
+        write_dump(engine, planned(max_new=3), copy, resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_failure_before_the_first_shard_leaves_nothing(
+    engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    """So that the corrected plan can be written to the same place. A file of the user's stays."""
+
+    def fail(*_: object) -> None:
+        raise BadRequest("too long")
+
+    for folder in (tmp_path / "new", tmp_path / "old"):
+        if folder.name == "old":
+            folder.mkdir()
+            (folder / "notes.txt").write_text("mine")
+        with monkeypatch.context() as patch, pytest.raises(BadRequest, match="too long"):
+            patch.setattr(ShardMaker, "make", fail)
+            write_dump(engine, planned(), folder, resume=resume)
+    assert not (tmp_path / "new").exists() and [file.name for file in (tmp_path / "old").iterdir()] == ["notes.txt"]
+    assert write_dump(engine, planned(examples=5), tmp_path / "new") is not None
+
+
+def test_a_failure_after_the_first_shard_leaves_it(
+    engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: what is whole is kept, and so is the plan that it belongs to."""
+    make = ShardMaker.make
+
+    def fail_at_two(maker: ShardMaker, number: int, *rest: Any) -> Any:
+        if number == 2:
+            raise BadRequest("too long")
+        return make(maker, number, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(BadRequest, match="too long"):
+        patch.setattr(ShardMaker, "make", fail_at_two)
+        write_dump(engine, planned(), tmp_path)
+    assert (tmp_path / "plan.json").exists() and (tmp_path / "part-00000.json").exists()
+    with pytest.raises(DumpExists, match="delete the folder"):
+        write_dump(engine, planned(examples=5), tmp_path)
+    resumed = write_dump(engine, planned(), tmp_path, resume=True)
+    assert resumed is not None and resumed.digest == reference.digest
+
+
+def test_a_failed_repair_keeps_the_digest(
+    engine: Engine, planned: Planned, reference: Dump, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dump of which no shard is whole was still a dump: what it must come out as is not forgotten."""
+    for number in range(3):
+        flip_bit(copy / f"shard-{number:05d}.safetensors")
+
+    def fail(*_: object) -> None:
+        raise BadRequest("too long")
+
+    with monkeypatch.context() as patch, pytest.raises(BadRequest, match="too long"):
+        patch.setattr(ShardMaker, "make", fail)
+        write_dump(engine, planned(), copy, resume=True)
+    assert json.loads((copy / "plan.json").read_text())["digest"] == reference.digest
+
+
+def test_resume_with_other_options_or_weights(
+    engine: Engine, model: Decoder, tokenizer: WordTokenizer, planned: Planned, tmp_path: Path
+) -> None:
+    """An unfinished dump goes on with its own plan and its own weights only."""
+    assert write_dump(engine, planned(), tmp_path, part=(0, 2)) is None
+    with pytest.raises(DumpExists, match="an unfinished dump"):
+        write_dump(engine, planned(), tmp_path)
+    with pytest.raises(OtherPlan, match=r"drafter: tree here, lens there"):
+        write_dump(engine, planned(drafter="tree"), tmp_path, resume=True)
+    other = Decoder(model.config)
+    other.load_state_dict(model.state_dict())
+    other.requires_grad_(False).embed.view(-1).view(dtype=__import__("torch").int32)[7] ^= 1
+    changed = Engine(other, tokenizer)
+    with pytest.raises(OtherFingerprint, match="weights"):
+        write_dump(changed, planned(engine=changed), tmp_path, resume=True)
+
+
+def test_damaged_plan(engine: Engine, planned: Planned, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(BadDump, match="damaged"):
+        write_dump(engine, planned(), tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("lost", ["shard-00001.safetensors", "index.parquet"])
+def test_resume_repairs_a_finished_dump(engine: Engine, planned: Planned, reference: Dump, copy: Path, lost: str) -> None:
+    """A lost or damaged file of a finished dump is made again; the digest must be the old one."""
+    (copy / lost).unlink()
+    with pytest.raises(BadDump, match=f"{lost} is missing"):
+        Dump.open(copy)
+    repaired = write_dump(engine, planned(), copy, resume=True)
+    assert repaired is not None and repaired.digest == reference.digest
+    for name in reference.files.store.sizes():
+        assert (copy / name).read_bytes() == Path(reference.url, name).read_bytes(), name
+
+
+def test_two_repair_one_dump(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
+    """One has seen the damage; before it does anything about it, another repairs the dump and finishes it."""
+    flip_bit(copy / "shard-00000.safetensors")
+    maker, repaired = ShardMaker(engine, planned()), list[Dump | None]()
+
+    class Slow(dump_writer.DumpWriter):
+        def _is_whole(self, name: str, entry: Any) -> bool:
+            whole = super()._is_whole(name, entry)
+            if name == "index.parquet" and not repaired:  # the last that is looked at
+                repaired.append(write_dump(engine, planned(), copy, part=(0, 2), resume=True))
+            return whole
+
+    slow = Slow(copy, planned(), engine.fingerprint)
+    late = slow.write(maker.make, maker.sites, resume=True, part=(1, 2))
+    assert repaired[0] is not None and late is not None
+    assert Dump.open(copy).digest == reference.digest and sorted(late.files.store.sizes()) == sorted(
+        reference.files.store.sizes()
+    )
+
+
+def test_one_reopens_and_both_repair(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
+    """The dump is damaged in both parts' shards: the second finds it reopened, does its own, and finishes."""
+    for number in (0, 1):
+        flip_bit(copy / f"shard-{number:05d}.safetensors")
+    assert write_dump(engine, planned(), copy, part=(0, 2), resume=True) is None
+    done = write_dump(engine, planned(), copy, part=(1, 2), resume=True)
+    assert done is not None and done.digest == reference.digest
+
+
+def test_who_finds_another_finishing_waits_for_the_dump(
+    engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None would say that shards are missing; none are. Both writers get the dump."""
+    assert write_dump(engine, planned(), tmp_path, part=(0, 2)) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(dump_writer.DumpWriter, "finish", lambda self: None)
+        write_dump(engine, planned(), tmp_path, part=(1, 2))
+    merging, original, found = threading.Event(), dump_writer.DumpWriter._merge, list[Dump | None]()
+
+    def slowly(self: dump_writer.DumpWriter, parts: Any) -> None:
+        merging.set()
+        time.sleep(0.2)
+        original(self, parts)
+
+    monkeypatch.setattr(dump_writer.DumpWriter, "_merge", slowly)
+    writers = [dump_writer.DumpWriter(tmp_path, planned(), engine.fingerprint) for _ in range(2)]
+    first = threading.Thread(target=lambda: found.append(writers[0].finish()))
+    first.start()
+    assert merging.wait(60)
+    found.append(writers[1].finish())
+    first.join()
+    assert [dump.digest for dump in found if dump is not None] == [reference.digest] * 2
+
+
+def test_resume_of_a_whole_dump_does_nothing(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in copy.iterdir()}
+    found = write_dump(engine, planned(), copy, resume=True)
+    assert found is not None and found.digest == reference.digest
+    assert {path.name: path.stat().st_mtime_ns for path in copy.iterdir()} == before
+
+
+# ---- several writers ------------------------------------------------------------------------------------------------
+
+
+def test_second_writer_is_refused(engine: Engine, planned: Planned, tmp_path: Path) -> None:
+    """While one process writes, another is told who it is; when the first is killed, its lock is void."""
+    ready, go_on = multiprocessing.Pipe()
+    child = os.fork()
+    if not child:
+        tmp_path.mkdir(exist_ok=True)
+        with DumpLock(Store(tmp_path), lock_name((0, 1))):
+            go_on.send("locked")
+            time.sleep(60)
+        os._exit(0)
+    try:
+        assert ready.recv() == "locked"
+        for part in ((0, 1), (1, 3)):
+            with pytest.raises(DumpLocked, match=f"process {child}"):
+                write_dump(engine, planned(), tmp_path, part=part)
+        assert not (tmp_path / "plan.json").exists(), "the loser wrote nothing"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert (tmp_path / "lock-0-of-1").exists(), "killed, it could not clean up"
+    assert write_dump(engine, planned(), tmp_path) is not None
+    assert not list(tmp_path.glob("lock-*"))
+
+
+def test_race_for_one_folder(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
+    """Many start at once: one writes the dump, the others are refused by name, nothing is spoilt."""
+    children = []
+    for _ in range(5):
+        child = os.fork()
+        if not child:
+            try:
+                write_dump(engine, planned(), tmp_path)
+            except (DumpLocked, DumpExists):
+                os._exit(3)
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    endings = sorted(os.WEXITSTATUS(os.waitpid(child, 0)[1]) for child in children)
+    assert endings == [0, 3, 3, 3, 3]
+    assert Dump.open(tmp_path).digest == reference.digest
+
+
+def test_parts_make_one_dump(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
+    """Whoever writes the last shard finishes the dump; more parts than shards are fine; late comers find it done."""
+    for i in (2, 0, 3):
+        assert write_dump(engine, planned(), tmp_path, part=(i, 4), batch=i + 1) is None
+    last = write_dump(engine, planned(), tmp_path, part=(1, 4))
+    assert last is not None and last.digest == reference.digest
+    assert sorted(last.files.store.sizes()) == sorted(reference.files.store.sizes())
+    late = write_dump(engine, planned(), tmp_path, part=(3, 4))
+    assert late is not None and late.digest == reference.digest
+
+
+def test_resume_finishes_what_parts_left(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
+    """All shards there, the finish missing: `resume` does it without computing anything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dump_writer.DumpWriter, "finish", lambda self: None)
+        for i in range(2):
+            assert write_dump(engine, planned(), tmp_path, part=(i, 2)) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardMaker, "make", lambda *given: pytest.fail("nothing is missing"))
+        done = write_dump(engine, planned(), tmp_path, resume=True)
+    assert done is not None and done.digest == reference.digest
+
+
+@pytest.mark.parametrize("part", [(1, 1), (-1, 2), (0, 0)])
+def test_impossible_parts(engine: Engine, planned: Planned, tmp_path: Path, part: tuple[int, int]) -> None:
+    with pytest.raises(BadRequest, match="part"):
+        write_dump(engine, planned(), tmp_path, part=part)
+
+
+def test_three_processes(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
+    """Three parts at the same time, of which one is killed on the way and begun again: one of them finishes the dump."""
+
+    def begin(i: int) -> int:
+        child = os.fork()
+        if not child:
+            done = 1
+            try:
+                write_dump(engine, planned(), tmp_path, part=(i, 3), batch=i + 2)
+                done = 0
+            finally:
+                os._exit(done)
+        return child
+
+    children = [begin(i) for i in range(3)]
+    time.sleep(0.1)
+    os.kill(children[1], signal.SIGKILL)
+    os.waitpid(children[1], 0)
+    children[1] = begin(1)
+    assert [os.WEXITSTATUS(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+    dump = Dump.open(tmp_path)
+    assert (dump.digest, dump.accepted_digest) == (reference.digest, reference.accepted_digest)
+    assert sorted(dump.files.store.sizes()) == sorted(reference.files.store.sizes())
+
+
+# ---- the store ------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_never_shows_half_a_file(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.write("manifest.json", b"old")
+    with pytest.raises(RuntimeError), store.writing("manifest.json") as file:
+        file.write(b"ne")
+        assert (tmp_path / "manifest.json").read_bytes() == b"old"
+        raise RuntimeError
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"manifest.json": b"old"}
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "/etc/passwd", "", ".", "..", ".hidden", "UPPER", "a\\b", "x\n"])
+def test_names_stay_in_the_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadDump, match="not the name"):
+        Store(tmp_path).path(name)
+
+
+def test_create_is_exclusive(tmp_path: Path) -> None:
+    for store in (Store(tmp_path), Store("memory://create")):
+        assert store.create("plan.json", b"1") and not store.create("plan.json", b"2")
+        assert store.read("plan.json", 10) == b"1" and list(store.sizes()) == ["plan.json"]
+        store.remove("plan.json")
+
+
+def test_unwritable_folder(engine: Engine, planned: Planned, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DumpWriteFailed, match="cannot create"):
+        write_dump(engine, planned(), tmp_path / "file" / "below")
+
+
+def test_temporary_suffix_is_what_clean_up_looks_for(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), Store(tmp_path).writing("index.parquet"):
+        assert [path.name for path in tmp_path.iterdir()] == ["index.parquet" + dump_store.TEMPORARY]
+        raise RuntimeError

@@ -1,0 +1,94 @@
+"""Tuned lenses have one home: a lens that was not made known has one error, on plain models and on models that think."""
+
+import pytest
+import torch
+
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadRequest, BadTrace, OtherFingerprint
+from replaylens.engine.lens import readout, tuned
+from replaylens.engine.lens import tuned as tuned_lens
+from replaylens.engine.lens.tuned import TunedLens
+from replaylens.engine.model import weights
+from replaylens.engine.request.capture import LensSpec
+from tests.families import hugging_face
+from tests.toy_model import engine
+
+TEXT = "A coin's state is heads. Alice flips. What's the state? A:"
+models = pytest.mark.parametrize("name", ["coin-plain", "coin-thinking"])
+
+
+def lens_for(subject: Engine) -> TunedLens:
+    c = subject.config
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(c.num_layers, c.d_model, c.d_model, generator=generator) * 0.02
+    return TunedLens(weight, torch.zeros(c.num_layers, c.d_model), tuned.unembed_hash(subject.model))
+
+
+@models
+def test_a_lens_that_was_not_made_known_is_named(name: str) -> None:
+    """Before anything is computed; nothing is left of the prompt, and the engine goes on."""
+    knows, subject = Engine.load(name), Engine.load(name, record=True)
+    capture = knows.capture_spec("Z", lens=lens_for(knows))
+    free, events = subject.runner.pool.num_free, len(subject.trace.events)
+    plant = getattr(subject, "_thought_along", subject._planted)
+    extra = (None, None) if name == "coin-thinking" else ()
+    with pytest.raises(BadRequest, match=r"does not have the tuned lens .*\. Add it with engine\.capture_spec"):
+        plant([TEXT], capture, (), (), *extra)
+    assert subject.loop.lanes == {} and subject.tree.roots() == [] and subject.loop.jobs == []
+    assert (subject.runner.pool.num_free, len(subject.trace.events)) == (free, events)
+    subject.check_integrity()
+    assert subject.prompt(TEXT, sites="Z", lens=lens_for(subject)).activations["Z.kl"].shape[1] == subject.config.num_layers + 1
+
+
+@models
+def test_a_trace_through_a_lens_that_was_not_made_known_is_named(name: str) -> None:
+    recorded, other, knows = Engine.load(name, record=True), Engine.load(name), Engine.load(name)
+    branch = recorded.prompt(TEXT, sites="Z", lens=lens_for(recorded))
+    with pytest.raises(BadTrace, match="Add it with"):
+        other.replay_trace(recorded.trace)
+    knows.capture_spec("Z", lens=lens_for(knows))
+    again = knows.replay_trace(recorded.trace)[branch.id]
+    assert torch.equal(again.activations["Z.kl"], branch.activations["Z.kl"])
+
+
+@models
+def test_a_lens_changes_what_is_read_and_not_the_path(name: str) -> None:
+    subject = Engine.load(name)
+    plain, read = subject.prompt(TEXT, sites="Z"), subject.prompt(TEXT, sites="Z", lens=lens_for(subject))
+    assert torch.equal(plain.kv(), read.kv()) and plain.tokens == read.tokens
+    assert not torch.equal(plain.activations["Z.kl"], read.activations["Z.kl"])
+    assert torch.equal(plain.activations["Z.entropy"][:, -1], read.activations["Z.entropy"][:, -1])
+
+
+def test_a_lens_of_another_model_is_refused_and_not_kept() -> None:
+    subject, other = engine(), Engine.load("coin-plain")
+    lens = lens_for(other)
+    with pytest.raises(OtherFingerprint, match="another unembedding"):
+        subject.capture_spec("Z", lens=lens)
+    with pytest.raises(BadRequest, match="Add it with"):
+        subject.lenses.of(other.capture_spec("Z", lens=lens).lens)
+
+
+def test_a_single_row_has_the_statistics_that_it_has_among_others() -> None:
+    """On two threads the library would split the sum of a single row, and round otherwise."""
+    log_p = (torch.randn(24, 1, 49152, generator=torch.Generator().manual_seed(0)) * 3).log_softmax(-1)
+    spec, threads = LensSpec((), top_k=1), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        whole = readout.statistics(spec, log_p, [3] * 24)
+        for i in range(24):
+            alone = readout.statistics(spec, log_p[i : i + 1], [3])
+            assert all(torch.equal(alone[name], whole[name][i : i + 1]) for name in whole)
+        p = log_p.exp()
+        split = [torch.equal((p[i : i + 1] * log_p[i : i + 1]).sum(-1), (p * log_p).sum(-1)[i : i + 1]) for i in range(24)]
+        assert not all(split), "the control: summed alone, rows do differ"
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_tuned_lens_of_a_model_in_bfloat16() -> None:
+    model = weights.load(hugging_face("llama"), torch.bfloat16)
+    rows = torch.randn(40, 4, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    lens = tuned_lens.train(model, rows, steps=3)
+    assert lens.weight.dtype == torch.float32 and lens.require(model) is lens
+    assert lens.translate(rows).dtype == torch.bfloat16

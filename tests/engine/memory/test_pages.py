@@ -1,0 +1,422 @@
+"""`PagePool` against a naive model that writes real contents into simulated pages, and each fault found by name."""
+
+import statistics
+import time
+from collections import Counter
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from replaylens.engine.errors import BadPage, BadPoolSize, BadRange, ClosedTable, IntegrityError, OutOfPages
+from replaylens.engine.memory.pages import NULL_PAGE, PageCopy, PagePool, PageTable
+
+ZERO, POISON = 0, -1
+
+
+class Memory:
+    """The slots of all pages. A free page is poisoned, so that reading one that was freed too early shows."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.slots = [ZERO] * pool.page_size + [POISON] * (pool.num_pages * pool.page_size)
+
+    def carry_out(self, copies: list[PageCopy]) -> None:
+        size = self.pool.page_size
+        for copy in copies:
+            for offset in range(copy.num_slots):
+                self.slots[copy.target * size + offset] = self.slots[copy.source * size + offset]
+
+    def write(self, table: PageTable, start: int, contents: list[int]) -> None:
+        for slot, content in zip(self.pool.slots(table, start, start + len(contents)), contents, strict=True):
+            self.slots[slot] = content
+
+    def read(self, table: PageTable) -> list[int]:
+        return [self.slots[self.pool.slot(table, position)] for position in range(table.length)]
+
+    def poison_free_pages(self) -> None:
+        size = self.pool.page_size
+        for page in range(1, self.pool.num_pages + 1):
+            if self.pool.refcount(page) == 0:
+                self.slots[page * size : (page + 1) * size] = [POISON] * size
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Every table must read back exactly what was written through it, whatever the others do."""
+
+    @initialize(num_pages=st.integers(1, 12), page_size=st.integers(1, 4))
+    def begin(self, num_pages: int, page_size: int) -> None:
+        self.pool = PagePool(num_pages, page_size)
+        self.memory = Memory(self.pool)
+        self.tables: list[tuple[PageTable, list[int]]] = []
+        self.retained: list[tuple[int, list[int]]] = []
+        self.next_content = 1
+
+    def pick(self, data: st.DataObject) -> tuple[PageTable, list[int]]:
+        return data.draw(st.sampled_from(self.tables))
+
+    def state(self) -> tuple[object, ...]:
+        tables = [(list(table.pages), table.length, table.closed) for table, _ in self.tables]
+        return tables, list(self.pool._refcounts), list(self.pool._free)
+
+    def owners(self) -> Counter[int]:
+        return Counter([page for table, _ in self.tables for page in table.pages] + [page for page, _ in self.retained])
+
+    @precondition(lambda self: len(self.tables) < 6)
+    @rule()
+    def new(self) -> None:
+        self.tables.append((PageTable(), []))
+
+    @precondition(lambda self: 0 < len(self.tables) < 6)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        table, contents = self.pick(data)
+        length = data.draw(st.none() | st.integers(0, len(contents)))
+        num_free = self.pool.num_free
+        child = self.pool.fork(table, length)
+        assert self.pool.num_free == num_free
+        self.tables.append((child, contents[:length]))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        table, contents = self.pick(data)
+        start = data.draw(st.integers(0, len(contents)))
+        end = start + data.draw(st.integers(0, 3 * self.pool.page_size))
+        touched = {position // self.pool.page_size for position in range(start, end)}
+        owners = self.owners()
+        needed = sum(index >= len(table.pages) or owners[table.pages[index]] > 1 for index in touched)
+        before = self.state()
+        assert self.pool.num_needed(table, start, end) == needed
+        if needed > self.pool.num_free:
+            with pytest.raises(OutOfPages) as caught:
+                self.pool.reserve(table, start, end)
+            assert (caught.value.needed, caught.value.free) == (needed, self.pool.num_free)
+            assert self.state() == before
+            return
+        self.memory.carry_out(self.pool.reserve(table, start, end))
+        new = list(range(self.next_content, self.next_content + end - start))
+        self.next_content += len(new)
+        self.memory.write(table, start, new)
+        contents[start:end] = new
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        table, contents = self.pick(data)
+        length = data.draw(st.integers(0, len(contents)))
+        self.pool.truncate(table, length)
+        del contents[length:]
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        table, _ = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.pool.release(table)
+        before = self.state()
+        with pytest.raises(ClosedTable):
+            self.pool.release(table)
+        assert self.state() == before and (table.pages, table.length) == ([], 0)
+
+    @precondition(lambda self: any(len(contents) >= self.pool.page_size for _, contents in self.tables))
+    @rule(data=st.data())
+    def retain(self, data: st.DataObject) -> None:
+        table, contents = data.draw(st.sampled_from([pair for pair in self.tables if len(pair[1]) >= self.pool.page_size]))
+        index = data.draw(st.integers(0, len(contents) // self.pool.page_size - 1))
+        self.pool.retain(table.pages[index])
+        whole = contents[index * self.pool.page_size : (index + 1) * self.pool.page_size]
+        self.retained.append((table.pages[index], whole))
+
+    @precondition(lambda self: self.retained)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        page, _ = self.retained.pop(data.draw(st.integers(0, len(self.retained) - 1)))
+        self.pool.drop(page)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def refuse(self, data: st.DataObject) -> None:
+        table, contents = self.pick(data)
+        before, beyond = self.state(), len(contents) + data.draw(st.integers(1, 9))
+        for call in (
+            lambda: self.pool.reserve(table, beyond, beyond + 1),
+            lambda: self.pool.reserve(table, -1, 1),
+            lambda: self.pool.reserve(table, 1, 0),
+            lambda: self.pool.truncate(table, beyond),
+            lambda: self.pool.truncate(table, -1),
+            lambda: self.pool.fork(table, beyond),
+            lambda: self.pool.slot(table, len(contents)),
+            lambda: self.pool.slot(table, -1),
+            lambda: self.pool.slots(table, 0, beyond),
+        ):
+            with pytest.raises(BadRange):
+                call()
+        assert self.state() == before
+
+    @invariant()
+    def all_read_back(self) -> None:
+        self.memory.poison_free_pages()
+        size = self.pool.page_size
+        for table, contents in self.tables:
+            assert self.memory.read(table) == contents
+        for page, whole in self.retained:
+            assert self.memory.slots[page * size : (page + 1) * size] == whole
+        assert self.memory.slots[:size] == [ZERO] * size
+        numbers = self.pool.check_integrity([table for table, _ in self.tables], [page for page, _ in self.retained])
+        assert numbers.num_free == self.pool.num_pages - len(self.owners())
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def filled(pool: PagePool, length: int) -> PageTable:
+    table = PageTable()
+    assert pool.reserve(table, 0, length) == []
+    return table
+
+
+# What `reserve` asks to be copied
+
+
+def test_a_fresh_table_takes_the_lowest_pages_and_copies_nothing() -> None:
+    pool = PagePool(5, 4)
+    table = filled(pool, 9)
+    assert (table.pages, table.length, pool.num_free) == ([1, 2, 3], 9, 2)
+
+
+def test_a_shared_tail_is_copied_up_to_start_only() -> None:
+    pool = PagePool(5, 4)
+    table = filled(pool, 7)
+    child = pool.fork(table)
+    assert pool.reserve(child, 6, 8) == [PageCopy(source=2, target=3, num_slots=2)]  # position 6 is overwritten
+    assert (child.pages, child.length, table.pages, table.length) == ([1, 3], 8, [1, 2], 7)
+    assert pool.reserve(table, 7, 8) == []  # the last owner writes in place
+
+
+def test_a_wholly_overwritten_shared_page_is_replaced_without_a_copy() -> None:
+    pool = PagePool(6, 4)
+    table = filled(pool, 8)
+    child = pool.fork(table)
+    assert pool.reserve(child, 4, 8) == []
+    assert child.pages == [1, 3]
+
+
+def test_what_lies_behind_the_range_is_carried_too() -> None:
+    pool = PagePool(6, 4)
+    table = filled(pool, 7)
+    child = pool.fork(table)
+    assert pool.reserve(child, 4, 5) == [PageCopy(2, 3, 3)]
+    assert child.length == 7
+
+
+def test_an_empty_range_touches_nothing() -> None:
+    pool = PagePool(1, 4)
+    table = filled(pool, 4)
+    child = pool.fork(table)
+    assert pool.reserve(child, 4, 4) == pool.reserve(child, 2, 2) == []
+    assert child.pages == table.pages
+
+
+def test_lengths_always_fit_the_pages() -> None:
+    pool = PagePool(4, 4)
+    table = filled(pool, 5)
+    pool.truncate(table, 4)  # exactly at a page's end: the second page goes
+    assert (table.pages, pool.num_free) == ([1], 3)
+    pool.truncate(table, 0)
+    assert (table.pages, table.length, table.closed, pool.num_free) == ([], 0, False, 4)
+
+
+def test_freed_pages_come_back_lowest_first_whatever_the_order_of_freeing() -> None:
+    for order in ([0, 1, 2], [2, 0, 1]):
+        pool = PagePool(3, 1)
+        tables = [filled(pool, 1) for _ in range(3)]
+        for index in order:
+            pool.release(tables[index])
+        assert filled(pool, 3).pages == [1, 2, 3]
+
+
+def test_out_of_pages_counts_copies_and_says_what_to_do() -> None:
+    pool = PagePool(3, 2)
+    table = filled(pool, 5)
+    child = pool.fork(table)
+    with pytest.raises(OutOfPages, match="1 pages needed, 0 of 3 free: evict"):
+        pool.reserve(child, 5, 6)
+    pool.check_integrity([table, child])
+    pool.release(child)
+    assert pool.reserve(table, 5, 6) == []
+
+
+@pytest.mark.parametrize("num_pages, page_size", [(0, 16), (-1, 16), (4, 0)])
+def test_a_pool_without_pages_is_refused(num_pages: int, page_size: int) -> None:
+    with pytest.raises(BadPoolSize, match="at least 1"):
+        PagePool(num_pages, page_size)
+
+
+def test_a_released_table_is_of_no_use() -> None:
+    pool = PagePool(3, 2)
+    table = filled(pool, 3)
+    pool.release(table)
+    for call in (pool.fork, pool.release, lambda t: pool.reserve(t, 0, 1), lambda t: pool.truncate(t, 0)):
+        with pytest.raises(ClosedTable):
+            call(table)
+
+
+def test_share_must_fit() -> None:
+    pool = PagePool(3, 2)
+    table = filled(pool, 4)
+    for length in (2, 5, -1):
+        with pytest.raises(BadRange):
+            pool.share(table.pages, length)
+
+
+# Bugs that others hit
+
+
+def test_a_zeroed_table_entry_never_looks_like_a_page() -> None:
+    pool = PagePool(4, 2)
+    table = filled(pool, 6)
+    table.pages[1] = 0
+    for call in (pool.release, pool.fork, lambda t: pool.reserve(t, 2, 4), lambda t: pool.truncate(t, 1)):
+        with pytest.raises(BadPage, match="null page"):
+            call(table)
+    with pytest.raises(IntegrityError, match="Table 0: entry 1 is page 0"):
+        pool.check_integrity([table])
+    table.pages[1] = 2
+    pool.check_integrity([table])  # nothing was freed on the way
+    assert NULL_PAGE not in filled(pool, 2).pages
+
+
+def test_reads_and_writes_use_one_translation() -> None:
+    pool = PagePool(8, 4)
+    first = filled(pool, 4)
+    table = filled(pool, 6)
+    pool.reserve(first, 4, 8)
+    pool.reserve(table, 6, 11)
+    assert table.pages == [2, 3, 5]  # not contiguous
+    assert pool.slots(table, 3, 10) == [pool.slot(table, position) for position in range(3, 10)]
+    assert pool.slots(table, 3, 10) == [11, 12, 13, 14, 15, 20, 21]
+    assert pool.slots(table, 5, 5) == []
+
+
+def test_the_others_keep_their_length_when_one_is_rolled_back() -> None:
+    pool = PagePool(20, 4)
+    tables = [filled(pool, length) for length in (7, 8, 9)]
+    pool.truncate(tables[1], 5)
+    pool.truncate(tables[2], 9)  # all accepted: nothing to cut, not even one
+    assert [table.length for table in tables] == [7, 5, 9]
+    assert [len(table.pages) for table in tables] == [2, 2, 3]
+    pool.check_integrity(tables)
+
+
+def test_a_rolled_back_bonus_token_leaves_no_kv() -> None:
+    pool = PagePool(6, 4)
+    memory, table = Memory(pool), filled(pool, 9)
+    memory.write(table, 0, list(range(1, 10)))  # the bonus token is 9, alone on its page
+    pool.truncate(table, 8)
+    assert (len(table.pages), pool.num_free) == (2, 4)
+    with pytest.raises(BadRange):
+        pool.slot(table, 8)
+    pool.truncate(table, 7)  # now one in the middle of a page
+    child = pool.fork(table)
+    [copy] = pool.reserve(child, 7, 8)
+    assert copy.num_slots == 3  # what was rolled back is not carried along
+
+
+def test_a_page_cannot_be_freed_twice() -> None:
+    pool = PagePool(3, 2)
+    table = filled(pool, 2)
+    page = table.pages[0]
+    pool.retain(page)
+    pool.release(table)
+    pool.drop(page)
+    for call in (pool.drop, pool.retain):
+        for bad in (page, NULL_PAGE, 4, -1):
+            with pytest.raises(BadPage):
+                call(bad)
+    assert str(pool.check_integrity([])) == (
+        "pool: 3 pages of 2 = 3 free + 0 used (0 shared); references: 0 from 0 tables of 0 positions + 0 retained"
+    )
+
+
+# Faults of our own are found and named
+
+
+def faulty(pool: PagePool, table: PageTable, fault: str) -> None:
+    if fault == "count up":
+        pool._refcounts[2] += 1
+    elif fault == "count down":
+        pool._refcounts[2] = 0
+    elif fault == "null owned":
+        pool._refcounts[0] = 1
+    elif fault == "free used":
+        pool._free.append(2)
+    elif fault == "free twice":
+        pool._free.append(6)
+    elif fault == "free null":
+        pool._free.append(0)
+    elif fault == "leak":
+        pool._free.remove(6)
+    elif fault == "swap in":
+        table.pages[0] = 5
+    elif fault == "outside":
+        table.pages[0] = 7
+    elif fault == "twice":
+        table.pages[0] = 2
+    elif fault == "length":
+        table.length -= 2
+    elif fault == "closed":
+        table.closed = True
+
+
+@pytest.mark.parametrize(
+    "fault, text",
+    [
+        ("count up", "Page 2: reference count 2, but 1 references found"),
+        ("count down", "Free list: page 2 has reference count 0 but is not listed"),
+        ("null owned", "The null page 0 has 1 references"),
+        ("free used", "Free list: page 2 has reference count 1"),
+        ("free twice", "Free list: page 6 occurs 2 times"),
+        ("free null", "Free list: page 0 is outside 1..6"),
+        ("leak", "Free list: page 6 has reference count 0 but is not listed"),
+        ("swap in", "Page 1: reference count 1, but 0 references found"),
+        ("outside", "Table 0: entry 0 is page 7, outside 1..6"),
+        ("twice", "Table 0: page 2 occurs 2 times"),
+        ("length", "Table 0: length 3 with 3 pages of 2"),
+        ("closed", "Table 0 is closed but has 3 pages and length 5"),
+    ],
+)
+def test_a_fault_is_named(fault: str, text: str) -> None:
+    pool = PagePool(6, 2)
+    table, other = filled(pool, 5), filled(pool, 3)
+    pool.check_integrity([table, other])
+    faulty(pool, table, fault)
+    with pytest.raises(IntegrityError, match=text):
+        pool.check_integrity([table, other])
+
+
+def test_a_forgotten_table_or_retainer_is_found() -> None:
+    pool = PagePool(4, 2)
+    table = filled(pool, 4)
+    pool.retain(1)
+    pool.check_integrity([table], retained=[1])
+    with pytest.raises(IntegrityError, match="Page 1: reference count 2, but 1"):
+        pool.check_integrity([table])
+    with pytest.raises(IntegrityError, match="Page 1: reference count 2, but 1"):
+        pool.check_integrity([], retained=[1])
+
+
+def test_fork_of_4k_positions_copies_no_page_and_is_quick() -> None:
+    pool = PagePool(600, 16)
+    table = filled(pool, 4096 + 5)
+    num_free, seconds, children = pool.num_free, [], []
+    for _ in range(51):
+        begin = time.perf_counter()
+        children.append(pool.fork(table))
+        seconds.append(time.perf_counter() - begin)
+    assert pool.num_free == num_free
+    assert all(child.pages == table.pages for child in children)
+    assert statistics.median(seconds) < 0.005
+    [copy] = pool.reserve(children[0], 4101, 4102)  # only the tail page, when it is written to
+    assert copy.num_slots == 5

@@ -1,0 +1,322 @@
+"""`PrefixIndex`: the right pages or none, whatever the hash does; eviction that frees; faults found by name."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from replaylens.engine.errors import BadRange, IntegrityError, OutOfPages
+from replaylens.engine.memory import prefix
+from replaylens.engine.memory.pages import PagePool, PageTable
+from replaylens.engine.memory.prefix import PrefixIndex, chain_key, root_key
+
+SIZE = 2
+Path = tuple[tuple[tuple[int, ...], bytes], ...]
+
+
+def path_of(tokens: list[int], edit_keys: list[bytes] | None, num_pages: int) -> Path:
+    """All that the bits of page num_pages - 1 depend on."""
+    keys = edit_keys or [b""] * num_pages
+    return tuple((tuple(tokens[i * SIZE : (i + 1) * SIZE]), keys[i]) for i in range(num_pages))
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """Requests come and go. `contents` says for which path each page was really computed."""
+
+    hash_bytes = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(prefix, "chain_key", lambda *args: chain_key(*args)[: self.hash_bytes])
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+    @initialize()
+    def begin(self) -> None:
+        self.pool = PagePool(14, SIZE)
+        self.index = PrefixIndex(self.pool, b"fingerprint")
+        self.tables: list[PageTable] = []
+        self.contents: dict[int, Path] = {}
+        self.indexed: dict[Path, int] = {}  # what an index with a perfect hash holds: path -> last use
+        self.clock = 0
+
+    def expected(self, tokens: list[int], edits: list[bytes] | None, limit: int) -> int:
+        num_pages = 0
+        while (num_pages + 1) * SIZE <= limit and path_of(tokens, edits, num_pages + 1) in self.indexed:
+            num_pages += 1
+        return num_pages
+
+    def touch(self, tokens: list[int], edits: list[bytes] | None, num_pages: int) -> None:
+        self.clock += 1
+        for number in range(1, num_pages + 1):
+            self.indexed[path_of(tokens, edits, number)] = self.clock
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        edits=st.none() | st.lists(st.sampled_from([b"", b"e"]), min_size=5, max_size=5),
+        cut=st.integers(0, 3),
+    )
+    def request(self, tokens: list[int], edits: list[bytes] | None, cut: int) -> None:
+        """Adopt what there is, compute the rest, offer it: what the engine does with a prompt."""
+        table = self.index.adopt(tokens, edits, limit=len(tokens) - 1)
+        num_adopted = self.expected(tokens, edits, len(tokens) - 1)
+        assert [self.contents[page] for page in table.pages] == [
+            path_of(tokens, edits, number + 1) for number in range(len(table.pages))
+        ]
+        if self.hash_bytes == 32:
+            assert table.length == num_adopted * SIZE
+        self.touch(tokens, edits, table.length // SIZE)
+        try:
+            assert self.pool.reserve(table, table.length, len(tokens)) == []  # only whole pages are shared
+        except OutOfPages:
+            return self.pool.release(table)
+        self.tables.append(table)
+        for number in range(len(tokens) // SIZE):
+            if table.pages[number] not in self.index.pages():
+                self.contents[table.pages[number]] = path_of(tokens, edits, number + 1)
+        upto = max(0, len(tokens) - cut)
+        num_new = self.index.offer(table, tokens, upto, edits)
+        if self.hash_bytes == 32:
+            assert num_new == upto // SIZE - self.expected(tokens, edits, upto)
+            self.touch(tokens, edits, upto // SIZE)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.pool.release(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
+
+    @rule(num_pages=st.integers(-1, 6))
+    def evict(self, num_pages: int) -> None:
+        before, held = self.pool.num_free, {page for table in self.tables for page in table.pages}
+        page_of = {self.contents[page]: page for page in self.index.pages()}
+        num_freed = self.index.evict(num_pages)
+        assert self.pool.num_free - before == num_freed <= max(0, num_pages)
+        if num_freed < num_pages:  # nothing is left that could be freed
+            assert all(entry.page in held or entry.num_children for entry in self.index._entries.values())
+        if self.hash_bytes == 32:
+            for _ in range(num_freed):
+                leaves = [path for path in self.indexed if not any(path == other[:-1] for other in self.indexed)]
+                oldest = min((self.indexed[path], path) for path in leaves if page_of[path] not in held)
+                del self.indexed[oldest[1]]
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        self.indexed.clear()
+        assert len(self.index) == 0
+
+    @invariant()
+    def consistent(self) -> None:
+        numbers = self.index.check_integrity()
+        assert numbers.num_entries == len(self.index) == len(set(self.index.pages()))
+        self.pool.check_integrity(self.tables, retained=self.index.pages())
+        if self.hash_bytes == 32:
+            assert {self.contents[page] for page in self.index.pages()} == set(self.indexed)
+
+
+class OneBitHash(PrefixMachine):
+    """Half of all pages collide."""
+
+    hash_bytes = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch.setattr(prefix, "chain_key", lambda *args: bytes([chain_key(*args)[0] & 1]))
+
+
+class NoHash(PrefixMachine):
+    """All pages collide."""
+
+    hash_bytes = 0
+
+
+TestPrefix = PrefixMachine.TestCase
+TestOneBitHash = OneBitHash.TestCase
+TestNoHash = NoHash.TestCase
+TestPrefix.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestOneBitHash.settings = TestNoHash.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def indexed(index: PrefixIndex, tokens: list[int], edit_keys: list[bytes] | None = None, keep: bool = False) -> PageTable:
+    """Offer freshly computed pages of `tokens`; release the table unless told to keep it."""
+    table = PageTable()
+    index.pool.reserve(table, 0, len(tokens))
+    index.offer(table, tokens, len(tokens), edit_keys)
+    if not keep:
+        index.pool.release(table)
+    return table
+
+
+def test_whole_pages_within_the_limit() -> None:
+    index = PrefixIndex(PagePool(8, 4), b"salt")
+    indexed(index, list(range(10)))
+    assert index.match(list(range(10))) == [1, 2]  # positions 8 and 9 fill no page
+    assert index.match(list(range(8)), limit=7) == [1]
+    assert index.match([0, 1, 2, 3, 4, 5, 6, 99, 8]) == [1]
+    assert index.match([1, 2, 3, 4]) == index.match([]) == index.match(list(range(8)), limit=0) == []
+    assert index.match([4, 5, 6, 7]) == []  # the same tokens, but not at the beginning
+    assert str(index.check_integrity()) == ("prefix index: 2 pages on 1 paths, 2 not used elsewhere, 0 shared with tables")
+
+
+def test_adopted_pages_are_shared_and_never_written() -> None:
+    pool = PagePool(8, 4)
+    index = PrefixIndex(pool, b"salt")
+    indexed(index, list(range(8)))
+    table = index.adopt(list(range(9)), limit=8)
+    assert (table.pages, table.length, pool.refcount(1)) == ([1, 2], 8, 2)
+    assert pool.reserve(table, 8, 9) == []
+    pool.truncate(table, 6)
+    [copy] = pool.reserve(table, 6, 8)  # going back into a shared page takes a copy
+    assert copy.source == 2 and index.match(list(range(8))) == [1, 2]
+    pool.check_integrity([table], retained=index.pages())
+
+
+def test_the_first_of_two_equal_pages_stays() -> None:
+    pool = PagePool(8, 2)
+    index = PrefixIndex(pool, b"salt")
+    first, second = PageTable(), PageTable()
+    for table in (first, second):
+        pool.reserve(table, 0, 4)
+    assert index.offer(first, [1, 2, 3, 4], 2) == 1
+    assert index.offer(second, [1, 2, 3, 4], 4) == 1  # its second page is new, its first is not
+    assert index.match([1, 2, 3, 4]) == [first.pages[0], second.pages[1]]
+    pool.check_integrity([first, second], retained=index.pages())
+    index.check_integrity()
+
+
+def test_edits_and_salts_separate() -> None:
+    pool = PagePool(12, 2)
+    index, other = PrefixIndex(pool, b"salt"), PrefixIndex(pool, b"another fingerprint")
+    tokens = [1, 2, 3, 4]
+    indexed(index, tokens)
+    indexed(index, tokens, [b"", b"steer"])
+    indexed(index, tokens, [b"steer", b""])
+    assert index.match(tokens) == [1, 2]
+    assert index.match(tokens, [b"", b"steer"]) == [1, 4]  # shared up to the first edited page
+    assert index.match(tokens, [b"steer", b""]) == [2 + 1, 5]  # an edit separates all pages after it
+    assert index.match(tokens, [b"other", b""]) == other.match(tokens) == []
+    with pytest.raises(BadRange, match="1 edit keys for 2 whole pages"):
+        index.match(tokens, [b""])
+
+
+def test_keys_do_not_run_together() -> None:
+    key = root_key(b"salt")
+    keys = {
+        chain_key(key, [1, 2], b""),
+        chain_key(key, [2, 1], b""),
+        chain_key(key, [1, 2], b"\0"),
+        chain_key(key, [1, 2], b"\0" * 8),
+        chain_key(chain_key(key, [1, 2], b""), [1, 2], b""),
+        chain_key(root_key(b"tlas"), [1, 2], b""),
+    }
+    assert len(keys) == 6
+
+
+@pytest.mark.parametrize("constant", [b"", b"same"])
+def test_a_planted_collision_does_not_match(monkeypatch: pytest.MonkeyPatch, constant: bytes) -> None:
+    monkeypatch.setattr(prefix, "chain_key", lambda *_: constant)
+    monkeypatch.setattr(prefix, "root_key", lambda *_: constant)
+    pool = PagePool(12, 2)
+    index = PrefixIndex(pool, b"salt")
+    indexed(index, [1, 2, 1, 2])
+    assert index.match([1, 2]) == [1]
+    assert index.match([1, 2, 1, 2]) == [1]  # the second page has the same hash and tokens, yet another past
+    assert index.match([3, 4]) == index.match([1, 2], [b"edit"]) == []
+    assert index.adopt([3, 4]).pages == []
+    indexed(index, [3, 4])  # finds the place taken
+    assert index.match([3, 4]) == [] and len(index) == 1
+    pool.check_integrity([], retained=index.pages())
+    index.check_integrity()
+
+
+def test_eviction_takes_the_least_recently_used_leaf_and_never_a_parent() -> None:
+    pool = PagePool(10, 2)
+    index = PrefixIndex(pool, b"salt")
+    indexed(index, [1, 1, 2, 2, 3, 3])  # pages 1 2 3
+    indexed(index, [1, 1, 4, 4])  # page 1 again, and a leaf of its own
+    indexed(index, [5, 5])
+    pool.release(index.adopt([1, 1, 2, 2, 3, 3]))
+    free = pool.num_free
+    assert index.evict(1) == 1 and index.match([1, 1, 4, 4]) == [1]
+    assert index.evict(1) == 1 and index.match([5, 5]) == []
+    assert index.evict(2) == 2 and index.match([1, 1, 2, 2, 3, 3]) == [1]
+    assert index.evict(9) == 1 and index.evict(1) == 0
+    assert pool.num_free == free + 5 == 10
+
+
+def test_eviction_leaves_what_others_use_and_counts_only_what_it_freed() -> None:
+    pool = PagePool(10, 2)
+    index = PrefixIndex(pool, b"salt")
+    table = indexed(index, [1, 1, 2, 2], keep=True)
+    indexed(index, [3, 3])
+    assert index.evict(5) == 1
+    assert index.match([1, 1, 2, 2]) == table.pages and pool.num_free == 8
+    pool.release(table)
+    assert index.evict(5) == 2 and pool.num_free == 10
+
+
+def test_out_of_pages_then_evict_then_go_on() -> None:
+    pool = PagePool(3, 2)
+    index = PrefixIndex(pool, b"salt")
+    indexed(index, [1, 1, 2, 2, 3, 3])
+    table = PageTable()
+    with pytest.raises(OutOfPages) as caught:
+        pool.reserve(table, 0, 4)
+    index.evict(caught.value.needed - caught.value.free)
+    assert pool.reserve(table, 0, 4) == [] and index.match([1, 1, 2, 2]) == [1]
+
+
+def test_clear_gives_everything_back() -> None:
+    pool = PagePool(6, 2)
+    index = PrefixIndex(pool, b"salt")
+    table = indexed(index, [1, 1, 2, 2], keep=True)
+    index.clear()
+    assert index.match([1, 1, 2, 2]) == [] and pool.num_free == 4
+    pool.check_integrity([table])
+
+
+def test_bad_ranges() -> None:
+    pool = PagePool(6, 2)
+    index, table = PrefixIndex(pool, b"salt"), PageTable()
+    pool.reserve(table, 0, 4)
+    for tokens, upto in (([1] * 9, 5), ([1] * 3, 4), ([1] * 4, -1)):
+        with pytest.raises(BadRange, match="Cannot offer"):
+            index.offer(table, tokens, upto)
+    with pytest.raises(BadRange, match="limit is -1"):
+        index.match([1, 2], limit=-1)
+    assert len(index) == 0
+
+
+@pytest.mark.parametrize(
+    "fault, text",
+    [
+        ("tokens", r"\(page 2\): its tokens and edits do not hash to its key \(stale\)"),
+        ("edit", r"\(page 2\): its tokens and edits do not hash to its key \(stale\)"),
+        ("parent", r"\(page 2\): the entry before it, [0-9a-f]{8}, is gone"),
+        ("children", r"\(page 2\): 3 children counted, 1 found"),
+        ("page", r"\(page 1\): its page also belongs to entry [0-9a-f]{8}"),
+        ("freed", r"\(page 6\): its page is not in use"),
+    ],
+)
+def test_a_fault_is_named(fault: str, text: str) -> None:
+    pool = PagePool(6, 2)
+    index = PrefixIndex(pool, b"salt")
+    indexed(index, [1, 1, 2, 2, 3, 3])
+    index.check_integrity()
+    first, second, _ = index._entries.values()
+    if fault == "tokens":
+        second.tokens = (2, 9)
+    elif fault == "edit":
+        second.edit_key = b"edit"
+    elif fault == "parent":
+        del index._entries[first.key]
+    elif fault == "children":
+        second.num_children = 3
+    elif fault == "page":
+        second.page = 1
+    elif fault == "freed":
+        second.page = 6
+    with pytest.raises(IntegrityError, match=text):
+        index.check_integrity()

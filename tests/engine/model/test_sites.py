@@ -1,0 +1,313 @@
+"""Every site is the tensor that TransformerLens gives under the same name; taps see it, and may replace it."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import UnknownSite
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.sites import SiteTable, table
+from replaylens.engine.model.weights import load
+from replaylens.engine.thinking.sites import ThinkingSites
+from tests.engine.passes.packed import logits, sequences
+from tests.engine.replay.bridges import bridge
+from tests.families import NAMES, hugging_face
+
+TOLERANCE = 1e-5
+SEQUENCES, LENGTH = 2, 19
+"""longer than the windows; of equal lengths, since a pattern of ragged sequences is no tensor"""
+families = pytest.mark.parametrize("name", NAMES)
+NOT_IN_BRIDGE = {("neox", "hook_rot_q"), ("neox", "hook_rot_k")}
+"""(family, end of the site's name) that the bridge does not offer; checked through the pattern instead"""
+
+
+class Capture:
+    """A tap that keeps what it sees, in order."""
+
+    def __init__(self, *sites: str) -> None:
+        self.sites, self.seen = sites, dict[str, Tensor]()
+
+    def wants(self, site: str) -> bool:
+        return not self.sites or site in self.sites
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        self.seen[site] = value
+        return value
+
+
+class Replace(Capture):
+    """A tap that adds one to what flows through its site."""
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        self.seen[site] = value
+        return value + 1
+
+
+def tokens() -> list[Tensor]:
+    return sequences((LENGTH,) * SEQUENCES)
+
+
+@cache
+def decoder(name: str) -> Decoder:
+    return load(hugging_face(name))
+
+
+@cache
+def captured(name: str) -> dict[str, Tensor]:
+    """All our sites, in the order of the pass."""
+    tap = Capture()
+    logits(decoder(name), tokens(), tap)
+    return tap.seen
+
+
+@cache
+@torch.no_grad()
+def bridged(name: str) -> Any:
+    """The bridge's cache of the same tokens."""
+    return bridge(name).run_with_cache(torch.stack(tokens()))[1]
+
+
+def compare(name: str, site: str, known_as: str) -> float:
+    """Largest difference between our `site` and the bridge's `known_as`, brought into the bridge's shape."""
+    theirs: Tensor = bridged(name)[known_as]
+    ours = captured(name)[site].unflatten(0, (SEQUENCES, LENGTH))
+    if site.endswith("hook_pattern"):
+        ours = ours.transpose(1, 2)  # theirs: [sequence, head, query, key]
+    assert ours.numel() == theirs.numel(), f"{known_as}: {tuple(ours.shape)} against {tuple(theirs.shape)}"
+    return float((ours.reshape(theirs.shape) - theirs).abs().max())
+
+
+def in_bridge(name: str, site: str) -> bool:
+    return (name.split("-")[0], site.rsplit(".", 1)[-1]) not in NOT_IN_BRIDGE
+
+
+# Against TransformerLens
+
+
+@families
+def test_every_site_is_the_bridges(name: str) -> None:
+    """Each site of the table, S, T, C and all finer ones, equals the bridge's activation of that name."""
+    sites = [site for site in table(decoder(name).config).sites if in_bridge(name, site)]
+    wrong = {site: error for site in sites if not (error := compare(name, site, site)) < TOLERANCE}
+    assert wrong == {}
+
+
+@families
+def test_every_alias_is_the_bridges(name: str) -> None:
+    """A legacy name resolves to the site that holds what the bridge gives under that legacy name."""
+    sites = table(decoder(name).config)
+    aliases = [alias for site in sites.sites.values() for alias in site.aliases]
+    assert len(aliases) == len(set(aliases)) > 7 * decoder(name).config.num_layers
+    wrong = {a: error for a in aliases if not (error := compare(name, sites.resolve(a), a)) < TOLERANCE}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("letter, legacy", [("S", "hook_resid_pre"), ("T", "hook_attn_out"), ("C", "hook_mlp_out")])
+@families
+def test_letters_are_what_the_bridge_calls_them(name: str, letter: str, legacy: str) -> None:
+    """S, T and C of every layer, and the residual stream that leaves the last."""
+    sites = table(decoder(name).config)
+    last = decoder(name).config.num_layers - 1
+    names = [f"blocks.{layer}.{legacy}" for layer in range(last + 1)]
+    names += [f"blocks.{last}.hook_resid_post"] if letter == "S" else []
+    assert len(sites.letter(letter)) == len(names)
+    for site, known_as in zip(sites.letter(letter), names, strict=True):
+        assert compare(name, site, known_as) < TOLERANCE
+
+
+@families
+def test_oracle_tells_the_sites_apart(name: str) -> None:
+    """Negative control: no S, T or C site would pass for another one of them."""
+    sites = table(decoder(name).config)
+    names = [*sites.letter("S"), *sites.letter("T"), *sites.letter("C")]
+    for a in names:
+        assert [b for b in names if compare(name, a, b) < TOLERANCE] == [a]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3", "qwen2", "qwen3", "neox", "neox-sequential"])
+def test_rotated_q_and_k_give_the_bridges_pattern(name: str) -> None:
+    """Where the bridge has no rotated q and k (GPT-NeoX) they are checked by what follows: the pattern."""
+    config = decoder(name).config
+    assert config.rotary_dim and not config.windows and not config.attn_softcap  # the formula below has neither
+    for layer in range(config.num_layers):
+        q, k = (captured(name)[f"blocks.{layer}.attn.hook_rot_{x}"].unflatten(0, (SEQUENCES, LENGTH)) for x in "qk")
+        scores = torch.einsum("sqhd,skhd->shqk", q, k.repeat_interleave(config.group, dim=2)) * config.scale
+        future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        pattern = scores.masked_fill(future, float("-inf")).softmax(-1)
+        assert float((pattern - bridged(name)[f"blocks.{layer}.attn.hook_pattern"]).abs().max()) < TOLERANCE
+
+
+# The table
+
+
+@families
+def test_table_lists_what_a_pass_comes_by(name: str) -> None:
+    """The sites of the table, in its order, are those that a tap is shown, with the shapes that it says."""
+    sites = table(decoder(name).config)
+    assert sorted(sites.in_order()) == sorted(sites.sites) == sorted(captured(name))
+    names, lens = sites.select(list(captured(name)))
+    assert set(names) == set(captured(name)) and not lens
+    for site, value in captured(name).items():
+        keys = (LENGTH,) if site.endswith("hook_pattern") else ()
+        shape = sites.sites[site].shape
+        assert tuple(value.shape) == (SEQUENCES * LENGTH, *(shape[:-1] + keys if keys else shape)), site
+        assert sites.sites[site].layer == (int(site.split(".")[1]) if site.startswith("blocks.") else None)
+
+
+@families
+def test_letters_come_in_the_order_of_the_pass(name: str) -> None:
+    """What select gives is in the order in which a pass comes by."""
+    names, _ = table(decoder(name).config).select("STC")
+    seen = list(captured(name))
+    assert list(names) == sorted(names, key=seen.index)
+
+
+def llama() -> SiteTable:
+    return table(decoder("llama").config)
+
+
+def test_select_reads_all_spellings() -> None:
+    """Letters together or apart, names, aliases, strings and lists: the same sites, each once; Z is told apart."""
+    sites = llama()
+    assert sites.select("STCZ") == (sites.select("STC")[0], True)
+    assert sites.select("S,T") == sites.select("S T") == sites.select(["S", "T"]) == sites.select(("TS",))
+    assert sites.select("S,T")[0] == sites.select("ST")[0]
+    assert sites.select("Z") == ((), True)
+    assert sites.select("") == sites.select([]) == ((), False)
+    names, lens = sites.select(["C", "blocks.1.hook_mlp_out", "blocks.0.hook_resid_pre", "Z"])
+    assert names == ("blocks.0.hook_in", *(f"blocks.{layer}.mlp.hook_out" for layer in range(3))) and lens
+
+
+def test_gemma_writes_what_its_post_norms_give() -> None:
+    """With a norm after attention and MLP, T and C are what reaches the residual stream, not what enters the norm."""
+    sites = table(decoder("gemma2").config)
+    assert sites.letter("T") == [f"blocks.{layer}.ln1_post.hook_out" for layer in range(3)]
+    assert sites.letter("C") == [f"blocks.{layer}.ln2_post.hook_out" for layer in range(3)]
+    assert sites.sites["blocks.0.attn.hook_out"].aliases == ()
+    seen = captured("gemma2")
+    written = seen["blocks.0.hook_in"] + seen["blocks.0.ln1_post.hook_out"]
+    assert torch.equal(written, seen["blocks.0.ln2.hook_in"])
+
+
+@pytest.mark.parametrize(
+    "wrong, near",
+    [
+        ("blocks.0.hook_resid_prE", "blocks.0.hook_resid_pre"),
+        ("blocks.1.atn.hook_out", "blocks.1.attn.hook_out"),
+        ("blocks.0.mlp.hook_pst", "blocks.0.mlp.hook_post"),
+        ("blocks.3.hook_in", "blocks.2.hook_in"),  # no such layer
+        ("embed", "embed.hook_out"),
+    ],
+)
+def test_unknown_name_lists_the_nearest(wrong: str, near: str) -> None:
+    """A misspelt name is a KeyError whose text, not its repr, offers what was meant."""
+    for ask in (llama().resolve, llama().select):
+        with pytest.raises(KeyError) as caught:
+            ask(wrong)
+        assert isinstance(caught.value, UnknownSite)
+        assert str(caught.value).startswith(f"no site {wrong!r}") and near in str(caught.value)
+
+
+@pytest.mark.parametrize("letter", "STCZ")
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_letter_names_what_it_selects(letter: str, thinks: bool) -> None:
+    """`letter` and `select` agree for both kinds of model; thoughts have sites beside the layers' own."""
+    table = ThinkingSites(llama().config) if thinks else llama()
+    assert set(table.select(letter)[0]) == set(table.letter(letter))
+    thoughts = [name for name in table.letter(letter) if "thinking." in name or "compress." in name]
+    assert bool(thoughts) == thinks
+    if letter != "Z":
+        assert [name for name in table.letter(letter) if name not in thoughts] == table.per_layer(letter)
+
+
+@pytest.mark.parametrize("word", ["X", "s", "STX", "STCZX"])
+def test_unknown_letter_is_refused(word: str) -> None:
+    """A letter that there is not, also among letters that there are; letters are capital."""
+    with pytest.raises(UnknownSite, match="letters: STCZ"):
+        llama().select(word)
+    with pytest.raises(UnknownSite, match="known: S, T, C, Z"):
+        llama().letter(word)
+
+
+@pytest.mark.parametrize(
+    "name, absent",
+    [
+        ("llama", "pos_embed.hook_out"),
+        ("llama", "blocks.0.ln1_post.hook_out"),
+        ("gpt2", "blocks.0.mlp.gate.hook_out"),
+        ("gpt2", "blocks.0.attn.hook_rot_q"),
+        ("neox", "blocks.0.hook_resid_mid"),
+    ],
+)
+def test_sites_of_other_families_are_unknown(name: str, absent: str) -> None:
+    """A model has no site for a part that it does not have."""
+    with pytest.raises(UnknownSite):
+        table(decoder(name).config).resolve(absent)
+
+
+# Taps
+
+
+@families
+def test_watching_changes_no_bits(name: str) -> None:
+    """Capturing sites, one by one, leaves the logits' bits alone.
+
+    The pattern is the exception that the ops allow: to show it, attention is computed in the open.
+    """
+    plain = logits(decoder(name), tokens())
+    for site in table(decoder(name).config).sites:
+        tap = Capture(site)
+        watched = logits(decoder(name), tokens(), tap)
+        assert list(tap.seen) == [site]
+        if not site.endswith("hook_pattern"):
+            assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True)), site
+
+
+@families
+def test_replacing_a_site_reaches_everything_after_it(name: str) -> None:
+    """A tap that edits a site: earlier sites keep their bits, the site's residual stream and the logits change."""
+    sites = table(decoder(name).config)
+    order = list(captured(name))
+    for site in (s for letter in "STC" for s in sites.letter(letter)):
+        edits = ReplaceAndWatch(site)
+        edited = logits(decoder(name), tokens(), edits)
+        before = order[: order.index(site) + 1]
+        assert all(torch.equal(edits.seen[s], captured(name)[s]) for s in before), site
+        after = sites.letter("S")[-1] if site != sites.letter("S")[-1] else "ln_final.hook_out"
+        assert not torch.equal(edits.seen[after], captured(name)[after]), site
+        assert not torch.equal(torch.cat(edited), torch.cat(logits(decoder(name), tokens()))), site
+
+
+class ReplaceAndWatch(Capture):
+    """Adds noise at one site, and keeps what it is shown everywhere."""
+
+    def __init__(self, site: str) -> None:
+        super().__init__()
+        self.site = site
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        self.seen[site] = value
+        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(5))
+        return value + noise if site == self.site else value
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "neox"])
+@torch.no_grad()
+def test_replacing_is_what_the_bridge_does(name: str) -> None:
+    """The same edit at the same name gives the bridge's logits, so that edits mean the same in both."""
+    sites = table(decoder(name).config)
+    for site in (sites.letter("S")[1], sites.letter("T")[1], sites.letter("C")[1], "unembed.hook_out"):
+        ours = torch.stack(logits(decoder(name), tokens(), Replace(site)))
+        theirs = bridge(name).run_with_hooks(
+            torch.stack(tokens()), fwd_hooks=[(site, lambda value, hook: value + 1)], return_type="logits"
+        )
+        assert float((ours - theirs).abs().max()) < TOLERANCE, site
+
+
+def test_pattern_of_ragged_sequences_is_refused() -> None:
+    """Ragged patterns are no tensor; the error says so instead of padding."""
+    with pytest.raises(ValueError, match="ragged"):
+        logits(decoder("llama"), sequences((3, 5)), Capture("blocks.0.attn.hook_pattern"))

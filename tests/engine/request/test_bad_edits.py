@@ -1,0 +1,38 @@
+"""Edits and hook functions that are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadEdit
+from replaylens.engine.request.edits import Edit
+from tests.engine.coin_engine import PROMPT
+
+
+@pytest.mark.parametrize("wrong", [lambda x, hook: x[:, :1], lambda x, hook: x[0], lambda x, hook: x.numpy()])
+def test_a_hook_function_that_gives_something_else_is_refused(served: Engine, wrong: Any) -> None:
+    """A single row used to be written over all positions."""
+    (child,) = served.prompt(PROMPT).fork(hooks=[("blocks.1.hook_in", wrong)])
+    with pytest.raises(BadEdit, match=r"The hook function on blocks\.1\.hook_in returned a"):
+        child.generate(2)
+    served.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda: Edit("blocks.1.hook_in", "add", [1.0, 2.0]), r"the value for .*=\[1.0, 2.0\]: give a tensor"),  # type: ignore[arg-type]
+        (lambda: Edit("blocks.1.hook_in", "add", torch.ones(3)), r"wanted is \(128,\)$"),
+        (lambda: Edit("blocks.1.hook_in", "zero", positions=1.5), "positions=1.5: give whole numbers"),  # type: ignore[arg-type]
+        (lambda: Edit("blocks.1.hook_in", "project_out", torch.zeros(128)), "are zero or depend"),
+        (lambda: "blocks.1.hook_in", "edits='blocks.1.hook_in': give a list of Edits"),
+    ],
+)
+def test_edits_that_are_none(served: Engine, edit: Any, says: str) -> None:
+    root = served.prompt(PROMPT)
+    with pytest.raises(BadEdit, match=says):
+        root.fork(edits=[edit()])
+    with pytest.raises(BadEdit, match="give a list of Edits"):
+        served.prompt(PROMPT, edits=Edit("blocks.1.hook_in", "zero"))  # type: ignore[arg-type]

@@ -1,0 +1,211 @@
+"""An engine that serves for ever does not grow: what nobody holds is gone. A trace grows, and is kept on request only."""
+
+import gc
+import random
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadRequest, EngineError, NotRecorded, UnknownBranch
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.request.edits import Edit
+from replaylens.tasks import get
+from tests.toy_model import VOCAB, engine, random_model
+
+Cycle = Callable[[Engine, random.Random], object]
+
+
+@cache
+def small() -> Decoder:
+    return random_model(num_layers=1)
+
+
+def prompt_of(draw: random.Random, length: int = 5) -> list[int]:
+    return [draw.randrange(VOCAB) for _ in range(length)]
+
+
+def plain(subject: Engine, draw: random.Random) -> None:
+    subject.prompt(prompt_of(draw)).generate(1).release()
+
+
+def everything(subject: Engine, draw: random.Random) -> None:
+    """Edits, captures, forks, rejected drafts that are kept, rollbacks, streams left alone, pictures, and a bad request."""
+    edit = Edit("blocks.0.hook_in", "add", torch.randn(200, 32), positions=range(200))
+    root = subject.prompt(prompt_of(draw), sites="SZ", keep_rejected=True, edits=[edit])
+    (fork,) = root.fork(at=3)
+    how = {"drafter": draw.choice(("tree", "lens", "model", "self")), "window": 3, "keep_rejected": True}
+    subject.generate([root, fork], 4, **how)
+    root.rollback(5).force([1, 2])
+    next(fork.stream(3))
+    root.kv()
+    str(root.tree())
+    with pytest.raises(BadRequest):
+        subject.generate([root, root], 3)
+    fork.release()
+    root.release()
+
+
+def held() -> tuple[int, int]:
+    """Objects that the interpreter tracks, and bytes of all tensors."""
+    gc.collect()
+    objects = gc.get_objects()
+    tensors = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in objects if type(x) is Tensor}
+    return len(objects), sum(tensors.values())
+
+
+def growth(subject: Engine, cycle: Cycle, count: int, warm_up: int = 60) -> tuple[float, float]:
+    """Objects and bytes of tensors that a cycle leaves behind, once pages, index and caches are full."""
+    draw = random.Random(0)
+    for _ in range(warm_up):
+        cycle(subject, draw)
+    before = held()
+    for _ in range(count):
+        cycle(subject, draw)
+    after = held()
+    subject.check_integrity()
+    return (after[0] - before[0]) / count, (after[1] - before[1]) / count
+
+
+def test_thousands_of_requests_leave_nothing_behind() -> None:
+    subject = engine(small(), cache_tokens=128)
+    objects, tensors = growth(subject, plain, 2000)
+    assert objects < 0.02 and tensors < 1
+    assert len(subject.tree) == 0 and subject.loop.lanes == {}
+
+
+def test_whatever_was_done_with_them() -> None:
+    subject = engine(small(), cache_tokens=128, draft_model=random_model(3, num_layers=1))
+    objects, tensors = growth(subject, everything, 100)
+    assert objects < 1 and tensors < 500, "a page more or less in the prefix index; an edit alone has 25,600 bytes"
+    assert len(subject.tree) == 0 and subject.loop.lanes == {}
+
+
+def test_a_recorded_trace_grows() -> None:
+    """The negative control, and why it is asked for: every event stays, and every value of an edit."""
+    subject = engine(small(), cache_tokens=128, draft_model=random_model(3, num_layers=1), record=True)
+    objects, _ = growth(subject, everything, 10, warm_up=5)
+    assert objects > 20
+    assert sum(len(str(event)) for event in subject.trace.events) > 15 * 30_000
+
+
+def test_without_recording_the_trace_says_how_to_get_one() -> None:
+    subject = engine()
+    branch = subject.prompt([1, 2, 3])
+    for look in (lambda: subject.trace, branch.timeline):
+        with pytest.raises(NotRecorded, match=r"Make it with record=True, e.g. Engine.load\(\.\.\., record=True\)"):
+            look()
+
+
+def test_forks_of_a_branch_that_stays() -> None:
+    subject = engine(small(), cache_tokens=128)
+    root = subject.prompt([1, 2, 3], sites="S")
+
+    def cycle(_: Engine, draw: random.Random) -> None:
+        (fork,) = root.fork()
+        fork.force(prompt_of(draw, 2)).release()
+
+    objects, tensors = growth(subject, cycle, 300)
+    assert objects < 0.1 and tensors < 10 and subject.tree.children(root.id) == []
+
+
+def test_a_branch_that_goes_to_and_fro() -> None:
+    """Drafts that were rejected hang off it until it is rolled back before them."""
+    subject = engine(cache_tokens=256)
+    root = subject.prompt([1, 2, 3])
+
+    def cycle(_: Engine, draw: random.Random) -> None:
+        root.force([draw.randrange(VOCAB)]).generate(5, drafter="tree", window=3)
+        assert root.record.cut
+        root.rollback(3)
+
+    objects, tensors = growth(subject, cycle, 100)
+    assert objects < 1 and tensors < 10 and subject.tree.children(root.id) == []
+
+
+def test_requests_that_fail() -> None:
+    subject = engine(small(), cache_tokens=64)
+
+    def cycle(_: Engine, draw: random.Random) -> None:
+        with pytest.raises(EngineError):
+            subject.prompts([[1, 2, 3], prompt_of(draw, 80)])
+
+    objects, tensors = growth(subject, cycle, 100)
+    assert objects < 1 and tensors < 10 and len(subject.tree) == 0
+
+
+def test_models_that_think() -> None:
+    subject = Engine.load("coin-thinking", cache_tokens=128)
+
+    def cycle(_: Engine, draw: random.Random) -> None:
+        face, name = draw.choice(("heads", "tails")), draw.choice(("Alice", "Bob", "Carol"))
+        branch = subject.prompt(f"A coin's state is {face}. {name} flips, then Bob flips.", sites="STCZ", keep_rejected=True)
+        (fork,) = branch.fork(edits=[Edit("thinking.state", "zero")])
+        fork.generate(2).release()
+        branch.release()
+
+    objects, tensors = growth(subject, cycle, 20, warm_up=12)
+    assert objects < 2 and tensors < 2000
+    assert len(subject.tree) == 0
+
+
+def test_runs_that_are_dropped() -> None:
+    subject = Engine.load("coin-plain", cache_tokens=96)
+    task = get("coin")(flips=2)
+
+    def cycle(_: Engine, draw: random.Random) -> None:
+        run = subject.replay(task.examples([draw.randrange(1000)]), sites="SZ", drafter="tree", window=4)
+        assert run.tree(0)
+
+    objects, tensors = growth(subject, cycle, 20, warm_up=20)
+    assert objects < 2 and tensors < 2000
+    assert len(subject.tree) == 0 and subject.loop.lanes == {}
+
+
+# ---- what is held can be looked at -----------------------------------------------------------------------------------
+
+
+def test_a_handle_keeps_its_record() -> None:
+    subject = engine()
+    root = subject.prompt([1, 2, 3]).generate(6, drafter="tree", window=3)
+    (fork,) = root.fork()
+    tokens, drawn = fork.generate(2).tokens, str(root.tree())
+    assert "rejected" in drawn
+    number = fork.id
+    fork.release()
+    root.release()
+    assert fork.tokens == tokens and fork.status.value == "released"
+    assert str(root.tree()).count("\n") == drawn.count("\n"), "the same lines; released ones say so"
+    del fork
+    with pytest.raises(UnknownBranch, match="released and nobody holds it"):
+        subject.tree.branch(number)
+    assert str(root.tree()).count("\n") == drawn.count("\n") - 1
+    del root
+    assert len(subject.tree) == 0
+
+
+def test_a_live_descendant_keeps_those_above_it() -> None:
+    subject = engine()
+    root = subject.prompt([1, 2, 3])
+    middle = root.fork()[0].force([4])
+    leaf = middle.fork()[0].force([5])
+    middle.release()
+    del middle
+    assert len(subject.tree.children(root.id)) == 1 and str(root.tree()).count("\n") >= 2
+    leaf.release()
+    del leaf
+    assert subject.tree.children(root.id) == []
+
+
+def test_a_run_keeps_its_trees() -> None:
+    subject = Engine.load("coin-plain")
+    task = get("coin")(flips=2)
+    run = subject.replay(task.examples(2), sites="S", drafter="tree", window=4)
+    drawn = [str(run.tree(i)) for i in range(2)]
+    for _ in range(3):
+        subject.replay(task.examples(2), sites="S")
+    gc.collect()
+    assert [str(run.tree(i)) for i in range(2)] == drawn and " released x" in "".join(drawn)

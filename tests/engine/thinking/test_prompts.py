@@ -1,0 +1,32 @@
+"""Prompts of models that think."""
+
+import pytest
+
+from replaylens.engine.engine import Engine, ThinkingEngine
+from replaylens.engine.errors import BadRequest, NonFinite
+from tests.engine.coin_engine import PROMPT
+
+
+def test_thoughts_that_fail_give_their_pages_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    thinker = Engine.load("coin-thinking")
+    assert isinstance(thinker, ThinkingEngine)
+    blocks = thinker.prefiller.blocks
+    monkeypatch.setattr(blocks, "_logits", lambda rows: (_ for _ in ()).throw(NonFinite("planted")))
+    with pytest.raises(NonFinite):
+        thinker.prompt(PROMPT)
+    assert blocks.pool.num_free == blocks.pool.num_pages and thinker.loop.lanes == {}
+
+
+def test_a_refused_prompt_of_a_thinker_leaves_no_branch() -> None:
+    thinker = Engine.load("coin-thinking")
+    assert isinstance(thinker, ThinkingEngine)
+    with pytest.raises(BadRequest):
+        thinker.prompts([PROMPT, PROMPT], guess="drafted", drafts=[[], [(99999,)]])
+    assert thinker.loop.lanes == {} and not thinker.tree.roots()
+
+
+def test_a_thinker_pads_what_is_run_with_a_cache() -> None:
+    thinker = Engine.load("coin-thinking")
+    text = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
+    logits, cache = thinker.run_with_cache(text, names_filter="blocks.0.hook_in")
+    assert logits.shape[1] == cache["blocks.0.hook_in"].shape[1] == thinker.prompt(text).length

@@ -1,0 +1,403 @@
+"""The contract of models that think: three roads, one outcome, whatever happens around a prompt.
+
+Every theorem holds KV, S, T, C, Z, thoughts, their distributions and the states received against the slow reference, byte by
+byte. The last one shows that the comparison has teeth: accept a wrong guess, and it fails.
+"""
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from replaylens.engine.engine import ThinkingEngine
+from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, BadThought, NonFinite
+from replaylens.engine.memory.tree import BranchStatus
+from replaylens.engine.model.ops import Linear
+from replaylens.engine.proof.trace import Trace
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.thinking.core import BadChunks, ThinkingBranch
+from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefiller
+from tests.devices import DEVICES, with_devices
+from tests.engine.reference import same_bits
+from tests.engine.thinking.reference import (
+    EOS,
+    PAD,
+    SHAPES,
+    ThinkingReference,
+    Truth,
+    differences,
+    random_prompt,
+    row_differences,
+    thinking_model,
+)
+
+CHUNKS = (1, 4, 7, 25)
+"""of the prompts; the last is beyond the first block of keys"""
+KEPT: dict[str, Any] = {"sites": "STCZ", "keep_rejected": True, "full": True}
+
+
+class Subject:
+    """A model under test with its slow truth."""
+
+    def __init__(self, name: str, device: str) -> None:
+        self.model = thinking_model(SHAPES[name]).to(device)
+        self.reference = ThinkingReference(self.model)
+        self.truth: Callable[[tuple[int, ...]], Truth] = cache(self.reference.run)
+
+    def engine(self, **options: Any) -> ThinkingEngine:
+        return ThinkingEngine(self.model, **options)
+
+    def prompts(self) -> list[list[int]]:
+        return [random_prompt(n, seed=n) for n in CHUNKS]
+
+    def broken(self, branches: list[ThinkingBranch]) -> list[str]:
+        return [f"{what}, branch {b.id}" for b in branches for what in differences(b, self.truth(tuple(b.tokens)))]
+
+
+@cache
+def subject_of(name: str, device: str) -> Subject:
+    return Subject(name, device)
+
+
+@pytest.fixture(params=with_devices(tuple(SHAPES)))
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Backbones of every kind."""
+    return subject_of(*request.param)
+
+
+@pytest.fixture(params=DEVICES)
+def plain(request: pytest.FixtureRequest) -> Subject:
+    return subject_of("rotary", request.param)
+
+
+# ---- the theorems ---------------------------------------------------------------------------------------------------
+
+
+def test_the_subjects_think_here_and_there(subject: Subject) -> None:
+    said = [t.empty for path in subject.prompts() for t in subject.truth(tuple(path)).thoughts]
+    assert any(said) and not all(said)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_certificate_covers_t_and_c(name: str) -> None:
+    """Every product of T and C has a shape, and its weight a layout, that was examined on the backbone."""
+    subject = subject_of(name, "cpu")
+    engine, model = subject.engine(), subject.model
+    own = [m.weight for block in (model.think, model.compress) for m in block.modules() if isinstance(m, Linear)]
+    assert {tuple(weight.shape) for weight in own} <= engine.certificate.row_counts.keys()
+    theirs = model.backbone.embed.t() if model.backbone.unembed is None else model.backbone.unembed.weight
+    assert model.think_unembed.t().shape == theirs.shape and model.think_unembed.t().stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+def test_every_road_has_the_bits_of_one_row_at_a_time(subject: Subject, guess: Guess) -> None:
+    engine = subject.engine(guess=guess)
+    branches = engine.prompts(subject.prompts(), **KEPT)
+    assert subject.broken(branches) == []
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("cut", [(4, 16), (16, 17), (1, 512)])
+def test_no_chunk_no_page_and_no_neighbour_changes_anything(plain: Subject, cut: tuple[int, int]) -> None:
+    page_size, max_rows = cut
+    for guess in GUESSES:
+        engine = plain.engine(page_size=page_size, max_rows=max_rows, guess=guess, canary=True)
+        alone = [engine.prompt(path, **KEPT) for path in plain.prompts()]
+        together = engine.prompts(plain.prompts()[::-1], **KEPT)[::-1]
+        assert plain.broken([*alone, *together]) == []
+        for one, other in zip(alone, together, strict=True):
+            assert one.thoughts.rounds == other.thoughts.rounds
+            assert [b.tokens for b in one.rejected] == [b.tokens for b in other.rejected]
+
+
+def test_rounds_are_counted(plain: Subject) -> None:
+    (path,) = plain.prompts()[-1:]
+    thoughts = plain.truth(tuple(path)).thoughts
+    rounds = {guess: len(plain.engine(guess=guess).prompt(path).thoughts.rounds) for guess in GUESSES}
+    assert rounds["sequential"] == len(thoughts)
+    assert rounds["empty"] == 1 + sum(not t.empty for t in thoughts[:-1])
+    assert 1 < rounds["drafted"] <= rounds["sequential"]
+    right = plain.engine().prompt(path, guess="drafted", drafts=[[t.tokens for t in thoughts]])
+    assert len(right.thoughts.rounds) == 1
+    wrong = plain.engine().prompt(path, guess="drafted", drafts=[[(5, EOS)] * len(thoughts)], **KEPT)
+    assert plain.broken([wrong]) == []
+
+
+@pytest.mark.parametrize("guess", ["empty", "drafted"])
+def test_a_dropped_suffix_has_the_rows_of_its_guessed_states(subject: Subject, guess: Guess) -> None:
+    branch = subject.engine(guess=guess).prompt(random_prompt(7, seed=7), **KEPT)
+    suffixes = branch.rejected
+    assert suffixes and len(suffixes) == len(branch.thoughts.rounds) - 1
+    for suffix, turn in zip(suffixes, branch.thoughts.rounds, strict=False):
+        assert suffix.status is BranchStatus.REJECTED and suffix.tokens == branch.tokens
+        assert suffix.activations.positions() == list(range(3 * turn.kept, 3 * turn.last))
+        received = {i: edit.value for i, edit in suffix.thoughts.states.items() if edit.value is not None}
+        assert row_differences(suffix, subject.reference.run(suffix.tokens, received)) == []
+
+
+def test_what_is_generated_follows_from_prompt_and_states(subject: Subject) -> None:
+    """Greedy tokens, and KV and rows of all of them: the first answer chunk has the last state, later ones none."""
+    path = random_prompt(5, seed=5)
+    states = subject.truth(tuple(path)).states
+    for drafter in ("self", "lens", "tree"):
+        branch = subject.engine().prompt(path, **KEPT).generate(8, drafter=drafter, window=4, final=True)
+        truth = subject.reference.run(branch.tokens, states)
+        assert branch.generated == truth.logits.argmax(-1)[len(path) - 1 : -1].tolist()
+        assert same_bits(branch.kv(), truth.kv)
+        assert all(same_bits(branch.activations[site], x) for site, x in truth.sites.items())
+        assert not branch.activations["thinking.tokens"][len(path) :].ge(0).any()
+
+
+def test_forks_and_rollbacks_leave_no_mark(plain: Subject) -> None:
+    engine, draw, path = plain.engine(page_size=4), random.Random(0), random_prompt(7, seed=7)
+    branch = engine.prompt(path, **KEPT)
+    for _ in range(8):
+        (child,) = branch.fork(at=draw.randrange(1, branch.length + 1))
+        child.force([draw.randrange(29) for _ in range(draw.randrange(1, 9))]).generate(3)
+        states = {
+            i: x for i, x in plain.truth(tuple(path)).states.items() if 3 * i <= engine.tree.branch(child.id).fork_position
+        }
+        truth = plain.reference.run(child.tokens, states)
+        assert same_bits(child.kv(), truth.kv[: child.lane.computed])
+        assert same_bits(child.activations["blocks.2.hook_in"], truth.sites["blocks.2.hook_in"][: child.activations.end])
+        branch.generate(draw.randrange(1, 5))
+        branch.rollback(len(path))
+        assert plain.broken([branch]) == []
+        if draw.random() < 0.5:
+            child.release()
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_past_leaves_the_bits_of_path_and_edits_alone(plain: Subject, seed: int) -> None:
+    """Forks, edits, extensions, answers and rollbacks at random; each branch against a prompt on a fresh engine."""
+    draw = random.Random(seed)
+    engine = plain.engine(page_size=4, cache_tokens=1024)
+    live: list[tuple[ThinkingBranch, list[Edit]]] = [(engine.prompt(random_prompt(6, seed=seed), sites="STCZ"), [])]
+    for _ in range(10):
+        branch, edits = draw.choice(live)
+        whole = branch.length == branch._thought_along(branch.length)
+        match draw.choice(["fork", "edit", "extend" if whole else "rollback", "answer"]):
+            case "fork":
+                branch = branch.fork(at=draw.randrange(1, branch.length + 1))[0]
+            case "edit":
+                edits = [*edits, draw.choice(list(edits_of(engine).values()))]
+                branch = branch.fork(edits=edits[-1:])[0]
+            case "extend":
+                branch = branch.extend(random_prompt(draw.randrange(1, 4), seed=draw.randrange(99)), draw.choice(GUESSES))
+            case "answer":
+                branch = branch.fork()[0].generate(draw.randrange(1, 6), final=True).force([draw.randrange(29)])
+            case "rollback":
+                branch.rollback(draw.randrange(branch.root_length, branch.length + 1))
+        live.append((branch, edits))
+        engine.forest.compute([branch.lane])
+        assert_as_fresh(plain, branch, edits)
+    engine.check_integrity()
+
+
+def assert_as_fresh(plain: Subject, branch: ThinkingBranch, edits: list[Edit]) -> None:
+    along = branch._thought_along(branch.length)
+    if not along:
+        return  # nothing thought yet: an ordinary branch
+    fresh = plain.engine(guess="sequential").prompt(branch.tokens[:along], sites="STCZ", edits=edits)
+    if along < branch.length:
+        fresh.force(branch.tokens[along:])
+    assert same_bits(branch.kv(), fresh.kv())
+    assert [t.tokens for t in branch.thoughts.chunks] == [t.tokens for t in fresh.thoughts.chunks]
+    end = min(branch.activations.end, fresh.activations.end)
+    for site in fresh.activations.sites():
+        assert same_bits(branch.activations[site][:end], fresh.activations[site][:end]), site
+
+
+def test_an_extended_prompt_is_the_whole_prompt(plain: Subject) -> None:
+    engine, path = plain.engine(), random_prompt(25, seed=25)
+    root = engine.prompt(path[:12], **KEPT)
+    for guess in GUESSES:
+        whole = root.extend(path[12:], guess)
+        assert plain.broken([whole]) == []
+    (middle,) = whole.fork(at=30)
+    assert plain.broken([middle.extend(path[30:])]) == []
+    assert plain.broken([root]) == []
+
+
+def test_preemption_leaves_no_mark(plain: Subject) -> None:
+    """A cache for a prompt and a half: pages are taken in the middle of rounds, and rows computed again."""
+    for guess in GUESSES:
+        engine = plain.engine(cache_tokens=112, page_size=4, guess=guess, max_rows=32)
+        branches = engine.prompts([*plain.prompts(), *plain.prompts()[::-1]], **KEPT)
+        for branch in branches:
+            assert row_differences(branch, plain.truth(tuple(branch.tokens))) == []
+            assert same_bits(branch.kv(), plain.truth(tuple(branch.tokens)).kv[: branch.lane.computed])
+        engine.check_integrity()
+
+
+def test_a_replayed_trace_needs_no_thoughts(plain: Subject, tmp_path: Path) -> None:
+    """States are edits, so a trace has the bits of every branch, dropped suffixes included, without thinking."""
+    engine, path = plain.engine(record=True), random_prompt(7, seed=7)
+    branch = engine.prompt(path, **KEPT).generate(4, drafter="lens", window=3)
+    (child,) = branch.fork(at=10)
+    child.force([5, 6, 7, 8])
+    (edited,) = branch.fork(at=21, edits=[Edit("thinking.state", "zero", positions=slice(3, 9))])
+    engine.trace.save(tmp_path / "trace.jsonl")
+    replayed = plain.engine(page_size=8).replay_trace(Trace.load(tmp_path / "trace.jsonl"))
+    assert isinstance(replayed, dict)
+    for old in (branch, child, edited):
+        new = replayed[old.id]
+        assert new.tokens == old.tokens and same_bits(new.kv(), old.kv())
+    for old in branch.rejected:
+        new, start = replayed[old.id], old.activations.base
+        rows = old.activations["blocks.3.hook_in"]
+        assert same_bits(new.activations["blocks.3.hook_in"][start:], rows[: len(new.activations["blocks.3.hook_in"]) - start])
+
+
+# ---- edits -----------------------------------------------------------------------------------------------------------
+
+
+def edits_of(engine: ThinkingEngine) -> dict[str, Edit]:
+    """One on S, T and C each, and one on the backbone, all about chunk 2, which thinks, or the state that comes of it."""
+    generator = torch.Generator().manual_seed(5)
+    value = 3 * torch.randn(32, generator=generator)
+    steps = [engine.thought_place("thinking.hook_out", 2, step) for step in range(3)]
+    places = [engine.thought_place("compress.hook_out", 2, place) for place in range(4)]
+    return {
+        "S": Edit("thinking.state", "set", value, positions=[9, 10]),
+        "T": Edit("thinking.hook_out", "add", value, positions=steps),
+        "C": Edit("compress.hook_out", "add", value, positions=places),
+        "backbone": Edit("blocks.1.hook_out", "add", value, positions=[7]),
+    }
+
+
+@pytest.mark.parametrize("where", ["S", "T", "C", "backbone"])
+def test_edits_change_what_comes_after_them_on_every_road_alike(plain: Subject, where: str) -> None:
+    path, engine = random_prompt(7, seed=0), plain.engine()
+    edit = edits_of(engine)[where]
+    root = engine.prompt(path, **KEPT)
+    ways = [plain.engine(guess=guess).prompt(path, edits=[edit], **KEPT) for guess in GUESSES]
+    ways += [root.fork(edits=[edit])[0], root.fork(at=12)[0].extend(path[12:]).fork(edits=[edit])[0]]
+    first = ways[0]
+    for other in ways[1:]:
+        assert same_bits(other.kv(), first.kv())
+        assert [t.tokens for t in other.thoughts.chunks] == [t.tokens for t in first.thoughts.chunks]
+        for site in first.activations.sites():
+            assert same_bits(other.activations[site], first.activations[site]), site
+    assert not root.thoughts.chunks[2].empty and not same_bits(first.kv(), root.kv())
+    assert [t.tokens for t in first.thoughts.chunks[:2]] == [t.tokens for t in root.thoughts.chunks[:2]]
+    assert plain.broken([root]) == []
+
+
+def test_the_state_that_the_answer_receives_can_be_edited(plain: Subject) -> None:
+    path = random_prompt(7, seed=0)
+    engine = plain.engine()
+    edit = Edit("thinking.state", "set", torch.ones(32), positions=[21, 22])
+    (early,) = engine.prompt(path).fork(edits=[edit])
+    (late,) = engine.prompt(path, sites="STCZ").force([5, 6, 7, 8]).fork(edits=[edit])
+    straight = engine.prompt(path, edits=[edit]).force([5, 6, 7, 8])
+    assert same_bits(late.kv(), straight.kv()) and same_bits(early.force([5, 6, 7, 8]).kv(), straight.kv())
+    assert not same_bits(straight.kv(), engine.prompt(path).force([5, 6, 7, 8]).kv())
+    assert late.activations["thinking.state"][21].tolist() == [1.0] * 32
+
+
+def test_edits_add_up_along_forks(plain: Subject) -> None:
+    path, edits = random_prompt(7, seed=0), list(edits_of(plain.engine()).values())
+    engine = plain.engine()
+    branch = engine.prompt(path, **KEPT)
+    for edit in edits:
+        (branch,) = branch.fork(edits=[edit])
+    assert same_bits(branch.kv(), plain.engine().prompt(path, edits=edits).kv())
+
+
+def test_a_state_that_is_zeroed_is_as_if_nothing_had_been_thought(plain: Subject) -> None:
+    path = random_prompt(7, seed=0)
+    branch = plain.engine().prompt(path, edits=[Edit("thinking.state", "zero")], **KEPT)
+    assert branch.thoughts.states == {} and len(branch.thoughts.rounds) > 1
+    assert same_bits(branch.kv(), plain.reference.run(path, {}).kv)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_that_are_not_whole_chunks(plain: Subject) -> None:
+    engine = plain.engine()
+    with pytest.raises(BadChunks, match="not whole chunks of 3"):
+        engine.prompt([5, 6, 7, 8])
+    branch = engine.prompt([5, 6, 7]).generate(2)
+    with pytest.raises(BadChunks, match="fork it at a chunk border"):
+        branch.extend([5, 6, 7])
+    assert len(engine.loop.lanes) == 1
+
+
+@pytest.mark.parametrize(
+    ("thought", "says"),
+    [((5, 6, 7, 8, EOS), "max_thought is 4"), ((5, 6), "end in the one <EOS>"), ((99, EOS), "of the vocabulary")],
+)
+def test_drafts_that_nobody_can_think(plain: Subject, thought: tuple[int, ...], says: str) -> None:
+    with pytest.raises(BadThought, match=says):
+        plain.engine().prompt([5, 6, 7], guess="drafted", drafts=[[thought]])
+
+
+def test_other_requests_that_cannot_be(plain: Subject) -> None:
+    engine = plain.engine()
+    with pytest.raises(BadRequest, match="no guess 'magic'"):
+        engine.prompt([5, 6, 7], guess="magic")
+    with pytest.raises(BadRequest, match="guess='drafted'"):
+        engine.prompt([5, 6, 7], drafts=[[(EOS,)]])
+    with pytest.raises(BadEdit, match="captured but not edited"):
+        engine.prompt([5, 6, 7], edits=[Edit("thinking.tokens", "zero")])
+    with pytest.raises(BadEdit, match="use an Edit"):
+        engine.prompt([5, 6, 7], hooks=[("thinking.state", lambda value, hook: value)])
+    with pytest.raises(BadEdit, match="steps 0 to 3"):
+        engine.thought_place("thinking.hook_out", 1, 4)
+    assert engine.loop.lanes == {}
+
+
+def test_a_prompt_that_fails_leaves_nothing_behind(plain: Subject, tmp_path: Path) -> None:
+    engine, path = plain.engine(record=True), random_prompt(7, seed=0)
+    root = engine.prompt(path, **KEPT)
+    huge = [Edit(f"blocks.{layer}.hook_out", "add", torch.full((32,), 3e38), positions=[7]) for layer in (1, 2)]
+    for fails in (lambda: engine.prompts([path, path], edits=huge), lambda: root.fork(edits=huge)):
+        with pytest.raises(NonFinite):
+            fails()
+    assert set(engine.loop.lanes) == {root.id, *(branch.id for branch in root.rejected)}
+    assert plain.broken([root]) == []
+    engine.check_integrity()
+    engine.trace.save(tmp_path / "trace.jsonl")
+    replayed = plain.engine().replay_trace(Trace.load(tmp_path / "trace.jsonl"))
+    assert isinstance(replayed, dict) and same_bits(replayed[root.id].kv(), root.kv())
+
+
+class NoEnd:
+    """A tokenizer without <EOS>."""
+
+    eos_id, pad_id = None, PAD
+
+    def encode_with_offsets(self, text: str) -> None: ...
+
+
+def test_a_tokenizer_without_an_end_mark(plain: Subject) -> None:
+    with pytest.raises(BadConfig, match="needs the tokenizer with <EOS>"):
+        plain.engine(tokenizer=NoEnd())
+
+
+def test_a_model_that_does_not_think() -> None:
+    with pytest.raises(BadConfig, match="does not think"):
+        ThinkingEngine.load("coin-plain")
+    assert ThinkingEngine.load("coin-thinking", draft_model="coin-draft").loop.drafters["model"].reproducible
+
+
+# ---- the negative control ---------------------------------------------------------------------------------------------
+
+
+def test_with_wrong_guesses_accepted_the_contract_fails(plain: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Prefiller._judge
+
+    def credulous(self: Prefiller, p: Any, guessed: Any, found: Any) -> None:
+        honest(self, p, [thought.tokens for thought in found], found)
+
+    monkeypatch.setattr(Prefiller, "_judge", credulous)
+    wrong = "\n".join(plain.broken(plain.engine(guess="empty").prompts(plain.prompts()[-1:], **KEPT)))
+    for what in ("KV", "blocks.1.hook_in", "Z", "T of chunk", "thought distribution", "states received"):
+        assert what in wrong

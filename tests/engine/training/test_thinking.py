@@ -1,0 +1,152 @@
+"""Training of models that think: the same bits twice and after an interruption, for all methods; and it learns."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from replaylens.cli import app
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
+from replaylens.engine.training import thinking as trainer
+from replaylens.engine.training.chunks import METHODS, Method
+from replaylens.engine.training.recipe import BadRecipe, Part
+from replaylens.engine.training.score import generate, score
+from replaylens.engine.training.thinking import ThinkingRecipe
+from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.zoo import thinking as thinking_zoo
+from tests.interrupted import Interrupted, interrupt_at
+
+SHAPE = ModelConfig(
+    num_layers=3, d_model=16, num_heads=2, num_kv_heads=2, d_head=8, d_mlp=24, vocab_size=106, max_positions=256, rotary_dim=8
+)  # fmt: skip
+PICTURE = Part("coin", 1, (("rendering", "picture"),))
+TINY = ThinkingRecipe(
+    config=SHAPE,
+    thinking=ThinkingConfig.for_backbone(SHAPE, 2, 1, 0, max_thought=3),
+    parts=(PICTURE, Part("coin", 1, (("rendering", "states"),))),
+    longest=2,
+    steps=12,
+    batch=8,
+    lr=1e-2,
+    seed=3,
+    warmup=2,
+    pool=8,
+)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, b.state_dict()[name]) for name, x in a.state_dict().items())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_same_bits_twice_and_after_an_interruption(method: Method, tmp_path: Path) -> None:
+    recipe, state = replace(TINY, method=method, width=64), tmp_path / "training.safetensors"
+    once = trainer.train(recipe)
+    assert isinstance(once, ThinkingDecoder if method == "thinking" else Decoder)
+    with pytest.raises(Interrupted):
+        trainer.train(recipe, state=state, save_every=3, after_step=interrupt_at(8))
+    assert same(trainer.train(recipe, state=state), once)
+    assert not same(trainer.train(replace(recipe, seed=4)), once)
+
+
+def test_it_learns_tokens_and_thoughts() -> None:
+    texts = trainer.texts_of(TINY, "cpu")
+    before, after = trainer.initial(TINY), trainer.train(replace(TINY, steps=30))
+    with torch.no_grad():
+        assert trainer.loss(after, texts.batch(99)) < 0.6 * trainer.loss(before, texts.batch(99))
+
+
+def test_every_part_gets_a_gradient() -> None:
+    model = trainer.initial(TINY)
+    trainer.loss(model, trainer.texts_of(TINY, "cpu").batch(0)).backward()
+    assert all(bool(x.grad is not None and x.grad.abs().sum() > 0) for x in model.parameters())
+
+
+def test_a_cut_text_goes_on_from_its_state() -> None:
+    """Chunks that are left out reach the loss through their states, and through nothing else."""
+    recipe = replace(TINY, width=64, cut=True)
+    assert {trainer.left_out(step, 32) > 0 for step in range(0, 40, 2)} == {False}
+    assert all(0 < trainer.left_out(step, 32) <= 16 for step in range(1, 40, 2))
+    model, batch = trainer.initial(recipe), trainer.texts_of(recipe, "cpu").batch(1)
+    first = 3 + int(batch.continues[0, 3:].nonzero()[0])  # a chunk that goes on from the one before it
+    one, other = (replace(batch, **{name: x.clone()}) for name, x in (("tokens", batch.tokens), ("thoughts", batch.thoughts)))
+    one.tokens[:, :first] = 5
+    other.thoughts[:, first - 1] = torch.tensor([7, 1])[: other.thoughts.shape[-1]]
+    with torch.no_grad():
+        whole = trainer.loss(model, batch, first)
+        assert trainer.loss(model, one, first) == whole
+        assert trainer.loss(model, other, first) != whole
+    assert not same(trainer.train(recipe), trainer.train(replace(recipe, cut=False)))
+    with pytest.raises(BadRecipe, match="no states to go on from"):
+        replace(TINY, method="cot", cut=True)
+
+
+def test_from_a_trained_backbone() -> None:
+    backbone, _ = zoo.load_embedded("coin-plain")
+    recipe = replace(TINY, config=backbone.config)
+    model = trainer.initial(recipe, backbone)
+    assert isinstance(model, ThinkingDecoder)
+    assert same(model.backbone, backbone)
+    with pytest.raises(BadRecipe, match="another config"):
+        trainer.initial(TINY, backbone)
+
+
+def test_scores_count_only_what_the_model_itself_says() -> None:
+    """An untrained model is scored 0 on its thoughts, whatever gold thoughts its scoring began with."""
+    examples = zoo.held_out(PICTURE, 2, 6)
+    found = score(trainer.initial(TINY), "thinking", TINY.thinking, TINY.tokenizer(), examples)  # type: ignore[arg-type]
+    assert not any(s.thought for s in found)
+    assert all(s.rounds > 1 for s in found)
+
+
+def test_greedy_continuations_are_those_of_whole_passes() -> None:
+    backbone, tokenizer = zoo.load_embedded("coin-draft")
+    prompts = [tokenizer.encode(example.prompt) for n in (1, 4, 2) for example in zoo.held_out(PICTURE, n, 1)]
+    from replaylens.engine.model.ops import SequenceOps
+
+    for prompt, new in zip(prompts, generate(backbone, prompts, 6), strict=True):
+        path = list(prompt)
+        for token in new:
+            ops = SequenceOps([len(path)])
+            residual = backbone(torch.tensor(path), torch.arange(len(path)), ops)
+            assert token == int(backbone.logits(residual[-1:], ops).argmax())
+            path.append(token)
+
+
+def test_a_recipe_for_another_task() -> None:
+    recipe = thinking_zoo.for_task(TINY, "shell", 2, chunk=4, max_thought=8)
+    model = trainer.train(replace(recipe, steps=2, warmup=0))
+    assert isinstance(model, ThinkingDecoder)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_command(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY)
+    monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 2)
+    monkeypatch.setattr("replaylens.commands.train_thinking.CARD_LENGTHS", (1,))
+    arguments = ["train", "coin-thinking", "--steps", "3", "--method", method, "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert f"--method {method}" in (tmp_path / "card.md").read_text()
+    (thinking_zoo.load if method == "thinking" else zoo.load)(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["coin-thinking", "--method", "magic"], "no method"),
+        (["coin-plain", "--method", "cot"], "only for models"),
+        (["coin-thinking", "--steps", "2", "--chunk", "1000"], "chunks of 1000 tokens: a text takes two at least"),
+        (["coin-thinking", "--steps", "2", "--longest", "60"], "in chunks of 2 tokens the longest row has"),
+    ],
+)
+def test_what_the_command_refuses(arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY)
+    result = CliRunner().invoke(app, ["train", *arguments, "--out", str(tmp_path / "x")])
+    assert result.exit_code == 2
+    assert says in result.output

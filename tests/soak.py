@@ -1,0 +1,167 @@
+"""`python -m tests.soak` (`make soak`): the contract machine for hours, in many processes. Exit code 1 at the first difference.
+
+Every process has its own seed, number of threads and model; it is printed before it starts, so that a failure can be run
+again with `--seed SEED --only NUMBER`. What a process has computed, the next one computes again from the paths alone: it has
+other threads, other pages, and nothing in memory.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from replaylens.engine.engine import Engine
+from tests.engine.reference import random_decoder
+from tests.engine.test_machine import CONFIG, Sessions
+
+ROOT = Path(__file__).parents[1]
+THREADS = (1, 2, 3, 8, 16, 4)
+KEPT = 64
+"""paths that a process leaves to the next one with its model"""
+
+
+class Small(Sessions):
+    """The model of the short test."""
+
+    sessions, steps = 60, 50
+
+
+class AsWideAsSmolLM2(Sessions):
+    """Products of 576 and 1536 terms."""
+
+    config = replace(CONFIG, d_model=576, num_heads=9, num_kv_heads=3, d_head=64, rotary_dim=64, d_mlp=1536)
+    sessions, steps = 6, 30
+
+
+class Inputs4096(Sessions):
+    """A slice of a product with 4096 inputs."""
+
+    config = replace(CONFIG, d_model=4096, num_heads=2, num_kv_heads=1, d_head=32, rotary_dim=32, num_layers=1, windows=(0,))
+    sessions, steps = 6, 30
+
+
+class Inputs14336(Sessions):
+    """A slice of a product with 14336 inputs."""
+
+    config = replace(CONFIG, d_mlp=14336, num_layers=1, windows=(9,))
+    sessions, steps = 6, 30
+
+
+MACHINES: dict[str, Any] = {cls.__name__: cls for cls in (Small, AsWideAsSmolLM2, Inputs4096, Inputs14336)}
+ORDER = ("Small", "AsWideAsSmolLM2", "Small", "Inputs4096", "Small", "Inputs14336")
+
+
+# ---- one process -------------------------------------------------------------------------------------------------------
+
+
+def work(name: str, number: int, folder: Path) -> int:
+    """Compute what the last process with this model left, then run sessions. Returns the number of operations."""
+    machine, ledger = MACHINES[name], folder / f"{name}.json"
+    known: dict[str, str] = json.loads(ledger.read_text()) if ledger.exists() else {}
+    check(machine, known)
+    left: dict[str, str] = {}
+
+    class Noted(machine):  # type: ignore[misc, valid-type]
+        """Notes what branches held when their session ended."""
+
+        def teardown(self) -> None:
+            for one in self.known if len(left) < KEPT else ():
+                if one.exact and one.branch.lane.computed == len(one.path):
+                    left[json.dumps(one.path)] = digest(one.branch.kv())
+            super().teardown()
+
+    run_state_machine_as_test(seed(number)(Noted), settings=how(machine))
+    ledger.write_text(json.dumps(left))
+    return int(Noted.operations) + len(known)
+
+
+def check(machine: Any, known: dict[str, str]) -> None:
+    """Every path in pages of 5 tokens, two rounds of rows, against what an earlier process had."""
+    if not known:
+        return
+    engine = Engine(random_decoder(machine.config), page_size=5, max_rows=33, cache_tokens=2000)
+    for path, kv in known.items():
+        tokens = json.loads(path)
+        branch = engine.prompt(tokens)
+        assert digest(branch.kv()) == kv, f"after a restart, the KV of {tokens} differs"
+        branch.release()
+
+
+def digest(kv: Any) -> str:
+    return hashlib.sha256(kv.contiguous().numpy().tobytes()).hexdigest()
+
+
+def how(machine: Any) -> settings:
+    return settings(
+        max_examples=machine.sessions,
+        stateful_step_count=machine.steps,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],  # a failure is printed as it came: to shrink it takes hours
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+# ---- all of them -------------------------------------------------------------------------------------------------------
+
+
+def main(given: list[str] | None = None) -> int:
+    options = arguments(given)
+    if options.worker:
+        print(json.dumps({"operations": work(options.worker, options.seed, Path(options.folder))}))
+        return 0
+    began, operations, number = time.monotonic(), 0, options.only or 0
+    with tempfile.TemporaryDirectory() as folder:
+        while operations < options.operations:
+            name, threads, own = ORDER[number % len(ORDER)], THREADS[number % len(THREADS)], options.seed + number
+            print(f"process {number}: {name}, seed {own}, {threads} threads", flush=True)
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.soak", "--worker", name, "--seed", str(own), "--folder", folder],
+                cwd=ROOT,
+                env=environment(threads, folder),
+                capture_output=True,
+                text=True,
+            )
+            if done.returncode:
+                print(done.stdout, done.stderr, sep="\n")
+                print(f"FAILED in process {number}: `python -m tests.soak --seed {options.seed} --only {number}` runs it again")
+                return 1
+            operations += json.loads(done.stdout.splitlines()[-1])["operations"]
+            print(f"  {operations} operations, 0 differences, {time.monotonic() - began:.0f} s", flush=True)
+            if options.only is not None:
+                break
+            number += 1
+    print(f"{operations} operations from seed {options.seed} on: 0 differences")
+    return 0
+
+
+def environment(threads: int, folder: str) -> dict[str, str]:
+    count = str(threads)
+    own = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "MKL_DYNAMIC": "FALSE", "REPLAYLENS_CACHE": folder}
+    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path]))}
+
+
+def arguments(given: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operations", type=int, default=100_000, help="stop after so many (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first process, counted up for the next ones (default: %(default)s)"
+    )
+    parser.add_argument("--only", type=int, help="run this process alone")
+    parser.add_argument("--worker", choices=sorted(MACHINES), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
