@@ -1,7 +1,7 @@
-"""Dumps on a Ray cluster: one actor per device, shards handed out as actors come free, a dead actor's shard done again.
+"""Dumps on a Ray cluster: one actor per device. Idle actors get the next shard; a dead actor's shard is written again.
 
-Actors write their shards straight to the store, so it must be one that all machines see. What they are sent is plain
-JSON; the dump is the same, bit for bit, on one worker or many, as long as all have the same fingerprint.
+Actors write their shards directly to the store, so all machines must have access to it. They receive plain JSON. The dump is
+the same, bit for bit, on one worker or many, as long as all have the same fingerprint.
 """
 
 import json
@@ -25,20 +25,20 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 
 ATTEMPTS = 3
-"""how often a shard is tried when the actors that write it die"""
+"""how often a shard is tried if its actors die"""
 
 
 class ShardWorker:
-    """Lives in an actor: an engine, and the shards it is told to write. Takes and gives JSON."""
+    """The class of the actors: an engine that writes the shards it is given. Takes and returns JSON."""
 
     def __init__(self, model: str, engine_options: str) -> None:
         self.engine = Engine.load(model, **json.loads(engine_options))
 
     def ready(self) -> None:
-        """Answers once the cluster has given this worker a place, and its engine is loaded."""
+        """Returns once the cluster has placed this worker and its engine is loaded."""
 
     def plan(self, task: str, examples: str, options: str) -> str:
-        """The plan that the options mean for this engine, and the engine's fingerprint."""
+        """The plan for these options on this engine, and the engine's fingerprint."""
         given = json.loads(options)
         made = tasks.get(task)(**given.pop("knobs"))
         given["sampling"] = Sampling.from_json(given["sampling"])
@@ -47,10 +47,10 @@ class ShardWorker:
         return json.dumps({"plan": plan.to_json(), "fingerprint": asdict(self.engine.fingerprint)})
 
     def write(self, path: str, head: str, number: int, batch: int) -> int:
-        """Make and write one shard; its number again."""
+        """Make and write one shard. Returns its number."""
         plan, fingerprint = _read_head(head)
         if differences := self.engine.fingerprint.differences(fingerprint):
-            raise OtherFingerprint(f"a worker cannot take part, it would give other bits: {'; '.join(differences)}")
+            raise OtherFingerprint(f"A worker's fingerprint differs, so it would compute other bits: {'; '.join(differences)}.")
         maker = ShardMaker(self.engine, plan, batch)
         content = maker.make(number)
         DumpWriter(path, plan, fingerprint).write_shard(number, content, maker.sites(content))
@@ -84,12 +84,12 @@ def dump_on_cluster(
     targets: Sequence[str | int] = (),
     full: bool = False,
 ) -> Dump | None:
-    """Write a dump with the workers of a Ray cluster; the finished dump.
+    """Write a dump with the workers of a Ray cluster. Returns the finished dump.
 
     model     a name or folder that `Engine.load` takes, on every machine
     address   of a running cluster; "local" starts one on this machine, or uses the one that this process is part of
-    workers   actors at most; default: one per GPU if the engines use GPUs, else one per CPU. Those that the cluster has
-              no room for wait for it; the others do the work
+    workers   maximal number of actors; default: one per GPU if the engines use GPUs, else one per CPU. Actors that the
+              cluster has no room for wait; the others do the work
     knobs     settings of the task
     others    those of `make_plan`; a function for positions, or a tuned lens, cannot be sent
     """
@@ -124,7 +124,7 @@ def dump_on_cluster(
 
 
 class _Pool:
-    """Actors and what each is doing."""
+    """The actors and their current calls."""
 
     def __init__(self, ray: Any, model: str, engine_options: dict[str, Any], workers: int | None) -> None:
         self.ray, self._given = ray, (model, json.dumps(engine_options))
@@ -133,24 +133,26 @@ class _Pool:
         known = int(ray.cluster_resources().get("GPU" if gpus else "CPU", 0))
         self.size = known if workers is None else workers
         if self.size < 1:
-            raise BadRequest(f"{self.size} workers: give at least 1 (the cluster has {known} {'GPUs' if gpus else 'CPUs'})")
+            raise BadRequest(
+                f"Invalid workers={self.size}. Give at least 1; the cluster has {known} {'GPUs' if gpus else 'CPUs'}."
+            )
         self._first = self._start()
 
     def _start(self) -> Any:
         return self._actor.remote(*self._given)
 
     def call(self, method: str, *given: Any) -> Any:
-        """Let the first actor answer."""
+        """Call a method of the first actor."""
         with _own_errors(self.ray):
             try:
                 return self.ray.get(getattr(self._first, method).remote(*given))
             except self.ray.exceptions.RayActorError as error:
-                raise ClusterFailed(f"the first worker died before it could plan: {error}") from error
+                raise ClusterFailed(f"The first worker died before it could plan: {error}") from error
 
     def write_all(self, numbers: list[int], path: str, head: str, batch: int) -> Iterator[int]:
-        """Have all shards written; yields each number when it is done. Order and assignment are of no consequence.
+        """Have all shards written, and yield each number when it is done. Order and assignment do not affect the dump.
 
-        An actor gets a shard once it has answered: what the cluster has no room for waits, and nothing waits for it.
+        An actor gets a shard only once it is ready, so no shard waits for an actor that the cluster has no room for.
         """
         waiting, idle, deaths = list(reversed(numbers)), [self._first], Counter[int | None]()
         calls: dict[Any, tuple[Any, int | None]] = {}
@@ -168,8 +170,8 @@ class _Pool:
             except self.ray.exceptions.RayActorError as error:
                 deaths[written] += 1
                 if deaths[written] >= ATTEMPTS:
-                    whose = "a worker died before it was ready" if written is None else f"shard {written}: its worker died"
-                    raise ClusterFailed(f"{whose}, {ATTEMPTS} times; the last: {error}") from error
+                    whose = "A worker died before it was ready" if written is None else f"Shard {written}: its worker died"
+                    raise ClusterFailed(f"{whose}, {ATTEMPTS} times. The last error: {error}") from error
                 waiting += [] if written is None else [written]
                 calls |= self._greet()
             else:
@@ -178,32 +180,32 @@ class _Pool:
                     yield written
 
     def _greet(self) -> dict[Any, tuple[Any, None]]:
-        """A new actor, and the call that it answers once it can work."""
+        """Start an actor: its `ready` call, and the actor."""
         actor = self._start()
         return {actor.ready.remote(): (actor, None)}
 
 
 def _sendable(options: dict[str, Any]) -> str:
-    """Options as workers get them; BadRequest for what is no plain value."""
+    """The options as JSON; BadRequest if one is not a plain value."""
     for name, value in options.items():
         try:
             json.dumps(value)
         except TypeError as error:
-            raise BadRequest(f"{name} cannot be sent to workers: give plain values, or write without Ray ({error})") from error
+            raise BadRequest(f"{name} cannot be sent to workers ({error}). Give plain values, or write without Ray.") from error
     return json.dumps(options)
 
 
 @contextmanager
 def _connected(address: str) -> Iterator[Any]:
-    """The ray module, connected; disconnected again at the end if it was not connected before."""
+    """The ray module, connected; disconnected at the end unless it was connected before."""
     try:
         import ray
     except ImportError as error:
-        raise ClusterFailed("Ray is not installed: pip install 'replaylens[cluster]'") from error
+        raise ClusterFailed("Ray is not installed. Run pip install 'replaylens[cluster]'.") from error
     if ray.is_initialized():
         here = ray.get_runtime_context().gcs_address
         if address not in ("local", "auto", here):
-            raise ClusterFailed(f"this process is already part of the cluster at {here}, not of {address}")
+            raise ClusterFailed(f"This process is already connected to the cluster at {here}, not to {address}.")
         yield ray
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
@@ -211,7 +213,7 @@ def _connected(address: str) -> Iterator[Any]:
     try:
         ray.init(address=address, **quiet, **own)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ClusterFailed(f"no Ray cluster at {address}: {error}") from error
+        raise ClusterFailed(f"No Ray cluster found at {address}: {error}") from error
     try:
         yield ray
     finally:
@@ -220,7 +222,7 @@ def _connected(address: str) -> Iterator[Any]:
 
 @contextmanager
 def _own_errors(ray: Any) -> Iterator[None]:
-    """An error that a worker raised comes out as it was raised there."""
+    """Raise a worker's error as the worker raised it."""
     try:
         yield
     except ray.exceptions.RayTaskError as error:

@@ -1,4 +1,4 @@
-"""`Engine`: the public object. Loads a model, and replays examples and traces on it."""
+"""`Engine`: the public object. Loads a model and replays examples and traces on it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -62,16 +62,16 @@ class Engine(Core):
         guess: Guess = "empty",
         check: bool | None = None,
     ) -> "Engine":
-        """From a name (embedded, or smollm2), a folder, a .gguf file, a transformers model, a TransformerBridge or a Decoder.
+        """Load a name (embedded, or smollm2), a folder, a .gguf file, a transformers model, a TransformerBridge or a Decoder.
 
-        device       "cpu" (float32) or "cuda" (bfloat16 unless said otherwise)
-        tokenizer    instead of the source's own
-        draft_model  a smaller model with the same tokenizer, for the drafter `model`: anything that `source` may be
-        guess        of models that think: how a prompt's thoughts are guessed ahead (see `ThinkingCore`)
-        check        compare a few tokens with transformers, layer by layer; OtherModel where the models differ. None: only
-                     models in memory, whose weights do not show all that they compute
+        device       "cpu" (float32) or "cuda" (default dtype: bfloat16)
+        tokenizer    replaces the source's own
+        draft_model  a smaller model with the same tokenizer, for the `model` drafter; any source that `load` takes
+        guess        for models that think: how a prompt's thoughts are guessed ahead (see `ThinkingCore`)
+        check        compare with transformers on a few tokens, layer by layer; OtherModel if they differ. None: check only
+                     models in memory, whose weights do not determine all that they compute
 
-        The others are those of `Core`.
+        The other parameters are those of `Core`.
         """
         dtype = _dtype(device, dtype)
         if draft_model is None and isinstance(source, str) and source == "coin-plain":
@@ -95,7 +95,7 @@ class Engine(Core):
                 record=record,
             )
         if not isinstance(guess, str) or guess not in GUESSES:
-            raise BadRequest(f"guess={shown(guess)}: give one of {', '.join(GUESSES)}, and that only where the model thinks")
+            raise BadRequest(f"Invalid guess={shown(guess)}. Give one of {', '.join(GUESSES)}, for models that think only.")
         model, text = _plain_model(source, dtype, weights.is_live(source) if check is None else check)
         return cls(
             model.to(device),
@@ -126,18 +126,18 @@ class Engine(Core):
         batch: int = 32,
         progress: bool = False,
     ) -> Run:
-        """Prompt with each example, generate its answer, capture every row of the path.
+        """Prompt with each example, generate its answer and capture every row of the path.
 
         sites          what to capture: "STCZ", or site names
         drafter, window
                        as in `generate`
-        seed           added to the sampling's own seed and to each example's index: that is the example's own stream. Runs
-                       that are to be independent need seeds that lie further apart than the indices
+        seed           each example samples with the sum of this seed, the sampling's own and the example's index. For
+                       independent runs, choose seeds further apart than the indices
         edits          interventions on every example; negative positions count from the end of its prompt
-        max_new        tokens to generate at most; default: the length of the right completion and a little more
+        max_new        maximal number of tokens to generate; default: a little more than the right completion has
         rejected       keep the rows of rejected drafts
-        deterministic  False: take the fast path's tokens; such a run is not certified and cannot be saved
-        batch          examples worked on together; has no influence on any bit
+        deterministic  False: take the fast path's tokens; the run is then not certified and cannot be saved
+        batch          number of examples served together; changes no bit
         """
         sampling = instance("sampling", Sampling() if sampling is None else sampling, Sampling, "a Sampling")
         sampling = replace(sampling, seed=sampling.seed + whole("seed", seed))
@@ -146,23 +146,23 @@ class Engine(Core):
         return Run(self, replay_examples(self, listed, options, batch, progress), options)
 
     def replay_trace(self, trace: Trace, *, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
-        """Replay a recorded trace: its branches by their recorded numbers; see `replayer.replay_trace`.
+        """Replay a recorded trace. Returns its branches by their recorded ids; see `replayer.replay_trace`.
 
-        sites  capture these instead of what was captured then
+        sites  capture these instead of the recorded sites
         """
         return replayer.replay_trace(self, trace, sites)
 
     def run_with_cache(self, tokens: Any, names_filter: Any = None, pos_slice: slice | int | None = None) -> tuple[Tensor, Any]:
-        """TransformerLens' verb: logits and an `ActivationCache`; see `interop.run_with_cache`."""
+        """Logits and an `ActivationCache`, as in TransformerLens; see `interop.run_with_cache`."""
         return interop.run_with_cache(self, tokens, names_filter, pos_slice)
 
 
 class ThinkingEngine(ThinkingCore, Engine):
-    """An engine for models that think: prompts think in chunks; what comes after them does not."""
+    """An engine for models that think: prompts think in chunks; tokens after the prompt do not."""
 
 
 def _dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:
-    """What a device computes in; BadRequest where there is no such device, or no such arithmetic on it."""
+    """The dtype that a device computes in; BadRequest if the device is missing or does not support it."""
     if not isinstance(device, str) or device not in ("cpu", "cuda"):
         raise BadRequest(f"Unknown device {shown(device)}. Use 'cpu' or 'cuda'.")
     if device == "cuda" and not torch.cuda.is_available():
@@ -170,12 +170,12 @@ def _dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:
     default = torch.float32 if device == "cpu" else torch.bfloat16
     dtype = instance("dtype", default if dtype is None else dtype, torch.dtype, "a floating-point torch.dtype")
     if device == "cpu" and dtype is not torch.float32:
-        raise BadRequest(f"{dtype} is emulated and slow on a CPU. The CPU engine computes in float32.")
+        raise BadRequest(f"The CPU engine does not compute in {dtype}, which CPUs emulate slowly. Use torch.float32.")
     return dtype
 
 
 def _plain_model(source: Any, dtype: torch.dtype, check: bool) -> tuple[Decoder, Text]:
-    """A decoder and its tokenizer, from anything that `Engine.load` takes; `check` as in `weights.load`."""
+    """A decoder and its tokenizer, from any source of `Engine.load`; `check` as in `weights.load`."""
     if isinstance(source, str) and source in zoo.names():
         weights.require_unchecked(check, source)
         plain, words = zoo.load_embedded(source)
@@ -184,7 +184,7 @@ def _plain_model(source: Any, dtype: torch.dtype, check: bool) -> tuple[Decoder,
         source = smollm2.fetched_folder()
     if isinstance(source, str | Path) and not _exists(Path(source)):
         known = no_such("model", str(source), (*zoo.names(), *thinking_zoo.names(), smollm2.SHORT))
-        raise UnsupportedModel(f"{source} is neither a folder nor a .gguf file, and there is {known}")
+        raise UnsupportedModel(f"{source} is neither a folder nor a .gguf file. {known}")
     is_folder = isinstance(source, str | Path) and Path(source).is_dir()
     text = load_text(Path(source)) if is_folder else Text(getattr(source, "tokenizer", None))
     return weights.load(source, dtype, check), text
@@ -193,12 +193,12 @@ def _plain_model(source: Any, dtype: torch.dtype, check: bool) -> tuple[Decoder,
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # longer than a name may be
+    except OSError:  # e.g. the name is too long
         return False
 
 
 def _thinking_model(source: Any) -> tuple[ThinkingDecoder, Text] | None:
-    """A model that thinks and its tokenizer: by an embedded name, from a folder, or as it is; None: it is none."""
+    """A model that thinks and its tokenizer, from an embedded name, a folder or a ThinkingDecoder; None for other sources."""
     if isinstance(source, ThinkingDecoder):
         return source, Text(None)
     if isinstance(source, str) and source in thinking_zoo.names():

@@ -1,121 +1,122 @@
-"""Every error the engine raises on purpose. The text says what to do about it."""
+"""Every error that the engine raises on purpose. The message says what happened, what was given and what to do."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class EngineError(Exception):
-    """Base of all errors of the engine."""
+    """The base of all errors of the engine."""
 
 
 class BadConfig(EngineError, ValueError):
-    """A model config that cannot be."""
+    """An invalid model config."""
 
 
 class UnsupportedModel(EngineError, ValueError):
-    """An architecture, or a feature of one, that the decoder does not have."""
+    """An architecture, or a feature of one, that the decoder does not support."""
 
 
 class BadWeights(EngineError, ValueError):
-    """A tensor is missing, unknown, of the wrong shape, or not finite."""
+    """A tensor is missing, unknown, not finite, or has the wrong shape."""
 
 
 class OtherModel(EngineError, ValueError):
-    """What was loaded computes something else than the model that it was loaded from. `stage` names the first part of the
-    model that does, `difference` its largest relative error."""
+    """The loaded model computes something else than its source. `stage` names the first part that differs, `difference` is
+    its largest relative error."""
 
     def __init__(self, stage: str, difference: float) -> None:
         super().__init__(
-            f"the loaded model is not its source. First difference: {stage}, by {difference:.1e} (relative, on the same "
-            "input), which is not rounding. Look there for what the weights do not show: a config field, a hook, an adapter, a "
-            "replaced module, or a buffer (model.to(dtype) rounds rotary frequencies; from_pretrained(dtype=...) does not)"
+            f"The loaded model does not compute what its source does. First difference: {stage}, by {difference:.1e} "
+            "(relative, on the same input), which is more than rounding. Look there for what the weights do not show: a config "
+            "field, a hook, an adapter, a replaced module, or a buffer (model.to(dtype) rounds rotary frequencies; "
+            "from_pretrained(dtype=...) does not)."
         )
         self.stage = stage
         self.difference = difference
 
 
 class UnknownSite(EngineError, KeyError):
-    """A hook name that the model does not have."""
+    """A site name that the model does not have."""
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return str(self.args[0])
 
 
 class KVCorruption(EngineError):
-    """The cache does not hold what a branch thinks it holds (found by the canary)."""
+    """The KV cache does not hold the KV of a branch's own tokens. Raised by the canary."""
 
 
 class EngineBug(EngineError, AssertionError):
-    """The engine broke a rule of its own. Please report it with the trace."""
+    """The engine broke one of its own invariants. Please report it, with the trace."""
 
 
 class NotCertified(EngineError, RuntimeError):
-    """This device was not shown to give canonical bits; the engine will not claim them."""
+    """This device is not certified: it was not shown to give canonical bits."""
 
 
 class ModesChanged(EngineError, RuntimeError):
-    """The number of threads, or another setting that moves bits, changed during a pass; nothing of it was committed."""
+    """The number of threads, or another setting that changes bits, changed during a pass. Nothing of it was committed."""
 
 
 class IntegrityError(EngineError, RuntimeError):
-    """`check_integrity` found a fault of our own: the text names the first one with its numbers. Please report it."""
+    """`check_integrity` found a fault in the engine's bookkeeping. The message names the first one. Please report it."""
 
 
 class BadPoolSize(EngineError, ValueError):
-    """A page pool without pages, or with pages without slots."""
+    """A page pool with no pages, or pages with no slots."""
 
 
 class BadRange(EngineError, ValueError):
-    """Positions that the table, branch or index does not have."""
+    """Positions outside the table, branch or index."""
 
 
 class BadPage(EngineError, ValueError):
-    """A page that is not in use (freed twice, never handed out) or is the null page."""
+    """A page that is not in use (freed twice, or never allocated), or the null page."""
 
 
 class ClosedTable(EngineError, RuntimeError):
-    """A page table used, or released once more, after its release."""
+    """A page table was used or released after its release."""
 
 
 class OutOfPages(EngineError, RuntimeError):
-    """More pages are needed than are free. Nothing was changed; `needed` and `free` say how many are missing."""
+    """More pages are needed than are free. Nothing was changed. `needed` and `free` count them."""
 
     def __init__(self, needed: int, free: int, total: int, text: str = "") -> None:
         super().__init__(
             text
-            or f"{needed} pages needed, {free} of {total} free: evict from the prefix index, roll back or release "
-            f"branches, wait for others to finish, or make the pool larger"
+            or f"{needed} pages needed, {free} of {total} free. Evict from the prefix index, roll back or release branches, "
+            "wait for other requests to finish, or make the pool larger."
         )
         self.needed = needed
         self.free = free
 
     @classmethod
     def for_ever(cls, needed: int, free: int, total: int, tokens: int, wanted: int, page_size: int) -> "OutOfPages":
-        """A path of `tokens` that is larger than the cache, on its way to `wanted` tokens: waiting does not help."""
+        """For a path of `tokens` tokens, on its way to `wanted`, that is larger than the whole cache: waiting does not help."""
         text = (
-            f"a path of {tokens} tokens can never fit: it takes {-(-tokens // page_size)} pages of {page_size}, and the cache "
-            f"has {total}. Make the engine with cache_tokens={-(-wanted // page_size) * page_size} or more, or the path shorter"
+            f"A path of {tokens} tokens can never fit: it takes {-(-tokens // page_size)} pages of {page_size}, and the cache "
+            f"has {total}. Use an engine with cache_tokens={-(-wanted // page_size) * page_size} or more, or a shorter path."
         )
         return cls(needed, free, total, text)
 
 
 class CannotCopy(EngineError, TypeError):
-    """An engine, or a handle on one, asked to be copied or pickled."""
+    """An attempt to copy or pickle an engine, or a handle on one."""
 
 
 class UnknownBranch(EngineError, KeyError):
-    """A branch id that was never given out, or was forgotten."""
+    """A branch id that was never assigned, or whose branch is gone."""
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return str(self.args[0])
 
 
 class ClosedBranch(EngineError, RuntimeError):
-    """A finished, rejected or released branch asked to change in a way that its status forbids."""
+    """A change that the branch's status (finished, rejected or released) forbids."""
 
 
 class BadTransition(EngineError, ValueError):
-    """A token state that may not follow the present one, or may not stand at that place."""
+    """A token state that may not follow the current one, or is not allowed at that position."""
 
 
 class BadRollback(EngineError, ValueError):
@@ -123,68 +124,68 @@ class BadRollback(EngineError, ValueError):
 
 
 class BadRequest(EngineError, ValueError):
-    """A prompt, a sampling parameter or an option that cannot be served; nothing was started."""
+    """A prompt, a sampling parameter or an option that cannot be served. Nothing was started."""
 
 
 class NonFinite(EngineError, ArithmeticError):
-    """A pass gave NaN or infinity; nothing of it was committed."""
+    """A pass computed NaN or infinity. Nothing of it was committed."""
 
 
 class BadEdit(EngineError, ValueError):
-    """An edit that cannot be: unknown operation, wrong shape, no positions."""
+    """An invalid edit: unknown operation, wrong shape, no positions."""
 
 
 class BadTrace(EngineError, ValueError):
-    """A trace file that is damaged, or of another format."""
+    """A trace file that is damaged or of another format."""
 
 
 class NotRecorded(EngineError, RuntimeError):
-    """An engine was asked for its trace, but keeps none: recording is asked for when the engine is made."""
+    """The engine keeps no trace, because it was not made with `record=True`."""
 
 
 class OtherFingerprint(EngineError, ValueError):
-    """Made by other weights, another device or another version: the bits cannot be compared."""
+    """The fingerprints differ (weights, device or versions), so the bits cannot be compared."""
 
 
 class ReplayMismatch(EngineError, RuntimeError):
-    """A replay came to another result than the trace: the promise is broken. Run `replaylens doctor`."""
+    """A replay differs from its trace, so the determinism contract is broken. Run `replaylens doctor`."""
 
 
 class BadDump(EngineError, ValueError):
-    """A folder that is no dump, or a dump that is damaged, edited or of another format. Nothing of it was used."""
+    """A folder that is not a dump, or a dump that is damaged, edited or of another format. Nothing of it was used."""
 
 
 class UnfinishedDump(BadDump):
-    """A dump that is still being written, or whose writing was cut short: resume it."""
+    """A dump that is still being written or was interrupted. Resume it."""
 
 
 class DumpExists(EngineError, FileExistsError):
-    """The place already holds a dump, and nobody said to resume it."""
+    """The folder already holds a dump, and `resume` was not given."""
 
 
 class DumpLocked(EngineError, RuntimeError):
-    """Somebody else is writing the same shards of the same dump."""
+    """Another process is writing the same shards of the same dump."""
 
 
 class OtherPlan(EngineError, ValueError):
-    """The unfinished dump was begun with other options: it can only be resumed with its own."""
+    """The unfinished dump was started with other options, and can only be resumed with those."""
 
 
 class DumpWriteFailed(EngineError, OSError):
-    """The store took no more (disk full, no permission). Whole shards are kept: resume once there is room."""
+    """The store refused a write (disk full, no permission). Complete shards are kept: resume once there is room."""
 
 
 class ClusterFailed(EngineError, RuntimeError):
-    """The Ray cluster could not be reached, or its workers died again and again on the same shard."""
+    """The Ray cluster could not be reached, or its workers died repeatedly on the same shard."""
 
 
 def no_such(kind: str, name: str, known: Iterable[str]) -> str:
-    """The text for a name that is none of the known ones: the nearest first, then all."""
+    """The message for an unknown name: the nearest known name, then all of them."""
     known = list(known)
     nearest = get_close_matches(name, known, n=1, cutoff=0.7)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-    return f"no {kind} {name!r}{hint}; known: {', '.join(known)}"
+    return f"Unknown {kind} {name!r}{hint}. Known: {', '.join(known)}."
 
 
 class BadThought(BadRequest):
-    """A thought longer than the config allows, or not in the tokenizer's words."""
+    """A thought that is longer than the config allows, or has words that the tokenizer does not know."""

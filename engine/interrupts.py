@@ -1,4 +1,4 @@
-"""Ctrl-C held back, so that it cannot tear apart what must happen as a whole."""
+"""Ctrl-C, held back while something must happen as a whole."""
 
 import signal
 import threading
@@ -9,9 +9,9 @@ from types import FrameType
 
 @contextmanager
 def held_interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is held back until the block ends, and comes then; the function says whether it was pressed.
+    """Hold back Ctrl-C until the block ends. The yielded function returns whether it was pressed.
 
-    A second one is not held back. Outside the main thread, which alone gets signals, nothing changes.
+    A second Ctrl-C is not held back. Does nothing outside the main thread, which alone receives signals.
     """
     before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if not callable(before):
@@ -30,4 +30,4 @@ def held_interrupt() -> Iterator[Callable[[], bool]]:
     finally:
         signal.signal(signal.SIGINT, before)
         if pressed:
-            before(signal.SIGINT, None)  # as it would have been called: KeyboardInterrupt, unless somebody wanted otherwise
+            before(signal.SIGINT, None)  # the handler that was set before, by default KeyboardInterrupt

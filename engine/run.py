@@ -1,4 +1,4 @@
-"""`Run`: task examples replayed on an engine, with everything that was captured on the way."""
+"""`Run`: task examples replayed on an engine, with everything that was captured."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,7 +29,7 @@ from replaylens.engine.thinking.picture import picture
 class Run(Sequence[Result]):
     """Results in the order of the examples.
 
-    options  what they were replayed with
+    options  the options of the replay
 
     >>> from replaylens import Engine, tasks
     >>> examples = tasks.get("coin")(flips=2).examples(4)
@@ -63,27 +63,27 @@ class Run(Sequence[Result]):
 
     @property
     def acceptance(self) -> float:
-        """Share of drafts that stood, over all examples."""
+        """The share of drafts that were accepted, over all examples; nan if nothing was drafted."""
         drafted = sum(r.statistics.drafted for r in self.results)
         return sum(r.statistics.accepted for r in self.results) / drafted if drafted else float("nan")
 
     @property
     def drafting(self) -> str:
-        """The acceptance in words."""
+        """The acceptance as text."""
         drafted = any(r.statistics.drafted for r in self.results)
         return f"{self.acceptance:.1%} of drafts accepted" if drafted else "nothing drafted"
 
     def tree(self, index: int) -> Tree:
-        """The branch tree of one example: its path, and the rejected drafts hanging off it. Draws itself, or `print` it."""
+        """The branch tree of one example: its path and rejected branches. Draws itself in a notebook; `print` it elsewhere."""
         result = self._result(index)
         recordings = {result.branch: result.recording} | {path.branch: path.activations for path in result.rejected}
         title = f"example {result.example.index}, {'right' if result.correct else 'wrong'}"
         return self.engine.lock.alone(tree_of, result.record, recordings, self.engine.text, title)
 
     def picture(self, index: int) -> Thinking:
-        """The Thinking-States picture of one example: chunks, states, thoughts. Draws itself, or `print` it.
+        """The Thinking-States picture of one example: chunks, states, thoughts. Draws itself in a notebook; or `print` it.
 
-        BadRequest where the model does not think.
+        BadRequest if the model does not think.
         """
         result = self._result(index)
         if result.thoughts is None:
@@ -91,7 +91,7 @@ class Run(Sequence[Result]):
         return picture(self.engine.text, result.tokens, result.thoughts, f"example {result.example.index}")
 
     def timeline(self, index: int) -> Timeline:
-        """One example step by step: prefill, decode, verify, rollback, and what the KV cache held."""
+        """One example step by step: prefill, decode, verify, rollback, and the contents of the KV cache."""
         result = self._result(index)
         decode, known = partial(word, self.engine.text), {result.branch: result.tokens}
         return timeline(self.engine.trace, result.branch, decode, known, f"example {result.example.index}")
@@ -120,21 +120,21 @@ class Run(Sequence[Result]):
         examples_per_shard: int = 128,
         resume: bool = False,
     ) -> Dump:
-        """Write the run as a dump: the same one, bit for bit, that `write_dump` makes of the same plan.
+        """Write the run as a dump: bit for bit the one that `write_dump` makes from the same plan.
 
-        path       a local folder, or any that fsspec knows
-        resume     go on with a dump that was begun there
+        path       a local folder, or any URL that fsspec supports
+        resume     continue an unfinished dump in `path`
         others     as in `make_plan`
 
-        BadRequest where the examples are not of one task, or nothing was captured.
+        BadRequest if the examples are not of one task, or if nothing was captured.
         """
         resume = flag("resume", resume)
         by_index = {result.example.index: result for result in self.results}
         makers = {result.example.maker for result in self.results}
         if len(makers) != 1 or len(by_index) != len(self.results):
-            raise BadRequest("a dump holds examples of one task with one setting of its knobs, each of them once")
+            raise BadRequest("The examples are not of one task and setting, or some occur twice. Replay them as separate runs.")
         if self.options.sites is None:
-            raise BadRequest("nothing was captured: replay with sites='STCZ' or site names")
+            raise BadRequest("Nothing was captured. Replay with sites='STCZ' or site names.")
         plan = plan_of_run(self.engine, makers.pop(), list(by_index), self.options, positions, dtype, examples_per_shard)
 
         def make(number: int, done: Callable[[int], object]) -> Content:

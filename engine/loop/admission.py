@@ -1,6 +1,6 @@
 """`Admission`: which jobs have a turn in a step of the loop, and with which rows, drafts and pages.
 
-Older jobs come first; when pages run out, younger ones give theirs up and are computed again later.
+Older jobs come first. When pages run out, younger jobs give theirs up (preemption) and are computed again later.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from replaylens.engine.memory.tree import BranchTree
 from replaylens.engine.passes.runner import Runner
 
 MAX_BURST = 16
-"""direct steps that a device takes before the host looks at them"""
+"""direct decode steps on the device between two looks by the host"""
 
 
 class Admission:
-    """Plans turns and makes room for them. Decides when something is computed, never what comes out."""
+    """Plans turns and makes room for them. It decides when rows are computed, never what their bits are."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Admission:
         max_rows: int,
         fail: Callable[[Job, Exception], None],
     ) -> None:
-        """`fail(job, error)` ends a job that cannot have its pages even when it is alone."""
+        """`fail(job, error)` ends a job that does not fit into the cache even on its own."""
         self.runner, self.tree, self.drafters, self.room = runner, tree, drafters, room
         self.max_rows, self.fail = max_rows, fail
         self.planner = Planner()
@@ -39,12 +39,12 @@ class Admission:
         self._clock = 0
 
     def turns(self, jobs: list[Job], alone: bool) -> list[Turn]:
-        """Turns for as many jobs as rows and pages allow; those that wait for one token before long prefills.
+        """Turns for as many jobs as rows and pages allow. Jobs that lack a single row come before long prefills.
 
-        jobs   all that are under way, the oldest first
-        alone  whether a device can take direct decode steps alone, without a pass each
+        jobs   all unfinished jobs, oldest first
+        alone  whether the device takes direct decode steps on its own, without the host in between
 
-        Nobody starves: the oldest job comes before all others if it had no turn in the last step, and then it has one.
+        No job starves: if the oldest job had no turn in the last step, it goes first in this one, and its turn is certain.
         """
         self._clock += 1
         self._jobs, self._alone = jobs, alone
@@ -53,8 +53,8 @@ class Admission:
         for job in sorted(self._jobs, key=self._rank):
             turn = self._plan(job, budget) if budget > 0 else None
             if turn is not None and not self._make_room(turn):
-                # Nobody has a turn yet, so all others' pages were the oldest job's for the taking: waiting would not help
-                # it, and it would take them again in every step, while the younger compute them again in vain.
+                # The oldest job could take the pages of all others and still lacks some. Waiting would not help: it would
+                # take them again in every step, and the younger jobs would compute them again in vain.
                 turn = self._last_resort(job) if job is self._jobs[0] and not turns else None
             if turn is not None:
                 budget -= (len(turn.rows) + turn.num_drafts) * len(turn.tables)
@@ -63,31 +63,31 @@ class Admission:
         return turns
 
     def _plan(self, job: Job, budget: int) -> Turn | None:
-        """The job's next rows: all that its lane lacks, as far as the budget goes; drafts only after the last token."""
+        """The job's next rows: those without KV, up to the budget. Drafts come only after the last token. None: it waits."""
         tokens = self.tree.branch(job.lane.branch).tokens
         start = self._first_row(job)
         rows = tokens[start : start + budget]
         turn = Turn(job, start, rows, complete=start + len(rows) == len(tokens))
         if turn.deciding and job.exact:
             num_drafts = self._num_drafts(job, turn.end)
-            if len(rows) > 1:  # the lane lost its KV, and catches up
+            if len(rows) > 1:  # the lane lost its KV and catches up; then its windows are those of an undisturbed lane
                 reproducible = num_drafts and self.drafters[job.drafter].reproducible
-                return Turn(job, start, rows[:-1], complete=False) if reproducible else turn  # same windows as without
+                return Turn(job, start, rows[:-1], complete=False) if reproducible else turn
             turn.num_drafts = num_drafts
             if num_drafts and (1 + num_drafts) * self._width(job, turn.end) > budget:
-                return None  # a window is never cut for lack of room: the rejected branches would depend on the load
+                return None  # a shorter window would make the rejected branches depend on the load
         if turn.deciding and len(rows) == 1 and not turn.num_drafts and self._may_burst(job):
             turn.burst = min(job.remaining, MAX_BURST)
         return turn
 
     def _may_burst(self, job: Job) -> bool:
-        """Whether the device can go on alone: nothing to capture or to edit, and no choice that needs the whole path."""
+        """Whether the device can decode on its own: nothing to capture or edit, and sampling does not need the whole path."""
         lane = job.lane
         plain = lane.capture is None and not lane.edits and not lane.hooks and self.runner.cache.chain is None
         return self._alone and plain and job.sampling.bare and job.forced_drafts is None
 
     def _first_row(self, job: Job) -> int:
-        """Where the next pass starts. To say what follows the last token, its row must be computed, if need be again."""
+        """Where the next pass starts. Choosing the next token takes the last token's row, even if its KV is known."""
         num_tokens = len(self.tree.branch(job.lane.branch).tokens)
         first = job.lane.first_missing(num_tokens, job.final and job.remaining == 0)
         return min(first, num_tokens - 1) if job.remaining else first
@@ -97,7 +97,7 @@ class Admission:
         return 0 if passed_over else 2 if self.num_waiting(job) > 1 else 1
 
     def num_waiting(self, job: Job) -> int:
-        """Tokens whose rows the job still needs."""
+        """The number of tokens whose rows the job still needs."""
         return len(self.tree.branch(job.lane.branch).tokens) - self._first_row(job)
 
     def _num_drafts(self, job: Job, at: int) -> int:
@@ -105,7 +105,7 @@ class Admission:
             return min(max(map(len, job.forced_drafts.get(at, [[]]))), job.remaining - 1)
         window = job.window
         if window is None and job.drafter == "self" and self._alone:
-            return 0  # the decode step is canonical itself: there is nothing to verify
+            return 0  # the device's decode step is canonical: there is nothing to verify
         if window is None:
             deciding = sum(other.exact and other.remaining > 0 for other in self._jobs)
             window = self.planner.window(self.drafters[job.drafter].reproducible, deciding, job.statistics)
@@ -116,16 +116,16 @@ class Admission:
         return len(job.forced_drafts.get(at, [[]])) if job.forced_drafts is not None else self.drafters[job.drafter].width
 
     def _make_room(self, turn: Turn) -> bool:
-        """Reserve the turn's pages; younger jobs without a turn in this step may lose theirs. False: it has to wait."""
+        """Reserve the turn's pages; younger jobs without a turn in this step may lose theirs. False: the turn must wait."""
         younger = self._jobs[self._jobs.index(turn.job) + 1 :]
         victims = [job for job in younger if job.lane.last_used != self._clock]
         width = self._width(turn.job, turn.end) if turn.num_drafts else 1
         return self.room.reserve(turn, width, self._jobs, victims)
 
     def _last_resort(self, job: Job) -> Turn | None:
-        """Not even with all pages to itself can the oldest job have its window: it goes without drafts, or fails."""
+        """For the oldest job, whose window does not fit even with all pages to itself: a turn without drafts, or failure."""
         turn, pool = self._plan(job, self.max_rows), self.runner.pool
-        assert turn is not None  # `submit` refused windows larger than a pass
+        assert turn is not None  # `submit` refuses windows larger than a pass
         turn.num_drafts = turn.burst = 0
         if self._make_room(turn):
             return turn

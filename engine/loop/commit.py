@@ -1,4 +1,7 @@
-"""`Committer`: the transaction at the end of a turn. Tokens, KV and captured rows are accepted together, or not at all."""
+"""`Committer`: the transaction at the end of a turn. Tokens, KV and captured rows are committed together or not at all.
+
+Rejected drafts are rolled back in the same transaction: they become a rejected branch, which keeps its rows or pages on demand.
+"""
 
 from dataclasses import dataclass
 
@@ -14,7 +17,7 @@ from replaylens.engine.request.capture import HEAD_SITES, PassTap, Rows
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a turn decided: follow `chain`, of which `accepted` drafts stand; then `pending`, whose KV is not computed."""
+    """What a turn decided: the first `accepted` drafts of `chain`, then `pending`, whose KV is not computed yet."""
 
     chain: int = 0
     accepted: int = 0
@@ -22,39 +25,39 @@ class Outcome:
 
 
 class Committer:
-    """Carries outcomes into tree, pages and recordings. A rejected branch that keeps something gets an entry in `lanes`."""
+    """Applies outcomes to tree, pages and recordings. A rejected branch that keeps rows or pages is added to `lanes`."""
 
     def __init__(self, runner: Runner, tree: BranchTree, lanes: dict[int, Lane], lenses: KnownLenses) -> None:
         self.runner, self.tree, self.lanes, self.lenses = runner, tree, lanes, lenses
 
     def commit(self, turn: Turn, outcome: Outcome, tap: PassTap, result: PassResult | None) -> None:
-        """Mutates tree, lane, pages and recording. Precondition: the turn's rows have been computed.
+        """Mutates tree, lane, pages and recording. Precondition: the turn's rows are computed.
 
-        `result` is the pass that did it; None after a burst, which captures and rejects nothing.
+        `result` is the pass that computed them; None after a burst, which captures and rejects nothing.
         """
         followed = turn.chains[outcome.chain]
-        stood = {i: 0 for i, chain in enumerate(turn.chains) if i != outcome.chain and chain}
-        stood |= {outcome.chain: outcome.accepted} if len(followed) > outcome.accepted else {}
-        # all that can fail comes first: rows are read, by the lens, too, while nothing has changed yet
+        num_accepted = {i: 0 for i, chain in enumerate(turn.chains) if i != outcome.chain and chain}
+        num_accepted |= {outcome.chain: outcome.accepted} if len(followed) > outcome.accepted else {}
+        # Everything that can fail comes first: rows and lens readouts are taken while nothing has changed.
         captured = self._captured(turn, outcome, tap, result)
-        cut_off = {i: self._cut_off(turn, i, n, tap, result) for i, n in stood.items()}
+        cut_off = {i: self._cut_off(turn, i, n, tap, result) for i, n in num_accepted.items()}
         turn.closed = True
         self.drop_drafts(turn)
         self._accept_rows(turn)
-        for i, n in stood.items():
+        for i, n in num_accepted.items():
             self._reject(turn, i, n, cut_off[i])
         branch = turn.job.lane.branch
         if outcome.accepted:
             self.tree.append(branch, followed[: outcome.accepted], TokenState.DRAFT)
             self.tree.mark(branch, turn.end, turn.end + outcome.accepted, TokenState.ACCEPTED)
-        if outcome.pending:  # a finished branch takes no tokens, not even none
+        if outcome.pending:  # a finished branch refuses even an empty append
             self.tree.append(branch, outcome.pending, TokenState.PENDING)
         self._accept_kv(turn, outcome)
         if captured is not None and turn.job.lane.recording is not None:
             turn.job.lane.recording.append(*captured)
 
     def abandon(self, turn: Turn) -> None:
-        """Undo a turn whose pass failed: the branch stands where it stood. Mutates tree, lane and pages."""
+        """Undo a turn whose pass failed: the branch is as it was before. Mutates tree, lane and pages."""
         lane = turn.job.lane
         self.drop_drafts(turn)
         self._release_forks(turn)
@@ -65,7 +68,7 @@ class Committer:
     def drop_drafts(self, turn: Turn) -> None:
         """Cut the turn's drafts from the tree. Mutates the tree only."""
         if turn.complete and len(self.tree.branch(turn.job.lane.branch).tokens) > turn.end:
-            self.tree.rollback(turn.job.lane.branch, turn.end)  # what follows the rows of a chunk are no drafts
+            self.tree.rollback(turn.job.lane.branch, turn.end)  # of an incomplete turn, the rest is prompt, not drafts
 
     def _accept_rows(self, turn: Turn) -> None:
         branch = turn.job.lane.branch
@@ -76,7 +79,7 @@ class Committer:
 
     def _accept_kv(self, turn: Turn, outcome: Outcome) -> None:
         lane, pool = turn.job.lane, self.runner.pool
-        if outcome.chain:  # a sibling was right: its table becomes the branch's
+        if outcome.chain:  # a sibling chain is followed: its table becomes the branch's
             turn.tables[0], turn.tables[outcome.chain] = turn.tables[outcome.chain], turn.tables[0]
             lane.table = turn.tables[0]
         lane.computed = turn.end + outcome.accepted
@@ -91,18 +94,18 @@ class Committer:
             self.runner.pool.release(table)
 
     def _captured(self, turn: Turn, outcome: Outcome, tap: PassTap, result: PassResult | None) -> tuple[int, Rows, bool] | None:
-        """(first position, rows, open end) of the positions to be committed, but for those at the tip whose successor must be
-        known first. None: nothing to record."""
+        """(first position, rows, open end) of the committed positions, without those at the tip that wait for their next
+        token. None: nothing to record."""
         job, lane = turn.job, turn.job.lane
         if lane.capture is None or lane.recording is None or result is None:
             return None
         accepted = turn.chains[outcome.chain][: outcome.accepted]
-        tokens = self.tree.branch(lane.branch).tokens  # of a part of a prompt, the rest is known; else drafts may stand behind
+        tokens = self.tree.branch(lane.branch).tokens  # a complete turn's may end in drafts; a part of a prompt's are final
         tokens = [*tokens[: turn.end], *accepted, *outcome.pending] if turn.complete else tokens
         computed = turn.end + outcome.accepted
         ended = job.final and job.remaining == 0 and computed == len(tokens)
         end = computed if ended else min(computed, len(tokens) - lane.capture.lag)
-        start = max(turn.start, lane.recording.end - lane.recording.open_end)  # while KV is computed again, rows stay
+        start = max(turn.start, lane.recording.end - lane.recording.open_end)  # recomputing KV leaves recorded rows alone
         if end <= start:
             return None
         first = result.batch.row(turn.segments[outcome.chain], start)
@@ -110,29 +113,30 @@ class Committer:
         open_end = end == len(tokens) and lane.capture.lag > 0
         return start, self._rows(lane, tap, first, emitted), open_end
 
-    def _cut_off(self, turn: Turn, index: int, stood: int, tap: PassTap, result: PassResult | None) -> Rows | None:
-        """The rows of a chain from its first draft that did not stand on; None: nobody keeps them."""
+    def _cut_off(self, turn: Turn, index: int, num_accepted: int, tap: PassTap, result: PassResult | None) -> Rows | None:
+        """The rows of a chain's rejected drafts. None: they are not kept."""
         lane, chain = turn.job.lane, turn.chains[index]
         if lane.recording is None or lane.capture is None or not lane.capture.rejected or result is None:
             return None
-        first = result.batch.row(turn.segments[index], turn.end + stood)
-        return self._rows(lane, tap, first, [*chain[stood + 1 :], -1])
+        first = result.batch.row(turn.segments[index], turn.end + num_accepted)
+        return self._rows(lane, tap, first, [*chain[num_accepted + 1 :], -1])
 
-    def _reject(self, turn: Turn, index: int, stood: int, rows: Rows | None) -> None:
-        """File chain[stood:] as a rejected branch, with its own canonical rows and, where asked, its pages."""
+    def _reject(self, turn: Turn, index: int, num_accepted: int, rows: Rows | None) -> None:
+        """Make chain[num_accepted:] a rejected branch with its own canonical rows and, if the job keeps them, its pages."""
         job, lane, chain = turn.job, turn.job.lane, turn.chains[index]
+        base = turn.end + num_accepted
         self.tree.append(lane.branch, chain, TokenState.DRAFT)
-        self.tree.mark(lane.branch, turn.end, turn.end + stood, TokenState.ACCEPTED)
-        kept = self.tree.rollback(lane.branch, turn.end + stood, keep=True)
-        assert kept is not None  # chain[stood:] is not empty
+        self.tree.mark(lane.branch, turn.end, base, TokenState.ACCEPTED)
+        kept = self.tree.rollback(lane.branch, base, keep=True)
+        assert kept is not None  # chain[num_accepted:] is not empty
         self.tree.rollback(lane.branch, turn.end)
         job.rejected.append(kept)
         other = Lane(kept, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, thoughts=lane.thoughts)
         other.capture, other.traced = lane.capture, lane.traced
-        other.template = lane.recording.like(base=turn.end + stood) if lane.recording is not None else None
+        other.template = lane.recording.like(base=base) if lane.recording is not None else None
         if rows is not None and other.template is not None:
-            other.recording = other.template.like(base=turn.end + stood)
-            other.recording.append(turn.end + stood, rows)
+            other.recording = other.template.like(base=base)
+            other.recording.append(base, rows)
         if job.keep_rejected:
             other.computed = turn.end + len(chain)
             other.table = self.runner.pool.fork(turn.tables[index], other.computed)
@@ -143,7 +147,7 @@ class Committer:
             lane.rejected.append(kept)
 
     def _rows(self, lane: Lane, tap: PassTap, first: int, emitted: list[int]) -> Rows:
-        """Packed rows [first, first + len(emitted)) as the lane's capture wants them."""
+        """The sites that the lane captures, of packed rows [first, first + len(emitted))."""
         spec, end = lane.capture, first + len(emitted)
         assert spec is not None
         rows = tap.rows([site for site in spec.sites if site not in HEAD_SITES], first, end)

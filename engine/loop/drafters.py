@@ -1,6 +1,6 @@
-"""Drafters: who guesses the next tokens. None of them can change the output; they only change how fast it comes.
+"""Drafters: they guess the next tokens. No drafter can change the output, only how fast it comes.
 
-All but `self` compute canonically, so their drafts, and with them the rejected branches, are functions of the path.
+Every drafter except `self` is reproducible: its drafts, and so the rejected branches, are a function of the path.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Chains = list[list[int]]
 
 @dataclass
 class DraftCall:
-    """One branch that wants drafts after `path`, whose last token's row is not computed yet."""
+    """A request for drafts after `path`. The row of the path's last token is not computed yet."""
 
     path: list[int]
     num_prompt: int
@@ -32,13 +32,13 @@ class DraftCall:
     tables: list[PageTable]
     """one per sibling chain, with private room for the last token and `count` drafts"""
     branch: int
-    """whose branch it is; drafters with a cache of their own go by it"""
+    """the branch's id, the key of drafters with a cache of their own"""
     recorded: Chains | None = None
     edits: tuple[PlacedEdit, ...] = ()
     hooks: tuple[Hook, ...] = ()
 
     def segment(self, table: int, start: int, tokens: list[int]) -> Segment:
-        """Rows of this branch for a draft pass that wants the last row's logits."""
+        """Rows of this branch for a draft pass that returns the last row's logits."""
         return Segment(self.tables[table], start, tokens, 1, self.edits, self.hooks)
 
     def ends(self, chain: list[int]) -> bool:
@@ -50,12 +50,12 @@ class Drafter(Protocol):
     """Proposes chains of tokens. May write KV at and after the last token's position, never before."""
 
     width: int
-    """how many sibling chains it proposes"""
+    """the number of sibling chains it proposes"""
     reproducible: bool
     """whether the drafts are a function of the path alone"""
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
-        """For each call up to `width` chains of up to `count` tokens, first tokens all different."""
+        """For each call, up to `width` chains of up to `count` tokens. Their first tokens differ."""
         ...
 
     def settings(self) -> dict[str, str | int]:
@@ -83,7 +83,7 @@ class SelfDrafter:
 
 
 class LensDrafter:
-    """Early exit: the lens of the residual stream entering `layer`, computed canonically by the first layers alone."""
+    """Early exit: the logit lens on the residual stream that enters `layer`. The first layers run canonically."""
 
     width = 1
     reproducible = True
@@ -103,7 +103,7 @@ class LensDrafter:
 
 
 class TreeDrafter:
-    """The `width` likeliest next tokens by an early exit (under the request's own noise), each continued greedily."""
+    """The `width` likeliest next tokens by an early exit, with the request's own noise. Each is continued as `lens` does."""
 
     reproducible = True
 
@@ -135,9 +135,9 @@ class TreeDrafter:
 def extend_together(
     calls: list[DraftCall], table: list[int], chains: Chains, step: Callable[[list[Segment]], PassResult]
 ) -> Chains:
-    """Grow every call's chain to its `count`, one packed step for all that still grow.
+    """Grow every call's chain to its `count`, one packed step at a time for all that still grow.
 
-    `table[i]` says on which of the call's tables chain i is drafted. The first step also runs the path's last token.
+    `table[i]` is the index of the call's table that chain i uses. The first step also runs the path's last token.
     """
     started = [False] * len(calls)
     while True:
@@ -158,7 +158,7 @@ def extend_together(
 
 
 class NgramDrafter:
-    """Repeats what followed the last occurrence of the path's own ending."""
+    """Repeats what followed the latest earlier occurrence of the path's last tokens."""
 
     width = 1
     reproducible = True
@@ -182,7 +182,7 @@ class NgramDrafter:
 
 
 class ModelDrafter:
-    """A smaller model with a cache of its own, brought into step with each branch by its path."""
+    """A smaller model with a KV cache of its own, which catches up with each branch's path."""
 
     width = 1
     reproducible = True
@@ -190,14 +190,14 @@ class ModelDrafter:
     def __init__(self, runner: Runner, vocab_size: int) -> None:
         if runner.model.config.vocab_size != vocab_size:
             raise BadRequest(
-                f"the draft model has {runner.model.config.vocab_size} tokens, the model {vocab_size}: "
-                "they must share a tokenizer"
+                f"The draft model has a vocabulary of {runner.model.config.vocab_size} tokens, the model one of {vocab_size}. "
+                "Use a draft model with the same tokenizer."
             )
         self.runner = runner
         self._known: dict[int, tuple[PageTable, list[int]]] = {}  # branch -> its KV here, and the path it holds
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
-        """In groups that fit into the draft model's pages together: sharing none, it may have room for fewer branches."""
+        """Drafts in groups that fit into the draft model's pages. Its branches share no pages, so fewer may fit at once."""
         proposals: list[Chains] = []
         while len(proposals) < len(calls):
             mine = self._next_group(calls[len(proposals) :])
@@ -205,11 +205,11 @@ class ModelDrafter:
         return proposals
 
     def _next_group(self, calls: list[DraftCall]) -> list[DraftCall]:
-        """The first calls with tables here. One whose path is too long for this model or its pages asks for nothing."""
+        """The first calls, with tables of this cache. A path too long for this model or its pages gets no drafts."""
         group: list[DraftCall] = []
         for call in calls:
             room = self.runner.model.config.max_positions + 1 - len(call.path)  # the last draft's own row is never run
-            own = replace(call, count=max(0, min(call.count, room)), edits=(), hooks=())  # edits are the large model's
+            own = replace(call, count=max(0, min(call.count, room)), edits=(), hooks=())  # edits name the large model's sites
             table = self._catch_up(own, {other.branch for other in group}) if own.count else None
             if table is None and group:
                 break
@@ -220,7 +220,7 @@ class ModelDrafter:
         return self.runner.exact(segments)
 
     def _catch_up(self, call: DraftCall, busy: set[int]) -> PageTable | None:
-        """The branch's table with KV for all of the path but its last token, and room for the drafts. None: no pages."""
+        """The branch's table, with KV for the path except its last token, and room for the drafts. None: no pages left."""
         pool, needed = self.runner.pool, len(call.path) + call.count
         table, held = self._known.pop(call.branch, (PageTable(), []))
         common = next(
@@ -243,7 +243,7 @@ class ModelDrafter:
         return table
 
     def _drop_oldest(self, busy: set[int]) -> bool:
-        """Forget the branch that was drafted for longest ago. False: all that are left are busy."""
+        """Forget the least recently drafted branch. False: all that are left are busy."""
         victim = next((branch for branch in self._known if branch not in busy), None)
         if victim is not None:
             self.runner.pool.release(self._known.pop(victim)[0])
@@ -254,7 +254,7 @@ class ModelDrafter:
 
 
 class ForcedDrafter:
-    """Given tokens: a user's, or those that a trace recorded."""
+    """Proposes given tokens: a user's, or those that a trace recorded."""
 
     width = 1
     reproducible = True

@@ -1,4 +1,7 @@
-"""`Lane`: the live side of a branch, and `Job`: the work to do on it."""
+"""`Lane`: what is live of a branch (pages, edits, captured rows), and `Job`: the work to do on it.
+
+The `BranchTree` holds the tokens of a branch and outlives its lane.
+"""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +14,7 @@ from replaylens.engine.request.sampling import Sampling
 
 @dataclass
 class Statistics:
-    """What drafting gained, on one request or on a branch."""
+    """Counts of drafted, accepted and rejected tokens, of one request or of a branch."""
 
     passes: int = 0
     drafted: int = 0
@@ -20,7 +23,7 @@ class Statistics:
     tokens: int = 0
 
     def count(self, drafted: int, accepted: int, gained: int) -> None:
-        """Mutates: one more verification."""
+        """Mutates: adds one verification."""
         self.passes += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -28,56 +31,56 @@ class Statistics:
         self.tokens += gained
 
     def add(self, other: "Statistics") -> None:
-        """Mutates: all that another one counted, too."""
+        """Mutates: adds the counts of `other`."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
     @property
     def acceptance(self) -> float:
-        """Share of drafts that stood; nan before the first."""
+        """The share of drafts that were accepted; nan before the first."""
         return self.accepted / self.drafted if self.drafted else float("nan")
 
 
 @dataclass(eq=False)
 class Lane:
-    """Where a branch's KV lies. The tokens themselves are in the `BranchTree`.
+    """The pages of a branch, and what is recorded on it.
 
-    | positions             | KV                                                    |
-    |-----------------------|-------------------------------------------------------|
-    | [0, computed)         | canonical and committed (fast-path if not `exact`)    |
-    | [computed, length)    | drafts, not promised; overwritten by the next pass    |
+    | positions             | KV                                                       |
+    |-----------------------|----------------------------------------------------------|
+    | [0, computed)         | canonical and committed (fast path if not `exact`)       |
+    | [computed, length)    | provisional, from drafts; overwritten by the next pass   |
     """
 
     branch: int
     table: PageTable
     computed: int = 0
     exact: bool = True
-    """False once a fast-path token or KV entry is in it: nothing of it is promised then"""
+    """False once it has a token or KV entry of the fast path: then no bit of it is promised"""
     recording: Recording | None = None
     capture: CaptureSpec | None = None
     edits: tuple[PlacedEdit, ...] = ()
     hooks: tuple[Hook, ...] = ()
     thoughts: object | None = None
-    """what a model that thinks keeps along the prompt, passed on to what is forked or cut from it; read by `thoughts_of`"""
+    """what a model that thinks keeps about the prompt; forks and rejected branches inherit it; read by `thoughts_of`"""
     last_used: int = 0
     statistics: Statistics = field(default_factory=Statistics)
-    """of all requests on it that ended"""
+    """of all its requests that ended"""
     rejected: list[int] = field(default_factory=list)
-    """rejected branches that were cut from it and kept rows or pages, in order"""
+    """its rejected branches that keep rows or pages, in order"""
     template: Recording | None = None
-    """where the lane itself keeps no rows: what the recordings of its forks begin as"""
+    """if the lane itself keeps no rows: the empty recording that its forks start from"""
     traced: bool = True
-    """False: what happens to it is no part of the engine's trace"""
+    """whether its events go into the engine's trace"""
 
     @property
     def certified(self) -> bool:
-        """Whether its bits are a function of weights, path and edits. A hook function could be anything."""
+        """Whether its bits are a function of weights, path and edits. A hook function may compute anything."""
         return self.exact and not self.hooks
 
     def first_missing(self, num_tokens: int, final: bool) -> int:
-        """The first position that a pass has to compute so that all `num_tokens` have KV and captured rows.
+        """The first position to compute for all `num_tokens` to have KV and captured rows.
 
-        Not `final`: the rows at the tip whose capture waits for the next token are not missed.
+        Unless `final`, rows at the tip whose capture waits for the next token do not count as missing.
         """
         if self.recording is None or self.capture is None:
             return self.computed
@@ -88,7 +91,7 @@ class Lane:
         return min(self.computed, end) if end < wanted else self.computed
 
     def tokens_gone(self, num_tokens: int) -> None:
-        """Mutates: tokens from `num_tokens` on are no more; captured rows that looked at them go too."""
+        """Mutates: drops the captured rows that depend on tokens from `num_tokens` on, which were removed."""
         if self.recording is not None and self.capture is not None and not self.recording.open_end:
             self.recording.truncate(num_tokens - self.capture.lag)
 
@@ -102,16 +105,16 @@ class Job:
     sampling: Sampling = field(default_factory=Sampling)
     drafter: str = "self"
     window: int | None = None
-    """rows per verification, the last token's own included; 1: direct decoding; None: the planner chooses"""
+    """rows per verification, including the last token's own; 1: direct decoding; None: the planner chooses"""
     exact: bool = True
     final: bool = False
-    """compute the last token's row too, so that every token has KV and activations"""
+    """also compute the last token's row, so that every token has KV and activations"""
     keep_rejected: bool = False
     """keep the pages of rejected drafts, so that they can be forked and continued"""
     forced_drafts: dict[int, list[list[int]]] | None = None
-    """given or recorded chains by the position they start at, for the `forced` drafter"""
+    """for the `forced` drafter: given or recorded chains by their start position"""
     cancel_at: int | None = None
-    """cancelled once it has generated so many, its windows as if it went on: to replay one that was cancelled"""
+    """to replay a cancelled job: cancel after this many tokens, with windows planned for `new_tokens`"""
     generated: int = 0
     finish_reason: str | None = None
     error: Exception | None = None
@@ -123,7 +126,7 @@ class Job:
     def __post_init__(self) -> None:
         for name, value, least in (("n", self.new_tokens, 0), ("window", self.window, 1)):
             if value is not None and (type(value) is not int or value < least):
-                raise BadRequest(f"{name}={value!r}: give a whole number of at least {least}")
+                raise BadRequest(f"Invalid {name}={value!r}. Give a whole number of at least {least}.")
 
     @property
     def remaining(self) -> int:

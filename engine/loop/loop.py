@@ -1,4 +1,7 @@
-"""`Loop`: admit, draft, verify, roll back, capture. One `step` serves every job that has rows and pages for it."""
+"""`Loop`: admit, draft, verify, commit or roll back. One `step` serves all jobs for which there are rows and pages.
+
+The package's docstring (`engine/loop/__init__.py`) walks through one turn.
+"""
 
 from collections.abc import Callable
 from itertools import takewhile
@@ -26,11 +29,11 @@ if TYPE_CHECKING:
     from replaylens.engine.passes.bursts import Bursts
 
 Listener = Callable[[dict[str, Any]], None]
-"""is told every event: submit, draft, draft_failed, verdict, preempt, finish"""
+"""is called with every event: submit, draft, draft_failed, verdict, preempt, finish"""
 
 
 class Loop:
-    """Serves jobs step by step, all that are admitted together."""
+    """Serves jobs step by step, all admitted ones together."""
 
     def __init__(
         self,
@@ -46,15 +49,15 @@ class Loop:
         self.decode, self.max_rows = decode, max_rows
         self.lanes: dict[int, Lane] = {}
         self.committer = Committer(runner, tree, self.lanes, lenses)
-        self.room = Room(runner, prefix, self.lanes, lambda job: self._tell("preempt", job))
+        self.room = Room(runner, prefix, self.lanes, lambda job: self._notify("preempt", job))
         self.admission = Admission(runner, tree, drafters, self.room, max_rows, self.end)
         self.jobs: list[Job] = []
         self.listeners: list[Listener] = []
         self.bursts: Bursts | None = None
-        """where decode steps run on the device alone; None: on a CPU"""
+        """direct decode steps on the device alone; None on a CPU"""
 
     def step(self) -> None:
-        """One round for every job that can have one. A job's failure stays its own."""
+        """One turn for every admitted job. A job's failure ends no other job."""
         turns: list[Turn] = []
         try:
             turns += self.admit()
@@ -64,18 +67,18 @@ class Loop:
                     self.burst(direct, exact)
                 if others := [turn for turn in mine if not turn.burst]:
                     self.verify(others, exact)
-        except BaseException as error:  # an interrupt, or a bug: no draft may stay behind and pass for a token
+        except BaseException as error:  # an interrupt or a bug: no draft may remain and pass for a committed token
             for turn in turns:
                 if not turn.closed:
                     self.committer.abandon(turn)
-            if isinstance(error, Exception):  # nobody knows whose fault it was; an interrupt is none of theirs
+            if isinstance(error, Exception):  # any job may be the cause; an interrupt is not the jobs' fault
                 self._end_all(error)
             raise
         self._forget_done()
 
     def _by_arithmetic(self, turns: list[Turn]) -> list[tuple[bool, list[Turn]]]:
-        """(whether canonical, turns that run together). On a device both arithmetics take as long, so requests without the
-        promise go along with those that have it: two passes would take twice as long."""
+        """(whether canonical, turns that run together). On a device both arithmetics take equally long, so fast-path requests
+        join the canonical pass: two passes would take twice as long."""
         if self.bursts is not None and any(turn.job.exact for turn in turns):
             return [(True, turns)]
         return [(exact, [turn for turn in turns if turn.job.exact is exact]) for exact in (True, False)]
@@ -86,7 +89,7 @@ class Loop:
         return self.admission.turns(self.jobs, alone=self.bursts is not None)
 
     def draft(self, turns: list[Turn]) -> list[Turn]:
-        """Fill in the chains of turns that want drafts. Draft KV goes to slots that the verification overwrites."""
+        """Fill in the chains of turns that have room for drafts. Draft KV goes to slots that the verification overwrites."""
         for name in sorted({turn.job.drafter for turn in turns if turn.num_drafts}):
             mine = [turn for turn in turns if turn.num_drafts and turn.job.drafter == name]
             for turn, chains in zip(mine, self._propose(name, mine), strict=True):
@@ -94,12 +97,12 @@ class Loop:
                     continue
                 turn.chains = _verifiable(chains, turn.num_drafts, len(turn.tables), self.runner.model.config.vocab_size)
                 self.tree.append(turn.job.lane.branch, turn.chains[0], TokenState.DRAFT)
-                self._tell("draft", turn.job, at=turn.end, chains=turn.chains)
+                self._notify("draft", turn.job, at=turn.end, chains=turn.chains)
         return turns
 
     def _propose(self, name: str, turns: list[Turn]) -> list[Chains]:
-        """The drafter's chains. A turn for which it fails goes without, and listeners are told: it cannot fail a request.
-        A drafter that breaks, or a hook function in its pass, ends the one request that it broke on."""
+        """The drafter's chains. An EngineError costs a turn its drafts, never the request; listeners are notified. Any other
+        error, of the drafter or of a hook function in its pass, ends the one request that caused it."""
         try:
             with self.admission.planner.timing("draft", len(turns), steps=max(turn.num_drafts for turn in turns)):
                 return self.drafters[name].propose([self._call(turn) for turn in turns])
@@ -109,11 +112,11 @@ class Loop:
             if not isinstance(error, EngineError):
                 self._abandon(turns, error)
                 return [[[]]]
-            self._tell("draft_failed", turns[0].job, drafter=name, error=f"{type(error).__name__}: {error}")
+            self._notify("draft_failed", turns[0].job, drafter=name, error=f"{type(error).__name__}: {error}")
             return [[[]]]
 
     def verify(self, turns: list[Turn], exact: bool) -> None:
-        """One pass over all turns' rows and drafts; then each turn is judged and committed on its own."""
+        """One pass over the rows and drafts of all turns. Then each turn is judged and committed on its own."""
         segments: list[Segment] = []
         for turn in turns:
             turn.segments = []
@@ -139,7 +142,7 @@ class Loop:
                 self._conclude(turn, result, verdicts.get(turn), tap)
             except BaseException as error:
                 if turn.closed:  # half committed
-                    self.end(turn.job, EngineBug(f"branch {turn.job.lane.branch} was cut short within a commit: release it"))
+                    self.end(turn.job, EngineBug(f"Branch {turn.job.lane.branch} was interrupted within a commit. Release it."))
                     raise
                 turn.job.generated, turn.job.finish_reason = before
                 if not isinstance(error, Exception):
@@ -147,7 +150,7 @@ class Loop:
                 self._abandon([turn], error)
 
     def burst(self, turns: list[Turn], exact: bool) -> None:
-        """Several direct steps on the device; what it chose is canonical and is committed like drafts that stood."""
+        """Several direct decode steps on the device. If `exact`, its choices are canonical and need no verification."""
         from replaylens.engine.passes.bursts import Place  # needs triton, as everything on the device does
 
         assert self.bursts is not None
@@ -160,12 +163,12 @@ class Loop:
             path = self.tree.branch(turn.job.lane.branch).tokens[: turn.end]
             turn.chains = [tokens[:-1]]
             outcome = self._take(turn, Verdict(0, len(tokens) - 1, tokens[-1]), path, drafted=0)
-            turn.chains = [tokens[: outcome.accepted]]  # what came after the end was never drafted: it is dropped
+            turn.chains = [tokens[: outcome.accepted]]  # tokens after the end are dropped: they are not rejected drafts
             self.committer.commit(turn, outcome, PassTap(frozenset()), None)
             self._finish_turn(turn)
 
     def _isolate(self, turns: list[Turn], exact: bool, error: Exception) -> None:
-        """A pass failed. Whose rows were to blame shows when each turn runs alone, and then without its drafts."""
+        """After a failed pass: run each turn alone, then without its drafts, to find the one whose rows fail."""
         if len(turns) > 1:
             for turn in turns:
                 self.verify([turn], exact)
@@ -177,7 +180,7 @@ class Loop:
             self._abandon(turns, error)
 
     def _conclude(self, turn: Turn, result: PassResult, verdict: Verdict | None, tap: PassTap) -> None:
-        """Commit one turn, with what was decided where it was deciding."""
+        """Commit one turn, with its verdict if it was deciding."""
         job, outcome = turn.job, Outcome()
         if verdict is not None:
             path = self.tree.branch(job.lane.branch).tokens[: turn.end]
@@ -186,7 +189,7 @@ class Loop:
         self.committer.commit(turn, outcome, tap, result)
         if any(turn.chains):
             rejected = job.rejected[rejected_before:]
-            self._tell(
+            self._notify(
                 "verdict", job, chain=outcome.chain, accepted=outcome.accepted, pending=outcome.pending, rejected=rejected
             )
         self._finish_turn(turn)
@@ -200,7 +203,7 @@ class Loop:
             self.end(job)
 
     def _take(self, turn: Turn, verdict: Verdict, path: list[int], drafted: int | None = None) -> Outcome:
-        """What of the verdict is in the sequence: all of it, or up to the token that ends the job. Counts it."""
+        """The verdict up to the token that ends the job, if one does. Mutates the job: counts, finish reason."""
         job, chain = turn.job, turn.chains[verdict.chain][: verdict.num_accepted]
         new = [*chain, verdict.token]
         for i, token in enumerate(new):
@@ -209,7 +212,7 @@ class Loop:
                 new = new[: i + 1]
                 break
         accepted = min(len(new), verdict.num_accepted)
-        if job.finish_reason and len(new) <= verdict.num_accepted:  # a draft ended it: those behind are neither right nor wrong
+        if job.finish_reason and len(new) <= verdict.num_accepted:  # a draft ended it: later ones count as never drafted
             turn.chains[verdict.chain] = chain[:accepted]
         job.generated += len(new)
         if drafted is None:
@@ -225,7 +228,7 @@ class Loop:
         return "length" if generated == job.new_tokens else None
 
     def _completes(self, stops: tuple[str, ...], tokens: list[int]) -> bool:
-        """Whether the last token completes a stop string; one that stood in forced text before does not count."""
+        """Whether the last token completes a stop string. One that is already in earlier, forced text does not count."""
         text, before = self.decode(tokens), self.decode(tokens[:-1]).rstrip("\ufffd")  # half a character is no text yet
         return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in stops)
 
@@ -245,7 +248,7 @@ class Loop:
         )
 
     def _check_canary(self, turn: Turn) -> None:
-        """In debug mode: what the pass will read is what the branch thinks it is."""
+        """In debug mode, check that the KV the pass will read is the branch's own."""
         if self.runner.cache.chain is not None:
             tokens = self.tree.branch(turn.job.lane.branch).tokens[: turn.start]
             for table in turn.tables:
@@ -256,8 +259,8 @@ class Loop:
     # ---- jobs ---------------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """Queue a job; `step` works on it. One that can never be served ends at once, with an error."""
-        self._tell("submit", job)
+        """Queue a job for `step`. A job that can never be served ends at once, with an error."""
+        self._notify("submit", job)
         if refusal := self.refusal(job):
             self.end(job, refusal)
         else:
@@ -265,14 +268,14 @@ class Loop:
         self.jobs += [] if job.done else [job]
 
     def refusal(self, job: Job) -> EngineError | None:
-        """Why a job cannot be served, whatever the others do."""
+        """Why a job cannot be served, regardless of other jobs' load; None: it can."""
         record, vocab = self.tree.branch(job.lane.branch), self.runner.model.config.vocab_size
         if any(other.lane is job.lane for other in self.jobs):
-            return BadRequest(f"branch {record.id} is being worked on: finish or close its stream first")
+            return BadRequest(f"Branch {record.id} is busy with another request. Finish it or close its stream first.")
         if record.status is BranchStatus.REJECTED:
-            return ClosedBranch(f"branch {record.id} is rejected: fork it to go on with its tokens")
+            return ClosedBranch(f"Branch {record.id} is rejected. Fork it to continue from its tokens.")
         if not record.tokens:
-            return BadRequest(f"branch {record.id} has no tokens: force at least one before generating")
+            return BadRequest(f"Branch {record.id} has no tokens. Force at least one before generating.")
         drafts = job.forced_drafts or {}
         named = [
             *job.sampling.logit_bias,
@@ -280,16 +283,20 @@ class Loop:
             *(t for chains in drafts.values() for chain in chains for t in chain),
         ]
         if bad := [t for t in named if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]:
-            return BadRequest(f"token {bad[0]!r} in logit_bias, stop_tokens or drafts is not in the vocabulary of {vocab}")
+            return BadRequest(
+                f"Token {bad[0]!r} in logit_bias, stop_tokens or drafts is not in the vocabulary of {vocab} tokens."
+            )
         width = self.drafters[job.drafter].width if job.new_tokens else 1
         rows = [min(job.window or 1, job.new_tokens) * width]
         rows += [min(1 + max(map(len, chains)), job.new_tokens) * len(chains) for chains in drafts.values() if chains]
         if max(rows) > self.max_rows:
-            return BadRequest(f"a window of {max(rows)} rows does not fit into a pass of {self.max_rows}: take a smaller one")
+            return BadRequest(
+                f"A window of {max(rows)} rows does not fit into a pass of {self.max_rows}. Use a smaller window."
+            )
         return None
 
     def end(self, job: Job, error: Exception | None = None) -> None:
-        """Stop a job where it stands: cancelled, or failed. What was committed stays; forced tokens without KV go."""
+        """Stop a job, cancelled or failed. Committed tokens stay; forced tokens without KV are removed."""
         job.done, job.error = True, error
         record = self.tree.branch(job.lane.branch)
         if TokenState.DRAFT in record.states:
@@ -307,7 +314,7 @@ class Loop:
             self._finish(job, job.finish_reason)
 
     def _abandon(self, turns: list[Turn], error: Exception) -> None:
-        """A pass failed: nothing of it is committed, the branches stand where they stood, the jobs end with the error."""
+        """After a failed pass: nothing of it is committed, the branches are as before, and the jobs end with the error."""
         for turn in turns:
             self.committer.abandon(turn)
             self.end(turn.job, error)
@@ -324,16 +331,16 @@ class Loop:
     def _finish(self, job: Job, reason: str | None) -> None:
         tokens = self.tree.branch(job.lane.branch).tokens
         job.lane.statistics.add(job.statistics)
-        self._tell("finish", job, reason=reason, generated=job.generated, length=len(tokens), path=path_digest(tokens))
+        self._notify("finish", job, reason=reason, generated=job.generated, length=len(tokens), path=path_digest(tokens))
 
-    def _tell(self, event: str, job: Job, **details: Any) -> None:
+    def _notify(self, event: str, job: Job, **details: Any) -> None:
         for listener in self.listeners:
             listener({"event": event, "branch": job.lane.branch, **details})
 
 
 def _verifiable(chains: Chains, most: int, width: int, vocab: int) -> Chains:
-    """What of a proposal has room and can be computed: chains that begin differently, no longer and no more than was asked
-    for, up to the first token that is none."""
+    """The part of a proposal that can be verified: at most `width` chains with different first tokens, each at most `most`
+    long and cut before the first id outside the vocabulary."""
     by_first: dict[int, list[int]] = {}
     for chain in chains:
         known = list(takewhile(lambda token: 0 <= token < vocab, chain[:most]))

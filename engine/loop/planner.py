@@ -1,4 +1,4 @@
-"""`Planner`: how long a window pays, from measured costs. It can change how fast tokens come, never which."""
+"""`Planner`: chooses the window (rows per verification) from measured costs. It changes how fast tokens come, never which."""
 
 import time
 from collections import defaultdict
@@ -9,19 +9,19 @@ from replaylens.engine.loop.lane import Statistics
 from replaylens.engine.passes.batch import TILE
 
 FIXED_WINDOW = 8
-"""rows per verification for reproducible drafters: the set of rejected branches must not depend on timings"""
+"""the window of reproducible drafters: the set of rejected branches must not depend on timings"""
 _WINDOWS = (1, 4, 8, 16, 32)
 
 
 class Planner:
-    """Keeps running costs of draft steps and of passes by row count, and picks the window with the most tokens per second."""
+    """Keeps running averages of the cost of draft steps and passes, and picks the window with the most tokens per second."""
 
     def __init__(self) -> None:
         self._cost: dict[str, dict[int, float]] = defaultdict(dict)
 
     @contextmanager
     def timing(self, kind: str, rows: int, steps: int = 1) -> Iterator[None]:
-        """Measure a piece of work of `steps` equal steps over `rows` rows each."""
+        """Measure the block, which takes `steps` equal steps over `rows` rows each."""
         begin = time.perf_counter()
         yield
         sample = (time.perf_counter() - begin) / steps
@@ -30,7 +30,7 @@ class Planner:
         self._cost[kind][size] = sample if old is None else 0.8 * old + 0.2 * sample
 
     def window(self, reproducible: bool, num_requests: int, statistics: Statistics) -> int:
-        """Rows per verification, the last token's own included; 1 means direct decoding."""
+        """Rows per verification, including the last token's own; 1 means direct decoding."""
         if reproducible:
             return FIXED_WINDOW
         acceptance = (statistics.accepted + 8) / (statistics.drafted + 8)  # optimistic until measured
@@ -43,7 +43,7 @@ class Planner:
         return num_requests * (1 + run) / cost
 
     def _draft_cost(self, num_requests: int) -> float:
-        """Of one draft step for all requests; before any was measured, a third of the smallest pass for each."""
+        """Seconds of one draft step for all requests; before the first measurement, a third of the smallest pass each."""
         known = self._cost["draft"]
         if not known:
             return num_requests * self._pass_cost(TILE) / 3
@@ -51,7 +51,7 @@ class Planner:
         return known[nearest] * num_requests / nearest
 
     def _pass_cost(self, rows: int) -> float:
-        """Measured where it was measured; elsewhere a fixed part and a part per row, scaled from the nearest size."""
+        """Seconds of one pass: measured, or scaled from the nearest measured size as a fixed part and a part per row."""
         size = _size(rows)
         known = self._cost["exact"]
         if size in known:
@@ -63,5 +63,5 @@ class Planner:
 
 
 def _size(rows: int) -> int:
-    """Passes of about the same cost: whole tiles, but a few rows may cost much less than a tile."""
+    """The size class of a pass: whole tiles, except that fewer rows than a tile may cost much less than one."""
     return rows if rows < TILE else -(-rows // TILE) * TILE

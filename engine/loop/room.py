@@ -1,4 +1,4 @@
-"""`Room`: who gives up pages so that a turn can have its own. Whatever is given up is computed again, to the same bits."""
+"""`Room`: reserves pages for turns, and decides who gives up theirs. What is given up is computed again, to the same bits."""
 
 from collections.abc import Callable
 
@@ -11,16 +11,17 @@ from replaylens.engine.passes.runner import Runner
 
 
 class Room:
-    """Reserves pages, taking them from cached prefixes first, then from idle branches, then from the youngest job."""
+    """Takes pages from cached prefixes first, then from idle branches, then from the youngest job."""
 
     def __init__(self, runner: Runner, prefix: PrefixIndex, lanes: dict[int, Lane], preempted: Callable[[Job], None]) -> None:
         self.runner, self.pool, self.prefix, self.lanes = runner, runner.pool, prefix, lanes
         self.preempted = preempted
 
     def reserve(self, turn: Turn, width: int, jobs: list[Job], victims: list[Job]) -> bool:
-        """Give the turn `width` tables with room for its rows and drafts. False: it has to wait, and holds nothing more.
+        """Give the turn `width` tables with room for its rows and drafts. False: the turn must wait, and holds nothing new.
 
-        `jobs`: all that are under way; `victims`: those among them that may lose their pages, the first to lose them last.
+        jobs     all unfinished jobs
+        victims  those of them that may lose their pages; the last one loses them first
         """
         lane, end = turn.job.lane, turn.end + max(turn.num_drafts, turn.burst - 1)
         busy = {job.lane.branch for job in jobs}
@@ -33,13 +34,13 @@ class Room:
         except OutOfPages:
             for table in turn.tables[1:]:
                 self.pool.release(table)
-            lane.computed = min(lane.computed, turn.start)  # a private copy of a page has no KV from there on
+            lane.computed = min(lane.computed, turn.start)  # a page copied for the turn has no KV from there on
             self.pool.truncate(lane.table, min(lane.table.length, lane.computed))
             return False
         return True
 
     def drop_pages(self, lane: Lane) -> None:
-        """Mutates: the lane's KV is forgotten; its next job computes it again, to the same bits."""
+        """Mutates: drops the lane's KV. Its next job computes it again, to the same bits."""
         self.pool.truncate(lane.table, 0)
         lane.computed = 0
 
@@ -50,14 +51,14 @@ class Room:
         self.runner.reserve(table, start, end)
 
     def _reclaim(self, num_pages: int, busy: set[int], victims: list[Job]) -> bool:
-        """Free some pages. False: nothing is left to take."""
+        """Free some pages. False: there are none left to take."""
         if self.prefix.evict(num_pages):
             return True
         idle = [lane for lane in self.lanes.values() if lane.table.pages and lane.branch not in busy]
         if idle:
             self.drop_pages(min(idle, key=lambda lane: (lane.last_used, lane.branch)))
             return True
-        if len(self.prefix):  # a last page that a branch still uses keeps the pages before it, even where nobody else does
+        if len(self.prefix):  # the index keeps all pages before one that a branch still uses, even if no branch uses those
             self.prefix.clear()
             return True
         holding = [job for job in victims if job.lane.table.pages]

@@ -1,8 +1,8 @@
-"""Acceptance: which drafted tokens stand, and which token the verifier puts after them.
+"""Acceptance: which drafts are accepted, and which token follows them.
 
-The canonical pass ran over [last token, draft 1, draft 2, ...]; its row i says what follows the first i drafts.
-A draft stands if it is what the row before it says. The first row that says otherwise gives the next token itself.
-So every pass gains at least one token, and the outcome does not depend on the drafts.
+The canonical pass runs over [last token, draft 1, draft 2, ...]. Its row i chooses the token after the first i drafts.
+A draft is accepted if it equals the token chosen from the row before it. At the first mismatch, the chosen token follows.
+So every pass gains at least one token, and the committed tokens do not depend on the drafts.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ class Verdict:
     """The outcome of one verification."""
 
     chain: int
-    """which of the sibling chains is followed (0 where none stands)"""
+    """which of the sibling chains is followed; 0 if all are rejected"""
     num_accepted: int
-    """how many of its drafts stand"""
+    """the number of its drafts that are accepted"""
     token: int
-    """what the verifier puts next: in the sequence, its KV not computed yet"""
+    """the token chosen after them; its KV is not computed yet"""
 
 
 def judge(chains: Sequence[Sequence[int]], choose: Callable[[int, int], int]) -> Verdict:
-    """`choose(chain, row)` is the token that follows the first `row` drafts of a chain.
+    """Accept drafts up to the first mismatch. `choose(chain, row)` returns the token after the first `row` drafts of a chain.
 
-    Precondition: the chains' first drafts differ from one another, so at most one can stand. `choose` is not asked
-    about rows after the first mismatch.
+    Precondition: the chains' first drafts differ, so at most one can be accepted. `choose` is not called for rows after the
+    first mismatch.
     """
     token = choose(0, 0)
     followed = next((i for i, chain in enumerate(chains) if chain and chain[0] == token), None)
@@ -43,14 +43,14 @@ def judge(chains: Sequence[Sequence[int]], choose: Callable[[int, int], int]) ->
 
 
 def judged(turns: list[Turn], result: PassResult, tree: BranchTree) -> dict[Turn, Verdict]:
-    """A verdict for every turn. Precondition: the pass gave the turns logits for all their drafts.
+    """A verdict for every turn. Precondition: the pass computed logits for all drafts of the turns.
 
-    Where a choice needs the logits alone, a device makes it itself, for all turns together; the host is asked row by row.
+    A choice that needs only the logits is made on the device, for all turns together; others are made on the host, row by row.
     """
     row_of = {row: i for i, row in enumerate(result.batch.logit_rows())}
     first = {turn: [row_of[result.batch.row(s, turn.end - 1)] for s in turn.segments] for turn in turns}
-    alone = [turn for turn in turns if result.logits.device.type != "cpu" and turn.job.sampling.bare]
-    verdicts = _by_device(alone, result, first) if alone else {}
+    bare = [turn for turn in turns if result.logits.device.type != "cpu" and turn.job.sampling.bare]
+    verdicts = _by_device(bare, result, first) if bare else {}
     return verdicts | {turn: _by_host(turn, result, first[turn], tree) for turn in turns if turn not in verdicts}
 
 
@@ -64,7 +64,7 @@ def _by_host(turn: Turn, result: PassResult, first: list[int], tree: BranchTree)
 
 
 def _by_device(turns: list[Turn], result: PassResult, first: dict[Turn, list[int]]) -> dict[Turn, Verdict]:
-    """Siblings begin with different drafts, so at most one of them stands; where none does, all say the same token."""
+    """Sibling chains start with different drafts, so at most one is accepted; if none is, all yield the same token."""
     from replaylens.engine.passes.choice import Question, answers  # needs triton, as everything on the device does
 
     questions = [
@@ -72,9 +72,9 @@ def _by_device(turns: list[Turn], result: PassResult, first: dict[Turn, list[int
         for turn in turns
         for row, chain in zip(first[turn], turn.chains, strict=True)
     ]
-    told = iter(answers(result.logits, questions))
+    answered = iter(answers(result.logits, questions))
     verdicts = {}
     for turn in turns:
-        mine = [Verdict(i, *next(told)) for i in range(len(turn.chains))]
-        verdicts[turn] = next((verdict for verdict in mine if verdict.num_accepted), mine[0])
+        siblings = [Verdict(i, *next(answered)) for i in range(len(turn.chains))]
+        verdicts[turn] = next((verdict for verdict in siblings if verdict.num_accepted), siblings[0])
     return verdicts

@@ -1,1 +1,1 @@
-"""Replaying task examples and traces; TransformerLens' verbs."""
+"""Replays task examples and traces, and provides TransformerLens' `run_with_cache`."""

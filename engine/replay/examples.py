@@ -1,4 +1,4 @@
-"""Task examples, replayed: prompt, generate, capture every row of the path."""
+"""Replays task examples: prompt, generate, capture every row of the path."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from replaylens.tasks import Example
 
 @dataclass(frozen=True)
 class RejectedPath:
-    """Drafts that did not stand: tokens from `fork_position` on, with canonical rows of their own."""
+    """Rejected drafts: the tokens from `fork_position` on, with canonical rows of their own."""
 
     branch: int
     tokens: list[int]
@@ -35,26 +35,26 @@ class Result:
     example: Example
     branch: int
     record: BranchRecord = field(repr=False)
-    """its place in the engine's tree, held so that it can be drawn after its release"""
+    """the branch's record in the engine's tree, kept so that it can be drawn after its release"""
     tokens: list[int]
     text: str
     num_prompt: int
     finish_reason: str | None
     correct: bool
-    """whether the generated text ends in the right answer, in capitals or not"""
+    """whether the generated text ends with the right answer, in upper or lower case"""
     statistics: Statistics
     rejected: list[RejectedPath]
     recording: Recording | None
     certified: bool = True
-    """whether every row of it is canonical; only such examples can be dumped"""
+    """whether all its rows are canonical; only certified results can be dumped"""
     thoughts: Thoughts | None = None
-    """what a model that thinks thought along the prompt"""
+    """the thoughts on the prompt, for a model that thinks"""
 
     @property
     def activations(self) -> Recording:
         """Captured rows by site, in order of position."""
         if self.recording is None:
-            raise BadRequest("nothing was captured: replay with sites='STCZ' or site names")
+            raise BadRequest("Nothing was captured. Replay with sites='STCZ' or site names.")
         return self.recording
 
 
@@ -67,16 +67,16 @@ class ReplayOptions:
     drafter: str = "self"
     window: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    """its seed plus an example's index is the example's own stream; runs that are to be independent need seeds that lie
-    further apart than the indices"""
+    """each example samples with the sum of this seed and its index; for independent runs, choose seeds further apart than the
+    indices"""
     edits: Sequence[Edit] = ()
     """interventions on every example; negative positions count from the end of its prompt"""
     max_new: int | None = None
-    """tokens to generate at most; None: the length of the right completion and a little more"""
+    """maximal number of tokens to generate; None: a little more than the right completion has"""
     rejected: bool = True
     """keep the rows of rejected drafts"""
     deterministic: bool = True
-    """False: take the fast path's tokens; such a run is not certified and cannot be saved"""
+    """False: take the fast path's tokens; the run is then not certified and cannot be saved"""
 
     def __post_init__(self) -> None:
         if self.max_new is not None:
@@ -89,9 +89,9 @@ class ReplayOptions:
 def replay_examples(
     engine: Core, examples: list[Example], options: ReplayOptions, batch: int = 32, progress: bool = False
 ) -> list[Result]:
-    """Prompt with each example, generate its answer, capture every row of the path.
+    """Prompt with each example, generate its answer and capture every row of the path.
 
-    batch  examples worked on together; no influence on any bit
+    batch  number of examples served together; changes no bit
     """
     batch, progress = whole("batch", batch, 1), flag("progress", progress)
     for example in examples:
@@ -123,19 +123,19 @@ def replay_examples(
 def _by_length(
     engine: Core, examples: list[Example], branches: Sequence[Branch], max_new: int | None
 ) -> dict[int, list[tuple[Example, Branch]]]:
-    """Pairs by how many tokens they may generate."""
+    """Pairs of example and branch, by the number of tokens to generate."""
     groups: dict[int, list[tuple[Example, Branch]]] = {}
     for example, branch in zip(examples, branches, strict=True):
         n = max_new or len(engine.text.encode(example.completion, special=False)) + 2
         n = min(n, engine.config.max_positions - branch.length)
         if n < 1:
-            raise BadRequest(f"example {example.index}: its prompt of {branch.length} tokens leaves no room to generate")
+            raise BadRequest(f"Example {example.index}: its prompt of {branch.length} tokens leaves no room to generate.")
         groups.setdefault(n, []).append((example, branch))
     return groups
 
 
 def result_of(engine: Core, example: Example, branch: Branch) -> Result:
-    """What came of an example on a branch that went on from its prompt. Precondition: the branch is not released yet."""
+    """The result of an example from the branch that generated its answer. Precondition: the branch is not released."""
     thoughts = thoughts_of(branch.lane)
     rejected = [
         RejectedPath(other.id, other.tokens, other.record.fork_position, other.lane.recording) for other in branch.rejected
@@ -158,12 +158,12 @@ def result_of(engine: Core, example: Example, branch: Branch) -> Result:
 
 
 def _is_right(engine: Core, example: Example, generated: list[int]) -> bool:
-    """Whether generated tokens end with the example's answer."""
+    """Whether the generated tokens end with the example's answer."""
     answer = engine.text.decode([token for token in generated if token != engine.text.eos_id])
     return _last_word(answer) == _last_word(example.completion)
 
 
 def _last_word(text: str) -> str:
-    """The last word without its punctuation, in lower case: in every rendering, the answer."""
+    """The last word in lower case, without punctuation. In every rendering it is the answer."""
     words = text.lower().replace(".", " ").split()
     return words[-1] if words else ""

@@ -1,4 +1,4 @@
-"""TransformerLens' verbs on our engine: `run_with_cache`, and what an `ActivationCache` wants to know of a model."""
+"""TransformerLens' `run_with_cache` on an engine, and the part of a model that an `ActivationCache` needs."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -24,8 +24,9 @@ def run_with_cache(
     """Logits [batch, positions, vocab] and a TransformerLens `ActivationCache` of the named sites.
 
     names_filter  a name, several, or a function of the name, as in TransformerLens; None: every site
-    pos_slice     which positions the cache holds; the logits are of all
-    Every value is canonical: the same bits as in a replay, a fork or a dump.
+    pos_slice     positions in the cache; the logits cover all positions
+
+    Every value is canonical: it has the same bits as in a replay, a fork or a dump.
     """
     from transformer_lens import ActivationCache
 
@@ -45,7 +46,7 @@ def run_with_cache(
     for name, value in values.items():
         value = value[:, where]
         if name.endswith("hook_pattern"):
-            value = value.transpose(1, 2)  # [batch, heads, queries, keys], as TransformerLens has it
+            value = value.transpose(1, 2)  # [batch, heads, queries, keys], as in TransformerLens
         for alias in (name, *engine.sites.sites[name].aliases):
             cache[alias] = value
     return logits, ActivationCache(cache, CacheModel(engine))
@@ -58,12 +59,14 @@ def _paths(engine: Core, tokens: str | Sequence[int] | Sequence[Sequence[int]] |
     several = rows and all(isinstance(row, Sequence | np.ndarray | Tensor) and integer(row) is None for row in rows)
     paths = [engine.tokens_of(row) for row in rows] if several else [engine.tokens_of(rows)]
     if len({len(path) for path in paths}) != 1:
-        raise BadRequest("run_with_cache gives one tensor per site, so all sequences must have one length; prompts() takes any")
+        raise BadRequest(
+            "The sequences differ in length, but run_with_cache returns one tensor per site. Use prompts() instead."
+        )
     return paths
 
 
 def _where(pos_slice: slice | int | None, length: int) -> slice:
-    """Positions as a slice; of a single one, too, whose dimension stays."""
+    """The positions as a slice. A single position keeps its dimension."""
     if pos_slice is None:
         return slice(None)
     if not isinstance(pos_slice, slice):
@@ -87,12 +90,12 @@ def _chosen(engine: Core, names_filter: NamesFilter) -> list[str]:
 
 
 def _rows(name: str, value: Tensor, length: int) -> Tensor:
-    """Attention patterns come with room for whole blocks of keys: cut them, and nothing else, to the sequence."""
+    """Rows cut to the sequence: attention patterns have room for whole blocks of keys. Other sites are unchanged."""
     return value[..., :length] if name.endswith("hook_pattern") else value
 
 
 class CacheModel:
-    """The part of a model that `ActivationCache`'s methods ask for."""
+    """The part of a model that the methods of `ActivationCache` use."""
 
     def __init__(self, engine: Core) -> None:
         c = engine.config

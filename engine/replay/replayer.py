@@ -1,4 +1,4 @@
-"""Replaying a trace: every committed and rejected row comes out again, bit for bit, in any process."""
+"""Replays a trace: reproduces every committed and rejected row, bit for bit, in any process."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,13 +17,13 @@ from replaylens.engine.serving.request import Request
 
 
 def replay_trace(engine: Core, trace: Trace, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
-    """The trace's branches by their recorded ids, rejected ones that kept rows or pages included.
+    """The trace's branches by their recorded ids, including rejected ones that kept rows or pages.
 
-    Of branches that are not certified the tokens are taken as they were; their rejected drafts, and what was forked from
-    these, are left out: nobody promised them.
-    A request that was still running when the trace was taken is replayed to its end.
-    `sites`: capture these instead of what was captured then. Raises OtherFingerprint before anything runs, and
-    ReplayMismatch should a verification come out otherwise than recorded.
+    sites  capture these instead of the recorded sites
+
+    Branches that are not certified get their recorded tokens. Their rejected drafts, and forks of these, are left out: nothing
+    is promised about them. A request that was still running when the trace was taken is replayed to its end.
+    Raises OtherFingerprint before anything runs, and ReplayMismatch if a verification differs from the recorded one.
     """
     instance("trace", trace, Trace, "a Trace; replay(...) takes examples").require(engine.fingerprint)
     return _Replayer(engine, trace, sites).run()
@@ -36,7 +36,7 @@ class _Replayer:
         self.branches: dict[int, Branch] = {}
         self.left_out: set[int] = set()
         self.lanes: list[Lane] = []
-        """all that were made: should the replay fail, none stays"""
+        """all lanes made so far; if the replay fails, they are released"""
 
     def run(self) -> dict[int, Branch]:
         with self.engine.forest.made() as self.lanes:
@@ -46,7 +46,7 @@ class _Replayer:
                 except BadTrace:
                     raise
                 except (KeyError, TypeError, ValueError, AttributeError) as e:
-                    raise BadTrace(f"event {number} ({event['event']}) does not fit what came before: {e!r}") from e
+                    raise BadTrace(f"Event {number} ({event['event']}) does not fit the events before it: {e!r}.") from e
         return self.branches
 
     def _apply(self, number: int, event: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ class _Replayer:
                 self.lanes.append(fork := self.engine.forest.fork(branch.lane, event["at"], _edits(event)))
                 self.branches[event["child"]] = Branch(self.engine, fork)
             case "force" if branch is not None:
-                failed = self._failure(number, event["branch"])  # then as far as it came
+                failed = self._failure(number, event["branch"])  # if it failed, force only the tokens that were committed
                 if tokens := event["tokens"][: failed["length"] - branch.length if failed else None]:
                     branch.force(tokens)
             case "rollback" if branch is not None:
@@ -71,9 +71,9 @@ class _Replayer:
             case "release" if branch is not None:
                 branch.release()
             case "draft" | "verdict" | "finish":
-                pass  # part of the generate event that they belong to
+                pass  # replayed with their generate event
             case other:
-                raise BadTrace(f"event {number} ({other}) names branch {event['branch']}, which was never made")
+                raise BadTrace(f"Event {number} ({other}) names branch {event['branch']}, which does not exist.")
 
     def _plant(self, number: int, event: dict[str, Any]) -> Branch:
         capture = self.capture or _capture(event["capture"])
@@ -84,15 +84,15 @@ class _Replayer:
         return Branch(self.engine, lane)
 
     def _failure(self, number: int, branch: int) -> dict[str, Any] | None:
-        """The error in which the work of event `number` ended, if so."""
+        """The finish event of the work that event `number` started, if it ended with an error."""
         return next((e for e in self._own_events(number, branch) if e["event"] == "finish" and e["reason"] == "error"), None)
 
     def _generate(self, number: int, event: dict[str, Any]) -> None:
-        """One request again: the same drafts are verified, and must fare the same."""
+        """Replay one request: the recorded drafts are verified again, with the same outcome."""
         branch = self.branches[event["branch"]]
         mine = self._own_events(number, event["branch"])
         end = next((e for e in mine if e["event"] == "finish"), None)
-        if end is not None and "tokens" in end:  # fast-path tokens: nothing to verify, they are taken as they were
+        if end is not None and "tokens" in end:  # fast-path tokens: they cannot be verified, so the recorded ones are taken
             branch.lane.exact = False
             if more := end["tokens"][branch.length :]:
                 branch.force(more)
@@ -109,11 +109,11 @@ class _Replayer:
         generated, verdicts = self._again(branch, request, stop)
         self._compare(mine, verdicts)
         if end is not None and (end["generated"], end["path"]) != (generated, path_digest(branch.tokens)):
-            raise ReplayMismatch(f"branch {event['branch']}: {end['generated']} tokens recorded; other ones came out: {branch}")
+            raise ReplayMismatch(f"Branch {event['branch']}: {end['generated']} tokens recorded, others replayed: {branch}.")
 
     def _again(self, branch: Branch, request: Request, stop: int | None) -> tuple[int, list[dict[str, Any]]]:
-        """A request to its end, or to where it was stopped: after `stop` tokens, with its window as it was. What it
-        generated, and its verdicts."""
+        """Run a request to its end, or to its `stop` tokens with unchanged windows. Returns the number of generated tokens and
+        the verdicts."""
         verdicts: list[dict[str, Any]] = []
 
         def listen(event: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ class _Replayer:
         return job.generated, verdicts
 
     def _own_events(self, number: int, branch: int) -> list[dict[str, Any]]:
-        """The draft, verdict and finish events of the work that event `number` started; others may stand between."""
+        """The draft, verdict and finish events of the work that event `number` started. Other events may lie between."""
         mine = []
         for event in self.trace.events[number + 1 :]:
             if event["branch"] == branch and event["event"] in ("draft", "verdict", "finish"):
@@ -142,20 +142,20 @@ class _Replayer:
         then = [e for e in recorded if e["event"] == "verdict"]
         for old, new in zip(then, now, strict=False):
             if (old["chain"], old["accepted"], list(old["pending"])) != (new["chain"], new["accepted"], list(new["pending"])):
-                raise ReplayMismatch(f"branch {old['branch']}: recorded {old}, replayed {new}")
+                raise ReplayMismatch(f"Branch {old['branch']}: recorded {old}, replayed {new}.")
             if len(old["rejected"]) != len(new["rejected"]):
-                raise ReplayMismatch(f"branch {old['branch']}: recorded {old}, replayed {new}")
+                raise ReplayMismatch(f"Branch {old['branch']}: recorded {old}, replayed {new}.")
             for old_id, new_id in zip(old["rejected"], new["rejected"], strict=True):
                 if new_id in self.engine.loop.lanes:
                     self.branches[old_id] = Branch(self.engine, self.engine.loop.lanes[new_id])
         if len(then) != len(now):
-            raise ReplayMismatch(f"{len(then)} verifications recorded, {len(now)} replayed")
+            raise ReplayMismatch(f"{len(then)} verifications recorded, {len(now)} replayed.")
 
 
 def _edits(event: dict[str, Any]) -> tuple[PlacedEdit, ...]:
     if event.get("hooks"):
         raise BadTrace(
-            f"branch {event['branch']} had hook functions, which a trace cannot hold; use edits to make it replayable"
+            f"Branch {event['branch']} had hook functions, which a trace cannot hold. Use edits to make it replayable."
         )
     return tuple(PlacedEdit.from_json(raw) for raw in event.get("edits", ()))
 

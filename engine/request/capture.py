@@ -1,4 +1,4 @@
-"""`CaptureSpec` and `Recording`: which rows of which sites are kept, in the same transaction as tokens and KV."""
+"""`CaptureSpec` and `Recording`: which sites are captured, and the captured rows, committed together with tokens and KV."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 from replaylens.engine.errors import IntegrityError, UnknownSite
 
 HEAD_SITES = ("ln_final.hook_out", "unembed.hook_out")
-"""sites after the last block: computed for captured rows only, from the residual stream that leaves it"""
+"""sites after the last block: computed for captured rows only, from the residual stream that leaves the block"""
 
 Rows = dict[str, Tensor]
 """site -> [rows, ...]"""
@@ -18,39 +18,39 @@ Rows = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """What to keep of every committed row."""
+    """What to capture of every committed row."""
 
     sites: tuple[str, ...]
     """resolved site names"""
     lens: "LensSpec | None" = None
     rejected: bool = False
-    """keep the rows of rejected drafts too, with their branch"""
+    """also keep the rows of rejected drafts, on their branch"""
 
     last: str = ""
     """the residual stream that leaves the last block"""
     thoughts: tuple[str, ...] = ()
-    """sites of thoughts, which a model that thinks has beside the rows of its passes"""
+    """sites of thoughts, which a model that thinks has in addition to the rows of its passes"""
 
     def needed(self) -> frozenset[str]:
-        """Sites that a pass must show."""
+        """The sites that a pass must keep."""
         shown = {self.last if site in HEAD_SITES else site for site in self.sites}
         return frozenset(shown) | (frozenset(self.lens.sites) if self.lens else frozenset())
 
     @property
     def lag(self) -> int:
-        """How many rows at the tip wait: Z says how likely the *next* token was, so it must be known first."""
+        """The number of rows at the tip that wait: Z holds the probability of the *next* token, which must be known first."""
         return 1 if self.lens else 0
 
 
 @dataclass(frozen=True)
 class LensSpec:
-    """How Z, the lens distribution at every layer, is stored."""
+    """How Z, the logit lens at every layer, is stored."""
 
     sites: tuple[str, ...]
     """the residual streams it reads, in layer order; the last is the model's own output"""
     top_k: int = 8
     targets: tuple[int, ...] = ()
-    """token ids whose log-probs are kept at every layer"""
+    """token ids whose log-probs are always kept"""
     full: bool = False
     """keep whole distributions"""
     tuned: str | None = None
@@ -58,7 +58,7 @@ class LensSpec:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "LensSpec":
-        """From the values of its fields, lists for tuples."""
+        """Inverse of `asdict`, with lists for tuples."""
         return cls(**{**raw, "sites": tuple(raw["sites"]), "targets": tuple(raw["targets"])})
 
 
@@ -75,14 +75,14 @@ class Chunk:
 
 
 class Recording:
-    """Captured rows of one branch, keyed by position. Rolls back with the branch; a fork shares what both have."""
+    """The captured rows of one branch, by position. Rolls back with the branch; forks share their common rows."""
 
     def __init__(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> None:
         self.base = base
-        """the first position that is wanted"""
+        """the first position to capture"""
         self.chunks = list(chunks)
         self.open_end = open_end
-        """whether the last row was read before its successor was known: once there is one, it must be read again"""
+        """whether the last row was read before its next token was known; once it is known, the row must be read again"""
 
     @property
     def end(self) -> int:
@@ -90,7 +90,7 @@ class Recording:
         return self.chunks[-1].end if self.chunks else self.base
 
     def append(self, start: int, rows: Rows, open_end: bool = False) -> None:
-        """Mutates: rows of positions [start, ...) replace what was there (a row computed again has the same bits)."""
+        """Mutates: rows of positions [start, ...) replace those already there. A recomputed row has the same bits."""
         skipped = max(0, self.base - start)
         if skipped < len(next(iter(rows.values()))):
             new = Chunk(start + skipped, {site: x[skipped:] for site, x in rows.items()})
@@ -98,12 +98,12 @@ class Recording:
             self.open_end = open_end
 
     def truncate(self, length: int) -> None:
-        """Mutates: forget positions from `length` on."""
+        """Mutates: drops positions from `length` on."""
         self.open_end = self.open_end and length >= self.end
         self.chunks = _cut(self.chunks, length)
 
     def fork(self, length: int) -> "Recording":
-        """A recording of the first `length` positions that shares their tensors: of a suffix, nothing is a beginning."""
+        """A recording of the first `length` positions that shares their tensors. Of a suffix (base > 0), it is empty."""
         if self.base:
             return self.like()
         return self.like(self.base, _cut(self.chunks, length), self.open_end and length >= self.end)
@@ -117,17 +117,17 @@ class Recording:
         expected = self.base
         for chunk in self.chunks:
             if chunk.start != expected:
-                raise IntegrityError(f"captured rows: after position {expected - 1} comes {chunk.start}, not {expected}")
+                raise IntegrityError(f"Captured rows: position {chunk.start} follows {expected - 1}; expected {expected}.")
             for site, x in chunk.rows.items():
                 if chunk.start + len(x) != chunk.end:
-                    raise IntegrityError(f"captured rows of {site}: {len(x)} for positions [{chunk.start}, {chunk.end})")
+                    raise IntegrityError(f"Captured rows of {site}: {len(x)} rows for positions [{chunk.start}, {chunk.end}).")
             expected = chunk.end
 
     def sites(self) -> list[str]:
         return list(self.chunks[0].rows) if self.chunks else []
 
     def keys(self) -> list[str]:
-        """The sites, as of a dictionary."""
+        """The sites, as in a dictionary."""
         return self.sites()
 
     def __iter__(self) -> Iterator[str]:
@@ -137,7 +137,7 @@ class Recording:
         return site in self.sites()
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Sites with all their rows, as of a dictionary."""
+        """Sites with all their rows, as in a dictionary."""
         return ((site, self[site]) for site in self.sites())
 
     def __repr__(self) -> str:
@@ -147,12 +147,12 @@ class Recording:
         return [p for chunk in self.chunks for p in range(chunk.start, chunk.end)]
 
     def __getitem__(self, site: str) -> Tensor:
-        """All rows of a site, in order of position: [rows, ...]. A copy: forks share the rows, and so may the engine."""
+        """A copy of all rows of a site, in order of position: [rows, ...]. The rows themselves are shared with forks."""
         pieces = self._pieces(site)
         return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
 
     def peek(self, site: str) -> Tensor:
-        """As `recording[site]`, but maybe the stored rows themselves: for readers that change nothing."""
+        """As `recording[site]`, but possibly without a copy. The caller must not change it."""
         pieces = self._pieces(site)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -160,7 +160,7 @@ class Recording:
         """The rows of a site, chunk by chunk."""
         chunks = self.chunks
         if not isinstance(site, str) or not chunks or site not in chunks[0].rows:
-            raise UnknownSite(f"{site!r:.60} was not captured; captured: {', '.join(self.sites()) or 'nothing'}")
+            raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(self.sites()) or 'nothing'}.")
         pieces = [chunk.rows[site] for chunk in chunks]
         if len({piece.shape[1:] for piece in pieces}) > 1:  # attention patterns: later rows have room for more keys
             most = max(piece.shape[-1] for piece in pieces)
@@ -177,7 +177,7 @@ def _cut(chunks: list[Chunk], length: int) -> list[Chunk]:
 
 
 class PassTap:
-    """Keeps the values of wanted sites of one pass, by reference: the decoder never changes them in place."""
+    """Keeps the wanted sites of one pass by reference: the decoder never changes them in place."""
 
     def __init__(self, wanted: frozenset[str]) -> None:
         self.wanted = wanted
@@ -197,12 +197,12 @@ class PassTap:
         if names not in self._stacked:
             self._stacked[names] = self._stack(names)
         found: Rows = {}
-        for group, stacked in self._stacked[names]:  # one copy for all sites: a long-lived branch keeps its own rows alone
+        for group, stacked in self._stacked[names]:  # a copy, so that a long-lived branch does not keep the whole pass alive
             found.update(zip(group, stacked[:, start:end].clone().unbind(), strict=True))
         return {site: found[site] for site in names}
 
     def _stack(self, sites: tuple[str, ...]) -> list[tuple[list[str], Tensor]]:
-        """Sites of one shape together, [sites, rows, ...] on the CPU: one transfer a pass, not one for each site and branch."""
+        """Stack sites of equal shape, [sites, rows, ...] on the CPU: one transfer per pass, not one per site and branch."""
         groups: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
         for site in sites:
             groups.setdefault((self.values[site].shape, self.values[site].dtype), []).append(site)

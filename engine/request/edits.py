@@ -1,7 +1,7 @@
 """`Edit`: an intervention on a branch, applied identically in every pass that touches the branch.
 
-An edit is data, not code: it has a content hash, so edited KV can be shared between branches with the same edits, and a
-trace or a dump can name it. Functions (`hooks`) work too, but nothing can be promised about what they compute.
+An edit is data, not code. It has a content hash, so branches with the same edits can share edited KV, and traces and dumps can
+name it. Hook functions work too, but nothing is promised about what they compute.
 """
 
 import base64
@@ -30,13 +30,13 @@ _NOT_EDITABLE = ("attn.hook_pattern", "ln_final.hook_out", "unembed.hook_out")
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """What to change, where.
+    """What to change, and where.
 
-    site       a site name, or a letter S, T, C together with `layers`
-    op         add: value * factor is added; set: value replaces; zero: zeros replace; project_out: the directions in
-               value are removed; resample: a row of value, drawn by seed and position, replaces
+    site       a site name, or a letter S, T or C together with `layers`
+    op         add: add value * factor; set: replace by value; zero: replace by zeros; project_out: remove the directions
+               in value; resample: replace by a row of value, drawn by seed and position
     positions  None: all; a number, several, or a slice with step 1; negative ones count from the branch's tip
-    value      [*site shape] for all positions alike, or [number of positions, *site shape] for `set` and `add`
+    value      [*site shape] for all positions, or [number of positions, *site shape] for `set` and `add`
 
     >>> from replaylens import Engine
     >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips. What's the state? A:")
@@ -55,11 +55,11 @@ class Edit:
 
     @classmethod
     def interchange(cls, site: str, source: Tensor, positions: Positions = None) -> "Edit":
-        """Put rows captured elsewhere (another branch's `activations[site]`) in their place here."""
+        """Replace rows by those captured elsewhere, such as another branch's `activations[site]`."""
         return cls(site, "set", source, positions)
 
     def to_json(self) -> dict[str, Any]:
-        """For plans of dumps: plain values, the value's bytes included."""
+        """Plain values, including the bytes of `value`, for dump plans."""
         plain = self.plain()
         where = plain.positions
         where_plain: Any = {"start": where.start, "stop": where.stop} if isinstance(where, slice) else where
@@ -68,9 +68,9 @@ class Edit:
         return out if plain.value is None else {**out, "value": _value_to_json(plain.value)}
 
     def plain(self) -> "Edit":
-        """The same edit in Python's own numbers and lists; BadEdit names the field that is none."""
+        """The same edit in plain Python numbers and lists; BadEdit names the field that is invalid."""
         if not isinstance(self.op, str) or self.op not in _OPS:
-            raise BadEdit(f"no edit {shown(self.op)}; known: {', '.join(_OPS)}")
+            raise BadEdit(f"Unknown op {shown(self.op)}. Known: {', '.join(_OPS)}.")
         site = instance("site", self.site, str, "a site name, or S, T or C", BadEdit)
         layers = None if self.layers is None else items("layers", self.layers, "a list of whole numbers", BadEdit)
         return Edit(
@@ -85,8 +85,8 @@ class Edit:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "Edit":
-        """Inverse of `to_json`. BadEdit where it is none."""
-        raw = instance("an edit", raw, dict, "what to_json gave", BadEdit)
+        """Inverse of `to_json`; BadEdit for other values."""
+        raw = instance("edit", raw, dict, "the result of to_json", BadEdit)
         try:
             where = raw["positions"]
             if isinstance(where, dict):
@@ -94,19 +94,19 @@ class Edit:
             value = _value_from_json(raw["value"]) if "value" in raw else None
             return cls(raw["site"], raw["op"], value, where, raw["layers"], raw["factor"], raw["seed"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BadEdit(f"not an edit: {error!r}") from error
+            raise BadEdit(f"Not an edit: {error!r}.") from error
 
 
 def _plain_value(site: str, value: Any) -> Tensor | None:
-    """A tensor that holds values of its own; BadEdit says how to make it one."""
+    """A dense real tensor without gradient; BadEdit says how to get one."""
     if value is None:
         return None
-    given = instance(f"the value for {site}", value, Tensor, "a tensor", BadEdit)
+    given = instance(f"value for {site}", value, Tensor, "a tensor", BadEdit)
     if given.requires_grad:
-        raise BadEdit(f"the value for {site} requires a gradient, and none flows through an engine: give value.detach()")
+        raise BadEdit(f"The value for {site} requires a gradient, but none flows through an engine. Give value.detach().")
     if given.layout is not torch.strided or given.device.type == "meta" or given.is_complex() or given.is_quantized:
         raise BadEdit(
-            f"the value for {site} is a {given.layout} tensor of {given.dtype} on {given.device}: give a dense real one"
+            f"The value for {site} is a {given.layout} tensor of {given.dtype} on {given.device}. Give a dense real tensor."
         )
     return given
 
@@ -114,7 +114,7 @@ def _plain_value(site: str, value: Any) -> Tensor | None:
 def _plain_positions(positions: Any) -> Positions:
     if isinstance(positions, slice):
         if positions.step is not None and integer(positions.step) != 1:
-            raise BadEdit("a slice of positions must have step 1")
+            raise BadEdit(f"A slice of positions has step {shown(positions.step)}. Give a slice with step 1.")
         ends = (positions.start, positions.stop)
         return slice(*(None if p is None else whole("positions", p, error=BadEdit) for p in ends))
     if positions is None or (single := integer(positions)) is not None:
@@ -125,21 +125,21 @@ def _plain_positions(positions: Any) -> Positions:
 
 @dataclass(frozen=True, eq=False)
 class PlacedEdit:
-    """An edit at one site of one model, its positions counted from 0. `key` is its content hash."""
+    """An edit at one site of one model, with positions counted from 0. `key` is its content hash."""
 
     site: str
     op: Op
     value: Tensor | None
     start: int
     stop: int | None
-    """half-open; None: every later position too"""
+    """exclusive; None: all later positions"""
     picks: tuple[int, ...]
     """single positions instead of a range; empty: the range"""
     factor: float
     seed: int
     key: bytes
     needs: int = 0
-    """made from this many tokens: a fork that leaves before them does not take it along"""
+    """made from this many tokens: a fork before them does not inherit it"""
 
     def touches(self, first: int, end: int) -> bool:
         """Whether any position of [first, end) is edited."""
@@ -158,14 +158,14 @@ class PlacedEdit:
         return list(range(max(first, self.start), end if self.stop is None else min(end, self.stop)))
 
     def index(self, position: int) -> int | None:
-        """Which of the edited positions this is; None: not edited."""
+        """The index of `position` among the edited positions; None: it is not edited."""
         if self.picks:
             return self.picks.index(position) if position in self.picks else None
         inside = self.start <= position and (self.stop is None or position < self.stop)
         return position - self.start if inside else None
 
     def apply(self, rows: Tensor, positions: list[int]) -> Tensor:
-        """Edited rows [n, ...] at these positions, all of them edited ones. Row by row: no row sees another."""
+        """The edited rows [n, ...] at these positions. Precondition: all are edited. No row depends on another."""
         match self.op:
             case "zero":
                 return torch.zeros_like(rows)
@@ -175,17 +175,17 @@ class PlacedEdit:
                 draws = [int(hash_bits(self.seed, p, np.zeros(1, dtype=np.uint64))[0] % len(self._value)) for p in positions]
                 return self._value[draws].to(rows)
         value = self._value.to(rows)
-        if value.dim() == rows.dim():  # a row for each edited position
+        if value.dim() == rows.dim():  # one row per edited position
             value = value[[self.index(p) for p in positions]]
         return value.expand_as(rows) if self.op == "set" else rows + value * self.factor
 
     @property
     def _value(self) -> Tensor:
-        assert self.value is not None  # `place` saw to it
+        assert self.value is not None  # `place` checks it
         return self.value
 
     def to_json(self) -> dict[str, Any]:
-        """For traces: everything, the value included."""
+        """All fields, including `value`, for traces."""
         out = {name: getattr(self, name) for name in ("site", "op", "start", "stop", "factor", "seed", "needs")}
         out["picks"] = list(self.picks)
         if self.value is not None:
@@ -210,14 +210,14 @@ def _value_from_json(raw: dict[str, Any]) -> Tensor:
 
 
 def _project_out(rows: Tensor, directions: Tensor) -> Tensor:
-    """Remove orthonormal directions [k, d], one after the other; sums over one row only, so no row sees another."""
+    """Remove orthonormal directions [k, d], one after the other. Sums run over one row, so no row depends on another."""
     for direction in directions:
         rows = rows - _dots(rows, direction) * direction
     return rows
 
 
 def _dots(rows: Tensor, direction: Tensor) -> Tensor:
-    """[n, 1]. On a GPU a plain sum may be ordered by the number of rows, so there the canonical product takes it."""
+    """[n, 1]. On a GPU the order of a plain sum may depend on the number of rows, so the canonical product is used there."""
     if rows.is_cuda:
         from replaylens.kernels.matmul import matmul
 
@@ -231,30 +231,30 @@ def place_all(edits: Iterable[Edit], table: SiteTable, length: int) -> tuple[Pla
 
 
 def listed(edits: Iterable[Edit]) -> list[Edit]:
-    """The edits, or BadEdit: a single one is none of them."""
+    """The edits as a list; BadEdit if one is not an Edit, or if they are not in a list."""
     return [
         instance("edits", edit, Edit, "a list of Edits", BadEdit) for edit in items("edits", edits, "a list of Edits", BadEdit)
     ]
 
 
 def resolve_hooks(hooks: Iterable[Hook], table: SiteTable) -> tuple[Hook, ...]:
-    """The hooks with their sites' own names; BadEdit for what is no (site, function) pair."""
+    """The hooks with resolved site names; BadEdit if one is not a (site, function) pair."""
     out: list[Hook] = []
     for pair in items("hooks", hooks, HOOKS, BadEdit):
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not callable(pair[1]):
-            raise BadEdit(f"hooks: {shown(pair)} among them; give {HOOKS}")
+            raise BadEdit(f"Invalid hook {shown(pair)}. Give {HOOKS}.")
         out.append((table.resolve(pair[0]), pair[1]))
     return tuple(out)
 
 
 def place(edit: Edit, table: SiteTable, length: int) -> list[PlacedEdit]:
-    """Resolve an edit on a branch of `length` tokens: one placed edit per site. BadEdit says what is wrong."""
+    """Resolve an edit on a branch of `length` tokens into one placed edit per site; BadEdit if it does not fit."""
     edit = instance("edits", edit, Edit, "a list of Edits", BadEdit).plain()
     start, stop, picks = _where(edit.positions, length)
     placed = []
     for name in _names(edit, table):
         if name.endswith(_NOT_EDITABLE):
-            raise BadEdit(f"{name} can be captured but not edited; edit the residual stream (hook_in, hook_out) instead")
+            raise BadEdit(f"{name} can be captured but not edited. Edit the residual stream (hook_in, hook_out) instead.")
         value = _check_value(edit, name, table.sites[name].shape, len(picks) or (stop - start if stop is not None else None))
         placed.append(_keyed(name, edit.op, value, start, stop, picks, edit.factor, edit.seed))
     return placed
@@ -263,58 +263,58 @@ def place(edit: Edit, table: SiteTable, length: int) -> list[PlacedEdit]:
 def _names(edit: Edit, table: SiteTable) -> list[str]:
     if edit.site not in ("S", "T", "C"):
         if edit.layers is not None:
-            raise BadEdit(f"{edit.site!r} names one site; `layers` goes with the letters S, T, C")
+            raise BadEdit(f"layers was given for the single site {edit.site!r}. Use it with the letters S, T and C.")
         return [table.resolve(edit.site)]
     names = table.per_layer(edit.site)
     layers = range(len(names)) if edit.layers is None else edit.layers
     if bad := [layer for layer in layers if not 0 <= layer < len(names)]:
-        raise BadEdit(f"layer {bad[0]}: {edit.site} has layers 0 to {len(names) - 1}")
+        raise BadEdit(f"No layer {bad[0]}. {edit.site} has layers 0 to {len(names) - 1}.")
     return [names[layer] for layer in layers]
 
 
 def _where(positions: Positions, length: int) -> tuple[int, int | None, tuple[int, ...]]:
-    """(start, stop, picks) with negative positions counted from the tip."""
+    """(start, stop, picks), with negative positions counted from the tip."""
     if positions is None:
         return 0, None, ()
     if isinstance(positions, slice):
         start, stop = (None if p is None else p + length if p < 0 else p for p in (positions.start, positions.stop))
         start = start or 0
         if start < 0 or (stop is not None and stop <= start):
-            raise BadEdit(f"positions [{start}, {stop}) are empty or before the beginning")
+            raise BadEdit(f"Positions [{start}, {stop}) are empty or start before 0.")
         return start, stop, ()
     given = positions if isinstance(positions, Sequence) else [positions]
     picks = tuple(sorted({p + length if p < 0 else p for p in given}))
     if not picks or picks[0] < 0:
-        raise BadEdit(f"positions {positions} on a branch of {length} tokens: give at least one, none before the beginning")
+        raise BadEdit(f"Invalid positions={positions} on a branch of {length} tokens. Give at least one, none before 0.")
     return picks[0], picks[-1] + 1, picks
 
 
 def _check_value(edit: Edit, name: str, shape: tuple[int, ...], count: int | None) -> Tensor | None:
     if edit.op == "zero":
         if edit.value is not None:
-            raise BadEdit("zero takes no value")
+            raise BadEdit("The op 'zero' takes no value.")
         return None
     if edit.value is None:
-        raise BadEdit(f"{edit.op} needs a value")
+        raise BadEdit(f"The op {edit.op!r} needs a value.")
     value = edit.value.to("cpu", torch.float32).clone()
     if not bool(torch.isfinite(value).all()):
-        raise BadEdit(f"the value for {name} holds NaN or infinity")
+        raise BadEdit(f"The value for {name} holds NaN or infinity.")
     if edit.op == "project_out":
         return _orthonormal(value.reshape(-1, *shape) if value.shape[-1:] == shape[-1:] else value, shape)
     several = (len(value), *shape) if edit.op == "resample" else (count, *shape) if count else shape
     if tuple(value.shape) not in ((several,) if edit.op == "resample" else (shape, several)):
         wanted = " or ".join(str(each) for each in dict.fromkeys([shape, several]))
-        raise BadEdit(f"the value for {name} has shape {tuple(value.shape)}; wanted is {wanted}")
+        raise BadEdit(f"The value for {name} has shape {tuple(value.shape)}; expected {wanted}.")
     return value
 
 
 def _orthonormal(directions: Tensor, shape: tuple[int, ...]) -> Tensor:
     if len(shape) != 1 or directions.dim() != 2:
-        raise BadEdit(f"project_out works on vectors; the site's rows have shape {shape}")
+        raise BadEdit(f"project_out needs a site with vectors; its rows have shape {shape}.")
     with modes.canonical():
         q, r = torch.linalg.qr(directions.double().T)
     if bool((r.diagonal().abs() <= 1e-8 * r.abs().max()).any()):
-        raise BadEdit("the directions to project out are zero or depend on one another")
+        raise BadEdit("The directions to project out are zero or linearly dependent. Give independent ones.")
     return q.T.float().contiguous()
 
 
@@ -328,11 +328,11 @@ def _keyed(
 
 
 def added(site: str, start: int, rows: Tensor) -> PlacedEdit:
-    """The edit that adds rows [n, *site shape] at positions [start, start + n), made from the tokens before them."""
+    """An edit that adds rows [n, *site shape], made from the tokens before `start`, at positions [start, start + n)."""
     return replace(_keyed(site, "add", rows, start, start + len(rows), (), 1.0, 0), needs=start)
 
 
 def page_keys(edits: Iterable[PlacedEdit], num_pages: int, page_size: int) -> list[bytes]:
-    """For each page, the content of the edits that touch it: what a shared prefix must agree in besides tokens."""
+    """The keys of the edits that touch each page. Branches share a page only if tokens and keys agree."""
     edits = list(edits)
     return [b"".join(e.key for e in edits if e.touches(page * page_size, (page + 1) * page_size)) for page in range(num_pages)]

@@ -1,8 +1,8 @@
-"""`Sampling`: how the next token follows from logits and path. No state: rollback has nothing to restore.
+"""`Sampling`: how the next token is chosen from logits and path. It has no state, so a rollback has nothing to restore.
 
-Seeded draws are Gumbel-max: argmax of scaled logits plus noise, where the noise of a token is a hash of (seed, position,
-token id) and nothing else. Keyed by the id, never by a rank: near-ties may swap ranks without changing the draw. A
-drafter that uses the same noise agrees more often, and the output does not depend on the drafter.
+Seeded draws are Gumbel-max: the argmax of scaled logits plus noise. The noise of a token is a hash of (seed, position, token
+id) and nothing else. It is keyed by id, not by rank, so near-ties may swap ranks without changing the draw. A drafter with the
+same noise agrees more often; the output does not depend on the drafter.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.values import flag, instance, items, number, whole
 
 COLDEST = 1e-6
-"""the smallest temperature above 0; at a much smaller one the scaled logits overflow"""
+"""the smallest temperature above 0; much smaller ones overflow the scaled logits"""
 LARGEST = 1e9
-"""of a bias or penalty: added to a larger one, the differences between logits would be lost, and in the end overflow"""
+"""the largest bias or penalty; larger ones lose the differences between logits, and finally overflow"""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Choice of the next token. The default is greedy.
+    """How to choose the next token. The default is greedy.
 
     >>> import numpy as np
     >>> logits = np.array([1.0, 3.0, 2.0], dtype=np.float32)
@@ -52,9 +52,9 @@ class Sampling:
     """added to single logits"""
     seed: int = 0
     stop: tuple[str, ...] = ()
-    """end once the generated text contains one of these"""
+    """stop once the generated text contains one of these"""
     stop_tokens: tuple[int, ...] = ()
-    """end after one of these; the tokenizer's EOS is added unless `ignore_eos`"""
+    """stop after one of these; the tokenizer's EOS is added unless `ignore_eos`"""
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -69,19 +69,19 @@ class Sampling:
             <= LARGEST,
             f"presence_penalty must be between {-LARGEST} and {LARGEST}": abs(self.presence_penalty) <= LARGEST,
             f"logit_bias must be between {-LARGEST} and {LARGEST}": all(abs(b) <= LARGEST for b in self.logit_bias.values()),
-            "a stop string must not be empty": all(self.stop),
+            "A stop string must not be empty": all(self.stop),
         }
         for message, fine in checks.items():
             if not fine:
-                raise BadRequest(f"{message}: {self}")
+                raise BadRequest(f"{message}. Given: {self}.")
 
     def _plain(self) -> dict[str, Any]:
-        """The fields as Python's own values; BadRequest for what is none."""
+        """The fields as plain Python values; BadRequest names the field that is invalid."""
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
         numbers: dict[str, Any] = {name: number(name, getattr(self, name)) for name in names}
         biases = instance("logit_bias", self.logit_bias, dict, "a dict of token ids and finite numbers (-1e9 rules one out)")
         bias = {
-            whole("a token of logit_bias", token): number(f"logit_bias of token {token}", value)
+            whole("token of logit_bias", token): number(f"logit_bias of token {token}", value)
             for token, value in biases.items()
         }
         stop = items("stop", self.stop, "a tuple of strings")
@@ -96,21 +96,21 @@ class Sampling:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """For traces, plans of dumps and workers: plain values."""
+        """Plain values, for traces, dump plans and workers."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "Sampling":
-        """Inverse of `to_json`, also after a file made text of the biased ids and lists of the tuples."""
+        """Inverse of `to_json`, also after a JSON file has turned biased ids into text and tuples into lists."""
         try:
-            plain = instance("a sampling", raw, dict, "what to_json gave")
+            plain = instance("sampling", raw, dict, "the result of to_json")
             return cls(**{**plain, "logit_bias": {int(token): bias for token, bias in plain["logit_bias"].items()}})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise error if isinstance(error, BadRequest) else BadRequest(f"not a sampling: {error!r}") from error
+            raise error if isinstance(error, BadRequest) else BadRequest(f"Not a sampling: {error!r}.") from error
 
     @property
     def bare(self) -> bool:
-        """Whether logits, seed and position are all it needs: no penalty, no bias, and nothing filtered out of a draw."""
+        """Whether it needs only logits, seed and position: no penalty, bias or filter."""
         filtered = self.temperature and (self.top_k or self.top_p < 1.0 or self.min_p)
         return not (filtered or self.logit_bias or self.presence_penalty) and self.repetition_penalty == 1.0
 
@@ -120,12 +120,12 @@ class Sampling:
         return self.bare and self.temperature == 0
 
     def choose(self, logits: NDArray[np.float32], path: Sequence[int], num_prompt: int) -> int:
-        """The token after `path`, whose last row gave `logits` [vocab]. A pure function of its arguments."""
+        """The token after `path`, chosen from the `logits` [vocab] of its last row. A pure function of its arguments."""
         scores = logits.astype(np.float64)
         if not self.plain_greedy:
             scores = self._adjusted(scores, path, num_prompt)
         if self.temperature == 0.0:
-            return int(scores.argmax())  # numpy takes the lowest id among equals
+            return int(scores.argmax())  # numpy returns the lowest id among equals
         scores = self._filtered(scores / self.temperature)
         return int((scores + gumbel(self.seed, len(path), len(scores))).argmax())
 
@@ -138,12 +138,12 @@ class Sampling:
             scores[np.unique(np.asarray(path[num_prompt:], dtype=np.int64))] -= self.presence_penalty
         for token, bias in self.logit_bias.items():
             if not 0 <= token < len(scores):
-                raise BadRequest(f"logit_bias names token {token}; the vocabulary has {len(scores)} tokens")
+                raise BadRequest(f"Token {token} of logit_bias is not in the vocabulary of {len(scores)} tokens.")
             scores[token] += bias
         return scores
 
     def _filtered(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Tokens outside top-k, top-p and min-p at -inf. Ties in rank go to the lower id."""
+        """The scores, with -inf for tokens outside top-k, top-p and min-p. The lower id wins ties in rank."""
         if not (self.top_k or self.top_p < 1.0 or self.min_p):
             return scores
         order = np.argsort(-scores, kind="stable")
@@ -163,7 +163,7 @@ class Sampling:
 
 
 def hash_bits(seed: int, position: int, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """64 random bits for each token id: rounds of a counter-based mixer. `kernels.reference.hash64` has the same bits."""
+    """64 random bits per token id, from rounds of a counter-based mixer. `kernels.reference.hash64` gives the same bits."""
     stream = _mix(_mix(np.asarray([seed], dtype=np.uint64) + _GOLDEN) + _GOLDEN * np.asarray([position], dtype=np.uint64))
     return _mix(stream + _GOLDEN * ids)
 

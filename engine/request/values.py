@@ -1,7 +1,6 @@
-"""Values that users hand in, checked in one place and made plain: Python's own numbers, lists and booleans.
+"""User-supplied values, checked in one place and turned into plain Python numbers, lists and booleans.
 
-Every error names the option, what was given and what is accepted. NumPy's and torch's scalars count as numbers; a boolean
-counts as a boolean only.
+Every error names the option, the given value and what is accepted. NumPy and torch scalars count as numbers; booleans do not.
 """
 
 import math
@@ -20,22 +19,22 @@ Error = type[EngineError]
 _short = Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 60
 _UNORDERED = (str, bytes, bytearray, memoryview, Set, Mapping, type)
-"""iterable, but no list of things: a text and bytes are one thing, sets have no order"""
+"""iterable, but not an ordered list: text and bytes are single values, and sets have no order"""
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: short, whatever it is."""
+    """A short form of any value, for error messages."""
     return _short.repr(value)
 
 
 def integer(value: Any) -> int | None:
-    """A whole number as an int: Python's, NumPy's, or a tensor or array without dimensions. None: it is none."""
+    """A whole number as an int: Python's, NumPy's, or a tensor or array without dimensions. None for other values."""
     plain = _without_dimensions(value)
     return int(plain) if isinstance(plain, int | np.integer) and not isinstance(plain, bool | np.bool_) else None
 
 
 def real(value: Any) -> float | None:
-    """A number as a float, NaN and infinity included. None: it is none."""
+    """A number as a float, including NaN and infinity. None for other values."""
     plain = _without_dimensions(value)
     if isinstance(plain, bool | np.bool_) or not isinstance(plain, int | float | np.integer | np.floating):
         return None
@@ -59,7 +58,7 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
     if found is None or (least is not None and found < least) or (most is not None and found > most):
         upwards = f" of at least {least}" if least is not None else ""
         limits = f" between {least} and {most}" if most is not None else upwards
-        raise error(f"{name}={shown(value)}: give a whole number{limits}")
+        raise error(f"Invalid {name}={shown(value)}. Give a whole number{limits}.")
     return found
 
 
@@ -67,34 +66,34 @@ def number(name: str, value: Any, error: Error = BadRequest) -> float:
     """A finite number, or the error."""
     found = real(value)
     if found is None or not math.isfinite(found):
-        raise error(f"{name}={shown(value)}: give a finite number")
+        raise error(f"Invalid {name}={shown(value)}. Give a finite number.")
     return found
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False, or BadRequest: of other values one cannot tell, "no" would count as yes."""
+    """True or False, or BadRequest. Truthiness would take "no" for True."""
     if not isinstance(value, bool | np.bool_):
-        raise BadRequest(f"{name}={shown(value)}: give True or False")
+        raise BadRequest(f"Invalid {name}={shown(value)}. Give True or False.")
     return bool(value)
 
 
 def instance(name: str, value: Any, kind: type[T], accepted: str, error: Error = BadRequest) -> T:
-    """The value, or the error where it is not of that kind."""
+    """The value, or the error if it is not of that kind."""
     if not isinstance(value, kind):
-        raise error(f"{name}={shown(value)}: give {accepted}")
+        raise error(f"Invalid {name}={shown(value)}. Give {accepted}.")
     return value
 
 
 def items(name: str, value: Any, accepted: str, error: Error = BadRequest) -> list[Any]:
-    """Several things in order, as a list; the error for one thing, a text, bytes, a set or a mapping."""
+    """An ordered iterable as a list; the error for single values, text, bytes, sets and mappings."""
     single = isinstance(value, np.ndarray | Tensor) and value.ndim == 0
     if single or isinstance(value, _UNORDERED) or not isinstance(value, Iterable):
-        raise error(f"{name}={shown(value)}: give {accepted}")
+        raise error(f"Invalid {name}={shown(value)}. Give {accepted}.")
     return list(value)
 
 
 def token_ids(name: str, value: Any) -> list[Any]:
-    """Token ids as plain numbers. What is no whole number stays as it is, for the check against the vocabulary."""
+    """Token ids as plain numbers. Values that are not whole numbers are left for the check against the vocabulary."""
     if isinstance(value, Tensor) and value.device.type == "meta":
         value = None  # it has no values
     found = items(name, value, "text, or token ids as a list, or as an array or a tensor of one dimension")
@@ -102,7 +101,7 @@ def token_ids(name: str, value: Any) -> list[Any]:
 
 
 def _listed(found: list[Any]) -> list[Any]:
-    """A list of tensors at once: one by one they are slow."""
+    """Converts a list of tensors at once, which is faster than one by one."""
     if found and all(isinstance(each, Tensor) and each.ndim == 0 and each.dtype == torch.int64 for each in found):
         plain: list[Any] = torch.stack(found).tolist()
         return plain

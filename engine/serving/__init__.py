@@ -1,1 +1,1 @@
-"""Branches and requests, served by the loop."""
+"""Branches, requests and streams: the handles that callers hold, served by the loop."""

@@ -1,4 +1,4 @@
-"""`Branch`: the handle that users hold of one path in the tree."""
+"""`Branch`: the user's handle on one path in the tree."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -31,11 +31,11 @@ from replaylens.engine.serving.stream import Stream
 from replaylens.engine.serving.uncopied import Uncopied
 
 MAX_FORKS = 1 << 16
-"""of one call: more would be a slip, and take minutes"""
+"""per call: more is likely a mistake, and takes minutes"""
 
 
 class Owner(Protocol):
-    """What a branch needs of its engine."""
+    """What a branch needs from its engine."""
 
     text: Text
     sites: SiteTable
@@ -46,15 +46,15 @@ class Owner(Protocol):
 
     @property
     def trace(self) -> Trace:
-        """The engine's events, if it records them."""
+        """The engine's recorded events; NotRecorded if it keeps none."""
         ...
 
     def serve(self, branches: Sequence["Branch"], requests: Sequence[Request], progress: bool = False) -> list["Branch"]:
-        """Work off one request on each branch, all together."""
+        """Serve one request on each branch, all together."""
         ...
 
     def open_stream(self, branch: "Branch", request: Request) -> Stream:
-        """Start a request on a branch, to be followed token by token."""
+        """Start a request on a branch and stream its tokens."""
         ...
 
     def force_all(self, branches: Sequence["Branch"], tokens: Sequence[str | Sequence[int]]) -> list["Branch"]:
@@ -63,7 +63,7 @@ class Owner(Protocol):
 
 
 class Branch(Uncopied):
-    """One token path with its KV. Forks share pages; nothing is copied before it is written.
+    """One token path with its KV. Forks share pages; a page is copied only when it is written.
 
     >>> from replaylens import Engine
     >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips")
@@ -74,19 +74,19 @@ class Branch(Uncopied):
     True
     """
 
-    _instead = "branch.fork() gives another branch with the same path; branch.tokens, .kv() and .activations give copies"
+    _instead = "Use branch.fork() for a branch with the same path; branch.tokens, .kv() and .activations return copies."
 
     def __init__(self, engine: Owner, lane: Lane) -> None:
         self.engine, self.lane = engine, lane
         self.id = lane.branch
         self.lock: EngineLock = engine.lock
         self.record: BranchRecord = engine.tree.branch(lane.branch)
-        """what the tree knows of it; held, so that a released branch can still be looked at"""
+        """its record in the tree; kept here so that a released branch can still be read"""
 
     def __repr__(self) -> str:
         return f"Branch({self.id}, {self.length} tokens, {self.status.value}, {self.text[-40:]!r})"
 
-    # ---- what it is ---------------------------------------------------------------------------------------------
+    # ---- reading ------------------------------------------------------------------------------------------------
 
     @property
     @reading
@@ -101,7 +101,7 @@ class Branch(Uncopied):
 
     @property
     def root_length(self) -> int:
-        """How many tokens the prompt has."""
+        """The number of prompt tokens."""
         return self.record.root_length
 
     @property
@@ -124,29 +124,31 @@ class Branch(Uncopied):
 
     @property
     def finish_reason(self) -> str | None:
-        """ "eos" or "stop" where the branch ended; None where it can go on."""
+        """ "eos" or "stop" if the branch ended; None if it can continue."""
         return self.record.finish_reason
 
     @property
     def statistics(self) -> Statistics:
-        """What drafting gained, over all requests that ended."""
+        """Counts of drafted, accepted and rejected tokens, over all requests that ended."""
         return self.lane.statistics
 
     @property
     def certified(self) -> bool:
-        """Whether every token, KV entry and captured row of it is canonical."""
+        """Whether every token, KV entry and captured row of the branch is canonical."""
         return self.lane.certified
 
     @property
     def activations(self) -> Recording:
         """Captured rows by site, in order of position."""
         if self.lane.recording is None:
-            raise BadRequest("nothing was captured on this branch: ask for sites when making it, e.g. prompt(..., sites='STC')")
+            raise BadRequest(
+                "Nothing was captured on this branch. Ask for sites when you make it, e.g. prompt(..., sites='STC')."
+            )
         return self.lane.recording
 
     @property
     def rejected(self) -> list[Self]:
-        """Rejected drafts that hang off this branch and kept rows or pages, in order."""
+        """The rejected branches of this branch that keep rows or pages, in order."""
         return [type(self)(self.engine, lane) for lane in self._rejected_lanes()]
 
     @reading
@@ -155,22 +157,22 @@ class Branch(Uncopied):
         return [lanes[i] for i in self.lane.rejected if i in lanes]
 
     def kv(self) -> Tensor:
-        """A copy of the committed KV: [positions, layers, 2, kv_heads, d_head]; a pending token has none yet.
+        """A copy of the committed KV: [positions, layers, 2, kv_heads, d_head]. A pending token has none yet.
 
-        Where the branch gave its pages up for others, the KV is computed again, to the same bits.
+        If the branch gave up its pages to others, the KV is computed again, to the same bits.
         """
         self._check_open()
         return self.engine.forest.kv(self.lane)
 
     @reading
     def tree(self) -> Tree:
-        """This branch and all that was forked or cut from it. Draws itself, or `print` it."""
+        """This branch with its forks and rejected branches. Draws itself in a notebook; `print` it elsewhere."""
         recordings = {i: lane.recording for i, lane in self.engine.loop.lanes.items()}
         return tree_of(self.record, recordings, self.engine.text)
 
     @reading
     def timeline(self) -> Timeline:
-        """Its life step by step: prefill, decode, verify, rollback, and what the KV cache held."""
+        """The branch's history step by step: prefill, decode, verify, rollback, and the contents of the KV cache."""
         return timeline(self.engine.trace, self.id, partial(word, self.engine.text), {self.id: self.tokens})
 
     def _repr_html_(self) -> str:
@@ -179,16 +181,16 @@ class Branch(Uncopied):
     def _facts(self) -> dict[str, str]:
         return {
             "status": self.status.value + (f" ({self.finish_reason})" if self.finish_reason else ""),
-            "tokens": f"{self.length}, of which {self.root_length} are prompt",
+            "tokens": f"{self.length}, including {self.root_length} of the prompt",
             "certified": "yes" if self.certified else "no: fast path or hook functions",
         }
 
-    # ---- what can be done with it -------------------------------------------------------------------------------
+    # ---- changing -----------------------------------------------------------------------------------------------
 
     def fork(self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()) -> list[Self]:
-        """`n` new branches with this path (up to `at`). They share its pages; release them when done.
+        """`n` new branches with this path, or its first `at` tokens. They share pages; release them when done.
 
-        edits  added to those of this branch; KV is shared up to the first edited position
+        edits  added to this branch's edits; KV is shared up to the first edited position
         hooks  TransformerLens-style (site, function) pairs; such a branch shares nothing and is not certified
         """
         n = whole("n", n, 1, MAX_FORKS)
@@ -200,7 +202,7 @@ class Branch(Uncopied):
         return [type(self)(self.engine, lane) for lane in lanes]
 
     def force(self, tokens: str | Sequence[int]) -> Self:
-        """Append given tokens, whatever the model thinks of them, and compute their rows. Returns self."""
+        """Append given tokens, however unlikely, and compute their rows. Returns self."""
         self.engine.force_all([self], [tokens])
         return self
 
@@ -235,31 +237,31 @@ class Branch(Uncopied):
         drafts: dict[int, list[list[int]]] | None = None,
         final: bool = False,
     ) -> Stream:
-        """Generate up to `n` tokens and yield each once it is committed; closing the iterator cancels the rest."""
+        """Generate up to `n` tokens and yield each one once it is committed. Closing the stream cancels the rest."""
         greedy = Sampling() if sampling is None else sampling
         request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
         return self.engine.open_stream(self, request)
 
     @changing
     def rollback(self, to: int) -> Self:
-        """Cut the path back to its first `to` tokens: tokens, KV, captured rows and finish state together. Returns self."""
+        """Cut the path back to its first `to` tokens, with KV, captured rows and finish state. Returns self."""
         self._check_idle()
         self.engine.forest.rollback(self.lane, whole("to", to))
         return self
 
     @changing
     def release(self) -> None:
-        """Give the pages back and close the branch, with the rejected drafts that hang off it. Its forks live on."""
+        """Free the branch's pages and close it, together with its rejected branches. Its forks stay open."""
         self._check_open()
         self.engine.forest.release(self.lane)
 
     def _check_open(self) -> None:
         if self.status is BranchStatus.RELEASED:
-            raise ClosedBranch(f"branch {self.id} was released; use a live branch, or prompt again")
+            raise ClosedBranch(f"Branch {self.id} was released. Use a live branch, or prompt again.")
 
     def _check_idle(self) -> None:
         """Precondition: within the lock."""
         self._check_open()
         self.lock.tidy()
         if any(job.lane is self.lane for job in self.engine.loop.jobs):
-            raise BadRequest(f"branch {self.id} is being worked on: finish or close its stream first")
+            raise BadRequest(f"Branch {self.id} is busy with another request. Finish it or close its stream first.")

@@ -1,4 +1,4 @@
-"""`Core`: a model whose arithmetic is certified here, and the branches that it serves. `Engine` adds the verbs above it."""
+"""`Core`: a certified model and the branches it serves. `Engine` adds `load`, `replay` and `run_with_cache`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -43,25 +43,25 @@ from replaylens.engine.serving.stream import Stream
 from replaylens.engine.serving.uncopied import Uncopied
 
 SITES = "letters such as 'STCZ', a site name, or a list of these"
-"""what can be asked for, in the words of an error"""
+"""the accepted values of `sites`, for error messages"""
 
 
 class Core(Uncopied):
     """A model, its KV cache and its tree of branches.
 
-    cache_tokens   how many positions the KV cache holds; requests wait or are computed again when it is full
-    page_size      positions per page; has no influence on any bit
-    max_rows       rows per pass; has no influence on any bit
+    cache_tokens   positions in the KV cache; when it is full, requests wait or are preempted and computed again
+    page_size      positions per page; changes no bit
+    max_rows       rows per pass; changes no bit
     draft_model    a smaller model with the same tokenizer, for the `model` drafter
-    lens_layer     where the `lens` and `tree` drafters leave the model; default: the middle
-    tree_width     siblings of the `tree` drafter
-    canary         debug mode: check before every pass that the cache holds what the branches think it holds
-    record         keep every event in `trace`, so that it can be replayed and timelines be drawn; grows with use
+    lens_layer     the early-exit layer of the `lens` and `tree` drafters; default: the middle
+    tree_width     sibling chains of the `tree` drafter
+    canary         debug mode: before every pass, check that the cache holds the KV of the branches' own tokens
+    record         keep every event in `trace`, for replays and timelines; grows with use
 
-    Threads may share an engine: their requests are computed together, and each gets what it would get alone.
+    Threads may share an engine. Their requests are computed together, and each gets the result it would get alone.
     """
 
-    _instead = "Load another engine from the same source: what it commits has the same bits"
+    _instead = "Load another engine from the same source. It commits the same bits."
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Core(Uncopied):
         self.sites = self._site_table()
         self.tree = BranchTree()
         self.lenses = KnownLenses(model)
-        spare = int(model.embed.device.type == "cuda")  # a page beyond the promised ones, for the padding rows of graphs
+        spare = int(model.embed.device.type == "cuda")  # an extra page for the padding rows of CUDA graphs
         self.runner = Runner(model, self.certificate, cache_tokens // page_size + spare, page_size, canary)
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         middle = max(1, self.config.num_layers // 2)
@@ -130,9 +130,9 @@ class Core(Uncopied):
 
     @property
     def trace(self) -> Trace:
-        """Every event since the engine was made; NotRecorded unless that was asked for."""
+        """Every event since the engine was made; NotRecorded unless it was made with `record=True`."""
         if self.forest.trace is None:
-            raise NotRecorded("this engine records no trace. Make it with record=True, e.g. Engine.load(..., record=True)")
+            raise NotRecorded("This engine records no trace. Make it with record=True, e.g. Engine.load(..., record=True).")
         return self.forest.trace
 
     # ---- branches -----------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Core(Uncopied):
         full: bool = False,
         lens: TunedLens | None = None,
     ) -> Branch:
-        """A new root branch, its prompt computed. Options as in `prompts`."""
+        """A new root branch with its prompt computed. Options as in `prompts`."""
         capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens)
         (branch,) = self._planted([text], capture, edits, hooks)
         return branch
@@ -171,7 +171,7 @@ class Core(Uncopied):
         """Several root branches, computed together.
 
         sites          what to capture on them and their forks: "STCZ", or site names
-        keep_rejected  capture the rows of rejected drafts too
+        keep_rejected  also capture the rows of rejected drafts
         edits, hooks   interventions, as in `Branch.fork`
         top_k, targets, full, lens
                        how Z is stored, as in `capture_spec`
@@ -187,7 +187,7 @@ class Core(Uncopied):
         full: bool,
         lens: TunedLens | None,
     ) -> CaptureSpec | None:
-        """What a prompt is asked to capture; None: nothing."""
+        """What to capture on a prompt; None: nothing."""
         if sites is None or (isinstance(sites, str | Sequence) and not len(sites)):
             sites = ""
         spec = self.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
@@ -200,7 +200,7 @@ class Core(Uncopied):
         edits: Sequence[Edit],
         hooks: Sequence[Hook],
     ) -> list[Branch]:
-        self.lenses.of(capture.lens if capture else None)  # named before anything is computed
+        self.lenses.of(capture.lens if capture else None)  # an unknown lens fails before anything is computed
         paths = [self.tokens_of(text) for text in items("texts", texts, "a list of prompts; prompt(...) takes one")]
         edits = items("edits", edits, "a list of Edits", BadEdit)
         placed = [place_all(edits, self.sites, len(path)) for path in paths]
@@ -212,7 +212,7 @@ class Core(Uncopied):
         return [self.handle(lane) for lane in lanes]
 
     def handle(self, lane: Lane) -> Branch:
-        """The handle of a lane: what users hold of a branch."""
+        """The user's handle on a lane."""
         return Branch(self, lane)
 
     def generate(
@@ -229,14 +229,14 @@ class Core(Uncopied):
         final: bool = False,
         progress: bool = False,
     ) -> list[Branch]:
-        """Generate up to `n` tokens on each branch, all together; the outcome is that of each alone.
+        """Generate up to `n` tokens on each branch, all together. Each branch gets the tokens it would get alone.
 
-        sampling       how tokens are chosen: for all branches, or one for each; default: greedy
-        drafter        who guesses ahead; never changes the output
+        sampling       how tokens are chosen: one for all branches, or one for each; default: greedy
+        drafter        which drafter guesses ahead; never changes the output
         window         rows per verification; 1 decodes directly; None lets the planner choose
-        deterministic  False: take the fast path's tokens at once; the branches are marked as not certified
+        deterministic  False: take the fast path's tokens unverified; the branches are marked as not certified
         keep_rejected  keep the pages of rejected drafts, so that they can be forked
-        drafts         for the `forced` drafter: chains of tokens by the position they start at
+        drafts         for the `forced` drafter: chains of tokens by their start position
         final          also compute the last token's own row
         """
         branches = items("branches", branches, "a list of branches")
@@ -245,43 +245,43 @@ class Core(Uncopied):
         else:
             own = items("sampling", sampling, "a Sampling, or one for each branch")
         if len(own) != len(branches):
-            raise BadRequest(f"{len(own)} samplings for {len(branches)} branches: give one for all, or one for each")
+            raise BadRequest(f"Got {len(own)} samplings for {len(branches)} branches. Give one for all, or one for each.")
         how = (drafter, window, deterministic, keep_rejected, drafts, final)
         return self.serve(branches, [Request(n, each, *how) for each in own], progress)
 
     def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:
-        """Work off one request on each branch, all together."""
+        """Serve one request on each branch, all together."""
         progress = flag("progress", progress)
         self.forest.serve(lambda: [self._job(b, r) for b, r in zip(branches, requests, strict=True)], progress)
         return list(branches)
 
     def cancel(self, job: Job) -> None:
-        """Stop a job at once. What it committed stays on its branch."""
-        instance("job", job, Job, "a Job, as a stream has one")
+        """Stop a job at once. Its committed tokens stay on the branch."""
+        instance("job", job, Job, "a Job, such as stream.job")
         if self.loop.lanes.get(job.lane.branch) is not job.lane and not job.done:
-            raise BadRequest(f"branch {job.lane.branch} is none of this engine's: cancel its job where it was started")
+            raise BadRequest(f"Branch {job.lane.branch} is not a branch of this engine. Cancel the job on its own engine.")
         self.forest.cancel(job)
 
     def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:
-        """Append given tokens to each branch, whatever the model thinks of them, and compute all their rows together."""
+        """Append given tokens to each branch, however unlikely, and compute all their rows together."""
         branches = items("branches", branches, "a list of branches")
         texts = items("tokens", tokens, "a list with the tokens of each branch")
         paths = [self.text.encode(t, special=False) if isinstance(t, str) else token_ids("tokens", t) for t in texts]
         if len(paths) != len(branches):
-            raise BadRequest(f"{len(paths)} texts for {len(branches)} branches: give one for each")
+            raise BadRequest(f"Got {len(paths)} texts for {len(branches)} branches. Give one for each.")
         self.forest.serve(lambda: self._forced(branches, paths))
         return list(branches)
 
     def _forced(self, branches: Sequence[Branch], paths: Sequence[list[int]]) -> list[Job]:
-        """Mutates: each branch has its tokens more, or, where one cannot, none has. The jobs that compute them."""
+        """Mutates: appends the tokens to all branches, or to none if one cannot take them. Returns the jobs to compute them."""
         jobs = [Job(self._own(branch).lane, exact=branch.lane.exact) for branch in branches]
         self.forest.require(jobs)
         for branch, ids in zip(branches, paths, strict=True):
             if not ids:
-                raise BadRequest("force: give at least one token")
+                raise BadRequest("No tokens to force. Give at least one token.")
             self._check_tokens(ids, branch.length)
             if branch.finish_reason:
-                raise ClosedBranch(f"branch {branch.id} is finished: roll it back or fork it to go on")
+                raise ClosedBranch(f"Branch {branch.id} is finished. Roll it back or fork it to continue.")
         for branch, ids in zip(branches, paths, strict=True):
             self.forest.force(branch.lane, ids)
         return jobs
@@ -299,21 +299,21 @@ class Core(Uncopied):
         drafts: dict[int, list[list[int]]] | None = None,
         final: bool = False,
     ) -> Stream:
-        """Committed tokens of one branch as they come, options as in `generate`; other submitted work goes on beside it."""
+        """Stream the committed tokens of one branch. Options as in `generate`. Other requests are served alongside."""
         greedy = Sampling() if sampling is None else sampling
         request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
         return self.open_stream(branch, request)
 
     @changing
     def open_stream(self, branch: Branch, request: Request) -> Stream:
-        """Start a request on a branch, to be followed token by token."""
+        """Start a request on a branch and stream its tokens."""
         job = self._job(branch, request)
         stream = Stream(self.forest, job, branch.record)
         self.forest.start(job)
         return stream
 
     def check_integrity(self) -> list[str]:
-        """Recount everything: lines that say what was counted, or IntegrityError naming the first fault."""
+        """Recount pages, tree, prefixes and rows. Returns lines with the counts; IntegrityError names the first fault."""
         return self.forest.check_integrity()
 
     def capture_spec(
@@ -326,10 +326,12 @@ class Core(Uncopied):
         full: bool = False,
         lens: TunedLens | None = None,
     ) -> CaptureSpec:
-        """Resolve what to capture; an unknown site is an UnknownSite error that lists the nearest names.
+        """Resolve what to capture. UnknownSite lists the nearest names.
 
-        rejected  keep the rows of rejected drafts too
-        top_k     how many of the likeliest tokens Z keeps; targets: tokens whose log-probs it keeps; full: all of them
+        rejected  also keep the rows of rejected drafts
+        top_k     number of the likeliest tokens kept in Z, the logit lens
+        targets   tokens whose log-probs Z always keeps
+        full      keep whole distributions
         lens      read Z through this tuned lens instead of the plain one
         """
         names, wants_lens = self.sites.select(sites if isinstance(sites, str) else items("sites", sites, SITES))
@@ -337,7 +339,7 @@ class Core(Uncopied):
         asked = items("targets", targets, "a list of tokens, as text or ids")
         if not wants_lens and (integer(top_k) != 8 or asked or full or lens is not None):
             raise BadRequest(
-                "top_k, targets, full and lens say how Z is stored, and Z is not captured: ask for it with sites='Z'"
+                "top_k, targets, full and lens say how Z is stored, but Z is not captured. Ask for it, e.g. with sites='Z'."
             )
         residuals = tuple(self.sites.per_layer("S"))
         spec = None
@@ -348,10 +350,10 @@ class Core(Uncopied):
         return CaptureSpec(names, spec, rejected, residuals[-1])
 
     def guesses(self) -> dict[str, Any]:
-        """What is guessed besides tokens, and how: rejected branches depend on it."""
+        """Guesses besides drafts, such as guessed thoughts. Rejected branches depend on them."""
         return {}
 
-    # ---- inside -------------------------------------------------------------------------------------------------
+    # ---- internals ----------------------------------------------------------------------------------------------
 
     def _fingerprint(self) -> fingerprint.Fingerprint:
         return fingerprint.take(self.model)
@@ -360,23 +362,23 @@ class Core(Uncopied):
         return sites.table(self.config)
 
     def _job(self, branch: Branch, request: Request) -> Job:
-        """The request as work on this branch, or the error that says why it cannot be."""
+        """The request as a job on this branch; BadRequest or ClosedBranch if it cannot be served."""
         self._own(branch)._check_open()
         if request.drafter not in self.loop.drafters:
-            hint = "; load the engine with draft_model=..." if request.drafter == "model" else ""
+            hint = " Load the engine with draft_model=..." if request.drafter == "model" else ""
             raise BadRequest(no_such("drafter", str(request.drafter), self.loop.drafters) + hint)
         if branch.length + request.n > self.config.max_positions:
             most = self.config.max_positions
-            raise BadRequest(f"{branch.length} tokens and {request.n} more exceed the model's {most} positions")
+            raise BadRequest(f"{branch.length} tokens and {request.n} more exceed the model's {most} positions. Ask for fewer.")
         if branch.finish_reason:
-            raise ClosedBranch(f"branch {branch.id} is finished: roll it back or fork it to go on")
+            raise ClosedBranch(f"Branch {branch.id} is finished. Roll it back or fork it to continue.")
         return request.job(branch.lane, self.text.eos_id)
 
     def _own(self, branch: Branch) -> Branch:
-        """The branch, or BadRequest: it is another engine's, or none."""
-        instance("branch", branch, Branch, "a Branch, as prompt(...) gives one")
+        """The branch; BadRequest if it is not a Branch of this engine."""
+        instance("branch", branch, Branch, "a Branch, such as prompt(...) returns")
         if branch.engine is not self:
-            raise BadRequest(f"branch {branch.id} belongs to another engine: prompt this one with its tokens")
+            raise BadRequest(f"Branch {branch.id} belongs to another engine. Prompt this engine with its tokens.")
         return branch
 
     def _make_drafters(self, draft_model: Decoder | None, layer: int, width: int) -> dict[str, Drafter]:
@@ -395,17 +397,17 @@ class Core(Uncopied):
         return drafters
 
     def tokens_of(self, text: str | Sequence[int] | Tensor) -> list[int]:
-        """The token ids of a prompt, or BadRequest: empty, out of the vocabulary, or too long."""
+        """The token ids of a prompt; BadRequest if it is empty, too long, or has ids outside the vocabulary."""
         return self._check_tokens(self.text.encode(text) if isinstance(text, str) else token_ids("text", text))
 
     def _check_tokens(self, ids: list[int], before: int = 0) -> list[int]:
-        """The ids, or BadRequest: empty, out of the vocabulary, or too long."""
+        """The ids; BadRequest if there are none, too many, or some outside the vocabulary."""
         if not ids:
-            raise BadRequest("an empty prompt: give at least one token")
+            raise BadRequest("The prompt is empty. Give at least one token.")
         if bad := [t for t in ids if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.config.vocab_size]:
-            raise BadRequest(f"token {shown(bad[0])} is not in the vocabulary of {self.config.vocab_size}")
+            raise BadRequest(f"Token {shown(bad[0])} is not in the vocabulary of {self.config.vocab_size} tokens.")
         if before + len(ids) > self.config.max_positions:
-            raise BadRequest(f"{before + len(ids)} tokens exceed the model's {self.config.max_positions} positions")
+            raise BadRequest(f"{before + len(ids)} tokens exceed the model's {self.config.max_positions} positions.")
         return ids
 
     def _target(self, target: str | int) -> int:
@@ -413,5 +415,5 @@ class Core(Uncopied):
             return self._check_tokens(token_ids("targets", [target]))[0]
         ids = self.text.encode(target, special=False)
         if len(ids) != 1:
-            raise BadRequest(f"target {target!r} is {len(ids)} tokens; a target must be one token")
+            raise BadRequest(f"Target {target!r} is {len(ids)} tokens. Give targets of one token each.")
         return ids[0]

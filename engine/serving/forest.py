@@ -1,4 +1,4 @@
-"""`Forest`: all live branches of an engine. Plants, forks, forces, rolls back, releases and runs them, and traces it all."""
+"""`Forest`: all live branches of an engine. Plants, forks, forces, rolls back, releases and serves them, and traces it."""
 
 import threading
 from collections import Counter
@@ -28,9 +28,9 @@ Hooks = tuple[Hook, ...]
 
 
 class Forest:
-    """The lanes of one engine. Every method that changes a branch leaves an event in the trace, if there is one.
+    """The lanes of one engine. Every method that changes a branch adds an event to the trace, if there is one.
 
-    Any thread may call any method. `serve`, `compute` and `kv` wait for passes; the others only for the step under way.
+    Any thread may call any method. `serve`, `compute` and `kv` wait for passes; the others wait only for the current step.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Forest:
 
     @changing
     def plant(self, path: list[int], capture: CaptureSpec | None, edits: Edits = (), hooks: Hooks = ()) -> Lane:
-        """A new root lane, not computed yet; it may share the pages of an earlier prompt. The caller releases it."""
+        """A new root lane, not computed yet. It may share the pages of an earlier prompt. The caller must release it."""
         table, size = PageTable(), self.runner.pool.page_size
-        if capture is None and not hooks:  # rows that are to be captured must be computed, even if their KV is known
+        if capture is None and not hooks:  # captured rows must be computed, even if their KV is cached
             table = self.prefix.adopt(path, page_keys(edits, len(path) // size, size), limit=len(path) - 1)
         lane = Lane(self.tree.plant(path), table, computed=table.length, edits=edits, hooks=hooks, capture=capture)
         lane.recording = Recording() if capture is not None else None
@@ -54,13 +54,13 @@ class Forest:
         return lane
 
     def add(self, lane: Lane) -> None:
-        """Mutates: one more lane, traced unless its thread is `quiet`. Precondition: within the lock."""
+        """Mutates: adds a lane, traced unless its thread is `quiet`. Precondition: the lock is held."""
         lane.traced = lane.traced and not getattr(self._thread, "quiet", False)
         self.loop.lanes[lane.branch] = lane
 
     @changing
     def fork(self, lane: Lane, at: int, edits: Edits = (), hooks: Hooks = ()) -> Lane:
-        """A new lane with the first `at` tokens; pages are shared up to the first edited position. The caller releases it."""
+        """A new lane with the first `at` tokens. Pages are shared up to the first edit. The caller must release it."""
         same = 0 if hooks else min([at, *(edit.first for edit in edits)])  # below this position nothing changes
         child = self.tree.fork(lane.branch, at)
         table = self.runner.pool.fork(lane.table, min(same, lane.computed))
@@ -75,32 +75,32 @@ class Forest:
         return new
 
     def _inherited(self, lane: Lane, recording: Recording, same: int, known: int) -> Recording:
-        """Captured rows that a fork takes over: those whose position and successor it shares.
+        """The captured rows that a fork inherits: those whose position and next token it shares.
 
-        A rejected branch records its own suffix only; what comes before is on the branch that it was cut from, as far as
-        that one is still on the same path. The rows in between are computed again.
+        A rejected branch records only its own suffix. Earlier rows are taken from the branch it was cut from, as far as that
+        branch is still on the same path. The rows in between are computed again.
         """
         parent = self.tree.branch(lane.branch).parent
         main = self.loop.lanes.get(parent) if recording.base and parent is not None else None
         if main is None or main.recording is None:
             return recording.fork(min(same, known))
         if lane.certified and not main.certified:
-            return recording.like()  # the fast path has been there since: all rows are computed again
+            return recording.like()  # the parent has used the fast path since: all rows are computed again
         common = self.tree.common_prefix(main.branch, lane.branch) - (lane.capture.lag if lane.capture else 0)
         mine, other = ({edit.key: edit.first for edit in each.edits} for each in (lane, main))
-        apart = [(mine | other)[key] for key in mine.keys() ^ other.keys()]  # same tokens, but other states
+        apart = [(mine | other)[key] for key in mine.keys() ^ other.keys()]  # same tokens, different edits
         return main.recording.fork(min([same, known, common, *apart]))
 
     @changing
     def force(self, lane: Lane, ids: list[int]) -> None:
-        """Append tokens; `compute` gives them their rows."""
+        """Append tokens; `compute` computes their rows."""
         self.tree.append(lane.branch, ids, TokenState.DRAFT)
         self.note(lane, "force", tokens=ids)
 
     @changing
     def rollback(self, lane: Lane, to: int) -> None:
-        """Cut the path back to `to` tokens: tokens, KV, captured rows and finish state together. Rejected drafts that hung
-        off what is cut go with it, but for those that kept rows or pages."""
+        """Cut the path back to `to` tokens, with KV, captured rows and finish state. Rejected branches of the removed part go
+        too, unless they keep rows or pages."""
         record = self.tree.branch(lane.branch)
         shorter = to < len(record.tokens)
         self.tree.rollback(lane.branch, to)
@@ -115,8 +115,7 @@ class Forest:
 
     @changing
     def release(self, lane: Lane) -> None:
-        """Give the pages back and close the branch; jobs on it are cancelled, rejected drafts that hang off it are released
-        with it. Its forks live on."""
+        """Free the lane's pages and close its branch. Cancels its jobs and releases its rejected branches; forks stay open."""
         for job in [job for job in self.loop.jobs if job.lane is lane]:
             self.cancel(job)
         for rejected in [self.loop.lanes[i] for i in lane.rejected if i in self.loop.lanes]:
@@ -131,7 +130,7 @@ class Forest:
 
     @contextmanager
     def made(self) -> Iterator[list[Lane]]:
-        """A list for lanes that nobody has a handle on yet: should the block fail, they are released."""
+        """A list for new lanes. If the block fails, they are released, since no caller has a handle on them."""
         lanes: list[Lane] = []
         try:
             yield lanes
@@ -144,14 +143,15 @@ class Forest:
     # ---- work ---------------------------------------------------------------------------------------------------
 
     def compute(self, lanes: Sequence[Lane]) -> None:
-        """Bring KV and captured rows of the lanes up to their tokens, all together."""
+        """Bring the lanes' KV and captured rows up to date with their tokens, all together."""
         self.serve(lambda: [Job(lane, exact=lane.exact) for lane in lanes])
 
     def serve(self, make: Callable[[], list[Job]], progress: bool = False) -> list[Job]:
-        """Start the jobs that `make` gives, all or none, and wait until they are done; raises the first error among them.
+        """Start the jobs that `make` returns, all or none, and wait until they are done. Raises the first error among them.
 
-        make  is called within the lock: what it checks still holds when the jobs start
-        Should the wait end otherwise (Ctrl-C, a bug), none of them stays behind; what they committed stays.
+        make  is called with the lock held, so that what it checks still holds when the jobs start
+
+        If the wait is interrupted (Ctrl-C, a bug), all jobs are cancelled. Committed tokens stay.
         """
         jobs: list[Job] = []
         try:
@@ -173,20 +173,20 @@ class Forest:
 
     @changing
     def start(self, job: Job) -> None:
-        """Queue a job, or raise why it cannot be served; stepping the loop works on it."""
+        """Queue a job for the loop, or raise the error that says why it cannot be served."""
         self.require([job])
         self._submit(job)
 
     def require(self, jobs: Sequence[Job]) -> None:
-        """Raise why one of the jobs cannot be served, before anything is changed. Precondition: within the lock."""
+        """Raise if one of the jobs cannot be served, before anything changes. Precondition: the lock is held."""
         self.lock.tidy()
         times = Counter(job.lane.branch for job in jobs)
         for job in jobs:
             branch = job.lane.branch
             if branch not in self.loop.lanes:
-                raise ClosedBranch(f"branch {branch} was released; use a live branch, or prompt again")
+                raise ClosedBranch(f"Branch {branch} was released. Use a live branch, or prompt again.")
             if times[branch] > 1:
-                raise BadRequest(f"branch {branch} is given {times[branch]} times: give each branch once, or fork it")
+                raise BadRequest(f"Branch {branch} is given {times[branch]} times. Give each branch once, or fork it.")
             if refusal := self.loop.refusal(job):
                 raise refusal
 
@@ -198,30 +198,30 @@ class Forest:
         self.loop.submit(job)
 
     def wait(self, jobs: Sequence[Job], progress: bool = False) -> None:
-        """Wait until submitted jobs are done, stepping the loop if nobody does; raises the first error among them."""
+        """Wait until submitted jobs are done, stepping the loop if no other thread does. Raises the first error among them."""
         with tqdm(total=sum(job.new_tokens for job in jobs), unit="token", disable=not progress) as bar:
 
-            def done() -> bool:
+            def show() -> None:
                 bar.update(sum(job.generated for job in jobs) - bar.n)
-                return all(job.done for job in jobs)
 
-            self.lock.drive(self.loop.step, done)
+            self.lock.drive(self.loop.step, lambda: all(job.done for job in jobs), show if progress else None)
+            show()
         for job in jobs:
             if job.error is not None:
                 raise job.error
             if job.lane.branch not in self.loop.lanes:
-                raise ClosedBranch(f"branch {job.lane.branch} was released by another thread while it was being worked on")
+                raise ClosedBranch(f"Branch {job.lane.branch} was released by another thread during this request.")
 
     @changing
     def cancel(self, job: Job) -> None:
-        """Stop a job at once. What it committed stays on its branch. Of a job that ended before, nothing changes."""
+        """Stop a job at once. Its committed tokens stay on the branch. Does nothing if the job has ended."""
         if job in self.loop.jobs and not job.done:
             self.loop.end(job)
         self.loop.jobs = [other for other in self.loop.jobs if other is not job]
 
     def kv(self, lane: Lane) -> Tensor:
-        """A copy of the KV of all committed tokens [positions, layers, 2, kv_heads, d_head]. What a branch gave up, or has
-        not computed yet, is computed: on a twin, for the branch may be busy or closed. Raises OutOfPages without room."""
+        """A copy of the KV of all committed tokens [positions, layers, 2, kv_heads, d_head]. Missing KV is computed on a twin,
+        since the branch itself may be busy or closed. Raises OutOfPages if there is no room."""
         known, committed = self._known_kv(lane)
         if known is not None:
             return known
@@ -234,14 +234,14 @@ class Forest:
 
     @reading
     def _known_kv(self, lane: Lane) -> tuple[Tensor | None, int]:
-        """The KV of all committed tokens, if it is there; and how many these are."""
+        """The KV of all committed tokens, None if some is missing; and the number of these tokens."""
         states, waiting = self.tree.branch(lane.branch).states, (TokenState.PENDING, TokenState.DRAFT)
         committed = next((position for position, state in enumerate(states) if state in waiting), len(states))
         return (self.held_kv(lane) if lane.computed >= committed else None), committed
 
     @changing
     def _taken_over(self, lane: Lane, twin: Lane) -> Tensor:
-        """The twin's KV, whose pages become the lane's if it still wants them. The twin is released."""
+        """The twin's KV. Its pages become the lane's, if the lane still needs them. Releases the twin."""
         rows, length = self.held_kv(twin), twin.computed
         wanted = lane.branch in self.loop.lanes and lane.computed < length
         if wanted and self.tree.common_prefix(lane.branch, twin.branch) == length:
@@ -251,12 +251,12 @@ class Forest:
 
     @reading
     def held_kv(self, lane: Lane) -> Tensor:
-        """A copy of the KV that a lane holds now."""
+        """A copy of the KV that the lane holds now."""
         return self.runner.cache.rows(self.runner.pool.slots(lane.table, 0, lane.computed))
 
     @reading
     def check_integrity(self) -> list[str]:
-        """Recount pages, tree, prefix index and captured rows: lines that say what was counted, or IntegrityError."""
+        """Recount pages, tree, prefix index and captured rows. Returns lines with the counts, or raises IntegrityError."""
         tables = [lane.table for lane in self.loop.lanes.values()]
         tables += [self.loop.bursts.spare] if self.loop.bursts is not None else []
         lines = [
@@ -266,7 +266,9 @@ class Forest:
         ]
         for lane in self.loop.lanes.values():
             if lane.computed > lane.table.length or lane.computed > len(self.tree.branch(lane.branch).tokens):
-                raise IntegrityError(f"branch {lane.branch}: {lane.computed} computed positions, but {lane.table.length} slots")
+                raise IntegrityError(
+                    f"Branch {lane.branch} has {lane.computed} computed positions but {lane.table.length} slots."
+                )
             if lane.recording is not None:
                 lane.recording.check_integrity()
         return lines
@@ -275,7 +277,7 @@ class Forest:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Branches that this thread makes in the block leave no events."""
+        """Branches that this thread makes within the block are not traced."""
         before = getattr(self._thread, "quiet", False)
         self._thread.quiet = True
         try:
@@ -284,8 +286,7 @@ class Forest:
             self._thread.quiet = before
 
     def note(self, lane: Lane, event: str, edits: Edits = (), hooks: Hooks = (), **details: Any) -> None:
-        """Mutates: one more event of a lane's, if a trace is kept. Of hooks only that they were there: functions are not
-        written down."""
+        """Mutates: adds an event of a lane, if a trace is kept. Of hooks only the number is kept: functions are not traced."""
         if self.trace is None or not lane.traced or (event == "fork" and not self.loop.lanes[details["child"]].traced):
             return
         if edits:
@@ -295,7 +296,7 @@ class Forest:
         self.trace.add(event, branch=lane.branch, **details)
 
     def _listen(self, event: dict[str, Any]) -> None:
-        """Trace what the loop does. A fast-path request's tokens are noted: they could not be computed again."""
+        """Trace what the loop does. The tokens of a fast-path request are kept: a replay could not compute them again."""
         if self.trace is not None and event["event"] in ("draft", "verdict", "finish"):
             lane, details = self.loop.lanes[event["branch"]], dict(event)
             if event["event"] == "finish" and not lane.exact:

@@ -1,12 +1,12 @@
-"""`EngineLock`: many threads, one engine. One thread at a time changes its state; one of those that wait drives the loop.
+"""`EngineLock`: many threads, one engine. One thread at a time changes its state; one of the waiting threads drives the loop.
 
 | who                                | what it does                                                                        |
 |------------------------------------|-------------------------------------------------------------------------------------|
-| a call that reads or changes state | waits for the step under way, then comes before the next one                        |
-| the first thread with work         | drives: it steps the loop, for the work of all threads, until its own is done       |
-| other threads with work            | wait; after each step they look whether theirs is done, or whether nobody drives    |
+| a call that reads or changes state | waits for the current step, then runs before the next one                           |
+| the first thread with work         | drives: it steps the loop for the work of all threads until its own is done         |
+| other threads with work            | wait until theirs is done, or no thread drives: then one of them does               |
 
-So the requests of several threads share passes, and a driver that fails or is interrupted is followed by another one.
+So requests of several threads share passes, and another thread takes over from a driver that fails or is interrupted.
 """
 
 import threading
@@ -23,56 +23,63 @@ R = TypeVar("R")
 
 
 class EngineLock:
-    """Re-entrant and fair. Held by `with` on locks of the interpreter's own, which no signal can leave half taken."""
+    """Re-entrant and fair. Built on `with` and the interpreter's own locks, which a signal cannot leave half acquired."""
 
     def __init__(self) -> None:
         self._held = threading.RLock()
-        """whoever has it may touch the engine's state"""
+        """its holder may touch the engine's state"""
         self._next = threading.RLock()
-        """whoever waits for `_held` has it, and the driver asks for it between two steps: so nobody waits for two"""
+        """held while waiting for `_held`; the driver acquires it between steps, so that no thread waits for two of them"""
         self._wheel = threading.Lock()
-        """held by the thread that drives, as long as it does"""
-        self._waiting: deque[threading.Lock] = deque()
-        """one closed lock per waiting thread; opening it wakes the thread"""
+        """held by the driving thread"""
+        self._waiting: deque[tuple[Callable[[], bool], threading.Lock]] = deque()
+        """what each waiting thread waits for, and an acquired lock; releasing it wakes the thread"""
         self._stepping: int | None = None
-        """the thread within a step"""
+        """the id of the thread that is within a step"""
         self._left_over: deque[Callable[[], object]] = deque()
 
     def alone(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call `work` while no other thread is in the engine. May be nested, also within a step: a hook may read tokens."""
+        """Call `work` while no other thread is in the engine. May be nested, even within a step: a hook may read tokens."""
         first = self._held if self._stepping == threading.get_ident() else self._next
         with first, self._held:
             return work(*args, **kwargs)
 
-    def drive(self, step: Callable[[], object], until: Callable[[], bool]) -> None:
-        """Return once `until()` holds; `step` is called as often as it takes, by this thread or another one that waits.
+    def drive(self, step: Callable[[], object], until: Callable[[], bool], watch: Callable[[], object] | None = None) -> None:
+        """Return once `until()` is true. This thread, or another waiting one, calls `step` as often as it takes.
 
-        until  quick, and true for good once it is: it is asked between steps, without the lock
-        Precondition: this thread is not within `alone`. What `step` raises is raised here, if it was this thread's step.
+        until  fast, and stays true once it is: the driving thread calls it after each step, without the lock
+        watch  called in this thread after steps, whichever thread makes them
+
+        Precondition: this thread is not within `alone`. An error in `step` is raised in the thread that called it.
         """
         self.refuse_within_step()
         while not until():
             wake = threading.Lock()
             wake.acquire()
-            self._waiting.append(wake)  # before the wheel is tried: who has it then wakes us when it is done
+            # before trying the wheel: if another thread holds it, it wakes this one when its work is done, or when it leaves
+            self._waiting.append((until if watch is None else _always, wake))
             with held_interrupt() as interrupted:  # at most one step long
                 if self._wheel.acquire(blocking=False):
                     try:
                         while not until() and not interrupted():
                             self._step(step)
-                            self._wake_all()
+                            self._wake(lambda ready: ready())
+                            if watch is not None:
+                                watch()
                     finally:
                         self._wheel.release()
-                        self._wake_all()
-            wake.acquire()  # after a step of ours it is open
+                        self._wake(lambda ready: True)
+            wake.acquire()  # returns at once if this thread drove
+            if watch is not None:
+                watch()
 
     def refuse_within_step(self) -> None:
-        """BadRequest for a call from within a step: only a hook function or a listener can make one."""
+        """BadRequest for a call from within a step. Only a hook function or a listener can make one."""
         if self._stepping == threading.get_ident():
-            raise BadRequest("a hook function asked its own engine to work, within the engine's pass: it may read, no more")
+            raise BadRequest("A hook function called its own engine to compute during a pass. Hook functions may only read.")
 
     def _step(self, step: Callable[[], object]) -> None:
-        with self._next:  # those who wait come first
+        with self._next:  # waiting threads come first
             pass
         with self._held:
             self.tidy()
@@ -82,16 +89,20 @@ class EngineLock:
             finally:
                 self._stepping = None
 
-    def _wake_all(self) -> None:
-        while True:
+    def _wake(self, whom: Callable[[Callable[[], bool]], bool]) -> None:
+        """Wake the waiting threads whose condition `whom` accepts."""
+        for _ in range(len(self._waiting)):
             try:
-                wake = self._waiting.popleft()
-            except IndexError:  # empty, maybe since a moment ago: the next driver wakes them, too
+                ready, wake = self._waiting.popleft()
+            except IndexError:  # empty; a thread that waits from now on is woken by the next driver
                 return
-            wake.release()
+            if whom(ready):
+                wake.release()
+            else:
+                self._waiting.append((ready, wake))
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Do it now if the engine is free, else leave it to `tidy`. For finalizers: those run anywhere, and must not wait."""
+        """Do `work` now if the engine is free, else in `tidy`. For finalizers, which run anywhere and must not block."""
         self._left_over.append(work)
         if self._stepping != threading.get_ident() and self._next.acquire(blocking=False):
             try:
@@ -104,13 +115,17 @@ class EngineLock:
                 self._next.release()
 
     def tidy(self) -> None:
-        """Do what finalizers left over. Precondition: within `alone`, not within a step."""
+        """Do the work that finalizers left. Precondition: within `alone`, not within a step."""
         while self._left_over:
             self._left_over.popleft()()
 
 
+def _always() -> bool:
+    return True
+
+
 class Locked(Protocol):
-    """What has the lock of its engine."""
+    """An object with its engine's lock."""
 
     @property
     def lock(self) -> EngineLock: ...
@@ -120,7 +135,7 @@ L = TypeVar("L", bound=Locked)
 
 
 def reading(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P], R]:
-    """A method that sees the engine between two steps, never within one of another thread."""
+    """Decorate a method that reads the engine's state: it runs between two steps of other threads, never within one."""
 
     @wraps(method)
     def read(self: L, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -130,7 +145,7 @@ def reading(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P
 
 
 def changing(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P], R]:
-    """A method that changes the engine between two steps, as a whole: Ctrl-C comes when it is done."""
+    """Decorate a method that changes the engine's state: it runs between two steps, and Ctrl-C waits until it is done."""
 
     @wraps(method)
     def change(self: L, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""`Request`: what is asked for when a branch shall go on, checked before anything starts."""
+"""`Request`: the options of one generation, checked before anything starts."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +11,7 @@ from replaylens.engine.request.values import flag, instance, items, token_ids, w
 
 @dataclass(frozen=True)
 class Request:
-    """Generate up to `n` tokens. The fields are the options of `Engine.generate`, which says what they mean."""
+    """Generate up to `n` tokens. The fields are the options of `Engine.generate`, which documents them."""
 
     n: int
     sampling: Sampling = field(default_factory=Sampling)
@@ -26,10 +26,10 @@ class Request:
         for name, value in self._plain().items():
             object.__setattr__(self, name, value)
         if self.drafts is not None and self.drafter != "forced":
-            raise BadRequest(f"drafts are for drafter='forced', not for {self.drafter!r}")
+            raise BadRequest(f"drafts were given with drafter={self.drafter!r}. Use drafter='forced'.")
 
     def _plain(self) -> dict[str, Any]:
-        """The fields as Python's own values; BadRequest for what is none."""
+        """The fields as plain Python values; BadRequest names the field that is invalid."""
         return {
             "n": whole("n", self.n, 1),
             "sampling": instance("sampling", self.sampling, Sampling, "a Sampling, or one for each branch"),
@@ -42,7 +42,7 @@ class Request:
         }
 
     def job(self, lane: Lane, eos_id: int | None) -> Job:
-        """The work this means on a lane. The tokenizer's end-of-sequence token ends it, unless the sampling ignores it."""
+        """The request as a job on a lane. The tokenizer's end-of-sequence token ends it, unless the sampling ignores it."""
         stop = self.sampling.stop_tokens
         if eos_id is not None and not self.sampling.ignore_eos:
             stop = (*stop, eos_id)
@@ -66,5 +66,5 @@ def _chains(drafts: Any) -> dict[int, list[list[int]]]:
     for at, chains in instance("drafts", drafts, dict, accepted).items():
         found = [token_ids(f"drafts[{at}]", chain) for chain in items(f"drafts[{at}]", chains, accepted)]
         if found:
-            out[whole("a position of drafts", at)] = found
+            out[whole("position of drafts", at)] = found
     return out

@@ -1,4 +1,4 @@
-"""`Stream`: committed tokens of one branch, as they come."""
+"""`Stream`: the committed tokens of one branch, as they come."""
 
 from collections.abc import Iterator
 
@@ -10,9 +10,9 @@ from replaylens.engine.serving.uncopied import Uncopied
 
 
 class Stream(Uncopied, Iterator[int]):
-    """Yields every token that its request commits, whoever steps the loop. Closing it cancels what is left."""
+    """Yields every token that its request commits, whichever thread steps the loop. Closing it cancels the rest."""
 
-    _instead = "Fork its branch, and stream the fork"
+    _instead = "Fork its branch and stream the fork."
 
     def __init__(self, forest: Forest, job: Job, record: BranchRecord) -> None:
         self.forest, self.job, self.record = forest, job, record
@@ -22,7 +22,7 @@ class Stream(Uncopied, Iterator[int]):
 
     def __next__(self) -> int:
         while True:
-            ended, seen = self.job.done or self._closed, self.job.generated  # before the tokens: others may step meanwhile
+            ended, seen = self.job.done or self._closed, self.job.generated  # read before the tokens: other threads may step
             if (token := self._next_token()) is not None:
                 return token
             if ended:
@@ -34,14 +34,14 @@ class Stream(Uncopied, Iterator[int]):
 
     @reading
     def _next_token(self) -> int | None:
-        """The next one that is committed; None: there is none yet."""
+        """The next committed token; None: there is none yet."""
         if self._shown >= len(self.record.tokens):
             return None
         self._shown += 1
         return self.record.tokens[self._shown - 1]
 
     def _wait(self, seen: int) -> None:
-        """Until the request has generated more than `seen` tokens, or ended. Interrupted, it is cancelled."""
+        """Wait until the request has generated more than `seen` tokens or ended. An interrupt cancels it."""
         try:
             self.lock.drive(self.forest.loop.step, lambda: self.job.done or self.job.generated > seen)
         except BaseException:
@@ -49,7 +49,7 @@ class Stream(Uncopied, Iterator[int]):
             raise
 
     def close(self) -> None:
-        """Stop the request, if it still runs. What was committed stays on the branch."""
+        """Stop the request if it still runs. Committed tokens stay on the branch."""
         if not self._closed:
             self._closed = True
             self.forest.cancel(self.job)

@@ -1,4 +1,4 @@
-"""`Uncopied`: what cannot be copied or pickled, with what to do instead."""
+"""`Uncopied`: the base of objects that cannot be copied or pickled."""
 
 from typing import Any, ClassVar, NoReturn
 
@@ -6,10 +6,10 @@ from replaylens.engine.errors import CannotCopy
 
 
 class Uncopied:
-    """`copy.copy`, `copy.deepcopy` and `pickle` raise CannotCopy: a second owner of the same pages would break both."""
+    """`copy.copy`, `copy.deepcopy` and `pickle` raise CannotCopy: two owners of the same pages would corrupt each other."""
 
     _instead: ClassVar[str]
-    """what to do"""
+    """what to do instead, for the error message"""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise CannotCopy(

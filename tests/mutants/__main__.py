@@ -1,6 +1,7 @@
 """`python -m tests.mutants`: run the campaign, print a table, exit with 1 where too many mutants survive."""
 
 import argparse
+import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -55,4 +56,5 @@ def _summarise(results: Sequence[Result]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave no copies and no processes behind
     sys.exit(main())

@@ -15,8 +15,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -68,6 +68,7 @@ class Campaign:
     root: Path
     jobs: int = 1
     limit: float = LIMIT
+    _running: "set[subprocess.Popen[str]]" = field(default_factory=set, repr=False)
 
     def run(self, mutants: Sequence[Mutant], told: Callable[[Result], object] = lambda result: None) -> list[Result]:
         """Try all of them; `told` gets each result as it comes. NotSound where their tests fail on the unchanged tree."""
@@ -89,8 +90,10 @@ class Campaign:
 
             try:
                 return list(threads.map(one, mutants))
-            except BaseException:
-                threads.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, the runs that have begun are the last
+            except BaseException:  # Ctrl-C reaches this process alone: the runs have sessions of their own
+                threads.shutdown(wait=False, cancel_futures=True)
+                for process in list(self._running):
+                    _kill(process)
                 raise
 
     def _copy(self, target: Path) -> Path:
@@ -143,13 +146,22 @@ class Campaign:
             text=True,
             start_new_session=True,
         )
+        self._running.add(process)
         try:
             said, _ = process.communicate(timeout=limit)
+            return process.returncode, said
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the tests' own processes, too
-            said, _ = process.communicate()
-            return None, said
-        return process.returncode, said
+            return None, ""
+        finally:
+            self._running.discard(process)
+            _kill(process)
+
+
+def _kill(process: "subprocess.Popen[str]") -> None:
+    """End a run and the processes that its tests started, if any are left."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @contextmanager

@@ -33,13 +33,13 @@ ENGINE = (
         "return Verdict(followed, accepted, token)",
         "return Verdict(followed, accepted + 1, token)",
         "a draft is accepted only if the row before it says it",
-        ("tests/engine/loop/test_faults.py",),
+        ("tests/engine/loop/test_faults.py::test_no_adversary_changes_the_output",),
     ),
     Mutant(
         "rejected-rows-of-chain-0",
         "replaylens.engine.loop.commit",
-        "first = result.batch.row(turn.segments[index], turn.end + stood)",
-        "first = result.batch.row(turn.segments[0], turn.end + stood)",
+        "first = result.batch.row(turn.segments[index], turn.end + num_accepted)",
+        "first = result.batch.row(turn.segments[0], turn.end + num_accepted)",
         "a rejected sibling has the rows of its own path",
         ("tests/engine/loop/test_siblings.py",),
     ),
@@ -217,7 +217,7 @@ ENGINE = (
         "lane.recording.truncate(to - lane.capture.lag)",
         "lane.recording.truncate(to)",
         "captured rows roll back with their tokens and successors",
-        ("tests/engine/test_contract.py",),
+        ("tests/engine/lens/test_readout.py",),
     ),
     Mutant(
         "path-digest-without-the-last-token",
@@ -225,7 +225,7 @@ ENGINE = (
         "json.dumps(list(tokens)).encode()",
         "json.dumps(list(tokens)[:-1]).encode()",
         "a recorded path that ends otherwise is found out",
-        ("tests/engine/proof/test_trace.py",),
+        ("tests/engine/proof/test_trace.py::test_a_recorded_path_that_ends_otherwise_is_found_out",),
     ),
     Mutant(
         "trace-without-its-seal",
@@ -233,7 +233,10 @@ ENGINE = (
         "if lines[-1] != _line(_closing(len(trace.events), body)).encode():",
         'if json.loads(lines[-1])["events"] != len(trace.events):',
         "no byte of a saved trace can change unnoticed",
-        ("tests/engine/proof/test_trace.py",),
+        (
+            "tests/engine/proof/test_trace.py::test_a_damaged_file_is_refused_with_the_line",
+            "tests/engine/proof/test_trace.py::test_no_byte_of_the_file_can_change_unnoticed",
+        ),
     ),
     Mutant(
         "rejected-branches-not-compared",
@@ -241,6 +244,6 @@ ENGINE = (
         'if len(old["rejected"]) != len(new["rejected"]):',
         "if False:",
         "a replay that rejects otherwise is found out",
-        ("tests/engine/proof/test_trace.py",),
+        ("tests/engine/proof/test_trace.py::test_a_tampered_trace_is_found_out",),
     ),
 )

@@ -81,7 +81,7 @@ MEMORY = (
         "((previous ^ (token + 1)) * _MIX",
         "((token + 1) * _MIX",
         "the canary notices a slot that holds the same token of another path",
-        ("tests/engine/loop/test_faults.py",),
+        ("tests/engine/loop/test_faults.py::test_the_next_pass_finds",),
     ),
     Mutant(
         "bytes-not-checked",
@@ -89,7 +89,7 @@ MEMORY = (
         "if self.digest[slot] != self._bytes_digest(slot):",
         "if slot not in self.digest:",
         "the canary notices a flipped bit",
-        ("tests/engine/loop/test_faults.py",),
+        ("tests/engine/loop/test_faults.py::test_the_next_pass_finds",),
     ),
     Mutant(
         "copy-of-keys-alone",
@@ -97,6 +97,6 @@ MEMORY = (
         "self.data.narrow(self.slot_dim, target, n).copy_(self.data.narrow(self.slot_dim, source, n))",
         "self.data[:, :1].narrow(self.slot_dim, target, n).copy_(self.data[:, :1].narrow(self.slot_dim, source, n))",
         "a private copy of a page has its keys and its values",
-        ("tests/engine/loop/test_faults.py",),
+        ("tests/engine/loop/test_faults.py::test_without_a_fault_nothing_is_found",),
     ),
 )

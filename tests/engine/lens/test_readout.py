@@ -11,6 +11,7 @@ from replaylens.engine.lens import readout
 from replaylens.engine.model import weights
 from replaylens.engine.request.capture import LensSpec
 from tests.families import hugging_face
+from tests.toy_model import engine as toy_engine
 
 TOKENS = torch.randint(3, 97, (20,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -70,6 +71,17 @@ def test_every_layer_of_a_branch_against_hugging_face(name: str) -> None:
     assert torch.allclose(rows["Z.emitted"][:-1].double(), truth[:-1].gather(-1, follows)[..., 0], atol=1e-4)
     assert bool(rows["Z.emitted"][-1].isnan().all()), "nothing follows the last token yet"
     assert not torch.allclose((p * (truth - final)).sum(-1), rows["Z.kl"].double(), atol=1e-2), "the control: reversed"
+
+
+def test_a_row_whose_successor_changed_is_read_again() -> None:
+    """Rolled back, a path goes on with another token: Z of the row before says how likely that one was."""
+    branch = toy_engine().prompt([1, 2, 3, 4], sites="SZ").generate(6)
+    first = branch.activations["Z.emitted"].clone()
+    branch.rollback(7).force([(branch.tokens[6] + 1) % 61, 9]).generate(2)
+    whole = toy_engine().prompt(branch.tokens, sites="SZ").activations
+    for site in whole.sites():
+        assert torch.equal(branch.activations[site][: whole.end], whole[site][: branch.activations.end]), site
+    assert torch.equal(first[:6], whole["Z.emitted"][:6]) and not torch.equal(first[6], whole["Z.emitted"][6])
 
 
 def _lens(model: object, residual: Tensor) -> Tensor:

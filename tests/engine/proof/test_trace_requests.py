@@ -16,7 +16,7 @@ def test_a_request_that_was_refused_is_not_in_the_trace(served: Engine, meanwhil
     stream = branch.stream(6, drafter="ngram", window=2)
     next(stream)
     before = branch.tokens
-    with pytest.raises(BadRequest, match="being worked on"):
+    with pytest.raises(BadRequest, match="is busy with another request"):
         branch.generate(2) if meanwhile == "generate" else branch.force(" heads")
     assert branch.tokens == before
     list(stream)
@@ -29,7 +29,7 @@ def test_a_trace_with_a_tuned_lens_says_how_to_make_it_known(served: Engine) -> 
     lens = tuned_lens.train(served.model, rows, steps=1)
     recorded, other = fresh(), fresh()
     branch = recorded.prompt(PROMPT, sites="Z", lens=lens)
-    with pytest.raises(BadTrace, match="make it known with"):
+    with pytest.raises(BadTrace, match="Add it with"):
         other.replay_trace(recorded.trace)
     knows = fresh()
     knows.capture_spec("Z", lens=lens)

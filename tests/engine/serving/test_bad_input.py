@@ -132,8 +132,8 @@ GENERATES: dict[str, tuple[Call, type[EngineError], str]] = {
     "stream of none": (lambda s: s.branch.stream(0), BadRequest, "at least 1"),
     "a finished branch": (lambda s: s.finished.generate(2), ClosedBranch, "finished: roll it back or fork it"),
     "a released branch": (lambda s: s.released.generate(2), ClosedBranch, "released"),
-    "a rejected branch": (lambda s: s.rejected.generate(2), ClosedBranch, "rejected: fork it"),
-    "an empty branch": (lambda s: s.branch.fork(at=0)[0].generate(2), BadRequest, "no tokens: force at least one"),
+    "a rejected branch": (lambda s: s.rejected.generate(2), ClosedBranch, "is rejected. Fork it"),
+    "an empty branch": (lambda s: s.branch.fork(at=0)[0].generate(2), BadRequest, "no tokens. Force at least one"),
 }
 BRANCHES: dict[str, tuple[Call, type[EngineError], str]] = {
     "fork 0": (lambda s: s.branch.fork(0), BadRequest, "n=0: give a whole number between 1 and"),
@@ -200,7 +200,10 @@ def test_after_any_bad_calls_the_engine_gives_the_same_bits(subject: Subject, na
         ({"lens_layer": 3}, "lens_layer=3: give a whole number between 1 and 2"),
         ({"lens_layer": -1}, "lens_layer=-1"),
         ({"tree_width": 1}, "tree_width=1: give a whole number of at least 2"),
-        ({"draft_model": random_model(1, vocab_size=VOCAB + 1)}, f"{VOCAB + 1} tokens, the model {VOCAB}: .*share a tokenizer"),
+        (
+            {"draft_model": random_model(1, vocab_size=VOCAB + 1)},
+            f"{VOCAB + 1} tokens, the model one of {VOCAB}.*same tokenizer",
+        ),
     ],
 )
 def test_an_engine_that_cannot_be(options: dict[str, Any], saying: str) -> None:
@@ -326,7 +329,7 @@ def test_a_branch_that_is_being_streamed_is_left_alone() -> None:
     first = [next(stream) for _ in range(5)]
     tokens = branch.tokens
     for call in (lambda: branch.rollback(3), lambda: branch.force([1]), lambda: branch.generate(2)):
-        with refused(BadRequest, "being worked on: finish or close its stream"):
+        with refused(BadRequest, "is busy with another request. Finish it or close its stream"):
             call()
         assert branch.tokens == tokens
     (fork,) = branch.fork(at=5)

@@ -87,7 +87,7 @@ def test_kv_that_cannot_be_computed_again_says_so() -> None:
     subject.prefix.clear()
     taken = [subject.runner.pool.share([], 0) for _ in range(1)]
     subject.runner.reserve(taken[0], 0, 30)
-    with pytest.raises(OutOfPages, match="pages needed"):
+    with pytest.raises(OutOfPages, match="3 pages"):
         branch.kv()
     subject.runner.pool.release(taken[0])
     assert len(branch.kv()) == 9

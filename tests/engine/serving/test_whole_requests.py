@@ -63,7 +63,7 @@ Call = Callable[[Desk], object]
 CASES: dict[str, tuple[Call, type[EngineError], str]] = {
     "generate twice": (lambda d: d.engine.generate([d.b, d.b], 3), BadRequest, "given 2 times"),
     "generate twice among others": (lambda d: d.engine.generate([d.a, d.b, d.a], 3), BadRequest, "given 2 times"),
-    "generate a streamed one": (lambda d: d.engine.generate([d.a, d.b, d.streamed], 3), BadRequest, "being worked on"),
+    "generate a streamed one": (lambda d: d.engine.generate([d.a, d.b, d.streamed], 3), BadRequest, "is busy"),
     "generate a released one": (lambda d: d.engine.generate([d.a, d.released], 3), ClosedBranch, "released"),
     "generate a finished one": (lambda d: d.engine.generate([d.a, d.finished], 3), ClosedBranch, "finished"),
     "generate a rejected one": (lambda d: d.engine.generate([d.a, d.rejected], 3), ClosedBranch, "rejected"),
@@ -80,11 +80,11 @@ CASES: dict[str, tuple[Call, type[EngineError], str]] = {
         BadRequest,
         "exceed|does not fit",
     ),
-    "stream of a streamed one": (lambda d: d.streamed.stream(3), BadRequest, "being worked on"),
+    "stream of a streamed one": (lambda d: d.streamed.stream(3), BadRequest, "is busy"),
     "stream of a rejected one": (lambda d: d.rejected.stream(3), ClosedBranch, "rejected"),
     "stream of another engine's": (lambda d: d.engine.stream(d.foreign, 3), BadRequest, "another engine"),
     "force twice": (lambda d: d.engine.force_all([d.b, d.b], [[1], [2]]), BadRequest, "given 2 times"),
-    "force a streamed one": (lambda d: d.engine.force_all([d.a, d.streamed], [[1], [2]]), BadRequest, "being worked on"),
+    "force a streamed one": (lambda d: d.engine.force_all([d.a, d.streamed], [[1], [2]]), BadRequest, "is busy"),
     "force a finished one": (lambda d: d.engine.force_all([d.a, d.finished], [[1], [2]]), ClosedBranch, "finished"),
     "force a rejected one": (lambda d: d.engine.force_all([d.a, d.rejected], [[1], [2]]), ClosedBranch, "rejected"),
     "force a released one": (lambda d: d.engine.force_all([d.a, d.released], [[1], [2]]), ClosedBranch, "released"),
@@ -94,9 +94,9 @@ CASES: dict[str, tuple[Call, type[EngineError], str]] = {
     "force an unknown token": (lambda d: d.engine.force_all([d.a, d.b], [[1], [VOCAB]]), BadRequest, "vocabulary"),
     "a prompt that is none": (lambda d: d.engine.prompts([[1, 2], []], sites="S"), BadRequest, "empty"),
     "a prompt out of the vocabulary": (lambda d: d.engine.prompts([[1, 2], [VOCAB]]), BadRequest, "vocabulary"),
-    "fork beyond the tip": (lambda d: d.a.fork(3, at=99), EngineError, "cannot fork it at 99"),
-    "rollback into the prompt": (lambda d: d.a.rollback(1), EngineError, "possible are 3"),
-    "rollback of a streamed one": (lambda d: d.streamed.rollback(2), BadRequest, "being worked on"),
+    "fork beyond the tip": (lambda d: d.a.fork(3, at=99), EngineError, "Cannot fork it at 99"),
+    "rollback into the prompt": (lambda d: d.a.rollback(1), EngineError, "Use 3"),
+    "rollback of a streamed one": (lambda d: d.streamed.rollback(2), BadRequest, "is busy"),
     "release twice": (lambda d: d.released.release(), ClosedBranch, "released"),
     "cancel another engine's job": (lambda d: d.engine.cancel(Job(d.foreign.lane, 3)), BadRequest, "none of this engine's"),
     "a drafter that is not there": (lambda d: d.engine.generate([d.a, d.b], 3, drafter="oracle"), BadRequest, "oracle"),
@@ -153,7 +153,7 @@ def test_a_replay_that_fails_takes_its_branches_along() -> None:
     recorded.trace.events.append({"event": "rollback", "branch": 77, "to": 1})
     branch = subject.prompt([5, 6])
     with pytest.raises(BadTrace, match="names branch 77"):
-        subject.replay(recorded.trace)
+        subject.replay_trace(recorded.trace)
     assert list(subject.loop.lanes) == [branch.id] and subject.tree.roots() == [branch.id]
     subject.check_integrity()
 
