@@ -262,7 +262,7 @@ def test_learning_rate_rises_then_falls() -> None:
         (dict(parts=(replace(PICTURE, weight=0.0),)), "weight above 0"),
         (dict(batch=1), "leaves a part without a sequence"),
         (dict(parts=(Part("coim", 1),)), "did you mean 'coin'"),
-        (dict(parts=(Part("coin", 1, (("rendering", "song"),)),)), "knob 'rendering'"),
+        (dict(parts=(Part("coin", 1, (("rendering", "song"),)),)), "Knob 'rendering'"),
         (dict(config=replace(TINY.config, vocab_size=99)), "vocab_size is 99"),
     ],
 )  # fmt: skip
