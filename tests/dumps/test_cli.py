@@ -69,9 +69,9 @@ BAD: dict[str, tuple[list[str], str]] = {
     "unknown positions": (["--positions", "odd"], "odd"),
     "an impossible part": (["--shard", "3/3"], "0 <= i < n"),
     "a part that is none": (["--shard", "first"], "Give i/n"),
-    "part and Ray": (["--shard", "0/2", "--ray", "local"], "one of --shard and --ray"),
+    "part and Ray": (["--shard", "0/2", "--ray", "local"], "Give either --shard, or --ray"),
     "an unknown model": (["--model", "/nowhere"], "/nowhere"),
-    "part and workers": (["--shard", "0/2", "--workers", "2"], "one of --shard and --ray, --workers"),
+    "part and workers": (["--shard", "0/2", "--workers", "2"], "or --ray and --workers"),
     "nothing to store": (["--sites", ""], "stores nothing"),
     "a knob given twice": (["--knob", "flips=2"], "--knob flips is given twice: 1,3 and 2"),
     "no drafter": (["--drafter", "none"], "give --window 1"),
@@ -182,7 +182,7 @@ def test_the_embedded_model_that_made_a_dump_is_found(tmp_path: Path, reference:
     code, out, _ = run("verify", tmp_path / "thinking", "--all", "--quiet")
     assert code == 0 and out.startswith("verified: 2 examples")
     code, out, _ = run("verify", reference.url, "--quiet")
-    assert code == 2 and "name its model with --model" in out
+    assert code == 2 and "Name its model with --model" in out
     flip_bit(copy / "shard-00002.safetensors")
     code, out, _ = run("verify", copy, "--quiet")
     assert code == 1 and "shard-00002.safetensors was changed" in out
@@ -219,6 +219,6 @@ def test_interrupt_leaves_a_resumable_dump(dump_words: list[str], model_folder: 
         _, err = child.communicate(timeout=60)
     finally:
         child.kill()
-    assert child.returncode == 130 and "interrupted; go on with" in err and "Traceback" not in err
+    assert child.returncode == 130 and "Interrupted. To continue, run" in err and "Traceback" not in err
     assert not list((tmp_path / "d").glob("lock-*")) and not list((tmp_path / "d").glob("*.tmp"))
     assert (tmp_path / "d" / "plan.json").exists()

@@ -262,7 +262,7 @@ def test_a_folder_is_no_page(dump: Dump, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     done = call(dump.url, "--verify", 0, "--out", out)
-    assert done.exit_code == 2 and done.stderr.startswith("BadRequest: ") and "name the file" in done.stderr
+    assert done.exit_code == 2 and done.stderr.startswith("BadRequest: ") and "Name the file" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
