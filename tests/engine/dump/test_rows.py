@@ -219,7 +219,7 @@ def test_plans_that_cannot_be(engine: Engine, planned: Planned) -> None:
         ({"examples": [1, 1]}, "stands twice"),
         ({"examples": [-1]}, "from 0 up"),
         ({"examples_per_shard": 0}, "examples per shard"),
-        ({"drafter": "oracle"}, "no drafter 'oracle'"),
+        ({"drafter": "oracle"}, "Unknown drafter 'oracle'"),
         ({"sites": ["blocks.0.attn.hook_pattern"]}, "as many columns as the path has keys"),
     ):
         with pytest.raises(BadRequest, match=complaint):
