@@ -218,8 +218,8 @@ def test_plans_that_cannot_be(engine: Engine, planned: Planned) -> None:
         ({"examples": 0}, "no examples"),
         ({"examples": [1, 1]}, "occurs twice"),
         ({"examples": [-1]}, "from 0 up"),
-        ({"examples_per_shard": 0}, "Invalid examples_per_shard 0"),
-        ({"drafter": "oracle"}, "no drafter 'oracle'"),
+        ({"examples_per_shard": 0}, "examples_per_shard"),
+        ({"drafter": "oracle"}, "Unknown drafter 'oracle'"),
         ({"sites": ["blocks.0.attn.hook_pattern"]}, "its width is the number of keys"),
     ):
         with pytest.raises(BadRequest, match=complaint):
