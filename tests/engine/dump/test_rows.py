@@ -217,8 +217,8 @@ def test_plans_that_cannot_be(engine: Engine, planned: Planned) -> None:
     for changes, complaint in (
         ({"examples": 0}, "no examples"),
         ({"examples": [1, 1]}, "stands twice"),
-        ({"examples": [-1]}, "from 0 up"),
-        ({"examples_per_shard": 0}, "examples per shard"),
+        ({"examples": [-1]}, "whole number of at least 0"),
+        ({"examples_per_shard": 0}, "examples_per_shard=0"),
         ({"drafter": "oracle"}, "no drafter 'oracle'"),
         ({"sites": ["blocks.0.attn.hook_pattern"]}, "as many columns as the path has keys"),
     ):
