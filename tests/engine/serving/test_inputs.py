@@ -126,12 +126,12 @@ CASES: dict[str, Case] = {
     "sampling as a dict": (lambda e, b: b.generate(2, sampling={"seed": 1}), BadRequest, "sampling={'seed': 1}: give"),
     "sampling as a dict, for all": (lambda e, b: e.generate([b], 2, sampling={}), BadRequest, "sampling={}: give"),
     "sampling of another type, for each": (lambda e, b: e.generate([b], 2, sampling=[3]), BadRequest, "sampling=3: give"),
-    "a branch for branches": (lambda e, b: e.generate(b, 2), BadRequest, "branches=.*Give a list of branches"),
+    "a branch for branches": (lambda e, b: e.generate(b, 2), BadRequest, "branches=.*give a list of branches"),
     "no branch": (lambda e, b: e.generate([b, 3], 2), BadRequest, "branch=3: give a Branch"),
     "drafts as a list": (
         lambda e, b: b.generate(3, drafter="forced", drafts=[[1]]),
         BadRequest,
-        r"drafts=\[\[1\]\]. Give a dict: position -> list of chains",
+        r"drafts=\[\[1\]\]: give a dict: position -> list of chains",
     ),
     "a chain for chains": (lambda e, b: b.generate(3, drafter="forced", drafts={5: [1]}), BadRequest, r"drafts\[5\]=1: give"),
     "drafts at a word": (
@@ -155,15 +155,15 @@ CASES: dict[str, Case] = {
     ),
     "a hook that is no function": (lambda e, b: b.fork(hooks=[("blocks.0.hook_in", 3)]), BadEdit, "function"),
     "a hook at no site": (lambda e, b: b.fork(hooks=[("blocks.0.hook_inn", print)]), UnknownSite, "nearest"),
-    "hooks as a dict": (lambda e, b: e.prompt([1], hooks={"blocks.0.hook_in": print}), BadEdit, "hooks=.*Give a list"),
-    "an edit for edits": (lambda e, b: b.fork(edits=Edit("S", "zero")), BadEdit, "edits=.*Give a list of Edits"),
+    "hooks as a dict": (lambda e, b: e.prompt([1], hooks={"blocks.0.hook_in": print}), BadEdit, "hooks=.*give a list"),
+    "an edit for edits": (lambda e, b: b.fork(edits=Edit("S", "zero")), BadEdit, "edits=.*give a list of Edits"),
     "a gradient": (
         lambda e, b: b.fork(edits=[Edit("S", "add", torch.ones(32, requires_grad=True))]),
         BadEdit,
         r"requires a gradient, and none flows through an engine: give value\.detach\(\)",
     ),
     "complex numbers": (lambda e, b: b.fork(edits=[Edit("S", "add", ROW + 0j)]), BadEdit, "give a dense real one"),
-    "an array as a value": (lambda e, b: b.fork(edits=[Edit("S", "add", np.ones(32))]), BadEdit, "value for S=.*Give a tensor"),
+    "an array as a value": (lambda e, b: b.fork(edits=[Edit("S", "add", np.ones(32))]), BadEdit, "value for S=.*give a tensor"),
     "one layer": (lambda e, b: b.fork(edits=[Edit("S", "zero", layers=1)]), BadEdit, "layers=1: give a list of whole numbers"),
     "a seed below 0": (
         lambda e, b: b.fork(edits=[Edit("S", "zero", seed=-1)]),
