@@ -48,10 +48,10 @@ def canonical(count: int = 1) -> Iterator[None]:
         torch.set_autocast_enabled("cpu", False)
     if flush:
         torch.set_flush_denormal(False)
-    torch.set_num_threads(count)  # also where the count is the same: MKL has one of its own, which cannot be asked for
+    _set_threads(count)
     if count > 1 and _workers_flush(count):
         count = 1
-        torch.set_num_threads(count)
+        _set_threads(count)
     entered = _PROCESS.enter()
     try:
         yield
@@ -63,7 +63,7 @@ def canonical(count: int = 1) -> Iterator[None]:
         _PROCESS.check(entered)
     finally:
         _PROCESS.leave()
-        torch.set_num_threads(before)
+        _set_threads(before)
         if flush:
             torch.set_flush_denormal(True)
         if autocast:
@@ -74,11 +74,11 @@ def canonical(count: int = 1) -> Iterator[None]:
 def threads(count: int) -> Iterator[None]:
     """Another number of threads for a while, within `canonical`."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    _set_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        _set_threads(before)
 
 
 def thread_counts() -> tuple[int, ...]:
@@ -96,6 +96,17 @@ def available_cores() -> int:
 def environment() -> str:
     """The variables of `ENVIRONMENT` that are set, as `NAME=value`; empty: none."""
     return " ".join(f"{name}={os.environ[name]}" for name in ENVIRONMENT if os.environ.get(name))
+
+
+def _set_threads(count: int) -> None:
+    """Set the number of threads where it is another one: to set it makes oneDNN forget its compiled products."""
+    # Once per Python thread it is always set: MKL has a number of its own, which cannot be asked for and may be another.
+    if torch.get_num_threads() != count or not getattr(_HAS_SET, "threads", False):
+        torch.set_num_threads(count)
+        _HAS_SET.threads = True
+
+
+_HAS_SET = threading.local()
 
 
 def _flushes() -> bool:

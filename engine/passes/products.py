@@ -105,17 +105,18 @@ class Products:
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """As many rows as certified on the current number of threads, the rest on one."""
         shape, threads = (weight.shape[0], weight.shape[1]), torch.get_num_threads()
-        one, here = self.allowed[1], self.allowed.get(threads, _NOTHING)
-        counts, all_counts = (each.row_counts.get(shape, ()) for each in (here, one))
-        whole = len(x) - len(x) % counts[-1] if counts else 0
+        one = self.allowed[1]
         if threads == 1:
-            return self._product_here(x, weight, all_counts or (TILE,), shape in one.packed)
+            return self._product_here(x, weight, one.row_counts.get(shape, (TILE,)), shape in one.packed)
+        here = self.allowed.get(threads, _NOTHING)
+        counts = here.row_counts.get(shape, ())
+        whole = len(x) - len(x) % counts[-1] if counts else 0
         if shape in here.packed or whole == len(x):
             return self._product_here(x, weight, counts, shape in here.packed)
         out = x.new_empty(len(x), weight.shape[1])
         tiled(x[:whole], out[:whole], counts, lambda a, b: torch.mm(a, weight, out=b))
         with modes.threads(1):
-            out[whole:] = self._product_here(x[whole:], weight, all_counts or (TILE,), shape in one.packed)
+            out[whole:] = self._product(x[whole:], weight)
         return out
 
     def _product_here(self, x: Tensor, weight: Tensor, counts: tuple[int, ...], pack: bool) -> Tensor:

@@ -201,11 +201,11 @@ class Forest:
         """Wait until submitted jobs are done, stepping the loop if no other thread does. Raises the first error among them."""
         with tqdm(total=sum(job.new_tokens for job in jobs), unit="token", disable=not progress) as bar:
 
-            def done() -> bool:
+            def show() -> None:
                 bar.update(sum(job.generated for job in jobs) - bar.n)
-                return all(job.done for job in jobs)
 
-            self.lock.drive(self.loop.step, done)
+            self.lock.drive(self.loop.step, lambda: all(job.done for job in jobs), show if progress else None)
+            show()
         for job in jobs:
             if job.error is not None:
                 raise job.error

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from threadpoolctl import ThreadpoolController
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.loop.lane import Statistics
@@ -43,6 +44,8 @@ MODES: dict[str, Callable[[bool], object]] = {
     "deterministic algorithms": torch.use_deterministic_algorithms,
 }
 """switches of the library that somebody may turn on and off"""
+LIBRARIES = ThreadpoolController()
+"""OpenMP and the BLAS libraries of the process"""
 T = TypeVar("T")
 
 picks = st.integers(0, 10**6)
@@ -134,9 +137,18 @@ class Sessions(RuleBasedStateMachine):
 
     # ---- what users do --------------------------------------------------------------------------------------------
 
-    @rule(threads=st.sampled_from([1, 2, 3, 8]), mode=st.sampled_from(sorted(MODES)), on=st.booleans())
-    def change_modes(self, threads: int, mode: str, on: bool) -> None:
-        torch.set_num_threads(threads)
+    @rule(
+        threads=st.sampled_from([1, 2, 3, 8]),
+        everywhere=st.booleans(),
+        mode=st.sampled_from(sorted(MODES)),
+        on=st.booleans(),
+    )
+    def change_modes(self, threads: int, everywhere: bool, mode: str, on: bool) -> None:
+        """The number of threads by torch's own setter, or in every library of the process, past torch."""
+        if everywhere:
+            LIBRARIES.limit(limits=threads)
+        else:
+            torch.set_num_threads(threads)
         MODES[mode](on)
 
     @rule(elsewhere=st.booleans())
@@ -199,6 +211,27 @@ class Sessions(RuleBasedStateMachine):
             for _ in stream:
                 pass
         for one, own in zip(some, how, strict=False):
+            self.settle(one, n, own)
+
+    @rule(
+        picked=st.lists(picks, min_size=2, max_size=4),
+        n=st.integers(1, 6),
+        how=st.lists(hows, min_size=4, max_size=4),
+        seed=picks,
+    )
+    @precondition(lambda self: len(self.open()) > 1)
+    def generate_in_threads(self, picked: list[int], n: int, how: list[How], seed: int) -> None:
+        """Who comes first is the system's choice, and so are drafts and windows: what comes of that choice is dropped."""
+        some = list({id(one): one for one in map(self.pick_open, picked)}.values())
+        pairs = list(zip(some, how, strict=False))
+        with ThreadPoolExecutor(len(pairs)) as pool:
+            list(pool.map(lambda pair: pair[0].branch.generate(n, **pair[1].options()), pairs))
+        self.engine.loop.admission.planner = AnyWindow(seed)
+        noted = {other.branch.id for other in self.rejected}
+        for one, own in pairs:
+            for other in (draft for draft in one.branch.rejected if draft.id not in noted):
+                assert not one.exact or differences(other, self.truth) == []
+                other.release()
             self.settle(one, n, own)
 
     @rule(pick=picks, n=st.integers(2, 9), seen=st.integers(1, 4), how=hows)
@@ -264,6 +297,7 @@ class Sessions(RuleBasedStateMachine):
             if self.known:
                 self.check_against_trace()
         finally:
+            LIBRARIES.limit(limits=self.users_threads)
             torch.set_num_threads(self.users_threads)
             for switch in MODES.values():
                 switch(False)

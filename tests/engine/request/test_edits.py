@@ -145,12 +145,13 @@ def test_pages_are_shared_up_to_the_first_edited_position(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_prefixes_are_shared_only_under_the_same_edits(device: str) -> None:
+@pytest.mark.parametrize("place", [0, 2, 3])  # the first and the last position of a page, and one between them
+def test_prefixes_are_shared_only_under_the_same_edits(place: int, device: str) -> None:
     """Two requests with one prompt share KV if and only if the edits of that part are the same, by content."""
     served = engine(device=device, page_size=4)
-    early = Edit("blocks.0.hook_out", "add", VECTOR, positions=[2])
-    same = Edit("blocks.0.hook_out", "add", VECTOR.clone(), positions=[2])
-    other = Edit("blocks.0.hook_out", "add", VECTOR * 1.0001, positions=[2])
+    early = Edit("blocks.0.hook_out", "add", VECTOR, positions=[place])
+    same = Edit("blocks.0.hook_out", "add", VECTOR.clone(), positions=[place])
+    other = Edit("blocks.0.hook_out", "add", VECTOR * 1.0001, positions=[place])
     first = served.prompt(TOKENS, edits=[early])
     assert served.prompt(TOKENS, edits=[same]).lane.table.pages[0] == first.lane.table.pages[0]
     for edits in ([other], []):

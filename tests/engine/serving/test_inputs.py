@@ -191,7 +191,10 @@ def test_what_is_refused_changes_nothing(name: str, served: Engine, branch: Bran
     [
         ({"page_size": 2.5}, "page_size=2.5. Give a whole number of at least 1"),
         ({"cache_tokens": 1e13}, "cache_tokens=10000000000000.0. Give a whole number"),
-        ({"cache_tokens": 10**13}, r"cache_tokens=10000000000000: their KV takes [\d,]+ GiB, and there are .*Give at most \d+"),
+        (
+            {"cache_tokens": 10**13},
+            r"cache_tokens=10000000000000 needs [\d,]+ GiB for KV, but there are only .*Give at most \d+",
+        ),
         ({"canary": "yes"}, "canary='yes'. Give True or False"),
         ({"tokenizer": 3}, "tokenizer=3. Give a WordTokenizer"),
         ({"tokenizer": "gpt2"}, "tokenizer='gpt2'. Give a WordTokenizer"),
