@@ -146,7 +146,7 @@ def test_ends_of_another_kind(dump: Dump, column: str, ends: Any) -> None:
 def test_unknown_names(dump: Dump) -> None:
     with pytest.raises(BadRequest, match=r"no column 'colour'. It has .*face"):
         dump.where(colour="red")
-    with pytest.raises(BadRequest, match="no label 'colour'"):
+    with pytest.raises(BadRequest, match="Unknown label 'colour'"):
         dump.matrix("S", 0, label="colour")
     for site, layer in (("S", None), ("S", 3), ("Q", 0), ("blocks.7.hook_in", None), ("blocks.1.hook_in", 0), ("Z.kl", 9)):
         with pytest.raises(UnknownSite):

@@ -219,7 +219,7 @@ def test_plans_that_cannot_be(engine: Engine, planned: Planned) -> None:
         ({"examples": [1, 1]}, "occurs twice"),
         ({"examples": [-1]}, "whole number of at least 0"),
         ({"examples_per_shard": 0}, "examples_per_shard=0"),
-        ({"drafter": "oracle"}, "no drafter 'oracle'"),
+        ({"drafter": "oracle"}, "Unknown drafter 'oracle'"),
         ({"sites": ["blocks.0.attn.hook_pattern"]}, "its width is the number of keys"),
     ):
         with pytest.raises(BadRequest, match=complaint):
