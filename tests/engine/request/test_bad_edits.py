@@ -34,5 +34,5 @@ def test_edits_that_are_none(served: Engine, edit: Any, says: str) -> None:
     root = served.prompt(PROMPT)
     with pytest.raises(BadEdit, match=says):
         root.fork(edits=[edit()])
-    with pytest.raises(BadEdit, match="give a list of Edits"):
+    with pytest.raises(BadEdit, match="Give a list of Edits"):
         served.prompt(PROMPT, edits=Edit("blocks.1.hook_in", "zero"))  # type: ignore[arg-type]
