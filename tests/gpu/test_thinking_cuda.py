@@ -81,6 +81,6 @@ def test_the_pictures_sentence() -> None:
     sentence = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
     branch = Engine.load("coin-thinking", device="cuda").prompt(sentence).generate(2)
     assert isinstance(branch, ThinkingBranch)
-    said = {"".join(chunk.tokens): chunk.thought for chunk in branch.tree().chunks[:-1]}
+    said = {"".join(chunk.tokens): chunk.thought for chunk in branch.picture().chunks[:-1]}
     assert said.pop(" Alice flips") == (" tails", "<EOS>") and said.pop(" Bob flips") == (" heads", "<EOS>")
     assert set(said.values()) == {("<EOS>",)} and branch.text == sentence + " heads."
