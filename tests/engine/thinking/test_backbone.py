@@ -217,7 +217,7 @@ def test_its_answers_are_judged_without_their_end(trained: dict[Method, trainer.
 def test_a_foreign_tokenizer_is_refused(trained: dict[Method, trainer.Model]) -> None:
     model = trained["thinking"]
     assert isinstance(model, ThinkingDecoder)
-    with pytest.raises(BadConfig, match="the tokenizer's <EOS> is 0"):
+    with pytest.raises(BadConfig, match="The tokenizer's <EOS> is 0"):
         ThinkingEngine(model, hugging_face_tokenizer(eos_token="<|text|>"))
 
 
