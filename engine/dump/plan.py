@@ -122,7 +122,7 @@ def compact(indices: int | Iterable[int]) -> range | tuple[int, ...]:
     """Indices in ascending order, as a range if they are contiguous; for a number, that many from 0 on. BadRequest for
     duplicates and invalid indices."""
     if (count := integer(indices)) is not None:
-        return range(whole("examples", count, 1, 2**48))
+        return range(whole("examples", count, 0, 2**48))
     listed = [whole("examples", i, 0) for i in items("examples", indices, "how many, or a list of indices")]
     ordered = sorted(set(listed))
     if len(ordered) != len(listed):

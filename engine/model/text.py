@@ -12,7 +12,7 @@ class Text:
     """Wraps our `WordTokenizer` or a Hugging Face tokenizer. Without one, only token ids are accepted."""
 
     def __init__(self, tokenizer: Any | None) -> None:
-        known = hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode") and not isinstance(tokenizer, type)
+        known = hasattr(tokenizer, "decode") and not isinstance(tokenizer, bytes | bytearray | type)
         if tokenizer is not None and not known:
             raise BadRequest(f"Invalid tokenizer={tokenizer!r:.60}. Give a WordTokenizer, a Hugging Face tokenizer, or None.")
         self.tokenizer = tokenizer

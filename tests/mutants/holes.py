@@ -4,18 +4,7 @@ from tests.mutants.mutant import Mutant
 
 HOLES = (
     Mutant(
-        "users-threads-not-held-off",
-        "replaylens.engine.model.modes",
-        "        torch.set_flush_denormal(False)\n    _set_threads(count)\n",
-        "        torch.set_flush_denormal(False)\n    count = torch.get_num_threads()\n",
-        "the number of threads may change after loading without moving a bit",
-        (
-            "tests/engine/passes/test_thread_counts.py::test_the_number_of_threads_may_change_after_loading",
-            "tests/engine/passes/test_thread_counts.py::test_every_pass_is_held_and_given_back",
-        ),
-    ),
-    Mutant(
-        "modes-not-checked",
+        "modes-set-right-again-unnoticed",
         "replaylens.engine.model.modes",
         "            if self.disturbed != entered or _read() != _PROCESS_MODES:",
         "            if _read() != _PROCESS_MODES:",

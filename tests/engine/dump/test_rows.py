@@ -217,8 +217,8 @@ def test_plans_that_cannot_be(engine: Engine, planned: Planned) -> None:
     for changes, complaint in (
         ({"examples": 0}, "no examples"),
         ({"examples": [1, 1]}, "occurs twice"),
-        ({"examples": [-1]}, "from 0 up"),
-        ({"examples_per_shard": 0}, "Invalid examples_per_shard 0"),
+        ({"examples": [-1]}, "whole number of at least 0"),
+        ({"examples_per_shard": 0}, "examples_per_shard"),
         ({"drafter": "oracle"}, "Unknown drafter 'oracle'"),
         ({"sites": ["blocks.0.attn.hook_pattern"]}, "its width is the number of keys"),
     ):

@@ -121,9 +121,9 @@ def test_rounds_are_counted(plain: Subject) -> None:
     assert rounds["sequential"] == len(thoughts)
     assert rounds["empty"] == 1 + sum(not t.empty for t in thoughts[:-1])
     assert 1 < rounds["drafted"] <= rounds["sequential"]
-    right = plain.engine().prompt(path, guess="drafted", drafts=[[t.tokens for t in thoughts]])
+    right = plain.engine().prompt(path, guess="drafted", drafts=[t.tokens for t in thoughts])
     assert len(right.thoughts.rounds) == 1
-    wrong = plain.engine().prompt(path, guess="drafted", drafts=[[(5, EOS)] * len(thoughts)], **KEPT)
+    wrong = plain.engine().prompt(path, guess="drafted", drafts=[(5, EOS)] * len(thoughts), **KEPT)
     assert plain.broken([wrong]) == []
 
 
@@ -336,7 +336,7 @@ def test_prompts_that_are_not_whole_chunks(plain: Subject) -> None:
 )
 def test_drafts_that_nobody_can_think(plain: Subject, thought: tuple[int, ...], says: str) -> None:
     with pytest.raises(BadThought, match=says):
-        plain.engine().prompt([5, 6, 7], guess="drafted", drafts=[[thought]])
+        plain.engine().prompt([5, 6, 7], guess="drafted", drafts=[thought])
 
 
 def test_other_requests_that_cannot_be(plain: Subject) -> None:
@@ -344,7 +344,7 @@ def test_other_requests_that_cannot_be(plain: Subject) -> None:
     with pytest.raises(BadRequest, match="guess='magic'"):
         engine.prompt([5, 6, 7], guess="magic")
     with pytest.raises(BadRequest, match="guess='drafted'"):
-        engine.prompt([5, 6, 7], drafts=[[(EOS,)]])
+        engine.prompt([5, 6, 7], drafts=[(EOS,)])
     with pytest.raises(BadEdit, match="captured but not edited"):
         engine.prompt([5, 6, 7], edits=[Edit("thinking.tokens", "zero")])
     with pytest.raises(BadEdit, match="Use an Edit"):
@@ -373,6 +373,10 @@ class NoEnd:
     """A tokenizer without <EOS>."""
 
     eos_id, pad_id = None, PAD
+
+    def encode(self, text: str) -> None: ...
+
+    def decode(self, ids: list[int]) -> None: ...
 
     def encode_with_offsets(self, text: str) -> None: ...
 
