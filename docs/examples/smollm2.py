@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 def load() -> rl.Engine:
     if not smollm2.is_fetched():
-        raise SystemExit("SmolLM2-135M is not there yet; `replaylens fetch smollm2` downloads it")
+        raise SystemExit("SmolLM2-135M is not in the cache. Run `replaylens fetch smollm2` to download it.")
     return rl.Engine.load(smollm2.model_folder(), cache_tokens=16384)
 
 

@@ -1,1 +1,1 @@
-"""The decoder: configuration, families, weights, sites, text."""
+"""The decoder: config, families, weights, sites and tokenizer."""

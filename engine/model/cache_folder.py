@@ -1,4 +1,4 @@
-"""Where things are kept between processes: certificates, fetched models."""
+"""The cache folder, for what is kept between processes: certificates and fetched models."""
 
 import os
 from pathlib import Path

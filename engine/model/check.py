@@ -1,10 +1,10 @@
-"""Whether a loaded model is the model that it was loaded from: a few random tokens through both, layer by layer.
+"""Checks that a loaded model computes the same as its source: a few random tokens through both, layer by layer.
 
-Loading translates a config and a list of tensors. What the translation does not know of (a field, a replaced module, a
-hook, a buffer) would silently make another model of it. So the residual streams and logits of both are compared, in
-float32 on the CPU, and the first layer where they part is named.
+Loading translates a config and a list of tensors. Anything that the translation does not cover (a field, a replaced module, a
+hook, a buffer) would silently make it another model. So the residual streams and logits of both are compared, in float32 on
+the CPU, and the first layer that differs is named.
 
-Weights in other types or on other devices are converted one block at a time, and given back as they were.
+Weights of other dtypes or on other devices are converted one block at a time, and restored afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,24 +23,24 @@ from replaylens.engine.model.rotary import inverse_frequencies
 
 NUM_TOKENS = 32
 USUAL, LARGEST = 1e-5, 1e-3
-"""relative errors of rows that are still rounding: of the median row, and of any row. Measured in float32 against
+"""the largest relative errors that count as rounding: of the median row, and of any row. Measured in float32 against
 transformers: median at most 2e-6 (products of 14,336 terms; 3e-7 on tiny models, 6e-7 on SmolLM2), largest at most 5e-5 (a
-channel 3,000 times as large as the others). The smallest planted difference, one GELU for the other: 1e-4 in the median"""
+channel 3,000 times as large as the others). The smallest planted difference, one GELU for another, has a median of 1e-4"""
 EMBEDDING, FINAL_NORM, UNEMBEDDING = "the embedding", "the final norm", "the final norm or the unembedding"
 _ROWS = 1 << 14
-"""of the unembedding that are converted together"""
+"""rows of the unembedding that are converted together"""
 
 ModelPart = Callable[[Tensor | None], Tensor]
-"""of our model: what leaves it, made from what enters it"""
+"""a part of the loaded model: its output as a function of its input"""
 Stages = dict[str, Tensor]
-"""part of the model -> what leaves it: the residual stream [tokens, d_model], or the logits [tokens, vocab]"""
+"""part of the model -> its output: the residual stream [tokens, d_model], or the logits [tokens, vocab]"""
 
 
 @torch.no_grad()
 def require_same(config: ModelConfig, tensors: dict[str, Tensor], source: nn.Module) -> None:
-    """Raise OtherModel where the decoder of `config` and `tensors` computes something else than `source` does.
+    """Raise OtherModel if the decoder of `config` and `tensors` does not compute the same as `source`.
 
-    `source` is a transformers model, or one that a TransformerBridge wraps. It is left as it was. BadRequest: it cannot run.
+    `source` is a transformers model, or one that a TransformerBridge wraps. It is not changed. BadRequest if it cannot run.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (min(NUM_TOKENS, config.max_positions),), generator=generator)
@@ -48,14 +48,14 @@ def require_same(config: ModelConfig, tensors: dict[str, Tensor], source: nn.Mod
     _require_angles(config, source)
     rounding = torch.finfo(tensors["embed"].dtype).eps
     for stage, error in _errors(config, tensors, tokens, theirs):
-        # a model in a narrow type may keep the embedding's factor in it (Gemma-3): that is its rounding, too
+        # a model in a narrow dtype may round the embedding's factor to it (Gemma-3)
         usual = max(USUAL, rounding) if stage == EMBEDDING else USUAL
-        if not (error.median() <= usual and error.max() <= max(usual, LARGEST)):  # NaN is a difference, too
+        if not (error.median() <= usual and error.max() <= max(usual, LARGEST)):  # NaN counts as a difference
             raise OtherModel(stage, float(error.max()))
 
 
 def _errors(config: ModelConfig, tensors: dict[str, Tensor], tokens: Tensor, theirs: Stages) -> Iterator[tuple[str, Tensor]]:
-    """Each part of ours on what entered the same part of theirs: (part, relative errors of the rows that leave it)."""
+    """Run each of our parts on the input of the same part of theirs: (part, relative errors of its output rows)."""
     entered: Tensor | None = None
     for stage, part in _our_parts(config, tensors, tokens):
         if (left := theirs.get(stage)) is not None:
@@ -64,9 +64,9 @@ def _errors(config: ModelConfig, tensors: dict[str, Tensor], tokens: Tensor, the
 
 
 def _error(ours: Tensor, theirs: Tensor, entered: Tensor | None) -> Tensor:
-    """The relative error of every row; infinite where the shapes differ.
+    """The relative error of every row; infinite if the shapes differ.
 
-    Relative to what entered, too, where it has the same shape: a block may write the opposite of what came in.
+    Relative to output plus input if both have the same shape, since a block may cancel its input.
     """
     if ours.shape != theirs.shape:
         return torch.tensor([float("inf")])
@@ -77,9 +77,9 @@ def _error(ours: Tensor, theirs: Tensor, entered: Tensor | None) -> Tensor:
 
 
 def _require_angles(config: ModelConfig, source: nn.Module) -> None:
-    """Raise OtherModel where a rotary frequency is another one: a few tokens show little of it, and many a lot.
+    """Raise OtherModel if a rotary frequency differs, which barely shows on a few tokens but does on many.
 
-    `model.to(torch.bfloat16)` rounds the frequencies, too; `from_pretrained(..., dtype=torch.bfloat16)` does not.
+    `model.to(torch.bfloat16)` rounds the frequencies; `from_pretrained(..., dtype=torch.bfloat16)` does not.
     """
     ours = [inverse_frequencies(config.rope_of(layer), config.rotary_dim) for layer in range(config.num_layers)]
     for name, theirs in source.named_buffers():
@@ -95,7 +95,7 @@ def _require_angles(config: ModelConfig, source: nn.Module) -> None:
 
 
 def _our_parts(config: ModelConfig, tensors: dict[str, Tensor], tokens: Tensor) -> Iterator[tuple[str, ModelPart]]:
-    """The decoder in parts, in order. The tensors are used as they are; one part at a time is in float32."""
+    """The decoder's parts, in order. Only one part at a time is converted to float32."""
     with torch.device("meta"):
         model = Decoder(config)
     model.load_state_dict(tensors, assign=True)
@@ -107,7 +107,7 @@ def _our_parts(config: ModelConfig, tensors: dict[str, Tensor], tokens: Tensor) 
 
 
 def _embedding(model: Decoder, tokens: Tensor) -> Tensor:
-    """As `Decoder.embedding`, of rows that are converted after they were picked."""
+    """As `Decoder.embedding`, but only the looked-up rows are converted."""
     x = model.embed[tokens].to("cpu", torch.float32) * model.config.embed_scale
     return x if model.pos_embed is None else x + model.pos_embed[: len(tokens)].to("cpu", torch.float32)
 
@@ -124,7 +124,7 @@ def _normed(model: Decoder, x: Tensor) -> Tensor:
 
 
 def _logits(model: Decoder, x: Tensor) -> Tensor:
-    """As `Decoder.logits`, the unembedding in pieces."""
+    """As `Decoder.logits`, with the unembedding converted in pieces."""
     x = _normed(model, x)
     table = model.unembedding
     logits = torch.cat([x @ rows.to("cpu", torch.float32).t() for rows in table.split(_ROWS)], dim=-1)
@@ -150,32 +150,30 @@ def _their_stages(source: nn.Module, tokens: Tensor, num_layers: int) -> Stages:
             out = source(input_ids=tokens[None], use_cache=False)
     except Exception as e:
         raise BadRequest(
-            f"transformers cannot run this {type(source).__name__}, so it cannot be compared with what was loaded from it: "
-            f"{type(e).__name__}: {e}. Load it with check=False if it is sound"
+            f"transformers cannot run this {type(source).__name__}, so the loaded model cannot be compared with it: "
+            f"{type(e).__name__}: {e}. Use check=False to load it unchecked."
         ) from e
     finally:
         for hook in hooks:
             hook.remove()
     if hasattr(out, "logits"):
         see(UNEMBEDDING, out.logits)
-    else:  # a model without its head: the embedding is that
+    else:  # a model without its head, which is then the embedding
         see(FINAL_NORM, out.last_hidden_state)
     return seen
 
 
 def _blocks(source: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The decoder's layers; those of a vision part are none."""
+    """The decoder's layers, not those of a vision part."""
     for name, module in source.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers and "vision" not in name:
             return module
-    raise BadRequest(
-        f"this {type(source).__name__} has no list of {num_layers} layers to compare with: load it with check=False"
-    )
+    raise BadRequest(f"This {type(source).__name__} has no list of {num_layers} layers to compare with. Use check=False.")
 
 
 @contextmanager
 def _as_defined(source: nn.Module) -> Iterator[None]:
-    """Without dropout, and with eager attention: the faster kernels leave out what they do not have (Gemma-2's softcap)."""
+    """Without dropout and with eager attention: faster kernels omit what they do not support, such as Gemma-2's softcap."""
     modes = {module: module.training for module in source.modules()}
     configs: list[Any] = [
         config for m in source.modules() if hasattr(config := getattr(m, "config", None), "_attn_implementation")
@@ -187,7 +185,7 @@ def _as_defined(source: nn.Module) -> Iterator[None]:
         source.eval()
         yield
     finally:
-        for config, attention in zip(reversed(configs), reversed(before), strict=True):  # many modules share one
+        for config, attention in zip(reversed(configs), reversed(before), strict=True):  # many modules share one config
             config._attn_implementation = attention
         for module, mode in modes.items():
             module.training = mode
@@ -195,7 +193,7 @@ def _as_defined(source: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _as_float32(source: nn.Module, blocks: nn.ModuleList) -> Iterator[None]:
-    """Compute on the CPU in float32: the weights of each block, and of each part beside them, are converted while it runs."""
+    """Compute on the CPU in float32: the weights of each block, and of each other part, are converted while it runs."""
     held: list[tuple[Tensor, Tensor]] = []
 
     def convert(module: nn.Module, *_: Any) -> None:
@@ -220,7 +218,7 @@ def _as_float32(source: nn.Module, blocks: nn.ModuleList) -> Iterator[None]:
 
 
 def _parts(module: nn.Module, blocks: nn.ModuleList) -> list[nn.Module]:
-    """The blocks, and the largest modules that hold none of them."""
+    """The blocks, and the largest modules that contain none of them."""
     inner = [child for child in module.children() if not any(each is blocks for each in child.modules())]
     outer = [child for child in module.children() if any(each is blocks for each in child.modules())]
     return inner + [part for child in outer for part in _parts(child, blocks)]

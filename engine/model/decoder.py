@@ -12,19 +12,19 @@ from replaylens.engine.model.rotary import Rotary, rotary_table
 
 
 class Tap(Protocol):
-    """Sees, and may replace, what flows through the named sites."""
+    """Sees, and may replace, the values at the named sites."""
 
     def wants(self, site: str) -> bool:
-        """Whether `__call__` should be called at all; asked once per site and pass."""
+        """Whether to call `__call__` at this site; called once per site and pass."""
         ...
 
     def __call__(self, site: str, value: Tensor) -> Tensor:
-        """The value to go on with: [rows, ...]. Must not change `value` in place."""
+        """The value to continue with: [rows, ...]. Must not change `value` in place."""
         ...
 
 
 def wanted(tap: Tap | None, *sites: str) -> bool:
-    """Whether the tap asks for any of the sites."""
+    """Whether the tap wants any of the sites."""
     return tap is not None and any(tap.wants(site) for site in sites)
 
 
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         self.k_norm = Norm(width, "rms", config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
-        """x [rows, d_model], normed -> what the heads gathered, [rows, heads * d_head]"""
+        """x [rows, d_model], normed -> the heads' outputs, [rows, heads * d_head]"""
         qkv = ops.linear(x, self.qkv).view(len(x), -1, self.width)  # [rows, heads + 2 kv_heads, d_head]
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         q = tapped(tap, self.site + "q.hook_out", q)
@@ -92,7 +92,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: what attention and MLP write is added to the residual stream."""
+    """One layer: the outputs of attention and MLP are added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Block(nn.Module):
 def _write(
     residual: Tensor, x: Tensor, linear: Linear, site: str, post: Norm | None, post_site: str, ops: RowOps, tap: Tap | None
 ) -> Tensor:
-    """The residual stream [rows, d_model] plus what the product of x writes into it."""
+    """The residual stream [rows, d_model] plus the product of x, normed if `post` is given."""
     if post is None and not wanted(tap, site):
         return ops.linear_add(x, linear, residual)
     wrote = tapped(tap, site, ops.linear(x, linear))
@@ -160,7 +160,7 @@ class Decoder(nn.Module):
         """The residual stream after the last block (or entering block `stop_at_layer`): [rows, d_model]."""
         end = self.config.num_layers if stop_at_layer is None else stop_at_layer
         if not 0 <= end <= self.config.num_layers:
-            raise ValueError(f"stop_at_layer {end} is not between 0 and {self.config.num_layers}")
+            raise ValueError(f"stop_at_layer {end} is not between 0 and {self.config.num_layers}.")
         return self.run_blocks(self.embedding(tokens, positions, tap), positions, ops, tap, 0, end)
 
     def run_blocks(self, x: Tensor, positions: Tensor, ops: Ops, tap: Tap | None, first: int, end: int) -> Tensor:
@@ -173,18 +173,18 @@ class Decoder(nn.Module):
 
     @property
     def unembedding(self) -> Tensor:
-        """[vocab, d_model]: the embedding itself where the two are tied, else a view of `unembed`'s weight."""
+        """[vocab, d_model]: the embedding itself if the two are tied, else a view of `unembed`'s weight."""
         return self.embed if self.unembed is None else self.unembed.weight.t()
 
     def logits(self, x: Tensor, ops: RowOps, tap: Tap | None = None) -> Tensor:
-        """Residual stream [rows, d_model] -> logits [rows, vocab]. Any layer's residual gives that layer's lens."""
+        """Residual stream [rows, d_model] -> logits [rows, vocab]. On an earlier layer's stream, this is the logit lens."""
         x = tapped(tap, "ln_final.hook_out", ops.norm(x, self.ln_final))
         out = ops.unembed(x, self.unembedding)
         return softcap(tapped(tap, "unembed.hook_out", out), self.config.logit_softcap)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> "Decoder":
-        """Random weights for training from scratch, a function of the seed and the config. Returns self."""
+        """Set random weights for training from scratch, a function of seed and config. Returns self."""
         generator = torch.Generator().manual_seed(seed)
         writes = 2 * self.config.num_layers
         for name, parameter in self.named_parameters():

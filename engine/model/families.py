@@ -1,7 +1,7 @@
-"""How Hugging Face names what our decoder has: configs and tensor names, family by family.
+"""How Hugging Face configs and tensor names map to our decoder, family by family.
 
-A family is a `config` function and a table from their tensor names to ours. Every reader takes a `get(name)` that
-hands out one source tensor, so that nothing is loaded twice and a missing tensor is named.
+A family is a function that reads its config and one that reads its tensors. The latter takes a `get(name)` that returns one
+source tensor, so that nothing is loaded twice and a missing tensor is named.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model.config import Activation, ModelConfig, Rope
 
 Get = Callable[[str], Tensor]
-"""source tensor by its Hugging Face name"""
+"""the source tensor of a Hugging Face name"""
 Tensors = dict[str, Tensor]
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -29,7 +29,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 def activation(name: str) -> Activation:
     if name not in _ACTIVATIONS:
-        raise UnsupportedModel(f"activation {name!r} is not supported; known: {sorted(_ACTIVATIONS)}")
+        raise UnsupportedModel(f"The activation {name!r} is not supported. Known: {', '.join(sorted(_ACTIVATIONS))}.")
     return _ACTIVATIONS[name]
 
 
@@ -49,7 +49,7 @@ def read_rope(raw: dict[str, Any]) -> Rope:
             high_freq_factor=raw["high_freq_factor"],
             original_positions=raw["original_max_position_embeddings"],
         )
-    raise UnsupportedModel(f"rotary scaling {kind!r} is not supported; known: default, linear, llama3")
+    raise UnsupportedModel(f"The rotary scaling {kind!r} is not supported. Known: default, linear, llama3.")
 
 
 def layer_windows(raw: dict[str, Any]) -> tuple[int, ...]:
@@ -59,7 +59,7 @@ def layer_windows(raw: dict[str, Any]) -> tuple[int, ...]:
     if kinds is None:
         return (window,) * raw["num_hidden_layers"] if window else ()
     if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
-        raise UnsupportedModel(f"attention kinds {sorted(unknown)} are not supported")
+        raise UnsupportedModel(f"The attention kinds {sorted(unknown)} are not supported.")
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     return windows if any(windows) else ()
 
@@ -101,7 +101,7 @@ def _llama_like_config(raw: dict[str, Any]) -> ModelConfig:
 
 def _llama_like_tensors(config: ModelConfig, get: Get) -> Tensors:
     gemma = config.post_norms
-    norm = (lambda name: 1.0 + get(name).float()) if gemma else get  # Gemma stores its norm weights less one
+    norm = (lambda name: 1.0 + get(name).float()) if gemma else get  # Gemma stores its norm weights minus one
     before_mlp = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
     out: Tensors = {"embed": get("model.embed_tokens.weight"), "ln_final.weight": norm("model.norm.weight")}
     if not config.tied_embeddings:
@@ -133,7 +133,7 @@ def _llama_like_tensors(config: ModelConfig, get: Get) -> Tensors:
 
 def _gpt2_config(raw: dict[str, Any]) -> ModelConfig:
     if raw.get("scale_attn_by_inverse_layer_idx") or not raw.get("scale_attn_weights", True):
-        raise UnsupportedModel("GPT-2 with scale_attn_by_inverse_layer_idx, or unscaled attention, is not supported")
+        raise UnsupportedModel("GPT-2 with scale_attn_by_inverse_layer_idx or without scale_attn_weights is not supported.")
     return ModelConfig(
         family="gpt2",
         num_layers=raw["n_layer"],
@@ -171,7 +171,7 @@ def _gpt2_tensors(config: ModelConfig, get: Get) -> Tensors:
     for end in ("weight", "bias"):
         out[f"ln_final.{end}"] = get(f"transformer.ln_f.{end}")
         for layer in range(config.num_layers):
-            for ours, theirs in parts.items():  # GPT-2 stores its products [inputs, outputs], as we do
+            for ours, theirs in parts.items():  # GPT-2 stores its weights [inputs, outputs], as we do
                 out[f"blocks.{layer}.{ours}.{end}"] = get(f"transformer.h.{layer}.{theirs}.{end}")
     return out
 
@@ -247,8 +247,8 @@ FAMILIES: dict[str, tuple[Callable[[dict[str, Any]], ModelConfig], Callable[[Mod
 
 
 def family_of(raw: dict[str, Any]) -> str:
-    """The family of a Hugging Face config; an unknown one is refused."""
+    """The family of a Hugging Face config; UnsupportedModel if it is unknown."""
     name = str(raw.get("model_type"))
     if name not in FAMILIES:
-        raise UnsupportedModel(f"model_type {name!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
+        raise UnsupportedModel(f"The model_type {name!r} is not supported. Known: {', '.join(sorted(FAMILIES))}.")
     return name

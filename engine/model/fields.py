@@ -1,8 +1,8 @@
 """Config fields that change what a model computes, and which of them each family reads.
 
-Transformers keeps a field that a family does not read and ignores it without a word: a Llama config with a
-`sliding_window` is computed without one. Such a config means another model than the one that would be served, so it is
-refused by the field's name, unless the field says what the family does anyway.
+Transformers silently ignores a field that a family does not read: a Llama config with a `sliding_window` is computed without
+one. The config then describes another model than the one that would be served. So it is refused by the field's name, unless
+the field has a value that changes nothing.
 """
 
 from typing import Any
@@ -59,12 +59,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_emb": _ONE,
     "use_parallel_residual": _OFF,
 }
-"""what each says where it changes nothing"""
+"""the values of each field that change nothing"""
 
 READS: dict[str, frozenset[str]] = {
     "llama": frozenset({"attention_bias", "mlp_bias"}),
     "mistral": frozenset({"sliding_window"}),
-    "qwen2": frozenset({"attention_bias", "qkv_bias", "sliding_window"}),  # q, k and v have biases whatever it says
+    "qwen2": frozenset({"attention_bias", "qkv_bias", "sliding_window"}),  # q, k and v always have biases
     "qwen3": frozenset({"attention_bias", "sliding_window"}),
     "gemma2": frozenset(
         {"attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "sliding_window"}
@@ -73,29 +73,29 @@ READS: dict[str, frozenset[str]] = {
     "gpt2": frozenset(),
     "gpt_neox": frozenset({"attention_bias", "partial_rotary_factor", "rotary_pct", "use_parallel_residual"}),
 }
-"""fields of the table above that transformers' model of the family computes with"""
+"""the fields of the table above that the family's model in transformers uses"""
 
 _LAYER_TYPES = ("qwen2", "qwen3", "gemma2", "gemma3_text")
-"""families whose layers go by `layer_types`"""
+"""families that read `layer_types`"""
 _ROPE_READS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
 }
 _ROPE_NAMES = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"})
-"""entries of `rope_parameters` that go with every kind of scaling, or name what the model was trained on"""
+"""entries of `rope_parameters` that are allowed with every kind of scaling"""
 
 
 def require_readable(raw: dict[str, Any], family: str) -> None:
-    """Raise UnsupportedModel naming the first field that is set and that `family` does not compute with."""
+    """Raise UnsupportedModel, naming the first field that is set but not used by `family`."""
     for name, neutral in NEUTRAL.items():
         if name in READS[family] or raw.get(name) in neutral:
             continue
         if name == "sliding_window" and raw[name] >= raw.get("max_position_embeddings", 0):
-            continue  # it sees all there is
+            continue  # the window covers all positions
         _refuse(family, name, raw[name])
     quantised = raw.get("quantization_config")
-    if quantised and "gguf" not in str(quantised.get("quant_method")).lower():  # a GGUF file's weights come dequantised
+    if quantised and "gguf" not in str(quantised.get("quant_method")).lower():  # transformers dequantises GGUF files
         _refuse(family, "quantization_config", quantised)
     _require_layers(raw, family)
     ropes = raw.get("rope_parameters") or {}
@@ -107,7 +107,7 @@ def require_readable(raw: dict[str, Any], family: str) -> None:
 
 
 def _require_layers(raw: dict[str, Any], family: str) -> None:
-    """Layers of different kinds only where the family has them."""
+    """Refuse layers of different kinds if the family does not have them."""
     kinds = set(raw.get("layer_types") or ())
     same = {"sliding_attention"} if family == "mistral" and raw.get("sliding_window") else {"full_attention"}
     if family not in _LAYER_TYPES and kinds - same:
@@ -122,7 +122,7 @@ def _require_layers(raw: dict[str, Any], family: str) -> None:
 def _require_rope(rope: dict[str, Any], family: str) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in _ROPE_READS:
-        return  # refused where it is read, with the kinds that there are
+        return  # `read_rope` refuses it and lists the known kinds
     if "partial_rotary_factor" not in READS[family] and rope.get("partial_rotary_factor") not in _ONE:
         _refuse(family, "partial_rotary_factor", rope["partial_rotary_factor"])
     for name in rope.keys() - _ROPE_READS[kind] - _ROPE_NAMES:
@@ -132,6 +132,6 @@ def _require_rope(rope: dict[str, Any], family: str) -> None:
 
 def _refuse(family: str, name: str, value: Any) -> None:
     raise UnsupportedModel(
-        f"the config sets {name} to {value!r}, and {family} does not compute with it: transformers ignores the field, so "
-        f"this is not the model that the config describes. Remove {name} from the config if that is intended"
+        f"The config sets {name} to {value!r}, but {family} does not compute with it. Transformers ignores the field, so "
+        f"this is not the model that the config describes. Remove {name} from the config if that is intended."
     )

@@ -1,15 +1,15 @@
-"""The modes that a library's arithmetic depends on, held while canonical bits are computed.
+"""The modes of torch and its libraries that change bits, fixed while canonical bits are computed.
 
 | mode | belongs to | canonical |
 |---|---|---|
 | number of threads | the calling thread | one, or a count certified as equal |
-| flushing of denormal numbers to zero | the calling thread, and every worker it started | off |
+| flushing of denormal numbers to zero | the calling thread and every worker it started | off |
 | autocast | the calling thread | off |
 | oneDNN | the process | on |
 | precision of oneDNN's float32 products | the process | IEEE |
 
-A user or a library may set any of them at any time. `canonical` sets them for as long as a pass runs and gives the user's
-settings back. Nobody else can change what belongs to a thread; what belongs to the process is checked when the pass ends.
+A user or a library may set any of them at any time. `canonical` sets them while a pass runs and then restores the user's
+settings. Other threads cannot change a thread's modes; the modes of the process are checked when the pass ends.
 """
 
 import os
@@ -33,16 +33,16 @@ ENVIRONMENT = (
     "OPENBLAS_CORETYPE",
     "GLIBC_TUNABLES",
 )
-"""variables by which libraries choose other kernels when a process starts: part of the fingerprint where they are set"""
+"""variables that make libraries choose other kernels when a process starts; part of the fingerprint if they are set"""
 _MAX_THREADS = 64
 _GRAIN = 32768
-"""elements that torch gives to a thread at least"""
+"""the least number of elements that torch gives to a thread"""
 _PROCESS_MODES = (True, "ieee")
 
 
 @contextmanager
 def canonical(count: int = 1) -> Iterator[None]:
-    """Hold the canonical modes, on `count` threads or fewer. ModesChanged where somebody changed them meanwhile."""
+    """Hold the canonical modes, with at most `count` threads. ModesChanged if they changed meanwhile."""
     before, autocast, flush = torch.get_num_threads(), torch.is_autocast_enabled("cpu"), _flushes()
     if autocast:
         torch.set_autocast_enabled("cpu", False)
@@ -57,8 +57,8 @@ def canonical(count: int = 1) -> Iterator[None]:
         yield
         if torch.get_num_threads() != count or _flushes() or torch.is_autocast_enabled("cpu"):
             raise ModesChanged(
-                "a hook function changed the number of threads, the flushing of denormal numbers or autocast, and left it "
-                "changed; nothing of this pass was committed. Undo it in the function."
+                "A hook function changed the number of threads, the flushing of denormal numbers or autocast, and did not "
+                "restore it. Nothing of this pass was committed. Restore it in the function."
             )
         _PROCESS.check(entered)
     finally:
@@ -72,7 +72,7 @@ def canonical(count: int = 1) -> Iterator[None]:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Another number of threads for a while, within `canonical`."""
+    """Use another number of threads within the block. Precondition: within `canonical`."""
     before = torch.get_num_threads()
     _set_threads(count)
     try:
@@ -82,14 +82,14 @@ def threads(count: int) -> Iterator[None]:
 
 
 def thread_counts() -> tuple[int, ...]:
-    """The numbers of threads worth examining on this machine: 1, 2, 4, ... up to its cores, and half of them."""
+    """The numbers of threads worth testing on this machine: 1, 2, 4, ..., its number of cores, and half of that."""
     cores = min(available_cores(), _MAX_THREADS)
     doubled = [1 << i for i in range(cores.bit_length()) if 1 << i <= cores]
     return tuple(sorted({*doubled, max(1, cores // 2), cores}))
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -99,8 +99,8 @@ def environment() -> str:
 
 
 def _set_threads(count: int) -> None:
-    """Set the number of threads where it is another one: to set it makes oneDNN forget its compiled products."""
-    # Once per Python thread it is always set: MKL has a number of its own, which cannot be asked for and may be another.
+    """Set the number of threads if it differs: setting it clears oneDNN's cache of compiled products."""
+    # The first call in each Python thread always sets it: MKL has a number of its own, which cannot be read.
     if torch.get_num_threads() != count or not getattr(_HAS_SET, "threads", False):
         torch.set_num_threads(count)
         _HAS_SET.threads = True
@@ -115,12 +115,12 @@ def _flushes() -> bool:
 
 
 def _workers_flush(count: int) -> bool:
-    """Whether a worker of this thread does: those started while the flag was set keep it for ever."""
+    """Whether a worker of this thread does. Workers that started while the flag was set keep it."""
     tiny = torch.full((count * _GRAIN,), 1e-40, dtype=torch.float32, device="cpu")
     if bool((tiny * 0.5)[::_GRAIN].all()):  # an element of every worker's share
         return False
     warnings.warn(
-        "worker threads of this process flush denormal numbers to zero (torch.set_flush_denormal was on when they started): "
+        "Worker threads of this process flush denormal numbers to zero (torch.set_flush_denormal was on when they started), so "
         "canonical passes run on one thread. Set it later, or not at all, to use more.",
         RuntimeWarning,
         stacklevel=4,
@@ -129,14 +129,14 @@ def _workers_flush(count: int) -> bool:
 
 
 class _Process:
-    """The modes of the process. Several threads may hold them: the first one sets them, the last one gives them back."""
+    """The modes of the process. Several threads may hold them: the first one sets them, the last one restores them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.holders, self.disturbed, self.before = 0, 0, _PROCESS_MODES
 
     def enter(self) -> int:
-        """Mutates the modes. Returns what `check` wants."""
+        """Mutates the modes. Returns the argument of `check`."""
         with self.lock:
             now = _read()
             if self.holders == 0:
@@ -148,16 +148,16 @@ class _Process:
             return self.disturbed
 
     def check(self, entered: int) -> None:
-        """ModesChanged, where somebody changed the modes since `enter`."""
+        """ModesChanged if the modes changed since `enter`."""
         with self.lock:
             if self.disturbed != entered or _read() != _PROCESS_MODES:
                 raise ModesChanged(
-                    "another thread changed torch.backends.mkldnn or the precision of float32 products in the middle of a "
-                    "pass; nothing of it was committed. Set them before the engine works, and call it again."
+                    "Another thread changed torch.backends.mkldnn or the precision of float32 products during a pass. Nothing "
+                    "of it was committed. Set them before calling the engine, and call it again."
                 )
 
     def leave(self) -> None:
-        """Mutates the modes; what somebody else has set meanwhile stays."""
+        """Mutates the modes. Settings that others made meanwhile are kept."""
         with self.lock:
             self.holders -= 1
             if self.holders == 0 and self.before != _PROCESS_MODES and _read() == _PROCESS_MODES:
@@ -168,8 +168,8 @@ _PROCESS = _Process()
 
 
 def _read() -> tuple[bool, str]:
-    """(oneDNN is on, its precision of float32 products, where nothing was said the default)"""
-    # torch.backends reads the same two, five times as slowly: several times per pass
+    """(whether oneDNN is on, its precision of float32 products, by default IEEE)"""
+    # torch.backends reads the same two values, but is five times slower, and this runs several times per pass
     precision: str = torch._C._get_fp32_precision_getter("mkldnn", "matmul")
     return torch._C._get_mkldnn_enabled(), "ieee" if precision == "none" else precision
 

@@ -1,7 +1,7 @@
 """`Ops`: the arithmetic behind the decoder, and its plain-PyTorch form.
 
-The decoder is wiring only. Whoever supplies `Ops` decides how a product, a norm or an attention is computed: here
-differentiably over whole sequences, elsewhere canonically over pages, elsewhere fast.
+The decoder is wiring only. Its `Ops` decide how a product, a norm or an attention is computed: differentiably over whole
+sequences (here), canonically over pages, or fast.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from replaylens.engine.model.rotary import Rotary
 
 
 class Linear(nn.Module):
-    """A product with a weight stored [inputs, outputs], the layout that CPU libraries multiply fastest at few rows."""
+    """A product with a weight stored [inputs, outputs], the fastest layout for CPU libraries at few rows."""
 
     bias: Tensor | None
 
@@ -28,7 +28,7 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """Weights of an RMSNorm or LayerNorm over the last dimension."""
+    """The weights of an RMSNorm or LayerNorm over the last dimension."""
 
     bias: Tensor | None
 
@@ -42,14 +42,14 @@ class Norm(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What one layer's attention does with q, k and v, beyond their shapes."""
+    """The settings of one layer's attention."""
 
     layer: int
     scale: float
     softcap: float
     """0: none"""
     window: int
-    """positions seen back, the row itself included; 0: all"""
+    """positions that a row sees, including its own; 0: all"""
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> "AttentionSpec":
@@ -61,7 +61,7 @@ Observer = Callable[[Tensor], object]
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """What an attention is given."""
+    """The inputs of an attention."""
 
     q: Tensor
     """[rows, heads, d_head]"""
@@ -70,18 +70,18 @@ class Heads:
     v: Tensor
     """[rows, kv_heads, d_head]"""
     rotary: Rotary | None = None
-    """by which queries and keys are still to be turned; None: they are as they should be"""
+    """the rotation to apply to queries and keys; None: none, or already applied"""
 
 
 class RowOps(Protocol):
-    """What is done to rows wherever they come from: products, norms, activations. `rows` is the first dimension."""
+    """Arithmetic on single rows: products, norms, activations. `rows` is the first dimension."""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """[rows, inputs] -> [rows, outputs]"""
         ...
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
-        """[rows, d] with a table [vocab, d], the embedding itself or its own -> [rows, vocab]"""
+        """[rows, d] with a table [vocab, d], the embedding or a separate one -> [rows, vocab]"""
         ...
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -102,23 +102,23 @@ class RowOps(Protocol):
 
 
 class Ops(RowOps, Protocol):
-    """The arithmetic of one pass over packed rows, whose sequences and positions it knows."""
+    """The arithmetic of one pass over packed rows with known sequences and positions."""
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """x [rows, heads, d_head]: the first rotary_dim dimensions turn by the angles of their rows' positions"""
+        """x [rows, heads, d_head], its first rotary_dim dimensions rotated by the angles of the rows' positions"""
         ...
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
-        """What the heads gather: [rows, heads, d_head].
+        """The heads' outputs: [rows, heads, d_head].
 
-        Keeps keys and values for later passes where the ops have a cache. `observe` is shown the attention pattern
-        [rows, heads, keys] when given.
+        Ops with a cache keep keys and values for later passes. `observe`, if given, is called with the attention pattern
+        [rows, heads, keys].
         """
         ...
 
 
 class TorchOps:
-    """Everything but attention, in plain PyTorch: any device, any dtype, differentiable."""
+    """Everything except attention, in plain PyTorch: any device, any dtype, differentiable."""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)
@@ -138,7 +138,7 @@ class TorchOps:
         return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], dim=-1)
 
     def turned(self, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, the first two turned where they were not yet."""
+        """Queries, keys and values, with the pending rotation applied."""
         if heads.rotary is None:
             return heads.q, heads.k, heads.v
         return self.rotate(heads.q, heads.rotary), self.rotate(heads.k, heads.rotary), heads.v
@@ -165,7 +165,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class SequenceOps(TorchOps):
-    """Whole sequences packed one after the other, no cache: for training, and as the meaning of the other ops."""
+    """Whole sequences packed one after the other, without a cache: for training, and as the reference of the other ops."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
@@ -175,7 +175,7 @@ class SequenceOps(TorchOps):
         if len(set(self.lengths)) == 1:
             return self._attend_batch(q, k, v, spec, observe, self.lengths[0])
         if observe is not None:
-            raise ValueError("the attention pattern of ragged sequences is not one tensor; pass equal lengths")
+            raise ValueError("The attention pattern of ragged sequences is not one tensor. Give sequences of equal length.")
         pieces = zip(q.split(self.lengths), k.split(self.lengths), v.split(self.lengths), strict=True)
         return torch.cat([self._attend_batch(*piece, spec, None, len(piece[0])) for piece in pieces])
 
@@ -208,12 +208,12 @@ class SequenceOps(TorchOps):
 
 
 def visible(positions: Tensor, num_keys: int, window: int) -> Tensor:
-    """Which keys each row may see: [rows, num_keys], key j at position j."""
+    """Which keys each row sees: [rows, num_keys], key j at position j."""
     keys = torch.arange(num_keys, device=positions.device)
     seen = keys[None, :] <= positions[:, None]
     return seen & (keys[None, :] > positions[:, None] - window) if window else seen
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """Squash into (-cap, cap); 0: leave."""
+    """Squash into (-cap, cap); 0: unchanged."""
     return torch.tanh(x / cap) * cap if cap else x

@@ -11,7 +11,7 @@ from replaylens.engine.model.config import Rope
 
 
 class Rotary:
-    """The angles of one pass: a table over all positions, and the positions of the pass's rows."""
+    """The rotations of one pass: a table over all positions, and the positions of the pass's rows."""
 
     def __init__(self, table: Tensor, positions: Tensor) -> None:
         self.table, self.positions = table, positions
@@ -34,7 +34,7 @@ def inverse_frequencies(rope: Rope, rotary_dim: int) -> Tensor:
 
 
 def _stretch_long_waves(frequency: Tensor, rope: Rope) -> Tensor:
-    """Llama 3.1's rule: short waves stay, long waves are slowed by `factor`, those between are blended."""
+    """Llama 3.1's rule: short waves stay, long waves are slowed by `factor`, waves in between are blended."""
     wavelength = 2 * math.pi / frequency
     longest = rope.original_positions / rope.low_freq_factor
     shortest = rope.original_positions / rope.high_freq_factor
@@ -47,9 +47,9 @@ def _stretch_long_waves(frequency: Tensor, rope: Rope) -> Tensor:
 def rotary_table(rope: Rope, rotary_dim: int, num_positions: int) -> Tensor:
     """cos and sin for every position: [num_positions, 2, rotary_dim / 2], float32.
 
-    The angle is rounded to float32 as every peer does; cos and sin are taken in float64, so that an entry does not
-    depend on how many positions the table has. Made on the CPU whatever the default device: on the meta device torch would
-    load its compiler for this, which takes seconds.
+    The angle is rounded to float32, as in transformers. cos and sin are computed in float64, so that an entry does not depend
+    on the size of the table. The table is made on the CPU whatever the default device: on the meta device, torch would load
+    its compiler for this, which takes seconds.
     """
     with modes.canonical():
         angle = torch.arange(num_positions, device="cpu").float()[:, None] * inverse_frequencies(rope, rotary_dim)[None, :]

@@ -1,10 +1,10 @@
 """The sites of a decoder: every place that can be captured or edited, by its TransformerLens 4 name.
 
-Four letters name the usual ones:
+Four letters select the usual ones:
 S  the residual stream entering each block, and leaving the last
-T  what attention writes into the residual stream
-C  what the MLP writes into the residual stream
-Z  the lens distribution at every S (not a tensor of the pass: see `lens`)
+T  the attention output, as added to the residual stream
+C  the MLP output, as added to the residual stream
+Z  the logit lens at every S (not a tensor of the pass: see `engine/lens/`)
 """
 
 import difflib
@@ -53,10 +53,10 @@ class Site:
     """One place in the model."""
 
     name: str
-    """TransformerLens 4 name"""
+    """its TransformerLens 4 name"""
     layer: int | None
     shape: tuple[int, ...]
-    """of one row; the pattern's last dimension is the number of keys, given here as 0"""
+    """the shape of one row; the last dimension of a pattern, the number of keys, is 0 here"""
     aliases: tuple[str, ...]
     """legacy names that resolve to this site"""
 
@@ -75,7 +75,7 @@ class SiteTable:
             for name, (shape, alias) in _LAYER_SITES.items():
                 if self._has(name):
                     self._add(f"blocks.{layer}.{name}", layer, shape, f"blocks.{layer}.{alias}" if alias else None)
-        if config.gated_mlp:  # the linear half of a gated MLP has a legacy name of its own
+        if config.gated_mlp:  # the linear half of a gated MLP has its own legacy name
             for layer in range(config.num_layers):
                 self._by_alias[f"blocks.{layer}.mlp.hook_pre_linear"] = f"blocks.{layer}.mlp.in.hook_out"
                 self._by_alias[f"blocks.{layer}.mlp.hook_pre"] = f"blocks.{layer}.mlp.gate.hook_out"
@@ -106,24 +106,24 @@ class SiteTable:
             keys=0,
         )
         self.sites[name] = Site(name, layer, tuple(sizes[word] for word in shape.split()), ())
-        if alias:  # later entries win: with post-norms, what attention writes is what the post-norm gives out
+        if alias:  # later entries win: with post-norms, the output of the post-norm is added to the residual stream
             self._by_alias[alias] = name
 
     def resolve(self, name: str) -> str:
         """The TransformerLens 4 name of a name or alias; UnknownSite lists the nearest names."""
         if not isinstance(name, str):
-            raise UnknownSite(f"a site's name is text, not {name!r:.60}; see engine.sites")
+            raise UnknownSite(f"Invalid site {name!r:.60}. Give a name as text; engine.sites lists them.")
         if name in self.sites:
             return name
         if name in self._by_alias:
             return self._by_alias[name]
         near = difflib.get_close_matches(name, [*self.sites, *self._by_alias], n=4, cutoff=0.4)
-        raise UnknownSite(f"no site {name!r} in this model; nearest: {', '.join(near) or 'none'}; letters: {LETTERS}")
+        raise UnknownSite(f"Unknown site {name!r}. Nearest: {', '.join(near) or 'none'}. Letters: {LETTERS}.")
 
     def letter(self, letter: str) -> list[str]:
-        """All tensors that a letter names, as `select` chooses them. Z of a plain decoder names none: it is read off S."""
+        """All sites that `select` chooses for a letter. For Z of a plain decoder there are none: it is computed from S."""
         if letter not in LETTERS or len(letter) != 1:
-            raise UnknownSite(f"no site letter {letter!r}; known: {', '.join(LETTERS)}")
+            raise UnknownSite(f"Unknown site letter {letter!r}. Known: {', '.join(LETTERS)}.")
         return [] if letter == "Z" else self.per_layer(letter)
 
     def per_layer(self, letter: str) -> list[str]:
@@ -138,10 +138,10 @@ class SiteTable:
             case "C":
                 return [self.resolve(f"blocks.{l}.hook_mlp_out") for l in layers]
             case _:
-                raise UnknownSite(f"no site letter {letter!r} that every layer has; known: S, T, C")
+                raise UnknownSite(f"No site per layer for the letter {letter!r}. Known: S, T, C.")
 
     def select(self, sites: str | list[str] | tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-        """Resolve "STCZ", "S,T", a name, or a list of these: (site names in model order, whether Z is among them)."""
+        """Resolve "STCZ", "S,T", a name, or a list of these into (site names in model order, whether Z is selected)."""
         words = re.split(r"[,\s]+", sites.strip()) if isinstance(sites, str) else list(sites)
         names: set[str] = set()
         lens = False
@@ -155,7 +155,7 @@ class SiteTable:
         return tuple(sorted(names, key=order.__getitem__)), lens
 
     def in_order(self) -> list[str]:
-        """All site names, in the order in which a pass comes by."""
+        """All site names, in the order of a pass."""
         first = [n for n in ("embed.hook_out", "pos_embed.hook_out") if n in self.sites]
         last = ["ln_final.hook_out", "unembed.hook_out"]
         return first + [n for n in self.sites if n.startswith("blocks.")] + last
@@ -174,16 +174,16 @@ def layer_of(site: str) -> int | None:
 
 
 def by_layer(sites: Iterable[str]) -> dict[int, str]:
-    """Sites of one letter by their layer, in order. The stream that leaves block l counts as l + 1: it would enter that."""
+    """Sites of one letter by layer, in order. The stream that leaves block l counts as layer l + 1, which it would enter."""
     leaves = re.compile(r"blocks\.\d+\.hook_out")
     found = {(layer_of(site) or 0) + bool(leaves.fullmatch(site)): site for site in sites}
     return dict(sorted(found.items()))
 
 
 def at_layer(letter: str, stored: dict[int, str], layer: int | None) -> str:
-    """The site of a letter at a layer; -1 is the last one stored. UnknownSite lists the layers that there are."""
+    """The site of a letter at a layer; -1 is the last stored one. UnknownSite lists the stored layers."""
     if layer is not None and -len(stored) <= layer < 0:
         return list(stored.values())[layer]
     if layer not in stored:
-        raise UnknownSite(f"{letter} is stored at layers {', '.join(map(str, stored))}: say which, not {layer}")
+        raise UnknownSite(f"{letter} is stored at layers {', '.join(map(str, stored))}. Choose one of them, not {layer}.")
     return stored[layer]

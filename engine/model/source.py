@@ -15,11 +15,11 @@ from replaylens.engine.errors import BadWeights
 WEIGHTS_FILE = "model.safetensors"
 HEAD = "lm_head.weight"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""types whose numbers are the weights; those of others mean something only together with scales"""
+"""dtypes whose values are the weights; other dtypes need scales"""
 _SPELLINGS = (("lm_head.", "embed_out."), ("model.", ""), ("transformer.", ""), ("gpt_neox.", ""))
-"""other names for the same tensor: GPT-NeoX files, and files of a bare transformer without its head (GPT-2's own)"""
+"""other names of the same tensor: in GPT-NeoX files, and in files of a transformer without its head (GPT-2's own)"""
 _TEXT_PARTS = (("", "language_model."), ("model.", "model.language_model."), ("model.", "language_model."))
-"""where a multimodal model keeps its text part: (how a name begins in a text model, how it begins there)"""
+"""where a multimodal model keeps its text part: (prefix of a name in a text model, prefix there)"""
 _NO_WEIGHT = re.compile(
     r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$|^(lm_head|embed_out)\.weight$"
 )
@@ -27,42 +27,42 @@ _NO_WEIGHT = re.compile(
 
 
 class Source:
-    """Hands out tensors by name, and names the ones that are not there."""
+    """Returns tensors by name, and names those that are missing."""
 
     def __init__(self, names: Iterable[str], read: Callable[[str], Tensor], holds_copies: bool = False) -> None:
         self.names, self.read, self.holds_copies = set(names), read, holds_copies
         self.begins = next((pair for pair in _TEXT_PARTS if self._embeds(*pair)), ("", ""))
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """of every tensor handed out so far, in order"""
+        """the shapes of all tensors read so far, in order"""
 
     def _embeds(self, text: str, here: str) -> bool:
         return here + "model.embed_tokens.weight".removeprefix(text) in self.names
 
     def find(self, name: str) -> str | None:
-        """The tensor's name here; None: it is not there."""
+        """The tensor's name in this source; None: it is missing."""
         text, here = self.begins
         own = here + name.removeprefix(text) if name.startswith(text) else name
         others = (new + own.removeprefix(old) for old, new in _SPELLINGS if own.startswith(old))
         return next((known for known in (own, *others) if known in self.names), None)
 
     def get(self, name: str) -> Tensor:
-        """The tensor, detached; BadWeights where it is missing, or holds no plain floating-point numbers."""
+        """The tensor, detached; BadWeights if it is missing or does not hold plain floating-point numbers."""
         found = self.find(name)
         if found is None:
-            raise BadWeights(f"tensor {name!r} is missing from the checkpoint; is it complete, and of this architecture?")
+            raise BadWeights(f"Tensor {name!r} is missing from the checkpoint. Is it complete, and of this architecture?")
         tensor = self.read(found)
         if tensor.device.type == "meta":
-            raise BadWeights(f"tensor {found!r} has no values (device 'meta'): load the model's weights first")
+            raise BadWeights(f"Tensor {found!r} has no values (device 'meta'). Load the model's weights first.")
         if tensor.dtype not in _FLOATS:
             raise BadWeights(
-                f"tensor {found!r} holds {tensor.dtype}, which is no weight without its scales; is the checkpoint quantised? "
-                "Save it in float16, bfloat16 or float32"
+                f"Tensor {found!r} holds {tensor.dtype}, which needs scales. Is the checkpoint quantised? "
+                "Save it in float16, bfloat16 or float32."
             )
         self.shapes[found] = tuple(tensor.shape)
         return tensor.detach()
 
     def unread(self) -> list[str]:
-        """Weights that were never handed out; none are named where the source keeps copies under further names."""
+        """The weights that were never read; none if the source keeps copies under other names."""
         if self.holds_copies:
             return []
         here = self.begins[1]
@@ -78,26 +78,26 @@ def safetensors(folder: Path) -> Source:
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             bad = [name for name in files if Path(name).name != name]
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise BadWeights(f"{index} is not an index of shards ({e!r}); copy it again") from None
+            raise BadWeights(f"{index} is not an index of shards ({e!r}). Copy it again.") from None
         if bad:
-            raise BadWeights(f"{index} points outside its folder: {bad}")
+            raise BadWeights(f"{index} points outside its folder: {bad}.")
         if (folder / WEIGHTS_FILE).exists() and WEIGHTS_FILE not in files:  # transformers would read this one alone
-            raise BadWeights(f"{folder} holds both {WEIGHTS_FILE} and {index.name}: they may be two models; remove one of them")
+            raise BadWeights(f"{folder} holds both {WEIGHTS_FILE} and {index.name}, which may be two models. Remove one.")
     else:
         files = [WEIGHTS_FILE]
     owner: dict[str, tuple[str, Any]] = {}
     for file in files:
         handle = _opened(folder / file)
-        for name in handle.keys():  # noqa: SIM118 (it is no dict)
+        for name in handle.keys():  # noqa: SIM118 (not a dict)
             if name in owner:
-                raise BadWeights(f"tensor {name} is both in {owner[name][0]} and in {file}: is one left from an earlier save?")
+                raise BadWeights(f"Tensor {name} is both in {owner[name][0]} and in {file}. Is one left from an earlier save?")
             owner[name] = file, handle
     return Source(owner, lambda name: owner[name][1].get_tensor(name))
 
 
 def _opened(file: Path) -> Any:
     if not file.exists():
-        raise BadWeights(f"{file} is missing; only safetensors checkpoints are read (no pickle)")
+        raise BadWeights(f"{file} is missing. Only safetensors checkpoints are read (no pickle).")
     try:
         return safe_open(file, framework="pt")
     except Exception as e:

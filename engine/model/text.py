@@ -1,4 +1,4 @@
-"""`Text`: the one face that the engine sees of a tokenizer."""
+"""`Text`: the engine's interface to a tokenizer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from replaylens.tasks.tokenizer import WordTokenizer
 
 
 class Text:
-    """Wraps our `WordTokenizer` or a Hugging Face tokenizer; without one, tokens are numbers and text is refused."""
+    """Wraps our `WordTokenizer` or a Hugging Face tokenizer. Without one, only token ids are accepted."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         known = hasattr(tokenizer, "decode") and not isinstance(tokenizer, bytes | bytearray | type)
@@ -26,18 +26,18 @@ class Text:
         return None if found is None else int(found)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids. `special`: with whatever the tokenizer puts before a prompt."""
+        """The token ids of a text. `special` adds what the tokenizer puts before a prompt."""
         if self.tokenizer is None:
-            raise BadRequest("this engine has no tokenizer: give token ids instead of text, or load it with one")
+            raise BadRequest("This engine has no tokenizer. Give token ids instead of text, or load it with a tokenizer.")
         if self._ours:
             return list(self.tokenizer.encode(text))
         try:
             return list(self.tokenizer.encode(text, add_special_tokens=special))
         except (TypeError, UnicodeError) as e:  # half a surrogate pair
-            raise BadRequest(f"the tokenizer cannot encode {text[:60]!r}: {e}") from e
+            raise BadRequest(f"The tokenizer cannot encode {text[:60]!r}: {e}.") from e
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; without a tokenizer, the ids themselves."""
+        """The text of token ids; without a tokenizer, the ids themselves."""
         if self.tokenizer is None:
             return " ".join(map(str, ids))
         if self._ours:
@@ -45,12 +45,12 @@ class Text:
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def token(self, token_id: int) -> str:
-        """How one token reads."""
+        """The text of one token."""
         return self.decode([token_id])
 
 
 def load_text(folder: Path) -> Text:
-    """The tokenizer that lies in a model folder, if any."""
+    """The tokenizer in a model folder, if any."""
     ours, theirs = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if theirs.exists():
         from transformers import AutoTokenizer

@@ -1,7 +1,7 @@
-"""Loading and saving decoders: our checkpoints, Hugging Face folders, live models, TransformerBridges, GGUF files.
+"""Loads and saves decoders: our checkpoints, Hugging Face folders, models in memory, TransformerBridges, GGUF files.
 
-Whatever the source, config and tensors are checked the same way before anything runs: no field that changes the model and
-is not computed with, all tensors there, right types and shapes, finite.
+Config and tensors of every source are checked before anything runs: no unsupported field that changes the model, no tensor
+missing, right dtypes and shapes, finite values.
 """
 
 import hashlib
@@ -27,16 +27,16 @@ M = TypeVar("M", bound=nn.Module)
 
 CONFIG_FILE = "replaylens.json"
 ADAPTER_FILE = "adapter_config.json"
-"""of the library peft; transformers applies what it describes when it loads the folder"""
+"""written by peft; transformers applies the adapter when it loads the folder"""
 
 
 def load(source: Any, dtype: torch.dtype = torch.float32, check: bool = False) -> Decoder:
     """A decoder from any source: a path (folder or .gguf), a transformers model, a TransformerBridge, or a Decoder.
 
-    check  compare it with what transformers computes, on a few tokens: OtherModel names the first part that differs.
-           BadRequest where there is nothing to compare with: a Decoder, a checkpoint of our own
+    check  compare it with transformers on a few tokens; OtherModel names the first part that differs. BadRequest if
+           transformers has no such model: for a Decoder, or a checkpoint of our own
 
-    The result owns its weights in `dtype`, on the CPU, without gradients.
+    The result owns its weights, in `dtype`, on the CPU, without gradients.
     """
     if isinstance(source, Decoder):
         require_unchecked(check, "a Decoder")
@@ -48,33 +48,33 @@ def load(source: Any, dtype: torch.dtype = torch.float32, check: bool = False) -
     if is_live(source):
         return _load_live(source, dtype, check)
     raise UnsupportedModel(
-        f"cannot load a model from {type(source).__name__}; give a folder, a .gguf file, a transformers model, "
-        "a TransformerBridge or a replaylens Decoder"
+        f"Cannot load a model from {type(source).__name__}. Give a folder, a .gguf file, a transformers model, "
+        "a TransformerBridge or a replaylens Decoder."
     )
 
 
 def is_live(source: Any) -> bool:
-    """Whether it is a model of another library, in memory: a transformers model or a TransformerBridge."""
+    """Whether the source is a transformers model or a TransformerBridge in memory."""
     if isinstance(source, Decoder):
         return False
     return hasattr(source, "original_model") or (isinstance(source, nn.Module) and hasattr(source, "config"))
 
 
 def require_unchecked(check: bool, what: str) -> None:
-    """BadRequest where a check is wanted of something that transformers does not have."""
+    """BadRequest if a check is asked for a source that transformers does not have."""
     if check:
-        raise BadRequest(f"check=True compares with transformers, which has no counterpart of {what}: leave check out")
+        raise BadRequest(f"check=True compares with transformers, which has no counterpart of {what}. Leave check out.")
 
 
 def save(model: Decoder, folder: Path) -> None:
-    """Write config and weights as our own checkpoint; `load(folder)` gives identical bits back."""
+    """Write config and weights as our own checkpoint; `load(folder)` restores identical bits."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(model.config.to_json() + "\n")
     save_file({name: x.contiguous() for name, x in model.state_dict().items()}, folder / WEIGHTS_FILE)
 
 
 def weights_hash(model: nn.Module) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes of all weights: the same weights, the same hash, on any device."""
+    """SHA-256 over names, shapes, dtypes and bytes of all weights. The same weights have the same hash on any device."""
     digest = hashlib.sha256()
     for name, x in sorted(model.state_dict().items()):
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
@@ -83,7 +83,7 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> Decoder:
-    """A decoder around `tensors` (our names), checked; raises BadWeights naming every tensor at fault."""
+    """A decoder with these tensors (our names), checked; BadWeights names the tensors at fault."""
     with torch.device("meta"):
         model = Decoder(config)
     wanted = {name: tuple(x.shape) for name, x in model.state_dict().items()}
@@ -98,14 +98,14 @@ def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> Decoder:
             faults.append(f"{name} holds NaN or infinity as {dtype}")
     if faults:
         shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
-        raise BadWeights(f"weights do not fit the config: {shown}. Check that config and weights belong together.")
+        raise BadWeights(f"The weights do not fit the config: {shown}. Check that config and weights belong together.")
     model = in_dtype(Decoder(config), dtype)
     model.load_state_dict({name: x.to(dtype) for name, x in tensors.items()})
     return model.requires_grad_(False).eval()
 
 
 def in_dtype(model: M, dtype: torch.dtype) -> M:
-    """Mutates the weights, not the rotary tables: their angles stay in float32."""
+    """Mutates: converts the weights, but not the rotary tables, which stay in float32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -114,9 +114,9 @@ def in_dtype(model: M, dtype: torch.dtype) -> M:
 def from_hugging_face(
     raw: dict[str, Any], source: Source, dtype: torch.dtype, reference: Callable[[], nn.Module] | None = None
 ) -> Decoder:
-    """Translate a Hugging Face config and its tensors. What nothing reads is an error, never dropped.
+    """Translate a Hugging Face config and its tensors. A tensor or field that is not used is an error, never dropped.
 
-    reference  makes the transformers model that the result is to be compared with
+    reference  makes the transformers model to compare the result with
     """
     family = family_of(raw)
     require_readable(raw, family)
@@ -124,17 +124,17 @@ def from_hugging_face(
     try:
         config = read_config(raw)
     except KeyError as e:
-        raise UnsupportedModel(f"the {family} config lacks {e}") from None
+        raise UnsupportedModel(f"The {family} config lacks {e}.") from None
     try:
         tensors = read_tensors(config, source.get)
-    except RuntimeError as e:  # q, k and v, or gate and up, that cannot be joined
+    except RuntimeError as e:  # q, k and v, or gate and up, cannot be joined
         near = ", ".join(f"{name} {shape}" for name, shape in list(source.shapes.items())[-3:])
-        raise BadWeights(f"these do not fit together or the config: {near}. Do config and weights match? ({e})") from e
+        raise BadWeights(f"These shapes do not fit: {near} ({e}). Check that config and weights belong together.") from e
     config = _with_its_head(config, tensors, source)
     if extra := source.unread():
         raise BadWeights(
-            f"the checkpoint holds {len(extra)} tensors that a {config.family} model does not have, such as "
-            f"{', '.join(extra[:4])}; leaving them out would change what it computes. Is the config the right one?"
+            f"The checkpoint holds {len(extra)} tensors that a {config.family} model does not have, such as "
+            f"{', '.join(extra[:4])}. Leaving them out would change what it computes. Is the config the right one?"
         )
     model = build(config, tensors, dtype)
     if reference is not None:
@@ -143,9 +143,9 @@ def from_hugging_face(
 
 
 def _with_its_head(config: ModelConfig, tensors: Tensors, source: Source) -> ModelConfig:
-    """The config, untied where the source has a head that is not the embedding: transformers does not tie these either.
+    """The config, untied if the source has a head that differs from the embedding, as transformers does.
 
-    Mutates `tensors`: the head is added.
+    Mutates `tensors`: adds the head.
     """
     if not config.tied_embeddings or source.find(HEAD) is None:
         return config
@@ -160,21 +160,21 @@ def _load_path(path: Path, dtype: torch.dtype, check: bool) -> Decoder:
     if path.suffix == ".gguf":
         return _load_gguf(path, dtype, check)
     if not path.is_dir():
-        raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file")
+        raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file.")
     if (path / CONFIG_FILE).exists():
         require_unchecked(check, f"the checkpoint {path}")
         config = ModelConfig.from_json((path / CONFIG_FILE).read_text())
         source = safetensors(path)
         return build(config, {name: source.get(name) for name in source.names}, dtype)
     if not (path / "config.json").exists():
-        raise UnsupportedModel(f"{path} holds neither {CONFIG_FILE} nor config.json")
+        raise UnsupportedModel(f"{path} holds neither {CONFIG_FILE} nor config.json.")
     if (path / ADAPTER_FILE).exists():
-        raise UnsupportedModel(f"{path} holds an adapter ({ADAPTER_FILE}): merge it into the weights, or remove it")
+        raise UnsupportedModel(f"{path} holds an adapter ({ADAPTER_FILE}). Merge it into the weights, or remove it.")
     return from_hugging_face(_read_config(path), safetensors(path), dtype, (lambda: _reference(path)) if check else None)
 
 
 def _reference(folder: Path) -> nn.Module:
-    """The folder's model as transformers has it, in the types that it is stored in."""
+    """The folder's model in transformers, in its stored dtypes."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -182,22 +182,22 @@ def _reference(folder: Path) -> nn.Module:
             folder, dtype="auto", use_safetensors=True, local_files_only=True
         )
     except Exception as e:
-        raise BadRequest(f"check=True: transformers cannot load {folder}: {type(e).__name__}: {e}") from e
+        raise BadRequest(f"transformers cannot load {folder} to check it: {type(e).__name__}: {e}. Use check=False.") from e
     return model
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json in today's spelling."""
+    """A folder's config.json, normalised to current field names."""
     file = folder / "config.json"
     try:
         written = json.loads(file.read_text())
     except ValueError as e:
-        raise BadConfig(f"{file} is not valid JSON: {e}; copy it again from where the model comes from") from None
+        raise BadConfig(f"{file} is not valid JSON: {e}. Copy it again from the model's source.") from None
     if not isinstance(written, dict):
-        raise BadConfig(f"{file} holds no JSON object; copy it again from where the model comes from")
+        raise BadConfig(f"{file} is not a JSON object. Copy it again from the model's source.")
     if "text_config" not in written:
-        family_of(written)  # refuse by our own list, before transformers refuses by its own
-    from transformers import AutoConfig  # normalises the many spellings of older configs
+        family_of(written)  # an unknown family fails with our list, not with that of transformers
+    from transformers import AutoConfig  # normalises the field names of older configs
 
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -207,7 +207,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _text_config(config: Any) -> dict[str, Any]:
-    """The config of a model, or of the text part of a multimodal one; what the head is, is said by the whole."""
+    """The config of a model, or of the text part of a multimodal one. Fields about the head come from the whole."""
     whole: dict[str, Any] = config.to_dict()
     if not hasattr(config, "text_config"):
         return whole
@@ -222,11 +222,11 @@ def _load_live(model: nn.Module, dtype: torch.dtype, check: bool) -> Decoder:
 
 
 def _load_bridge(bridge: Any, dtype: torch.dtype, check: bool) -> Decoder:
-    """A bridge nests the modules of the model it wraps under `_original_component`, and keeps more copies of them."""
+    """A bridge nests the modules of its model under `_original_component` and keeps further copies of them."""
     if getattr(bridge, "_weights_processed", False):  # norms folded into products, weights centred
         raise UnsupportedModel(
-            "this TransformerBridge has processed its weights (enable_compatibility_mode): they are no longer the "
-            "model's. Load the model before that, or call enable_compatibility_mode(no_processing=True)"
+            "This TransformerBridge has processed its weights (enable_compatibility_mode), so they are no longer the "
+            "model's. Load the model before that, or call enable_compatibility_mode(no_processing=True)."
         )
     model = bridge.original_model
     state = {name.replace("._original_component", ""): x for name, x in model.state_dict().items()}
@@ -238,11 +238,11 @@ def _load_gguf(path: Path, dtype: torch.dtype, check: bool) -> Decoder:
     try:
         import gguf  # noqa: F401
     except ImportError:
-        raise UnsupportedModel("reading a GGUF file needs the package `gguf`: pip install 'replaylens[gguf]'") from None
+        raise UnsupportedModel("Reading a GGUF file needs the package `gguf`. Run pip install 'replaylens[gguf]'.") from None
     from transformers import AutoModelForCausalLM
 
     if not path.exists():
-        raise UnsupportedModel(f"{path} does not exist")
+        raise UnsupportedModel(f"{path} does not exist.")
     try:
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     except Exception as e:

@@ -144,7 +144,7 @@ WRONG = {
     "model to train": (["train", "coin-drafd"], "did you mean 'coin-draft'?"),
     "model to fetch": (["fetch", "smolm2"], "did you mean 'smollm2'?"),
     "model to examine": (["doctor", "smolm2"], "did you mean 'smollm2'?"),
-    "site": (["dump", "--out", "OUT", "--sites", "blocks.0.hook_inn"], "nearest: blocks.0.hook_in"),
+    "site": (["dump", "--out", "OUT", "--sites", "blocks.0.hook_inn"], "Nearest: blocks.0.hook_in"),
     "drafter": (["dump", "--out", "OUT", "--drafter", "lenz"], "did you mean 'lens'?"),
     "dump": (["inspect", "OUT/nothing"], "is not a dump"),
     "knob given twice": (["replay", "--knob", "flips=2", "--knob", "flips=3"], "flips is given twice"),

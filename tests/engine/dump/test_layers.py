@@ -32,9 +32,9 @@ def test_a_dump_of_some_layers(dump: Dump) -> None:
         assert torch.equal(dump.to_torch(letter, layer), dump.to_torch(name))
     assert dump.resolve("S", -1) == ("blocks.1.hook_out", None)
     for layer in (0, 3, None):
-        with pytest.raises(UnknownSite, match="S is stored at layers 1, 2: say which"):
+        with pytest.raises(UnknownSite, match=r"S is stored at layers 1, 2\. Choose"):
             dump.to_torch("S", layer)
-    with pytest.raises(UnknownSite, match="T is stored at layers 1:"):
+    with pytest.raises(UnknownSite, match=r"T is stored at layers 1\."):
         dump.matrix("T", 0)
 
 
@@ -47,7 +47,7 @@ def test_probes_of_some_layers(dump: Dump, run: Run, kind: str) -> None:
     for (letter, layer), name in SOME.items():
         assert (rows.matrix(letter, layer) == rows.matrix(name)).all()
         assert fit_probe(rows, "parity", site=letter, layer=layer, estimator="ridge").site == name
-    with pytest.raises(UnknownSite, match="T is stored at layers 1: say which, not 0"):
+    with pytest.raises(UnknownSite, match=r"T is stored at layers 1\. Choose one of them, not 0"):
         rows.matrix("T", 0)
     with pytest.raises(UnknownSite, match=r"No layer 0\. ST is stored at layers 1, 2"):
         rows.cells("ST", layers=[0, 1])

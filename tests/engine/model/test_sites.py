@@ -208,7 +208,7 @@ def test_unknown_name_lists_the_nearest(wrong: str, near: str) -> None:
         with pytest.raises(KeyError) as caught:
             ask(wrong)
         assert isinstance(caught.value, UnknownSite)
-        assert str(caught.value).startswith(f"no site {wrong!r}") and near in str(caught.value)
+        assert str(caught.value).startswith(f"Unknown site {wrong!r}") and near in str(caught.value)
 
 
 @pytest.mark.parametrize("letter", "STCZ")
@@ -226,9 +226,9 @@ def test_a_letter_names_what_it_selects(letter: str, thinks: bool) -> None:
 @pytest.mark.parametrize("word", ["X", "s", "STX", "STCZX"])
 def test_unknown_letter_is_refused(word: str) -> None:
     """A letter that there is not, also among letters that there are; letters are capital."""
-    with pytest.raises(UnknownSite, match="letters: STCZ"):
+    with pytest.raises(UnknownSite, match="Letters: STCZ"):
         llama().select(word)
-    with pytest.raises(UnknownSite, match="known: S, T, C, Z"):
+    with pytest.raises(UnknownSite, match="Known: S, T, C, Z"):
         llama().letter(word)
 
 

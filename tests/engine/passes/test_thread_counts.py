@@ -238,7 +238,7 @@ def test_a_hook_that_changes_the_threads_fails_alone(model: Decoder) -> None:
     engine = Engine(model)
     good, bad = engine.prompts([PATH[:20], PATH[:19]])
     (hooked,) = bad.fork(hooks=[("blocks.1.hook_in", lambda value, context: torch.set_num_threads(2))])
-    with pytest.raises(ModesChanged, match="a hook function changed the number of threads"):
+    with pytest.raises(ModesChanged, match="A hook function changed the number of threads"):
         hooked.force(PATH[19:30])
     assert torch.get_num_threads() == 1
     assert torch.equal(good.force(PATH[20:30]).kv(), truth) and hooked.length == 19
@@ -362,7 +362,7 @@ def elsewhere(work: Callable[..., None], *arguments: object) -> None:
 
 def test_a_mode_that_another_thread_changes_during_a_pass_is_noticed() -> None:
     try:
-        with pytest.raises(ModesChanged, match="another thread changed"), modes.canonical():
+        with pytest.raises(ModesChanged, match="Another thread changed"), modes.canonical():
             elsewhere(set_precision, "tf32")
         assert modes._read() == (True, "tf32"), "the user's latest word stays"
         with modes.canonical():
@@ -378,7 +378,7 @@ def test_a_mode_that_another_pass_has_set_right_again_is_noticed_too() -> None:
             pass
 
     try:
-        with pytest.raises(ModesChanged, match="another thread changed"), modes.canonical():
+        with pytest.raises(ModesChanged, match="Another thread changed"), modes.canonical():
             elsewhere(set_precision, "tf32")
             elsewhere(hold)
     finally:

@@ -91,7 +91,7 @@ def test_filters_and_slices(served: Engine) -> None:
     assert all(v.shape == (2, 6, 32) for v in some.values()) and len(some) == 6
     _, last = served.run_with_cache(TOKENS, ["blocks.0.hook_in"], pos_slice=-1)
     assert last["blocks.0.hook_in"].shape == (2, 1, 32)
-    with pytest.raises(UnknownSite, match="nearest"):
+    with pytest.raises(UnknownSite, match="Nearest"):
         served.run_with_cache(TOKENS, "blocks.0.hook_on")
     with pytest.raises(BadRequest, match="differ in length"):
         served.run_with_cache([[1, 2], [3]])

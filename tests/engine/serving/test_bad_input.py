@@ -80,7 +80,7 @@ PROMPTS: dict[str, tuple[Call, type[EngineError], str]] = {
     "none": (lambda s: s.engine.prompt([1, None]), BadRequest, "Token None is not in the vocabulary"),
     "bool": (lambda s: s.engine.prompt([True, 2]), BadRequest, "Token True is not in the vocabulary"),
     "a string among ids": (lambda s: s.engine.prompt([1, "2"]), BadRequest, "Token '2' is not in the vocabulary"),
-    "text without a tokenizer": (lambda s: s.engine.prompt("heads"), BadRequest, "no tokenizer: give token ids"),
+    "text without a tokenizer": (lambda s: s.engine.prompt("heads"), BadRequest, "no tokenizer. Give token ids"),
     "unknown letter": (lambda s: s.engine.prompt([1], sites="SQ"), UnknownSite, "SQ"),
     "unknown site": (lambda s: s.engine.prompt([1], sites=["blocks.7.hook_in"]), UnknownSite, "blocks"),
     "misspelt site": (lambda s: s.engine.prompt([1], sites=["blocks.0.hook_inn"]), UnknownSite, "blocks.0.hook_in"),

@@ -143,7 +143,7 @@ CASES: dict[str, Case] = {
     "drafter of none": (lambda e, b: b.generate(3, drafter=None), BadRequest, "drafter=None. Give the name of a drafter"),
     "deterministic by a word": (lambda e, b: b.generate(3, deterministic="no"), BadRequest, "deterministic='no'. Give True or"),
     "a number for sites": (lambda e, b: e.prompt([1], sites=5), BadRequest, "sites=5. Give letters such as 'STCZ'"),
-    "numbers for sites": (lambda e, b: e.prompt([1], sites=[5]), UnknownSite, "a site's name is text, not 5"),
+    "numbers for sites": (lambda e, b: e.prompt([1], sites=[5]), UnknownSite, "Invalid site 5"),
     "top_k without Z": (lambda e, b: e.prompt([1], top_k=3), BadRequest, "Z is not captured. Ask for it, e.g. with sites='Z'"),
     "targets without Z": (lambda e, b: e.prompt([1], sites="S", targets=[3]), BadRequest, "Z is not captured"),
     "full without Z": (lambda e, b: e.prompt([1], full=True), BadRequest, "Z is not captured"),
@@ -154,7 +154,7 @@ CASES: dict[str, Case] = {
         "Invalid hook 'x'. Give a list of .site name, function",
     ),
     "a hook that is no function": (lambda e, b: b.fork(hooks=[("blocks.0.hook_in", 3)]), BadEdit, "function"),
-    "a hook at no site": (lambda e, b: b.fork(hooks=[("blocks.0.hook_inn", print)]), UnknownSite, "nearest"),
+    "a hook at no site": (lambda e, b: b.fork(hooks=[("blocks.0.hook_inn", print)]), UnknownSite, "Nearest"),
     "hooks as a dict": (lambda e, b: e.prompt([1], hooks={"blocks.0.hook_in": print}), BadEdit, "hooks=.*Give a list"),
     "an edit for edits": (lambda e, b: b.fork(edits=Edit("S", "zero")), BadEdit, "edits=.*Give a list of Edits"),
     "a gradient": (
