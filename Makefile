@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type bench notebooks soak slow gpu smollm2 pictures clean
+.PHONY: demo test lint type bench notebooks soak mutants slow gpu smollm2 pictures clean
 
 demo: $(STAMP)
 	$(BIN)/replaylens demo
@@ -33,6 +33,9 @@ notebooks: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak --operations $(or $(OPERATIONS),100000) --seed $(or $(SEED),0)
+
+mutants: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs 2
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow

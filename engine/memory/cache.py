@@ -1,4 +1,4 @@
-"""`KVCache`: the key and value tensors behind the page tables."""
+"""`KVCache`: the key and value tensors that page tables refer to."""
 
 import hashlib
 import os
@@ -97,7 +97,7 @@ def _next_link(previous: int, token: int, position: int) -> int:
 
 
 def require_memory(config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """BadRequest where the KV of so many tokens is more than the machine, or the device, has memory at all."""
+    """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or device."""
     wanted = num_tokens * config.num_layers * 2 * config.num_kv_heads * config.d_head * dtype.itemsize
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
@@ -105,6 +105,6 @@ def require_memory(config: ModelConfig, num_tokens: int, dtype: torch.dtype, dev
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > there:
         raise BadRequest(
-            f"cache_tokens={num_tokens}: their KV takes {wanted / 2**30:,.0f} GiB, and there are {there / 2**30:,.0f} GiB of "
-            f"memory. Give at most {num_tokens * there // wanted}"
+            f"cache_tokens={num_tokens} needs {wanted / 2**30:,.0f} GiB for KV, but there are only {there / 2**30:,.0f} GiB of "
+            f"memory. Give at most {num_tokens * there // wanted}."
         )

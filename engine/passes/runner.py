@@ -1,6 +1,6 @@
 """`Runner`: one model with its KV cache on one device, and the two kinds of pass over packed rows."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
@@ -90,11 +90,15 @@ class Runner:
         limit = torch.get_num_threads() if self.device != "cpu" or rows * self._largest >= self.worth_threads else 1
         return modes.canonical(self._threads_for(limit))
 
+    def _held(self, rows: int) -> AbstractContextManager[None]:
+        """`canonical` for a pass. On CUDA a pass computes nothing on the host, so it neither needs nor pays for the modes."""
+        return self.canonical(rows) if self.device == "cpu" else nullcontext()
+
     @torch.inference_mode()
     def exact(self, segments: list[Segment], tap: Tap | None = None, stop_at_layer: int | None = None) -> PassResult:
         """The canonical pass: the bits of a row depend on its own path alone. Mutates the cache at the segments' rows."""
         batch = Batch(segments, self.pool, self.certificate.query_rows, self.tile, self.device)
-        with self.canonical(batch.padded):
+        with self._held(batch.padded):
             residual = self._replayed(batch, tap, exact=True) if stop_at_layer is None else None
             if residual is None:
                 ops = self.ops(batch, self.cache)
@@ -148,14 +152,14 @@ class Runner:
 
     def logits(self, residual: Tensor) -> Tensor:
         """Canonical logits of residual rows [rows, d_model] after any layer: the model's own, or the logit lens."""
-        with self.canonical(len(residual)):
+        with self._held(len(residual)):
             return self._head(residual, PassTap(frozenset()))
 
     def head(self, residual: Tensor, sites: list[str]) -> Rows:
         """The sites `ln_final.hook_out` and `unembed.hook_out` of residual rows after the last block."""
         tap = PassTap(frozenset(sites))
         pieces: dict[str, list[Tensor]] = {site: [] for site in sites}
-        with self.canonical(len(residual)):
+        with self._held(len(residual)):
             for piece in residual.split(LENS_ROWS):
                 self._head(piece, tap)
                 for site in sites:

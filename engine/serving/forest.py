@@ -201,11 +201,11 @@ class Forest:
         """Wait until submitted jobs are done, stepping the loop if no other thread does. Raises the first error among them."""
         with tqdm(total=sum(job.new_tokens for job in jobs), unit="token", disable=not progress) as bar:
 
-            def done() -> bool:
+            def show() -> None:
                 bar.update(sum(job.generated for job in jobs) - bar.n)
-                return all(job.done for job in jobs)
 
-            self.lock.drive(self.loop.step, done)
+            self.lock.drive(self.loop.step, lambda: all(job.done for job in jobs), show if progress else None)
+            show()
         for job in jobs:
             if job.error is not None:
                 raise job.error
@@ -265,10 +265,10 @@ class Forest:
             str(self.prefix.check_integrity()),
         ]
         for lane in self.loop.lanes.values():
-            if lane.computed > lane.table.length or lane.computed > len(self.tree.branch(lane.branch).tokens):
-                raise IntegrityError(
-                    f"Branch {lane.branch} has {lane.computed} computed positions but {lane.table.length} slots."
-                )
+            tokens = len(self.tree.branch(lane.branch).tokens)
+            if lane.computed > min(lane.table.length, tokens):
+                counts = f"{lane.computed} computed positions, {lane.table.length} slots, {tokens} tokens"
+                raise IntegrityError(f"Branch {lane.branch}: {counts}.")
             if lane.recording is not None:
                 lane.recording.check_integrity()
         return lines

@@ -4,7 +4,7 @@
 |------------------------------------|-------------------------------------------------------------------------------------|
 | a call that reads or changes state | waits for the current step, then runs before the next one                           |
 | the first thread with work         | drives: it steps the loop for the work of all threads until its own is done         |
-| other threads with work            | wait; after each step they check whether theirs is done, or whether no thread drives|
+| other threads with work            | wait until theirs is done, or no thread drives: then one of them does               |
 
 So requests of several threads share passes, and another thread takes over from a driver that fails or is interrupted.
 """
@@ -32,8 +32,8 @@ class EngineLock:
         """held while waiting for `_held`; the driver acquires it between steps, so that no thread waits for two of them"""
         self._wheel = threading.Lock()
         """held by the driving thread"""
-        self._waiting: deque[threading.Lock] = deque()
-        """one acquired lock per waiting thread; releasing it wakes the thread"""
+        self._waiting: deque[tuple[Callable[[], bool], threading.Lock]] = deque()
+        """what each waiting thread waits for, and an acquired lock; releasing it wakes the thread"""
         self._stepping: int | None = None
         """the id of the thread that is within a step"""
         self._left_over: deque[Callable[[], object]] = deque()
@@ -44,10 +44,11 @@ class EngineLock:
         with first, self._held:
             return work(*args, **kwargs)
 
-    def drive(self, step: Callable[[], object], until: Callable[[], bool]) -> None:
+    def drive(self, step: Callable[[], object], until: Callable[[], bool], watch: Callable[[], object] | None = None) -> None:
         """Return once `until()` is true. This thread, or another waiting one, calls `step` as often as it takes.
 
-        until  fast, and stays true once it is: it is called between steps, without the lock
+        until  fast, and stays true once it is: the driving thread calls it after each step, without the lock
+        watch  called in this thread after steps, whichever thread makes them
 
         Precondition: this thread is not within `alone`. An error in `step` is raised in the thread that called it.
         """
@@ -55,17 +56,22 @@ class EngineLock:
         while not until():
             wake = threading.Lock()
             wake.acquire()
-            self._waiting.append(wake)  # before trying the wheel: if another thread holds it, it will wake this one
+            # before trying the wheel: if another thread holds it, it wakes this one when its work is done, or when it leaves
+            self._waiting.append((until if watch is None else _always, wake))
             with held_interrupt() as interrupted:  # at most one step long
                 if self._wheel.acquire(blocking=False):
                     try:
                         while not until() and not interrupted():
                             self._step(step)
-                            self._wake_all()
+                            self._wake(lambda ready: ready())
+                            if watch is not None:
+                                watch()
                     finally:
                         self._wheel.release()
-                        self._wake_all()
-            wake.acquire()  # returns at once after a step of this thread
+                        self._wake(lambda ready: True)
+            wake.acquire()  # returns at once if this thread drove
+            if watch is not None:
+                watch()
 
     def refuse_within_step(self) -> None:
         """BadRequest for a call from within a step. Only a hook function or a listener can make one."""
@@ -83,13 +89,17 @@ class EngineLock:
             finally:
                 self._stepping = None
 
-    def _wake_all(self) -> None:
-        while True:
+    def _wake(self, whom: Callable[[Callable[[], bool]], bool]) -> None:
+        """Wake the waiting threads whose condition `whom` accepts."""
+        for _ in range(len(self._waiting)):
             try:
-                wake = self._waiting.popleft()
+                ready, wake = self._waiting.popleft()
             except IndexError:  # empty; a thread that waits from now on is woken by the next driver
                 return
-            wake.release()
+            if whom(ready):
+                wake.release()
+            else:
+                self._waiting.append((ready, wake))
 
     def soon(self, work: Callable[[], object]) -> None:
         """Do `work` now if the engine is free, else in `tidy`. For finalizers, which run anywhere and must not block."""
@@ -108,6 +118,10 @@ class EngineLock:
         """Do the work that finalizers left. Precondition: within `alone`, not within a step."""
         while self._left_over:
             self._left_over.popleft()()
+
+
+def _always() -> bool:
+    return True
 
 
 class Locked(Protocol):

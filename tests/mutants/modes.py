@@ -24,7 +24,7 @@ MODES = (
     Mutant(
         "pass-without-hold",
         "replaylens.engine.passes.runner",
-        "        with self.canonical(batch.padded):\n",
+        "        with self._held(batch.padded):\n",
         "        if True:\n",
         "a canonical pass holds the modes",
         (f"{_TESTS}::test_a_mode_set_after_loading_moves_no_bit",),

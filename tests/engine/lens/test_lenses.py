@@ -27,7 +27,7 @@ def lens_for(subject: Engine) -> TunedLens:
 @models
 def test_a_lens_that_was_not_made_known_is_named(name: str) -> None:
     """Before anything is computed; nothing is left of the prompt, and the engine goes on."""
-    knows, subject = Engine.load(name), Engine.load(name)
+    knows, subject = Engine.load(name), Engine.load(name, record=True)
     capture = knows.capture_spec("Z", lens=lens_for(knows))
     free, events = subject.runner.pool.num_free, len(subject.trace.events)
     plant = getattr(subject, "_thought_along", subject._planted)
@@ -42,9 +42,9 @@ def test_a_lens_that_was_not_made_known_is_named(name: str) -> None:
 
 @models
 def test_a_trace_through_a_lens_that_was_not_made_known_is_named(name: str) -> None:
-    recorded, other, knows = Engine.load(name), Engine.load(name), Engine.load(name)
+    recorded, other, knows = Engine.load(name, record=True), Engine.load(name), Engine.load(name)
     branch = recorded.prompt(TEXT, sites="Z", lens=lens_for(recorded))
-    with pytest.raises(BadTrace, match="make it known"):
+    with pytest.raises(BadTrace, match="Add it with"):
         other.replay_trace(recorded.trace)
     knows.capture_spec("Z", lens=lens_for(knows))
     again = knows.replay_trace(recorded.trace)[branch.id]
@@ -65,7 +65,7 @@ def test_a_lens_of_another_model_is_refused_and_not_kept() -> None:
     lens = lens_for(other)
     with pytest.raises(OtherFingerprint, match="another unembedding"):
         subject.capture_spec("Z", lens=lens)
-    with pytest.raises(BadRequest, match="make it known"):
+    with pytest.raises(BadRequest, match="Add it with"):
         subject.lenses.of(other.capture_spec("Z", lens=lens).lens)
 
 

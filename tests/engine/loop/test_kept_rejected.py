@@ -57,12 +57,12 @@ def test_also_after_the_path_it_was_cut_from_went_elsewhere() -> None:
 def test_rows_that_nobody_asked_for_are_not_there() -> None:
     """The rejected branch itself has no rows without keep_rejected at the prompt, and says how to get them."""
     _, rejected = rejected_of(engine(), False, sites="S")
-    with pytest.raises(BadRequest, match="nothing was captured"):
+    with pytest.raises(BadRequest, match="Nothing was captured"):
         _ = rejected[0].activations
 
 
 def test_without_a_capture_a_fork_has_none() -> None:
     _, rejected = rejected_of(engine(), False)
     (fork,) = rejected[0].fork()
-    with pytest.raises(BadRequest, match="nothing was captured"):
+    with pytest.raises(BadRequest, match="Nothing was captured"):
         _ = fork.generate(2).activations

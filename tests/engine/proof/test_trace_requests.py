@@ -29,7 +29,7 @@ def test_a_trace_with_a_tuned_lens_says_how_to_make_it_known(served: Engine) -> 
     lens = tuned_lens.train(served.model, rows, steps=1)
     recorded, other = fresh(), fresh()
     branch = recorded.prompt(PROMPT, sites="Z", lens=lens)
-    with pytest.raises(BadTrace, match="make it known with"):
+    with pytest.raises(BadTrace, match="Add it with"):
         other.replay_trace(recorded.trace)
     knows = fresh()
     knows.capture_spec("Z", lens=lens)

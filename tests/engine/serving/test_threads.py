@@ -23,6 +23,7 @@ from replaylens.engine.errors import BadRequest, ClosedBranch, EngineError
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.serving import forest
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.lock import EngineLock
 from replaylens.tasks import WordTokenizer
@@ -138,7 +139,7 @@ def test_without_the_lock_the_checker_finds_wrong_results(monkeypatch: pytest.Mo
     def alone(_: EngineLock, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return work(*args, **kwargs)
 
-    def drive(_: EngineLock, step: Callable[[], object], until: Callable[[], bool]) -> None:
+    def drive(_: EngineLock, step: Callable[[], object], until: Callable[[], bool], watch: object = None) -> None:
         while not until():
             step()
 
@@ -186,6 +187,22 @@ def wait_for(condition: Callable[[], bool]) -> None:
             return
         pause.wait(0.001)
     pytest.fail("it never came to this")
+
+
+def test_progress_is_shown_by_the_thread_that_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever drives: the bar of a waiting thread moves in its own thread, and to the end."""
+    subject = engine()
+    branches = subject.prompts([[1, 2, 3], [4, 5, 6]])
+    shown: dict[int, list[float]] = {}
+
+    class Bar(forest.tqdm):  # type: ignore[misc, name-defined]
+        def update(self, n: float = 1) -> None:
+            shown.setdefault(threading.get_ident(), []).append(n)
+            super().update(n)
+
+    monkeypatch.setattr(forest, "tqdm", Bar)
+    all_at_once(*(lambda b=b: b.generate(6, window=1, progress=True) for b in branches))
+    assert len(shown) == 2 and all(sum(steps) == 6 for steps in shown.values())
 
 
 def test_nobody_sees_the_middle_of_a_step() -> None:
@@ -257,7 +274,7 @@ def test_a_waiting_thread_that_is_interrupted_takes_its_request_along() -> None:
             wait_for(lambda: in_line(subject))
         if count == 2:  # the main thread has submitted, and waits
             assert len(subject.loop.jobs) == 2
-            wait_for(lambda: len(subject.lock._waiting) == 1)
+            wait_for(lambda: len(subject.lock._waiting) == 2)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             resume.wait(0.2)
         return exact(*args)
@@ -305,7 +322,7 @@ def test_a_hook_cannot_run_its_own_engine() -> None:
         found.append(branch.tokens)
         works = (lambda: subject.prompt([5]), lambda: branch.generate(2), lambda: branch.rollback(3), branch.fork)
         for call in (*works, branch.release):
-            with pytest.raises(BadRequest, match="may read, no more"):
+            with pytest.raises(BadRequest, match="may only read"):
                 call()
 
     (hooked,) = branch.fork(hooks=[("blocks.0.hook_in", hook)])

@@ -94,11 +94,11 @@ CASES: dict[str, tuple[Call, type[EngineError], str]] = {
     "force an unknown token": (lambda d: d.engine.force_all([d.a, d.b], [[1], [VOCAB]]), BadRequest, "vocabulary"),
     "a prompt that is none": (lambda d: d.engine.prompts([[1, 2], []], sites="S"), BadRequest, "empty"),
     "a prompt out of the vocabulary": (lambda d: d.engine.prompts([[1, 2], [VOCAB]]), BadRequest, "vocabulary"),
-    "fork beyond the tip": (lambda d: d.a.fork(3, at=99), EngineError, "cannot fork it at 99"),
-    "rollback into the prompt": (lambda d: d.a.rollback(1), EngineError, "possible are 3"),
+    "fork beyond the tip": (lambda d: d.a.fork(3, at=99), EngineError, "Cannot fork it at 99"),
+    "rollback into the prompt": (lambda d: d.a.rollback(1), EngineError, "Use 3"),
     "rollback of a streamed one": (lambda d: d.streamed.rollback(2), BadRequest, "is busy"),
     "release twice": (lambda d: d.released.release(), ClosedBranch, "released"),
-    "cancel another engine's job": (lambda d: d.engine.cancel(Job(d.foreign.lane, 3)), BadRequest, "none of this engine's"),
+    "cancel another engine's job": (lambda d: d.engine.cancel(Job(d.foreign.lane, 3)), BadRequest, "not a branch of this"),
     "a drafter that is not there": (lambda d: d.engine.generate([d.a, d.b], 3, drafter="oracle"), BadRequest, "oracle"),
 }
 
