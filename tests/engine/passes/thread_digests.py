@@ -40,7 +40,7 @@ def main(folder: Path) -> dict[str, Any]:
 
 def dump(engine: Engine, folder: Path) -> str:
     """What `replaylens demo` writes, of fewer stories."""
-    stories = tasks.get("coin")(flips=(1, 6), rendering="steps").examples(12)
+    stories = tasks.get("coin")(flips=(1, 6), rendering="steps").examples(6)
     run = engine.replay(stories, sites="STCZ", drafter="model", window=4, progress=False)
     return str(run.save(folder / "dump").digest)
 
