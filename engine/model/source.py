@@ -81,15 +81,24 @@ def safetensors(folder: Path) -> Source:
             raise BadWeights(f"{index} is not an index of shards ({e!r}); copy it again") from None
         if bad:
             raise BadWeights(f"{index} points outside its folder: {bad}")
+        if (folder / WEIGHTS_FILE).exists() and WEIGHTS_FILE not in files:  # transformers would read this one alone
+            raise BadWeights(f"{folder} holds both {WEIGHTS_FILE} and {index.name}: they may be two models; remove one of them")
     else:
         files = [WEIGHTS_FILE]
-    owner: dict[str, Any] = {}
-    for name in files:
-        if not (folder / name).exists():
-            raise BadWeights(f"{folder / name} is missing; only safetensors checkpoints are read (no pickle)")
-        try:
-            handle = safe_open(folder / name, framework="pt")
-        except Exception as e:
-            raise BadWeights(f"{folder / name} is not a readable safetensors file: {e}") from e
-        owner.update(dict.fromkeys(handle.keys(), handle))
-    return Source(owner, lambda name: owner[name].get_tensor(name))
+    owner: dict[str, tuple[str, Any]] = {}
+    for file in files:
+        handle = _opened(folder / file)
+        for name in handle.keys():  # noqa: SIM118 (it is no dict)
+            if name in owner:
+                raise BadWeights(f"tensor {name} is both in {owner[name][0]} and in {file}: is one left from an earlier save?")
+            owner[name] = file, handle
+    return Source(owner, lambda name: owner[name][1].get_tensor(name))
+
+
+def _opened(file: Path) -> Any:
+    if not file.exists():
+        raise BadWeights(f"{file} is missing; only safetensors checkpoints are read (no pickle)")
+    try:
+        return safe_open(file, framework="pt")
+    except Exception as e:
+        raise BadWeights(f"{file} is not a readable safetensors file: {e}") from e

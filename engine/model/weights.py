@@ -26,6 +26,8 @@ from replaylens.engine.model.source import HEAD, WEIGHTS_FILE, Source, safetenso
 M = TypeVar("M", bound=nn.Module)
 
 CONFIG_FILE = "replaylens.json"
+ADAPTER_FILE = "adapter_config.json"
+"""of the library peft; transformers applies what it describes when it loads the folder"""
 
 
 def load(source: Any, dtype: torch.dtype = torch.float32, check: bool = False) -> Decoder:
@@ -166,6 +168,8 @@ def _load_path(path: Path, dtype: torch.dtype, check: bool) -> Decoder:
         return build(config, {name: source.get(name) for name in source.names}, dtype)
     if not (path / "config.json").exists():
         raise UnsupportedModel(f"{path} holds neither {CONFIG_FILE} nor config.json")
+    if (path / ADAPTER_FILE).exists():
+        raise UnsupportedModel(f"{path} holds an adapter ({ADAPTER_FILE}): merge it into the weights, or remove it")
     return from_hugging_face(_read_config(path), safetensors(path), dtype, (lambda: _reference(path)) if check else None)
 
 

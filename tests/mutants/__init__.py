@@ -6,7 +6,7 @@ that must fail, and prints which faults were killed and which survived. The chec
 | file                                            | holds                                              |
 |-------------------------------------------------|----------------------------------------------------|
 | `mutant.py`                                     | `Mutant`: what is replaced, what that breaks       |
-| `engine.py` `memory.py` `dumps.py` `probes.py` `tasks.py` `thinking.py` | the faults, as data       |
+| `engine.py` `memory.py` `modes.py` `dumps.py` `probes.py` `tasks.py` `thinking.py` `holes.py` | the faults, as data |
 | `table.py`                                      | all of them                                        |
 | `campaign.py`                                   | scratch copies, test runs, outcomes                |
 | `quick.py`                                      | how Hypothesis runs in them                        |

@@ -9,7 +9,7 @@ PROBES = (
         "most = np.max([drawn.max(1) for _, drawn in standard], axis=0)",
         "most = standard[0][1].max(1)",
         "family-wise p-values count all cells",
-        ("tests/probes/test_statistics.py",),
+        ("tests/probes/test_statistics.py::test_max_statistic_runs_over_all_families",),
     ),
     Mutant(
         "p-value-of-zero",
@@ -17,7 +17,7 @@ PROBES = (
         "return (1 + (self.drawn >= self.observed - 1e-12).sum(0)) / (1 + len(self.drawn))",
         "return (self.drawn >= self.observed - 1e-12).sum(0) / len(self.drawn)",
         "no permutation test gives a p-value of zero",
-        ("tests/probes/test_statistics.py",),
+        ("tests/probes/test_statistics.py::test_p_values_are_small_only_where_something_is",),
     ),
     Mutant(
         "interval-not-widened",
@@ -73,7 +73,7 @@ PROBES = (
         'rank[np.argsort(keys, kind="stable")] = np.arange(len(different))',
         "rank[:] = np.arange(len(different))",
         "a root's fold is drawn by the seed",
-        ("tests/probes/test_rows.py",),
+        ("tests/probes/test_rows.py::test_folds_do_not_depend_on_the_rows",),
     ),
     Mutant(
         "majority-of-the-training-rows",

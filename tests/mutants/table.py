@@ -2,9 +2,11 @@
 
 from tests.mutants.dumps import DUMPS
 from tests.mutants.engine import ENGINE
+from tests.mutants.holes import HOLES
 from tests.mutants.memory import MEMORY
+from tests.mutants.modes import MODES
 from tests.mutants.probes import PROBES
 from tests.mutants.tasks import TASKS
 from tests.mutants.thinking import THINKING
 
-MUTANTS = (*ENGINE, *MEMORY, *DUMPS, *PROBES, *TASKS, *THINKING)
+MUTANTS = (*ENGINE, *MEMORY, *MODES, *DUMPS, *PROBES, *TASKS, *THINKING, *HOLES)

@@ -9,7 +9,7 @@ TASKS = (
         "self.claim(piece[1:])\n                    self.announced = False",
         "self.claim(piece[1:])",
         "a stated face announces no further actor",
-        ("tests/tasks/test_coin.py",),
+        ("tests/tasks/test_coin.py::test_outcomes_after_a_stated_face",),
     ),
     Mutant(
         "chance-without-sets",
@@ -17,7 +17,7 @@ TASKS = (
         "max((1 - reset) * p, (1 - reset) * (1 - p), reset / len(FACES))",
         "max((1 - reset) * p, (1 - reset) * (1 - p))",
         "the chance of the next action is that of the likeliest one",
-        ("tests/tasks/test_known_zeros.py",),
+        ("tests/tasks/test_known_zeros.py::test_chance_follows_p_and_resets",),
     ),
     Mutant(
         "chance-of-keeps-forgotten",
@@ -25,7 +25,7 @@ TASKS = (
         "max((1 - reset) * p, (1 - reset) * (1 - p), reset / len(FACES))",
         "max((1 - reset) * p, reset / len(FACES))",
         "the chance of the next action is that of the likeliest one",
-        ("tests/tasks/test_known_zeros.py",),
+        ("tests/tasks/test_known_zeros.py::test_chance_follows_p_and_resets",),
     ),
     Mutant(
         "labels-one-character-early",

@@ -1,6 +1,8 @@
 """A loaded model is the model that it was loaded from. Each silent difference, planted, is found by the check alone."""
 
 import copy
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from replaylens import Engine
@@ -16,7 +19,7 @@ from replaylens.engine.model import weights
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
-from replaylens.engine.model.weights import load, save, weights_hash
+from replaylens.engine.model.weights import WEIGHTS_FILE, load, save, weights_hash
 from tests.engine.model.test_weights import edit, edit_json, write_gguf
 from tests.engine.replay.bridges import bridge
 from tests.families import GROUPED, NAMES, hugging_face
@@ -383,6 +386,36 @@ def test_a_model_without_values_is_named() -> None:
         empty = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
     with pytest.raises(BadWeights, match="no values"):
         load(empty)
+
+
+# Folders of which one could read two models
+
+
+def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
+    """A shard left over from an earlier save: whichever was read last would win."""
+    hugging_face("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    first, second = sorted(tmp_path.glob("model-*.safetensors"))[:2]
+    name, stale = next(iter(load_file(second).items()))
+    save_file({**load_file(first), name: stale * 2}, first)
+    with pytest.raises(BadWeights, match=rf"{re.escape(name)} .* both in"):
+        load(tmp_path)
+
+
+def test_one_file_beside_an_index_of_shards_is_named(tmp_path: Path) -> None:
+    """Transformers reads the one file, others the shards: they may be two models."""
+    hugging_face("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    hugging_face("qwen2").save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / WEIGHTS_FILE, tmp_path)
+    with pytest.raises(BadWeights, match=r"holds both model\.safetensors and .*index\.json.*remove"):
+        load(tmp_path)
+
+
+def test_an_adapter_beside_the_weights_is_named(folder: Callable[[str], Path]) -> None:
+    """Transformers would apply it without a word."""
+    at = folder("llama")
+    (at / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match=r"adapter.*merge it"):
+        load(at)
 
 
 # Multimodal models

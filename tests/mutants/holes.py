@@ -1,0 +1,89 @@
+"""Holes that were found and closed, opened again: what passed for certified before their tests were there."""
+
+from tests.mutants.mutant import Mutant
+
+HOLES = (
+    Mutant(
+        "users-threads-not-held-off",
+        "replaylens.engine.model.modes",
+        "        torch.set_flush_denormal(False)\n    _set_threads(count)\n",
+        "        torch.set_flush_denormal(False)\n    count = torch.get_num_threads()\n",
+        "the number of threads may change after loading without moving a bit",
+        (
+            "tests/engine/passes/test_thread_counts.py::test_the_number_of_threads_may_change_after_loading",
+            "tests/engine/passes/test_thread_counts.py::test_every_pass_is_held_and_given_back",
+        ),
+    ),
+    Mutant(
+        "modes-not-checked",
+        "replaylens.engine.model.modes",
+        "            if self.disturbed != entered or _read() != _PROCESS_MODES:",
+        "            if _read() != _PROCESS_MODES:",
+        "modes that another thread changed in the middle of a pass are noticed",
+        ("tests/engine/passes/test_thread_counts.py::test_a_mode_that_another_pass_has_set_right_again_is_noticed_too",),
+    ),
+    Mutant(
+        "columns-cut-to-the-length",
+        "replaylens.engine.replay.interop",
+        'return value[..., :length] if name.endswith("hook_pattern") else value',
+        "return value[..., :length] if value.ndim > 2 else value",
+        "run_with_cache gives whole rows, however few tokens there are",
+        ("tests/engine/replay/test_interop.py::test_every_site_has_the_shape_that_transformer_lens_gives_it",),
+    ),
+    Mutant(
+        "no-lock",
+        "replaylens.engine.serving.lock",
+        "        with first, self._held:\n            return work(*args, **kwargs)",
+        "        return work(*args, **kwargs)",
+        "one thread at a time changes an engine's state",
+        ("tests/engine/serving/test_threads.py::test_nobody_sees_the_middle_of_a_step",),
+    ),
+    Mutant(
+        "own-head-taken-for-the-embedding",
+        "replaylens.engine.model.weights",
+        'if torch.equal(head, tensors["embed"]):',
+        'if head.shape == tensors["embed"].shape:',
+        "a tied config with a head of its own is not tied",
+        ("tests/engine/model/test_check.py::test_a_head_of_its_own_unties_a_tied_config",),
+    ),
+    Mutant(
+        "rows-not-copied",
+        "replaylens.engine.request.capture",
+        "return pieces[0].clone() if len(pieces) == 1",
+        "return pieces[0] if len(pieces) == 1",
+        "changing captured rows in place changes no branch",
+        ("tests/engine/memory/test_aliases.py",),
+    ),
+    Mutant(
+        "branch-given-twice",
+        "replaylens.engine.serving.forest",
+        "            if times[branch] > 1:",
+        "            if times[branch] > 2:",
+        "a request that is refused changes nothing",
+        ("tests/engine/serving/test_whole_requests.py",),
+    ),
+    Mutant(
+        "kv-of-a-preempted-branch",
+        "replaylens.engine.serving.forest",
+        "(self.held_kv(lane) if lane.computed >= committed else None)",
+        "self.held_kv(lane)",
+        "KV of a preempted branch is computed again, not cut short",
+        ("tests/engine/serving/test_kv.py",),
+    ),
+    Mutant(
+        "capture-of-a-kept-draft-lost",
+        "replaylens.engine.serving.forest",
+        "recorded = lane.template if lane.recording is None else lane.recording",
+        "recorded = lane.recording",
+        "a fork of a kept rejected draft keeps its capture",
+        ("tests/engine/loop/test_kept_rejected.py",),
+    ),
+    Mutant(
+        "released-records-kept",
+        "replaylens.engine.memory.tree",
+        "self._released[branch_id] = self._live.pop(branch_id)",
+        "self._released[branch_id] = self._live[branch_id]",
+        "requests that are released leave nothing behind",
+        ("tests/engine/serving/test_memory.py::test_forks_of_a_branch_that_stays",),
+    ),
+)
