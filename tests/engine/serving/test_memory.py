@@ -180,7 +180,7 @@ def test_a_handle_keeps_its_record() -> None:
     assert fork.tokens == tokens and fork.status.value == "released"
     assert str(root.tree()).count("\n") == drawn.count("\n"), "the same lines; released ones say so"
     del fork
-    with pytest.raises(UnknownBranch, match="released and nobody holds it"):
+    with pytest.raises(UnknownBranch, match="released and nothing refers to it"):
         subject.tree.branch(number)
     assert str(root.tree()).count("\n") == drawn.count("\n") - 1
     del root
