@@ -2,9 +2,9 @@
 
     python -m benchmarks.dump --n 10000
 
-All three generate the answers and write every layer's rows of every token. The others get their batches sorted by
-length, so that they never pad, and write bare tensors; ours writes rejected branches, labels, probabilities and hashes
-besides. Rows are tokens on accepted paths: what all three have.
+All three generate the answers and write every layer's rows of every token. The others get batches sorted by length, so
+they never pad, and write bare tensors; replaylens also writes rejected branches, labels, probabilities and hashes. Rows
+count tokens on accepted paths only, which all three have.
 """
 
 import argparse
@@ -40,7 +40,7 @@ HUGGING_FACE = "Hugging Face hidden states + safetensors"
 
 
 def peer(model: Decoder) -> Any:
-    """The model as Hugging Face's, the mapping of the weights checked by loading them again."""
+    """The model as a Hugging Face model; loading it again checks the mapping of the weights."""
     made = hugging_face(model)
     ours, theirs = (dict(m.state_dict()) for m in (model, weights.load(made)))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours), "the mapping of the weights is wrong"
@@ -69,7 +69,7 @@ def bridge(model: Any) -> Any:
 
 
 def batches(engine: Engine, examples: list[Example]) -> Iterator[Tensor]:
-    """Prompts of one length together, so that nobody has to pad: [batch, length]."""
+    """Prompts grouped by length, so that no padding is needed: [batch, length]."""
     by_length: dict[int, list[list[int]]] = {}
     for example in examples:
         ids = engine.text.encode(example.prompt)
@@ -86,7 +86,7 @@ def generated(model: Any, prompts: Tensor, **more: Any) -> Any:
 
 @torch.inference_mode()
 def with_transformer_lens(model: Any, lens: Any, engine: Engine, examples: list[Example], folder: Path) -> int:
-    """Generate, run_with_cache over the whole paths, torch.save. Rows written."""
+    """Generate, run_with_cache over the whole paths, torch.save. Returns the row count."""
     rows = 0
     wanted = {name for letter in "STC" for name in engine.sites.per_layer(letter)}
     for number, prompts in enumerate(batches(engine, examples)):
@@ -100,7 +100,7 @@ def with_transformer_lens(model: Any, lens: Any, engine: Engine, examples: list[
 
 @torch.inference_mode()
 def with_hugging_face(model: Any, engine: Engine, examples: list[Example], folder: Path) -> int:
-    """Generate with output_hidden_states, then safetensors: S only, and without the last token's row. Rows written."""
+    """Generate with output_hidden_states, then safetensors: only S, without the last token's row. Returns the row count."""
     rows = 0
     for number, prompts in enumerate(batches(engine, examples)):
         steps = generated(model, prompts, output_hidden_states=True).hidden_states
@@ -118,7 +118,7 @@ def ours(engine: Engine, task: AnyTask, n: int, folder: Path, **options: Any) ->
 
 
 def timed(work: Callable[[Path], Any]) -> tuple[float, float, Any, int]:
-    """Seconds, those of the CPU, result and bytes on the disk, the disk having been reached."""
+    """Wall time, CPU time, result, and bytes written, after a sync to disk."""
     with tempfile.TemporaryDirectory() as name:
         begin, begin_cpu = time.perf_counter(), time.process_time()
         result = work(Path(name))
@@ -131,7 +131,7 @@ def timed(work: Callable[[Path], Any]) -> tuple[float, float, Any, int]:
 
 
 def dumping(table: Table, engine: Engine, task: AnyTask, n: int) -> None:
-    """The three ways, in turns after a round on a few examples that does not count."""
+    """The three tools in turns, after a warm-up round on a few examples."""
     model = peer(engine.model)
     lens = bridge(model)
 
@@ -162,17 +162,17 @@ def dumping(table: Table, engine: Engine, task: AnyTask, n: int) -> None:
 
 
 def overhead(table: Table, engine: Engine, task: AnyTask, n: int) -> None:
-    """What capture adds to replaying, and what writing adds to capture."""
+    """The cost of capture relative to replay, and of writing relative to capture."""
     examples = task.examples(n)
 
     def replay(sites: str | None) -> float:
-        engine.prefix.clear()  # without capture, known prompts would not be computed at all
+        engine.prefix.clear()  # without capture, cached prompts would not be computed at all
         begin = time.perf_counter()
         engine.replay(examples, sites=sites, drafter="lens", max_new=NEW, batch=BATCH)
         return time.perf_counter() - begin
 
     replay(None)
-    pairs = [(replay(None), replay("STC")) for _ in range(3)]  # in turns: the machine's mood changes
+    pairs = [(replay(None), replay("STC")) for _ in range(3)]  # in turns, because the machine's load changes
     bare, captured = (min(pair[i] for pair in pairs) for i in (0, 1))
     table.add("capture of S, T, C over none", ratio=captured / bare, aim="<= 1.10", met=captured / bare <= 1.1, bare_s=bare)
     written = min(timed(lambda folder: ours(engine, task, n, folder))[0] for _ in range(2))
@@ -180,7 +180,7 @@ def overhead(table: Table, engine: Engine, task: AnyTask, n: int) -> None:
 
 
 def memory(table: Table, sizes: list[int]) -> None:
-    """Peak memory of a process that dumps more and more examples."""
+    """Peak memory of a process by number of examples dumped."""
     peaks = {}
     for n in sizes:
         command = [sys.executable, "-m", "benchmarks.dump", "--peak", str(n)]
@@ -191,7 +191,7 @@ def memory(table: Table, sizes: list[int]) -> None:
 
 
 def peak(n: int) -> None:
-    """Dump n examples and print the peak memory in bytes; getrusage would count the parent's, too."""
+    """Dump n examples and print the peak memory in bytes; getrusage would include the parent's."""
     engine = Engine.load("coin-plain")
     with tempfile.TemporaryDirectory() as name:
         ours(engine, tasks.get("coin")(), n, Path(name))

@@ -1,7 +1,7 @@
 """The engine on CPU against Hugging Face `generate` and forward, and TransformerLens `run_with_cache`.
 
-Uses SmolLM2-135M where it has been fetched, and a random model of the same shape otherwise. A timing counts only because
-the contract tests pass; here the outputs of our own roads are compared once more before they are timed.
+Uses SmolLM2-135M if it is fetched, and a random model of the same shape otherwise. The contract tests check the bits; here
+the outputs of the engine's code paths are compared once more before they are timed.
 """
 
 import tempfile
@@ -20,7 +20,7 @@ ENDLESS = Sampling(ignore_eos=True)
 
 
 def subject() -> tuple[Any, str]:
-    """A Hugging Face model and what it is."""
+    """A Hugging Face model and its description."""
     import transformers as tf
 
     if smollm2.is_fetched():
@@ -66,12 +66,12 @@ def theirs(model: Any, count: int, n: int) -> float:
 def generation(table: Table, engine: Engine, model: Any) -> None:
     for count, n, aim in ((1, 48, 1.25), (16, 24, 1.8)):
         rounds = []
-        for _ in range(4):  # in turns: the machine's mood changes for all alike
+        for _ in range(4):  # in turns, so that changes of the machine's load affect all alike
             (t, tokens), peer = ours(engine, count, n), theirs(model, count, n)
             direct, same = ours(engine, count, n, window=1)
             assert tokens == same, "the planner changed the output"
             rounds.append((t, peer, direct))
-        # the first round does not count: in it the planner measures its roads
+        # the first round is a warm-up, in which the planner measures its code paths
         t, peer, direct = (median(times) for times in zip(*rounds[1:], strict=True))
         table.add(
             f"deterministic generation, {count} request(s)",
@@ -114,7 +114,7 @@ def prefill(table: Table, engine: Engine, model: Any) -> None:
 
 
 def branches(table: Table, engine: Engine, model: Any) -> None:
-    """256 branches of 8 tokens off one 64-token prefix, all S, T, C captured."""
+    """256 branches of 8 tokens from one 64-token prefix, with all S, T, C captured."""
     prefix, tails = prompts(1, 64)[0], prompts(256, 8, seed=1)
 
     def mine() -> None:

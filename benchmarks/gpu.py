@@ -1,8 +1,8 @@
 """The engine on a CUDA device, Llama-3.1-8B shape with random weights, bfloat16.
 
-Deterministic decoding against our own fastest decoding without the promise (the library's products, the same graphs); the
-batch-1 step against the time to read the weights once; canonical passes against the library's; what capture costs. Every
-timing is preceded by a check of the bits it stands for.
+Deterministic decoding against the engine's fast path (library products, the same graphs); the batch-1 step against the time
+to read the weights once; canonical passes against the library's; the cost of capture. The bits are checked before every
+timing.
 """
 
 import sys
@@ -41,7 +41,7 @@ def milliseconds(work: Any, repeats: int = 10) -> float:
 
 
 def in_turns(*works: Any, rounds: int = 5) -> list[float]:
-    """Median device time of each, measured in turns: the clock of a busy device falls, for all of them alike."""
+    """Median device time of each, measured in turns, so that a falling clock affects all alike."""
     times = [[milliseconds(work, 2) for work in works] for _ in range(rounds)]
     return [sorted(mine)[rounds // 2] for mine in zip(*times, strict=True)]
 
@@ -52,7 +52,7 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a device-to-device copy, reads and writes counted."""
+    """Bytes per second of a device-to-device copy, counting reads and writes."""
     x = torch.empty(2**32, dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
     return 2 * x.numel() / (1e-3 * milliseconds(lambda: y.copy_(x)))
@@ -82,7 +82,7 @@ def decode(table: Table, engine: Engine) -> None:
 
 
 def _steps(engine: Engine, count: int, sampling: Sampling) -> dict[bool, float]:
-    """Milliseconds of a decode step of `count` requests, exact and fast, after a check of the bits."""
+    """Milliseconds per decode step of `count` requests, canonical and fast, after a check of the bits."""
     branches = engine.prompts(prompts(count, 128))
     single = engine.prompt(prompts(count, 128)[0])
     engine.generate([single], 24, window=1, sampling=sampling)
@@ -141,7 +141,7 @@ def _captured(engine: Engine, segments: list[Segment], names: tuple[str, ...]) -
 
 
 def load(table: Table, engine: Engine) -> None:
-    """64 requests together through the whole engine, scheduler and host included."""
+    """64 concurrent requests through the whole engine, including scheduler and host."""
     rates = {}
     for deterministic in (True, False):
         branches = engine.prompts(prompts(64, 128))
@@ -160,7 +160,7 @@ def load(table: Table, engine: Engine) -> None:
 
 
 def lens(table: Table, engine: Engine) -> None:
-    """Z at all layers of 512 rows, against the bare products with the unembedding. First: does a row know its batch?"""
+    """Z at all layers of 512 rows, against bare products with the unembedding; first checks that rows ignore the batch."""
     spec, layers = LensSpec(()), SHAPE.num_layers
     stacked = torch.randn(512, layers, SHAPE.d_model, dtype=torch.bfloat16, device="cuda")
     whole = cuda_lens.read(spec, engine.model, stacked, [7] * 512)
@@ -183,7 +183,7 @@ def lens(table: Table, engine: Engine) -> None:
 
 
 def contract(table: Table, engine: Engine) -> None:
-    """The short run of the contract at this shape: captured rows alone, in company, and verified from drafts."""
+    """A short contract test at this shape: captured rows of a request alone, in a batch, and verified from drafts."""
     mine, others = prompts(1, 100)[0], [prompts(1, n)[0] for n in (3, 40, 130, 77)]
     found = []
     for beside, options in (([], {"window": 1}), (others, {"window": 1}), (others[:2], {"drafter": "lens", "window": 6})):
@@ -211,7 +211,7 @@ SECTIONS = (decode, passes, contract, lens, load)
 
 
 def main() -> None:
-    """All sections, or those named on the command line. One that fails says so, and the others are measured all the same."""
+    """All sections, or those named on the command line. A failing section is reported, and the others still run."""
     table = Table("engine-gpu", f"Llama-3.1-8B shape, random weights, bfloat16, {torch.cuda.get_device_name()}")
     print(table.about)
     engine = Engine(random_decoder(SHAPE, "cuda", torch.bfloat16), cache_tokens=64 * 512)

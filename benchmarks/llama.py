@@ -1,4 +1,4 @@
-"""`hugging_face`: the same function as one of our decoders, as a `LlamaForCausalLM` with the same weights."""
+"""`hugging_face`: a `LlamaForCausalLM` that computes the same function as a `Decoder`, with the same weights."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def hugging_face(model: Decoder) -> Any:
 
 
 def _tensors(model: Decoder) -> dict[str, Tensor]:
-    """Hugging Face's names; views of the decoder's own weights."""
+    """Views of the decoder's weights, by Hugging Face name."""
     c = model.config
     out = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.ln_final.weight}
     out["lm_head.weight"] = model.unembedding

@@ -1,8 +1,8 @@
-"""SmolLM2-135M in a fifth of its size, to be sent in pieces, and whole again to the bit.
+"""SmolLM2-135M packed to a fifth of its size, in pieces for transfer, and unpacked bit for bit.
 
-Our copy holds the values of a 4-bit file in float32, so blocks of 32 neighbours lie on a grid: code * scale + low with 4-bit
-codes (most matrices), or code * scale with 8-bit codes (the embedding), scale and low being float16. `pack` finds the grid of
-every matrix and refuses one that has none; `unpack` multiplies out again, with the same two float32 operations.
+This copy holds the values of a 4-bit file in float32, so blocks of 32 neighbours lie on a grid: code * scale + low with 4-bit
+codes (most matrices), or code * scale with 8-bit codes (the embedding); scale and low are float16. `pack` finds the grid of
+every matrix and raises if there is none; `unpack` multiplies it out with the same two float32 operations.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ LARGEST = 40_000_000
 
 
 def pack(source: Path, folder: Path, largest: int = LARGEST) -> list[Path]:
-    """Write a Hugging Face folder in pieces of equal size, none above `largest` bytes. BadWeights: it is on no grid."""
+    """Write a Hugging Face folder in pieces of equal size, at most `largest` bytes each. BadWeights if a matrix has no grid."""
     packed: dict[str, Tensor] = {}
     for name, weight in load_file(source / WEIGHTS_FILE).items():
         packed |= {f"{name}/{part}": x for part, x in _codes(name, weight).items()}
@@ -42,7 +42,7 @@ def pack(source: Path, folder: Path, largest: int = LARGEST) -> list[Path]:
 
 
 def unpack(folder: Path) -> Path:
-    """`folder` with its weights whole again, unless they are. BadWeights names a piece that is missing or not as it was."""
+    """Unpack the weights in `folder`, unless it has been done. BadWeights names a missing or changed piece."""
     if (folder / WEIGHTS_FILE).is_file() or not (folder / MANIFEST).is_file():
         return folder
     manifest = json.loads((folder / MANIFEST).read_text())
@@ -64,7 +64,7 @@ def unpack(folder: Path) -> Path:
 
 
 def _codes(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """A tensor's codes [..., columns] or [..., columns / 2], and its blocks' scales and lows; vectors stay as they are."""
+    """A tensor's codes [..., columns] or [..., columns / 2], and its blocks' scales and lows; vectors are left unchanged."""
     if weight.ndim == 1:
         return {"raw": weight}
     blocks = weight.view(*weight.shape[:-1], -1, BLOCK)
@@ -83,12 +83,12 @@ def _codes(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def _nearest(x: Tensor, lowest: int, highest: int) -> Tensor:
-    """Whole numbers; 0 where a block of equal values divided by zero."""
+    """Rounded to integers; 0 for a block of equal values, which divides by zero."""
     return x.nan_to_num(0, 0, 0).round().clamp(lowest, highest)
 
 
 def _values(found: dict[str, Tensor]) -> Tensor:
-    """What `_codes` was given: [..., columns], float32."""
+    """The inverse of `_codes`: [..., columns], float32."""
     if "raw" in found:
         return found["raw"]
     codes, scale = found["codes"], found["scale"].float()

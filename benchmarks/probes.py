@@ -1,9 +1,9 @@
-"""`python -m benchmarks.probes`: a grid of logistic probes solved together, against a loop of scikit-learn's.
+"""`python -m benchmarks.probes`: a grid of logistic probes solved together, against a loop over scikit-learn.
 
 The grid: 30 layers x 3 sites x 8 positions, 5,000 rows each, d = 576, five folds by root. The rows of a position share their
-labels, as in a sweep. Data is made batch by batch, with the spectrum of a residual stream and a label that deeper layers
-hold more of, so that memory does not grow with the grid. Both sides are timed on a sample of the cells and scaled; on a CPU
-by the time that the processor spent on them.
+labels, as in a sweep. Data is made batch by batch, so that memory does not grow with the grid; it has the spectrum of a
+residual stream and a label that is stronger in deeper layers. Both sides are timed on a sample of the cells and scaled; on a
+CPU by processor time.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def folds() -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_scikit_learn(x: np.ndarray, y: np.ndarray) -> list[float]:
-    """Accuracy of each cell by the loop that people write."""
+    """Accuracy of each cell by the usual loop."""
     train, test = folds()
     scores = []
     for cell in x:
@@ -59,7 +59,7 @@ def with_scikit_learn(x: np.ndarray, y: np.ndarray) -> list[float]:
 
 
 def with_replaylens(x: np.ndarray, codes: list[np.ndarray], device: str) -> list[float]:
-    """Accuracy of each cell on the first of these labels; all cells and labels together, in single precision."""
+    """Accuracy of each cell on the first label; all cells and labels are solved together, in single precision."""
     goals = [Goal("y", "label", "class", ("0", "1"), y, np.ones(ROWS, dtype=bool)) for y in codes]
     said = held_out("logistic", torch.from_numpy(x).to(device), goals, *folds()).predicted[:, 0]
     return [float(score) for score in (said == codes[0]).mean(1)]
@@ -79,7 +79,9 @@ def main(sample: int = 24, batch: int = 6, device: str = "cpu") -> None:
     print(table.about, f"{torch.get_num_threads()} threads")
     warm = rows(0, 1, 0)[None]
     with_replaylens(warm, [labels(0)], device), with_scikit_learn(warm, labels(0))
-    clock = time.process_time if device == "cpu" else time.perf_counter  # other processes must not count on a shared machine
+    clock = (
+        time.process_time if device == "cpu" else time.perf_counter
+    )  # so that other processes on a shared machine do not count
     ours = theirs = five = gap = 0.0
     for position, x in batches(sample, batch):
         y = labels(position)

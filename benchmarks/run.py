@@ -1,4 +1,4 @@
-"""`make bench`: every CPU benchmark, one after the other, each in a process of its own so that none warms the next one up."""
+"""`make bench`: runs every CPU benchmark in its own process, so that none warms up the next."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`shared_gpu`: several processes on one GPU at a time, where NVIDIA's multi-process service is there and works."""
+"""`shared_gpu`: several processes on one GPU at a time, if NVIDIA's multi-process service works."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def shared_gpu(wanted: bool) -> Iterator[None]:
-    """Within this, processes run side by side on the GPU, or take turns where the service fails. Says which."""
+    """Within this context, processes run concurrently on the GPU, or take turns if the service fails. Prints which."""
     control, folder = shutil.which("nvidia-cuda-mps-control"), Path("/tmp/mps")
     if not wanted or control is None:
         print("no multi-process service: the runs take turns", flush=True)

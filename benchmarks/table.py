@@ -1,4 +1,4 @@
-"""`Table`: rows of a benchmark, printed for people and saved for machines."""
+"""`Table`: rows of a benchmark, printed and saved as JSON."""
 
 import json
 import platform
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def seconds(work: Callable[[], Any], repeats: int = 5, warm: int = 1) -> float:
-    """Median time of `work` after `warm` runs that do not count."""
+    """Median time of `work` after `warm` warm-up runs."""
     for _ in range(warm):
         work()
     times = []
@@ -27,23 +27,23 @@ def seconds(work: Callable[[], Any], repeats: int = 5, warm: int = 1) -> float:
 
 
 def in_turns(*works: Callable[[], Any], rounds: int = 5) -> list[float]:
-    """Median time of each, measured in turns after one run that does not count: the machine's mood changes for all alike."""
+    """Median time of each, measured in turns after one warm-up run, so that changes of the machine's load affect all alike."""
     times = [[seconds(work, repeats=1, warm=0) for work in works] for _ in range(rounds + 1)][1:]
     return [statistics.median(mine) for mine in zip(*times, strict=True)]
 
 
 @dataclass
 class Table:
-    """One benchmark's outcome. Numbers are ratios measured in one run; absolute times say little on shared machines."""
+    """Results of one benchmark. Numbers are ratios within one run, because absolute times mean little on shared machines."""
 
     name: str
     about: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     out: Path | None = None
-    """a file to write after every line, so that a run that is killed leaves what it measured"""
+    """a file to write after every line, so that a killed run leaves its measurements"""
 
     def add(self, what: str, *, ratio: float | None = None, aim: str = "", met: bool | None = None, **numbers: Any) -> None:
-        """Mutates: one more line, printed at once."""
+        """Mutates: add one line and print it."""
         self.rows.append({"what": what, "ratio": ratio, "aim": aim, "met": met, **numbers})
         print(_line(self.rows[-1]), flush=True)
         if self.out is not None:
@@ -54,7 +54,7 @@ class Table:
         print(self.about, *map(_line, self.rows), sep="\n", flush=True)
 
     def save(self, beside: bool = False) -> None:
-        """Write `out`, or benchmarks/results/<name>.json. `beside`: lines of the file that this run has not measured stay."""
+        """Write `out`, or benchmarks/results/<name>.json. `beside`: keep lines of the file that this run did not measure."""
         RESULTS.mkdir(exist_ok=True)
         file, rows = self.out or RESULTS / f"{self.name}.json", {row["what"]: row for row in self.rows}
         if beside and file.exists():

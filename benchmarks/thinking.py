@@ -1,11 +1,11 @@
-"""Thinking States on a CPU: speculative prefill against chunk by chunk, answers against chain of thought, training against
+"""Thinking States on a CPU: speculative against sequential prefill, answers against chain of thought, training against
 back-propagation through time.
 
     PYTHONPATH=src:. python -m benchmarks.thinking                         # the first and the last
     PYTHONPATH=src:. python -m benchmarks.thinking --models FOLDER         # and answers, with model-thinking-N and model-cot-N
 
-A timing counts only because the contract tests pass; here the KV of all roads is compared once more before they are timed.
-Times are those of the processor, on one thread: what else runs on the machine hardly matters.
+The contract tests check the bits; here the KV of all prefill modes is compared once more before they are timed. Times are
+processor times on one thread, which other work on the machine hardly affects.
 """
 
 import argparse
@@ -49,7 +49,7 @@ TRAINED = ModelConfig(
 
 
 def seconds(work: Callable[[], Any], repeats: int = 3) -> float:
-    """Median processor time of `work`, after one run that does not count."""
+    """Median processor time of `work`, after one warm-up run."""
     times = []
     for _ in range(1 + repeats):
         begin = time.process_time()
@@ -67,7 +67,7 @@ def random_thinker(config: ModelConfig, chunk: int) -> ThinkingDecoder:
 
 
 def forced_thoughts(engine: ThinkingEngine, chunks: int, share: float) -> list[Edit]:
-    """Edits on T that make every n-th chunk think one word, and the others nothing: the arithmetic stays what it was."""
+    """Edits on T that make every n-th chunk think one word, and the others nothing; the arithmetic is unchanged."""
     said, steps = engine.thinker.think_unembed, engine.thinking.max_thought
     thinking = {int(i / share) for i in range(round(chunks * share))} if share else set()
     words = [engine.thought_place(THINK_SITE, i) for i in sorted(thinking)]
@@ -85,16 +85,16 @@ def prefill(table: Table, chunks: int = 32, chunk: int = 8) -> None:
         thoughts = [thought.tokens for thought in found.thoughts.chunks]
         assert sum(len(t) > 1 for t in thoughts) == round(share * chunks)
         first, times, rounds = found.kv(), {}, {}
-        roads: dict[str, dict[str, Any]] = {guess: {"guess": guess} for guess in GUESSES}
-        roads["drafted right"] = {"guess": "drafted", "drafts": [thoughts]}
-        for name, options in roads.items():
+        modes: dict[str, dict[str, Any]] = {guess: {"guess": guess} for guess in GUESSES}
+        modes["drafted right"] = {"guess": "drafted", "drafts": [thoughts]}
+        for name, options in modes.items():
             branch = engine.prompt(tokens, edits=edits, **options)
             assert torch.equal(branch.kv(), first)
             rounds[name] = len(branch.thoughts.rounds)
             branch.release()
             times[name] = seconds(lambda o=options: engine.prompt(tokens, edits=edits, **o).release())  # type: ignore[misc]
         found.release()
-        for name in list(roads)[1:]:
+        for name in list(modes)[1:]:
             numbers = {"rounds": rounds[name], "ms": 1000 * times[name], "sequential_rounds": rounds["sequential"]}
             numbers["sequential_ms"] = 1000 * times["sequential"]
             ratio = times["sequential"] / times[name]
@@ -120,7 +120,7 @@ def answers(table: Table, folder: Path, n: int, lengths: tuple[int, ...], count:
 
 
 def sentences(table: Table, flips: int = 8, count: int = 8) -> None:
-    """The same against a chain of thought in whole sentences, as `coin-plain` writes it: a model of another width."""
+    """The same against a chain of thought in whole sentences, as written by `coin-plain`, a model of another width."""
     thinker, writer = Engine.load("coin-thinking"), Engine.load("coin-plain")
     assert isinstance(thinker, ThinkingEngine)
     asked, told = (zoo.held_out(Part("coin", 1.0, (("rendering", form),)), flips, count) for form in ("picture", "steps"))
@@ -142,7 +142,7 @@ def _steps(engine: Engine, example: Any) -> str:
 
 
 def _answered(answer: Callable[[Any], str], examples: list[Any]) -> tuple[float, float]:
-    """Median seconds an example, and the share that is right."""
+    """Median seconds per example, and the share of right answers."""
     said = [answer(example) for example in examples]
     right = sum(text.strip(" .").endswith(e.answer.strip()) for text, e in zip(said, examples, strict=True))
     return seconds(lambda: [answer(example) for example in examples]) / len(examples), right / len(examples)
@@ -160,7 +160,7 @@ def _written(engine: Engine, thinking: ThinkingConfig, prompt: str, length: int)
     """A chain of thought, its <EOS>, and the answer."""
     branch = engine.prompt(list(padded(engine.text.encode(prompt), thinking)))
     branch.generate(2 * length + 16)
-    if branch.finish_reason:  # the chain's end is not the answer's
+    if branch.finish_reason:  # the chain's end is not the end of the answer
         (more,) = branch.fork()
         branch.release()
         branch = more.generate(10)
@@ -173,7 +173,7 @@ def _written(engine: Engine, thinking: ThinkingConfig, prompt: str, length: int)
 
 
 class GrowingSequenceOps(TorchOps):
-    """Chunks that come one after the other, differentiable: keys and values of earlier ones are kept with their graph."""
+    """Sequential chunks, differentiable: keys and values of earlier chunks are kept with their graph."""
 
     def __init__(self, texts: int) -> None:
         self.texts, self.past = texts, dict[int, tuple[Tensor, Tensor]]()
@@ -190,9 +190,9 @@ class GrowingSequenceOps(TorchOps):
 
 
 def recurrent_loss(model: ThinkingDecoder, batch: ChunkBatch) -> Tensor:
-    """The same loss with states from the model's own thoughts, chunk after chunk: the gradient goes back through all of them.
+    """The same loss with states from the model's own thoughts, chunk by chunk; the gradient flows through all of them.
 
-    A thought is passed on softly, as the mean embedding of each step's words, so that there is a gradient at all.
+    A thought is passed on softly, as the expected embedding of each step, so that there is a gradient.
     """
     texts, chunks, c = batch.tokens.shape
     d, m, ops = model.config.d_model, batch.thoughts.shape[-1], GrowingSequenceOps(texts)

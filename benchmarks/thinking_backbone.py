@@ -2,15 +2,15 @@
 
     PYTHONPATH=src:. python -m benchmarks.thinking_backbone                            # N = 10, 20, 40, three methods, seed 0
     PYTHONPATH=src:. python -m benchmarks.thinking_backbone --seeds 1 2 --methods thinking --side-by-side 2
-    PYTHONPATH=src:. python -m benchmarks.thinking_backbone --tiny --device cpu        # does it run at all
-    PYTHONPATH=src:. python -m benchmarks.thinking_backbone --pack trained/smollm2     # the backbone in pieces, to be sent
+    PYTHONPATH=src:. python -m benchmarks.thinking_backbone --tiny --device cpu        # smoke test
+    PYTHONPATH=src:. python -m benchmarks.thinking_backbone --pack trained/smollm2     # the backbone in pieces, for transfer
     PYTHONPATH=src:. python -m benchmarks.thinking_backbone --backbone trained/smollm2 # from pieces, or from any model folder
 
-Texts, tested lengths and table are those of `benchmarks.thinking_gpu`, told in the backbone's own tokens: an operation has 6 or
-7 of them, sometimes 8, so a chunk of 8 decides one or two. Rows are filled with texts up to 832 tokens, as long as the longest
-test with its chain of thought. Runs follow one another, or go in several rows side by side; all train for the same number of
-steps, as many as go into the time. Trained and tested in bfloat16 with float32 weights. Every run is written when it is done,
-to thinking-backbone/ under $OUT (or --out); the table of all is thinking-backbone.json.
+Texts, tested lengths and table are those of `benchmarks.thinking_gpu`, in the backbone's tokens: an operation has 6 or 7,
+sometimes 8, so a chunk of 8 decides one or two. Rows are packed with texts up to 832 tokens, the length of the longest test
+with its chain of thought. Runs go one after another, or in several parallel rows; all train for the same number of steps, as
+many as the time allows. Training and tests use bfloat16 with float32 weights. Every run is written when it is done, to
+thinking-backbone/ under $OUT (or --out); the table of all runs is thinking-backbone.json.
 """
 
 import argparse
@@ -48,7 +48,7 @@ CHUNK, MAX_THOUGHT = 8, 8
 
 @dataclass(frozen=True, kw_only=True)
 class BackbonePlan(Plan):
-    """How large the job is."""
+    """The size of the job."""
 
     backbone: str
     """smollm2, or a model folder"""
@@ -60,7 +60,7 @@ class BackbonePlan(Plan):
     lr: float = 2e-4
     completion_weight: float = 20.0
     aside: float = 30.0
-    """seconds of a run that go into its texts and its test"""
+    """seconds per run for its texts and its test"""
 
     @property
     def result_file(self) -> str:
@@ -96,21 +96,21 @@ def _config(backbone: str) -> ModelConfig:
 
 
 class Agreement:
-    """All rows of runs train for the same number of steps: the one that the slowest can do."""
+    """All rows of runs train for the same number of steps, which the slowest can reach."""
 
     def __init__(self, rows: int) -> None:
         context = mp.get_context("spawn")
         self.offers, self.meeting = context.Array("q", rows), context.Barrier(rows)
 
     def least(self, row: int, steps: int) -> int:
-        """The smallest offer, once all have offered."""
+        """The smallest value, once all have given theirs."""
         self.offers[row] = steps
         self.meeting.wait(timeout=200)
         return min(self.offers[:])
 
 
 def row_of_runs(plan: BackbonePlan, runs: list[Run], row: int, agreement: Agreement, clock: Clock, out: Path) -> None:
-    """Runs one after another. One that fails leaves its traceback, and the others go on."""
+    """Runs one after another. A failing run prints its traceback, and the others continue."""
     pace = {method: _pace(plan, method) for method in sorted({method for method, _, _ in runs})}
     time_left = plan.seconds - clock.now() - plan.aside * len(runs)
     steps = agreement.least(row, max(2, min(plan.most_steps, int(time_left / sum(pace[method] for method, _, _ in runs)))))
@@ -127,14 +127,14 @@ def row_of_runs(plan: BackbonePlan, runs: list[Run], row: int, agreement: Agreem
 
 
 def _pace(plan: BackbonePlan, method: Method) -> float:
-    """Seconds per step, while other rows of runs do the same. Rows are full, so the lengths of texts play no part."""
+    """Seconds per step, while other rows of runs measure the same. Rows are full, so the lengths of texts do not matter."""
     recipe = replace(plan.recipe(method, plan.longest[0], 0), pool=8)
     warm, timed = (8, 12) if plan.device == "cuda" else (1, 2)
     return timed_training.seconds_per_step(recipe, thinking_train.texts_of(recipe, plan.device), plan.device, warm, timed)
 
 
 def one_run(plan: BackbonePlan, run: Run, steps: int, clock: Clock, out: Path) -> None:
-    """Train and test one cell of the table; writes <method>-<N>-<seed>.json. Cut short when the time of the job is up."""
+    """Train and test one cell of the table; writes <method>-<N>-<seed>.json. Stops when the job's time is up."""
     method, n, seed = run
     begin, recipe = clock.now(), replace(plan.recipe(method, n, seed), steps=steps, warmup=min(100, steps // 10))
     texts = thinking_train.texts_of(recipe, plan.device)
@@ -154,7 +154,7 @@ def one_run(plan: BackbonePlan, run: Run, steps: int, clock: Clock, out: Path) -
 
 
 def work(plan: BackbonePlan, rows: int, clock: Clock, out: Path) -> None:
-    """All runs, in so many rows side by side, a process each."""
+    """All runs, in parallel rows with one process each."""
     agreement = Agreement(rows)
     jobs = [(plan, plan.runs()[row::rows], row, agreement, clock, out) for row in range(rows)]
     if rows == 1:
@@ -170,11 +170,11 @@ def work(plan: BackbonePlan, rows: int, clock: Clock, out: Path) -> None:
 TINY: dict[str, Any] = dict(
     longest=(2, 3), beyond=(4, 6), width=112, batch=2, texts=24, most_steps=4, examples=4, tested_together=64, aside=2.0
 )  # fmt: skip
-"""a few steps of a small model: does it run at all"""
+"""a few steps of a small model, as a smoke test"""
 
 
 def tiny_backbone(tokenizer_of: Path, folder: Path) -> Path:
-    """Three random layers that read and write the tokens of a real model."""
+    """Three random layers with the tokens of a real model."""
     tokenizer = load_tokenizer(tokenizer_of)
     config = ModelConfig(
         num_layers=3, d_model=64, num_heads=2, num_kv_heads=1, d_head=32, d_mlp=96, vocab_size=tokenizer.vocab_size,
@@ -191,16 +191,16 @@ def main() -> None:
     parser.add_argument("--task", default="parity", choices=TASKS)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--seconds", type=float, default=1500.0, help="time for all runs together")
-    parser.add_argument("--steps", type=int, help="most steps of a run; fewer where time is short")
+    parser.add_argument("--steps", type=int, help="maximum number of steps per run; fewer if time is short")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")))
     parser.add_argument("--backbone", default=smollm2.SHORT, help="smollm2, a model folder, or a folder of --pack")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--longest", nargs="+", type=int, help="N: most operations of a training text")
+    parser.add_argument("--longest", nargs="+", type=int, help="N: maximum number of operations of a training text")
     parser.add_argument("--seeds", nargs="+", type=int)
-    parser.add_argument("--side-by-side", type=int, default=1, help="rows of runs at the same time")
-    parser.add_argument("--cut", action="store_true", help="train Thinking States to go on from its state alone, too")
+    parser.add_argument("--side-by-side", type=int, default=1, help="parallel rows of runs")
+    parser.add_argument("--cut", action="store_true", help="also train Thinking States to continue from its state alone")
     parser.add_argument("--lr", type=float)
-    parser.add_argument("--tiny", action="store_true", help="a few steps of a small model: does it run at all")
+    parser.add_argument("--tiny", action="store_true", help="a few steps of a small model, as a smoke test")
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write SmolLM2 there in pieces, and do nothing else")
     options = parser.parse_args()
     if options.pack is not None:

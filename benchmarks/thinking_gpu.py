@@ -2,12 +2,12 @@
 
     PYTHONPATH=src:. python -m benchmarks.thinking_gpu                     # parity: about 8 minutes on an H200 with 16 cores
     PYTHONPATH=src:. python -m benchmarks.thinking_gpu --task variables
-    PYTHONPATH=src:. python -m benchmarks.thinking_gpu --tiny --device cpu # does it run at all
+    PYTHONPATH=src:. python -m benchmarks.thinking_gpu --tiny --device cpu # smoke test
 
 Train on texts of up to N = 10, 20, 40 operations, test on lengths up to 100: no chain of thought, chain of thought, Thinking
-States, three seeds each. All runs go side by side, a process each; they agree on the number of steps that the slowest of
-them can do in the time there is. Each run is written as it ends, to $OUT (or --out), in a folder named after the task; the
-table of all is thinking-TASK-gpu.json there. How large it is, and why that is fair: `benchmarks.thinking_plan`.
+States, three seeds each. All runs are parallel processes, which agree on a number of steps that the slowest can reach in the
+given time. Each run is written when it ends, to $OUT (or --out), in a folder named after the task; the table of all runs is
+thinking-TASK-gpu.json there. For the size of the job, and why it is fair, see `benchmarks.thinking_plan`.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from replaylens.engine.zoo import thinking as thinking_zoo
 
 EMBEDDED = "coin-thinking"
 WARM, TIMED = 15, 25
-"""steps before the clock, and on it, when the runs agree on a number of steps"""
+"""warm-up and timed steps, by which the runs agree on a number of steps"""
 
 
 def one_run(plan: Plan, run: Run, clock: Clock, out: Path, rates: Any, number: int, meeting: Any) -> None:
@@ -87,19 +87,19 @@ def _shares(scores: list[Score]) -> dict[str, float]:
 def _agreed(
     recipe: ThinkingRecipe, texts: ChunkedTexts, plan: Plan, clock: Clock, rates: Any, number: int, meeting: Any
 ) -> int:
-    """A number of steps that the slowest of all runs can do, too."""
-    _meet(meeting)  # so that the pace is that of all at once
+    """A number of steps that the slowest of all runs can reach."""
+    _meet(meeting)  # so that the pace is measured while all run
     rates[number] = timed_training.seconds_per_step(recipe, texts, plan.device, WARM, TIMED)
     _meet(meeting)
     return max(20, min(plan.most_steps, int(0.9 * (plan.train_until - clock.now()) / max(rates))))
 
 
 def _meet(meeting: Any) -> None:
-    """Wait for the other runs; not for ever, and not for one that failed."""
+    """Wait for the other runs, with a timeout, and not for failed ones."""
     try:
         meeting.wait(timeout=150)
     except BrokenBarrierError:
-        print("a run is missing; the others go on", flush=True)
+        print("a run is missing; the others continue", flush=True)
 
 
 def _save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
@@ -144,7 +144,7 @@ def _summary(result: dict[str, Any]) -> str:
 
 
 def collect(plan: Plan, out: Path, clock: Clock) -> None:
-    """One table from all runs that left a file: as JSON, and on the screen."""
+    """One table from all runs that left a file, as JSON and printed."""
     files = [out / f"{method}-{n}-{seed}.json" for method, n, seed in plan.runs()]
     runs = [json.loads(file.read_text()) for file in files if file.exists()]
     rows = [_row(plan, method, n, runs) for method in reversed(METHODS) if method in plan.methods for n in plan.longest]
@@ -170,7 +170,7 @@ def _row(plan: Plan, method: Method, n: int, runs: list[dict[str, Any]]) -> dict
 
 
 def work(plan: Plan, out: Path, clock: Clock) -> None:
-    """All runs, so many side by side, until they end or the time is up."""
+    """All runs, some in parallel, until they end or the time is up."""
     context = mp.get_context("spawn")
     runs = plan.runs()
     rates, meeting = context.Array("d", len(runs)), context.Barrier(len(runs))
@@ -194,19 +194,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--task", default="parity", choices=TASKS)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--seconds", type=float, default=455.0, help="after this the job ends, whatever is done")
+    parser.add_argument("--seconds", type=float, default=455.0, help="after this the job ends, finished or not")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results/thinking")))
-    parser.add_argument("--tiny", action="store_true", help="a few steps of small models: does it run at all")
+    parser.add_argument("--tiny", action="store_true", help="a few steps of small models, as a smoke test")
     parser.add_argument("--no-mps", action="store_true", help="do not try NVIDIA's multi-process service")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="fewer of them get more steps each")
-    parser.add_argument("--seeds", nargs="+", type=int, help="fewer of them get more steps each")
-    parser.add_argument("--longest", nargs="+", type=int, help="N: most operations of a training text")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=METHODS, help="with fewer of them, each gets more steps"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, help="with fewer of them, each gets more steps")
+    parser.add_argument("--longest", nargs="+", type=int, help="N: maximum number of operations of a training text")
     parser.add_argument("--beyond", nargs="+", type=int, help="tested numbers of operations; those above N count as beyond")
-    parser.add_argument("--width", type=int, help="tokens of a training row; the longest tested text must fit")
-    parser.add_argument("--batch", type=int, help="training rows of a step")
-    parser.add_argument("--steps", type=int, help="of every run; without it, as many as all can do in the time")
-    parser.add_argument("--at-once", type=int, help="runs side by side; without it all. Needs --steps")
-    parser.add_argument("--cut", action="store_true", help="train Thinking States to go on from its state alone, too")
+    parser.add_argument("--width", type=int, help="tokens per training row; the longest tested text must fit")
+    parser.add_argument("--batch", type=int, help="training rows per step")
+    parser.add_argument("--steps", type=int, help="steps of every run; default: as many as all can reach in the given time")
+    parser.add_argument("--at-once", type=int, help="parallel runs; default: all. Needs --steps")
+    parser.add_argument("--cut", action="store_true", help="also train Thinking States to continue from its state alone")
     parser.add_argument("--table-only", action="store_true", help="parity without the embedded model")
     options = parser.parse_args()
     if options.at_once and not options.steps:
@@ -227,7 +229,7 @@ def main() -> None:
         at_once=options.at_once,
         **size,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # an exit takes the child processes along
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # exiting ends the child processes, too
     clock, out = Clock(time.time()), options.out / plan.task
     out.mkdir(parents=True, exist_ok=True)
     with shared_gpu(options.device == "cuda" and not options.no_mps):

@@ -1,7 +1,7 @@
-"""`Plan`: how large the job of `benchmarks.thinking_gpu` is: task, methods, lengths, seeds, model, time.
+"""`Plan`: the size of the job of `benchmarks.thinking_gpu`: task, methods, lengths, seeds, model, time.
 
-Positions: every training row is filled with texts up to 768 tokens, so all methods are trained at all positions and distances
-that the test has; only the length of a single text is new in the test. Test texts stand alone and begin at position 0. Filled
+Positions: every training row is packed with texts up to 768 tokens, so all methods are trained at all positions and distances
+of the test; only the length of a single text is new in the test. Test texts are not packed and start at position 0. Packed
 rows also give every step of a run the same shapes.
 """
 
@@ -21,10 +21,10 @@ Run = tuple[Method, int, int]
 
 @dataclass(frozen=True)
 class Plan:
-    """How large the job is. A plain record: it goes into the results as it stands."""
+    """The size of the job. A plain record, stored with the results."""
 
     seconds: float
-    """after this the job ends, whatever is done"""
+    """after this the job ends, finished or not"""
     device: str
     task: str = "parity"
     methods: tuple[Method, ...] = METHODS
@@ -37,9 +37,9 @@ class Plan:
     """training texts of a run, over all lengths"""
     most_steps: int = 8000
     steps: int | None = None
-    """of every run; None: as many as all of them can do in the time there is"""
+    """of every run; None: as many as all of them can reach in the given time"""
     at_once: int | None = None
-    """runs side by side; None: all"""
+    """parallel runs; None: all"""
     examples: int = 100
     """per tested length"""
     tested_together: int = 256
@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def train_until(self) -> float:
-        """Seconds after which nothing trains any more. The rest is for testing; runs in turns are mostly tested by then."""
+        """Seconds after which training stops; the rest is for testing. If runs take turns, most are tested by then."""
         return (0.75 if self.at_once is None else 0.9) * self.seconds
 
     @property
@@ -110,4 +110,4 @@ TINY: dict[str, Any] = dict(
     embedded_steps=8,
     embedded_pool=8,
 )
-"""a few steps of small models: does it run at all"""
+"""a few steps of small models, as a smoke test"""

@@ -84,7 +84,7 @@ def draw(body: dict[str, Any], path: Path) -> None:
 
 
 def merged(bodies: list[dict[str, Any]]) -> dict[str, Any]:
-    """One body of several, each cell (method, N) with the row and the runs of the last that has it."""
+    """Merge several results; each cell (method, N) takes its row and runs from the last one that has it."""
     cells: dict[tuple[str, int], tuple[dict[str, Any], list[Run]]] = {}
     for body in bodies:
         for row in body["table"]:

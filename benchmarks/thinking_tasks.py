@@ -1,4 +1,4 @@
-"""`TableTask`: a task of the paper's tables, how its texts are cut into chunks, and the published numbers."""
+"""`TableTask`: a task of the paper's tables, the chunking of its texts, and the published numbers."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from replaylens.engine.training.recipe import Part
 from replaylens.tasks import WordTokenizer
 
 Cell = tuple[Method, int]
-"""a method, and the most operations of its training texts"""
+"""a method, and the maximum number of operations of its training texts"""
 
 
 @dataclass(frozen=True)
 class TableTask:
-    """What a table is made of, but for the size of the models."""
+    """The parts of a table, except the size of the models."""
 
     part: Part
     chunk: int
@@ -38,8 +38,8 @@ PARITY = TableTask(
     },
 )  # fmt: skip
 VARIABLES = TableTask(
-    Part("variables", 1.0),  # Modulo 10: a = 3. b = 7. c = 1. a = a + b. ... The paper's own text is not known to us
-    chunk=4,  # an operation has 4 or 6 words and signs: no chunk ends two, so each can go on from the state of the one before
+    Part("variables", 1.0),  # Modulo 10: a = 3. b = 7. c = 1. a = a + b. ... The wording of the paper is unknown
+    chunk=4,  # an operation has 4 or 6 words and signs: no chunk ends two, so each can continue from the state before it
     max_thought=3,
     published={
         ("none", 10): 2.15, ("none", 20): 2.17, ("none", 40): 2.19,

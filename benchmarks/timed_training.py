@@ -1,4 +1,4 @@
-"""Training of models that think against a clock: how long a step takes, and as many steps as there is time for."""
+"""Timed training of models that think: the time per step, and as many steps as the time allows."""
 
 import time
 from dataclasses import replace
@@ -25,7 +25,7 @@ class _TimeIsUp(Exception):
 
 
 def seconds_per_step(recipe: ThinkingRecipe, texts: ChunkedTexts, device: str, warm: int, timed: int) -> float:
-    """Of a model that is thrown away: the median of `timed` steps after `warm` others. A new shape takes a moment longer."""
+    """Median of `timed` steps after `warm` others, on a model that is discarded; the first step of a new shape takes longer."""
     short = replace(recipe, steps=warm + timed, warmup=0)
     ticks: list[float] = []
     thinking_train.follow(
@@ -35,7 +35,7 @@ def seconds_per_step(recipe: ThinkingRecipe, texts: ChunkedTexts, device: str, w
 
 
 def train(recipe: ThinkingRecipe, texts: ChunkedTexts, device: str, clock: Clock, until: float) -> tuple[Model, list[float]]:
-    """The model and the loss of every step it got: all of the recipe's, or as many as the clock allowed."""
+    """The model and the loss of every step: all steps of the recipe, or as many as the time allowed."""
     model, losses = thinking_train.initial(recipe), []
 
     def watch(done: int, loss: float) -> None:

@@ -40,11 +40,11 @@ def main() -> None:
 
 
 def _round(told: Timeline, ending: Phase) -> list[Frame]:
-    """Prefill, then the first round that ends so after drafts that stood, as in the protocol's two pictures."""
+    """Prefill, then the first round with this ending after accepted drafts, as in the protocol's two pictures."""
     for i, frame in enumerate(told.frames):
         checks = told.frames[i - 1].checks if frame.phase is ending else ()
         last_of_all = checks and (checks[-1].draft is None if ending is Phase.ACCEPT else checks[-1].verifier is None)
-        if last_of_all and checks[0].stands:
+        if last_of_all and checks[0].accepted:
             return [told.frames[0], *told.frames[i - 2 : i + 1]]
     return []
 

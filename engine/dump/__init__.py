@@ -1,1 +1,1 @@
-"""Activation dumps: planned, written, read, verified."""
+"""Activation dumps: plan, write, read, verify, compare."""

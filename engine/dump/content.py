@@ -1,8 +1,7 @@
-"""`Content`: what a shard says, apart from the files that say it, and its digest.
+"""`Content`: the rows and index of a shard, independent of the files that store them, and their digest.
 
-The digest covers names, dtypes, shapes and bytes of every tensor, and every column of the index that says something about
-a row (where the row lies in the files does not). Accepted and rejected rows are hashed apart, because the accepted ones
-must come out the same whoever drafted.
+The digest covers the name, dtype, shape and bytes of every tensor, and every index column except the locators. Accepted
+and rejected rows are hashed separately, because the accepted rows are the same for every drafter.
 """
 
 import hashlib
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 LOCATORS = ("shard", "row")
-"""index columns that say where a row lies"""
+"""index columns that say where a row is stored"""
 CORE = pa.schema(
     [
         ("example", pa.int64()),
@@ -37,7 +36,7 @@ CORE = pa.schema(
 )
 """index columns that every dump has, besides the locators and the labels of its task"""
 KEYS = ("example", "branch", "position")
-"""what a row is known by; rows stand in the order of these"""
+"""columns that identify a row; rows are sorted by them"""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -54,8 +53,8 @@ class Content:
     def digests(self) -> tuple[str, str]:
         """(digest of everything, digest of the accepted rows)."""
         accepted = self.index.column("accepted").to_numpy(zero_copy_only=False).astype(bool)
-        stood, fell = self._hash(accepted), self._hash(~accepted)
-        return hashlib.sha256(f"accepted {stood}\nrejected {fell}\n".encode()).hexdigest(), stood
+        kept, dropped = self._hash(accepted), self._hash(~accepted)
+        return hashlib.sha256(f"accepted {kept}\nrejected {dropped}\n".encode()).hexdigest(), kept
 
     def _hash(self, mask: np.ndarray) -> str:
         digest, runs, rows = hashlib.sha256(), _runs(mask), int(mask.sum())
@@ -73,13 +72,13 @@ class Content:
         return digest.hexdigest()
 
     def select(self, rows: np.ndarray) -> "Content":
-        """Some rows, by their numbers or a mask, in order."""
+        """Select rows by number or by mask, in order."""
         numbers = np.flatnonzero(rows) if rows.dtype == bool else rows
         chosen = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
         return Content({name: x[chosen] for name, x in self.tensors.items()}, self.index.take(pa.array(numbers)))
 
     def accepted(self) -> "Content":
-        """Without rejected branches."""
+        """The rows of the accepted path only."""
         return self.select(self.index.column("accepted").to_numpy(zero_copy_only=False).astype(bool))
 
     def of_examples(self, examples: Sequence[int]) -> "Content":
@@ -88,18 +87,18 @@ class Content:
 
 
 def combine(digests: Iterable[str]) -> str:
-    """A dump's digest from those of its shards, in order."""
+    """A dump's digest, from the digests of its shards in order."""
     return hashlib.sha256("".join(f"{digest}\n" for digest in digests).encode()).hexdigest()
 
 
 def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """Half-open ranges of rows where the mask holds; adjacent rows are hashed together, without a copy."""
+    """Half-open ranges of rows where the mask is true. Adjacent rows are hashed together, without a copy."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
 
 def _column_bytes(name: str, column: pa.ChunkedArray) -> Iterable[bytes]:
-    """A column as bytes that depend on its values only, not on how Arrow lays it out or how wide its numbers are."""
+    """A column as bytes that depend only on its values, not on Arrow's layout or the width of its numbers."""
     kind = kind_of(column)
     yield f"column {name} {kind} {len(column)}\n".encode()
     yield column.is_valid().to_numpy().astype(np.uint8).tobytes()
@@ -116,7 +115,7 @@ def _column_bytes(name: str, column: pa.ChunkedArray) -> Iterable[bytes]:
 
 
 def kind_of(column: pa.ChunkedArray) -> str:
-    """A column without any value is of no kind: whether some other shard's values are text must not matter here."""
+    """The kind of a column's values. An all-null column is "nothing": its type may come from another shard's values."""
     if column.null_count == len(column):
         return "nothing"
     if pa.types.is_boolean(column.type):
@@ -129,7 +128,7 @@ def kind_of(column: pa.ChunkedArray) -> str:
 
 
 def concatenate(tables: list[pa.Table]) -> pa.Table:
-    """Index tables one after the other; a column that is empty in some takes its type from the others."""
+    """Concatenate index tables. A column that is null in some of them takes its type from the others."""
     return pa.concat_tables(tables, promote_options="default")
 
 

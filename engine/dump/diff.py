@@ -1,4 +1,4 @@
-"""`diff`: where do two dumps differ?"""
+"""`diff`: the first row in which two dumps differ."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from replaylens.engine.errors import BadDump
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `diff` found."""
+    """The result of `diff`."""
 
     difference: Difference | None
-    """the first row that differs; None: the same content"""
+    """the first row that differs; None: the content is the same"""
     remarks: tuple[str, ...]
-    """how fingerprints and plans differ; that alone is no difference in content"""
+    """differences between fingerprints and plans; the content can still be the same"""
 
     def __bool__(self) -> bool:
         return self.difference is None
@@ -31,14 +31,14 @@ class Comparison:
 
 
 def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, progress: bool = False) -> Comparison:
-    """Compare two dumps row by row, however they were cut into shards. `accepted`: leave rejected branches out.
+    """Compare two dumps row by row, whatever their shard sizes. `accepted`: ignore rejected branches.
 
-    All files are hashed first: of a damaged dump nothing can be said, and BadDump names what is damaged.
+    Hashes all files first and raises BadDump, with their names, if any are damaged.
     """
     mine, yours = (given if isinstance(given, Dump) else Dump.open(given) for given in (a, b))
     for dump in {mine.url: mine, yours.url: yours}.values():
         if problems := dump.files.problems(progress):
-            raise BadDump(f"{dump.url} is damaged: {'; '.join(problems)}. Resume it to repair it")
+            raise BadDump(f"{dump.url} is damaged: {'; '.join(problems)}. Resume the dump to repair it.")
     remarks = [f"fingerprint: {line}" for line in mine.manifest.fingerprint.differences(yours.manifest.fingerprint)]
     remarks += [f"plan: {line}" for line in mine.manifest.plan.differences(yours.manifest.plan)]
     every = sorted({*mine.manifest.plan.examples, *yours.manifest.plan.examples})
@@ -54,7 +54,7 @@ def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, 
 
 
 def _same_shard(a: Dump, b: Dump, indices: Sequence[int], accepted: bool) -> bool:
-    """Whether both have these examples as one shard, with the same digest: then no row needs to be read."""
+    """Whether both dumps store these examples as one shard with the same digest; if so, no row needs to be read."""
     found = []
     for dump in (a, b):
         number = dump.files.shard_of(indices[0]) if indices[0] in dump.manifest.plan.examples else None
@@ -65,7 +65,7 @@ def _same_shard(a: Dump, b: Dump, indices: Sequence[int], accepted: bool) -> boo
 
 
 def _load(dump: Dump, indices: Iterable[int], accepted: bool) -> Content:
-    """The rows of some examples, from whichever shards hold them; of examples that are not there, none."""
+    """The rows of the given examples, from all shards that hold them. Examples that the dump lacks have no rows."""
     there = [index for index in indices if index in dump.manifest.plan.examples]
     pieces = [dump.files.content(number).of_examples(some) for number, some in dump.files.by_shard(there).items()]
     pieces = pieces or [dump.files.content(0).select(np.zeros(0, dtype=np.int64))]

@@ -14,13 +14,13 @@ from replaylens.engine.model.sites import layer_of
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two contents part."""
+    """One place where two contents differ."""
 
     example: int | None
     branch: int | None
     position: int | None
     what: str
-    """a site, an index column, or what else is not the same"""
+    """a site, an index column, or another part of the content"""
     layer: int | None
     here: str
     there: str
@@ -33,7 +33,7 @@ class Difference:
 
 
 def first_difference(here: Content, there: Content) -> Difference | None:
-    """The first row that differs, and in it the first index column or site; None where all bits agree."""
+    """The first row that differs, with its first differing index column or site; None if all bits are equal."""
     if found := _names_differ("sites", set(here.tensors), set(there.tensors)):
         return found
     if found := _names_differ("index columns", set(here.index.column_names), set(there.index.column_names)):
@@ -66,7 +66,7 @@ def _names_differ(what: str, here: set[str], there: set[str]) -> Difference | No
 
 
 def _keys_differ(here: Content, there: Content) -> Difference | None:
-    """A row that one of them lacks."""
+    """The first row that only one of them has."""
     mine, yours = (list(zip(*(c.index.column(k).to_pylist() for k in KEYS), strict=True)) for c in (here, there))
     for i in range(max(len(mine), len(yours))):
         a, b = mine[i] if i < len(mine) else None, yours[i] if i < len(yours) else None
@@ -83,7 +83,7 @@ def _place(content: Content, row: int) -> tuple[int, int, int]:
 
 
 def _column_differs(here: pa.ChunkedArray, there: pa.ChunkedArray) -> int | None:
-    if kind_of(here) == kind_of(there) == "number":  # by bits: NaN equals itself
+    if kind_of(here) == kind_of(there) == "number":  # bitwise, so that NaN equals itself
         pairs = [(np.asarray(c.fill_null(0.0), dtype="<f4").view("<i4"), c.is_valid().to_numpy()) for c in (here, there)]
         same = (pairs[0][0] == pairs[1][0]) & (pairs[0][1] == pairs[1][1])
     else:
@@ -104,7 +104,7 @@ def _form(tensor: Tensor) -> str:
 
 
 def _shown(value: Tensor) -> str:
-    """A number with as many digits as tell it from its neighbours."""
+    """A number, with enough digits to identify its float32 value."""
     number: Any = value.item()
     if isinstance(number, float) and math.isfinite(number):
         return f"{number:.9g}"

@@ -1,4 +1,4 @@
-"""`DumpFiles`: the files of a finished dump, opened when first needed, each checked against the manifest."""
+"""`DumpFiles`: the files of a finished dump, opened on first use and checked against the manifest."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ _OPEN_SHARDS = 8
 
 
 def frame_of(lines: pa.Table) -> "pd.DataFrame":
-    """Lines of an index for pandas, with `depth`. Numbers and flags that may be missing stay numbers and flags."""
+    """Index lines as a pandas frame, with `depth`. Columns with missing values keep their integer or boolean type."""
     import pandas as pd
 
     nullable = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype(), pa.bool_(): pd.BooleanDtype()}
@@ -37,7 +37,7 @@ def frame_of(lines: pa.Table) -> "pd.DataFrame":
 
 
 class DumpFiles:
-    """Shards and index of one dump. Several views of a dump share it."""
+    """Shards and index of one dump, shared by all filtered views of it."""
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self.store, self.manifest = store, manifest
@@ -45,30 +45,30 @@ class DumpFiles:
         self.frame = lru_cache(_OPEN_SHARDS)(self._read_frame)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy in another process opens the files itself."""
+        """Send no open files to other processes; a copy there opens its own."""
         return DumpFiles, (self.store, self.manifest)
 
     @property
     def columns(self) -> list[str]:
-        """Of the index."""
+        """Index columns."""
         return [*CORE.names, *self.manifest.labels, *LOCATORS]
 
     def shard_of(self, example: int) -> int:
-        """Which shard holds an example. BadRequest where none does."""
+        """The number of the shard that holds an example; BadRequest if none does."""
         number = bisect_left(self.manifest.shards, example, key=lambda shard: shard.last_example)
         if number == len(self.manifest.shards) or example not in self.manifest.plan.indices(number):
-            raise BadRequest(f"example {example} is not in this dump")
+            raise BadRequest(f"Example {example} is not in this dump.")
         return number
 
     def by_shard(self, examples: Iterable[int]) -> dict[int, list[int]]:
-        """Examples by the shard that holds them."""
+        """Group examples by the shard that holds them."""
         found: dict[int, list[int]] = {}
         for example in examples:
             found.setdefault(self.shard_of(example), []).append(example)
         return found
 
     def problems(self, progress: bool = False) -> list[str]:
-        """Lines naming every file that is missing, of the wrong size, or not the one that was hashed."""
+        """One line for every file that is missing or whose size or SHA-256 differs from the manifest."""
         there, found = self.store.sizes(), []
         entries: list[tuple[str, Any]] = [
             (INDEX, self.manifest.index),
@@ -80,11 +80,11 @@ class DumpFiles:
             elif there[name] != entry.bytes:
                 found.append(f"{name} has {there[name]} bytes, not {entry.bytes}")
             elif self.store.sha256(name) != entry.sha256:
-                found.append(f"{name} was changed after it was written: its SHA-256 is another")
+                found.append(f"{name} was changed after it was written: its SHA-256 differs")
         return found
 
     def lines(self, number: int, columns: list[str]) -> pa.Table:
-        """One shard's lines of the index."""
+        """The index lines of one shard."""
         wanted = self.manifest.shards[number].rows
         try:
             if wanted:
@@ -98,7 +98,7 @@ class DumpFiles:
         return table
 
     def content(self, number: int) -> Content:
-        """All of a shard."""
+        """All rows of a shard with their index."""
         shard = self.shard(number)
         tensors: Rows = {name: shard.rows(name, slice(0, shard.entry.rows)) for name in self.manifest.sites}
         return Content(tensors, self.lines(number, [name for name in self.columns if name not in LOCATORS]))
@@ -107,28 +107,26 @@ class DumpFiles:
         return ShardFile(self.store, self.manifest.shards[number], self.manifest.sites)
 
     def _read_frame(self, number: int) -> "pd.DataFrame":
-        """One shard's index as a pandas frame, with the column `depth`. Shared: not to be changed."""
+        """One shard's index as a pandas frame, with the column `depth`. The frame is cached: do not modify it."""
         return self.to_frame(self.lines(number, self.columns))
 
     def to_frame(self, lines: pa.Table) -> "pd.DataFrame":
-        """Lines of the index for pandas, with `depth`; see `frame_of`."""
+        """Index lines as a pandas frame, with `depth`; see `frame_of`."""
         return frame_of(lines)
 
     @cached_property
     def _group(self) -> np.ndarray:
-        """The row group of each shard; shards without rows have none."""
+        """The row group of each shard. Shards without rows have none."""
         filled = np.array([shard.rows > 0 for shard in self.manifest.shards], dtype=np.int64)
         return np.cumsum(filled) - filled
 
     @cached_property
     def _index(self) -> Any:
-        """The index file: the one that was hashed, with as many lines and columns as the manifest says."""
+        """The index file, after checking its hash, number of lines and columns against the manifest."""
         path = self.store.path(INDEX)
         try:
             if self.store.sha256(INDEX) != self.manifest.index.sha256:
-                raise self._bad_index(
-                    "it was changed after it was written, its SHA-256 is another. Resume the dump to repair it"
-                )
+                raise self._bad_index("it was changed after it was written, its SHA-256 differs. Resume the dump to repair it")
             source = path if self.store.local else self.store.fs.open(path, "rb")
             index = pq.ParquetFile(source, memory_map=self.store.local)
         except (pa.ArrowException, OSError) as error:
@@ -140,4 +138,4 @@ class DumpFiles:
         return index
 
     def _bad_index(self, why: str) -> BadDump:
-        return BadDump(f"{self.store.url}/{INDEX} is not the index of this dump: {why}")
+        return BadDump(f"{self.store.url}/{INDEX} is not the index of this dump: {why}.")

@@ -1,4 +1,4 @@
-"""Filters on a dump's index: what `where` takes, and how it is answered on one shard's index at a time."""
+"""Filters on a dump's index: the conditions of `where`, evaluated on one shard's index at a time."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Predicate = Callable[["pd.DataFrame"], Any]
-"""a shard's index -> a boolean per row"""
+"""a shard's index -> one boolean per row"""
 DEPTH_NEEDS = ("branch", "fork_position", "position")
 
 
 @dataclass(frozen=True)
 class Filter:
-    """One condition: a column and what its value must be, or a function of the index."""
+    """One condition: a column and its wanted value, or a function of the index."""
 
     column: str | None
     wanted: Any
 
     def mask(self, frame: "pd.DataFrame") -> np.ndarray:
-        """A boolean per row of the frame."""
+        """One boolean per row of the frame."""
         if self.column is None:
             return self._called(frame)
         values = frame[self.column]
@@ -46,10 +46,10 @@ class Filter:
             raise BadRequest(f"where {self.column}={self.wanted!r:.60}: give a value, several, a range or a slice") from None
 
     def _within(self, values: "pd.Series") -> "pd.Series":
-        """Whether values lie between start and stop of what is wanted, the end left out. BadRequest for another kind."""
+        """Whether each value lies in [start, stop) of the wanted range; BadRequest if they cannot be compared."""
         start, stop = self.wanted.start, self.wanted.stop
         if self.wanted.step not in (None, 1):
-            raise BadRequest(f"where {self.column}={self.wanted}: a slice with a step; give a range or a list")
+            raise BadRequest(f"{self.column}={self.wanted} in `where` is a slice with a step. Use a range or a list.")
         found = values.notna()
         if not found.any():
             return found
@@ -59,26 +59,29 @@ class Filter:
         except TypeError:
             some = values.dropna().iloc[0]
             raise BadRequest(
-                f"where {self.column}={self.wanted}: its values, such as {some}, do not compare with these ends"
+                f"{self.column}={self.wanted} in `where` cannot be compared with the column's values, such as {some!r}. "
+                f"Give bounds of their type."
             ) from None
         return found
 
     def _called(self, frame: "pd.DataFrame") -> np.ndarray:
         given = self.wanted(frame)
         if hasattr(given, "fillna"):
-            given = given.fillna(False)  # where a label is missing, a comparison with it is too
+            given = given.fillna(False)  # a comparison with a missing label is missing, too
         mask = np.asarray(given)
         if mask.shape != (len(frame),) or mask.dtype != bool:
-            raise BadRequest(f"the function given to where must return one boolean per row, not {mask.dtype}{list(mask.shape)}")
+            raise BadRequest(
+                f"The function given to `where` returned {mask.dtype}{list(mask.shape)}. Return one boolean per row."
+            )
         return mask
 
 
 def make_filters(known: Iterable[str], predicate: Predicate | None, conditions: dict[str, Any]) -> tuple[Filter, ...]:
-    """Filters of a `where` call; BadRequest names the columns where one is unknown."""
+    """The filters of a `where` call. BadRequest for an unknown column lists the known ones."""
     names = [*known, "depth"]
     for name in conditions:
         if name not in names:
-            raise BadRequest(f"no column {name!r} in the index; it has {', '.join(names)}")
+            raise BadRequest(f"The index has no column {name!r}. It has {', '.join(names)}.")
     if predicate is not None and not callable(predicate):
         raise BadRequest(f"where({predicate!r:.60}): give a function of the index, or conditions as column=value")
     own = (Filter(None, predicate),) if predicate is not None else ()
@@ -86,7 +89,7 @@ def make_filters(known: Iterable[str], predicate: Predicate | None, conditions: 
 
 
 def columns_needed(filters: Iterable[Filter], known: list[str]) -> list[str]:
-    """Index columns that the filters look at; a function may look at all of them."""
+    """Index columns that the filters use; a function may use all of them."""
     needed: dict[str, None] = {}
     for each in filters:
         if each.column is None:
@@ -96,7 +99,7 @@ def columns_needed(filters: Iterable[Filter], known: list[str]) -> list[str]:
 
 
 def add_depth(frame: "pd.DataFrame") -> "pd.DataFrame":
-    """With the column `depth`: how many tokens ago the row's path left the accepted one; 0 on it, 1 at the first token off."""
+    """Add the column `depth`: 0 on the accepted path, then the number of tokens since the fork, from 1."""
     if not set(DEPTH_NEEDS) <= set(frame.columns):
         return frame
     left = frame["position"] - frame["fork_position"] + 1

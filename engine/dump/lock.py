@@ -1,7 +1,7 @@
-"""`DumpLock`: who writes which shards of a dump. Held by a live process; one that a dead process left is taken over.
+"""`DumpLock`: at most one live process writes a given shard of a dump. The lock of a dead process is taken over.
 
-On a local disk the lock is the kernel's (`flock`): it goes with the process, however that ends. Elsewhere it is a file
-that names host and process; of a process on this host it can be told whether it lives, of others not.
+On a local disk the lock is the kernel's (`flock`), which ends with the process. Elsewhere it is a file that names host and
+process. Whether that process is alive can be checked only on the same host; a process on another host counts as alive.
 """
 
 import fcntl
@@ -23,19 +23,19 @@ from replaylens.engine.errors import DumpLocked
 FINISH = "lock-finish"
 _PAUSE = 0.01
 _PROBE = 2.0
-"""seconds; those who only look whether a lock is held have it for much less"""
+"""seconds; checking whether a lock is held takes it for a much shorter time"""
 _NAME = re.compile(r"lock-(\d{1,6})-of-(\d{1,6})")
 
 
 def lock_name(part: tuple[int, int]) -> str:
-    """The lock of writer i of n, who writes the shards whose number leaves remainder i."""
+    """The lock of writer i of n, which writes every n-th shard from number i on."""
     return f"lock-{part[0]}-of-{part[1]}"
 
 
 class DumpLock:
-    """A context manager: entering takes the lock or raises DumpLocked, leaving gives it back.
+    """A context manager: entering takes the lock or raises DumpLocked, leaving releases it.
 
-    patience  seconds to wait for whoever holds it
+    patience  seconds to wait for the current holder
     """
 
     def __init__(self, store: Store, name: str, patience: float = 0.0) -> None:
@@ -73,15 +73,15 @@ class DumpLock:
             if _flock(handle, fcntl.LOCK_EX):
                 if _same_file(handle, path):
                     break
-                os.close(handle)  # its last owner removed it between our opening and our locking
+                os.close(handle)  # the last owner removed the file between `open` and `flock`
                 continue
             owner = _parse(os.pread(handle, 4096, 0))
             os.close(handle)
             if (owner and _is_alive(owner)) or time.monotonic() >= deadline:
                 raise _locked(self.store, self.name)
-            time.sleep(_PAUSE)  # no owner is named: somebody only looks whether it is held, or is about to write his name
+            time.sleep(_PAUSE)  # no owner is named: a process is checking the lock, or has yet to write its identity
         owner = _parse(os.pread(handle, 4096, 0))
-        if owner and owner.get("host") != socket.gethostname():  # a shared disk: flock need not reach other machines
+        if owner and owner.get("host") != socket.gethostname():  # on a shared disk, flock may not cover other machines
             os.close(handle)
             raise _locked(self.store, self.name)
         os.ftruncate(handle, 0)
@@ -94,7 +94,7 @@ class DumpLock:
             return
         if _is_held(self.store, self.name):
             raise _locked(self.store, self.name)
-        with self._taking_over():  # a dead process left it; one of those who see that may remove it, the others not
+        with self._taking_over():  # a dead process left the lock; only one of the processes that see this may remove it
             if _is_held(self.store, self.name):
                 raise _locked(self.store, self.name)
             self.store.remove(self.name)
@@ -119,7 +119,7 @@ class DumpLock:
             self._handle = None
 
     def _overlapping(self) -> list[str]:
-        """Other locks in the folder that cover some of the same shards."""
+        """Other locks in the folder that share shards with this one."""
         mine = _NAME.fullmatch(self.name)
         if mine is None:
             return []
@@ -135,7 +135,7 @@ class DumpLock:
 
 
 def sweep(store: Store) -> None:
-    """Remove lock files that dead processes left. Those of the living, and of other machines, stay."""
+    """Remove lock files of dead processes. Those of live processes and of other machines stay."""
     for name in store.sizes():
         if name == FINISH or _NAME.fullmatch(name):
             lock = DumpLock(store, name)
@@ -148,7 +148,7 @@ def sweep(store: Store) -> None:
 
 
 def _remove_if_free(store: Store, name: str) -> None:
-    """Writes no name into it: a writer who comes for the lock at this moment sees that it is not another's, and waits."""
+    """Remove a lock file that no process holds. Writes no owner into it, so that a writer who wants the lock now waits."""
     with _opened(store, name) as handle:
         if handle is not None and _is_free(handle, fcntl.LOCK_EX) and _same_file(handle, store.path(name)):
             store.remove(name)
@@ -156,7 +156,7 @@ def _remove_if_free(store: Store, name: str) -> None:
 
 @contextmanager
 def _opened(store: Store, name: str) -> Iterator[int | None]:
-    """A local lock file; None where there is none."""
+    """An open local lock file; None if there is none."""
     try:
         handle = os.open(store.path(name), os.O_RDWR)
     except FileNotFoundError:
@@ -169,14 +169,14 @@ def _opened(store: Store, name: str) -> Iterator[int | None]:
 
 
 def _is_free(handle: int, kind: int) -> bool:
-    """Whether a local lock is nobody's. If so, nobody gets it before the handle is closed."""
+    """Whether a local lock is free. If so, no process can take it before the handle is closed."""
     owner = _parse(os.pread(handle, 4096, 0))
     distant = bool(owner) and owner.get("host") != socket.gethostname()
     return not distant and _flock(handle, kind)
 
 
 def _is_held(store: Store, name: str) -> bool:
-    """Whether a live process holds the lock, as far as can be told from here."""
+    """Whether a live process holds the lock, as far as this host can see."""
     if store.local:
         with _opened(store, name) as handle:
             return handle is not None and not _is_free(handle, fcntl.LOCK_SH)
@@ -205,7 +205,7 @@ def _identity() -> bytes:
 
 
 def _started(pid: int) -> str | None:
-    """When the process began, in the kernel's ticks: tells it from a later one with the same number."""
+    """When the process started, in kernel ticks. Distinguishes it from a later process with the same id."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rsplit(b")", 1)[1].split()[19].decode()
@@ -214,7 +214,7 @@ def _started(pid: int) -> str | None:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool:
-    """Whether the process that a lock names lives; of other machines, and of nobody knows whom, that must be assumed."""
+    """Whether the process that a lock names is alive. A process on another or unknown host counts as alive."""
     pid, started = owner.get("pid"), owner.get("started")
     if owner.get("host") != socket.gethostname():
         return True
@@ -238,7 +238,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
 
 
 def _owner(store: Store, name: str) -> dict[str, Any] | None:
-    """What the lock file says; None where there is none."""
+    """The owner that the lock file names; None if there is no file."""
     try:
         return _parse(bytes(store.fs.cat_file(store.path(name))))
     except FileNotFoundError:
@@ -248,6 +248,6 @@ def _owner(store: Store, name: str) -> dict[str, Any] | None:
 def _locked(store: Store, name: str) -> DumpLocked:
     owner = _owner(store, name) or {}
     return DumpLocked(
-        f"{store.url} is being written by process {owner.get('pid', '?')} on {owner.get('host', '?')} ({name}): wait for it, "
-        f"or write elsewhere. If that process is gone, delete the file {name}"
+        f"{store.url} is being written by process {owner.get('pid', '?')} on {owner.get('host', '?')} ({name}). Wait for it, "
+        f"or choose another folder. If that process has ended, delete the file {name}."
     )

@@ -1,4 +1,4 @@
-"""`ShardMaker`: replays the examples of a shard on an engine and hands over their rows."""
+"""`ShardMaker`: replays the examples of a shard on an engine and returns their rows."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,20 +19,19 @@ from replaylens.tasks.task import AnyTask
 
 
 class ShardMaker:
-    """Makes the content of any shard of a plan. Leaves no branches and no trace of them on the engine; empties its
-    prefix index.
+    """Makes the content of any shard of a plan. Leaves no branches or trace events on the engine; clears its prefix index.
 
-    task  where the plan's task is none of ours
+    task  required if the plan's task is not one of replaylens
     """
 
     def __init__(self, engine: Core, plan: DumpPlan, batch: int = 32, task: "AnyTask | None" = None) -> None:
         if batch < 1:
-            raise BadRequest(f"batch {batch}: give at least 1")
+            raise BadRequest(f"Invalid batch {batch}. Give at least 1.")
         self.engine, self.plan, self.batch = engine, plan, batch
         self.task = task or plan.make_task()
 
     def make(self, number: int, done: Callable[[int], object] = lambda count: None) -> Content:
-        """One shard. `done` is told how many more examples are finished."""
+        """The content of one shard. Calls `done` with the number of examples just finished."""
         return self.rows_of(self.plan.indices(number), done)
 
     def rows_of(
@@ -41,26 +40,26 @@ class ShardMaker:
         done: Callable[[int], object] = lambda count: None,
         change: Callable[[Result], Result] = lambda result: result,
     ) -> Content:
-        """The rows of any examples of the plan. `change` may swap a result for another before its rows are taken."""
+        """The rows of any examples of the plan. `change` may replace a result before its rows are read."""
         results: list[Result] = []
         with self.engine.forest.quiet():  # the dump is its own record, and a trace must not grow with it
             for first in range(0, len(indices), self.batch):
                 some = [self.task.example(index) for index in indices[first : first + self.batch]]
                 results += self._replay(some)
-                # captured rows are always computed: keeping their pages would only cost time
+                # captured rows are always computed, so cached prefixes of their prompts would never be used
                 self.engine.lock.alone(self.engine.prefix.clear)
                 done(len(some))
             return assemble(self.engine, self.plan, [change(result) for result in results])
 
     @property
     def wanted(self) -> list[str]:
-        """The sites that have to be captured: those stored, those that Z is read off, and the model's own output."""
+        """The sites to capture: the stored ones, those that the lens reads, and the model's output."""
         streams = self.plan.lens.sites if self.plan.lens is not None else ()
         return [*self.plan.sites, *streams, self.engine.sites.per_layer("S")[-1]]
 
     @property
     def edits(self) -> list[Edit]:
-        """The plan's interventions, to be placed on a prompt."""
+        """The plan's edits, to apply to each prompt."""
         return [Edit.from_json(edit) for edit in self.plan.edits]
 
     def _replay(self, examples: list[Example]) -> list[Result]:
@@ -85,7 +84,7 @@ class ShardMaker:
 
 
 def describe_sites(engine: Core, content: Content) -> dict[str, SiteEntry]:
-    """What the manifest says of each stored tensor."""
+    """The manifest entry of each stored tensor."""
     letters = {name: letter for letter in "STC" for name in engine.sites.per_layer(letter)}
     found = {}
     for name, x in content.tensors.items():
@@ -106,11 +105,11 @@ def write_dump(
     part: WorkerPart = (0, 1),
     progress: bool = False,
 ) -> "Dump | None":
-    """Replay the plan's examples into a dump; the finished dump, or None while other writers' shards are missing.
+    """Replay the plan's examples into a dump. Returns the finished dump, or None while shards of other writers are missing.
 
-    batch   examples worked on together; no influence on any bit
-    resume  go on with what is there; shards whose hash verifies are kept
-    part    (i, n): write every n-th shard only; n such calls, in any processes, make the dump together
+    batch   number of examples replayed together; changes no bit
+    resume  continue an unfinished dump; shards with the recorded hash are kept
+    part    (i, n): write only every n-th shard, from number i on; n such calls, in any processes, complete the dump
     """
     maker = ShardMaker(engine, plan, batch)
     writer = DumpWriter(path, plan, engine.fingerprint)

@@ -1,4 +1,4 @@
-"""`Manifest`: the one file that says what a dump is. Checked from end to end before any other file is looked at."""
+"""`Manifest`: the file that describes a dump. All of it is checked before any other file is read."""
 
 import hashlib
 import json
@@ -18,9 +18,9 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 INDEX = "index.parquet"
 MAX_BYTES = 1 << 28
-"""of a manifest; one of a million shards is not half as large"""
+"""limit for a manifest; that of a million shards is less than half as large"""
 _HEADER = 100_000_008
-"""safetensors allows no longer header"""
+"""the longest header that safetensors allows, with its length field"""
 _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 _LABELS = ("string", "int64", "bool", "null")
 _MAX_ROWS, _MAX_SIZE = 1 << 40, 1 << 50
@@ -66,7 +66,7 @@ class ShardEntry:
 
     @property
     def digests(self) -> tuple[str, str]:
-        """As `Content.digests` gives them."""
+        """As returned by `Content.digests`."""
         return self.digest, self.accepted_digest
 
 
@@ -81,7 +81,7 @@ class IndexEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a dump's description."""
+    """The description of a whole dump."""
 
     plan: DumpPlan
     fingerprint: Fingerprint
@@ -101,24 +101,24 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Of everything in the dump."""
+        """Digest of the whole content."""
         return combine(shard.digest for shard in self.shards)
 
     @property
     def accepted_digest(self) -> str:
-        """Of the accepted rows: the same for every drafter."""
+        """Digest of the accepted rows; the same for every drafter."""
         return combine(shard.accepted_digest for shard in self.shards)
 
     def letter(self, letter: str) -> list[str]:
-        """Stored sites of a letter, in layer order."""
+        """Stored sites with this letter, in layer order."""
         return [name for name, site in self.sites.items() if site.letter == letter]
 
     def layers(self, letter: str) -> dict[int, str]:
-        """Stored sites of S, T or C by their layer in the model."""
+        """Stored sites of S, T or C by layer."""
         return by_layer(self.letter(letter))
 
     def to_bytes(self) -> bytes:
-        """The file: the same manifest gives the same bytes."""
+        """The file's bytes; equal manifests give equal bytes."""
         raw: dict[str, Any] = {
             "format": FORMAT,
             "schema": SCHEMA,
@@ -140,38 +140,38 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> "Manifest":
-        """Read and check; BadDump says what is wrong. Allocates no more than the file's own size calls for."""
+        """Parse and check a manifest; BadDump says what is wrong. Allocates no more than the file's size requires."""
         try:
             raw = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise BadDump(f"{where}: {MANIFEST} is not JSON ({error.__class__.__name__}: {str(error)[:100]})") from None
+            raise BadDump(f"{where}: {MANIFEST} is not JSON ({error.__class__.__name__}: {str(error)[:100]}).") from None
         reader = _Reader(where)
-        reader.need(isinstance(raw, dict) and raw.get("format") == FORMAT, f"its 'format' is not {FORMAT!r}: no dump")
-        reader.need(raw.get("schema") == SCHEMA, f"it has schema {raw.get('schema')!r}; this version reads {SCHEMA}")
+        reader.need(isinstance(raw, dict) and raw.get("format") == FORMAT, f"its format is not {FORMAT!r}")
+        reader.need(raw.get("schema") == SCHEMA, f"it has schema {raw.get('schema')!r}, this version reads {SCHEMA}")
         seal = raw.pop("seal", None)
-        reader.need(seal == _seal(raw), "its seal is broken: somebody edited it, or it is damaged")
+        reader.need(seal == _seal(raw), "its seal is broken, so it was edited or damaged")
         return reader.manifest(raw)
 
 
 def _seal(raw: dict[str, Any]) -> str:
-    """Hash over everything else in the manifest: an edit by hand shows."""
+    """Hash of everything else in the manifest, so that edits are detected."""
     return hashlib.sha256(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 class _Reader:
-    """Turns checked JSON into a Manifest. Every complaint names the dump and the field."""
+    """Turns JSON into a checked Manifest. Every error names the dump and the field."""
 
     def __init__(self, where: str) -> None:
         self.where = where
 
     def need(self, fine: bool, complaint: str) -> None:
         if not fine:
-            raise BadDump(f"{self.where}: {MANIFEST} cannot be used: {complaint}")
+            raise BadDump(f"{self.where}: {MANIFEST} is invalid: {complaint}.")
 
     def manifest(self, raw: dict[str, Any]) -> Manifest:
         sites = {str(name): self.site(str(name), entry) for name, entry in self.table(raw, "sites").items()}
         labels = {str(name): str(kind) for name, kind in self.table(raw, "labels").items()}
-        self.need(set(labels.values()) <= set(_LABELS), f"label types are {', '.join(_LABELS)}")
+        self.need(set(labels.values()) <= set(_LABELS), f"label types must be {', '.join(_LABELS)}")
         self.need(isinstance(raw.get("shards"), list), "'shards' is not a list")
         shards = tuple(self.shard(number, entry) for number, entry in enumerate(raw["shards"]))
         index = self.record(IndexEntry, raw.get("index"), "index")
@@ -181,41 +181,42 @@ class _Reader:
 
     def check_together(self, manifest: Manifest, raw: dict[str, Any]) -> None:
         plan, row_bytes = manifest.plan, sum(site.row_bytes for site in manifest.sites.values())
-        self.need(all(site in manifest.sites for site in plan.sites), "its plan names sites that it does not store")
-        self.need(len(manifest.shards) == plan.num_shards, f"{len(manifest.shards)} shards, but {plan.num_shards} planned")
+        self.need(all(site in manifest.sites for site in plan.sites), "its plan names sites that the dump does not store")
+        self.need(
+            len(manifest.shards) == plan.num_shards,
+            f"it lists {len(manifest.shards)} shards, but {plan.num_shards} are planned",
+        )
         for number, shard in enumerate(manifest.shards):
             indices, least = plan.indices(number), shard.rows * row_bytes
             fits = (shard.first_example, shard.last_example) == (indices[0], indices[-1]) and shard.accepted_rows <= shard.rows
-            self.need(fits, f"{shard.name} does not hold the examples it should")
+            self.need(fits, f"{shard.name} does not hold the planned examples")
             self.need(
-                least <= shard.bytes <= least + _HEADER, f"{shard.name}: {shard.rows} rows cannot take {shard.bytes} bytes"
+                least <= shard.bytes <= least + _HEADER, f"{shard.name}: {shard.rows} rows do not fit {shard.bytes} bytes"
             )
-        self.need(manifest.index.rows == manifest.rows, "index and shards do not have the same number of rows")
+        self.need(manifest.index.rows == manifest.rows, "index and shards have different numbers of rows")
         for name in ("digest", "accepted_digest", "rows", "accepted_rows"):
-            self.need(raw.get(name) == getattr(manifest, name), f"its {name} is not that of its shards")
+            self.need(raw.get(name) == getattr(manifest, name), f"its field {name!r} does not match its shards")
 
     def site(self, name: str, raw: Any) -> SiteEntry:
         self.need(isinstance(raw, dict) and set(raw) == {f.name for f in fields(SiteEntry)}, f"site {name} is malformed")
         shape, layer, aliases = raw["shape"], raw["layer"], raw["aliases"]
-        self.need(raw["dtype"] in _ITEM, f"site {name} has dtype {raw['dtype']!r}; known: {', '.join(_ITEM)}")
+        self.need(raw["dtype"] in _ITEM, f"site {name} has dtype {raw['dtype']!r}, known are {', '.join(_ITEM)}")
         whole = isinstance(shape, list) and len(shape) <= 4 and all(_whole(length, 1, 1 << 24) for length in shape)
-        self.need(whole, f"site {name} has the shape {str(shape)[:100]}, which is absurd")
+        self.need(whole, f"site {name} has shape {str(shape)[:100]}, which is out of range")
         self.need(layer is None or _whole(layer, 0, 1 << 20), f"site {name} has layer {layer!r}")
         self.need(raw["letter"] in (None, "S", "T", "C", "Z"), f"site {name} has letter {raw['letter']!r}")
         self.need(isinstance(aliases, list) and all(isinstance(a, str) for a in aliases), f"aliases of {name} are malformed")
         entry = SiteEntry(raw["dtype"], tuple(shape), layer, raw["letter"], tuple(aliases))
-        self.need(entry.row_bytes <= 1 << 32, f"site {name} has the shape {shape}, which is absurd")
+        self.need(entry.row_bytes <= 1 << 32, f"site {name} has shape {shape}, which is out of range")
         return entry
 
     def shard(self, number: int, raw: Any) -> ShardEntry:
         entry = self.record(ShardEntry, raw, f"shards[{number}]")
-        self.need(
-            entry.name == shard_name(number), f"shard {number} is called {entry.name[:100]!r}, not {shard_name(number)!r}"
-        )
+        self.need(entry.name == shard_name(number), f"shard {number} is named {entry.name[:100]!r}, not {shard_name(number)!r}")
         return entry
 
     def record(self, kind: type[Any], raw: Any, what: str) -> Any:
-        """A flat record whose whole numbers are counts and whose texts are names and hashes."""
+        """A flat record: integers are counts, strings are names and hashes."""
         names = {f.name: f.type for f in fields(kind)}
         self.need(isinstance(raw, dict) and set(raw) == set(names), f"{what} is malformed")
         for name, wanted in names.items():
@@ -223,7 +224,7 @@ class _Reader:
             fine = _whole(raw[name], 0, most) if wanted in (int, "int") else isinstance(raw[name], str)
             if name == "sha256" or name.endswith("digest"):
                 fine = fine and re.fullmatch("[0-9a-f]{64}", raw[name]) is not None
-            self.need(fine, f"{what}.{name} is {str(raw[name])[:100]!r}, which cannot be")
+            self.need(fine, f"{what}.{name} is {str(raw[name])[:100]!r}, which is out of range")
         return kind(**raw)
 
     def plan(self, raw: dict[str, Any]) -> DumpPlan:
@@ -238,7 +239,7 @@ class _Reader:
         try:
             return make(raw)
         except (TypeError, KeyError, ValueError, AttributeError, EngineError) as error:
-            raise BadDump(f"{self.where}: {MANIFEST} cannot be used: '{what}' is malformed: {str(error)[:200]}") from None
+            raise BadDump(f"{self.where}: {MANIFEST} is invalid: '{what}' is malformed: {str(error)[:200]}") from None
 
     def table(self, raw: dict[str, Any], name: str) -> dict[str, Any]:
         self.need(isinstance(raw.get(name), dict), f"'{name}' is not an object")

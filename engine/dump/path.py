@@ -1,4 +1,4 @@
-"""`ExamplePath`: one token path of an example, with the rows that are its own."""
+"""`ExamplePath`: one token path of an example, with its captured rows."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,7 @@ from replaylens.tasks import Example, Reading, WordTokenizer, path_offsets
 
 @dataclass(eq=False)
 class ExamplePath:
-    """One token path of an example, with the rows that are its own: those from `base` on."""
+    """One token path of an example, with the rows that it does not share with the accepted path: those from `base` on."""
 
     example: Example
     branch: int
@@ -20,7 +20,7 @@ class ExamplePath:
     tokens: list[int]
     num_prompt: int
     base: int
-    """where it left the accepted path; 0 for that one"""
+    """position of its first own token; 0 for the accepted path"""
     correct: bool
     recording: Recording
     tokenizer: Any
@@ -30,7 +30,7 @@ class ExamplePath:
         if not isinstance(self.tokenizer, WordTokenizer):
             return path_offsets(self.tokenizer, self.tokens)
         words = {token: self.tokenizer.decode([token]) for token in set(self.tokens)}
-        pieces = [words[token] for token in self.tokens]  # each word's text stands for itself
+        pieces = [words[token] for token in self.tokens]  # a word's text does not depend on its neighbours
         ends = np.cumsum([len(piece) for piece in pieces]).tolist()
         return "".join(pieces), list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -45,5 +45,5 @@ class ExamplePath:
 
     @cached_property
     def reading(self) -> Reading:
-        """What the task reads in the text."""
+        """The task's reading of the text."""
         return self.example.maker.read(self.text, self.example.index)

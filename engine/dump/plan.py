@@ -1,4 +1,4 @@
-"""`DumpPlan`: everything that decides what a dump holds. Batch size, workers and the order of work are not in it."""
+"""`DumpPlan`: everything that determines a dump's content. Batch size, workers and order of work are not part of it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -19,47 +19,49 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 POSITIONS = ("all", "generated", "last", "steps")
 CUSTOM = "custom:"
 Selector = Callable[[ExamplePath], Iterable[int]]
-"""positions of one path that are to be kept"""
+"""path -> the positions to keep"""
 
 
 @dataclass(frozen=True)
 class DumpPlan:
-    """What to replay and what to keep of it. Equal plans under equal fingerprints give equal dumps."""
+    """What to replay and which rows to keep. Equal plans under equal fingerprints give equal dumps."""
 
     task: str
     knobs: dict[str, Any]
-    """the task's settings, its seed among them"""
+    """the task's settings, including its seed"""
     examples: range | tuple[int, ...]
     """indices, ascending"""
     sites: tuple[str, ...]
-    """stored as they are, by their TransformerLens names"""
+    """sites to store, by their TransformerLens names"""
     lens: LensSpec | None
-    """how Z is stored; None: not at all"""
+    """how the logit lens (Z) is stored; None: not stored"""
     drafter: str
     drafter_settings: dict[str, Any]
-    """what its guesses depend on besides the path"""
+    """what the drafts depend on besides the path"""
     window: int | None
-    """rows per verification; None: by the clock, which only the drafter `self` may"""
+    """rows per verification; None: chosen by timing, only for the drafter `self`"""
     sampling: Sampling
     max_new: int | None
     rejected: bool
     """keep rejected branches"""
     positions: str
-    """which rows are kept: all, generated, last, steps, or custom:NAME"""
+    """which rows to keep: all, generated, last, steps, or custom:NAME"""
     dtype: str
-    """of the sites; Z is always float32 and int32"""
+    """dtype of the sites; Z is always float32 and int32"""
     examples_per_shard: int
     edits: tuple[dict[str, Any], ...] = ()
-    """interventions on every example, as `Edit.to_json` spells them"""
+    """edits of every example, as written by `Edit.to_json`"""
     selector: Selector | None = field(default=None, compare=False, repr=False)
-    """the function behind custom:NAME; a file cannot hold it"""
+    """the function named by custom:NAME; not stored in files"""
 
     def __post_init__(self) -> None:
         checks = {
-            f"dtype {self.dtype!r:.60}: choose {', '.join(DTYPES)}": isinstance(self.dtype, str) and self.dtype in DTYPES,
-            f"{self.examples_per_shard} examples per shard: give at least 1": self.examples_per_shard >= 1,
-            "no examples: give at least one": len(self.examples) > 0,
-            f"positions {self.positions!r}: choose {', '.join(POSITIONS)} or give a function": (
+            f"Unknown dtype {self.dtype!r:.60}. Use one of {', '.join(DTYPES)}.": (
+                isinstance(self.dtype, str) and self.dtype in DTYPES
+            ),
+            f"Invalid examples_per_shard {self.examples_per_shard}. Give at least 1.": self.examples_per_shard >= 1,
+            "The plan has no examples. Give at least one.": len(self.examples) > 0,
+            f"Unknown positions {self.positions!r}. Use one of {', '.join(POSITIONS)}, or a function.": (
                 self.positions in POSITIONS or self.positions.startswith(CUSTOM)
             ),
         }
@@ -73,7 +75,7 @@ class DumpPlan:
 
     @property
     def reproducible(self) -> bool:
-        """Whether the rejected branches come out again too. What the drafter `self` guesses depends on the clock."""
+        """Whether a second run gives the same rejected branches. Drafts of the drafter `self` depend on timing."""
         return self.drafter != "self" or not self.rejected
 
     def indices(self, shard: int) -> range | tuple[int, ...]:
@@ -81,11 +83,11 @@ class DumpPlan:
         return self.examples[shard * self.examples_per_shard : (shard + 1) * self.examples_per_shard]
 
     def make_task(self) -> AnyTask:
-        """The task with its settings; UnknownTask where it is none of ours."""
+        """The task with its settings; UnknownTask if replaylens does not have it."""
         return tasks.get(self.task)(**self.knobs)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` gives the plan back, but for a custom selector."""
+        """The plan as JSON values; `from_json` restores it, except for a custom selector."""
         raw = {name: value for name, value in vars(self).items() if name != "selector" and (value or name != "edits")}
         indices = self.examples
         spelled = {"start": indices.start, "stop": indices.stop} if isinstance(indices, range) else {"indices": list(indices)}
@@ -94,13 +96,13 @@ class DumpPlan:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "DumpPlan":
-        """Inverse of `to_json`. TypeError, KeyError or BadRequest for anything else; the manifest's reader says where."""
+        """Inverse of `to_json`. Raises TypeError, KeyError or BadRequest for anything else."""
         given = dict(raw)
         spelled, lens, sampling = given["examples"], given["lens"], Sampling.from_json(given["sampling"])
         if set(spelled) == {"start", "stop"}:
             start, stop = int(spelled["start"]), int(spelled["stop"])
             if not 0 <= start <= stop <= 2**48:
-                raise BadRequest(f"examples {start} to {stop} are absurd")
+                raise BadRequest(f"Examples {start} to {stop} are out of range.")
             indices: range | tuple[int, ...] = range(start, stop)
         else:
             indices = compact(spelled["indices"])
@@ -110,27 +112,27 @@ class DumpPlan:
         return cls(**{**given, **fixed, "edits": edits})
 
     def differences(self, other: "DumpPlan") -> list[str]:
-        """Readable lines: which options differ."""
+        """One readable line per option that differs."""
         mine, theirs = self.to_json(), other.to_json()
         other_edits = ["edits: other interventions"] if mine.pop("edits", None) != theirs.pop("edits", None) else []
         return other_edits + [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
 
 
 def compact(indices: int | Iterable[int]) -> range | tuple[int, ...]:
-    """Indices in ascending order, as a range where they are one; of a number, so many from 0 on. BadRequest for duplicates
-    and what is no index."""
+    """Indices in ascending order, as a range if they are contiguous; for a number, that many from 0 on. BadRequest for
+    duplicates and invalid indices."""
     if (count := integer(indices)) is not None:
-        return range(whole("examples", count, 1, 2**48))
+        return range(whole("examples", count, 0, 2**48))
     listed = [whole("examples", i, 0) for i in items("examples", indices, "how many, or a list of indices")]
     ordered = sorted(set(listed))
     if len(ordered) != len(listed):
-        raise BadRequest("an example stands twice: a dump holds each once")
+        raise BadRequest("An example index occurs twice. A dump holds each example once.")
     dense = bool(ordered) and ordered[-1] - ordered[0] + 1 == len(ordered)
     return range(ordered[0], ordered[-1] + 1) if dense else tuple(ordered)
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON would give it back: tuples as lists, keys as text."""
+    """The value after a round trip through JSON: tuples become lists, keys become strings."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""`make_plan`: from what a user asks for to a `DumpPlan` with every name resolved."""
+"""`make_plan`: from a user's options to a `DumpPlan` with every name resolved."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -35,13 +35,13 @@ def make_plan(
     full: bool = False,
     lens: TunedLens | None = None,
 ) -> DumpPlan:
-    """A plan for this engine, every name resolved.
+    """A plan for this engine, with every name resolved.
 
-    examples   how many, from index 0 on; or which indices, in any order
-    edits      interventions on every example, as in `Engine.replay`
-    positions  rows to keep: "all", "generated", "last" (of each branch), "steps" (where a step of the task ends), or a
-               function from a `Path` to positions
-    dtype      "float32", "bfloat16" or "float16"; default: as the model computes
+    examples   number of examples, from index 0 on; or their indices, in any order
+    edits      edits of every example, as in `Engine.replay`
+    positions  rows to keep: "all", "generated", "last" (of each branch), "steps" (tokens that end a step of the task), or a
+               function from an `ExamplePath` to positions
+    dtype      "float32", "bfloat16" or "float16"; default: that of the model
     top_k, targets, full, lens
                how Z is stored, as in `Engine.capture_spec`
     """
@@ -50,10 +50,12 @@ def make_plan(
         raise BadRequest(f"positions={shown(positions)}: give one of {', '.join(POSITIONS)}, or a function of a path")
     spec = engine.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
     if not spec.sites and not spec.thoughts and spec.lens is None:
-        raise BadRequest(f"sites {sites!r}: nothing would be stored; give letters of STCZ, or site names")
+        raise BadRequest(f"sites={sites!r} stores nothing. Give letters of STCZ, or site names.")
     for name in spec.sites:
         if 0 in engine.sites.sites[name].shape:
-            raise BadRequest(f"{name} has as many columns as the path has keys: a dump holds rows of one width only")
+            raise BadRequest(
+                f"{name} cannot be dumped: its width is the number of keys, and a dump holds rows of one width. Leave it out."
+            )
     custom = None if isinstance(positions, str) else positions
     return DumpPlan(
         task=task.name,
@@ -84,7 +86,7 @@ def plan_of_run(
     dtype: str | None = None,
     examples_per_shard: int = 128,
 ) -> DumpPlan:
-    """The plan by which a run was made, so to speak: of the same task, with the same options."""
+    """The plan that would reproduce a run: the same task and the same options."""
     return make_plan(
         engine,
         task,
@@ -103,15 +105,15 @@ def plan_of_run(
 
 
 def drafter_settings(engine: Core, name: str) -> dict[str, Any]:
-    """What guesses depend on besides the path: where the drafter exits, how wide it is, whose weights it has; and how
-    thoughts are guessed, where the model thinks."""
+    """What drafts depend on besides the path: the drafter's exit layer, width and weights, and how a model that thinks
+    guesses thoughts."""
     if name not in engine.loop.drafters:
         raise BadRequest(no_such("drafter", name, engine.loop.drafters))
     return engine.loop.drafters[name].settings() | engine.guesses()
 
 
 def _window(engine: Core, name: str, window: int | None) -> int | None:
-    """The window spelled out, so that a later version with another default gives the same rejected branches."""
+    """The window as a number, so that a version with another default gives the same rejected branches."""
     drafter = engine.loop.drafters[name]
     if window is not None or not drafter.reproducible:
         return window

@@ -1,4 +1,4 @@
-"""`Dump`: reads a dump. Opening looks at the manifest only; rows are memory-mapped, the index is read when asked for.
+"""`Dump`: reads a dump. Opening reads only the manifest; rows are memory-mapped, the index is read on first use.
 
 dump = Dump.open("dumps/coin")
 X, y, groups = dump.where(accepted=True).matrix("S", layer=2, label="face")
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 class Matrix(NamedTuple):
-    """What scikit-learn wants: `estimator.fit(X, y)`, and groups for its splitters."""
+    """Arguments for scikit-learn: `estimator.fit(X, y)`, and groups for its splitters."""
 
     X: np.ndarray
     """[rows, features]"""
     y: np.ndarray | None
     groups: np.ndarray
-    """the root of each row: rows of one prompt, on any branch, stay together"""
+    """the root of each row, so that all rows of a prompt stay in one fold"""
 
 
 class Dump:
-    """A finished dump, or the part of it that `where` left. Immutable.
+    """A finished dump, or the rows of it selected by `where`. Immutable.
 
     >>> from replaylens import Engine, tasks
     >>> run = Engine.load("coin-plain").replay(tasks.get("coin")(flips=2).examples(4), sites="S")
@@ -54,22 +54,22 @@ class Dump:
 
     @classmethod
     def open(cls, path: str | Path, check_files: bool = True) -> "Dump":
-        """Check the manifest, and that every file is there with its size; BadDump or UnfinishedDump says what is wrong."""
+        """Check the manifest and the size of every file. Raises BadDump or UnfinishedDump."""
         store, check_files = Store(path), flag("check_files", check_files)
         there = store.sizes()
         if MANIFEST not in there:
             if "plan.json" in there:
-                raise UnfinishedDump(f"{path} is not finished: resume it")
-            raise BadDump(f"{path} is no dump: it has no {MANIFEST}")
+                raise UnfinishedDump(f"{path} is not finished. Resume the dump.")
+            raise BadDump(f"{path} is not a dump: it has no {MANIFEST}.")
         manifest = Manifest.from_bytes(store.read(MANIFEST, MAX_BYTES), str(path))
         if check_files:
             for name, size in [(INDEX, manifest.index.bytes), *((shard.name, shard.bytes) for shard in manifest.shards)]:
                 if there.get(name) != size:
                     found = f"has {there[name]} bytes" if name in there else "is missing"
-                    raise BadDump(f"{path}: {name} {found}; the manifest says {size} bytes. Resume the dump to repair it")
+                    raise BadDump(f"{path}: {name} {found}, the manifest says {size} bytes. Resume the dump to repair it.")
         return cls(DumpFiles(store, manifest))
 
-    # ---- what it is ---------------------------------------------------------------------------------------------
+    # ---- description --------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         plan = self.manifest.plan
@@ -77,7 +77,7 @@ class Dump:
         return f"Dump({self.url!r}, {plan.task}, {len(plan.examples)} examples, {self.manifest.rows} rows{some})"
 
     def __len__(self) -> int:
-        """How many rows there are; with filters, the index is read to count them."""
+        """Number of rows. With filters, counting them reads the index."""
         return sum(map(len, self._choose(None)[0])) if self.filters else self.manifest.rows
 
     @property
@@ -86,12 +86,12 @@ class Dump:
 
     @property
     def digest(self) -> str:
-        """Of all its content: the name to cite it by."""
+        """Digest of the whole content; identifies the dump in a paper."""
         return self.manifest.digest
 
     @property
     def accepted_digest(self) -> str:
-        """Of the accepted rows only: the same whoever drafted."""
+        """Digest of the accepted rows; the same for every drafter."""
         return self.manifest.accepted_digest
 
     @property
@@ -104,11 +104,11 @@ class Dump:
 
     @property
     def columns(self) -> list[str]:
-        """Index columns; `where` knows `depth` besides."""
+        """Index columns. `where` also accepts `depth`."""
         return self.files.columns
 
     def resolve(self, site: str, layer: int | None = None) -> tuple[str, int | None]:
-        """The stored name behind a letter and layer, a name or an alias; and for Z the entry along its layers."""
+        """The stored name for a letter and layer, a name or an alias; for Z also the entry along its layers."""
         sites = self.manifest.sites
         site = instance("site", site, str, "a letter with a layer, a stored name or an alias", UnknownSite)
         layer = None if layer is None else whole("layer", layer, error=UnknownSite)
@@ -116,22 +116,22 @@ class Dump:
             return at_layer(site, stored, layer), None
         name = next((n for n, entry in sites.items() if site == n or site in entry.aliases), None)
         if name is None:
-            raise UnknownSite(f"{site!r} is not in this dump; it holds {', '.join(sites)}")
+            raise UnknownSite(f"{site!r} is not in this dump. It holds {', '.join(sites)}.")
         if sites[name].letter == "Z":
             if layer is not None and not -sites[name].shape[0] <= layer < sites[name].shape[0]:
-                raise UnknownSite(f"{name} is stored at layers 0 to {sites[name].shape[0] - 1}, not {layer}")
+                raise UnknownSite(f"{name} has no layer {layer}. It is stored at layers 0 to {sites[name].shape[0] - 1}.")
             return name, layer
         if layer not in (None, sites[name].layer):
-            raise UnknownSite(f"{name} is at layer {sites[name].layer}, not {layer}: give a letter to choose a layer")
+            raise UnknownSite(f"{name} is at layer {sites[name].layer}, not {layer}. Use a letter to choose a layer.")
         return name, None
 
-    # ---- choosing rows ------------------------------------------------------------------------------------------
+    # ---- selecting rows -----------------------------------------------------------------------------------------
 
     def where(self, predicate: Predicate | None = None, /, **conditions: Any) -> "Dump":
-        """The rows for which all conditions hold; can be called again on the result.
+        """The rows that meet all conditions. Calls can be chained.
 
-        conditions  column=value: equal; =None: no value; =a set or list: one of these; =a range or slice: within, the end
-                    left out. Columns are those of the index and `depth` (tokens since the path left the accepted one)
+        conditions  column=value: equal; =None: missing; =a set or list: one of them; =a range or slice: in [start, stop).
+                    Columns are those of the index and `depth` (tokens since the path left the accepted one)
         predicate   a function from a shard's index, a pandas frame, to one boolean per row
         """
         return Dump(self.files, self.filters + make_filters(self.columns, predicate, conditions))
@@ -144,10 +144,10 @@ class Dump:
         where: "Predicate | dict[str, Any] | None" = None,
         label: str | None = None,
     ) -> Matrix:
-        """Rows of one site with their labels and groups. Rows without a value of the label are left out.
+        """Rows of one site with their labels and groups. Rows where the label is missing are left out.
 
-        site   "S", "T" or "C" with a layer; a stored name or alias; or a part of Z such as "Z.top_logprobs"
-        where  as in `where`: a function, or conditions as a dict
+        site   "S", "T" or "C" with a layer; a stored name or alias; or a part of Z, such as "Z.top_logprobs"
+        where  as in `where`: a function, or a dict of conditions
         """
         if where is not None:
             if isinstance(where, dict) and not all(isinstance(name, str) for name in where):
@@ -159,7 +159,9 @@ class Dump:
         rows, y, groups = self._choose(label)
         x = self._gather(site, layer, rows)
         X = _numpy(x).reshape(len(x), math.prod(x.shape[1:]))
-        return Matrix(X, None if y is None else y.copy(), groups.copy())  # what is kept here stays ours
+        return Matrix(
+            X, None if y is None else y.copy(), groups.copy()
+        )  # callers may modify the result, the cached arrays must not change
 
     def to_torch(self, site: str, layer: int | None = None) -> Tensor:
         """Rows of one site, in the stored dtype: [rows, ...]."""
@@ -168,7 +170,7 @@ class Dump:
         return self._gather(site, layer, [slice(0, shard.rows) for shard in self.manifest.shards])
 
     def to_numpy(self, site: str, layer: int | None = None) -> np.ndarray:
-        """Rows of one site; bfloat16, which numpy lacks, comes as float32 (exactly)."""
+        """Rows of one site. bfloat16, which numpy lacks, becomes float32 without loss."""
         return _numpy(self.to_torch(site, layer))
 
     def to_pandas(self) -> "pd.DataFrame":
@@ -183,7 +185,7 @@ class Dump:
         return self.to_pandas()
 
     def stream(self, site: str, layer: int | None = None, batch_rows: int = 4096) -> Iterator[tuple[Tensor, "pd.DataFrame"]]:
-        """Rows of one site with their index, at most `batch_rows` at a time; memory does not grow with the dump."""
+        """Rows of one site with their index, at most `batch_rows` at a time. Memory does not grow with the dump."""
         batch_rows = whole("batch_rows", batch_rows, 1)
         name, entry = self.resolve(site, layer)
         for number in range(len(self.manifest.shards)):
@@ -193,14 +195,14 @@ class Dump:
                 yield _entry(self.files.shard(number).rows(name, some), entry), frame.iloc[some].reset_index(drop=True)
 
     def to_activation_cache(self, example: int, branch: int = 0) -> Any:
-        """TransformerLens' `ActivationCache` of one path of an example: [1, positions, ...] by stored name and alias.
+        """TransformerLens's `ActivationCache` of one path of an example: [1, positions, ...] by stored name and alias.
 
-        A rejected branch comes with the accepted rows before it. The dump must hold all positions.
+        A rejected branch includes the accepted rows before its fork. The dump must hold all positions.
         """
         from transformer_lens import ActivationCache
 
         if self.manifest.plan.positions != "all":
-            raise BadRequest(f"this dump holds positions {self.manifest.plan.positions!r}; a cache needs all of them")
+            raise BadRequest(f"This dump holds positions {self.manifest.plan.positions!r}. A cache needs all positions.")
         rows = self._path_rows(whole("example", example), whole("branch", branch))
         cache: dict[str, Tensor] = {}
         for name, x in rows.items():
@@ -208,7 +210,7 @@ class Dump:
                 cache[alias] = x[None]
         return ActivationCache(cache, None)
 
-    # ---- inside -------------------------------------------------------------------------------------------------
+    # ---- internals ----------------------------------------------------------------------------------------------
 
     def _mask(self, number: int) -> np.ndarray:
         frame, mask = self.files.frame(number), np.ones(self.manifest.shards[number].rows, dtype=bool)
@@ -217,7 +219,7 @@ class Dump:
         return mask
 
     def _choose(self, label: str | None) -> tuple[list[np.ndarray], np.ndarray | None, np.ndarray]:
-        """Row numbers within each shard, the label's values and the roots; kept for the next site or layer."""
+        """Row numbers within each shard, the label's values and the roots; cached for the next site or layer."""
         if label not in self._chosen:
             wanted = list(dict.fromkeys([*columns_needed(self.filters, self.columns), "root", *([label] if label else [])]))
             rows, labels, roots = [], [], []
@@ -244,7 +246,7 @@ class Dump:
         mine = frame["example"] == example
         own = frame[mine & (frame["branch"] == branch)]
         if not len(own):
-            raise BadRequest(f"example {example} has no branch {branch}; it has {sorted(set(frame[mine]['branch']))}")
+            raise BadRequest(f"Example {example} has no branch {branch}. It has {sorted(set(frame[mine]['branch']))}.")
         before = frame[mine & (frame["branch"] == 0) & (frame["position"] < own["fork_position"].iloc[0])]
         rows = np.concatenate([before.index.to_numpy(), own.index.to_numpy()]).astype(np.int64)
         return {name: self.files.shard(number).rows(name, rows) for name in self.manifest.sites}
@@ -259,5 +261,5 @@ def _numpy(x: Tensor) -> np.ndarray:
 
 
 def _tidy(values: np.ndarray) -> np.ndarray:
-    """Labels as an array of one type: text, whole numbers or booleans."""
+    """Labels as an array of one type: strings, integers or booleans."""
     return np.array(values.tolist()) if len(values) else values

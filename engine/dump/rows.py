@@ -1,7 +1,7 @@
-"""From replayed examples to the rows of a dump: branches numbered, positions chosen, labels read, probabilities added.
+"""From replayed examples to the rows of a dump: number branches, select positions, read labels, add probabilities.
 
-Rows are ordered by (example, branch, position). Branch 0 is the accepted path; rejected branches follow in the order of
-their fork position, then of their tokens: nothing depends on when the engine came by them.
+Rows are ordered by (example, branch, position). Branch 0 is the accepted path. Rejected branches follow, ordered by fork
+position, then by tokens, so that the order does not depend on when the engine computed them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,11 +23,11 @@ from replaylens.engine.request.values import shown, whole
 from replaylens.engine.serving.core import Core
 
 _BLOCK = 4096
-"""rows that Z is read of at a time"""
+"""rows per lens readout"""
 
 
 def assemble(engine: Core, plan: DumpPlan, results: Sequence[Result]) -> Content:
-    """The rows of some examples, as a dump with this plan holds them. A pure function of plan, weights and paths."""
+    """The rows of some examples, as a dump with this plan stores them. A pure function of plan, weights and paths."""
     paths = [path for result in sorted(results, key=lambda r: r.example.index) for path in _paths(engine, result)]
     kept = [_chosen(plan, path) for path in paths]
     starts = np.cumsum([0, *(len(path.tokens) - path.base for path in paths)])
@@ -45,8 +45,8 @@ def assemble(engine: Core, plan: DumpPlan, results: Sequence[Result]) -> Content
 def _paths(engine: Core, result: Result) -> list[ExamplePath]:
     if not result.certified:
         raise NotCertified(
-            f"example {result.example.index} was computed on the fast path or under hook functions: its bits cannot be "
-            f"reproduced, and a dump holds nothing else. Replay it with deterministic=True and edits instead of hooks"
+            f"Example {result.example.index} was computed on the fast path or with hook functions, so its bits cannot be "
+            f"reproduced. Replay it with deterministic=True, and with edits instead of hooks."
         )
     distinct = {(other.fork_position, tuple(other.tokens)): other for other in result.rejected}
     found = [(0, result.tokens, result.activations)]
@@ -56,7 +56,7 @@ def _paths(engine: Core, result: Result) -> list[ExamplePath]:
     paths = []
     for number, (base, tokens, recording) in enumerate(found):
         if recording.positions() != list(range(base, len(tokens))):
-            raise EngineBug(f"example {result.example.index}, branch {number}: captured rows do not cover its tokens")
+            raise EngineBug(f"Captured rows do not cover the tokens of branch {number} of example {result.example.index}.")
         paths.append(
             ExamplePath(
                 result.example,
@@ -73,7 +73,7 @@ def _paths(engine: Core, result: Result) -> list[ExamplePath]:
 
 
 def _chosen(plan: DumpPlan, path: ExamplePath) -> list[int]:
-    """The positions of a path's own rows that the plan keeps."""
+    """The positions of the path's own rows that the plan keeps."""
     own = range(path.base, len(path.tokens))
     match plan.positions:
         case "all":
@@ -86,23 +86,23 @@ def _chosen(plan: DumpPlan, path: ExamplePath) -> list[int]:
             ends = {step.end for step in path.reading.steps}
             return [position for position in own if _ends_step(path.offsets[position], ends)]
     if plan.selector is None:
-        raise BadRequest(f"positions {plan.positions}: give the function again, a file cannot hold it")
+        raise BadRequest(f"The function of positions {plan.positions!r} is not stored in files. Pass it again.")
     chosen = plan.selector(path)
     if not isinstance(chosen, Iterable):
         raise BadRequest(f"{plan.positions} gave {shown(chosen)}: a function for positions gives several of them")
     wanted = {whole(f"a position of {plan.positions}", position) for position in chosen}
     if unknown := [position for position in wanted if not 0 <= position < len(path.tokens)]:
-        raise BadRequest(f"{plan.positions} chose position {unknown[0]} of a path with {len(path.tokens)} tokens")
+        raise BadRequest(f"{plan.positions} chose position {unknown[0]} of a path with {len(path.tokens)} tokens.")
     return [position for position in own if position in wanted]
 
 
 def _ends_step(offset: tuple[int, int], ends: set[int]) -> bool:
-    """Whether the last character of a step is one of the token's."""
+    """Whether the token contains the last character of a step."""
     return any(offset[0] < end <= offset[1] for end in ends)
 
 
 def _columns(engine: Core, paths: list[ExamplePath], kept: list[list[int]]) -> dict[str, pa.Array]:
-    """Index columns that need no arithmetic."""
+    """Index columns that follow from paths and positions alone."""
     counts = np.array([len(positions) for positions in kept])
     position = np.concatenate([np.asarray(positions, dtype=np.int32) for positions in kept])
     token = np.concatenate([np.asarray(p.tokens, dtype=np.int32)[k] for p, k in zip(paths, kept, strict=True)])
@@ -126,10 +126,10 @@ def _columns(engine: Core, paths: list[ExamplePath], kept: list[list[int]]) -> d
 
 
 def _labels(plan: DumpPlan, paths: list[ExamplePath], kept: list[list[int]]) -> dict[str, pa.Array]:
-    """The task's labels at every kept row: one column each, of one type."""
+    """The task's labels at every kept row, one column per label."""
     names = paths[0].example.maker.label_names
     if clash := set(names) & {*CORE.names, "shard", "row", "depth"}:
-        raise BadRequest(f"task {plan.task!r} has labels called {sorted(clash)}, which are columns of every index: rename them")
+        raise BadRequest(f"Labels {sorted(clash)} of task {plan.task!r} are names of index columns. Rename them.")
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for path, positions in zip(paths, kept, strict=True):
         for name, values in path.reading.labels_at([path.offsets[p] for p in positions], names).items():
@@ -141,17 +141,15 @@ def _label_array(name: str, values: list[Any]) -> pa.Array:
     kinds = {type(value) for value in values} - {type(None)}
     types = {str: pa.string(), int: pa.int64(), bool: pa.bool_()}
     if len(kinds) > 1 or not kinds <= set(types):
-        raise BadRequest(
-            f"label {name!r} has values of types {sorted(k.__name__ for k in kinds)}: it must be one of str, int, bool"
-        )
+        raise BadRequest(f"Label {name!r} has values of types {sorted(k.__name__ for k in kinds)}. Use one of str, int, bool.")
     return pa.array(values, types[kinds.pop()] if kinds else pa.null())
 
 
 def _probabilities(engine: Core, paths: list[ExamplePath], starts: np.ndarray, edited: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(log-probability of each row's own token, entropy of what may follow it), for all rows of the paths.
+    """(log-probability of each row's token, entropy of the next-token distribution) for all rows of the paths.
 
-    A token's log-probability is read off the row before it; the first token of a rejected branch was judged by a row of
-    the accepted path. The first token of all has none: NaN.
+    A token's log-probability is read off the row before it. For the first token of a rejected branch, that row is on the
+    accepted path. The first token of a prompt has none: NaN.
     """
     final = engine.sites.per_layer("S")[-1]
     residual = torch.cat([_final_rows(engine, path, final, edited) for path in paths])
@@ -174,16 +172,18 @@ def _probabilities(engine: Core, paths: list[ExamplePath], starts: np.ndarray, e
 
 
 def _accepted(paths: list[ExamplePath], i: int) -> int:
-    """The accepted path of path i's example: branches follow it in order."""
+    """The index of the accepted path of path i's example; its branches follow it in order."""
     return i - paths[i].branch
 
 
 def _final_rows(engine: Core, path: ExamplePath, final: str, edited: bool) -> Tensor:
-    """The residual stream that leaves the model; computed again, to the same bits, where it was not captured."""
+    """The final residual stream; recomputed, with the same bits, if it was not captured."""
     if final in path.recording.sites():
         return path.recording.peek(final)
-    if engine.guesses() or edited:  # a path's tokens say nothing of states and edits
-        raise BadRequest(f"log-probabilities of edited paths, and of a model that thinks, are read off {final}: capture S, too")
+    if engine.guesses() or edited:  # the tokens alone do not determine states and edits
+        raise BadRequest(
+            f"{final} was not captured, and edited paths and models that think need it for log-probabilities. Capture S, too."
+        )
     branch = engine.prompt(path.tokens, sites=[final])
     try:
         return branch.activations.peek(final)[path.base :]
@@ -204,10 +204,10 @@ def _gather(paths: list[ExamplePath], site: str, chosen: Tensor) -> Tensor:
 
 
 def _lens_rows(engine: Core, spec: LensSpec, paths: list[ExamplePath], chosen: Tensor) -> Rows:
-    """Z: as recorded, or read off the residual streams where those were recorded instead; the bits are the same."""
+    """Z as recorded, or read off the recorded residual streams; the bits are the same."""
     if recorded := [site for site in paths[0].recording.sites() if site.startswith("Z.")]:
         return {site: _gather(paths, site, chosen) for site in recorded}
-    rows = chosen if len(chosen) else torch.tensor([0])  # to learn the shapes of no rows, one is read and dropped
+    rows = chosen if len(chosen) else torch.tensor([0])  # without rows, read one for the shapes and drop it
     follows = torch.tensor([token for path in paths for token in [*path.tokens[path.base + 1 :], -1]])[rows]
     streams = {site: _gather(paths, site, rows) for site in spec.sites}
     tuned = engine.lenses.of(spec)
@@ -219,12 +219,10 @@ def _lens_rows(engine: Core, spec: LensSpec, paths: list[ExamplePath], chosen: T
 
 
 def _cast(site: str, x: Tensor, dtype: str) -> Tensor:
-    """Rounded to nearest even, the same on every machine. BadRequest where a value does not fit."""
+    """Round to nearest even, the same on every machine. BadRequest if a value overflows."""
     if x.dtype is DTYPES[dtype] or not x.is_floating_point():
         return x
     cast = x.to(DTYPES[dtype])
     if not bool(torch.isfinite(cast).all()):
-        raise BadRequest(
-            f"{site} holds values up to {float(x.abs().max()):.3g}, too large for {dtype}: use bfloat16 or float32"
-        )
+        raise BadRequest(f"{site} has values up to {float(x.abs().max()):.3g}, too large for {dtype}. Use bfloat16 or float32.")
     return cast

@@ -1,6 +1,6 @@
-"""Shard files: safetensors, written in one go without a second copy in memory, read row by row.
+"""Shard files: safetensors, written without a second copy in memory, read row by row.
 
-A local shard is memory-mapped by safetensors itself; of a remote one the header and the wanted rows are fetched.
+A local shard is memory-mapped by safetensors. From a remote shard, only the header and the wanted rows are fetched.
 """
 
 import json
@@ -22,7 +22,7 @@ _MAX_HEADER = 100_000_000
 
 
 def write_shard(file: HashingFile, tensors: Rows) -> None:
-    """Write tensors [rows, ...] as safetensors: no metadata, names sorted, so that equal tensors give equal bytes."""
+    """Write tensors [rows, ...] as safetensors, without metadata and sorted by name: equal tensors give equal bytes."""
     header, offset = {}, 0
     for name in sorted(tensors):
         x = tensors[name]
@@ -31,7 +31,7 @@ def write_shard(file: HashingFile, tensors: Rows) -> None:
         header[name] = {"dtype": code, "shape": list(x.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    text += b" " * (-len(text) % 8)  # the format requires aligned data
     file.write(len(text).to_bytes(8, "little") + text)
     for name in sorted(tensors):
         x = tensors[name].contiguous()
@@ -48,7 +48,7 @@ class ShardFile:
         self._header = None if store.local else self._fetch_header()
 
     def rows(self, site: str, chosen: slice | np.ndarray) -> Tensor:
-        """Some rows of a site: [rows, ...]. The caller owns the result."""
+        """The chosen rows of a site: [rows, ...]. The caller owns the result."""
         if self._local is not None:
             whole = self._local.get_tensor(site)  # mapped, not read
             picked = whole[chosen] if isinstance(chosen, slice) else whole[torch.from_numpy(chosen)]
@@ -63,27 +63,27 @@ class ShardFile:
             slices = {name: opened.get_slice(name) for name in list(opened.keys())}
             found = {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
         except (SafetensorError, OSError) as error:
-            raise BadDump(f"{self.store.url}/{self.entry.name} is not a whole safetensors file: {error}") from None
+            raise self._damaged(error) from None
         self._check(found)
         return opened
 
     def _fetch_header(self) -> dict[str, tuple[int, int]]:
-        """Byte ranges by site, from the file's own header."""
+        """Byte range of each site, from the file's header."""
         try:
             length = int.from_bytes(self.store.read_range(self.entry.name, 0, 8), "little")
             if length > min(_MAX_HEADER, self.entry.bytes):
-                raise ValueError(f"a header of {length} bytes")
+                raise ValueError(f"its header has {length} bytes")
             raw = json.loads(self.store.read_range(self.entry.name, 8, 8 + length))
             raw.pop("__metadata__", None)
             found = {name: (entry["dtype"], list(entry["shape"])) for name, entry in raw.items()}
             ranges = {name: tuple(8 + length + int(at) for at in entry["data_offsets"]) for name, entry in raw.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-            raise BadDump(f"{self.store.url}/{self.entry.name} is not a whole safetensors file: {error}") from None
+            raise self._damaged(error) from None
         self._check(found)
         for name, (start, end) in ranges.items():
             fits = end - start == self.entry.rows * self.sites[name].row_bytes and start >= 8 and end <= self.entry.bytes
             if not fits:
-                raise BadDump(f"{self.store.url}/{self.entry.name}: the rows of {name} do not lie within the file")
+                raise BadDump(f"{self.store.url}/{self.entry.name}: the rows of {name} lie outside the file.")
         return {name: (start, end) for name, (start, end) in ranges.items()}
 
     def _check(self, found: dict[str, tuple[str, list[int]]]) -> None:
@@ -91,8 +91,11 @@ class ShardFile:
         if found != wanted:
             wrong = sorted({*found, *wanted} - {name for name in wanted if found.get(name) == wanted[name]})[0]
             raise BadDump(
-                f"{self.store.url}/{self.entry.name}: {wrong} is {found.get(wrong)}, but {wanted.get(wrong)} in the manifest"
+                f"{self.store.url}/{self.entry.name}: {wrong} is {found.get(wrong)}, but {wanted.get(wrong)} in the manifest."
             )
+
+    def _damaged(self, error: Exception) -> BadDump:
+        return BadDump(f"{self.store.url}/{self.entry.name} is not a complete safetensors file: {error}.")
 
     def _fetch(self, site: str, start: int, end: int) -> Tensor:
         entry = self.sites[site]

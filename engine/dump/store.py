@@ -1,7 +1,7 @@
-"""`Store`: one folder, local or behind fsspec, that holds a dump's files by name.
+"""`Store`: one folder, local or on any fsspec file system, that holds a dump's files by name.
 
-A local file is written under a temporary name, flushed to the disk and renamed: its name never shows half a file. A
-store without renames (object stores, memory) gets the file in one upload; the manifest comes last in both.
+A local file is written under a temporary name, flushed to the disk and renamed, so that an incomplete file never has the
+final name. A store without renames (object stores, memory) receives the file in one upload.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
 class HashingFile:
-    """A file being written that knows the size and the SHA-256 of what went in."""
+    """A file being written, with the size and SHA-256 of its content so far."""
 
-    closed = False  # what pyarrow asks of a file
+    closed = False  # pyarrow reads this attribute
 
     def __init__(self, raw: IO[bytes]) -> None:
         self.raw, self.num_bytes, self._hash = raw, 0, hashlib.sha256()
@@ -44,7 +44,7 @@ class HashingFile:
         self.raw.flush()
 
     def close(self) -> None:
-        """Closing is the store's business."""
+        """Does nothing: the store closes the file."""
 
     @property
     def sha256(self) -> str:
@@ -52,7 +52,7 @@ class HashingFile:
 
 
 class Store:
-    """Files of one folder. Names are plain: no folders below, nothing outside."""
+    """The files of one folder, without subfolders."""
 
     def __init__(self, path: str | Path) -> None:
         if not isinstance(path, str | os.PathLike) or not str(path):
@@ -66,20 +66,20 @@ class Store:
         self.local = isinstance(self.fs, LocalFileSystem)
 
     def path(self, name: str) -> str:
-        """Where a file lies; BadDump for a name that would leave the folder."""
+        """The path of a file; BadDump for a name that could point outside the folder."""
         if not _NAME.fullmatch(name):
-            raise BadDump(f"{name!r} is not the name of a file of a dump")
+            raise BadDump(f"{name!r} is not a valid name for a file of a dump.")
         return f"{self.root}/{name}"
 
     def make(self) -> None:
-        """Create the folder if it is not there."""
+        """Create the folder if it does not exist."""
         try:
             self.fs.makedirs(self.root, exist_ok=True)
         except OSError as error:
-            raise DumpWriteFailed(f"cannot create {self.url}: {error.strerror or error}") from error
+            raise DumpWriteFailed(f"Cannot create {self.url}: {error.strerror or error}.") from error
 
     def sizes(self) -> dict[str, int]:
-        """Name and size of every file, by one listing; empty where there is no folder."""
+        """Name and size of every file, from one listing; empty if there is no folder."""
         self.fs.invalidate_cache()
         try:
             listed = self.fs.ls(self.root, detail=True)
@@ -93,27 +93,27 @@ class Store:
         return bool(self.fs.exists(self.path(name)))
 
     def read(self, name: str, most: int) -> bytes:
-        """A whole small file; BadDump where it is missing or larger than `most`."""
+        """The content of a small file; BadDump if it is missing or larger than `most`."""
         path = self.path(name)
         try:
             size = int(self.fs.size(path))
             if size > most:
-                raise BadDump(f"{self.url}/{name} has {size} bytes; more than {most} are absurd for it")
+                raise BadDump(f"{self.url}/{name} has {size} bytes, more than the limit of {most}.")
             return bytes(self.fs.cat_file(path))
         except FileNotFoundError:
-            raise BadDump(f"{self.url} has no {name}") from None
+            raise BadDump(f"{self.url} has no {name}.") from None
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         return bytes(self.fs.cat_file(self.path(name), start=start, end=end))
 
     def sha256(self, name: str) -> str:
-        """Hash of a file as it lies there, read in blocks."""
+        """SHA-256 of a stored file, read in blocks."""
         with self.fs.open(self.path(name), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     @contextmanager
     def writing(self, name: str) -> Iterator[HashingFile]:
-        """A file that is there, whole, once the block ends without an error, and not there (or the old one) otherwise."""
+        """A file that appears, complete, when the block ends without an error. Otherwise nothing changes."""
         path = self.path(name)
         hidden = path + TEMPORARY if self.local else path
         try:
@@ -136,18 +136,18 @@ class Store:
                     os.unlink(hidden)
             if isinstance(error, OSError) and not isinstance(error, DumpWriteFailed):
                 raise DumpWriteFailed(
-                    f"cannot write {self.url}/{name}: {error.strerror or error}. The shards written so far are whole: "
-                    f"make room and resume"
+                    f"Cannot write {self.url}/{name}: {error.strerror or error}. The shards written so far are complete. Free "
+                    f"some space and resume."
                 ) from error
             raise
 
     def write(self, name: str, data: bytes) -> None:
-        """A whole file at once."""
+        """Write a whole file."""
         with self.writing(name) as file:
             file.write(data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file only if there is none of this name; whether it was written. Atomic where the store can do it."""
+        """Write a file unless the name exists. Returns whether it was written. Atomic if the store supports it."""
         path = self.path(name)
         if not self.local:
             try:
@@ -162,26 +162,26 @@ class Store:
         except FileExistsError:
             return False
         except OSError as error:
-            raise DumpWriteFailed(f"cannot write {self.url}/{name}: {error.strerror or error}") from error
+            raise DumpWriteFailed(f"Cannot write {self.url}/{name}: {error.strerror or error}.") from error
         finally:
             with suppress(OSError):
                 os.unlink(hidden)
         return True
 
     def remove(self, name: str) -> None:
-        """Delete a file; nothing happens where there is none."""
+        """Delete a file, if it exists."""
         with suppress(FileNotFoundError):
             self.fs.rm_file(self.path(name))
 
 
 def _discard(raw: Any) -> None:
-    """Drop a half-done upload, for file systems that can."""
+    """Abort an upload, on file systems that support it."""
     with suppress(Exception):
         raw.discard()
 
 
 def _sync_folder(path: str) -> None:
-    """After a rename, the folder itself must reach the disk."""
+    """Flush the folder to the disk, which makes a rename durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,7 +1,7 @@
-"""`verify`: does a dump hold what its examples give when they are replayed, bit for bit?
+"""`verify`: does a replay of a dump's examples give the stored rows, bit for bit?
 
-Files first (missing, cut short, a flipped bit), then what they say (digests), then the replay of a sample. Under another
-fingerprint nothing can be said about the bits, and nothing is.
+Checks the files (missing, truncated, changed), then the digests of their content, then a replay of a sample. Under another
+fingerprint, bits are not comparable, and no replay is run.
 """
 
 import random
@@ -30,20 +30,20 @@ VERIFIED, MISMATCH, OTHER = "verified", "mismatch", "other fingerprint"
 
 @dataclass(frozen=True)
 class Verification:
-    """What a verification found."""
+    """The result of `verify`."""
 
     status: str
     """verified, mismatch or other fingerprint"""
     problems: tuple[str, ...] = ()
-    """what is wrong with the files, or how the fingerprints differ"""
+    """damage to the files, or differences between the fingerprints"""
     difference: Difference | None = None
-    """the first row that came out otherwise"""
+    """the first row that differs"""
     examples: int = 0
-    """how many were replayed"""
+    """number of examples replayed"""
     rows: int = 0
-    """how many were compared"""
+    """number of rows compared"""
     notes: tuple[str, ...] = ()
-    """what could not be checked, and why"""
+    """checks that were skipped, and why"""
 
     def __bool__(self) -> bool:
         return self.status == VERIFIED
@@ -66,13 +66,14 @@ def verify(
 ) -> Verification:
     """Check files, digests and fingerprint, then replay a sample of the examples and compare every bit.
 
-    sample    share of the examples, drawn by `seed`, at least one; or "all"
-    task      where the dump's task is none of ours; selector: where it kept positions by a function of your own
+    sample    share of the examples to replay, drawn with `seed`, at least one; or "all"
+    task      required if the dump's task is not one of replaylens
+    selector  required if the dump's positions were chosen by a function
 
-    A damaged dump is a mismatch; where there is no manifest, there is nothing to verify: BadDump, or UnfinishedDump.
+    A damaged dump is a mismatch. A folder without a manifest raises BadDump or UnfinishedDump.
     """
     if not (sample == "all" or (isinstance(sample, int | float) and 0 < sample <= 1)):
-        raise BadRequest(f"sample {sample!r}: give a share above 0 and up to 1, or 'all'")
+        raise BadRequest(f"Invalid sample {sample!r}. Give a share above 0 and up to 1, or 'all'.")
     try:
         dump = Dump.open(path, check_files=False)
         problems = dump.files.problems(progress)
@@ -101,19 +102,19 @@ def _sampled(manifest: Manifest, sample: float | str, seed: int) -> list[int]:
 
 
 class _Replay:
-    """Makes the rows of some examples again, and compares them with the stored ones."""
+    """Recomputes the rows of some examples and compares them with the stored ones."""
 
     def __init__(self, dump: Dump, engine: Core, batch: int, task: AnyTask | None, selector: Selector | None) -> None:
         plan = dump.manifest.plan
         if plan.positions.startswith(CUSTOM) and selector is None:
-            raise BadRequest(f"this dump keeps {plan.positions}: give that function as `selector`")
+            raise BadRequest(f"This dump keeps positions {plan.positions}. Pass that function as `selector`.")
         self.dump, self.engine, self.plan = dump, engine, replace(plan, selector=selector)
         known = plan.drafter in engine.loop.drafters and drafter_settings(engine, plan.drafter) == plan.drafter_settings
         self.same_drafter = plan.reproducible and known
         if plan.rejected and not self.same_drafter and "thoughts" in plan.drafter_settings:
             raise BadRequest(
-                f"rejected branches of a model that thinks come out again only with the drafter {plan.drafter} as it was "
-                f"({plan.drafter_settings}; not `self`): load the engine so, or dump with rejected=False"
+                f"Rejected branches of a model that thinks are reproducible only with the dump's drafter {plan.drafter} "
+                f"({plan.drafter_settings}), and not with `self`. Load the engine with it, or dump with rejected=False."
             )
         self.by_path = plan.rejected and not self.same_drafter and plan.positions == "all"
         again = self.plan if self.same_drafter else replace(self.plan, drafter="ngram", rejected=False, window=8)
@@ -127,20 +128,20 @@ class _Replay:
                 content = self.dump.files.content(number)
                 if content.digests() != self.dump.manifest.shards[number].digests:
                     shard = self.dump.manifest.shards[number].name
-                    return Verification(MISMATCH, (f"{shard} and its lines of the index do not have the noted digest",))
+                    return Verification(MISMATCH, (f"{shard} and its index lines do not have the digest in the manifest",))
                 stored = content.of_examples(some)
                 if self.plan.rejected and not self.same_drafter and not self.by_path:
                     stored = stored.accepted()
-                    note = "rejected rows were not compared: their drafter cannot be run again, nor their paths be known"
+                    note = "skipped rejected rows: their drafter is not available, and the dump does not hold their full paths"
                     self.notes = [note]
                 made = self.maker.rows_of(some, bar.update, self._with_stored_branches(stored))
                 rows += len(stored)
                 if found := first_difference(stored, made):
-                    return Verification(MISMATCH, ("the replay gives other bits than the dump:",), found, bar.n, rows)
+                    return Verification(MISMATCH, ("replay and dump differ:",), found, bar.n, rows)
         return Verification(VERIFIED, (), None, len(examples), rows, tuple(self.notes))
 
     def _with_stored_branches(self, stored: Content) -> Callable[[Result], Result]:
-        """Where drafts do not come out again: the rejected paths are those of the dump, their rows are computed anew."""
+        """If drafts are not reproducible, take the rejected paths from the dump and recompute their rows."""
         if not self.by_path:
             return lambda result: result
         frame = stored.index.select(["example", "branch", "fork_position", "token"]).to_pandas()
@@ -159,7 +160,7 @@ class _Replay:
         return complete
 
     def _recorded(self, tokens: list[int], num_prompt: int, fork: int) -> Recording:
-        """A path's rows from `fork` on, under the plan's edits: those count negative positions from the prompt's end."""
+        """A path's rows from `fork` on, under the plan's edits, which count negative positions from the prompt's end."""
         branch = self.engine.prompt(tokens[:num_prompt], sites=self.maker.wanted, edits=self.maker.edits)
         try:
             if rest := tokens[num_prompt:]:

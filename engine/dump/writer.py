@@ -1,14 +1,14 @@
-"""`DumpWriter`: writes a dump shard by shard; can be stopped anywhere and resumed; several can work on one dump.
+"""`DumpWriter`: writes a dump shard by shard. It can be interrupted and resumed, and several writers can share a dump.
 
 | file                      | while writing                                  | when finished             |
 |---------------------------|------------------------------------------------|---------------------------|
 | plan.json                 | plan and fingerprint; written first            | removed                   |
-| shard-K.safetensors       | whole as soon as it is there                   | stays                     |
+| shard-K.safetensors       | complete once it exists                        | stays                     |
 | part-K.parquet            | the shard's index                              | merged into index.parquet |
-| part-K.json               | written last: shard K is done; holds its hashes| merged into manifest.json |
+| part-K.json               | the shard's hashes; written last               | merged into manifest.json |
 | lock-I-of-N               | held by the writer of every N-th shard         | removed                   |
 
-Two shards are in memory at most, whatever the number of examples.
+At most two shards are in memory at a time.
 """
 
 import json
@@ -39,17 +39,17 @@ WorkerPart = tuple[int, int]
 """(i, n): write every n-th shard, from number i on"""
 _MAX_PART = 1 << 28
 _PATIENCE = 60.0
-"""seconds to wait for another writer who finishes the dump, or makes a damaged one ready for repair"""
+"""seconds to wait for another writer that finishes the dump or reopens a damaged one"""
 _COMPRESSION = "zstd"
 
 
 Make = Callable[[int, Callable[[int], object]], Content]
-"""(shard number, told how many examples are done) -> the shard's content"""
+"""(shard number, progress callback) -> the shard's content"""
 
 
 @dataclass(frozen=True)
 class ShardPart:
-    """What is known of a finished shard before the dump is."""
+    """The entries of a finished shard in an unfinished dump."""
 
     shard: ShardEntry
     index: IndexEntry
@@ -57,11 +57,11 @@ class ShardPart:
 
 
 class DumpWriter:
-    """Files of one dump in the making. Knows nothing of models: content comes from a maker, here or on another machine."""
+    """Writes the files of one dump. Independent of models: content comes from a maker, here or on another machine."""
 
     def __init__(self, path: str | Path, plan: DumpPlan, fingerprint: Fingerprint) -> None:
         if not str(path).strip():
-            raise BadRequest("the path is empty: name a folder for the dump")
+            raise BadRequest("The path is empty. Name a folder for the dump.")
         self.store, self.plan, self.fingerprint = Store(path), plan, fingerprint
         self.head = Head(self.store, plan, fingerprint)
 
@@ -74,10 +74,10 @@ class DumpWriter:
         part: WorkerPart = (0, 1),
         progress: bool = False,
     ) -> Dump | None:
-        """Make and write every missing shard of this part, then finish the dump if all shards of all parts are there.
+        """Make and write every missing shard of this part, then finish the dump if no shard of any part is missing.
 
-        While a shard is made, the one before it is hashed and written by a thread; two are in memory at most. A dump that
-        fails before its first shard is whole leaves nothing.
+        A thread hashes and writes each shard while the next one is made. If the dump fails before its first shard is
+        complete, nothing is left behind.
         """
         with (
             self._new_folder(),
@@ -98,7 +98,7 @@ class DumpWriter:
 
     @contextmanager
     def writing(self, part: WorkerPart, resume: bool) -> Iterator[list[int]]:
-        """Holds the part's lock, and gives the numbers of the shards that are to be written."""
+        """Hold the part's lock; yields the numbers of the shards to write."""
         self.numbers(part)
         self.store.make()
         with DumpLock(self.store, lock_name(part)):
@@ -106,7 +106,7 @@ class DumpWriter:
 
     @contextmanager
     def _new_folder(self) -> Iterator[None]:
-        """If the block fails, a folder that was not there before goes again, unless something is in it."""
+        """If the block fails, remove the folder if it is new and empty."""
         was_there = self.store.fs.exists(self.store.root)
         try:
             yield
@@ -118,9 +118,9 @@ class DumpWriter:
 
     @contextmanager
     def _beginning(self, part: WorkerPart) -> Iterator[None]:
-        """If the block fails before any shard is whole, what was begun goes again: the next try may have another plan.
+        """If the block fails before any shard is complete, remove its files, so that the next attempt may have another plan.
 
-        Only under a lock on all shards: others could have begun by the same plan. A reopened dump keeps its digest.
+        Only under a lock on all shards, because other writers could share the plan. A reopened dump keeps its digest.
         """
         try:
             yield
@@ -141,17 +141,17 @@ class DumpWriter:
         """The shards of a part."""
         i, n = part
         if not 0 <= i < n:
-            raise BadRequest(f"part {i}/{n}: give i/n with 0 <= i < n")
+            raise BadRequest(f"Invalid part {i}/{n}. Give i/n with 0 <= i < n.")
         return range(i, self.plan.num_shards, n)
 
-    # ---- beginning ----------------------------------------------------------------------------------------------
+    # ---- starting -----------------------------------------------------------------------------------------------
 
     def begin(self, part: WorkerPart, resume: bool) -> list[int]:
-        """Check that what lies there is ours to go on with; the shards that are still to be written."""
+        """Check that the folder is empty or can be resumed. Returns the numbers of the shards to write."""
         there = self.store.sizes()
         if (MANIFEST in there or HEAD in there) and not resume and part[1] == 1:
             state = "a finished dump" if MANIFEST in there else "an unfinished dump"
-            raise DumpExists(f"{self.store.url} holds {state}: resume it, write elsewhere, or delete the folder")
+            raise DumpExists(f"{self.store.url} holds {state}. Resume it, choose another folder, or delete the folder.")
         if MANIFEST in there:
             if not self._reopen_if_damaged():
                 return []
@@ -160,7 +160,7 @@ class DumpWriter:
         return [number for number in self.numbers(part) if not self.is_done(number)]
 
     def is_done(self, number: int) -> bool:
-        """Whether a shard and its index are there, whole: sizes and hashes are those that were noted."""
+        """Whether a shard and its index exist with their recorded sizes and hashes."""
         part = self.part(number)
         return (
             part is not None and self._is_whole(shard_name(number), part.shard) and self._is_whole(_index(number), part.index)
@@ -173,7 +173,7 @@ class DumpWriter:
             return False
 
     def part(self, number: int) -> ShardPart | None:
-        """The note on a finished shard; None where there is none, or none that can be read."""
+        """The entries of a finished shard; None if part-K.json is missing or unreadable."""
         try:
             raw = json.loads(self.store.read(_note(number), _MAX_PART))
             sites = {
@@ -187,7 +187,7 @@ class DumpWriter:
     # ---- one shard ----------------------------------------------------------------------------------------------
 
     def write_shard(self, number: int, content: Content, sites: dict[str, SiteEntry]) -> None:
-        """Write one shard: its tensors, its index, and last the note that both are there."""
+        """Write one shard: its tensors, its index, and last part-K.json, which marks both as complete."""
         indices = self.plan.indices(number)
         digest, accepted_digest = content.digests()
         with self.store.writing(shard_name(number)) as file:
@@ -212,12 +212,12 @@ class DumpWriter:
         note = ShardPart(entry, IndexEntry(len(table), file.num_bytes, file.sha256), sites)
         self.store.write(_note(number), json.dumps(asdict(note)).encode())
 
-    # ---- the end ------------------------------------------------------------------------------------------------
+    # ---- finishing ----------------------------------------------------------------------------------------------
 
     def finish(self) -> Dump | None:
-        """If every shard is there: merge the indices, write the manifest, clean up. Any writer may do it; one does.
+        """If every shard is complete, merge the indices, write the manifest and clean up. Exactly one writer does this.
 
-        None while shards are missing, or another writer takes longer over it than we wait.
+        Returns None while shards are missing, or if another writer holds the lock for too long.
         """
         try:
             with DumpLock(self.store, FINISH, _PATIENCE):
@@ -234,9 +234,9 @@ class DumpWriter:
         return Dump.open(self.store.url)
 
     def _merge(self, parts: list[ShardPart]) -> None:
-        """Write index and manifest. A row group of the index is a shard; shards without rows have none."""
+        """Write index and manifest. Each shard is one row group of the index; shards without rows have none."""
         if any(part.sites != parts[0].sites for part in parts):
-            raise BadDump(f"{self.store.url}: its shards do not hold the same sites")
+            raise BadDump(f"The shards of {self.store.url} hold different sites. Delete the folder and start again.")
         schema = concatenate([self._read_part(number).slice(0, 0) for number in range(len(parts))]).schema
         labels = {field.name: str(field.type) for field in schema if field.name not in (*CORE.names, *LOCATORS)}
         with self.store.writing(INDEX) as file, pq.ParquetWriter(file, schema, compression=_COMPRESSION) as merged:
@@ -249,7 +249,7 @@ class DumpWriter:
         manifest = Manifest(self.plan, self.fingerprint, parts[0].sites, labels, index, shards)
         before = self.head.digest
         if before not in (None, manifest.digest):
-            raise ReplayMismatch(f"{self.store.url}: repaired, the dump has digest {manifest.digest}; before it was {before}")
+            raise ReplayMismatch(f"{self.store.url} has digest {manifest.digest} after its repair; before, it was {before}.")
         self.store.write(MANIFEST, manifest.to_bytes())
 
     def _read_part(self, number: int) -> pa.Table:
@@ -257,19 +257,19 @@ class DumpWriter:
             return pq.read_table(file)
 
     def _clean_up(self) -> None:
-        """Remove what only the writing needed. Locks are left to their holders, if those live."""
+        """Remove files that only writers need. Locks of live processes stay."""
         sweep(self.store)
         for name in self.store.sizes():
             if name == HEAD or name.startswith("part-") or name.endswith(TEMPORARY):
                 self.store.remove(name)
 
-    # ---- repairing ----------------------------------------------------------------------------------------------
+    # ---- repair -------------------------------------------------------------------------------------------------
 
     def _reopen_if_damaged(self) -> bool:
-        """Make a finished dump with damaged files an unfinished one, whose good shards count as done. Whether it is one.
+        """Turn a finished dump with damaged files into an unfinished one that keeps its intact shards. Returns whether the
+        dump is unfinished now.
 
-        Other writers may be at the same: what was found damaged is looked at again where only one can be, for by then
-        somebody may have reopened the dump, or even repaired it.
+        Damaged files are checked again under the lock, because another writer may have reopened or repaired the dump.
         """
         seen = self._manifest()
         suspects = self._damaged(seen) if seen is not None else set()
@@ -285,7 +285,7 @@ class DumpWriter:
             return bool(damaged)
 
     def _manifest(self) -> Manifest | None:
-        """The manifest, if there is one: that of our plan and fingerprint."""
+        """The manifest, None if there is none. Raises OtherPlan or OtherFingerprint if it is not this writer's."""
         try:
             raw = self.store.read(MANIFEST, MAX_BYTES)
         except BadDump:
@@ -297,7 +297,7 @@ class DumpWriter:
         return manifest
 
     def _damaged(self, manifest: Manifest, among: set[str] | None = None) -> set[str]:
-        """Files, all or some, that are missing or not the ones that were hashed."""
+        """Files, of all or of `among`, that are missing or do not match the manifest."""
         entries: dict[str, ShardEntry | IndexEntry] = {
             **{shard.name: shard for shard in manifest.shards},
             INDEX: manifest.index,
@@ -305,7 +305,7 @@ class DumpWriter:
         return {name for name in entries if (among is None or name in among) and not self._is_whole(name, entries[name])}
 
     def _reopen(self, manifest: Manifest, damaged: set[str]) -> None:
-        """Mutates: plan and notes of the good shards are written, then the manifest goes."""
+        """Mutates: write plan.json and the entries of intact shards, then remove the manifest."""
         self.head.rewrite(manifest.digest)
         if INDEX not in damaged:
             with self.store.fs.open(self.store.path(INDEX), "rb") as file:

@@ -12,9 +12,9 @@ class Text:
     """Wraps our `WordTokenizer` or a Hugging Face tokenizer; without one, tokens are numbers and text is refused."""
 
     def __init__(self, tokenizer: Any | None) -> None:
-        known = hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode") and not isinstance(tokenizer, type)
+        known = hasattr(tokenizer, "decode") and not isinstance(tokenizer, bytes | bytearray | type)
         if tokenizer is not None and not known:
-            raise BadRequest(f"tokenizer={tokenizer!r:.60}: give a WordTokenizer, a Hugging Face tokenizer, or None")
+            raise BadRequest(f"Invalid tokenizer={tokenizer!r:.60}. Give a WordTokenizer, a Hugging Face tokenizer, or None.")
         self.tokenizer = tokenizer
         self._ours = tokenizer is not None and hasattr(tokenizer, "encode_with_offsets")
 

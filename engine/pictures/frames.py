@@ -1,4 +1,4 @@
-"""`Frame`: one step of a request, as plain data: its tokens, its KV slots, what the verifier said."""
+"""`Frame`: one step of a request as plain data: its tokens, its KV slots, and the verifier's checks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from replaylens.engine.pictures.paths import visible
 
 
 class Phase(Enum):
-    """What a frame shows; the values are captions."""
+    """The kind of step; values are headings."""
 
     PREFILL = "prefill"
     FORK = "fork"
@@ -23,7 +23,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Slot:
-    """One generated token in a frame. `number` counts from T0; drafts carry a prime."""
+    """One generated token in a frame. `number` counts from T0; drafts have a prime."""
 
     text: str
     state: TokenState
@@ -41,7 +41,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Fill:
-    """What the request's KV slots hold, in positions."""
+    """Number of positions in the request's KV slots, by kind."""
 
     prompt: int
     accepted: int = 0
@@ -52,7 +52,7 @@ class Fill:
         return self.prompt + self.accepted + self.draft
 
     def by_state(self) -> list[tuple[TokenState, int]]:
-        """Sections in the order of the positions; empty ones left out."""
+        """Non-empty sections, in order of position."""
         sections = [
             (TokenState.PROMPT, self.prompt),
             (TokenState.ACCEPTED, self.accepted),
@@ -63,14 +63,14 @@ class Fill:
 
 @dataclass(frozen=True)
 class Check:
-    """What the verifier said about one draft. `verifier` is None after the first mismatch: nobody asked."""
+    """The verifier's check of one draft. `verifier` is None after the first mismatch."""
 
     draft: Slot | None
-    """None for the token that comes free when every draft stood"""
+    """None for the extra token that the verifier adds when it accepts every draft"""
     verifier: Slot | None
 
     @property
-    def stands(self) -> bool:
+    def accepted(self) -> bool:
         return self.draft is not None and self.verifier is not None and self.draft.text == self.verifier.text
 
 
@@ -82,14 +82,14 @@ class Frame:
     caption: str
     kv: Fill
     generated: tuple[Slot, ...] = ()
-    """the tokens after the prompt, drafts of the chain that is followed included"""
+    """tokens after the prompt, including the drafts of the followed chain"""
     checks: tuple[Check, ...] = ()
     siblings: tuple[tuple[Slot, ...], ...] = ()
-    """other chains that were drafted at the same place"""
+    """other chains drafted at the same position"""
     others: int = 0
-    """requests that were running beside it"""
+    """number of other running requests"""
 
 
 def capacity(frames: Sequence[Frame]) -> int:
-    """The most positions that were ever held."""
+    """The largest number of KV positions in any frame."""
     return max((frame.kv.total for frame in frames), default=0)

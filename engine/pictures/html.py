@@ -1,7 +1,7 @@
-"""Elements of a page as `Markup`: HTML that is safe to show. Whatever is not `Markup` already is escaped on its way in.
+"""HTML elements as `Markup`, which is safe to show. Everything that is not `Markup` is escaped.
 
-The fragments stand alone: style and script travel with them, nothing is loaded from anywhere, and without scripts (on a
-page that strips them) everything is still there to be read.
+Fragments are self-contained: they include style and script and load nothing. On a page that strips scripts, all content
+remains readable.
 """
 
 import json
@@ -19,17 +19,18 @@ Attributes = dict[str, Value]
 
 
 def tag(name: str, /, *children: str | int | float, **attributes: Value) -> Markup:
-    """One element. `class_` is class, `data_x` is data-x; an attribute of None or False is left out, True has no value."""
+    """One element. `class_` becomes class, `data_x` becomes data-x. Attributes that are None or False are left out; True
+    gives an attribute without a value."""
     return Markup(f"<{name}{''.join(map(_attribute, attributes.items()))}>{join(children)}</{name}>")
 
 
 def void(name: str, /, **attributes: Value) -> Markup:
-    """An element that has no content, such as input."""
+    """An element without content, such as input."""
     return Markup(f"<{name}{''.join(map(_attribute, attributes.items()))}>")
 
 
 def join(children: Iterable[str | int | float]) -> Markup:
-    """One after the other."""
+    """Concatenate, escaping what is not `Markup`."""
     return Markup().join(map(escape, children))
 
 
@@ -37,11 +38,11 @@ def _attribute(item: tuple[str, Value]) -> str:
     name, value = item[0].removesuffix("_").replace("_", "-"), item[1]
     if value is None or value is False:
         return ""
-    return f" {name}" if value is True else f' {name}="{escape(str(value))}"'  # str: markup is no attribute either
+    return f" {name}" if value is True else f' {name}="{escape(str(value))}"'  # str: markup in attributes is escaped, too
 
 
 def script_json(data: Any) -> Markup:
-    """Data for a script element: JSON in which nothing can end the element or open a comment."""
+    """Data for a script element: JSON that cannot end the element or open a comment."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     safe = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return Markup(safe)
@@ -49,13 +50,13 @@ def script_json(data: Any) -> Markup:
 
 @cache
 def asset(name: str, package: str = "replaylens.engine.pictures") -> str:
-    """A style or script that ships with a package of ours."""
+    """The text of a style or script in a package."""
     return files(package).joinpath("assets", name).read_text()
 
 
 @cache
 def style() -> Markup:
-    """The style element of every view. Light or dark as the system, or as a notebook's or the page's own theme says."""
+    """The style element of every view. Light or dark follows the system, or the theme of the notebook or page."""
     dark = css_variables("dark")
     themes = [
         f".rl-view{{{css_variables('light')}color-scheme:light}}",
@@ -69,10 +70,10 @@ def style() -> Markup:
 
 @cache
 def script() -> Markup:
-    """The script element of every view; running it again does no harm."""
+    """The script element of every view. Running it twice is safe."""
     return Markup(f"<script>{asset('view.js')}</script>")
 
 
 def fragment(*children: str) -> str:
-    """What a notebook shows: a view with its style and script."""
+    """A view for a notebook, with its style and script."""
     return join([style(), tag("div", *children, class_="rl-view"), script()])

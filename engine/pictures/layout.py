@@ -1,4 +1,4 @@
-"""`layout`: which row each branch of a tree is drawn in. Columns are positions, so branches can share a row."""
+"""Layout of a tree: the row of each branch. Columns are positions, so branches can share a row."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from replaylens.engine.pictures.paths import DrawnPath, Paths
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a branch lies: tokens in `row`, from its fork position on; its line comes down from `parent_row`."""
+    """The place of a branch: its tokens are in `row`, from its fork position on; its line starts at `parent_row`."""
 
     path: DrawnPath
     row: int
@@ -15,9 +15,9 @@ class Placement:
 
 
 def arrange(tree: Paths) -> list[Placement]:
-    """The trunk in row 0, every branch below its parent in the first row that has room for it and for its line.
+    """Put the trunk in row 0, and every branch below its parent in the first row with room for it and its line.
 
-    A branch takes the columns from the one before its fork, where its line comes down, to its last token.
+    A branch takes the columns from the one before its fork, where its line is, to its last token.
     """
     taken: dict[int, list[tuple[int, int]]] = {0: [(0, tree.trunk.end)]}  # half-open columns by row
     places = [Placement(tree.trunk, 0, 0)]
@@ -25,7 +25,7 @@ def arrange(tree: Paths) -> list[Placement]:
     while stack:
         path, parent_row = stack.pop()
         line, row = max(0, path.fork_position - 1), parent_row + 1
-        while _hits(taken.get(row, []), line, path.end + 1):  # one column of air behind it
+        while _hits(taken.get(row, []), line, path.end + 1):  # one empty column after it
             row += 1
         for between in range(parent_row + 1, row):
             taken.setdefault(between, []).append((line, line + 1))

@@ -1,4 +1,4 @@
-"""Trees of live branches, with what was captured on them."""
+"""Trees of live branches, with their captured rows."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -11,11 +11,11 @@ from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.request.capture import Recording
 
 MAX_BRANCHES = 200
-"""drawn in one tree"""
+"""limit per tree"""
 
 
 def tree_of(trunk: BranchRecord, recordings: Mapping[int, Recording | None], text: Text, title: str = "") -> Tree:
-    """A branch as the trunk, and everything that was forked or cut from it.
+    """A branch as the trunk, with all forks and rejected drafts below it.
 
     recordings  captured rows by branch
     """
@@ -27,7 +27,7 @@ def tree_of(trunk: BranchRecord, recordings: Mapping[int, Recording | None], tex
 
 
 def _below(trunk: BranchRecord) -> list[BranchRecord]:
-    """The branch and all below it, level by level: what is left out first is what lies deepest."""
+    """The branch and all below it, level by level, so that a limit drops the deepest first."""
     found, level = [], [trunk]
     while level:
         found += level
@@ -49,7 +49,7 @@ def _path(
     tokens = []
     for position in range(own, len(record.tokens)):
         logprob = reading.emitted(position - 1) if reading else None
-        if logprob is None and position == own and before is not None:  # judged by the path that it left
+        if logprob is None and position == own and before is not None:  # predicted by the last row before the fork
             logprob = before.logprob(position - 1, record.tokens[position])
         entropy, lens = (reading.entropy(position), reading.layers(position)) if reading else (None, ())
         shown_as = word(text, record.tokens[position])
@@ -58,10 +58,12 @@ def _path(
 
 
 def _drawn_parent(record: BranchRecord, shown: Mapping[int, BranchRecord], trunk: int) -> int:
-    """The branch whose own tokens reach up to where this one leaves: its parent, or further up if it left before that."""
+    """The branch that owns the token before the fork: the parent, or an ancestor if the fork lies before the parent's."""
     parent = record.parent
     assert parent is not None
-    while parent != trunk and record.fork_position <= shown[parent].fork_position:  # parents are on higher levels: shown
+    while (
+        parent != trunk and record.fork_position <= shown[parent].fork_position
+    ):  # parents are on higher levels, so they are shown
         above = shown[parent].parent
         assert above is not None
         parent = above

@@ -1,7 +1,7 @@
-"""`palette`: how each token state looks, the same in notebooks, on the report page, in SVG stills and in a terminal.
+"""The look of each token state, the same in notebooks, on the report page, in SVG files and in a terminal.
 
-The four fills keep apart for every common kind of colour blindness and carry the same dark ink on a light and on a dark
-page; pending tokens are a checkered pattern. No state is told by colour alone: each has a mark too.
+The four fills are distinguishable with every common kind of colour blindness, and have the same dark text on light and dark
+pages. Pending tokens are checkered. No state is marked by colour alone: each also has a mark.
 """
 
 from typing import NamedTuple
@@ -13,15 +13,15 @@ class Look(NamedTuple):
     """One state's appearance."""
 
     fill: str
-    """behind the token's text; for pending tokens the lighter of the two squares"""
+    """background of the token's text; for pending tokens, the lighter squares"""
     mark: str
-    """one character that says the same without colour"""
+    """one character for the state, without colour"""
     ascii: str
-    """the same in ASCII, for trees as plain text"""
+    """the mark in ASCII, for trees as plain text"""
     colour: str
-    """of a terminal; its own sixteen, so that they keep apart whatever it can show"""
+    """terminal colour, one of the basic sixteen, which every terminal distinguishes"""
     accent: str = ""
-    """how a terminal sets the text off"""
+    """terminal text style"""
 
     @property
     def terminal(self) -> str:
@@ -34,9 +34,9 @@ INK = "#14171a"
 CHECK = "#b9c0c7"
 """the darker squares of a pending token"""
 OTHER = "#aab1b8"
-"""requests that the picture is not about"""
+"""other requests"""
 SAND = "#dcb98a"
-"""states that are added to a chunk"""
+"""states added to a chunk"""
 LOOKS = {
     TokenState.PROMPT: Look("#86b6f2", "·", ".", "bright_blue"),
     TokenState.ACCEPTED: Look("#a8ecc9", "✓", "+", "bright_green"),
@@ -64,7 +64,7 @@ PAGES = {
         "deep-ink": "#14171a",
     },
 }
-"""colours of everything that is no token; `deep` is where heatmaps end"""
+"""colours of everything except tokens; `deep` is the end of the heatmap scale"""
 
 
 def css_variables(theme: str) -> str:
@@ -79,7 +79,7 @@ def css_variables(theme: str) -> str:
 
 
 def svg_style() -> str:
-    """The style of a picture that stands alone; plain colours, for viewers that know no custom properties."""
+    """The style of a standalone picture, in plain colours, for viewers without custom properties."""
     rules = "".join(f".{state.value}{{fill:{look.fill}}}" for state, look in LOOKS.items())
     fixed = f"{rules}.ink{{fill:{INK}}}.check{{fill:{CHECK}}}.other{{fill:{OTHER}}}.edge{{stroke:{INK}}}"
     return f"{fixed}{_page_rules('light')}@media (prefers-color-scheme:dark){{{_page_rules('dark')}}}"

@@ -1,4 +1,4 @@
-"""`Paths`: a path with the branches that hang off it, as plain data. What draws it stands above."""
+"""`Paths`: a path and its branches as plain data, for the drawers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,29 +10,29 @@ from replaylens.engine.pictures.readings import LensLayer
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a path, with what is known about it."""
+    """One token of a path, with its readings and labels."""
 
     text: str
     position: int
     state: TokenState
     logprob: float | None = None
-    """that the model gave it, from the row before"""
+    """of this token, read off the row before"""
     entropy: float | None = None
-    """of what may follow it"""
+    """of the next-token distribution"""
     lens: tuple[LensLayer, ...] = ()
-    """what each layer would say next, from this token's row"""
+    """each layer's next-token guesses at this row"""
     labels: tuple[tuple[str, str], ...] = ()
-    """what a task knows to hold here"""
+    """the task's labels here"""
 
     @property
     def visible(self) -> str:
-        """Its text with everything invisible made visible, but for plain spaces."""
+        """The text with invisible characters made visible, except spaces."""
         return visible(self.text)
 
 
 @dataclass(frozen=True)
 class DrawnPath:
-    """One branch: its own tokens, those from `fork_position` on."""
+    """One branch, with its tokens from `fork_position` on."""
 
     branch: int
     parent: int | None
@@ -42,7 +42,7 @@ class DrawnPath:
 
     @property
     def end(self) -> int:
-        """The position after its last token. A dump may hold some of its tokens only."""
+        """The position after its last token. A dump may hold only some of its tokens."""
         return self.tokens[-1].position + 1 if self.tokens else self.fork_position
 
 
@@ -53,7 +53,7 @@ class Paths:
     paths: tuple[DrawnPath, ...]
     title: str = ""
     left_out: int = 0
-    """branches that are not drawn"""
+    """number of branches not drawn"""
 
     @property
     def trunk(self) -> DrawnPath:
@@ -61,7 +61,7 @@ class Paths:
 
     @cached_property
     def children(self) -> dict[int, list[DrawnPath]]:
-        """Of each branch, those that fork last first: so drawn, no line crosses another."""
+        """Children of each branch, latest fork first, so that no lines cross."""
         found: dict[int, list[DrawnPath]] = {path.branch: [] for path in self.paths}
         for path in self.paths[1:]:
             assert path.parent is not None
@@ -82,7 +82,7 @@ _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍", "": "∅"}
 
 @lru_cache(1 << 16)
 def visible(text: str) -> str:
-    """Text for a box of its own: line breaks, tabs, control characters and nothing at all can be seen."""
+    """The text with visible marks for line breaks, tabs, control characters and the empty string."""
     if not text:
         return _VISIBLE[""]
     return "".join(c if c.isprintable() else _VISIBLE.get(c, f"\\u{ord(c):04x}") for c in text)

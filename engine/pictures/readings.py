@@ -1,4 +1,4 @@
-"""`Readings`: Z of consecutive rows, as the views ask for it: how likely was a token, what would each layer say next."""
+"""`Readings`: the logit lens (Z) of consecutive rows: log-probabilities of tokens, and each layer's next-token guesses."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -25,17 +25,17 @@ class LensGuess:
 
 @dataclass(frozen=True)
 class LensLayer:
-    """What one layer would say next."""
+    """The next-token guesses of one layer."""
 
     site: str
-    """where the residual stream was read"""
+    """name of the residual stream that was read"""
     guesses: tuple[LensGuess, ...]
     """most likely first"""
 
 
 @dataclass(frozen=True)
 class Readings:
-    """Z of positions [base, base + rows). `emitted` [rows, layers] and so on: see `lens.readout`."""
+    """Z at positions [base, base + rows); for its parts and their shapes see `lens.readout`."""
 
     base: int
     z: Mapping[str, np.ndarray]
@@ -43,7 +43,7 @@ class Readings:
 
     @classmethod
     def of(cls, recording: Recording | None, decode: Decode) -> "Readings | None":
-        """Of what a branch captured; None where Z is not part of it."""
+        """The readings of captured rows; None if Z was not captured."""
         if recording is None or "Z.entropy" not in recording.sites():
             return None
         names = ("Z.entropy", "Z.kl", "Z.emitted", "Z.top_ids", "Z.top_logprobs")
@@ -53,16 +53,16 @@ class Readings:
         return self.base <= position < self.base + len(self.z["Z.entropy"])
 
     def entropy(self, position: int) -> float | None:
-        """Of the model's own distribution after this position."""
+        """Entropy of the model's next-token distribution at this position."""
         return float(self.z["Z.entropy"][position - self.base, -1]) if self.has(position) else None
 
     def emitted(self, position: int) -> float | None:
-        """Log-probability of the token that came after this position on the same path."""
+        """Log-probability of the token after this position on the same path."""
         value = float(self.z["Z.emitted"][position - self.base, -1]) if self.has(position) else math.nan
         return None if math.isnan(value) else value
 
     def logprob(self, position: int, token: int) -> float | None:
-        """Log-probability of any token after this position, where it is among the likeliest."""
+        """Log-probability of a token after this position; None if it is not among the top k."""
         if not self.has(position):
             return None
         row = position - self.base
@@ -70,7 +70,7 @@ class Readings:
         return float(self.z["Z.top_logprobs"][row, -1, found[0]]) if len(found) else None
 
     def layers(self, position: int) -> tuple[LensLayer, ...]:
-        """What each layer would say next, the model's own output last."""
+        """Next-token guesses of each layer; the model's output comes last."""
         if not self.has(position):
             return ()
         row = position - self.base
@@ -85,12 +85,12 @@ class Readings:
 
 
 def word(text: Text, token: int) -> str:
-    """How a token reads; the one that ends a text, which reads as nothing, by its name; a number with a space before it."""
+    """A token's text. An <EOS> without text becomes "<eos>"; without a tokenizer, it is the id after a space."""
     if text.tokenizer is None:
         return f" {text.token(token)}"
     return text.token(token) or ("<eos>" if token == text.eos_id else "")
 
 
 def layer_name(i: int, count: int) -> str:
-    """S0 is what enters block 0; the last entry of Z is the model's own output."""
+    """S0 enters block 0; the last entry of Z is the model's output."""
     return "output" if i == count - 1 else f"S{i}"

@@ -1,7 +1,7 @@
-"""Timelines from traces: the frames of one branch, as the engine's events tell them.
+"""Timelines from traces: the frames of one branch, from the engine's events.
 
-Every number in a frame is one of the run's own. Steps that draft nothing leave no event of their own; their tokens are
-taken from the branch's path where that is known, and shown as unknown otherwise.
+Every number in a frame comes from the run. Steps without drafts leave no event; their tokens are taken from the branch's path
+if it is known, and shown as unknown otherwise.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,32 +21,32 @@ PROMPT, ACCEPTED, PENDING, DRAFT, REJECTED = TokenState
 def timeline(
     trace: Trace, branch: int, decode: Callable[[int], str], known: Mapping[int, Sequence[int]] | None = None, title: str = ""
 ) -> Timeline:
-    """The life of one branch as a trace tells it. `known`: final token paths, for steps that left no event."""
+    """The timeline of one branch of a trace. `known`: final token paths, for steps without an event."""
     teller = _Teller(branch, decode, known or {})
     for event in trace.events:
         teller.hear(event)
     if not teller.frames:
-        raise BadRequest(f"the trace has no branch {branch}")
+        raise BadRequest(f"The trace has no branch {branch}.")
     return Timeline(tuple(teller.frames), title or f"branch {branch}")
 
 
 @dataclass
 class _Line:
-    """A branch while the trace is read: [0, computed) has KV; at most one token after that is pending."""
+    """A branch at one point of the trace: [0, computed) has KV; at most one token after that is pending."""
 
     tokens: list[int | None]
     num_prompt: int
     computed: int
     at: int = 0
     chains: list[list[int]] = field(default_factory=list)
-    """drafted after position `at` and not judged yet"""
+    """drafted after position `at`, not verified yet"""
     prefilling: bool = False
     beside: int = 0
-    """the most other requests that ran during its prefill"""
+    """the largest number of other requests during its prefill"""
 
 
 class _Teller:
-    """Follows all branches through a trace and makes the frames of one."""
+    """Follows all branches through a trace; makes the frames of one."""
 
     def __init__(self, branch: int, decode: Callable[[int], str], known: Mapping[int, Sequence[int]]) -> None:
         self.branch, self.decode, self.known = branch, decode, known
@@ -55,7 +55,7 @@ class _Teller:
         self.frames: list[Frame] = []
 
     def hear(self, event: dict[str, Any]) -> None:
-        """Mutates: one more event."""
+        """Mutates: process one event."""
         line, mine = self.lines.get(event["branch"]), event["branch"] == self.branch
         made: Iterator[Frame] = iter(())
         match event["event"]:
@@ -83,7 +83,7 @@ class _Teller:
                 del line.tokens[event["to"] :]
                 line.computed = min(line.computed, event["to"])
                 made = iter([self._frame(line, Phase.ROLLBACK, f"rolled back to {event['to']} tokens")])
-        frames = list(made)  # told in any case: it moves the line on
+        frames = list(made)  # consumed for every branch, because that updates its line
         self.frames += frames if mine else []
 
     def _start(self, branch: int) -> None:
@@ -104,10 +104,10 @@ class _Teller:
         if any(line.chains):
             width = f" in {len(line.chains)} chains" if len(line.chains) > 1 else ""
             count = sum(map(len, line.chains))
-            yield self._frame(line, Phase.DECODE, f"{count} tokens drafted{width}: nothing is promised yet")
+            yield self._frame(line, Phase.DECODE, f"{count} tokens drafted{width}, not verified yet")
 
     def _verdict(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
-        """The verification, then what it left of the sequence and of the cache."""
+        """The verification, then the sequence and cache after it."""
         chains, chain, accepted, pending = line.chains, event["chain"], event["accepted"], list(event["pending"])
         followed = chains[chain] if chains else []
         rows = 1 + max(map(len, chains), default=0)
@@ -120,9 +120,9 @@ class _Teller:
         num_rejected = sum(map(len, chains)) - accepted
         line.tokens = [*line.tokens[: line.at], *followed[:accepted], *pending]
         line.computed, line.chains = line.at + accepted, []
-        gained = f"{accepted} accepted" + (", one more comes free and is pending" if pending else "")
+        gained = f"{accepted} accepted" + (", one extra token is pending" if pending else "")
         if num_rejected:
-            gained = f"{accepted} accepted, {num_rejected} rejected" + (", the verifier's own is pending" if pending else "")
+            gained = f"{accepted} accepted, {num_rejected} rejected" + (", the verifier's token is pending" if pending else "")
         phase = Phase.ROLLBACK if num_rejected else Phase.ACCEPT
         yield self._frame(line, phase, f"{gained}; KV up to position {line.computed}")
 
@@ -145,7 +145,7 @@ class _Teller:
             line.computed = event["length"]
 
     def _direct(self, line: _Line, branch: int, length: int, digest: str | None = None) -> Iterator[Frame]:
-        """Tokens that were committed one by one since the last event."""
+        """Tokens committed one by one since the last event."""
         count = length - len(line.tokens)
         if count <= 0:
             return
@@ -155,19 +155,19 @@ class _Teller:
             known = path_digest(path) == digest
         line.tokens += path[len(line.tokens) :] if known else [None] * count
         line.computed = max(line.num_prompt, length - 1)
-        yield self._frame(line, Phase.DIRECT, f"{count} decoded directly: canonical at once, nothing to verify")
+        yield self._frame(line, Phase.DIRECT, f"{count} decoded directly in canonical passes, no verification needed")
 
     # ---- frames -------------------------------------------------------------------------------------------------
 
     def _frame(self, line: _Line, phase: Phase, caption: str, chain: int = 0, checks: tuple[Check, ...] = ()) -> Frame:
-        """The line as it stands. A draft's KV goes to slots of its own after those of the sequence."""
+        """The current state of the line. Drafts have their own KV slots after those of the sequence."""
         first = len(line.tokens) - line.num_prompt
         slots = [self._slot(token, self._state(line, p), p - line.num_prompt) for p, token in enumerate(line.tokens)]
         drafts = [tuple(self._slot(t, DRAFT, first + i, True) for i, t in enumerate(c)) for c in line.chains]
-        if checks:  # what the verifier turned down is red from then on
-            stood = sum(check.stands for check in checks)
+        if checks:  # drafts that the verifier rejected
+            kept = sum(check.accepted for check in checks)
             drafts = [
-                (*c[: stood * (i == chain)], *(replace(slot, state=REJECTED) for slot in c[stood * (i == chain) :]))
+                (*c[: kept * (i == chain)], *(replace(slot, state=REJECTED) for slot in c[kept * (i == chain) :]))
                 for i, c in enumerate(drafts)
             ]
         prompt = min(line.num_prompt, line.computed)

@@ -1,4 +1,4 @@
-"""What a notebook shows for a run, a branch or an engine: the facts in a few lines, then their pictures."""
+"""The notebook view of a run, a branch or an engine: some facts, then pictures."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,35 +12,35 @@ from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.pictures.tree import Tree
 
 MAX_TREES = 12
-"""that one output can unfold"""
+"""limit per output"""
 Facts = Mapping[str, str | int | float]
 
 
 def one_picture(facts: Facts, picture: Tree | Thinking) -> str:
-    """The facts, and a picture under them."""
+    """The facts, then one picture."""
     return fragment(fact_list(facts), _drawn(picture))
 
 
 def folded_pictures(facts: Facts, pictures: Sequence[Tree | Thinking], rest: str = "") -> str:
-    """The facts, then pictures that unfold, then a line about those that are not shown."""
+    """The facts, then folded pictures, then a line about those not shown."""
     return fragment(fact_list(facts), *map(_folded, pictures), *_line(rest))
 
 
 def cache_and_pictures(facts: Facts, used: int, pages: int, pictures: Sequence[Tree], rest: str = "") -> str:
-    """How full the KV cache is, beside the facts; then pictures that unfold."""
+    """The fill of the KV cache beside the facts, then folded pictures."""
     cache = tag("div", cylinder(Fill(used), pages), class_="rl-picture")
     return fragment(tag("div", cache, fact_list(facts), class_="rl-head"), *map(_folded, pictures), *_line(rest))
 
 
 def fact_list(facts: Facts) -> Markup:
-    """Names with their values."""
+    """Names and values as a definition list."""
     return tag(
         "dl", *(part for name, value in facts.items() for part in (tag("dt", name), tag("dd", value))), class_="rl-facts"
     )
 
 
 def code(text: str) -> Markup:
-    """A value to be copied as it is."""
+    """A value to copy verbatim."""
     return tag("code", text)
 
 

@@ -1,4 +1,4 @@
-"""Frames of a timeline as SVG: the KV cylinder on the left, the token strip and the verifier's word on the right."""
+"""Frames of a timeline as SVG: the KV cylinder on the left, the token strip and the verifier's tokens on the right."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,18 +12,18 @@ from replaylens.engine.pictures.palette import svg_style
 
 WIDTH, HEIGHT = 720, 232
 LEFT, RIGHT = 150, 708
-"""where the token strip may lie"""
+"""horizontal range of the token strip"""
 BOX = 22
 """height of a token"""
 CHARACTER = 7.3
-"""width of one, at the font size of tokens"""
+"""width of a character at the tokens' font size"""
 MAX_SIBLINGS = 2
 _MONO = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 _SANS = "system-ui,'Segoe UI',Helvetica,Arial,sans-serif"
 
 
 def document(frames: Sequence[Frame], capacity: int) -> str:
-    """A file of its own with one or several frames, two in a row; light or dark as its reader's system is."""
+    """An SVG file with one or more frames, two per row. Light or dark follows the viewer's system."""
     columns = min(2, len(frames))
     rows = -(-len(frames) // 2)
     panels = [
@@ -37,14 +37,14 @@ def document(frames: Sequence[Frame], capacity: int) -> str:
 
 
 def stepper(frames: Sequence[Frame], title: str) -> Markup:
-    """All frames for a page; its script shows one at a time, with buttons and a slider."""
+    """All frames for a page, whose script shows one at a time, with buttons and a slider."""
     full = most_positions(frames)
     drawn = [tag("div", inline(frame, full), class_="rl-frame", data_phase=frame.phase.value) for frame in frames]
     return tag("div", tag("div", tag("b", title), class_="rl-head"), *drawn, class_="rl-timeline")
 
 
 def inline(frame: Frame, capacity: int) -> Markup:
-    """One frame within a page that has the views' style."""
+    """One frame for a page with the views' style."""
     size: Attributes = {"width": WIDTH, "height": HEIGHT, "viewBox": f"0 0 {WIDTH} {HEIGHT}"}
     return tag("svg", draw(frame, capacity), role="img", aria_label=f"{frame.phase.value}: {frame.caption}", **size)
 
@@ -63,12 +63,12 @@ def _heading(frame: Frame) -> Iterable[Markup]:
 
 
 def cylinder(fill: Fill, capacity: int, unit: str = "pages") -> Markup:
-    """The cylinder alone, within a page that has the views' style."""
+    """The cylinder alone, for a page with the views' style."""
     return tag("svg", _cylinder(fill, capacity, unit), role="img", width=140, height=206, viewBox="0 0 140 206")
 
 
 def _cylinder(fill: Fill, capacity: int, unit: str = "KV slots") -> Markup:
-    """The prompt on top, then what was accepted, then drafts; it grows downwards as far as the dashed outline."""
+    """The prompt on top, then accepted tokens, then drafts; the dashed outline is the capacity."""
     x, top, width, full, bulge = 28, 26, 84, 150, 9
     scale = full / max(capacity, 1)
     edges, bottom = [], float(top)
@@ -120,7 +120,7 @@ def _strip(frame: Frame) -> Iterable[Markup]:
 
 
 def _verdicts(frame: Frame, places: dict[tuple[int, bool], tuple[float, float]], end: float, y: float) -> Iterable[Markup]:
-    """Under each draft the verifier's word: a tick, its own token instead, or nothing after the first mismatch."""
+    """The verifier's token under each draft, with a tick if they are equal; a cross after the first mismatch."""
     yield _text(LEFT, y + 15, "verifier", 12, "quiet")
     for check in frame.checks:
         said = check.verifier or check.draft
@@ -130,7 +130,7 @@ def _verdicts(frame: Frame, places: dict[tuple[int, bool], tuple[float, float]],
             yield _text(x + wide / 2, y + 16, "✗", 15, "text", "middle")
             continue
         yield from _box(x, y, wide, check.verifier.visible, check.verifier.state)
-        mark = "✓ =" if check.stands else "≠" if check.draft else "free"
+        mark = "✓ =" if check.accepted else "≠" if check.draft else "free"
         yield _text(x + wide / 2, y - 5, mark, 11, "text", "middle")
         yield _text(x + wide / 2, y + BOX + 13, check.verifier.name, 11, "quiet", "middle")
 
@@ -144,7 +144,7 @@ def _sibling(chain: Sequence[Slot], places: dict[tuple[int, bool], tuple[float, 
 
 
 def _window(slots: Sequence[Slot]) -> tuple[Sequence[Slot], int]:
-    """The last tokens that have room, and how many accepted ones before them have not."""
+    """The last tokens that fit, and the number of tokens before them."""
     room, count = RIGHT - LEFT - 150.0, 0
     for slot in reversed(slots):
         room -= _width(slot.visible) + 4
@@ -156,7 +156,7 @@ def _window(slots: Sequence[Slot]) -> tuple[Sequence[Slot], int]:
 
 
 def _slot_width(slot: Slot, checks: Sequence[Check]) -> float:
-    """Wide enough for the token and for what the verifier says below it."""
+    """Wide enough for the token and for the verifier's token below it."""
     own = [check for check in checks if check.draft is not None and slot.drafted and check.draft.number == slot.number]
     texts = [slot.visible, *(check.verifier.visible for check in own if check.verifier)]
     return max(map(_width, texts))
@@ -187,7 +187,7 @@ def _box(x: float, y: float, width: float, text: str, state: TokenState) -> Iter
 
 
 def _checks(x: float, y: float, width: float, height: float, size: float = 5.0) -> str:
-    """The darker squares of a chequered board."""
+    """The darker squares of a checkered pattern."""
     squares = []
     for row in range(int(height / size) + 1):
         for column in range(row % 2, int(width / size) + 1, 2):
@@ -198,14 +198,14 @@ def _checks(x: float, y: float, width: float, height: float, size: float = 5.0) 
 
 
 def _others(count: int) -> Iterable[Markup]:
-    """Requests beside this one, as grey bars."""
+    """Other running requests, as grey bars."""
     if not count:
         return
     for i in range(min(count, 3)):
         yield tag(
             "rect", class_="other", x=LEFT + i * 5, y=HEIGHT - 34 + i * 5, width=150, height=10, rx=2, opacity=1 - i * 0.25
         )
-    yield _text(LEFT + 176, HEIGHT - 19, f"{count} other request{'s' if count > 1 else ''} beside it", 12, "quiet")
+    yield _text(LEFT + 176, HEIGHT - 19, f"{count} other request{'s' if count > 1 else ''} running", 12, "quiet")
 
 
 def _text(

@@ -1,4 +1,4 @@
-"""Trees and timelines as coloured lines for a terminal. Every run of tokens also carries its state's marker and count."""
+"""Trees and timelines as coloured lines for a terminal. Every run of tokens also has its state's mark and count."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -12,7 +12,7 @@ from replaylens.engine.pictures.paths import DrawnPath, Paths, Token
 
 
 def tree_lines(tree: Paths) -> Iterator[Text]:
-    """A line a branch, below the one that it left: its number, where it left, its status, its tokens run by run."""
+    """One line per branch, below its parent: number, fork position, status, and tokens in runs of one state."""
     for path, depth in tree.walk():
         guide = "   " * (depth - 1) + "└─ " if depth else ""
         yield Text.assemble((guide, "dim"), _head(path), *_runs(path.tokens))
@@ -33,7 +33,7 @@ def _runs(tokens: tuple[Token, ...]) -> Iterator[Text | tuple[str, str]]:
 
 
 def legend() -> Text:
-    """What the colours and markers mean."""
+    """The colours and marks of all token states."""
     parts: list[tuple[str, str]] = []
     for state in TokenState:
         parts += [(f"{LOOKS[state].ascii} ", "dim"), (f" {state.value} ", LOOKS[state].terminal), ("  ", "")]
@@ -41,7 +41,7 @@ def legend() -> Text:
 
 
 def frame_lines(frames: list[Frame], width: int = 24) -> Iterator[Text]:
-    """A line a frame: what happened, the cache as a bar, the tokens."""
+    """One line per frame: the phase, the cache as a bar, the tokens, the caption."""
     most = max((frame.kv.total for frame in frames), default=1) or 1
     for number, frame in enumerate(frames, 1):
         line = Text.assemble((f"{number:>3} ", "dim"), (f"{frame.phase.value:<9}", "bold"))

@@ -1,10 +1,10 @@
-"""The Thinking-States picture: chunks of input, the state added to each, the thought that each ends in.
+"""The Thinking-States picture: chunks of input, the state added to each, and the thought after each.
 
-    Z   tails <EOS>   |   <EOS>      |   heads <EOS>      what the thinking block T says after the chunk
-    S   0             |   |S| = 4.1  |   0                what the compression block C made of the thought before, added here
+    Z   tails <EOS>   |   <EOS>      |   heads <EOS>      the thought of block T after the chunk
+    S   0             |   |S| = 4.1  |   0                the state that block C made of the thought before, added here
     X   Alice flips,  |   then Bob   |   flips. A:        the chunk's tokens
 
-Plain data in, so that a live run, a dump or a test can draw it.
+The picture is plain data, which a live run, a dump or a test can provide.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 END = "<EOS>"
-"""how the token reads that ends every thought"""
+"""text of the token that ends every thought"""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class DrawnChunk:
 
     tokens: tuple[str, ...]
     thought: tuple[str, ...]
-    """what T said at its end, the end mark included; only that: there was nothing to think. None at all: generated tokens,
-    which T is not asked about"""
+    """T's thought after the chunk, including <EOS>; only <EOS>: an empty thought. No tokens: the chunk was generated, and
+    generated chunks do not think"""
     state: float | None = 0.0
-    """norm of the state that was added to it; 0: none; None: nobody kept it"""
+    """norm of the state added to it; 0: no state; None: not kept"""
     facts: tuple[str, ...] = ()
-    """lines that a hover adds, tabs between columns"""
+    """lines of its tooltip, with tabs between columns"""
 
     @property
     def thinks(self) -> bool:
@@ -47,13 +47,13 @@ class DrawnChunk:
 
 @dataclass(frozen=True)
 class DrawnRound:
-    """One round of a prefill: chunks [first, last) ran at once, those before `kept` stood, the KV of the rest was dropped."""
+    """One round of a prefill: chunks [first, last) run in one pass, those before `kept` are kept, the rest is rolled back."""
 
     first: int
     kept: int
     last: int
     dropped: tuple[DrawnChunk, ...] = ()
-    """chunks [kept, last) as they were in this round; none where they are not known"""
+    """chunks [kept, last) as computed in this round; empty if unknown"""
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class Thinking:
 
 
 def step_facts(likely: Iterable[float]) -> tuple[str, ...]:
-    """How likely each word of a thought was, in its order, as facts of a chunk."""
+    """The probability of each token of a thought, as facts of a chunk."""
     return tuple(f"step {step}\tp {p:.3f}" for step, p in enumerate(likely))
 
 
 def draw(picture: Thinking) -> Markup:
-    """A column a chunk: thought on top, T and C, the state, the tokens; below, round by round, which KV stood."""
+    """One column per chunk: thought, T and C, state, tokens; below, one line per round with the KV that was kept."""
     count = len(picture.chunks)
     names = [tag("i", name, class_="rl-row", style=f"grid-row:{row}") for row, name in enumerate(("Z", "T C", "S", "X"), 1)]
     columns = [_column(chunk, number) for number, chunk in enumerate(picture.chunks)]
@@ -125,7 +125,7 @@ def _thought(chunk: DrawnChunk, look: str, place: str, title: str) -> Markup:
 
 
 def _bars(each: DrawnRound, number: int) -> Sequence[Markup]:
-    """Which chunks a round computed: green ones stood, red ones were rolled back, with what they had thought if it is known."""
+    """The chunks of one round: kept ones in green, rolled-back ones in red, with their thoughts if known."""
 
     def at(start: int, end: int) -> str:
         return f"grid-row:{number + 5};grid-column:{start + 2}/{end + 2}"
@@ -149,7 +149,7 @@ def _told(each: DrawnRound) -> str:
 
 
 def _origin(chunk: DrawnChunk) -> TokenState:
-    """Where its tokens come from: the prompt thinks, what is generated does not."""
+    """The state of its tokens: chunks with thoughts are prompt, the others are generated."""
     return TokenState.PROMPT if chunk.thought else TokenState.ACCEPTED
 
 
@@ -158,5 +158,5 @@ def _said(chunk: DrawnChunk) -> str:
 
 
 def _added(chunk: DrawnChunk, some: str, none: str) -> str:
-    """What was added to a chunk: `some` with the norm in it, `none`, or that it is not known."""
+    """The state added to a chunk: `some` formatted with its norm, `none`, or "not kept"."""
     return "not kept" if chunk.state is None else some.format(chunk.state) if chunk.state else none

@@ -1,4 +1,4 @@
-"""`Timeline`: one request step by step, prefill - decode - verify - rollback. It draws itself."""
+"""`Timeline`: one request step by step: prefill, decode, verify, accept or rollback. It draws itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ class Timeline:
 
     @property
     def capacity(self) -> int:
-        """The most positions that it ever held."""
+        """The largest number of KV positions in any frame."""
         return capacity(self.frames)
 
     def first(self, *phases: Phase) -> list[Frame]:
-        """For each phase one frame, if there is any: decode, verify and rollback from the round that shows most."""
+        """One frame per phase, if there is one; decode, verify and rollback come from the most informative round."""
         best = max(range(len(self.frames)), key=lambda i: (_interest(self.frames[i]), -i), default=0)
-        telling = self.frames[max(0, best - 1) : best + 2]  # decode, verify, what came of it
-        found = (next((f for f in (*telling, *self.frames) if f.phase is phase), None) for phase in phases)
+        chosen = self.frames[max(0, best - 1) : best + 2]  # decode, verify, result
+        found = (next((f for f in (*chosen, *self.frames) if f.phase is phase), None) for phase in phases)
         return [frame for frame in found if frame is not None]
 
     def still(self, frame: Frame) -> str:
@@ -36,13 +36,13 @@ class Timeline:
         return svg.document([frame], self.capacity)
 
     def board(self, frames: Sequence[Frame] | None = None) -> str:
-        """Several frames as one SVG file, two in a row; default: prefill, decode, verify, and what came of it."""
+        """Several frames as one SVG file, two per row; default: prefill, decode, verify, and accept or rollback."""
         ends = Phase.ROLLBACK if any(frame.phase is Phase.ROLLBACK for frame in self.frames) else Phase.ACCEPT
         four = self.first(Phase.PREFILL, Phase.DECODE, Phase.VERIFY, ends)
         return svg.document(list(frames or four), self.capacity)
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write every frame as a still; returns the files."""
+        """Write every frame as an SVG file; returns the paths."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         files = [Path(folder) / f"{i:03d}-{frame.phase.value}.svg" for i, frame in enumerate(self.frames)]
         for file, frame in zip(files, self.frames, strict=True):
@@ -62,6 +62,6 @@ class Timeline:
 
 
 def _interest(frame: Frame) -> int:
-    """How much a verification has to tell: drafts that stood, and one that did not, after them."""
-    stood = sum(check.stands for check in frame.checks)
-    return 2 * (0 < stood < sum(check.draft is not None for check in frame.checks)) + bool(stood)
+    """How informative a verification is: best with accepted and rejected drafts, then with accepted ones only."""
+    kept = sum(check.accepted for check in frame.checks)
+    return 2 * (0 < kept < sum(check.draft is not None for check in frame.checks)) + bool(kept)

@@ -1,4 +1,4 @@
-"""`Tree`: a path with the branches that hang off it. It draws itself in a notebook and in a terminal."""
+"""`Tree`: a path and its branches. It draws itself in a notebook and in a terminal."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""A `Tree` as HTML: the beginning that all branches share as flowing text, then a grid with a column a position."""
+"""A `Tree` as HTML: the shared prefix as flowing text, then a grid with one column per position."""
 
 from collections.abc import Iterable, Iterator
 
@@ -13,7 +13,7 @@ from replaylens.engine.pictures.readings import LensLayer
 
 
 def draw(tree: Paths) -> Markup:
-    """The tree with its title and the meaning of its colours."""
+    """The tree with its title and legend."""
     stem = _stem_length(tree)
     parts = [tag("div", tag("b", tree.title), legend(), class_="rl-head")]
     if before := [chip(token, tree.trunk) for token in tree.trunk.tokens if token.position < stem]:
@@ -25,7 +25,7 @@ def draw(tree: Paths) -> Markup:
 
 
 def _stem_length(tree: Paths) -> int:
-    """How many tokens at the beginning are prompt and lie before every fork; the last of them stays in the grid."""
+    """Number of first tokens drawn as flowing text: prompt tokens before every fork, except the last, which is in the grid."""
     prompt = sum(token.state is TokenState.PROMPT for token in tree.trunk.tokens)
     return max(0, min([prompt, *(path.fork_position for path in tree.paths[1:])]) - 1)
 
@@ -41,7 +41,7 @@ def _grid(tree: Paths, stem: int) -> Iterator[Markup]:
 
 
 def chip(token: Token, path: DrawnPath, place: str | None = None) -> Markup:
-    """One token in its colour. What is known about it stands in the title: a line a fact, tabs between columns."""
+    """One token in its colour. Its title lists facts, one per line, with tabs between columns."""
     return tag(
         "span",
         token.visible,
@@ -62,7 +62,7 @@ def _facts(token: Token, path: DrawnPath) -> Iterator[str]:
         yield f"entropy\t{token.entropy:.3f} nats"
     yield from (f"{name}\t{visible(value)}" for name, value in token.labels)
     if token.lens:
-        yield "what comes next, layer by layer"
+        yield "next token, layer by layer"
         yield from map(_layer, token.lens)
 
 
@@ -71,6 +71,6 @@ def _layer(layer: LensLayer) -> str:
 
 
 def legend(states: Iterable[TokenState] = tuple(TokenState)) -> Markup:
-    """What the colours mean."""
+    """The colours and marks of token states."""
     chips = (tag("span", f"{LOOKS[s].mark} {s.value}", class_=f"rl-token rl-{s.value}") for s in states)
     return tag("span", join(chips), class_="rl-legend")

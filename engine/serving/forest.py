@@ -265,10 +265,10 @@ class Forest:
             str(self.prefix.check_integrity()),
         ]
         for lane in self.loop.lanes.values():
-            if lane.computed > lane.table.length or lane.computed > len(self.tree.branch(lane.branch).tokens):
-                raise IntegrityError(
-                    f"Branch {lane.branch} has {lane.computed} computed positions but {lane.table.length} slots."
-                )
+            tokens = len(self.tree.branch(lane.branch).tokens)
+            if lane.computed > min(lane.table.length, tokens):
+                counts = f"{lane.computed} computed positions, {lane.table.length} slots, {tokens} tokens"
+                raise IntegrityError(f"Branch {lane.branch}: {counts}.")
             if lane.recording is not None:
                 lane.recording.check_integrity()
         return lines

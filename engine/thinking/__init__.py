@@ -1,1 +1,1 @@
-"""Models that think: states, thoughts, replay with rollback."""
+"""Models that think (Thinking States): states, thoughts, and prefill with guess, verification and rollback."""

@@ -1,8 +1,8 @@
 """`ThinkingBlocks`: the thinking block T and the compression block C in canonical arithmetic, on the backbone's device.
 
-Both are single blocks over a handful of rows, with a cache of their own that lives as long as one thought. Their products
-have the shapes of the backbone's blocks, so its certificate covers them; thoughts of any number of chunks are decoded
-together, and no chunk's bits depend on the others.
+Both are single blocks over a few rows, with a cache of their own that lasts for one thought. Their products have the shapes
+of the backbone's blocks, so its certificate covers them. The thoughts of many chunks are decoded together, and no chunk's bits
+depend on the others.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ from replaylens.engine.thinking.thoughts import TOP_K, Thought
 
 Tokens = tuple[int, ...]
 TOGETHER = 128
-"""chunks that are decoded together; no influence on any bit"""
+"""chunks that are decoded together; changes no bit"""
 MAX_KNOWN = 4096
-"""compressed thoughts that are remembered: C looks at nothing but the thought"""
+"""compressed thoughts that are cached: C depends on the thought alone"""
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkStates:
-    """What T reads of one chunk."""
+    """The rows of one chunk that T reads."""
 
     number: int
     hidden: Tensor
@@ -46,7 +46,7 @@ class ThinkingBlocks:
 
     def __init__(self, model: ThinkingDecoder, runner: Runner) -> None:
         self.model, self.config, self.runner = model, model.thinking, runner
-        if not model.config.tied_embeddings:  # the certificate is about tables that lie as the backbone's does
+        if not model.config.tied_embeddings:  # the certificate covers only tables with the memory layout of the backbone's
             model.think_unembed.data = model.think_unembed.data.t().contiguous().t()
         self.pool = PagePool(TOGETHER, self.config.chunk + self.config.compressed)
         one_layer = replace(model.config, num_layers=1, windows=model.config.windows[:1])
@@ -57,7 +57,7 @@ class ThinkingBlocks:
 
     @torch.inference_mode()
     def think(self, chunks: Sequence[ChunkStates], full: bool = False) -> list[Thought]:
-        """The greedy thought of every chunk. `full`: keep whole distributions, too."""
+        """The greedy thought of every chunk. `full` also keeps whole distributions."""
         with self.runner.canonical(min(len(chunks), TOGETHER) * self.config.chunk):
             return [t for i in range(0, len(chunks), TOGETHER) for t in self._think(chunks[i : i + TOGETHER], full)]
 
@@ -73,7 +73,7 @@ class ThinkingBlocks:
     def _decode(
         self, chunks: Sequence[ChunkStates], tables: list[PageTable]
     ) -> tuple[list[list[int]], list[list[Tensor]], list[list[Tensor]]]:
-        """Tokens, T's rows and their logits, by chunk and step. Takes pages into `tables`."""
+        """Tokens, T's rows and their logits, by chunk and step. Reserves pages in `tables`."""
         config = self.config
         tokens: list[list[int]] = [[] for _ in chunks]
         rows: list[list[Tensor]] = [[] for _ in chunks]
@@ -98,7 +98,7 @@ class ThinkingBlocks:
         return tokens, rows, logits
 
     def _thought(self, chunk: ChunkStates, tokens: list[int], rows: list[Tensor], logits: list[Tensor], full: bool) -> Thought:
-        """The record of one thought, its state included. One that reached the limit is ended by force."""
+        """The record of one thought, with its state. A thought that reaches the limit is cut off with <EOS>."""
         said = tuple(tokens) if tokens[-1] == self.config.eos_token else (*tokens, self.config.eos_token)
         compressed = self.compressed(said, chunk.number, chunk.edits)
         return Thought(
@@ -106,7 +106,7 @@ class ThinkingBlocks:
         )
 
     def _distribution(self, logits: Tensor, full: bool) -> Rows:
-        """What each step might have said [steps, vocab], stored as Z is."""
+        """The distribution of each step [steps, vocab], stored like Z."""
         spec = LensSpec((), top_k=TOP_K, full=full)
         read = readout.statistics(spec, logits.log_softmax(-1)[:, None], [0] * len(logits))
         kept = ("entropy", "top_ids", "top_logprobs", "full")
@@ -115,17 +115,19 @@ class ThinkingBlocks:
     # ---- C ------------------------------------------------------------------------------------------------------
 
     def check(self, thought: Sequence[int]) -> Tokens:
-        """A thought that somebody else proposes, <EOS> included; BadThought where T could not have said it."""
+        """A given thought, with its <EOS>; BadThought if T could not have decoded it."""
         said, eos = tuple(thought), self.config.eos_token
         known = all(type(t) is int and 0 <= t < self.model.config.vocab_size for t in said)
         if not said or not known or said[-1] != eos or eos in said[:-1]:
-            raise BadThought(f"thought {said}: give token ids of the vocabulary that end in the one <EOS>, {eos}")
+            raise BadThought(
+                f"Invalid thought {said}. Give token ids of the vocabulary with a single <EOS>, {eos}, at the end."
+            )
         if len(said) > self.config.max_thought:
-            raise BadThought(f"a thought of {len(said)} tokens, <EOS> included; max_thought is {self.config.max_thought}")
+            raise BadThought(f"A thought has {len(said)} tokens with <EOS>, but max_thought is {self.config.max_thought}.")
         return said
 
     def compressed(self, thought: Tokens, chunk: int = 0, edits: Sequence[PlacedEdit] = ()) -> Tensor:
-        """C over a thought, filled up to c tokens: [rows, d_model]; no rows for an empty one."""
+        """C over a thought, padded to c tokens: [rows, d_model]; no rows for an empty thought."""
         if len(thought) == 1:
             return torch.empty(0, self.model.config.d_model, dtype=self.model.backbone.embed.dtype)
         if thought not in self._known:
@@ -140,7 +142,7 @@ class ThinkingBlocks:
         return rows
 
     def state(self, compressed: Tensor) -> Tensor:
-        """S from what C gave out: its last c rows; exactly zero where it gave nothing. [c, d_model]"""
+        """The state S: the last c rows of C's output; exactly zero for an empty thought. [c, d_model]"""
         if not len(compressed):
             return compressed.new_zeros(self.config.chunk, compressed.shape[1])
         return compressed[-self.config.chunk :]
@@ -162,7 +164,7 @@ class ThinkingBlocks:
 
     def _segment(self, table: PageTable, start: int, rows: int) -> Segment:
         self.cache.copy(self.pool.reserve(table, start, start + rows))
-        return Segment(table, start, [0] * rows)  # T takes states instead of tokens
+        return Segment(table, start, [0] * rows)  # T reads states instead of tokens
 
     def _pass(self, segments: list[Segment], x: Tensor) -> Tensor:
         """T over new rows x [rows, d_model]: the last row of each segment, on the CPU."""
@@ -171,7 +173,7 @@ class ThinkingBlocks:
         return finite(out[[end - 1 for end in batch.offsets[1:]]], "thoughts").cpu()
 
     def _logits(self, rows: Tensor) -> Tensor:
-        """Of rows that T gave out [rows, d_model]: [rows, vocab], on the CPU."""
+        """The logits [rows, vocab] of T's output rows [rows, d_model], on the CPU."""
         tile = self.runner.tile
         padded = self._padded(rows, -(-len(rows) // tile) * tile)
         return finite(self.model.thought_logits(padded, self.runner.head_ops())[: len(rows)], "thoughts").cpu()
@@ -194,7 +196,7 @@ def _edited(row: Tensor, chunk: ChunkStates, step: int, room: int) -> Tensor:
 
 
 def _applied(edit: PlacedEdit, rows: Tensor, first: int) -> Tensor:
-    """Rows [n, d_model] that stand at places first, first + 1, ... of an edit's axis."""
+    """The edited rows [n, d_model], which are at places first, first + 1, ... of the edit's axis."""
     places = edit.positions(first, first + len(rows))
     if not places:
         return rows

@@ -1,7 +1,7 @@
-"""`ThinkingCore`: the core of an engine for models that think. Prompts think in chunks; what comes after them does not.
+"""`ThinkingCore`: the core of an engine for models that think. Prompts think in chunks; tokens after the prompt do not.
 
-A thought's state is an `add` edit at the positions of the chunk that receives it, so branches, forks, rollbacks, drafters,
-captures and dumps are those of any engine.
+A thought's state is an `add` edit at the positions of the chunk that receives it. So branches, forks, rollbacks, drafters,
+captures and dumps work as on any engine.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,11 +41,11 @@ Drafts = Sequence[Sequence[int]]
 
 
 class BadChunks(BadRequest):
-    """A prompt that is not whole chunks."""
+    """A prompt that does not consist of whole chunks."""
 
 
 class ThinkingCore(Core):
-    """guess  how a prompt's thoughts are guessed ahead: sequential, empty or drafted. Changes no bit that is committed"""
+    """guess  how a prompt's thoughts are guessed ahead: sequential, empty or drafted. Changes no committed bit"""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ThinkingCore(Core):
         record: bool = False,
     ) -> None:
         if not isinstance(model, ThinkingDecoder):
-            raise BadConfig(f"a {type(model).__name__} does not think: load it with Engine, or train one that does")
+            raise BadConfig(f"A {type(model).__name__} does not think. Load it with Engine, or train a model that thinks.")
         self.thinker, self.thinking, self.guess = model, model.thinking, _known(guess)
         super().__init__(
             model.backbone,
@@ -79,13 +79,13 @@ class ThinkingCore(Core):
         )
         if self.text.tokenizer is not None and self.text.eos_id != self.thinking.eos_token:
             raise BadConfig(
-                f"the tokenizer's <EOS> is {self.text.eos_id}, the model ends its thoughts with {self.thinking.eos_token}: "
-                "a model that thinks needs the tokenizer with <EOS> that it was trained with"
+                f"The tokenizer's <EOS> is {self.text.eos_id}, but the model ends its thoughts with {self.thinking.eos_token}. "
+                "A model that thinks needs the tokenizer with <EOS> that it was trained with."
             )
         self.prefiller = Prefiller(self.forest, ThinkingBlocks(model, self.runner), self.lenses)
 
     def _fingerprint(self) -> Fingerprint:
-        """T and C take part in every bit."""
+        """Covers T and C too, since every bit depends on them."""
         plain = super()._fingerprint()
         config = sha256((self.thinker.config.to_json() + self.thinking.to_json()).encode()).hexdigest()
         return replace(plain, weights=weights_hash(self.thinker), config=config)
@@ -103,7 +103,7 @@ class ThinkingCore(Core):
         full: bool = False,
         lens: TunedLens | None = None,
     ) -> CaptureSpec:
-        """As `Core.capture_spec`; `full` keeps the whole distributions of thoughts, too."""
+        """As `Core.capture_spec`; `full` also keeps the whole distributions of thoughts."""
         spec = super().capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
         thoughts = tuple(name for name in spec.sites if name in LETTERS)
         if full and spec.lens is not None and FULL_SITE not in thoughts:
@@ -126,7 +126,7 @@ class ThinkingCore(Core):
         full: bool = False,
         lens: TunedLens | None = None,
     ) -> "ThinkingBranch":
-        """A new root branch that thinks along its prompt. Options as in `prompts`; `drafts` are those of this prompt."""
+        """A new root branch that thinks on its prompt. Options as in `prompts`; `drafts` are those of this prompt."""
         capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens)
         (branch,) = self._thought_along([text], capture, edits, hooks, guess, None if drafts is None else [drafts])
         return branch
@@ -146,14 +146,14 @@ class ThinkingCore(Core):
         full: bool = False,
         lens: TunedLens | None = None,
     ) -> "Sequence[ThinkingBranch]":
-        """Several root branches that think along their prompts, computed together. As `Core.prompts`, and:
+        """Several root branches that think on their prompts, computed together. As `Core.prompts`, and:
 
-        texts          a text is padded up to a whole chunk; token ids must be whole chunks
-        keep_rejected  also keep the rows of suffixes whose thoughts were guessed wrong
+        texts          text is padded to whole chunks; token ids must be whole chunks
+        keep_rejected  also keep the rows of suffixes after a wrong guess
         edits          also on thinking.state (positions: tokens), thinking.hook_out and compress.hook_out (`thought_place`)
-        guess, drafts  how thoughts are guessed here; guessed thoughts for each prompt, with `drafted`
+        guess, drafts  how thoughts are guessed for these prompts; with `drafted`, the guessed thoughts of each prompt
 
-        States are received by the chunks of a prompt and by the first one behind it: an edit of S elsewhere does nothing.
+        Only the chunks of a prompt and the first chunk after it receive states. An edit of S elsewhere has no effect.
         """
         capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens)
         return self._thought_along(texts, capture, edits, hooks, guess, drafts)
@@ -169,17 +169,17 @@ class ThinkingCore(Core):
     ) -> "list[ThinkingBranch]":
         guess = _known(self.guess if guess is None else guess)
         if drafts is not None and guess != "drafted":
-            raise BadRequest("drafts are for guess='drafted'")
-        self.lenses.of(capture.lens if capture else None)  # named before anything is computed
+            raise BadRequest(f"drafts were given with guess={guess!r}. Use guess='drafted'.")
+        self.lenses.of(capture.lens if capture else None)  # an unknown lens fails before anything is computed
         paths = [self.tokens_of(text) for text in items("texts", texts, "a list of prompts; prompt(...) takes one")]
         given = [[] for _ in paths] if drafts is None else items("drafts", drafts, THOUGHTS)
         if len(given) != len(paths):
-            raise BadRequest(f"drafts for {len(given)} prompts, but {len(paths)} prompts")
+            raise BadRequest(f"Got drafts for {len(given)} prompts, but {len(paths)} prompts. Give one list for each.")
         resolved = self._hooks(hooks)
         placed = [split(self._placed(edits, len(path))) for path in paths]
         guessed = [self._drafts(own) for own in given]
         with self.forest.made() as lanes:
-            with held_interrupt():  # all is checked: now lanes are made
+            with held_interrupt():  # everything is checked before the first lane is made
                 lanes += [self._first_chunk(path, resolved) for path in paths]
             prefills = [
                 Prefill(lane, path, guess, capture, outer, inner, own)
@@ -199,33 +199,35 @@ class ThinkingCore(Core):
         return ThinkingBranch(self, lane)
 
     def thought_place(self, site: str, chunk: int, step: int = 0) -> int:
-        """Where an edit on T or C finds a chunk's thought step: its `positions` number all steps of all chunks."""
+        """The position of a chunk's thought step for edits on T or C, whose `positions` number all steps of all chunks."""
         room = {THINK_SITE: self.thinking.max_thought, COMPRESS_SITE: self.thinking.compressed}
         if not isinstance(site, str) or site not in room:
-            raise BadEdit(f"{site!r} has no thought steps; {' and '.join(room)} have. Positions elsewhere are tokens")
+            raise BadEdit(f"{site!r} has no thought steps; {' and '.join(room)} have. At other sites, positions are tokens.")
         chunk, step = whole("chunk", chunk, error=BadEdit), whole("step", step, error=BadEdit)
         if chunk < 0 or not 0 <= step < room[site]:
-            raise BadEdit(f"chunk {chunk}, step {step}: chunks count from 0, and {site} has steps 0 to {room[site] - 1}")
+            raise BadEdit(
+                f"Invalid chunk {chunk}, step {step}. Chunks count from 0, and {site} has steps 0 to {room[site] - 1}."
+            )
         return chunk * room[site] + step
 
     def guesses(self) -> dict[str, Any]:
         return {"thoughts": self.guess}
 
-    # ---- inside -------------------------------------------------------------------------------------------------
+    # ---- internals ----------------------------------------------------------------------------------------------
 
     def tokens_of(self, text: str | Sequence[int] | Tensor) -> list[int]:
-        """As `Engine.tokens_of`: a text is padded up to a whole chunk; token ids must be whole chunks."""
+        """As `Core.tokens_of`, but text is padded to whole chunks, and token ids must be whole chunks."""
         return self._chunks(text)
 
     def _chunks(self, text: str | Sequence[int] | Tensor, before: int = 0) -> list[int]:
-        """Whole chunks of tokens; BadChunks where ids are none."""
+        """Whole chunks of tokens; BadChunks if token ids are not."""
         c = self.thinking.chunk
         if isinstance(text, str):
             return self._check_tokens(list(padded(self.text.encode(text, special=before == 0), self.thinking)), before)
         if len(ids := token_ids("text", text)) % c:
             raise BadChunks(
-                f"{len(ids)} tokens are not whole chunks of {c}: fill the prompt up with token {self.thinking.pad_token} "
-                "(thinking_texts.padded), or give text"
+                f"{len(ids)} tokens are not whole chunks of {c}. Pad the prompt with token {self.thinking.pad_token} "
+                "(replaylens.engine.thinking.model.padded), or give text."
             )
         return self._check_tokens(ids, before)
 
@@ -234,7 +236,7 @@ class ThinkingCore(Core):
         return {i: self.prefiller.blocks.check(thought) for i, thought in enumerate(listed)}
 
     def _placed(self, edits: Sequence[Edit], length: int) -> list[PlacedEdit]:
-        """Edits at their places. BadEdit for what can be captured but not edited."""
+        """The placed edits; BadEdit for sites that can be captured but not edited."""
         out: list[PlacedEdit] = []
         for edit in listed(edits):
             if (
@@ -242,24 +244,24 @@ class ThinkingCore(Core):
                 and edit.site in tuple(LETTERS)
                 and edit.site not in (STATE_SITE, THINK_SITE, COMPRESS_SITE)
             ):
-                raise BadEdit(f"{edit.site} can be captured but not edited; edit {THINK_SITE} instead")
+                raise BadEdit(f"{edit.site} can be captured but not edited. Edit {THINK_SITE} instead.")
             out += place(edit, self.sites, self._axis(getattr(edit, "site", ""), length))
         return out
 
     def _axis(self, site: str, length: int) -> int:
-        """How long the axis is that an edit's positions count on."""
+        """The length of the axis that an edit's positions refer to."""
         steps = {THINK_SITE: self.thinking.max_thought, COMPRESS_SITE: self.thinking.compressed}
         return length // self.thinking.chunk * steps[site] if isinstance(site, str) and site in steps else length
 
     def first_touched(self, edit: PlacedEdit) -> int:
-        """The first token position from which on things must be computed again under an edit."""
+        """The first token position that an edit affects."""
         steps = {THINK_SITE: self.thinking.max_thought, COMPRESS_SITE: self.thinking.compressed}
         return edit.first // steps[edit.site] * self.thinking.chunk if edit.site in steps else edit.first
 
     def _hooks(self, hooks: Sequence[Hook]) -> tuple[Hook, ...]:
         resolved = resolve_hooks(hooks, self.sites)
         if bad := [name for name, _ in resolved if name in LETTERS]:
-            raise BadEdit(f"no hook functions on {bad[0]}: use an Edit")
+            raise BadEdit(f"Hook functions cannot be used on {bad[0]}. Use an Edit.")
         return resolved
 
 
@@ -267,37 +269,37 @@ def _known(guess: str) -> Guess:
     for known in GUESSES:
         if isinstance(guess, str) and known == guess:
             return known
-    raise BadRequest(f"guess={shown(guess)}: give one of {', '.join(GUESSES)}")
+    raise BadRequest(f"Invalid guess={shown(guess)}. Give one of {', '.join(GUESSES)}.")
 
 
 class ThinkingBranch(Branch):
-    """A branch whose prompt was thought along."""
+    """A branch with thoughts on its prompt."""
 
     engine: ThinkingCore
 
     @property
     def thoughts(self) -> Thoughts:
-        """The thought of every prompt chunk, the states that chunks received, and the rounds that it took. A copy."""
+        """A copy of the thoughts of all prompt chunks, with the states that chunks received and the rounds of the prefill."""
         return self._thoughts.copy()
 
     @property
     def _thoughts(self) -> Thoughts:
         found = thoughts_of(self.lane)
-        assert found is not None  # the prefill saw to it
+        assert found is not None  # the prefill sets it
         return found
 
     def picture(self) -> Thinking:
-        """The Thinking-States picture: chunks, states, thoughts, rounds. Draws itself, or `print` it."""
+        """The Thinking-States picture: chunks, states, thoughts, rounds. Draws itself in a notebook; `print` it elsewhere."""
         return picture(self.engine.text, self.tokens, self._thoughts)
 
     def _repr_html_(self) -> str:
         return one_picture(self._facts(), self.picture())
 
     def fork(self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()) -> list[Self]:
-        """`n` new branches with this path (up to `at`), as `Branch.fork`.
+        """`n` new branches with this path, or its first `at` tokens, as `Branch.fork`.
 
-        States that were made from the first `at` tokens come along. Behind an edit, prompt chunks think anew: the fork
-        leaves at the chunk that the edit first touches. Behind `at` nothing thinks but what `extend` adds.
+        They inherit the states made from the first `at` tokens. From the first chunk that an edit affects, prompt chunks think
+        again. After `at`, only chunks that `extend` adds think.
         """
         n = whole("n", n, 1, MAX_FORKS)
         self._check_open()
@@ -315,12 +317,12 @@ class ThinkingBranch(Branch):
         return [type(self)(self.engine, lane) for lane in lanes]
 
     def extend(self, text: str | Sequence[int], guess: Guess | None = None) -> Self:
-        """A new branch: this prompt and more of it, thought along. Precondition: nothing but whole prompt chunks so far."""
+        """A new branch that extends this prompt and thinks on it. Precondition: the branch has only whole prompt chunks."""
         self._check_open()
         if self.length != self._thought_along(self.length):
             raise BadChunks(
-                f"branch {self.id} has tokens that were not thought along: fork it at a chunk border, at most "
-                f"{self._thought_along(self.length)}, and extend the fork"
+                f"Branch {self.id} has tokens without thoughts. Fork it at a chunk border, at most "
+                f"{self._thought_along(self.length)}, and extend the fork."
             )
         path = [*self.tokens, *self.engine._chunks(text, self.length)]
         with self.engine.forest.made() as lanes:
@@ -328,12 +330,12 @@ class ThinkingBranch(Branch):
         return type(self)(self.engine, lanes[0])
 
     def _thought_along(self, at: int) -> int:
-        """How many of the first `at` tokens are whole chunks that thought."""
+        """The number of tokens, of the first `at`, in whole chunks with thoughts."""
         chunk = self.engine.thinking.chunk
         return min(at // chunk, len(self._thoughts.chunks)) * chunk
 
     def _fork(self, at: int, edits: tuple[PlacedEdit, ...], hooks: tuple[Hook, ...], lanes: list[Lane]) -> None:
-        """Mutates: one more lane."""
+        """Mutates: adds a fork to `lanes`."""
         with held_interrupt():
             lanes.append(lane := self.engine.forest.fork(self.lane, at, edits, hooks))
         thoughts = lane.thoughts = self._thoughts.until(at)
@@ -341,7 +343,7 @@ class ThinkingBranch(Branch):
             lane.recording.thoughts = thoughts
 
     def _rethink(self, cut: int, at: int, edits: Sequence[PlacedEdit], hooks: tuple[Hook, ...], lanes: list[Lane]) -> None:
-        """Mutates: one more lane, a fork at `cut` that thinks its way to `at` again."""
+        """Mutates: adds a fork at `cut` to `lanes`, which thinks again up to `at`."""
         tokens, end = self.tokens[:at], self._thought_along(at)
         self._grown(cut, tokens[:end], edits, hooks, self.engine.guess, lanes)
         if end < at:
@@ -356,8 +358,7 @@ class ThinkingBranch(Branch):
         guess: Guess,
         lanes: list[Lane],
     ) -> None:
-        """Mutates: one more lane, a fork at the chunk border `cut` with whole prompt chunks `path`, under these edits besides
-        its own."""
+        """Mutates: adds a fork at the chunk border `cut` to `lanes`, with whole prompt chunks `path` and additional edits."""
         engine, known = self.engine, self._thoughts.until(cut)
         outer, inner = split(edits)
         with held_interrupt():

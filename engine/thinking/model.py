@@ -1,12 +1,12 @@
 """`ThinkingDecoder`: a decoder that thinks in words between the chunks of its input (Thinking States, arXiv 2602.08332).
 
-Chunk i is c tokens. Its state S_i, one vector per token, is added to what block `write_layer` gives out; the rows that block
-`read_layer` gives out are H_i. The thinking block T decodes a short thought Z_{i+1} from H_i, greedily, until <EOS>; the
-compression block C turns the thought into S_{i+1}, for the next chunk:
+Chunk i is c tokens. Its state S_i, one vector per token, is added to the output of block `write_layer`; the output of block
+`read_layer` is H_i. The thinking block T decodes a short thought Z_{i+1} from H_i, greedily, until <EOS>. The compression
+block C turns the thought into S_{i+1}, for the next chunk:
 
     S_1 = 0      H_i = blocks(X_i + S_i)      Z_{i+1} = T(H_i)      S_{i+1} = C(Z_{i+1})
 
-A thought of nothing but <EOS> is empty, and its state is exactly zero. The KV cache of the backbone never holds a thought.
+A thought of <EOS> alone is empty, and its state is exactly zero. The KV cache of the backbone never holds a thought.
 """
 
 import json
@@ -35,20 +35,20 @@ COMPRESS_SITE = "compress.hook_out"
 
 @dataclass(frozen=True)
 class ThinkingConfig:
-    """How a backbone thinks: what the paper leaves open is a field here. Immutable; checked against its backbone."""
+    """How a backbone thinks. Choices that the paper leaves open are fields here. Immutable; checked against its backbone."""
 
     chunk: int
     """tokens per chunk, c; the prompt is padded to a multiple of it, so that no chunk holds prompt and answer"""
     read_layer: int
-    """L_out: the block whose output T reads; by `for_backbone` the second to last"""
+    """L_out: the block whose output T reads; `for_backbone` takes the second to last"""
     eos_token: int
-    """ends every thought; alone it is the empty thought"""
+    """ends every thought; on its own it is the empty thought"""
     pad_token: int
     """fills the last chunk of a prompt"""
     write_layer: int = 0
-    """L_in: the block to whose output the state is added; after block 0, of which C is a copy, so its KV knows no state"""
+    """L_in: the block to whose output the state is added. By default block 0, whose KV then depends on no state"""
     max_thought: int = 8
-    """tokens of the longest thought, <EOS> included; a thought that reaches it is ended by force"""
+    """tokens of the longest thought, including <EOS>; longer thoughts are cut off with <EOS>"""
 
     @classmethod
     def for_backbone(
@@ -61,41 +61,41 @@ class ThinkingConfig:
         write_layer: int = 0,
         max_thought: int = 8,
     ) -> "ThinkingConfig":
-        """Our defaults for a backbone: T reads the second to last block."""
+        """The default config for a backbone: T reads the second to last block."""
         return cls(chunk, config.num_layers - 2, eos_token, pad_token, write_layer, max_thought).check(config)
 
     def check(self, backbone: ModelConfig) -> "ThinkingConfig":
-        """self, if a backbone of this config can think so; BadConfig otherwise."""
+        """Returns self; BadConfig if it does not fit a backbone of this config."""
         if self.chunk < 1:
-            raise BadConfig(f"chunk must be at least 1 token, not {self.chunk}")
+            raise BadConfig(f"chunk must be at least 1 token, not {self.chunk}.")
         if self.max_thought < 2:
-            raise BadConfig(f"max_thought must be at least 2, a word and <EOS>, not {self.max_thought}")
+            raise BadConfig(f"max_thought must be at least 2, a word and <EOS>, not {self.max_thought}.")
         if not 0 <= self.write_layer < self.read_layer < backbone.num_layers:
             raise BadConfig(
                 f"write_layer {self.write_layer} must come before read_layer {self.read_layer}, and both must be among the "
-                f"{backbone.num_layers} blocks: with the defaults a backbone needs at least 3"
+                f"{backbone.num_layers} blocks. With the defaults a backbone needs at least 3 blocks."
             )
         for name in ("eos_token", "pad_token"):
             if not 0 <= getattr(self, name) < backbone.vocab_size:
                 raise BadConfig(
-                    f"{name} {getattr(self, name)} is not among the {backbone.vocab_size} tokens; a model that thinks needs "
-                    "a tokenizer with an <EOS>"
+                    f"{name} {getattr(self, name)} is not in the vocabulary of {backbone.vocab_size} tokens. A model that "
+                    "thinks needs a tokenizer with an <EOS>."
                 )
         return self
 
     @property
     def write_site(self) -> str:
-        """Where the state is added."""
+        """The site at which the state is added."""
         return f"blocks.{self.write_layer}.hook_out"
 
     @property
     def read_site(self) -> str:
-        """What T reads."""
+        """The site that T reads."""
         return f"blocks.{self.read_layer}.hook_out"
 
     @property
     def compressed(self) -> int:
-        """Rows that C runs over: the longest thought, or a chunk where that is longer."""
+        """The number of rows that C runs over: the longest thought, or a chunk if that is longer."""
         return max(self.max_thought, self.chunk)
 
     def to_json(self) -> str:
@@ -108,17 +108,17 @@ class ThinkingConfig:
         try:
             raw = dict(json.loads(text))
             if unknown := set(raw) - {f.name for f in fields(cls)}:
-                raise BadConfig(f"unknown fields {sorted(unknown)} in {CONFIG_FILE}")
+                raise BadConfig(f"Unknown fields {sorted(unknown)} in {CONFIG_FILE}.")
             return cls(**raw)
         except (ValueError, TypeError) as e:
-            raise BadConfig(f"{CONFIG_FILE} is not the config of a model that thinks: {e}") from None
+            raise BadConfig(f"{CONFIG_FILE} is not the config of a model that thinks: {e}.") from None
 
 
 class ThinkingDecoder(nn.Module):
     """A backbone, the thinking block T with its own unembedding, and the compression block C.
 
-    T is a causal block over [the chunk's c states ; the thought so far], C one over the thought; both count positions from 0
-    and take thought tokens from the backbone's embedding. Wiring only, like the decoder: the arithmetic is in `Ops`.
+    T is a causal block over [the chunk's c rows ; the thought so far], C is one over the thought. Both count positions from 0
+    and embed thought tokens as the backbone does. Wiring only, like the decoder: the arithmetic is in `Ops`.
     """
 
     think_rotary: Tensor
@@ -152,7 +152,7 @@ class ThinkingDecoder(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor, states: Tensor, ops: Ops, tap: Tap | None = None
     ) -> tuple[Tensor, Tensor]:
-        """tokens, positions [rows], states [rows, d_model] -> what T reads, and the residual stream after the last block."""
+        """tokens, positions [rows], states [rows, d_model] -> what T reads, the residual stream after the last block"""
         write, read = self.thinking.write_layer + 1, self.thinking.read_layer + 1
         run = self.backbone.run_blocks
         x = run(self.backbone.embedding(tokens, positions, tap), positions, ops, tap, 0, write)
@@ -160,16 +160,16 @@ class ThinkingDecoder(nn.Module):
         return hidden, run(hidden, positions, ops, tap, read, self.config.num_layers)
 
     def thought_embedding(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Thought tokens [rows], each at its place within the thought, as T and C read them: [rows, d_model]."""
+        """Thought tokens [rows] at their places within the thought, embedded for T and C: [rows, d_model]."""
         return self.backbone.embedding(tokens, places)
 
     def run_think(self, x: Tensor, positions: Tensor, ops: Ops, tap: Tap | None = None) -> Tensor:
-        """T over rows x [rows, d_model]: a chunk's states at positions 0 to c - 1, its thought from c on."""
+        """T over rows x [rows, d_model]: a chunk's rows at positions 0 to c - 1, its thought from c on."""
         rotary = Rotary(self.think_rotary, positions) if self.config.rotary_dim else None
         return tapped(tap, THINK_SITE, self.think(x, rotary, ops, None))
 
     def thought_logits(self, x: Tensor, ops: RowOps) -> Tensor:
-        """What T gave out [rows, d_model] -> logits of the next thought token [rows, vocab]."""
+        """T's output [rows, d_model] -> logits of the next thought token [rows, vocab]."""
         return ops.unembed(ops.norm(x, self.think_norm), self.think_unembed)
 
     def run_compress(self, tokens: Tensor, positions: Tensor, ops: Ops, tap: Tap | None = None) -> Tensor:
@@ -185,7 +185,7 @@ def _alone(block: Block) -> Block:
 
 
 def save(model: ThinkingDecoder, folder: Path) -> None:
-    """Write backbone, T and C; `load(folder)` gives identical bits back. The backbone alone is a checkpoint of its own."""
+    """Write backbone, T and C; `load(folder)` restores identical bits. The backbone is also a checkpoint of its own."""
     weights.save(model.backbone, folder)
     (folder / CONFIG_FILE).write_text(model.thinking.to_json() + "\n")
     save_file(_own(model), folder / WEIGHTS_FILE)
@@ -196,9 +196,11 @@ def _own(model: ThinkingDecoder) -> dict[str, Tensor]:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> ThinkingDecoder:
-    """A model from a folder written by `save`: on the CPU, without gradients. BadWeights names what is missing."""
+    """A model from a folder written by `save`, on the CPU and without gradients. BadWeights names the tensors at fault."""
     if not (folder / CONFIG_FILE).exists():
-        raise BadConfig(f"{folder} holds no {CONFIG_FILE}: it is a plain decoder; train one that thinks, or load it as it is")
+        raise BadConfig(
+            f"{folder} has no {CONFIG_FILE}, so it is a plain decoder. Load it with Engine.load, or train one that thinks."
+        )
     backbone = weights.load(folder, dtype)
     model = ThinkingDecoder.around(backbone, ThinkingConfig.from_json((folder / CONFIG_FILE).read_text()))
     wanted, found = _own(model), _read(folder / WEIGHTS_FILE)
@@ -212,15 +214,15 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> ThinkingDecoder:
     if faults:
         parts = {"think": "the thinking block T", "compress": "the compression block C"}
         absent = [words for part, words in parts.items() if not any(name.startswith(part + ".") for name in found)]
-        whole = f" ({' and '.join(absent)} not there at all)" if absent else ""
-        raise BadWeights(f"{folder / WEIGHTS_FILE}{whole}: {'; '.join(sorted(faults)[:8])}")
+        whole = f" ({' and '.join(absent)} missing entirely)" if absent else ""
+        raise BadWeights(f"{folder / WEIGHTS_FILE}{whole}: {'; '.join(sorted(faults)[:8])}.")
     model.load_state_dict({name: x.to(dtype) for name, x in found.items()}, strict=False)
     return model.requires_grad_(False).eval()
 
 
 def _read(path: Path) -> dict[str, Tensor]:
     if not path.exists():
-        raise BadWeights(f"{path} is missing: the checkpoint has a backbone, but neither T nor C")
+        raise BadWeights(f"{path} is missing. The checkpoint has a backbone, but neither T nor C.")
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -229,5 +231,5 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def padded(ids: Sequence[int], config: ThinkingConfig) -> tuple[int, ...]:
-    """A prompt filled up to a chunk border."""
+    """A prompt, padded to a multiple of the chunk size."""
     return (*ids, *[config.pad_token] * (-len(ids) % config.chunk))

@@ -7,7 +7,7 @@ from replaylens.engine.thinking.thoughts import Thought, Thoughts
 
 
 def picture(text: Text, tokens: list[int], thoughts: Thoughts, title: str = "Thinking States") -> Thinking:
-    """Every chunk that thought, and one more for the answer, which receives the last state and thinks nothing."""
+    """All chunks with thoughts, and one more for the answer, which receives the last state and does not think."""
     c, eos = thoughts.config.chunk, thoughts.config.eos_token
 
     def said(thought: Thought) -> tuple[str, ...]:

@@ -1,16 +1,16 @@
-"""`Prefiller`: prompts of a model that thinks, in rounds of guess, canonical pass, thoughts, rollback.
+"""`Prefiller`: computes prompts of a model that thinks, in rounds of guess, canonical pass, verification and rollback.
 
-A round guesses the thoughts of the chunks that are left, adds the states that would come of them, and computes all these
-chunks in one canonical pass. Then T says what each chunk really thinks. The first thought that was guessed wrong settles all
-chunks up to its own: their states were right. The KV behind it is rolled back, and the suffix is kept as a rejected branch.
+A round guesses the thoughts of the remaining chunks, adds the states that follow from them, and computes all these chunks in
+one canonical pass. Then T decodes what each chunk really thinks. Chunks up to and including the first wrong guess are settled,
+because their own states were right. The KV after them is rolled back, and the suffix becomes a rejected branch.
 
-| guess      | thoughts of the chunks that are left             | rounds                                               |
+| guess      | guessed thoughts of the remaining chunks         | rounds                                               |
 |------------|--------------------------------------------------|------------------------------------------------------|
-| sequential | none: one chunk a round                          | chunks                                               |
-| empty      | nothing is thought                               | 1 + chunks that think, the last one aside            |
-| drafted    | given ones, then those of the round that failed  | 1 if they are right; never more than chunks          |
+| sequential | none: one chunk per round                        | number of chunks                                     |
+| empty      | all empty                                        | 1 + chunks with a thought, without the last chunk    |
+| drafted    | given ones, then those of the last round         | 1 if they are right; at most the number of chunks    |
 
-All three settle the same tokens, KV, states and thoughts, to the bit: a state is an edit, and an edit is part of a path.
+All three settle the same tokens, KV, states and thoughts, to the bit: states are edits, and KV depends on path and edits alone.
 """
 
 from collections.abc import Sequence
@@ -40,14 +40,14 @@ GUESSES: tuple[Guess, ...] = ("sequential", "empty", "drafted")
 
 @dataclass(eq=False)
 class Prefill:
-    """One prompt on its way. `lane` stands at the end of `settled` chunks, and of more tokens in the middle of a round."""
+    """One prompt in progress. Between rounds, `lane` ends after the `settled` chunks; within a round it has more tokens."""
 
     lane: Lane
     path: list[int]
-    """the whole prompt, whole chunks"""
+    """the whole prompt, in whole chunks"""
     guess: Guess
     capture: CaptureSpec | None
-    """what the user wants to keep"""
+    """what the user captures"""
     edits: tuple[PlacedEdit, ...] = ()
     """interventions on the backbone"""
     inner: tuple[PlacedEdit, ...] = ()
@@ -55,16 +55,16 @@ class Prefill:
     drafts: dict[int, Tokens] = field(default_factory=dict)
     """guessed thoughts by chunk; others are guessed to be empty"""
     thoughts: list[Thought] = field(default_factory=list)
-    """of the settled chunks"""
+    """those of the settled chunks"""
     states: dict[int, PlacedEdit] = field(default_factory=dict)
     """received by the settled chunks, and by the one after them"""
     rounds: list[Round] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
-    """branches of suffixes that were guessed wrong"""
+    """branches of suffixes after a wrong guess"""
     kept: Recording | None = None
-    """captured rows of before, where a branch goes on"""
+    """rows captured before, if the prompt extends a branch"""
     planted: bool = True
-    """whether the lane is new; else its traced past ends here"""
+    """whether the lane is new; otherwise the trace records its release and plants it again"""
 
     @property
     def settled(self) -> int:
@@ -72,22 +72,22 @@ class Prefill:
 
 
 class Prefiller:
-    """Brings prompts to their end on the lanes of a forest."""
+    """Computes prompts on the lanes of a forest."""
 
     def __init__(self, forest: Forest, blocks: ThinkingBlocks, lenses: KnownLenses) -> None:
         self.forest, self.blocks, self.config, self.lenses = forest, blocks, blocks.config, lenses
         self.lock = forest.lock
 
     def run(self, prefills: Sequence[Prefill]) -> None:
-        """Settle all chunks of all prompts, together. Mutates tree, lanes and pages; leaves a trace. When one fails, all of
-        them are forgotten, and the error is raised."""
+        """Settle all chunks of all prompts, together. Mutates tree, lanes, pages and trace. If one fails, all are released and
+        the error is raised."""
         try:
             self._begin_all(prefills)
             while open_ := [p for p in prefills if p.settled < self._num_chunks(p)]:
                 self._round(open_)
             self._end_all(prefills)
         except BaseException:
-            for prefill in prefills:  # nobody has a handle on them
+            for prefill in prefills:  # no caller has a handle on them
                 self._forget(prefill)
             raise
 
@@ -103,7 +103,7 @@ class Prefiller:
 
     @changing
     def _forget(self, p: Prefill) -> None:
-        """Mutates: nothing is left of a prompt but three lines of the trace."""
+        """Mutates: releases a prompt; only its events in the trace remain."""
         if p.planted:
             self._trace(p.lane, None, "error")
         p.lane.rejected = [*p.rejected]
@@ -113,7 +113,7 @@ class Prefiller:
         return len(p.path) // self.config.chunk
 
     def _begin(self, p: Prefill) -> None:
-        """T reads rows that must be kept until it has; Z waits for its successors, so it is read at the end."""
+        """Capture what T reads, too. Z needs the next tokens, so it is read at the end."""
         spec = p.capture or CaptureSpec(())
         streams = spec.lens.sites if spec.lens else ()
         sites = tuple(dict.fromkeys([*spec.sites, *streams, self.config.read_site]))
@@ -137,19 +137,19 @@ class Prefiller:
 
     @changing
     def _judge_all(self, prefills: list[Prefill], guesses: list[list[Tokens]]) -> None:
-        """What the chunks really think, and what of the round is kept for it. T and C have one cache for all threads."""
+        """Decode the actual thoughts and keep the confirmed chunks. Within the lock: all threads share the cache of T and C."""
         chunks = [chunk for p, guessed in zip(prefills, guesses, strict=True) for chunk in self._chunks(p, len(guessed))]
         found = iter(self.blocks.think(chunks, full=any(p.capture and FULL_SITE in p.capture.thoughts for p in prefills)))
         for p, guessed in zip(prefills, guesses, strict=True):
             self._judge(p, guessed, [next(found) for _ in guessed])
 
     def _guessed(self, p: Prefill) -> list[Tokens]:
-        """The thoughts of this round's chunks, as guessed; nobody looks at the last one."""
+        """The guessed thoughts of this round's chunks. The last one is not used."""
         last = p.settled + 1 if p.guess == "sequential" else self._num_chunks(p)
         return [p.drafts.get(i, (self.config.eos_token,)) for i in range(p.settled, last)]
 
     def _speculate(self, p: Prefill, guessed: list[Tokens]) -> None:
-        """Mutates: the lane gets the round's tokens, and the states that would come of the guesses."""
+        """Mutates: gives the lane the round's tokens, and the states that follow from the guesses."""
         first, tree, states = p.settled, self.forest.tree, dict(p.states)
         for number, thought in enumerate(guessed[:-1], first):
             if state := self._received(p, number + 1, self.blocks.state(self.blocks.compressed(thought, number, p.inner))):
@@ -159,7 +159,7 @@ class Prefiller:
         tree.append(p.lane.branch, p.path[len(tree.branch(p.lane.branch).tokens) : end], TokenState.DRAFT)
 
     def _received(self, p: Prefill, chunk: int, state: Tensor | None) -> PlacedEdit | None:
-        """What is added to a chunk: the state [c, d_model] handed to it, under the edits on S; None: nothing."""
+        """The edit that adds a state [c, d_model] to a chunk, after the edits on S; None: it is zero."""
         first, width = chunk * self.config.chunk, self.blocks.model.config.d_model
         rows = torch.zeros(self.config.chunk, width) if state is None else state.to(torch.float32, copy=True)
         for edit in (edit for edit in p.inner if edit.site == STATE_SITE):
@@ -170,7 +170,7 @@ class Prefiller:
         return added(self.config.write_site, first, rows) if bool(rows.any()) else None
 
     def _chunks(self, p: Prefill, count: int) -> list[ChunkStates]:
-        """What T reads of the next `count` chunks."""
+        """The rows of the next `count` chunks that T reads."""
         assert p.lane.recording is not None
         c, rows = self.config.chunk, p.lane.recording.peek(self.config.read_site)
         first = p.settled * c - p.lane.recording.base
@@ -178,7 +178,7 @@ class Prefiller:
         return [ChunkStates(p.settled + i, hidden, p.inner) for i, hidden in enumerate(states)]
 
     def _judge(self, p: Prefill, guessed: list[Tokens], found: list[Thought]) -> None:
-        """Mutates: keep what was guessed right, and the first chunk that was not; drop the rest."""
+        """Mutates: settles the chunks up to and including the first wrong guess, and rejects the rest."""
         first, count = p.settled, len(guessed)
         wrong = (i for i in range(count - 1) if found[i].tokens != guessed[i])
         kept = next(wrong, count - 1) + 1
@@ -193,7 +193,7 @@ class Prefiller:
         p.rounds.append(Round(first, first + kept, first + count))
 
     def _hand_on(self, p: Prefill) -> None:
-        """Mutates: the first chunk that is not settled receives what the last settled one thought."""
+        """Mutates: gives the first unsettled chunk the state of the last settled thought."""
         p.states = {i: edit for i, edit in p.states.items() if i < p.settled}
         if state := self._received(p, p.settled, p.thoughts[-1].state if p.thoughts else None):
             p.states[p.settled] = state
@@ -204,7 +204,7 @@ class Prefiller:
         return {edit.start // self.config.chunk: edit for edit in states}
 
     def _cut(self, p: Prefill) -> None:
-        """Mutates: the lane ends with its settled chunks, whose tokens are prompt."""
+        """Mutates: cuts the lane to its settled chunks and marks their tokens as prompt."""
         lane, tree, pool = p.lane, self.forest.tree, self.forest.runner.pool
         record, end = tree.branch(lane.branch), p.settled * self.config.chunk
         tree.rollback(lane.branch, record.root_length)
@@ -215,7 +215,7 @@ class Prefiller:
         lane.recording.truncate(end)
 
     def _reject(self, p: Prefill, chunk: int, found: list[Thought]) -> None:
-        """Mutates: file what was computed from `chunk` on as a rejected branch, with the rows and thoughts that it had."""
+        """Mutates: makes the positions from `chunk` on a rejected branch, with their rows and thoughts."""
         lane, tree, start = p.lane, self.forest.tree, chunk * self.config.chunk
         branch = tree.rollback(lane.branch, start, keep=True)
         assert branch is not None and lane.recording is not None
@@ -234,7 +234,7 @@ class Prefiller:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def _end(self, p: Prefill) -> None:
-        """Mutates: the lane is as any lane is after its prompt."""
+        """Mutates: puts the lane into the state of any lane after its prompt."""
         lane, raw, spec = p.lane, p.lane.recording, p.capture
         assert raw is not None
         lane.edits = (*p.states.values(), *p.edits)
@@ -251,7 +251,7 @@ class Prefiller:
         self._trace(lane, spec)
 
     def _rows(self, spec: CaptureSpec, raw: Recording, start: int, tokens: list[int], end: int) -> Rows:
-        """What the user wants of captured rows [start, end): Z is read off them now that all successors are known."""
+        """The rows [start, end) that the user captures, with Z, which can be read now that the next tokens are known."""
         first, stop = start - raw.base, end - raw.base
         rows = {site: raw[site][first:stop] for site in spec.sites}
         if spec.lens is not None:
@@ -261,12 +261,12 @@ class Prefiller:
         return rows
 
     def _trace(self, lane: Lane, capture: CaptureSpec | None, reason: str | None = None) -> None:
-        """States are edits, and edits are data: a replay of the trace needs no thoughts to come to the same bits."""
+        """Trace the lane with its states as edits, so that a replay needs no thoughts to get the same bits."""
         tokens, kept = self.forest.tree.path(lane.branch), asdict(capture) if capture else None
         self.forest.note(lane, "plant", lane.edits, lane.hooks, tokens=tokens, capture=kept)
         self.forest.note(lane, "finish", reason=reason, generated=0, length=len(tokens), path=path_digest(tokens))
 
 
 def split(edits: Sequence[PlacedEdit]) -> tuple[tuple[PlacedEdit, ...], tuple[PlacedEdit, ...]]:
-    """Edits of the backbone, and edits of thoughts."""
+    """(edits of the backbone, edits of thoughts)"""
     return tuple(e for e in edits if e.site not in LETTERS), tuple(e for e in edits if e.site in LETTERS)

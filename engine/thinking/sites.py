@@ -1,4 +1,4 @@
-"""The sites of a model that thinks: those of its backbone, and those of its thoughts."""
+"""The sites of a model that thinks: those of its backbone and those of its thoughts."""
 
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.sites import Site, SiteTable
@@ -7,7 +7,7 @@ from replaylens.engine.thinking.thoughts import LETTERS as THOUGHT_LETTERS
 
 
 class ThinkingSites(SiteTable):
-    """S, T, C and Z name the sites of thoughts, too, but for whole distributions, which are asked for by name."""
+    """S, T, C and Z also select the sites of thoughts, except whole distributions, which are selected by name."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

@@ -1,14 +1,14 @@
-"""`Thought` and `Thoughts`: what a model thought along a prompt; and its captured rows, by position like all others.
+"""`Thought` and `Thoughts`: the thoughts of a model on a prompt, and their captured rows, by position like all others.
 
 | site | letter | row at token position p |
 |---|---|---|
-| thinking.state | S | the state added at p: [d_model]; zero where nothing was thought before its chunk |
+| thinking.state | S | the state added at p: [d_model]; zero if the thought before its chunk is empty |
 | thinking.hook_out | T | T's rows of the chunk that ends at p, by thought step: [max_thought, d_model] |
 | compress.hook_out | C | C's rows of the same thought, by place in the thought: [max(max_thought, c), d_model] |
-| thinking.tokens | Z | the thought's tokens: [max_thought], -1 where there is none |
-| thinking.entropy, .top_ids, .top_logprobs, .full | Z | the distribution that each token was taken from, by thought step |
+| thinking.tokens | Z | the thought's tokens: [max_thought], padded with -1 |
+| thinking.entropy, .top_ids, .top_logprobs, .full | Z | the distribution that each token was chosen from, by thought step |
 
-Where no chunk ends at p, or a thought has no such step, rows are zero (ids -1).
+If no chunk ends at p, or the thought has no such step, rows are zero (ids -1).
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ from replaylens.engine.request.edits import PlacedEdit
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingConfig
 
 TOP_K = 8
-"""likeliest tokens that are kept of each step's distribution"""
+"""number of the likeliest tokens kept of each step's distribution"""
 TOKENS_SITE, FULL_SITE = "thinking.tokens", "thinking.full"
 LETTERS = {
     STATE_SITE: "S",
@@ -40,18 +40,18 @@ LETTERS = {
 
 @dataclass(frozen=True, eq=False)
 class Thought:
-    """What one chunk ends in."""
+    """The thought after one chunk."""
 
     tokens: tuple[int, ...]
-    """<EOS> included; only <EOS>: nothing to think"""
+    """including <EOS>; <EOS> alone is the empty thought"""
     hidden: Tensor
-    """T's rows that the tokens were read off: [steps, d_model]; a thought cut at the limit has a step less than tokens"""
+    """T's rows that the tokens are read from: [steps, d_model]; a thought cut off at the limit has one step less than tokens"""
     distribution: Rows
     """by site, [steps, ...]"""
     compressed: Tensor
     """C's rows: [rows, d_model]; none for an empty thought"""
     state: Tensor
-    """what it hands on to the next chunk: [c, d_model]"""
+    """the state for the next chunk: [c, d_model]"""
 
     def __repr__(self) -> str:
         return f"Thought(tokens={self.tokens}, state of {' x '.join(map(str, self.state.shape))})"
@@ -61,14 +61,14 @@ class Thought:
         return len(self.tokens) == 1
 
     def copy(self) -> "Thought":
-        """With tensors of its own."""
+        """A copy with its own tensors."""
         distribution = {site: x.clone() for site, x in self.distribution.items()}
         return Thought(self.tokens, self.hidden.clone(), distribution, self.compressed.clone(), self.state.clone())
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round of a prefill: chunks [first, last) ran at once, those before `kept` stood, the KV of the rest was dropped."""
+    """One round of a prefill: chunks [first, last) ran together, [first, kept) were accepted, the rest was rolled back."""
 
     first: int
     kept: int
@@ -81,12 +81,12 @@ class Thoughts:
 
     config: ThinkingConfig
     blank: Thought
-    """any thought of the model: what rows look like where there is none"""
+    """any thought of the model, for the shapes of empty rows"""
     chunks: tuple[Thought, ...] = ()
     states: Mapping[int, PlacedEdit] = field(default_factory=dict)
-    """by the chunk that receives it; chunks without one received nothing"""
+    """by the chunk that receives it; other chunks receive nothing"""
     inner: tuple[PlacedEdit, ...] = ()
-    """interventions on S, T and C that it was thought under"""
+    """the interventions on S, T and C that applied"""
     rounds: tuple[Round, ...] = ()
 
     def __repr__(self) -> str:
@@ -94,19 +94,19 @@ class Thoughts:
         return f"Thoughts({chunks}, {sum(not t.empty for t in self.chunks)} with a thought, {len(self.rounds)} rounds)"
 
     def copy(self) -> "Thoughts":
-        """With tensors of its own, for a reader who may change them: the engine goes on with the thoughts themselves."""
+        """A copy with its own tensors, which the caller may change without affecting the engine."""
         states = {i: edit if edit.value is None else replace(edit, value=edit.value.clone()) for i, edit in self.states.items()}
         chunks = tuple(thought.copy() for thought in self.chunks)
         return Thoughts(self.config, self.blank.copy(), chunks, states, self.inner, self.rounds)
 
     def until(self, length: int) -> "Thoughts":
-        """What depends on the first `length` tokens alone: thoughts of whole chunks, and the states that they hand on."""
+        """The part that depends only on the first `length` tokens: thoughts of whole chunks, and the states they produce."""
         whole = length // self.config.chunk
         states = {i: edit for i, edit in self.states.items() if i <= whole}
         return Thoughts(self.config, self.blank, self.chunks[:whole], states, self.inner)
 
     def others(self, edits: Iterable[PlacedEdit]) -> tuple[PlacedEdit, ...]:
-        """Those of a lane's edits that are none of these states, but somebody's interventions."""
+        """The lane's edits that are interventions, not these states."""
         mine = {id(edit) for edit in self.states.values()}
         return tuple(edit for edit in edits if id(edit) not in mine)
 
@@ -132,12 +132,12 @@ class Thoughts:
 
 
 def thoughts_of(lane: Lane) -> Thoughts | None:
-    """What was thought along a lane's prompt; None: its model does not think."""
+    """The thoughts on a lane's prompt; None: its model does not think."""
     return lane.thoughts if isinstance(lane.thoughts, Thoughts) else None
 
 
 def _values(site: str, thought: Thought) -> Tensor:
-    """Of one thought, by step or place: [steps, ...]"""
+    """The values of one thought at a site, by step or place: [steps, ...]"""
     if site == TOKENS_SITE:
         return torch.tensor(thought.tokens, dtype=torch.int32)
     return {THINK_SITE: thought.hidden, COMPRESS_SITE: thought.compressed}.get(
@@ -146,7 +146,7 @@ def _values(site: str, thought: Thought) -> Tensor:
 
 
 def _blank(thoughts: Thoughts, site: str, count: int) -> Tensor:
-    """Rows of a site where nothing is thought."""
+    """Rows of a site without a thought."""
     like = _values(site, thoughts.blank)
     steps = thoughts.config.compressed if site == COMPRESS_SITE else thoughts.config.max_thought
     nothing = -1 if like.dtype == torch.int32 else 0
@@ -154,7 +154,7 @@ def _blank(thoughts: Thoughts, site: str, count: int) -> Tensor:
 
 
 class ThinkingRecording(Recording):
-    """Captured rows of a branch that thought: those of thoughts are made when they are asked for."""
+    """Captured rows of a branch that thinks. Rows of thoughts are made on demand."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Training of the embedded models."""
+"""Training of the embedded models, and of models that think."""

@@ -1,7 +1,7 @@
-"""`ChunkedText`: a task's text cut into chunks, with the gold thought of each; and `ChunkedTexts`: training batches of them.
+"""`ChunkedText`: a task's text in chunks, with the gold thought of each. `ChunkedTexts`: training batches of them.
 
-A step's thought belongs to the chunk with the earliest token after which the step can be inferred; several in one chunk are one
-thought. The prompt is padded up to a chunk border, so that no chunk holds both prompt and completion: T would see the answer.
+A step's thought belongs to the chunk with the earliest token from which the step can be inferred; the thoughts of one chunk
+are joined. The prompt is padded to a chunk border, because T would see the answer in a chunk with prompt and completion.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from replaylens.tasks import Example
 
 Method = Literal["thinking", "cot", "none"]
 METHODS: tuple[Method, ...] = ("thinking", "cot", "none")
-"""thoughts beside the text, thoughts written out before the answer, no thoughts at all"""
+"""thoughts beside the text; thoughts written before the answer; no thoughts"""
 
 
 @dataclass(frozen=True)
@@ -31,59 +31,63 @@ class ChunkedText:
 
     prompt: tuple[int, ...]
     thoughts: tuple[tuple[int, ...], ...]
-    """of each prompt chunk: its tokens and <EOS>; only <EOS> where nothing happens"""
+    """per prompt chunk: its tokens and <EOS>; only <EOS> if the chunk has no step"""
     completion: tuple[int, ...]
-    """up to and including <EOS>; with method `cot` it begins with all thoughts in a row and an <EOS>"""
+    """up to and including <EOS>; with method `cot` it starts with all thoughts and an <EOS>"""
     answer: int
-    """how many tokens of the completion there are up to and including the answer"""
+    """number of tokens of the completion up to and including the answer"""
 
 
 def chunked(example: Example, tokenizer: Tokenizer, config: ThinkingConfig, method: Method) -> ChunkedText:
-    """The example as a model of this config and method is trained on it. BadThought where a thought does not fit."""
+    """The training text of an example for this config and method. BadThought if a thought is too long."""
     ids, offsets = tokenizer.encode_with_offsets(example.prompt)
-    ends = np.maximum.accumulate([end for _, end in offsets])  # a special token covers nothing: [0, 0)
+    ends = np.maximum.accumulate([end for _, end in offsets])  # a special token covers no characters: [0, 0)
     prompt = padded(ids, config)
     words: list[list[int]] = [[] for _ in range(len(prompt) // config.chunk)]
     for read, thought in example.thoughts:
-        if read <= ends[-1]:  # some tasks go on in the completion: those steps are written, not thought
+        if read <= ends[-1]:  # steps in the completion, which some tasks have, are written, not thought
             words[int(np.searchsorted(ends, read)) // config.chunk] += tokenizer.encode(thought)
     thoughts = tuple((*tokens, config.eos_token) for tokens in words)
     longest = max(map(len, thoughts))
     if longest > config.max_thought:
         raise BadThought(
-            f"a chunk of {config.chunk} tokens has a thought of {longest}, <EOS> included, but max_thought is "
-            f"{config.max_thought}: raise it, or take smaller chunks"
+            f"A chunk of {config.chunk} tokens has a thought of {longest} tokens, <EOS> included, but max_thought is "
+            f"{config.max_thought}. Raise max_thought, or use smaller chunks."
         )
     chain_of_thought = [*chain.from_iterable(words), config.eos_token] if method == "cot" else []
-    told = tokenizer.encode(example.completion)
+    written = tokenizer.encode(example.completion)
     answered = tokenizer.encode(example.completion[: example.completion.rindex(example.answer) + len(example.answer)])
-    if told[: len(answered)] != answered:
-        raise BadRequest(f"this tokenizer joins the answer {example.answer!r} with what follows in {example.completion!r}")
-    return ChunkedText(prompt, thoughts, (*chain_of_thought, *told, config.eos_token), len(chain_of_thought) + len(answered))
+    if written[: len(answered)] != answered:
+        raise BadRequest(
+            f"The tokenizer joins the answer {example.answer!r} with the text after it in {example.completion!r}. Use another "
+            f"tokenizer or task."
+        )
+    completion = (*chain_of_thought, *written, config.eos_token)
+    return ChunkedText(prompt, thoughts, completion, len(chain_of_thought) + len(answered))
 
 
 @dataclass(frozen=True)
 class ChunkBatch:
-    """Texts as rows of chunks, several texts in a row where they are packed."""
+    """Texts as rows of chunks; packed rows hold several texts."""
 
     tokens: Tensor
     """[B, K, c]"""
     weights: Tensor
-    """of each token in the loss; 0: padding. [B, K, c]"""
+    """of each token in the loss; padding has 0. [B, K, c]"""
     thoughts: Tensor
-    """gold, filled up with <EOS>: [B, K, M]"""
+    """gold, padded with <EOS>: [B, K, M]"""
     thinks: Tensor
     """prompt chunks: [B, K]"""
     continues: Tensor
     """chunks that receive the state of the chunk before: all but a text's first. [B, K]"""
 
     def rest(self, first: int) -> "ChunkBatch":
-        """Without the first chunks of every row."""
+        """The batch without the first chunks of every row."""
         return ChunkBatch(**{name: value[:, first:] for name, value in vars(self).items()})
 
 
 class ChunkTable:
-    """Chunks of many texts in one table; number 0 is an empty one. A batch is a matrix of chunk numbers."""
+    """The chunks of many texts in one table; chunk 0 is empty. A batch is a matrix of chunk numbers."""
 
     def __init__(
         self, texts: Sequence[ChunkedText], config: ThinkingConfig, completion_weight: float, device: torch.device
@@ -115,7 +119,7 @@ class ChunkTable:
         return ChunkBatch(tokens[index].long(), weights[index], thoughts[index].long(), thinks[index], continues[index])
 
     def row(self, texts: np.ndarray, chunks: int) -> np.ndarray:
-        """Chunk numbers of these texts one after the other, as many whole texts as go into `chunks`: [chunks]."""
+        """Chunk numbers of consecutive texts, as many whole texts as fit into `chunks`: [chunks]."""
         ends = np.cumsum(self.sizes[texts])
         fitting = texts[ends <= chunks]
         numbers = [np.arange(self.starts[text], self.starts[text] + self.sizes[text]) for text in fitting]
@@ -123,7 +127,7 @@ class ChunkTable:
 
 
 class ChunkedTexts:
-    """The training texts of a recipe, cut up once, and the batches drawn from them."""
+    """The training texts of a recipe, chunked once, and the batches drawn from them."""
 
     def __init__(self, recipe: Recipe, config: ThinkingConfig, method: Method, width: int | None, device: torch.device) -> None:
         self.recipe = recipe
@@ -138,16 +142,17 @@ class ChunkedTexts:
         self.chunks = None if width is None else width // config.chunk
         if self.chunks is not None and self.table.sizes.max() > self.chunks:
             raise BadRequest(
-                f"rows of {width} tokens are shorter than a text of {self.table.sizes.max()} chunks of {config.chunk}"
+                f"A row of {width} tokens cannot hold a text of {self.table.sizes.max()} chunks of {config.chunk} tokens. "
+                f"Raise the width, or use shorter texts."
             )
 
     def batch(self, step: int) -> ChunkBatch:
-        """What step `step` trains on: rows of one text each, or rows filled with texts up to the width."""
+        """The batch of step `step`: one text per row, or rows packed up to the width."""
         recipe, random = self.recipe, np.random.default_rng(step_seed(self.recipe.seed, step))
         per_row = 1 if self.chunks is None else int(self.chunks // self.table.sizes.min())
         shape, shares = (recipe.batch, per_row), np.array([part.weight for part in recipe.parts])
         part = random.choice(len(shares), shape, p=shares / shares.sum())
-        length = random.integers(longest_at(recipe, step), size=shape)  # 0 stands for a text of one step
+        length = random.integers(longest_at(recipe, step), size=shape)  # 0 means a text of one step
         drawn = (part * recipe.longest + length) * recipe.pool + random.integers(recipe.pool, size=shape)
         chunks = self.chunks or int(self.table.sizes[drawn].max())
         return self.table.batch(np.stack([self.table.row(texts, chunks) for texts in drawn]))

@@ -1,7 +1,7 @@
-"""Training steps as CUDA graphs: a small model's step is many hundred launches, which take far longer than their arithmetic.
+"""Training steps as CUDA graphs. A step of a small model is many hundred launches, which take far longer than their work.
 
 Forward, backward, clipping and Adam of one shape are captured once and replayed on new inputs. The learning rate is a tensor,
-which Adam rounds otherwise than a number: graphed steps are deterministic, but not to the bit those of `train.LaunchedSteps`.
+which Adam rounds differently from a float, so graphed steps are deterministic but not bit-equal to `LaunchedSteps`.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Inputs = tuple[Tensor, ...]
 
 
 class GraphedSteps(Generic[M]):
-    """The steps of a recipe on a CUDA device, a graph for each key. Inputs of all steps have the same shapes."""
+    """The steps of a recipe on a CUDA device, one graph per key. Inputs of all steps have the same shapes."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class GraphedSteps(Generic[M]):
         inputs_at: Callable[[int], tuple[int, Inputs]],
         loss_of: Callable[[M, int, Inputs], Tensor],
     ) -> None:
-        """`inputs_at(step)`: all that differs between steps; what its key decides is captured with the step.
-        `loss_of(model, key, inputs)` must not wait for the device.
+        """`inputs_at(step)` returns a key and the inputs of a step. Whatever the key determines is captured in its graph.
+        `loss_of(model, key, inputs)` must not synchronize with the device.
         """
         self.recipe, self.model, self.inputs_at, self.loss_of = recipe, model, inputs_at, loss_of
         self.lr = torch.zeros((), device="cuda")
@@ -37,7 +37,7 @@ class GraphedSteps(Generic[M]):
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def take(self, step: int) -> Tensor:
-        """Step number `step`. Its loss, which stays valid until the next."""
+        """Take step number `step`. Returns its loss, which is valid until the next step."""
         key, inputs = self.inputs_at(step)
         if not self._graphs:
             self._begin(inputs)
@@ -51,15 +51,15 @@ class GraphedSteps(Generic[M]):
         return loss
 
     def _begin(self, inputs: Inputs) -> None:
-        """Places for inputs, and Adam's moments, which it would else make while it is captured."""
+        """Allocate the inputs and Adam's moments, which must not happen during a capture."""
         self._inputs = tuple(torch.empty_like(x) for x in inputs)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr  # a loaded state has a copy of its own
+            group["lr"] = self.lr  # a loaded state has its own copy
         if self.optimizer.state:
             return
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()  # learning rate and gradients are zero: nothing moves but the count of steps
+        self.optimizer.step()  # learning rate and gradients are zero: only the step count changes
         for moments in self.optimizer.state.values():
             moments["step"].zero_()
 
@@ -68,7 +68,7 @@ class GraphedSteps(Generic[M]):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.loss_of(self.model, key, self._inputs).backward()  # loads the kernels; these gradients go nowhere
+            self.loss_of(self.model, key, self._inputs).backward()  # loads the kernels; the gradients are discarded
         torch.cuda.current_stream().wait_stream(stream)
         self.optimizer.zero_grad()
         graph = torch.cuda.CUDAGraph()

@@ -1,8 +1,8 @@
-"""What a Thinking-States model computes, in plain PyTorch over whole sequences: for training, for scoring, and as the meaning
-of the canonical replay. Any device, any dtype, differentiable where nothing is decoded.
+"""A model that thinks in plain PyTorch over whole sequences, for training, for scoring, and as the reference for the canonical
+replay. Any device, any dtype; differentiable except for decoding.
 
-Shapes: B texts of K chunks of c tokens; thoughts have room for M tokens, are filled up with <EOS>, and a chunk that does not
-think has the empty thought.
+Shapes: B texts of K chunks of c tokens. Thoughts are padded with <EOS> to M tokens; a chunk that does not think has an empty
+thought.
 """
 
 import torch
@@ -13,9 +13,9 @@ from replaylens.engine.thinking.model import ThinkingDecoder
 
 
 def states_of(model: ThinkingDecoder, thoughts: Tensor) -> Tensor:
-    """C over every thought [..., M] -> states [..., c, d_model]; exactly zero for an empty thought.
+    """C of every thought [..., M] -> states [..., c, d_model]; exactly zero for an empty thought.
 
-    A thought shorter than a chunk is filled up with <EOS>; of a longer one the last c real positions count.
+    A thought shorter than a chunk is padded with <EOS>; of a longer one, the last c tokens count.
     """
     config, flat = model.thinking, thoughts.reshape(-1, thoughts.shape[-1])
     length = max(flat.shape[1], config.chunk)
@@ -35,18 +35,18 @@ def states_of(model: ThinkingDecoder, thoughts: Tensor) -> Tensor:
 
 
 def sizes(thoughts: Tensor, eos_token: int) -> Tensor:
-    """Tokens of each thought [..., M], its <EOS> included: [...]."""
+    """Length of each thought [..., M], including its <EOS>: [...]."""
     return (thoughts != eos_token).sum(-1).add(1).clamp(max=thoughts.shape[-1])
 
 
 def shifted(states: Tensor, continues: Tensor) -> Tensor:
-    """States that chunks hand on [B, K, c, d] -> those they receive; a chunk that continues nothing receives zero."""
+    """States that chunks produce [B, K, c, d] -> states they receive; the first chunk of a text receives zero."""
     received = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1)
     return received * continues[..., None, None]
 
 
 def run(model: ThinkingDecoder, tokens: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
-    """One pass over texts [B, K, c] with the states they receive [B, K, c, d] -> (what T reads, last residual), same shape."""
+    """Run texts [B, K, c] with the states they receive [B, K, c, d]. Returns what T reads and the last residual stream."""
     texts, chunks, c = tokens.shape
     width = chunks * c
     positions = torch.arange(width, device=tokens.device).repeat(texts)
@@ -56,8 +56,8 @@ def run(model: ThinkingDecoder, tokens: Tensor, received: Tensor) -> tuple[Tenso
 
 
 def thought_logits(model: ThinkingDecoder, hidden: Tensor, thoughts: Tensor, first: int = 0) -> Tensor:
-    """T over chunks' states [..., c, d] and the thoughts as they should be [..., M] -> logits of each token from place `first`
-    on: [..., M - first, vocab]."""
+    """T over what it reads [..., c, d] and given thoughts [..., M] -> logits of their tokens from number `first` on:
+    [..., M - first, vocab]."""
     lead, (c, d), m = thoughts.shape[:-1], hidden.shape[-2:], thoughts.shape[-1]
     known = thoughts.reshape(-1, m)[:, :-1]  # the last token is predicted, never read
     count = len(known)
@@ -72,7 +72,7 @@ def thought_logits(model: ThinkingDecoder, hidden: Tensor, thoughts: Tensor, fir
 
 @torch.no_grad()
 def think(model: ThinkingDecoder, hidden: Tensor, limit: int) -> Tensor:
-    """Greedy thoughts of chunks' states [..., c, d]: [..., limit], filled up with <EOS>, the last token <EOS> in any case."""
+    """Greedy thoughts from what T reads [..., c, d]: [..., limit], padded with <EOS>; the last token is always <EOS>."""
     eos = model.thinking.eos_token
     thoughts = torch.full((*hidden.shape[:-2], limit), eos, device=hidden.device)
     open_ = torch.ones(hidden.shape[:-2], dtype=torch.bool, device=hidden.device)
@@ -87,8 +87,8 @@ def think(model: ThinkingDecoder, hidden: Tensor, limit: int) -> Tensor:
 
 @torch.no_grad()
 def sequential(model: ThinkingDecoder, tokens: Tensor, limit: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition, chunk by chunk, of one text [K, c] all of whose chunks think: (thoughts [K, M], states that the chunks
-    receive [K, c, d], logits [K, c, vocab]). Each chunk runs over the whole text so far."""
+    """The definition: one text [K, c], chunk by chunk, where every chunk thinks and runs over the whole text so far. Returns
+    thoughts [K, M], the states that chunks receive [K, c, d], and logits [K, c, vocab]."""
     limit = limit or model.thinking.max_thought
     d = model.config.d_model
     received = torch.zeros(1, *tokens.shape, d, dtype=model.backbone.embed.dtype, device=tokens.device)

@@ -1,4 +1,4 @@
-"""`Recipe`: all that determines a trained model, but for the machine."""
+"""`Recipe`: everything that determines a trained model, except the machine."""
 
 import json
 import math
@@ -19,7 +19,7 @@ class BadRecipe(EngineError, ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """One share of the training texts: a task with some of its knobs set. Its length knob belongs to the trainer."""
+    """One part of the training texts: a task with some of its knobs set. The trainer sets its length knob."""
 
     task: str
     weight: float
@@ -27,14 +27,14 @@ class Part:
     knobs: tuple[tuple[str, Any], ...] = ()
 
     def of_length(self, length: int, seed: int) -> Task[Any]:
-        """The task whose examples have exactly `length` steps."""
+        """The task with examples of exactly `length` steps."""
         kind = tasks.get(self.task)
         return kind(**dict(self.knobs), **{kind.length_knob: length}, seed=seed)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that determines a trained model, but for the machine. Immutable; checked when made."""
+    """Everything that determines a trained model, except the machine. Immutable; checked on creation."""
 
     config: ModelConfig
     parts: tuple[Part, ...]
@@ -46,44 +46,44 @@ class Recipe:
     """peak learning rate"""
     seed: int
     warmup: int = 100
-    """steps in which the learning rate rises from 0"""
+    """number of steps in which the learning rate rises from 0"""
     curriculum: float = 0.5
-    """share of the run in which the longest text grows from 1 step to `longest`; after it, all lengths are drawn"""
+    """share of the run in which the longest text grows from 1 step to `longest`; after that, all lengths are drawn"""
     completion_weight: float = 10.0
-    """a completion's tokens count this much in the loss; a prompt's tokens, mostly names nobody can guess, count 1"""
+    """weight of a completion's tokens in the loss; a prompt's tokens, mostly names that cannot be predicted, have weight 1"""
     init_scale: float = 2.0
-    """factor on the initial matrices; at 1, chains of thought were not learned in twice the steps that 2 takes"""
+    """factor on the initial matrices; with 1, chains of thought take more than twice as many steps to learn as with 2"""
     pool: int = 4096
     """examples per part and length; batches are drawn from these with replacement"""
 
     def __post_init__(self) -> None:
         for name in ("longest", "steps", "batch", "pool"):
-            _demand(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+            _demand(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}.")
         for name in ("lr", "completion_weight", "init_scale"):
             value = getattr(self, name)
-            _demand(math.isfinite(value) and value > 0, f"{name} must be a positive number, not {value}")
-        _demand(0 <= self.curriculum <= 1, f"curriculum is a share of the run, from 0 to 1, not {self.curriculum}")
-        _demand(0 <= self.warmup <= self.steps, f"warmup {self.warmup} must lie between 0 and the {self.steps} steps")
-        _demand(self.seed >= 0, f"seed must be a whole number from 0 up, not {self.seed}")
+            _demand(math.isfinite(value) and value > 0, f"{name} must be a positive number, not {value}.")
+        _demand(0 <= self.curriculum <= 1, f"curriculum must be a share of the run, from 0 to 1, not {self.curriculum}.")
+        _demand(0 <= self.warmup <= self.steps, f"warmup must be between 0 and {self.steps} steps, not {self.warmup}.")
+        _demand(self.seed >= 0, f"seed must be an integer from 0 up, not {self.seed}.")
         self._check_parts()
 
     def _check_parts(self) -> None:
-        _demand(bool(self.parts), "parts is empty: there is nothing to train on")
-        _demand(all(part.weight > 0 for part in self.parts), "every part needs a weight above 0; leave it out otherwise")
-        _demand(min(self.sequences()) >= 1, f"a batch of {self.batch} leaves a part without a sequence: {self.sequences()}")
+        _demand(bool(self.parts), "parts is empty. Give at least one task to train on.")
+        _demand(all(part.weight > 0 for part in self.parts), "A part needs a weight above 0. Give one, or leave it out.")
+        _demand(min(self.sequences()) >= 1, f"A batch of {self.batch} gives some part no sequence: {self.sequences()}.")
         try:
             for part in self.parts:
                 part.of_length(self.longest, self.seed)
         except TaskError as error:
-            raise BadRecipe(f"a part of the recipe names no possible task: {error}") from error
+            raise BadRecipe(f"A part of the recipe is not a valid task: {error}") from error
         words = self.tokenizer().vocab_size
         _demand(
             self.config.vocab_size == words,
-            f"the config's vocab_size is {self.config.vocab_size}, the tasks' words and special tokens are {words}",
+            f"The config's vocab_size is {self.config.vocab_size}, but the tokenizer has {words} tokens.",
         )
 
     def sequences(self) -> list[int]:
-        """How many sequences of a batch each part gets; they sum to `batch`."""
+        """Number of sequences of each part in a batch; the sum is `batch`."""
         whole, ends = sum(part.weight for part in self.parts), [0.0]
         for part in self.parts:
             ends.append(ends[-1] + part.weight)
@@ -91,12 +91,12 @@ class Recipe:
         return [cuts[i + 1] - cuts[i] for i in range(len(self.parts))]
 
     def tokenizer(self) -> Tokenizer:
-        """The words of all tasks of the recipe, whatever their knobs."""
+        """A tokenizer of the words of all tasks of the recipe, for any knobs."""
         words = chain.from_iterable(tasks.get(part.task).vocabulary() for part in self.parts)
         return WordTokenizer(sorted(set(words)))
 
     def to_json(self) -> str:
-        """A stable text form: equal recipes give equal bytes."""
+        """A stable text form; equal recipes give equal bytes."""
         return json.dumps(asdict(self), sort_keys=True)
 
 

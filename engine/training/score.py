@@ -1,4 +1,4 @@
-"""How well a model that thinks, or a baseline, answers: by its own thoughts or its own chain of thought, never by gold ones."""
+"""Scores of models that think, and of baselines, with their own thoughts or chains of thought, never with gold ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from replaylens.engine.training.tokenizer import Tokenizer
 from replaylens.tasks import Example
 
 PATIENCE = 64
-"""a chain of thought may be this many tokens longer than the right one before it counts as endless"""
+"""a chain of thought may be this many tokens longer than the right one before it is stopped"""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Score:
     answered: bool
     """the answer is right"""
     thought: bool
-    """every thought is right, too; always false without thoughts"""
+    """every thought is right; always false without thoughts"""
     rounds: int
-    """passes that its batch took"""
+    """number of passes of its batch"""
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def score(
     batch: int = 128,
     precision: Precision = "fp32",
 ) -> list[Score]:
-    """Greedy answers, in order. Examples of one batch cost as much as its longest: mix lengths only in few, large batches."""
+    """Scores of greedy answers, in order. Every example of a batch costs as much as its longest, so batch similar lengths."""
     device = next(model.parameters()).device
     texts = [chunked(example, tokenizer, config, method) for example in examples]
     out: list[Score] = []
@@ -60,7 +60,7 @@ def score(
 
 
 def _answered(model: Model, config: ThinkingConfig, texts: Sequence[ChunkedText], device: torch.device) -> list[Score]:
-    """Answers right after the prompt. Greedy decoding stays on the right text as long as its tokens are the likeliest."""
+    """Answers directly after the prompt. Greedy decoding follows the right text while its tokens are the most likely."""
     table = ChunkTable(texts, config, 1.0, device)
     chunks = int(table.sizes.max())
     batch = table.batch(np.stack([table.row(np.array([i]), chunks) for i in range(len(texts))]))
@@ -77,7 +77,7 @@ def _answered(model: Model, config: ThinkingConfig, texts: Sequence[ChunkedText]
 
 
 def _follows(model: Decoder, last: Tensor, batch: ChunkBatch, texts: Sequence[ChunkedText]) -> list[bool]:
-    """Whether each token of the completion, up to the answer, is the likeliest."""
+    """Whether each token of the completion, up to the answer, is the most likely one."""
     tokens, rows = batch.tokens.flatten(1), last.flatten(1, 2)
     verdicts = []
     for i, text in enumerate(texts):
@@ -89,9 +89,9 @@ def _follows(model: Decoder, last: Tensor, batch: ChunkBatch, texts: Sequence[Ch
 
 @torch.no_grad()
 def along(model: ThinkingDecoder, tokens: Tensor, thinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Texts [B, K, c] chunk by chunk, all side by side, as the model itself thinks.
+    """Run texts [B, K, c] chunk by chunk, in parallel, with the model's own thoughts.
 
-    `thinks` [B, K]: prompt chunks; the others have empty thoughts. Gives all thoughts [B, K, max_thought], and the residual
+    `thinks` [B, K]: prompt chunks; the others have empty thoughts. Returns all thoughts [B, K, max_thought], and the residual
     stream after the last block [B, K, c, d].
     """
     config, (texts, chunks, c) = model.thinking, tokens.shape
@@ -109,14 +109,14 @@ def along(model: ThinkingDecoder, tokens: Tensor, thinks: Tensor) -> tuple[Tenso
 
 
 def _written(model: Decoder, config: ThinkingConfig, texts: Sequence[ChunkedText]) -> list[Score]:
-    """Answers after a chain of thought that the model writes itself: what follows its first <EOS> counts."""
+    """Answers after the model's own chain of thought, which ends at its first <EOS>."""
     right = [text.completion[: text.answer] for text in texts]
     ends = [list(answer).index(config.eos_token) for answer in right]
     limit = max(map(len, right)) + PATIENCE
     written = generate(model, [text.prompt for text in texts], limit, lambda new: _enough(new, config, right, ends))
     out = []
     for ids, answer, end in zip(written, right, ends, strict=True):
-        del ids[len(answer) + PATIENCE :]  # others of the batch may be longer
+        del ids[len(answer) + PATIENCE :]  # other texts of the batch may need more tokens
         after = ids[ids.index(config.eos_token) :] if config.eos_token in ids else []
         out.append(Score(tuple(after[: len(answer) - end]) == answer[end:], tuple(ids[: len(answer)]) == answer, limit))
     return out
@@ -129,14 +129,14 @@ def _enough(new: Tensor, config: ThinkingConfig, right: Sequence[tuple[int, ...]
 
 
 class GrowingOps(TorchOps):
-    """Plain arithmetic with a dense cache: texts of different lengths grow side by side."""
+    """Plain arithmetic with a dense cache, for texts of different lengths in parallel."""
 
     def __init__(self, config: ModelConfig, texts: int, width: int, like: Tensor) -> None:
         shape, kind = (config.num_layers, 2, texts, config.num_kv_heads, width, config.d_head), like.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
         self.cache = like.new_zeros(shape, dtype=dtype)
         self.positions = torch.empty(0)
-        """of the rows of this pass: [texts, rows]"""
+        """positions of the rows of this pass: [texts, rows]"""
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         q, k, v = self.turned(heads)
@@ -157,13 +157,13 @@ class GrowingOps(TorchOps):
 def generate(
     model: Decoder, prompts: Sequence[Sequence[int]], limit: int, enough: Callable[[Tensor], bool] = lambda new: False
 ) -> list[list[int]]:
-    """Greedy continuations of up to `limit` tokens, all prompts together; `enough(tokens so far [B, n])` ends it earlier."""
+    """Greedy continuations by up to `limit` tokens, all prompts in parallel; `enough(tokens [B, n])` may end them earlier."""
     device, lengths = model.embed.device, [len(prompt) for prompt in prompts]
     width = min(max(lengths) + limit, model.config.max_positions)
     ops = GrowingOps(model.config, len(prompts), width, model.embed)
     tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
     for i, prompt in enumerate(prompts):
-        tokens[i, : len(prompt)] = torch.tensor(prompt)  # rows past the end are overwritten before anybody sees them
+        tokens[i, : len(prompt)] = torch.tensor(prompt)  # rows past the end are overwritten before they are read
     place = torch.tensor(lengths, device=device)[:, None]
     rows = _grow(model, ops, tokens.to(device), torch.arange(max(lengths), device=device).expand(len(prompts), -1))
     row = rows[torch.arange(len(prompts), device=device), place[:, 0] - 1]
@@ -177,6 +177,6 @@ def generate(
 
 
 def _grow(model: Decoder, ops: GrowingOps, tokens: Tensor, positions: Tensor) -> Tensor:
-    """A pass over new rows [B, n]: the last residual stream [B, n, d]."""
+    """Run new rows [B, n]; returns the last residual stream [B, n, d]."""
     ops.positions = positions
     return model(tokens.flatten(), positions.flatten(), ops).view(*tokens.shape, -1)

@@ -1,11 +1,11 @@
-"""Training of models that think, and of the two baselines they are compared with: same backbone, same texts, same steps.
+"""Training of models that think, and of two baselines with the same backbone, texts and number of steps.
 
 thinking  gold thoughts are compressed into the states of all chunks at once, so one parallel pass trains everything, without
           back-propagation through time. Loss: next token + thought tokens, with equal weight
-cot       the thoughts are written out after the prompt, then the answer
+cot       the thoughts are written after the prompt, then the answer
 none      the answer alone
 
-Deterministic and resumable as in `train`, whose steps these are.
+Deterministic and resumable, as in `trainer`.
 """
 
 import json
@@ -39,47 +39,50 @@ class ThinkingRecipe(Recipe):
     thinking: ThinkingConfig
     method: Method = "thinking"
     width: int | None = None
-    """rows of this many tokens are filled with texts one after the other, so that all positions and distances up to it are
-    trained on, whatever the length of a text; None: one text a row"""
+    """tokens per row. Rows are packed with texts, so that all positions and distances up to the width are trained, whatever
+    the length of a text. None: one text per row"""
     cut: bool = False
-    """every other step leaves the first chunks of its rows out, but not the states that came of them: thoughts of a text whose
-    beginning is gone can only come from its state, so the model learns to use it (see docs/results.md)"""
+    """every other step omits the first chunks of its rows but keeps their states. Without the beginning of its text, a thought
+    can only come from the state, so the model learns to use it (see docs/results.md)"""
     backbone: str | None = None
-    """the pretrained model to start from, whose tokenizer is the recipe's, too: smollm2, or a folder. None: from scratch, with
-    a tokenizer of the tasks' words"""
+    """the pretrained model to start from, with its tokenizer: smollm2, or a folder. None: from scratch, with a tokenizer of
+    the tasks' words"""
     precision: Precision = "fp32"
-    """bf16: products and attention of the loss are computed in bfloat16 (autocast); weights, their gradients, the optimizer,
-    the residual stream, norms and the loss itself stay in float32. Replay is not concerned: it is canonical in any case"""
+    """bf16: matrix products and attention run in bfloat16 (autocast); weights, their gradients, the optimizer, the residual
+    stream, norms and the loss stay in float32. Replay is canonical with either"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.thinking.check(self.config)
         if (eos := self.tokenizer().eos_id) != self.thinking.eos_token:
-            raise BadRecipe(f"thoughts would end with token {self.thinking.eos_token}, but the tokenizer's <EOS> is {eos}")
+            raise BadRecipe(f"Thoughts end with token {self.thinking.eos_token}, but the tokenizer's <EOS> is {eos}.")
         if 2 * self.thinking.chunk > (most := self.config.max_positions):
             raise BadRecipe(
-                f"chunks of {self.thinking.chunk} tokens: a text takes two at least, and the config has {most} positions"
+                f"Chunks of {self.thinking.chunk} tokens are too large: a text takes at least two, and the config has {most} "
+                f"positions."
             )
         if self.precision not in get_args(Precision):
-            raise BadRecipe(f"no precision {self.precision!r}; known: {', '.join(get_args(Precision))}")
+            raise BadRecipe(f"Unknown precision {self.precision!r}. Use one of {', '.join(get_args(Precision))}.")
         if self.method not in METHODS:
-            raise BadRecipe(f"no method {self.method!r}; known: {', '.join(METHODS)}")
+            raise BadRecipe(f"Unknown method {self.method!r}. Use one of {', '.join(METHODS)}.")
         if self.cut and self.method != "thinking":
-            raise BadRecipe(f"cut is for models that think: the baseline {self.method} has no states to go on from")
+            raise BadRecipe(
+                f"The baseline {self.method!r} has no states, so `cut` does not apply. Use it with 'thinking' only."
+            )
 
     def tokenizer(self) -> Tokenizer:
-        """The backbone's own; from scratch, the words of all tasks."""
+        """The backbone's tokenizer; from scratch, one of the tasks' words."""
         return super().tokenizer() if self.backbone is None else load_tokenizer(backbone_folder(self.backbone))
 
     def to_json(self) -> str:
-        """As `Recipe.to_json`. Of a recipe from scratch in float32 it says neither: such recipes are older than the fields."""
+        """As `Recipe.to_json`. Omits default values of `backbone` and `precision`, so that older recipes keep their text."""
         unset: dict[str, Any] = {"backbone": None, "precision": "fp32"}
         said = {name: value for name, value in asdict(self).items() if name not in unset or value != unset[name]}
         return json.dumps(said, sort_keys=True)
 
 
 Model = ThinkingDecoder | Decoder
-"""what a recipe gives: a model that thinks, or the plain decoder of a baseline"""
+"""the result of a recipe: a model that thinks, or the plain decoder of a baseline"""
 
 
 def train(
@@ -90,19 +93,19 @@ def train(
     after_step: Callable[[int, float], None] | None = None,
     backbone: Decoder | None = None,
 ) -> Model:
-    """Follow the recipe, as `train.train` does. `backbone`: the trained decoder to start from, where it is loaded already."""
+    """Train by the recipe, as in `trainer.train`. `backbone`: the decoder to start from, if it is already loaded."""
     return follow(recipe, texts_of(recipe, device), initial(recipe, backbone), device, state, save_every, after_step)
 
 
 def texts_of(recipe: ThinkingRecipe, device: str) -> ChunkedTexts:
-    """The recipe's training texts. BadRecipe where, filled up to whole chunks, they are longer than the model."""
+    """The recipe's training texts. BadRecipe if, padded to whole chunks, they exceed the model's positions."""
     texts = ChunkedTexts(recipe, recipe.thinking, recipe.method, recipe.width, torch.device(device))
     chunk = recipe.thinking.chunk
     longest = chunk * (texts.chunks or int(texts.table.sizes.max()))
     if longest > recipe.config.max_positions:
         raise BadRecipe(
-            f"in chunks of {chunk} tokens the longest row has {longest} tokens, the config has {recipe.config.max_positions} "
-            "positions: take smaller chunks, or texts of fewer steps"
+            f"In chunks of {chunk} tokens, the longest row has {longest} tokens, but the config has "
+            f"{recipe.config.max_positions} positions. Use smaller chunks, or texts of fewer steps."
         )
     return texts
 
@@ -116,9 +119,9 @@ def follow(
     save_every: int = 500,
     after_step: Callable[[int, float], None] | None = None,
 ) -> Model:
-    """Mutates `model`: the steps of the recipe on texts that are already cut up.
+    """Mutates `model`: take the recipe's steps on chunked texts.
 
-    On a CUDA device, steps on rows of one width are replayed from graphs.
+    On a CUDA device, steps with rows of one width run as CUDA graphs.
     """
 
     def inputs_at(step: int) -> tuple[int, tuple[Tensor, ...]]:
@@ -138,14 +141,14 @@ def follow(
 
 
 def arithmetic(precision: Precision, device: str) -> torch.autocast:
-    """A context in which plain PyTorch computes in this precision."""
+    """A context in which PyTorch computes in this precision."""
     return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16")
 
 
 def left_out(step: int, chunks: int) -> int:
-    """How many of a row's first chunks a step leaves out where the recipe cuts: none, or an eighth to all of the first half.
+    """Number of first chunks that a step omits under `cut`: none, or one to eight eighths of the first half of a row.
 
-    Few different numbers: each is a shape, and on a GPU a graph, of its own.
+    There are few values, because each needs its own shape, and on a GPU its own graph.
     """
     if step % 2 == 0 or chunks < 4:
         return 0
@@ -157,15 +160,15 @@ def initial(recipe: ThinkingRecipe, backbone: Decoder | None = None) -> Model:
     if backbone is None and recipe.backbone is not None:
         backbone = weights.load(backbone_folder(recipe.backbone))
     if backbone is not None and backbone.config != recipe.config:
-        raise BadRecipe("the backbone has another config than the recipe; take the backbone's")
+        raise BadRecipe("The backbone's config differs from the recipe's. Use the backbone's config in the recipe.")
     start = trainer.initial(recipe) if backbone is None else backbone
     return ThinkingDecoder.around(start, recipe.thinking) if recipe.method == "thinking" else start.requires_grad_()
 
 
 def loss(model: Model, batch: ChunkBatch, first: int = 0) -> Tensor:
-    """What a step makes smaller: next-token loss, plus the loss of the thoughts where the model thinks.
+    """The loss of a step: next-token loss, plus the thought loss if the model thinks.
 
-    first  chunks that are left out, but for the states that came of them
+    first  number of first chunks to omit; their states are kept
     """
     rest = batch.rest(first)
     if isinstance(model, Decoder):
@@ -176,14 +179,14 @@ def loss(model: Model, batch: ChunkBatch, first: int = 0) -> Tensor:
 
 
 def plain_pass(model: Decoder, tokens: Tensor) -> Tensor:
-    """A plain decoder over texts [B, K, c]: the last residual stream [B, K, c, d]."""
+    """Run a plain decoder over texts [B, K, c]; returns the last residual stream [B, K, c, d]."""
     texts, width = len(tokens), tokens[0].numel()
     positions = torch.arange(width, device=tokens.device).repeat(texts)
     return model(tokens.flatten(), positions, SequenceOps([width] * texts)).view(*tokens.shape, -1)
 
 
 def token_loss(model: Decoder, last: Tensor, batch: ChunkBatch) -> Tensor:
-    """Mean next-token loss, each token with its weight: last [B, K, c, d] -> a number."""
+    """Weighted mean of the next-token loss: last residual stream [B, K, c, d] -> scalar."""
     width = batch.tokens[0].numel()
     rows = last.reshape(len(last), width, -1)[:, :-1].flatten(0, 1)
     wanted, weights = (x.reshape(len(x), width)[:, 1:].flatten() for x in (batch.tokens, batch.weights))
@@ -192,7 +195,7 @@ def token_loss(model: Decoder, last: Tensor, batch: ChunkBatch) -> Tensor:
 
 
 def thought_loss(model: ThinkingDecoder, hidden: Tensor, batch: ChunkBatch) -> Tensor:
-    """Mean loss of the gold thoughts' tokens, <EOS> included: hidden [B, K, c, d] -> a number."""
+    """Mean loss over the tokens of gold thoughts, including <EOS>: hidden [B, K, c, d] -> scalar."""
     logits = plain.thought_logits(model, hidden, batch.thoughts)
     places = torch.arange(batch.thoughts.shape[-1], device=hidden.device)
     counted = (places < plain.sizes(batch.thoughts, model.thinking.eos_token)[..., None]) & batch.thinks[..., None]

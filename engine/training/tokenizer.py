@@ -1,13 +1,13 @@
-"""`Tokenizer`: what training on task texts needs of a tokenizer, be it ours or a pretrained backbone's own.
+"""`Tokenizer`: the protocol that training on task texts needs, for word tokenizers and those of pretrained backbones.
 
 A Hugging Face tokenizer is wrapped in `PretrainedTokenizer`:
 
-| need | taken from it |
+| use | taken from it |
 |---|---|
-| the end of thoughts, of chains of thought and of completions | its end-of-sequence token; SmolLM2: <|im_end|> |
-| filling a prompt up to a chunk border | its padding token. Where that is the end-of-sequence token: the special token with the lowest number that is not, because a baseline writes its chain of thought between padding and <EOS>; SmolLM2: <|endoftext|> |
-| a prompt | with the special tokens that it puts before one, as the engine does when it replays |
-| thoughts and completions | without special tokens, each on its own |
+| end of thoughts, chains of thought and completions | its end-of-sequence token; SmolLM2: <|im_end|> |
+| padding of a prompt to a chunk border | its padding token. If that is the end-of-sequence token, the other special token with the lowest id, because a baseline writes its chain of thought between padding and <EOS>; SmolLM2: <|endoftext|> |
+| prompts | with its leading special tokens, as in a replay by the engine |
+| thoughts and completions | without special tokens, each encoded separately |
 """  # noqa: E501
 
 from functools import lru_cache
@@ -22,29 +22,29 @@ from replaylens.tasks.reading import Offset
 
 
 class Tokenizer(Protocol):
-    """Text to tokens; `WordTokenizer` is one as it is."""
+    """Text to tokens. `WordTokenizer` satisfies it."""
 
     @property
     def eos_id(self) -> int:
-        """Ends thoughts and completions."""
+        """The id that ends thoughts and completions."""
         ...
 
     @property
     def pad_id(self) -> int:
-        """Fills prompts up to a chunk border."""
+        """The id that pads prompts to a chunk border."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, specials included."""
+        """Number of ids, including special tokens."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """A piece of text, without special tokens."""
+        """The ids of a text, without special tokens."""
         ...
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[Offset]]:
-        """A prompt, and for each token the characters [start, end) it covers."""
+        """The ids of a prompt, and the characters [start, end) of each token."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -52,22 +52,20 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, path: Path) -> None:
-        """Write it to a model folder, as the file `path` and, where it is not ours, files beside it."""
+        """Write it to a model folder, as the file `path`; a Hugging Face tokenizer adds files beside it."""
         ...
 
 
 class PretrainedTokenizer:
-    """A Hugging Face tokenizer as a `Tokenizer`. BadConfig where it has no <EOS>, or does not know where its tokens stand."""
+    """A Hugging Face tokenizer as a `Tokenizer`. BadConfig if it has no <EOS>, or gives no offsets."""
 
     def __init__(self, tokenizer: Any) -> None:
         if tokenizer.eos_token_id is None:
-            raise BadConfig(
-                "a model that thinks needs a tokenizer with an <EOS>, and this one has none: set its eos_token and save it"
-            )
+            raise BadConfig("The tokenizer has no <EOS>, which a model that thinks needs. Set its eos_token and save it.")
         if not tokenizer.is_fast:
             raise BadConfig(
-                f"a {type(tokenizer).__name__} does not say which characters its tokens cover, so thoughts cannot be put in "
-                "their places; save the model with its fast tokenizer (tokenizer.json)"
+                f"{type(tokenizer).__name__} gives no character offsets, which thoughts need. Save the model with its fast "
+                "tokenizer (tokenizer.json)."
             )
         self.tokenizer = tokenizer
         self.eos_id = int(tokenizer.eos_token_id)
@@ -76,7 +74,7 @@ class PretrainedTokenizer:
         self._encode = lru_cache(65536)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
 
     def encode(self, text: str) -> list[int]:
-        return list(self._encode(text))  # thoughts are a handful of words, over and over
+        return list(self._encode(text))  # cached: thoughts repeat a handful of words
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[Offset]]:
         found = self.tokenizer(text, return_offsets_mapping=True)
@@ -98,17 +96,17 @@ def _padding(tokenizer: Any) -> int:
 
 @lru_cache(8)
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in a model folder, ours or Hugging Face's. Read once: changing the files later has no effect."""
+    """The tokenizer in a model folder, a `WordTokenizer` or Hugging Face's. Cached: later changes to the files are ignored."""
     found = load_text(folder).tokenizer
     if found is None:
-        raise BadConfig(f"{folder} holds no tokenizer: tasks are told in words, so copy the model's tokenizer files there")
+        raise BadConfig(f"{folder} has no tokenizer. Copy the model's tokenizer files there.")
     return found if isinstance(found, WordTokenizer) else PretrainedTokenizer(found)
 
 
 def backbone_folder(name: str) -> Path:
-    """Where a pretrained backbone lies: `smollm2`, once fetched, or a folder."""
+    """The folder of a pretrained backbone: `smollm2`, if fetched, or a folder."""
     if name == smollm2.SHORT:
         return smollm2.fetched_folder()
     if not Path(name).is_dir():
-        raise BadRequest(f"no backbone {name!r}: give {smollm2.SHORT}, or a folder with a model and its tokenizer")
+        raise BadRequest(f"No backbone {name!r}. Give {smollm2.SHORT}, or a folder with a model and its tokenizer.")
     return Path(name)

@@ -1,7 +1,7 @@
 """Training of small decoders from scratch on task texts: deterministic, resumable, the same code on CPU and GPU.
 
-Everything random is a pure function of the recipe and the step number: initial weights, texts, and which texts make
-up a batch. So a resumed run needs no generator state, and gives the bits of an uninterrupted one.
+Initial weights, texts and batches are pure functions of the recipe and the step number. So a resumed run needs no generator
+state, and gives the bits of an uninterrupted one.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from replaylens.tasks import Example, WordTokenizer
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.01
 GRADIENT_NORM = 1.0
-"""Gradients longer than this are shortened to it."""
+"""Gradients are clipped to this norm."""
 FINAL_LR = 0.02
 """The learning rate ends at this share of its peak."""
 STATE_KEY = "replaylens"
@@ -42,13 +42,13 @@ TrainingBatch = list[tuple[Tensor, Tensor]]
 
 
 class RunExists(EngineError, FileExistsError):
-    """The folder already holds a trained model, or an unfinished run that nobody said to resume."""
+    """The folder already holds a trained model, or an unfinished run, and `resume` was not given."""
 
 
 def is_held_out(example: Example) -> bool:
-    """Whether an example is kept from training: one prompt in eight, chosen by the prompt itself.
+    """Whether an example is excluded from training: one prompt in eight, chosen by a hash of the prompt.
 
-    The choice does not depend on seeds or indices, so no example drawn anywhere can slip from one side to the other.
+    The choice does not depend on seeds or indices, so an example is on the same side wherever it is drawn.
     """
     return int(example.root[0], 16) < 2
 
@@ -68,14 +68,14 @@ class Texts:
         return range(1, self.recipe.longest + 1)
 
     def batch(self, step: int) -> TrainingBatch:
-        """What step `step` trains on: from every part its share of the sequences, of lengths up to the curriculum's."""
+        """The batch of step `step`: each part's share of the sequences, with lengths up to the curriculum's."""
         recipe = self.recipe
         generator = torch.Generator().manual_seed(step_seed(recipe.seed, step))
         longest = longest_at(recipe, step)
         return [self._draw(part, number, longest, generator) for part, number in enumerate(self.numbers)]
 
     def _draw(self, part: int, number: int, longest: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        lengths = torch.randint(longest, (number,), generator=generator)  # 0 stands for a text of one step
+        lengths = torch.randint(longest, (number,), generator=generator)  # 0 means a text of one step
         row = lengths * self.recipe.pool + torch.randint(self.recipe.pool, (number,), generator=generator)
         width = max(self.widths[part][length] for length in lengths.tolist())
         tokens, weights = self.tables[part]
@@ -84,7 +84,7 @@ class Texts:
 
 
 def _rows(recipe: Recipe, part: Part, length: int, tokenizer: Tokenizer) -> Iterator[tuple[list[int], int]]:
-    """Token ids of `pool` training texts of one part and length, each with the number of its prompt's tokens."""
+    """Token ids of `pool` training texts of one part and length, each with the length of its prompt."""
     task, found = part.of_length(length, recipe.seed), 0
     for index in count():
         if found == recipe.pool:
@@ -95,7 +95,7 @@ def _rows(recipe: Recipe, part: Part, length: int, tokenizer: Tokenizer) -> Iter
         prompt = tokenizer.encode(example.prompt)
         ids = [*prompt, *tokenizer.encode(example.completion), tokenizer.eos_id]
         if len(ids) > (most := recipe.config.max_positions):
-            raise BadRecipe(f"a text of {length} steps has {len(ids)} tokens, the config has {most} positions")
+            raise BadRecipe(f"A text of {length} steps has {len(ids)} tokens, but the config has {most} positions.")
         found += 1
         yield ids, len(prompt)
 
@@ -113,7 +113,7 @@ def _table(rows: list[tuple[list[int], int]], recipe: Recipe, device: torch.devi
 
 
 def step_seed(seed: int, step: int) -> int:
-    """A generator seed for one step, unrelated to those of the steps and seeds next to it."""
+    """A generator seed for one step, independent of other steps and seeds."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
 
 
@@ -124,7 +124,7 @@ def longest_at(recipe: Recipe, step: int) -> int:
 
 
 def lr_at(recipe: Recipe, step: int) -> float:
-    """Linear warm-up to the peak, then half a cosine down to `FINAL_LR` of it."""
+    """Linear warmup to the peak, then a half cosine down to `FINAL_LR` of it."""
     if step < recipe.warmup:
         return recipe.lr * (step + 1) / recipe.warmup
     done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
@@ -132,9 +132,9 @@ def lr_at(recipe: Recipe, step: int) -> float:
 
 
 class PartsOps(TorchOps):
-    """Arithmetic over groups of sequences, each group with a width of its own.
+    """Arithmetic over groups of sequences, each group with its own width.
 
-    Padding all parts to one width would nearly double the work: a chain of thought is twice as long as an answer.
+    Padding all parts to one width would nearly double the work, because a chain of thought is twice as long as an answer.
     """
 
     def __init__(self, batch: TrainingBatch) -> None:
@@ -148,10 +148,10 @@ class PartsOps(TorchOps):
 
 
 def weighted_loss(model: Decoder, batch: TrainingBatch) -> Tensor:
-    """Mean next-token loss over all positions, each weighted by the weight of the token it has to predict."""
+    """Mean next-token loss over all positions, each with the weight of the token it predicts."""
     tokens = torch.cat([part.flatten() for part, _ in batch])
     positions = torch.cat([torch.arange(part.shape[1], device=part.device).repeat(len(part)) for part, _ in batch])
-    # Row i predicts token i + 1; the last row of a sequence would predict the next sequence's first token: weight 0.
+    # Row i predicts token i + 1. The last row of a sequence would predict the next sequence's first token, so it has weight 0.
     weights = torch.cat([F.pad(part[:, 1:], (0, 1)).flatten() for _, part in batch])
     ops = PartsOps(batch)
     logits = model.logits(model(tokens, positions, ops), ops)
@@ -166,11 +166,11 @@ def train(
     save_every: int = 500,
     after_step: Callable[[int, float], None] | None = None,
 ) -> Decoder:
-    """Follow the recipe; the trained decoder, on the CPU.
+    """Train by the recipe; returns the trained decoder, on the CPU.
 
-    `state`: a file that holds the run so far. If it is there, the run goes on from it; it is written every
-    `save_every` steps, after the last one, and on Ctrl-C, which ends the run after its present step. `after_step` is
-    told the number of steps done and the last loss; what it raises ends the run.
+    state       file with the state of the run. If it exists, the run resumes from it. It is written every `save_every` steps,
+                after the last step, and on Ctrl-C, which ends the run after the current step
+    after_step  called with the number of steps done and the last loss; an exception from it ends the run
     """
     texts = Texts(recipe, torch.device(device))
     steps = lambda model: LaunchedSteps(recipe, model, lambda m, step: weighted_loss(m, texts.batch(step)))  # noqa: E731
@@ -178,20 +178,20 @@ def train(
 
 
 class Steps(Protocol):
-    """Takes the steps of a recipe, one by one, on a model that lies on its device."""
+    """Takes the steps of a recipe, one by one, on a model on its device."""
 
     optimizer: torch.optim.Optimizer
 
     def take(self, step: int) -> Tensor:
-        """Step number `step`, which mutates the model; its loss."""
+        """Mutates the model: take step number `step`. Returns its loss."""
         ...
 
 
 class LaunchedSteps(Generic[M]):
-    """Steps whose operations are launched one after the other, on any device."""
+    """Steps without CUDA graphs, on any device."""
 
     def __init__(self, recipe: Recipe, model: M, loss_at: Callable[[M, int], Tensor]) -> None:
-        """`loss_at(model, step)`: what step number `step` makes smaller."""
+        """`loss_at(model, step)`: the loss of step number `step`."""
         self.recipe, self.model, self.loss_at = recipe, model, loss_at
         self.optimizer: torch.optim.Optimizer = adam(model, recipe.lr)
 
@@ -208,7 +208,7 @@ def adam(model: nn.Module, lr: float | Tensor, **options: Any) -> torch.optim.Op
 
 
 def descend(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
-    """Mutates the model: one step down, with gradients that start at zero. The loss, without its gradients."""
+    """Mutates the model: one optimizer step on the loss, with gradients that start at zero. Returns the detached loss."""
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
     optimizer.step()
@@ -224,7 +224,7 @@ def follow(
     save_every: int,
     after_step: Callable[[int, float], None] | None,
 ) -> M:
-    """Mutates `model`: the steps of a recipe, whatever the loss of a step is. The rest as in `train`."""
+    """Mutates `model`: take the steps of a recipe. Other parameters as in `train`."""
     with deterministic(device), held_interrupt() as interrupted:
         model = model.to(device)
         taken = steps(model)
@@ -245,17 +245,17 @@ def initial(recipe: Recipe) -> Decoder:
     """The decoder before the first step."""
     model = Decoder(recipe.config).initialize(recipe.seed)
     for parameter in model.parameters():
-        if parameter.ndim == 2:  # not the norms
+        if parameter.ndim == 2:  # not norms
             parameter.mul_(recipe.init_scale)
     return model
 
 
 @contextmanager
 def deterministic(device: str) -> Iterator[None]:
-    """PyTorch's deterministic algorithms, for the time of the block."""
+    """Use PyTorch's deterministic algorithms within the block."""
     before, variable = torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG"
     if device != "cpu":
-        os.environ.setdefault(variable, ":4096:8")  # cuBLAS reads it when first used, and is not repeatable without it
+        os.environ.setdefault(variable, ":4096:8")  # cuBLAS reads it on first use, and is not deterministic without it
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -264,9 +264,9 @@ def deterministic(device: str) -> Iterator[None]:
 
 
 def save_state(path: Path, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, done: int) -> None:
-    """Write weights, optimizer moments, recipe and step count as one safetensors file, in place of an older one.
+    """Write weights, optimizer moments, recipe and step count to one safetensors file, replacing an older one.
 
-    The file appears under its name only when complete, so a crash leaves the older one.
+    The file is renamed when it is complete, so a crash leaves the older one.
     """
     tensors = {f"model.{name}": x.detach().contiguous() for name, x in model.named_parameters()}
     for name, parameter in model.named_parameters():
@@ -281,15 +281,15 @@ def save_state(path: Path, recipe: Recipe, model: nn.Module, optimizer: torch.op
 
 @torch.no_grad()
 def load_state(path: Path, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Put a saved run's weights and moments in place; the number of steps done. BadRecipe if it is another recipe's."""
+    """Mutates model and optimizer: load a saved run. Returns the number of steps done. BadRecipe if the recipe differs."""
     try:
         with safe_open(path, framework="pt") as file:
             saved = json.loads(file.metadata()[STATE_KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, KeyError, TypeError) as error:
-        raise BadRecipe(f"{path} is not a saved training run ({error}); delete it to start anew") from error
+        raise BadRecipe(f"{path} is not a saved training run ({error}). Delete it to start again.") from error
     if saved["recipe"] != recipe.to_json():
-        raise BadRecipe(f"{path} belongs to another recipe; give another folder, or delete it to start anew")
+        raise BadRecipe(f"{path} belongs to another recipe. Use another folder, or delete it to start again.")
     moments = optimizer.state_dict()
     for i, (name, parameter) in enumerate(model.named_parameters()):
         parameter.copy_(tensors[f"model.{name}"])

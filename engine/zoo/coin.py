@@ -1,4 +1,4 @@
-"""The embedded models: their recipes, their checkpoints, and how well they solve examples they were not trained on."""
+"""The embedded models: recipes, checkpoints, and accuracy on held-out examples."""
 
 from collections.abc import Sequence
 from itertools import count, islice
@@ -19,7 +19,7 @@ from replaylens.tasks import Example, WordTokenizer
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 TOKENIZER_FILE = "tokenizer.json"
 TEST_SEED = 1_000_003
-"""Examples to measure on come from this seed, never used in training; and of these, only the held-out ones."""
+"""Test examples use this seed, which training never uses, and only held-out prompts."""
 
 
 class UnknownModel(EngineError, ValueError):
@@ -65,7 +65,7 @@ RECIPES = {
         ),
         parts=RENDERINGS,
         longest=8,
-        steps=1000,  # at 2000 its answers are too good for a drafter that should sometimes be wrong
+        steps=1000,  # with 2000, its answers are too good for a drafter that should sometimes be wrong
         batch=128,
         lr=1e-3,
         seed=0,
@@ -78,16 +78,16 @@ TESTS = {
     "states": _coin("states", 1),
     "wei": _coin("wei", 1),
 }
-"""What the models' cards report on."""
+"""test sets of the models' cards"""
 
 
 def names() -> tuple[str, ...]:
-    """The embedded models."""
+    """Names of the embedded models."""
     return tuple(RECIPES)
 
 
 def recipe(name: str) -> Recipe:
-    """How an embedded model is trained. UnknownModel lists the known names."""
+    """The recipe of an embedded model. UnknownModel lists the known names."""
     if name not in RECIPES:
         raise UnknownModel(no_such("embedded model", name, names()))
     return RECIPES[name]
@@ -105,13 +105,13 @@ def load(folder: Path) -> tuple[Decoder, WordTokenizer]:
 
 
 def save(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a model and its tokenizer, to be read by `load`."""
+    """Write a model and its tokenizer for `load`."""
     weights.save(model, folder)
     tokenizer.save(folder / TOKENIZER_FILE)
 
 
 def held_out(part: Part, length: int, number: int) -> list[Example]:
-    """The first `number` examples of a part and length that no training run can have seen."""
+    """The first `number` held-out examples of a part and length, which no training run has seen."""
     task = part.of_length(length, TEST_SEED)
     return list(islice(filter(is_held_out, map(task.example, count())), number))
 
@@ -123,10 +123,10 @@ def accuracy(model: Decoder, tokenizer: Tokenizer, examples: Sequence[Example]) 
 
 @torch.no_grad()
 def solved(model: Decoder, tokenizer: Tokenizer, examples: Sequence[Example], batch: int = 128) -> list[bool]:
-    """For each example: whether greedy decoding from the prompt writes the right completion, up to the answer.
+    """Whether greedy decoding gives the right completion, up to the answer, for each example.
 
-    One pass over the right text decides it: greedy decoding stays on that text exactly as long as each of its tokens
-    is the most likely one. A chain of thought counts only if all of it is right.
+    One pass over the right text is enough: greedy decoding follows that text exactly as long as each of its tokens is the
+    most likely one. A chain of thought counts only if all of it is right.
     """
     verdicts: list[bool] = []
     for start in range(0, len(examples), batch):

@@ -1,4 +1,4 @@
-"""The embedded models that think: their recipes and checkpoints, and recipes for other tasks made after them."""
+"""The embedded models that think: recipes, checkpoints, and similar recipes for other tasks and backbones."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,18 +41,18 @@ RECIPES = {
     ),
 }
 TESTS = {name: part for name, part in zoo.TESTS.items() if name != "steps"}
-"""What the models' cards report on: they think instead of writing their steps."""
+"""test sets of the models' cards; without "steps", because these models think instead of writing their steps"""
 _ROOM = 512
-"""tokens that a longest text is allowed when a recipe is made for another task"""
+"""positions of a model for another task"""
 
 
 def names() -> tuple[str, ...]:
-    """The embedded models that think."""
+    """Names of the embedded models that think."""
     return tuple(RECIPES)
 
 
 def recipe(name: str) -> ThinkingRecipe:
-    """How an embedded model is trained. UnknownModel lists the known names."""
+    """The recipe of an embedded model. UnknownModel lists the known names."""
     if name not in RECIPES:
         raise zoo.UnknownModel(no_such("embedded model that thinks", name, names()))
     return RECIPES[name]
@@ -62,7 +62,7 @@ def for_task(like: ThinkingRecipe, task: str, longest: int, chunk: int, max_thou
     """The recipe `like`, but for another task: texts of up to `longest` steps in chunks of `chunk` tokens."""
     part = Part(task, 1.0)
     if not any(example.thoughts for example in part.of_length(longest, like.seed).examples(4)):
-        raise BadRecipe(f"the task {task!r} tells no steps to think about")
+        raise BadRecipe(f"Task {task!r} has no thoughts to train on. Use another task.")
     words = WordTokenizer(sorted(set(tasks.get(task).vocabulary())))
     config = replace(like.config, vocab_size=words.vocab_size, max_positions=_ROOM)
     thinks = replace(like.thinking, chunk=chunk, max_thought=max_thought)
@@ -70,10 +70,10 @@ def for_task(like: ThinkingRecipe, task: str, longest: int, chunk: int, max_thou
 
 
 def around(like: ThinkingRecipe, backbone: str, chunk: int, max_thought: int) -> ThinkingRecipe:
-    """The recipe `like`, but from a pretrained backbone (smollm2, or a folder), with its config and its tokenizer.
+    """The recipe `like`, but from a pretrained backbone (smollm2, or a folder), with its config and tokenizer.
 
-    A backbone with a tokenizer of its own was trained on other texts, by others: it is tuned at a low rate, without a
-    curriculum, on fewer rows at a time, and in bfloat16.
+    A backbone with a Hugging Face tokenizer was trained on other texts. It is fine-tuned with a low learning rate, no
+    curriculum, smaller batches, and in bfloat16.
     """
     folder = backbone_folder(backbone)
     config, tokenizer = weights.load(folder).config, load_tokenizer(folder)
@@ -96,6 +96,6 @@ def load(folder: Path) -> tuple[ThinkingDecoder, Tokenizer]:
 
 
 def save(model: ThinkingDecoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a model and its tokenizer, to be read by `load`."""
+    """Write a model and its tokenizer for `load`."""
     thinking.save(model, folder)
     tokenizer.save(folder / zoo.TOKENIZER_FILE)

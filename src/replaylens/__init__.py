@@ -1,6 +1,6 @@
-"""replaylens: probe a language model on an engine whose every committed bit can be replayed.
+"""replaylens: mechanistic interpretability on a deterministic inference engine, which can replay every committed bit.
 
-Heavy parts load on first use: `import replaylens` brings in torch and nothing larger.
+Modules load on first use, so `import replaylens` is fast.
 """
 
 from importlib import import_module
@@ -36,12 +36,12 @@ _WHERE = {
 __all__ = ["Branch", "Dump", "Edit", "Engine", "Run", "Sampling", "Trace", "__version__", "errors", "probes", "tasks"]
 
 
-if not TYPE_CHECKING:  # to a type checker, `__getattr__` would mean that every name exists and can be anything
+if not TYPE_CHECKING:  # a type checker would take `__getattr__` to mean that every name exists
 
     def __getattr__(name: str) -> object:
-        """Load a public name where it lives, the first time it is asked for."""
+        """Import a public name on first use."""
         if name not in _WHERE:
-            raise AttributeError(f"module 'replaylens' has no attribute {name!r}; it offers {', '.join(sorted(_WHERE))}")
+            raise AttributeError(f"module 'replaylens' has no attribute {name!r}. It has {', '.join(sorted(_WHERE))}.")
         module, _, attribute = _WHERE[name].partition(":")
         loaded = import_module(module)
         return getattr(loaded, attribute) if attribute else loaded

@@ -1,11 +1,11 @@
-"""The `replaylens` command: finds each command where it lives, and only then loads what it needs.
+"""The `replaylens` command. It imports the module of a subcommand only when the subcommand runs.
 
-Exit codes, the same for every command:
+Exit codes of every command:
 
   0    done, and the answer is yes: verified, certified, the same content
   1    done, and the answer is no: a mismatch, not certified, other content; or a download failed
-  2    not done: bad input, or a failure that the one line on stderr explains
-  130  interrupted; where it can be resumed, the line says how
+  2    not done: bad input, or a failure explained by one line on stderr
+  130  interrupted; if it can be resumed, the line says how
 """
 
 import sys
@@ -33,11 +33,11 @@ COMMANDS = {
     "fetch": "fetch",
     "tasks": "tasks",
 }
-"""every command, and the module of `replaylens.commands` that holds it; in the order in which help lists them"""
+"""command -> its module in `replaylens.commands`, in the order of --help"""
 
 
 class LazyGroup(TyperGroup):
-    """Loads a command's module when the command is asked for: torch takes seconds, `--version` and completion do not."""
+    """Imports a command's module on first use, so that `--version` and completion do not wait for torch."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -49,12 +49,12 @@ class LazyGroup(TyperGroup):
         return self.commands.get(cmd_name)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        options = super(TyperGroup, self).shell_complete(ctx, incomplete)  # the group's own would load every command
+        options = super(TyperGroup, self).shell_complete(ctx, incomplete)  # the group's own method would load every command
         return [Completion(name) for name in COMMANDS if name.startswith(incomplete)] + options
 
 
 class Completion(NamedTuple):
-    """What a shell is offered; it asks for these three."""
+    """One completion; the shell reads these three fields."""
 
     value: str
     type: str = "plain"
@@ -62,7 +62,7 @@ class Completion(NamedTuple):
 
 
 def _load(name: str) -> Any:
-    """The command, or group of commands, of this name."""
+    """The command, or group of commands, with this name."""
     module = import_module(f"replaylens.commands.{COMMANDS[name]}")
     if hasattr(module, "app"):
         group = typer.main.get_command(module.app)
@@ -76,7 +76,7 @@ def _load(name: str) -> Any:
 app = typer.Typer(
     name="replaylens",
     cls=LazyGroup,
-    help="Replay reasoning tasks on a deterministic, branching engine; capture, dump and probe what the model thinks.",
+    help="Replay reasoning tasks on a deterministic, branching engine; capture, dump and probe the model's activations.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -90,13 +90,15 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback(epilog="Exit codes: 0 yes, 1 no (a mismatch, not certified), 2 bad input, 130 interrupted.")
 def top(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
-    """Replay reasoning tasks on a deterministic, branching engine; capture, dump and probe what the model thinks."""
+    """Replay reasoning tasks on a deterministic, branching engine; capture, dump and probe the model's activations."""
 
 
 def main() -> None:
-    """Entry point of the `replaylens` script. An error that we raise on purpose is one line and exit code 2."""
+    """Entry point of the `replaylens` script. Errors of replaylens become one line on stderr and exit code 2."""
     from replaylens.engine.errors import EngineError
     from replaylens.tasks.errors import TaskError
 

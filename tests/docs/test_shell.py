@@ -146,7 +146,7 @@ WRONG = {
     "model to examine": (["doctor", "smolm2"], "did you mean 'smollm2'?"),
     "site": (["dump", "--out", "OUT", "--sites", "blocks.0.hook_inn"], "nearest: blocks.0.hook_in"),
     "drafter": (["dump", "--out", "OUT", "--drafter", "lenz"], "did you mean 'lens'?"),
-    "dump": (["inspect", "OUT/nothing"], "is no dump"),
+    "dump": (["inspect", "OUT/nothing"], "is not a dump"),
     "knob given twice": (["replay", "--knob", "flips=2", "--knob", "flips=3"], "flips is given twice"),
     "no drafter": (["replay", "--drafter", "none"], "give --window 1"),
     "nobody who drafts": (["replay", "--model", "coin-draft", "--drafter", "model"], "with --draft-model"),
@@ -209,7 +209,7 @@ def test_steer_finds_the_model_of_a_dump(tmp_path: Path) -> None:
     assert code == 0 and "random direction" in out, err
     edit_manifest(tmp_path / "d", lambda raw: raw["fingerprint"].update(weights="0" * 64))
     code, out, err = run(*words)
-    assert (code, out) == (2, "") and "name its model with --model" in err
+    assert (code, out) == (2, "") and "Name its model with --model" in err
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ MODES: dict[str, Callable[[bool], object]] = {
     "flushed denormals": torch.set_flush_denormal,
     "no oneDNN": lambda on: setattr(torch.backends.mkldnn, "enabled", not on),
     "medium precision": lambda on: torch.set_float32_matmul_precision("medium" if on else "highest"),
-    "deterministic algorithms": torch.use_deterministic_algorithms,
+    "deterministic algorithms": lambda on: torch.set_deterministic_debug_mode("error" if on else "default"),
 }
 """switches of the library that somebody may turn on and off"""
 LIBRARIES = ThreadpoolController()

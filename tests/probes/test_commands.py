@@ -43,7 +43,7 @@ def test_list() -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (("probe",), "which dump?"),
+        (("probe",), "No dump given"),
         (("probe", "/nowhere"), "BadDump"),
         (("probe", "DUMP", "--sites", "S", "--label", "nose"), "MissingLabel"),
         (("probe", "DUMP", "--layers", "one"), "--layers one"),
@@ -52,7 +52,7 @@ def test_list() -> None:
         (("probe", "DUMP", "--sites", "S", "--jobs", "0"), "jobs=0"),
         (("steer", "DUMP"), "Give one of 0, 1, 2, 3, 4"),
         (("steer", "DUMP", "--layer", "-1"), "layers 0, 1, 2, 3, 4"),
-        (("steer", "DUMP", "--test", "tickle"), "choose steer"),
+        (("steer", "DUMP", "--test", "tickle"), "Use one of steer"),
         (("steer", "DUMP", "--layer", "3", "--model", "coin-draft"), "OtherFingerprint"),
     ],
 )

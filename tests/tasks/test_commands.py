@@ -56,7 +56,7 @@ def test_json() -> None:
         (["coin", "--knob", "flip=3"], "did you mean 'flips'?"),
         (["coin", "--knob", "p=2"], "Knob 'p' cannot be 2. Give a probability"),
         (["coin", "--knob", "flips=2", "--knob", "flips=3"], "--knob flips is given twice: 2 and 3"),
-        (["coin", "--knob", "flips"], "--knob wants key=value, not 'flips'"),
+        (["coin", "--knob", "flips"], "Invalid --knob 'flips'. Give key=value."),
         (["coin", "--labels", "fase"], "did you mean 'face'?"),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_branch_in_a_notebook_is_its_picture() -> None:
     found = assert_harmless(shown, scripts=1)
     classes = [value or "" for name, value in found.attributes if name == "class"]
     assert classes.count("rl-chunk") == len(branch.picture().chunks) and "rl-tree" not in classes
-    assert "certified" in found.texts and f"{branch.length}, of which {branch.root_length} are prompt" in found.texts
+    assert "certified" in found.texts and f"{branch.length}, including {branch.root_length} of the prompt" in found.texts
     plain = Engine.load("coin-plain").prompt("A coin's state is heads.")._repr_html_()
     assert 'rl-thinking"' not in plain and 'class="rl-tree"' in plain, "a branch that does not think is a tree"
 

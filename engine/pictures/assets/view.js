@@ -1,10 +1,10 @@
 (() => {
-  // A card with everything that stands in a title: a line a fact, tabs between columns.
+  // A card with the facts of a title: one per line, tabs between columns.
   const card = (view, text) => {
     const tip = view.appendChild(document.createElement("div"));
     tip.className = "rl-tip";
     tip.setAttribute("role", "tooltip");
-    tip.popover = "manual";  // above everything, and placed by the window, whatever a notebook does around us
+    tip.popover = "manual";  // above everything, and placed relative to the window, whatever the notebook's layout
     tip.showPopover?.();
     let table = null;
     for (const line of text.split("\n")) {
@@ -33,10 +33,10 @@
     }
   };
   const addCards = (view) => {
-    let tip = null, target = null, keyboard = false;  // who chose the card: the keyboard, until the mouse moves again
+    let tip = null, target = null, keyboard = false;  // whether the keyboard chose the card; reset when the mouse moves
     const hide = () => { tip?.remove(); tip = target = null; };
     const show = (event) => {
-      if (keyboard && event.type === "mouseover") return;  // focus scrolled the page below a mouse that rests
+      if (keyboard && event.type === "mouseover") return;  // focus scrolled the page under a resting mouse
       keyboard = event.type === "focusin";
       hide();
       target = event.target.closest?.("[data-tip],.rl-token[title],.rl-cell[title]");

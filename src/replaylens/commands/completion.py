@@ -1,9 +1,9 @@
-"""What the shell offers when a value is completed: names of tasks, models and drafters."""
+"""Shell completion of values: names of tasks, models and drafters."""
 
 from replaylens import tasks
 
 DRAFTERS = ("lens", "tree", "ngram", "model", "self")
-"""those that a command can name; `forced` needs tokens, which only Python can give"""
+"""drafters available to commands; `forced` needs tokens, so it is available from Python only"""
 
 
 def complete_task(incomplete: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""`replaylens demo`: the main job on an embedded model, in a minute. Replay, dump, verify, probe, and a page to look at.
+"""`replaylens demo`: the main workflow on an embedded model, in a minute: replay, dump, verify, probe, report.
 
-Exit codes: 0 fine, 1 the replay of the dump found a mismatch, 2 bad input or a failure that the text explains, 130 interrupted.
+Exit codes: 0 done, 1 the verification found a mismatch, 2 bad input or a failure explained on stderr, 130 interrupted.
 """
 
 from pathlib import Path
@@ -32,15 +32,15 @@ KNOBS = {"flips": (1, 6), "rendering": "steps"}
 FACES = ("heads", "tails")
 LENGTHS = (1, 2, 4, 6, 8, 10, 12, 16)
 HELD_OUT = 50
-"""questions per number of actors and start face"""
+"""examples per number of actors and start face"""
 
 
 def demo(
-    examples: Annotated[int, typer.Option(min=20, help="Stories to replay, dump and probe.")] = 100,
-    out: Annotated[Path, typer.Option("--out", help="Folder for the dump, the probes' reports and the page.")] = Path("demo"),
+    examples: Annotated[int, typer.Option(min=20, help="Number of stories to replay, dump and probe.")] = 100,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the dump, the probe reports and the page.")] = Path("demo"),
     quiet: QuietOption = False,
 ) -> None:
-    """Replay coin-flip stories with a drafter, dump what was captured, prove it, probe it, and make a page of it."""
+    """Replay coin-flip stories with a drafter; dump, verify and probe the activations; write a report page."""
     console = Console(highlight=False)
     with reporting():
         engine = Engine.load(MODEL)
@@ -50,7 +50,7 @@ def demo(
         dump = run.save(out / f"coin-{examples}", resume=True)
         verdict = verify(dump.url, engine, sample="all", progress=not quiet)
         _tell(console, "3/5 Dumped and verified", *_dumped(dump, verdict))
-        with modes.threads(1):  # products this small gain nothing from more, and a report's bytes may depend on their number
+        with modes.threads(1):  # small products gain nothing from more threads, and a report's bytes may depend on their number
             reports = _probe(engine, dump, out, not quiet)
         _tell(console, "4/5 Probed", *_probed(*reports))
         page = _page(engine, dump, reports, verdict, out, not quiet)
@@ -69,12 +69,12 @@ def _tell(console: Console, title: str, *parts: RenderableType) -> None:
 
 
 def _held_out(face: str, length: int, number: int = 1) -> list[Example]:
-    """Questions that the model was not trained on."""
+    """Held-out questions."""
     return zoo.held_out(zoo.TESTS[f"picture, from {face}"], length, number)
 
 
 def _accuracy(engine: Engine) -> list[RenderableType]:
-    """By number of actors, beyond what was trained on too."""
+    """Accuracy by number of actors, including lengths beyond training."""
     longest = zoo.recipe(MODEL).longest
     table = Table("start")
     for length in LENGTHS:
@@ -82,12 +82,12 @@ def _accuracy(engine: Engine) -> list[RenderableType]:
     for face in FACES:
         shares = (zoo.accuracy(engine.model, _words(engine), _held_out(face, n, HELD_OUT)) for n in LENGTHS)
         table.add_row(face, *(f"{share:.0%}" for share in shares))
-    told = f"{MODEL}, {engine.config.num_layers} layers, trained on 1 to {longest} actors. Right answers by number of actors:"
-    return [Text(told), table]
+    title = f"{MODEL}, {engine.config.num_layers} layers, trained on 1 to {longest} actors. Accuracy by number of actors:"
+    return [Text(title), table]
 
 
 def _layers(engine: Engine, example: Example) -> list[RenderableType]:
-    """What every layer would say next, at the end of a question."""
+    """The next token by layer, at the end of a question."""
     table = Table("read at", "next token, by the lens")
     for layer in next_token_by_layer(engine.model, _words(engine), example.prompt):
         guesses = "   ".join(f"{guess.token.strip()} {guess.probability:.2f}" for guess in layer.guesses)
@@ -96,7 +96,7 @@ def _layers(engine: Engine, example: Example) -> list[RenderableType]:
 
 
 def _words(engine: Engine) -> WordTokenizer:
-    assert isinstance(engine.text.tokenizer, WordTokenizer)  # as all embedded models have
+    assert isinstance(engine.text.tokenizer, WordTokenizer)  # every embedded model has one
     return engine.text.tokenizer
 
 
@@ -113,8 +113,8 @@ def _replay(engine: Engine, number: int, progress: bool) -> Run:
 def _replayed(run: Run) -> list[RenderableType]:
     """Numbers, and the first story with rejected branches."""
     rejected = [len(result.rejected) for result in run]
-    numbers = f"{len(run)} stories, {run.accuracy:.0%} right; a smaller model drafted, {run.acceptance:.0%} of its tokens stood"
-    kept = f"{sum(rejected)} rejected branches were kept, with S, T, C, Z of their own. One of the stories:"
+    numbers = f"{len(run)} stories, {run.accuracy:.0%} right. A smaller model drafted; {run.acceptance:.0%} were accepted."
+    kept = f"{sum(rejected)} rejected branches were kept, with their own S, T, C and Z. One of the stories:"
     shown = next((number for number, count in enumerate(rejected) if count), 0)
     return [Text(numbers), Text(kept), run.tree(shown)]
 
@@ -126,7 +126,7 @@ def _dumped(dump: Dump, verdict: Verification) -> list[RenderableType]:
 
 
 def _probe(engine: Engine, dump: Dump, out: Path, progress: bool) -> "tuple[Report, ...]":
-    """Where the coin's face can be read off; and whether probes of accepted branches read rejected ones."""
+    """Where the coin's face can be read off, and whether probes of accepted branches work on rejected ones."""
     from replaylens.probes.questions.transfer import transfer
     from replaylens.probes.sweeping import sweep
 
@@ -137,11 +137,11 @@ def _probe(engine: Engine, dump: Dump, out: Path, progress: bool) -> "tuple[Repo
 
 
 def _probed(swept: "Report", transferred: "Report") -> list[RenderableType]:
-    """The first words of both."""
+    """The first lines of both reports."""
     return [
         *map(Text, swept.summary()[:3]),
         Text(
-            "Probes of what the text implies, fitted on one kind of branch and tested on the same or the other, of other roots:"
+            "Probes of `implied`, fitted on accepted or rejected branches, tested on the same or the other kind of other roots:"
         ),
         *map(Text, transferred.summary()[:4]),
     ]
@@ -157,10 +157,10 @@ def _page(engine: Engine, dump: Dump, reports: "tuple[Report, ...]", verdict: Ve
 def _what_to_look_at(page: Path, dump: Dump, out: Path) -> list[RenderableType]:
     lines = {
         page.resolve().as_uri(): "",
-        "  Examples": "click a story: its tree, the rejected drafts in red, and what each layer would say at each token",
+        "  Examples": "click a story for its tree, with rejected drafts in red, and the next token by layer",
         "  Probes": "layer x position heatmaps with controls; framed cells are significant over the whole grid",
-        "  Determinism certificate": "digest, fingerprint, and what the replay found",
-        f"{out / 'sweep'}, {out / 'transfer'}": "tables, figures and words of the probes",
+        "  Determinism certificate": "digest, fingerprint, and the result of the verification",
+        f"{out / 'sweep'}, {out / 'transfer'}": "tables, figures and summaries of the probes",
         f"replaylens verify {dump.url} --all": "replays the dump again and compares every bit",
         "notebooks/1_quickstart.ipynb": "the same from Python",
     }

@@ -1,4 +1,4 @@
-"""`replaylens doctor`: shows on this device that every op gives a row the same bits whatever stands around it."""
+"""`replaylens doctor`: checks on this device that every op gives a row the same bits in any batch."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -21,7 +21,7 @@ def doctor(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
-    """Prove on this device that results cannot depend on batch, offset, window or threads; exit code 1 where they can."""
+    """Check on this device that results do not depend on batch, offset, window or threads. Exit code 1 if they do."""
     certificate = certificates.examine(_load(model, device))
     if json:
         typer.echo(certificate.to_json())
@@ -33,9 +33,9 @@ def doctor(
 
 def _load(name: str, device: str) -> Decoder:
     if device not in ("cpu", "cuda"):
-        raise BadRequest(f"device {device!r}: give cpu or cuda")
+        raise BadRequest(f"Unknown device {device!r}. Use cpu or cuda.")
     if device == "cuda" and not torch.cuda.is_available():
-        raise BadRequest("no CUDA device is to be had here; use --device cpu")
+        raise BadRequest("No CUDA device found. Use --device cpu.")
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     if name in zoo.names():
         return weights.load(zoo.load_embedded(name)[0], dtype).to(device)
@@ -47,7 +47,7 @@ def _show(certificate: Certificate, model: str) -> None:
     table = Table("op", "shape", "check", "bits", title=model)
     for finding in certificate.findings:
         if finding.control:
-            bits = "equal (no teeth here)" if finding.equal else "differ, as they must"
+            bits = "equal (control failed)" if finding.equal else "differ, as expected"
         else:
             different = "differ, not used" if finding.passed else "[red]DIFFER[/red]"
             bits = "equal" if finding.equal else different
@@ -61,18 +61,18 @@ def _show(certificate: Certificate, model: str) -> None:
             f"[red]not certified[/red]: {bad.op} {bad.shape}, '{bad.check}', and {len(certificate.failures) - 1} more"
         )
     elif not certificate.has_teeth:
-        console.print("[red]not certified[/red]: no negative control differed, so the comparison proves nothing here")
+        console.print("[red]not certified[/red]: no negative control differed, so equal bits prove nothing here")
     else:
         compared = [f for f in certificate.findings if not f.control]
         equal, threads = sum(f.equal for f in compared), ", ".join(map(str, certificate.threads))
-        some = "all equal" if equal == len(compared) else f"{equal} equal, and what differs is not used"
+        some = "all equal" if equal == len(compared) else f"{equal} equal, the others are not used"
         console.print(
             f"[green]certified[/green]: {len(compared)} comparisons of bits, {some}; threads: {threads}", highlight=False
         )
 
 
 def _products(certificate: Certificate) -> Iterator[str]:
-    """One line per shape, and one more for every number of threads on which it is not computed as on one."""
+    """One line per shape, and one more for each number of threads with other row counts than on one thread."""
     for shape, counts in sorted(certificate.row_counts.items()):
         name = f"product {shape[0]} x {shape[1]}"
         yield f"{name}: {_rows(counts)}"

@@ -1,6 +1,6 @@
 """`replaylens dump`, `replay`, `inspect`, `verify`, `diff`: reproducible activation dumps from the shell.
 
-Exit codes: 0 fine, 1 a mismatch was found, 2 bad input or a failure that the text explains, 130 interrupted.
+Exit codes: 0 done, 1 a mismatch was found, 2 bad input or a failure explained on stderr, 130 interrupted.
 """
 
 import json
@@ -45,19 +45,19 @@ TaskOption = Annotated[
     str, typer.Option("--task", help="A task's name; see `replaylens tasks list`.", autocompletion=complete_task)
 ]
 TemperatureOption = Annotated[float, typer.Option(min=0, help="0: greedy.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of the sampling; the task's own seed is --knob seed=...")]
-BatchOption = Annotated[int, typer.Option(min=1, help="Examples worked on together; changes no bit.")]
-MaxNewOption = Annotated[int | None, typer.Option(min=1, help="Tokens per answer.  [default: what the task needs]")]
-QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the sampling; for the task's seed use --knob seed=...")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Examples replayed together; changes no bit.")]
+MaxNewOption = Annotated[int | None, typer.Option(min=1, help="Maximum tokens per answer.  [default: by task]")]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="Hide progress bars.")]
 
 
 def dump(
-    out: Annotated[str, typer.Option("--out", help="Folder for the dump: a path, or any URL that fsspec knows.")],
+    out: Annotated[str, typer.Option("--out", help="Folder for the dump: a path, or any fsspec URL.")],
     task: TaskOption = "coin",
-    n: Annotated[int, typer.Option("--n", min=1, help="How many examples.")] = 100,
+    n: Annotated[int, typer.Option("--n", min=1, help="Number of examples.")] = 100,
     model: ModelOption = MODEL,
     device: DeviceOption = "cpu",
-    sites: Annotated[str, typer.Option(help="Letters of STCZ, or site names with commas between.")] = "STCZ",
+    sites: Annotated[str, typer.Option(help="Letters of STCZ, or site names separated by commas.")] = "STCZ",
     drafter: DrafterOption = "lens",
     draft_model: DraftModelOption = None,
     window: WindowOption = None,
@@ -70,8 +70,10 @@ def dump(
     max_new: MaxNewOption = None,
     shard_examples: Annotated[int, typer.Option(min=1, help="Examples per shard file.")] = 128,
     batch: BatchOption = 32,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the folder holds.")] = False,
-    shard: Annotated[str | None, typer.Option(help="i/n: write every n-th shard from i on, beside other processes.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the dump in the folder.")] = False,
+    shard: Annotated[
+        str | None, typer.Option(help="i/n: write every n-th shard from i on; other processes write the rest.")
+    ] = None,
     ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster, or 'local'.")] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Ray workers; without --ray, on this machine.  [default: one per device]")
@@ -80,7 +82,7 @@ def dump(
     quiet: QuietOption = False,
 ) -> None:
     """Replay examples of a task and write every captured row, with labels and hashes. Can be interrupted and resumed."""
-    with reporting(lambda: "the same command and --resume"):
+    with reporting(lambda: "the same command with --resume"):
         options: dict[str, Any] = {
             "sites": sites,
             "drafter": drafter,
@@ -98,10 +100,10 @@ def dump(
         part = _part(shard)
         check_drafter(model, drafter, draft_model)
         if not out.strip():
-            raise BadRequest("--out is empty: name a folder for the dump")
+            raise BadRequest("--out is empty. Name a folder for the dump.")
         if ray is not None or workers is not None:
             if shard is not None:
-                raise BadRequest("--shard is for processes without Ray: give one of --shard and --ray, --workers")
+                raise BadRequest("--shard does not work with Ray. Give either --shard, or --ray and --workers.")
             from replaylens.engine.cluster import dump_on_cluster
 
             options |= {"knobs": knobs, "sampling": sampling}
@@ -119,7 +121,7 @@ def _tell_dump(made: Dump | None, out: str, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
     elif made is None:
-        typer.echo(f"{out}: this part is done, the dump is not finished yet")
+        typer.echo(f"{out}: this part is done; the dump is not finished yet")
     else:
         typer.echo(f"{out}: {facts['rows']} rows in {facts['shards']} shards, {facts['bytes'] / 1e6:.1f} MB")
         typer.echo(f"digest {facts['digest']}\naccepted rows {facts['accepted_digest']}")
@@ -130,7 +132,7 @@ def _part(given: str | None) -> tuple[int, int]:
         return 0, 1
     i, slash, n = given.partition("/")
     if not (slash and i.isdigit() and n.isdigit() and int(i) < int(n)):
-        raise BadRequest(f"--shard {given}: give i/n with 0 <= i < n, such as 0/3")
+        raise BadRequest(f"Invalid --shard {given}. Give i/n with 0 <= i < n, such as 0/3.")
     return int(i), int(n)
 
 
@@ -150,7 +152,7 @@ def _facts(found: Dump) -> dict[str, Any]:
 
 def replay(
     task: TaskOption = "coin",
-    n: Annotated[int, typer.Option("--n", min=1, help="How many examples.")] = 3,
+    n: Annotated[int, typer.Option("--n", min=1, help="Number of examples.")] = 3,
     model: ModelOption = MODEL,
     device: DeviceOption = "cpu",
     drafter: DrafterOption = "lens",
@@ -164,7 +166,7 @@ def replay(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Replay examples of a task: what the model writes, what its drafter guessed, and what stood."""
+    """Replay examples of a task; show the model's text and the rejected drafts."""
     with reporting():
         check_drafter(model, drafter, draft_model)
         engine = Engine.load(model, device=device, draft_model=draft_model)
@@ -212,13 +214,13 @@ def _record(engine: Engine, result: Result) -> dict[str, Any]:
 
 
 def _thoughts(engine: Engine, thoughts: Thoughts) -> list[dict[str, Any]]:
-    """What a model that thinks thought, chunk by chunk, for --json."""
+    """The thoughts of a model that thinks, by chunk, for --json."""
     said = [{"tokens": list(t.tokens), "thought": engine.text.decode(t.tokens)} for t in thoughts.chunks]
     return [{"chunk": number, **each} for number, each in enumerate(said)]
 
 
 def _coloured(engine: Engine, result: Result) -> Text:
-    """Prompt blue, accepted green, rejected drafts red at the place where they were cut off."""
+    """Prompt in blue, accepted tokens in green, rejected drafts in red at their fork position."""
     prompt = engine.text.decode(result.tokens[: result.num_prompt])
     line = Text.assemble((f"[{result.example.index}] ", "bold"), (prompt, "blue"))
     for position in range(result.num_prompt, len(result.tokens)):
@@ -233,7 +235,7 @@ def inspect(
     path: Annotated[str, typer.Argument(help="A dump's folder.")],
     as_json: JsonOption = False,
 ) -> None:
-    """What a dump holds: task, options, sites, labels, fingerprint, digests."""
+    """Show a dump's task, options, sites, labels, fingerprint and digests."""
     with reporting():
         found = Dump.open(path)
     manifest = found.manifest
@@ -251,7 +253,7 @@ def inspect(
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What `inspect` shows, for people."""
+    """The lines of `inspect` without --json."""
     for name in ("path", "digest", "accepted_digest", "rows", "accepted_rows", "shards"):
         yield name.replace("_", " "), str(facts[name])
     yield "size", f"{facts['bytes'] / 1e6:.1f} MB"
@@ -270,25 +272,25 @@ def verify(
     device: DeviceOption = "cpu",
     sample: Annotated[str, typer.Option(help="Share of the examples to replay: 0.01, or 1%.")] = "0.01",
     every: Annotated[bool, typer.Option("--all", help="Replay every example.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
     batch: BatchOption = 32,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Check a dump's hashes, then replay some of its examples and compare every bit."""
+    """Check a dump's hashes, then replay a sample of its examples and compare every bit."""
     with reporting():
         share: float | str = "all" if every else _share(sample)
         maker = _maker(path, device) if model is None else Engine.load(model, device=device)
-        engine = maker or Engine.load(MODEL, device=device)  # any will do to check the files
+        engine = maker or Engine.load(MODEL, device=device)  # any engine can check the files
         verdict = verify_dump(path, engine, sample=share, seed=seed, batch=batch, progress=not quiet)
         if verdict.status == OTHER and maker is None:
-            verdict = replace(verdict, notes=("no embedded model made this dump: name its model with --model",))
+            verdict = replace(verdict, notes=("No embedded model made this dump. Name its model with --model.",))
     typer.echo(json.dumps(asdict(verdict), indent=1) if as_json else str(verdict))
     raise typer.Exit({VERIFIED: 0, OTHER: 2}.get(verdict.status, 1))
 
 
 def _maker(path: str, device: str) -> Engine | None:
-    """The embedded model that made a dump; None: it is none of ours, or the dump is too damaged to tell."""
+    """The embedded model that made a dump; None if it is another model, or the manifest is damaged."""
     try:
         return engine_that_made(Dump.open(path, check_files=False), device)
     except BadDump:
@@ -299,17 +301,17 @@ def _share(given: str) -> float:
     try:
         return float(given.removesuffix("%")) / (100 if given.endswith("%") else 1)
     except ValueError:
-        raise BadRequest(f"--sample {given}: give a share such as 0.01 or 1%") from None
+        raise BadRequest(f"Invalid --sample {given}. Give a share such as 0.01 or 1%.") from None
 
 
 def diff(
     a: Annotated[str, typer.Argument(help="A dump's folder.")],
     b: Annotated[str, typer.Argument(help="Another dump's folder.")],
-    accepted: Annotated[bool, typer.Option("--accepted", help="Leave rejected branches out.")] = False,
+    accepted: Annotated[bool, typer.Option("--accepted", help="Ignore rejected branches.")] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """The first row, site and layer at which two dumps differ. Exit code 0: the same content; 1: not; 2: damaged."""
+    """Find the first row, site and layer at which two dumps differ. Exit codes: 0 same content, 1 different, 2 damaged."""
     with reporting():
         found = diff_dumps(a, b, accepted=accepted, progress=not quiet)
     typer.echo(json.dumps({"same": bool(found), **asdict(found)}, indent=1) if as_json else str(found))

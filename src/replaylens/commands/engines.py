@@ -1,4 +1,4 @@
-"""Engines as commands name them: by a model, a device, and who drafts; or by the dump that was made with one."""
+"""Options that choose an engine: model, device and drafter; and the engine that made a dump."""
 
 from typing import Annotated
 
@@ -22,32 +22,34 @@ MakerOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
 DrafterOption = Annotated[
-    str, typer.Option(help=f"Who guesses ahead: {', '.join(DRAFTERS)}. Nobody: --window 1.", autocompletion=complete_drafter)
+    str, typer.Option(help=f"The drafter: {', '.join(DRAFTERS)}. For none, use --window 1.", autocompletion=complete_drafter)
 ]
 DraftModelOption = Annotated[
     str | None,
     typer.Option(
-        "--draft-model", help="Who --drafter model is.  [default: coin-draft for coin-plain]", autocompletion=complete_model
+        "--draft-model",
+        help="The model of --drafter model.  [default: coin-draft for coin-plain]",
+        autocompletion=complete_model,
     ),
 ]
 WindowOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Rows per verification; 1: nothing is drafted, tokens are decoded directly.  [default: 8]"),
+    typer.Option(min=1, help="Rows per verification; 1: no drafts, tokens are decoded directly.  [default: 8]"),
 ]
 
 
 def check_drafter(model: str, drafter: str, draft_model: str | None) -> None:
-    """Refuse drafters that a command cannot have, in words of its options."""
+    """Raise BadRequest for drafters that the command cannot use, in terms of its options."""
     if drafter == "none":
-        raise BadRequest("--drafter none: to decode directly, without drafts, give --window 1")
+        raise BadRequest("Unknown drafter 'none'. To decode without drafts, give --window 1.")
     if drafter == "model" and draft_model is None and model != MODEL:
-        raise BadRequest(f"--drafter model: name the model that drafts for {model} with --draft-model, such as coin-draft")
+        raise BadRequest(f"--drafter model needs a draft model for {model}. Name it with --draft-model, such as coin-draft.")
     if draft_model is not None and drafter != "model":
-        raise BadRequest(f"--draft-model {draft_model} would not be used: it drafts with --drafter model, not {drafter}")
+        raise BadRequest(f"--draft-model {draft_model} would not be used with --drafter {drafter}. Give --drafter model.")
 
 
 def engine_that_made(dump: Dump, device: str) -> Engine | None:
-    """The embedded model with the weights of a dump's; None: it is none of ours."""
+    """An engine with the embedded model that made a dump, found by its weights; None if there is none."""
     made_by = dump.manifest.fingerprint.weights
     loaded = (Engine.load(name, device=device) for name in (*zoo.names(), *thinking_zoo.names()))
     return next((engine for engine in loaded if engine.fingerprint.weights == made_by), None)

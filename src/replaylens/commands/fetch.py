@@ -1,4 +1,4 @@
-"""`replaylens fetch`: real models for the tests and the notebooks, kept in a cache folder."""
+"""`replaylens fetch`: downloads real models for tests and notebooks into a cache folder."""
 
 from typing import Annotated
 
@@ -12,10 +12,10 @@ MODELS = {"smollm2": smollm2.fetch}
 
 
 def fetch(
-    name: Annotated[str, typer.Argument(help=f"Which model: {' or '.join(MODELS)}.")],
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print the folder only.")] = False,
+    name: Annotated[str, typer.Argument(help=f"The model: {' or '.join(MODELS)}.")],
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the folder.")] = False,
 ) -> None:
-    """Download a model once and keep it; says where. Does nothing when it is there already."""
+    """Download a model to the cache folder and print its path. Does nothing if it is already there."""
     with reporting():
         if name not in MODELS:
             raise BadRequest(no_such("model to fetch", name, MODELS))

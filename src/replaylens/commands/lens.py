@@ -1,4 +1,4 @@
-"""The logit lens: what each layer's residual stream would predict if the blocks after it were left out."""
+"""The logit lens: the next token predicted from each layer's residual stream, without the blocks after it."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from replaylens.tasks import WordTokenizer
 
 @torch.no_grad()
 def next_token_by_layer(model: Decoder, tokenizer: WordTokenizer, prompt: str, k: int = 3) -> list[LensLayer]:
-    """The k likeliest next tokens after the prompt, at every S site: entering each block, and leaving the last.
+    """The k most likely next tokens after the prompt, at every residual stream: before each block, and after the last.
 
-    The last entry is the model's own prediction.
+    The last entry is the model's prediction.
     """
     ids = tokenizer.encode(prompt)
     ops, kept = SequenceOps([len(ids)]), _LastRows(sites.table(model.config).per_layer("S"))
@@ -27,7 +27,7 @@ def next_token_by_layer(model: Decoder, tokenizer: WordTokenizer, prompt: str, k
 
 
 class _LastRows:
-    """A tap that keeps the last row of each wanted site, in the order of the pass."""
+    """A tap that keeps the last row of each wanted site, in order of the pass."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = frozenset(names)

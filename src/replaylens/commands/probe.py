@@ -1,4 +1,4 @@
-"""`replaylens probe`, `replaylens steer`: sweeps over a dump, and causal tests of a probe, from the shell."""
+"""`replaylens probe` and `replaylens steer`: probe sweeps over a dump, and causal tests of a probe."""
 
 import json
 from collections.abc import Sequence
@@ -22,30 +22,34 @@ if TYPE_CHECKING:
 TESTS = ("steer", "ablate", "interchange")
 DumpArgument = Annotated[str | None, typer.Argument(metavar="DUMP", help="A dump's folder.")]
 OutOption = Annotated[str | None, typer.Option("--out", help="Folder for report.json, summary, table and figures.")]
-ProbeSeedOption = Annotated[int, typer.Option(min=0, help="Of folds, resamples, permutations and placebos.")]
+ProbeSeedOption = Annotated[int, typer.Option(min=0, help="Seed of folds, resamples, permutations and placebos.")]
 
 
 def probe(
     path: DumpArgument = None,
-    label: Annotated[str, typer.Option(help="Labels, with commas between; state: the task's own.")] = "state",
-    sites: Annotated[str, typer.Option(help="Letters of STC, or site names with commas between.")] = "STC",
-    layers: Annotated[str | None, typer.Option(help="Layers, with commas between.  [default: all]")] = None,
+    label: Annotated[str, typer.Option(help="Labels, separated by commas; state: the task's state label.")] = "state",
+    sites: Annotated[str, typer.Option(help="Letters of STC, or site names separated by commas.")] = "STC",
+    layers: Annotated[str | None, typer.Option(help="Layers, separated by commas.  [default: all]")] = None,
     positions: Annotated[
-        str, typer.Option(help="all, a number, step, step+1, step:3, query, query-1; with commas.")
+        str, typer.Option(help="all, a number, step, step+1, step:3, query, query-1; separated by commas.")
     ] = "step,query",
-    estimators: Annotated[str, typer.Option(help="Names from --list, with commas between.")] = "logistic",
+    estimators: Annotated[str, typer.Option(help="Names from --list, separated by commas.")] = "logistic",
     split: Annotated[str, typer.Option(help="root, length:N, depth:N, accepted-rejected or rejected-accepted.")] = "root",
-    folds: Annotated[int, typer.Option(min=2, help="Of the cross-validation over roots.")] = 5,
-    branches: Annotated[str, typer.Option(help="Rows of which branches: accepted, rejected or all.")] = "accepted",
-    model: Annotated[str | None, typer.Option(help="The dump's model: adds an untrained one as a control.")] = None,
+    folds: Annotated[int, typer.Option(min=2, help="Folds of the cross-validation over roots.")] = 5,
+    branches: Annotated[str, typer.Option(help="Branches to use: accepted, rejected or all.")] = "accepted",
+    model: Annotated[str | None, typer.Option(help="The dump's model; adds an untrained model as a control.")] = None,
     controls: Annotated[bool, typer.Option(help="Run the controls.")] = True,
-    residualise: Annotated[str, typer.Option(help="Index columns to take out of the rows first, such as position,steps.")] = "",
-    code_length: Annotated[bool, typer.Option("--code-length", help="Also the online code (description length).")] = False,
-    precision: Annotated[str, typer.Option(help="double or single.")] = "double",
+    residualise: Annotated[
+        str, typer.Option(help="Index columns to regress out of the rows first, such as position,steps.")
+    ] = "",
+    code_length: Annotated[
+        bool, typer.Option("--code-length", help="Also compute the online code length (description length).")
+    ] = False,
+    precision: Annotated[str, typer.Option(help="Precision of the fits: double or single.")] = "double",
     device: DeviceOption = "cpu",
-    jobs: Annotated[int, typer.Option(help="Processes for estimators that are fitted one by one.")] = 1,
-    backend: Annotated[str | None, typer.Option(help="joblib's backend; ray: a cluster.")] = None,
-    resume: Annotated[str | None, typer.Option(help="Folder for finished parts, to go on from.")] = None,
+    jobs: Annotated[int, typer.Option(help="Number of processes for estimators that are fitted one by one.")] = 1,
+    backend: Annotated[str | None, typer.Option(help="joblib backend; ray uses a cluster.")] = None,
+    resume: Annotated[str | None, typer.Option(help="Folder for finished parts; a later run continues from it.")] = None,
     save_probes: Annotated[str | None, typer.Option(help="Folder for the best linear probe of each label.")] = None,
     seed: ProbeSeedOption = 0,
     out: OutOption = None,
@@ -91,33 +95,35 @@ def probe(
 
 def steer(
     path: DumpArgument = None,
-    label: Annotated[str, typer.Option(help="What to change; state: the task's own.")] = "state",
+    label: Annotated[str, typer.Option(help="Label to change; state: the task's state label.")] = "state",
     site: Annotated[str, typer.Option(help="S, T or C, or a site name.")] = "S",
-    layer: Annotated[int | None, typer.Option(help="Of the letter.")] = None,
-    position: Annotated[str, typer.Option(help="Where the probe is fitted and rows are changed.")] = "query",
-    estimator: Annotated[str, typer.Option(help="A linear one.")] = "mass-mean",
-    saved: Annotated[str | None, typer.Option("--probe", help="A saved probe, instead of fitting one.")] = None,
+    layer: Annotated[int | None, typer.Option(help="Layer, if --site is a letter.")] = None,
+    position: Annotated[str, typer.Option(help="Position at which the probe is fitted and rows are changed.")] = "query",
+    estimator: Annotated[str, typer.Option(help="A linear estimator.")] = "mass-mean",
+    saved: Annotated[str | None, typer.Option("--probe", help="A saved probe to use instead of fitting one.")] = None,
     test: Annotated[str, typer.Option(help=f"{', '.join(TESTS)}.")] = "steer",
-    factor: Annotated[float, typer.Option(help="steer: how far, in distances between class means.")] = 1.0,
-    n: Annotated[int, typer.Option("--n", min=1, help="Prompts, none of them in the dump.")] = 100,
-    placebos: Annotated[int, typer.Option(min=1, help="Random directions, and untrained probes, to compare with.")] = 8,
+    factor: Annotated[float, typer.Option(help="For steer: step in units of the distance between class means.")] = 1.0,
+    n: Annotated[int, typer.Option("--n", min=1, help="Number of prompts, none of them in the dump.")] = 100,
+    placebos: Annotated[
+        int, typer.Option(min=1, help="Number of random directions, and of untrained probes, to compare with.")
+    ] = 8,
     model: MakerOption = None,
     device: DeviceOption = "cpu",
     seed: ProbeSeedOption = 0,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Test a probe's direction causally: does the answer follow, and more than along random directions?"""
+    """Test a probe's direction causally: does the answer follow it more than random directions?"""
     with reporting():
         from replaylens.probes import causal
         from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
 
         if test not in TESTS:
-            raise BadRequest(f"--test {test}: choose {', '.join(TESTS)}")
+            raise BadRequest(f"Unknown --test {test}. Use one of {', '.join(TESTS)}.")
         found = _open(path)
         engine = engine_that_made(found, device) if model is None else Engine.load(model, device=device)
         if engine is None:
-            raise BadRequest("no embedded model made this dump: name its model with --model")
+            raise BadRequest("No embedded model made this dump. Name its model with --model.")
         if saved is not None:
             probe = LinearProbe.load(saved)
         else:
@@ -143,12 +149,12 @@ def _list(as_json: bool) -> None:
 
 def _open(path: str | None) -> Dump:
     if path is None:
-        raise BadRequest("which dump? Give its folder; `replaylens dump` makes one")
+        raise BadRequest("No dump given. Name its folder; `replaylens dump` makes one.")
     return Dump.open(path)
 
 
 def _unseen(dump: Dump, n: int) -> "list[Example]":
-    """Prompts of the dump's own task that are not in it."""
+    """Prompts of the dump's task that are not in the dump."""
     task = dump.manifest.plan.make_task()
     seen = set(dump.index["root"])
     index, found = max(dump.manifest.plan.examples) + 1, []
@@ -158,11 +164,13 @@ def _unseen(dump: Dump, n: int) -> "list[Example]":
             found.append(example)
             if len(found) == n:
                 return found
-    raise BadRequest(f"only {len(found)} of {n} prompts are not in the dump: its task has too few different ones")
+    raise BadRequest(
+        f"Found only {len(found)} of {n} prompts that are not in the dump. Give a smaller --n: the task has too few prompts."
+    )
 
 
 def _save_best(dump: Dump, report: "Report", folder: Path) -> None:
-    """The best linear probe of each label, fitted on all rows of its place."""
+    """Save the best linear probe of each label, fitted on all rows of its cell."""
     from replaylens.probes.probe import fit_probe
     from replaylens.probes.registry import get
 
@@ -188,4 +196,4 @@ def _numbers(given: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in _words(given))
     except ValueError:
-        raise BadRequest(f"--layers {given}: give whole numbers with commas between") from None
+        raise BadRequest(f"Invalid --layers {given}. Give integers, separated by commas.") from None

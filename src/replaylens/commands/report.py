@@ -1,6 +1,6 @@
-"""`replaylens report`: a dump, and what was probed in it, as one HTML file.
+"""`replaylens report`: a dump and its probe reports as one HTML file.
 
-Exit codes: 0 fine, 1 the replay found a mismatch (the page is written and says so), 2 bad input, 130 interrupted.
+Exit codes: 0 done, 1 the verification found a mismatch (the page is written and says so), 2 bad input, 130 interrupted.
 """
 
 import json
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 def report(
-    sources: Annotated[list[str], typer.Argument(help="A dump's folder, and reports of probes; or one of these.")],
+    sources: Annotated[list[str], typer.Argument(help="A dump's folder, probe reports, or both.")],
     out: Annotated[Path, typer.Option("--out", help="The HTML file to write.")] = Path("report.html"),
     model: MakerOption = None,
-    device: Annotated[str, typer.Option(help="Where to replay: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the replay: cpu or cuda.")] = "cpu",
     verify: Annotated[float, typer.Option(min=0, max=1, help="Share of the examples to replay; 0: none.")] = 0.01,
-    trees: Annotated[int, typer.Option(min=0, help="Examples that get a tree.")] = MAX_TREES,
-    title: Annotated[str, typer.Option(help="Of the page.")] = "",
+    trees: Annotated[int, typer.Option(min=0, help="Maximum number of examples with a tree.")] = MAX_TREES,
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "",
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Make one self-contained page: examples, trees, lens and probes, and the proof that it can be replayed."""
+    """Write one self-contained page: examples, trees, lens, probes, and the result of a verification."""
     from replaylens.views.report import ReportPage, page_file  # needs pandas
 
     with reporting():
@@ -58,13 +58,13 @@ def report(
 
 
 def _open(sources: list[str]) -> "tuple[Dump | None, tuple[Report, ...]]":
-    """What the sources are: a file, or a folder with a report in it, is one of probes; anything else must be a dump."""
+    """Sort the sources: a file, or a folder with a report, is a probe report; anything else must be a dump."""
     from replaylens.probes.report import FILE, Report
 
     probes = [source for source in sources if Path(source).is_file() or (Path(source) / FILE).is_file()]
     dumps = [source for source in sources if source not in probes]
     if len(dumps) > 1:
-        raise BadRequest(f"{' and '.join(dumps)}: a page is about one dump; make a page of each")
+        raise BadRequest(f"Several dumps given: {', '.join(dumps)}. Make one page per dump.")
     return (Dump.open(dumps[0]) if dumps else None), tuple(map(Report.load, probes))
 
 
@@ -72,5 +72,5 @@ def _verify(dump: Dump, engine: Engine | None, share: float, quiet: bool) -> Ver
     if not share:
         return None
     if engine is None:
-        raise BadRequest("no embedded model made this dump: name the model with --model, or do not replay with --verify 0")
+        raise BadRequest("No embedded model made this dump. Name its model with --model, or skip the replay with --verify 0.")
     return verify_dump(dump.url, engine, sample=share, progress=not quiet)

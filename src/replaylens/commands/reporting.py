@@ -1,4 +1,4 @@
-"""How commands fail: an error on purpose is one line on stderr that starts with its name; exit codes are those of `cli`."""
+"""Error reporting of commands: one line on stderr that starts with the error's name; exit codes as in `cli`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ from replaylens.tasks.errors import TaskError
 
 @contextmanager
 def reporting(resumable: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-    """Errors on purpose become one line and exit code 2; Ctrl-C becomes exit code 130.
+    """Turn errors of replaylens into one line and exit code 2, and Ctrl-C into exit code 130.
 
-    resumable  asked after a Ctrl-C: what to do to go on; None: there is nothing to go on with
+    resumable  called after Ctrl-C; returns the command that continues the work, or None
     """
     try:
         yield
@@ -24,15 +24,15 @@ def reporting(resumable: Callable[[], str | None] = lambda: None) -> Iterator[No
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
         how = resumable()
-        say(f"interrupted; go on with: {how}" if how else "interrupted")
+        say(f"Interrupted. To continue, run {how}." if how else "Interrupted.")
         raise typer.Exit(130) from None
 
 
 def say_error(error: Exception) -> None:
-    """One line: the error's name and what it says."""
+    """Print the error's name and message as one line."""
     say(f"{type(error).__name__}: {error}")
 
 
 def say(line: str) -> None:
-    """A line on stderr, as it is."""
+    """Print a line on stderr verbatim."""
     Console(stderr=True, highlight=False).print(Text(line), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`replaylens tasks`: list the tasks, and show examples with their labels under the tokens."""
+"""`replaylens tasks`: list tasks, and show examples with labels under their tokens."""
 
 import json
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ from replaylens.tasks.script import NEXT_ACTION
 from replaylens.tasks.task import AnyTask, Example
 from replaylens.tasks.tokenizer import WordTokenizer
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
-KnobOption = Annotated[list[str] | None, typer.Option("--knob", help="key=value; may be given several times.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+KnobOption = Annotated[list[str] | None, typer.Option("--knob", help="A task setting, key=value; can be repeated.")]
 
-app = typer.Typer(help="Tasks with exact ground truth: list them, look at their examples.", no_args_is_help=True)
+app = typer.Typer(help="Tasks with exact ground truth: list them, show examples.", no_args_is_help=True)
 
 
 @app.command("list")
 def list_tasks(as_json: JsonOption = False) -> None:
-    """Every task with its knobs, their defaults and what they do."""
+    """List every task with its knobs, their defaults and meanings."""
     if as_json:
         typer.echo(json.dumps([_about(name) for name in tasks.names()], indent=1))
         return
@@ -50,12 +50,12 @@ def _about(name: str) -> dict[str, Any]:
 @app.command()
 def show(
     name: Annotated[str, typer.Argument(help="A task's name; see `replaylens tasks list`.", autocompletion=complete_task)],
-    n: Annotated[int, typer.Option("--n", min=1, help="How many examples.")] = 3,
+    n: Annotated[int, typer.Option("--n", min=1, help="Number of examples.")] = 3,
     knob: KnobOption = None,
-    labels: Annotated[str | None, typer.Option(help="Labels to show, with commas between; or 'all'.")] = None,
+    labels: Annotated[str | None, typer.Option(help="Labels to show, separated by commas; or 'all'.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Examples of a task, each with its labels aligned under the tokens."""
+    """Show examples of a task, with labels aligned under the tokens."""
     with reporting():
         task = tasks.get(name)(**settings(knob))
         wanted = _wanted(task, labels)
@@ -72,12 +72,12 @@ def show(
 
 
 def settings(given: list[str] | None) -> dict[str, Any]:
-    """Knobs as they were given, by name; TaskError for one without a value, or with two."""
+    """The given knobs by name; TaskError for a knob without a value, or given twice."""
     found: dict[str, Any] = {}
     for each in given or []:
         name, value = _setting(each)
         if name in found:
-            raise TaskError(f"--knob {name} is given twice: {_shown(found[name])} and {_shown(value)}")
+            raise TaskError(f"--knob {name} is given twice: {_shown(found[name])} and {_shown(value)}. Give it once.")
         found[name] = value
     return found
 
@@ -85,7 +85,7 @@ def settings(given: list[str] | None) -> dict[str, Any]:
 def _setting(given: str) -> tuple[str, Any]:
     key, equals, value = given.partition("=")
     if not equals:
-        raise TaskError(f"--knob wants key=value, not {given!r}")
+        raise TaskError(f"Invalid --knob {given!r}. Give key=value.")
     parts = [_value(part) for part in value.split(",")]
     return key.strip(), parts[0] if len(parts) == 1 else tuple(parts)
 
@@ -134,7 +134,7 @@ def _record(example: Example, tokenizer: WordTokenizer, wanted: list[str]) -> di
 
 
 def _aligned(example: Example, tokenizer: WordTokenizer, wanted: list[str], width: int) -> Iterator[Text]:
-    """Lines of tokens, as many as fit the width, each with one line per label below it."""
+    """Lines of tokens that fit the width, each with one line per label below it."""
     ids, offsets = tokenizer.encode_with_offsets(example.text)
     labels = example.labels_at(offsets, wanted)
     rows = {"": [tokenizer.token(token).strip() for token in ids]}
@@ -149,7 +149,7 @@ def _aligned(example: Example, tokenizer: WordTokenizer, wanted: list[str], widt
 
 
 def _lines(widths: list[int], room: int) -> Iterator[tuple[int, int]]:
-    """Cut columns into lines [start, stop) that fit the room; a column wider than that gets a line of its own."""
+    """Split columns into lines [start, stop) that fit the room; a wider column gets its own line."""
     start = used = 0
     for place, width in enumerate(widths):
         if used + width > room and place > start:

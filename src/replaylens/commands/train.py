@@ -1,4 +1,4 @@
-"""`replaylens train`: make one of the embedded models anew."""
+"""`replaylens train`: trains an embedded model from its recipe."""
 
 import platform
 import time
@@ -35,24 +35,24 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def train(
-    name: Annotated[str, typer.Argument(help=f"Which model: {', '.join((*zoo.names(), *thinking_zoo.names()))}.")],
+    name: Annotated[str, typer.Argument(help=f"The model: {', '.join((*zoo.names(), *thinking_zoo.names()))}.")],
     out: Annotated[Path | None, typer.Option(help="Folder for the result.  [default: trained/NAME]")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of the recipe's own number.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed, instead of the recipe's own.")] = None,
-    device: Annotated[str, typer.Option(help="Where to train: cpu or cuda.")] = "cpu",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in the folder.")] = False,
-    method: Annotated[str | None, typer.Option(help="Models that think: thinking, or a baseline: cot, none.")] = None,
-    task: Annotated[str | None, typer.Option(help="Models that think: another task with steps.")] = None,
-    longest: Annotated[int | None, typer.Option(min=1, help="Models that think: most steps of a training text.")] = None,
-    chunk: Annotated[int | None, typer.Option(min=1, help="Models that think: tokens per chunk.")] = None,
-    backbone: Annotated[
-        Path | None, typer.Option(help="Models that think: start from smollm2, or from a model folder.")
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of steps, instead of the recipe's.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed, instead of the recipe's.")] = None,
+    device: Annotated[str, typer.Option(help="Device to train on: cpu or cuda.")] = "cpu",
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the interrupted run in the folder.")] = False,
+    method: Annotated[str | None, typer.Option(help="Models that think: thinking, or a baseline (cot, none).")] = None,
+    task: Annotated[str | None, typer.Option(help="Models that think: another task with thoughts.")] = None,
+    longest: Annotated[
+        int | None, typer.Option(min=1, help="Models that think: maximum number of steps of a training text.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    chunk: Annotated[int | None, typer.Option(min=1, help="Models that think: tokens per chunk.")] = None,
+    backbone: Annotated[Path | None, typer.Option(help="Models that think: start from smollm2, or a model folder.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Hide progress bars.")] = False,
 ) -> None:
-    """Train an embedded model from scratch. Same recipe, same machine: same bits, also after an interruption."""
+    """Train an embedded model. The same recipe on the same machine gives the same bits, also after an interruption."""
     folder, changes = out or Path("trained") / name, Changes(method, task, longest, chunk, backbone)
-    with reporting(lambda: "the same command and --resume" if (folder / STATE_FILE).exists() else None):
+    with reporting(lambda: "the same command with --resume" if (folder / STATE_FILE).exists() else None):
         check_name(name, changes)
         check_device(device)
         check_folder(folder, resume)
@@ -89,48 +89,49 @@ def _train_plain(name: str, steps: int | None, seed: int | None, device: str, fo
 
 
 def _finish(folder: Path, text: str) -> None:
-    """The card, and only then the state goes: until there is a card, --resume can go on."""
+    """Write the card, then remove the state, so that --resume works until there is a card."""
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
     (folder / STATE_FILE).unlink(missing_ok=True)
 
 
 def changed(recipe: R, steps: int | None, seed: int | None) -> R:
-    """The recipe with another number of steps or another seed. A short run warms up for a tenth of it at most."""
+    """The recipe with another number of steps or another seed. The warmup is at most a tenth of the steps."""
     steps = recipe.steps if steps is None else steps
     return replace(recipe, steps=steps, warmup=min(recipe.warmup, steps // 10), seed=recipe.seed if seed is None else seed)
 
 
 def check_name(name: str, changes: Changes) -> None:
-    """Refuse models that are not ours, and options that the model does not have."""
+    """Raise for unknown models, and for options that the model does not have."""
     if name not in (*zoo.names(), *thinking_zoo.names()):
         raise zoo.UnknownModel(no_such("embedded model", name, (*zoo.names(), *thinking_zoo.names())))
     if changes.given() and name not in thinking_zoo.names():
-        raise BadRequest(f"{', '.join(changes.given())}: only for models that think ({', '.join(thinking_zoo.names())})")
+        thinking = ", ".join(thinking_zoo.names())
+        raise BadRequest(f"{', '.join(changes.given())}: only for models that think ({thinking}). Leave it out.")
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that is not here, before any work is done."""
+    """Raise BadRequest for a missing device, before any work is done."""
     if device not in ("cpu", "cuda"):
-        raise BadRequest(f"no device {device!r}; choose cpu or cuda")
+        raise BadRequest(f"Unknown device {device!r}. Use cpu or cuda.")
     if device == "cuda" and not torch.cuda.is_available():
-        raise BadRequest("PyTorch sees no CUDA device here; use --device cpu")
+        raise BadRequest("No CUDA device found. Use --device cpu.")
 
 
 def check_folder(folder: Path, resume: bool) -> None:
-    """Neither start over a run that could go on or is done, nor claim to go on where there is none."""
+    """Raise if the run would overwrite another, or if there is nothing to resume."""
     there, trained = (folder / STATE_FILE).exists(), (folder / CONFIG_FILE).exists()
     if there and not resume:
-        raise RunExists(f"{folder} holds an unfinished run; add --resume, or give another --out")
+        raise RunExists(f"{folder} holds an unfinished run. Add --resume, or give another --out.")
     if trained and not there:
-        raise RunExists(f"{folder} holds a trained model; give another --out, or delete the folder")
+        raise RunExists(f"{folder} holds a trained model. Give another --out, or delete the folder.")
     if resume and not there:
-        raise BadRequest(f"{folder} holds no unfinished run; leave out --resume")
+        raise BadRequest(f"{folder} holds no unfinished run. Leave out --resume.")
 
 
 def run(
     recipe: Recipe, train: Callable[[Callable[[int, float], None]], M], state: Path, name: str, quiet: bool
 ) -> tuple[M, str]:
-    """What `train` makes under a progress bar, and how long it took; not all of it where it goes on from a saved state."""
+    """Train with a progress bar. Returns the model and the time it took; for a resumed run, that of the rest."""
     start, rest = time.monotonic(), " for the rest of an interrupted run" if state.exists() else ""
     with tqdm(total=recipe.steps, desc=name, unit="step", disable=quiet) as bar:
 
@@ -144,14 +145,14 @@ def run(
 
 
 def machine(device: str) -> str:
-    """Device and PyTorch version: what the bits of a trained model depend on, beside its recipe."""
+    """Device and PyTorch version, which the bits of a trained model depend on besides its recipe."""
     if device == "cuda":
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return f"{platform.machine()} CPU, threads: {torch.get_num_threads()}, torch {torch.__version__}"
 
 
 def card(name: str, recipe: Recipe, model: Decoder, made: str, progress: bool = False) -> str:
-    """What the model is, how it was made (`made`), and how well it does, measured here and now, as Markdown."""
+    """The model card as Markdown: model, training (`made`), and accuracy, which is measured here."""
     accuracies = _accuracies(recipe, model, progress)
     return "\n".join([f"# {name}", "", *_facts(recipe, model, made), "", "## Accuracy", "", *accuracies, ""])
 
@@ -166,11 +167,11 @@ def _facts(recipe: Recipe, model: Decoder, made: str) -> list[str]:
         "|---|---|",
         f"| model | layers: {c.num_layers}, d_model {c.d_model}, {c.num_heads} heads of {c.d_head}, gated MLP of {c.d_mlp}, "
         f"rotary positions, RMSNorm, tied embeddings; {sum(x.numel() for x in model.parameters()):,} weights, float32 |",
-        f"| data | the task `{recipe.parts[0].task}` in its renderings {', '.join(shares)} of every batch; 1 to "
+        f"| data | task `{recipe.parts[0].task}`, renderings {', '.join(shares)} of every batch; 1 to "
         f"{recipe.longest} actors, each flips with probability 1/2; start face random; training names only; "
         f"{recipe.pool} examples per rendering and length |",
-        "| held out | every eighth prompt, by its hash, whatever the seed |",
-        f"| loss | next token at every position; a token after the prompt counts {recipe.completion_weight:g}, others 1 |",
+        "| held out | every eighth prompt, by its hash, for every seed |",
+        f"| loss | next token at every position; tokens after the prompt have weight {recipe.completion_weight:g}, others 1 |",
         f"| run | {recipe.steps} steps of {recipe.batch} texts, seed {recipe.seed}; {rising} |",
         f"| optimizer | AdamW, {betas}; peak learning rate {recipe.lr:g} after {recipe.warmup} steps, cosine down to "
         f"{trainer.FINAL_LR:.0%}; initial matrices scaled by {recipe.init_scale:g} |",
@@ -180,13 +181,13 @@ def _facts(recipe: Recipe, model: Decoder, made: str) -> list[str]:
 
 
 def _accuracies(recipe: Recipe, model: Decoder, progress: bool) -> list[str]:
-    """One line per number of actors. Short questions are few, so the number of different ones is told, too."""
+    """One line per number of actors, with the number of different prompts, which is small for few actors."""
     tokenizer = recipe.tokenizer()
     lines = [
         f"Percent of {CARD_EXAMPLES} held-out examples per cell whose greedy completion is right up to and including the",
         "answer; in `steps` that is the whole chain of thought. Lengths above "
-        f"{recipe.longest} were never trained on. `prompts`: how many",
-        "different prompts the examples of a line have, least of all columns.",
+        f"{recipe.longest} were never trained on. `prompts`: the number",
+        "of different prompts in a line, smallest over its columns.",
         "",
         f"| actors | {' | '.join(zoo.TESTS)} | prompts |",
         "|---:" * (len(zoo.TESTS) + 2) + "|",

@@ -1,4 +1,4 @@
-"""`replaylens train coin-thinking`: models that think, their baselines, and the same for other tasks."""
+"""`replaylens train coin-thinking`: models that think and their baselines, also for other tasks and backbones."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +21,14 @@ from replaylens.tasks import WordTokenizer
 CARD_FILE = "card.md"
 CARD_LENGTHS = range(1, 17)
 OTHER_CHUNK, OTHER_THOUGHT = 4, 16
-"""chunk and longest thought for a task that has no recipe of its own"""
+"""chunk size and longest thought for a task without its own recipe"""
 PRETRAINED_CHUNK = 8
-"""chunk for a pretrained backbone, whose tokens are shorter than words"""
+"""chunk size for a pretrained backbone, whose tokens are shorter than words"""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What the user asks for instead of the recipe's own values; None: as in the recipe."""
+    """Options that replace the recipe's values; None: as in the recipe."""
 
     method: str | None = None
     task: str | None = None
@@ -37,7 +37,7 @@ class Changes:
     backbone: Path | None = None
 
     def given(self) -> list[str]:
-        """The options that are set, as they are written."""
+        """The options that are set, as written in the shell."""
         return [f"--{name} {value}" for name, value in vars(self).items() if value is not None]
 
 
@@ -54,7 +54,7 @@ def changed(recipe: ThinkingRecipe, changes: Changes) -> ThinkingRecipe:
 
 
 def _cut(recipe: ThinkingRecipe, changes: Changes) -> tuple[int, int]:
-    """Chunk and longest thought around a backbone: those of the recipe only where its tokenizer is ours, too."""
+    """Chunk size and longest thought for a backbone: the recipe's, if its tokenizer is a `WordTokenizer`."""
     tokenizer = load_tokenizer(backbone_folder(str(changes.backbone)))
     if isinstance(tokenizer, WordTokenizer):
         return recipe.thinking.chunk, recipe.thinking.max_thought
@@ -65,16 +65,16 @@ def _method(name: str) -> Method:
     for method in METHODS:
         if method == name:
             return method
-    raise BadRequest(f"no method {name!r}; choose one of {', '.join(METHODS)}")
+    raise BadRequest(f"Unknown method {name!r}. Use one of {', '.join(METHODS)}.")
 
 
 def scoring(lengths: Sequence[int], progress: bool) -> Iterable[int]:
-    """Lengths to measure the card's accuracies at, under a progress bar that says what takes so long."""
+    """Lengths for the card's accuracies, under a progress bar."""
     return tqdm(lengths, desc="scoring held-out examples for the card", unit="length", disable=not progress)
 
 
 def save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
-    """A model that thinks, or a baseline, with its tokenizer."""
+    """Write a model that thinks, or a baseline, with its tokenizer."""
     if isinstance(model, Decoder):
         weights.save(model, folder)
         recipe.tokenizer().save(folder / zoo.TOKENIZER_FILE)
@@ -83,7 +83,7 @@ def save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
 
 
 def card(name: str, recipe: ThinkingRecipe, model: Model, made: str, examples: int, progress: bool = False) -> str:
-    """What the model is, how it was made (`made`), and how well it does, measured here and now, as Markdown."""
+    """The model card as Markdown: model, training (`made`), and accuracy, which is measured here."""
     c, t, tasks = recipe.config, recipe.thinking, ", ".join(sorted({part.task for part in recipe.parts}))
     shares = [f"{dict(part.knobs).get('rendering', part.task)} {part.weight:g}" for part in recipe.parts]
     size = sum(x.numel() for x in model.parameters())
@@ -94,7 +94,7 @@ def card(name: str, recipe: ThinkingRecipe, model: Model, made: str, examples: i
         f"| method | {recipe.method}; chunks of {t.chunk} tokens, state added after block {t.write_layer}, T reads block "
         f"{t.read_layer}, thoughts of up to {t.max_thought} tokens |",
         f"| data | {tasks}: {', '.join(shares)}; 1 to {recipe.longest} steps, {recipe.pool} examples per part and length |",
-        "| held out | every eighth prompt, by its hash, whatever the seed |",
+        "| held out | every eighth prompt, by its hash, for every seed |",
         f"| loss | next token (after the prompt: weight {recipe.completion_weight:g}) + tokens of the gold thoughts |",
         f"| run | {recipe.steps} steps of {recipe.batch} rows, seed {recipe.seed}; AdamW, peak rate {recipe.lr:g}, cosine, "
         f"{recipe.precision}; the longest text grows from 1 step to {recipe.longest} over the first {recipe.curriculum:.0%} |",
@@ -118,7 +118,7 @@ def card(name: str, recipe: ThinkingRecipe, model: Model, made: str, examples: i
 
 
 def accuracies(recipe: ThinkingRecipe, model: Model, examples: int, progress: bool = False) -> list[str]:
-    """One line per number of steps: answers right, and answers with all thoughts right."""
+    """One line per number of steps: share of right answers, and of examples with all thoughts right."""
     coin = all(part.task == "coin" for part in recipe.parts)
     tests = thinking_zoo.TESTS if coin else {part.task: Part(part.task, 1.0, part.knobs) for part in recipe.parts}
     lines = [

@@ -1,1 +1,1 @@
-"""Pictures of what the engine did: trees, timelines, heatmaps and the report page, as HTML, SVG and terminal text."""
+"""The report page, and views of dumped examples."""

@@ -1,4 +1,4 @@
-"""Examples of a dump, one by one, as the report shows them: text, outcome, tree, lens, thoughts. Reads a shard at a time."""
+"""Examples of a dump, one by one, for the report: text, outcome, tree, lens, thoughts. Reads one shard at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -32,19 +32,19 @@ class DumpedExample:
     prompt: str
     generated: str
     answer: str
-    """the right one; empty where the task is not known here"""
+    """the right one; empty if the task is unknown"""
     correct: bool
     num_rejected: int
-    """branches"""
+    """number of rejected branches"""
     tree: Tree
     readings: Readings | None
     """Z of the accepted path"""
     thinking: Thinking | None = None
-    """of a model that thinks"""
+    """only of a model that thinks"""
 
 
 def examples(dump: Dump, decode: Decode | None = None, with_lens: bool = True) -> Iterator[DumpedExample]:
-    """All examples in order. `decode`: how tokens read that occur in the lens only; without it they show as numbers."""
+    """All examples in order. `decode`: texts of tokens that occur only in the lens; default: their ids."""
     words, task = decode or _words(dump), _task(dump)
     lens = [name for name in _LENS if name in dump.sites] if with_lens else []
     for number, shard in enumerate(dump.manifest.shards):
@@ -58,7 +58,7 @@ def examples(dump: Dump, decode: Decode | None = None, with_lens: bool = True) -
 
 
 def _task(dump: Dump) -> AnyTask | None:
-    """The task behind the dump; None: one of the user's own, which is not registered here."""
+    """The dump's task; None if it is not registered."""
     try:
         return dump.manifest.plan.make_task()
     except UnknownTask:
@@ -66,7 +66,7 @@ def _task(dump: Dump) -> AnyTask | None:
 
 
 def _words(dump: Dump) -> Decode:
-    """How tokens read, as far as the index tells."""
+    """Texts of the tokens in the index; other tokens show as ids."""
     known: dict[int, str] = {}
     for number in range(len(dump.manifest.shards)):
         frame = dump.files.frame(number)
@@ -82,7 +82,7 @@ def _example(
         reading = _readings(own, z, decode)
         paths.append(_path(int(branch), own, reading, decode, labels))
         readings = reading if branch == 0 else readings
-    if not paths or paths[0].branch:  # rows of the accepted path were not kept
+    if not paths or paths[0].branch:  # the dump has no rows of the accepted path
         paths.insert(0, DrawnPath(0, None, 0, BranchStatus.FINISHED.value, ()))
     accepted = rows[rows["accepted"]]
     prompt = accepted["token_state"] == TokenState.PROMPT.value
@@ -102,7 +102,7 @@ def _example(
 
 
 def _readings(own: "pd.DataFrame", z: dict[str, np.ndarray], decode: Decode) -> Readings | None:
-    """Z of a branch's rows; None where Z or some positions in between were not kept."""
+    """Z of a branch's rows; None if the dump lacks Z or some positions in between."""
     positions = own["position"].to_numpy()
     if len(z) < len(_LENS) or not np.array_equal(np.diff(positions), np.ones(len(positions) - 1)):
         return None
@@ -129,11 +129,11 @@ def _state(written: str) -> TokenState:
         return TokenState(written)
     except ValueError:
         known = ", ".join(state.value for state in TokenState)
-        raise BadDump(f"the index has a token_state {written!r}; known: {known}. `replaylens verify` says more") from None
+        raise BadDump(f"Unknown token_state {written!r} in the index; known: {known}. Run `replaylens verify`.") from None
 
 
 def _missing(value: Any) -> bool:
-    """None, NaN and pandas' NA: nothing else differs from itself or refuses to say."""
+    """Whether a value is None, NaN or pandas' NA: comparing NaN or NA with itself does not give equality."""
     return value is None or (value != value) is not False
 
 

@@ -1,4 +1,4 @@
-"""`DumpedThoughts`: the Thinking-States picture of a dumped example, from the rows of its thoughts; no model is asked."""
+"""`DumpedThoughts`: the Thinking-States picture of a dumped example, from its stored rows, without a model."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _NOTHING = -1
-"""stands for no token"""
+"""marks the absence of a token"""
 
 
 @dataclass(frozen=True, eq=False)
 class DumpedThoughts:
-    """What a shard holds of thoughts, by row; see `engine.thinking_thoughts`."""
+    """The thoughts of a shard, by row; see `engine.thinking.thoughts`."""
 
     plan: DumpPlan
     decode: Decode
     tokens: np.ndarray
-    """[rows, steps]; rows that hold a thought are the last ones of their chunk"""
+    """[rows, steps]; only the last row of a chunk holds a thought"""
     squares: np.ndarray | None
-    """squared length of the state that was added: [rows]"""
+    """squared norm of the added state: [rows]"""
     likely: np.ndarray | None
-    """probability of each step's likeliest token, NaN where there is no step: [rows, steps]"""
+    """probability of each step's most likely token, NaN for missing steps: [rows, steps]"""
 
     @classmethod
     def of(cls, dump: Dump, number: int, decode: Decode) -> "DumpedThoughts | None":
-        """Of one shard; None where the model does not think, or where thoughts or some positions were not kept."""
+        """The thoughts of one shard; None if the model does not think, or the dump lacks thoughts or positions."""
         plan, shard = dump.manifest.plan, dump.files.shard(number)
         if TOKENS_SITE not in dump.sites or plan.positions != "all":
             return None
@@ -53,15 +53,15 @@ class DumpedThoughts:
         return cls(plan, decode, rows[TOKENS_SITE].numpy(), squares, likely)
 
     def picture(self, rows: "pd.DataFrame", tree: Tree) -> Thinking:
-        """Of one example, whose lines of the index these are."""
+        """The picture of the example with these index lines."""
         accepted, *others = [self._chunks(path, rows["row"][rows["branch"] == path.branch].to_numpy()) for path in tree.paths]
         forks = [path.fork_position for path in tree.paths[1:]]
         suffixes = {fork: tuple(chunks) for fork, chunks in zip(forks, others, strict=True) if chunks}
         return Thinking(tuple(accepted), tuple(self._rounds(accepted, suffixes)))
 
     def _chunks(self, path: DrawnPath, rows: np.ndarray) -> list[DrawnChunk]:
-        """Of one branch: a chunk ends where a thought stands; what comes behind the last one is the answer. Empty where
-        nothing was thought, as in rejected drafts of an answer."""
+        """The chunks of one branch. Each ends at a row with a thought; the rest after the last one is the answer. Empty
+        without thoughts, as in rejected drafts of an answer."""
         ends = np.flatnonzero(self.tokens[rows, 0] != _NOTHING) + 1
         pieces = np.split(np.arange(len(rows)), ends) if len(ends) else []
         return [self._chunk([path.tokens[i].text for i in piece], rows[piece]) for piece in pieces if len(piece)]
@@ -74,7 +74,7 @@ class DumpedThoughts:
         return DrawnChunk(tuple(texts), thought, state, step_facts(likely))
 
     def _rounds(self, accepted: list[DrawnChunk], suffixes: dict[int, tuple[DrawnChunk, ...]]) -> list[DrawnRound]:
-        """The rounds behind the rolled-back suffixes, by where these begin; none where suffixes were not kept."""
+        """The rounds, from the forks of the rolled-back suffixes; empty if the dump lacks rejected branches."""
         count = sum(bool(chunk.thought) for chunk in accepted)
         if not self.plan.rejected:
             return []

@@ -1,4 +1,4 @@
-"""`Heatmap`: layers by positions, one number a cell, a stronger colour for more; intervals and controls show on hover."""
+"""`Heatmap`: layers by positions, with a stronger colour for higher values; tooltips show intervals and controls."""
 
 import math
 from collections.abc import Sequence
@@ -11,20 +11,20 @@ from replaylens.engine.pictures.html import tag
 
 @dataclass(frozen=True)
 class HeatmapCell:
-    """One number; `shown` is what stands in the cell, `facts` what a hover adds: a line a fact, tabs between columns."""
+    """One number; `shown` is the cell's text, `facts` its tooltip, one fact per line, with tabs between columns."""
 
     value: float
     shown: str
     facts: tuple[str, ...] = ()
     marked: bool = False
-    """set off by a frame"""
+    """drawn with a frame"""
     small: str = ""
-    """below it, such as an interval"""
+    """small text below, such as an interval"""
 
 
 @dataclass(frozen=True)
 class Heatmap:
-    """rows x columns of cells; None where nothing was measured."""
+    """Cells [rows][columns]; None for missing measurements."""
 
     title: str
     rows: tuple[str, ...]
@@ -33,17 +33,17 @@ class Heatmap:
     cells: tuple[tuple[HeatmapCell | None, ...], ...]
     low: float
     high: float
-    """values at which the colour ends"""
+    """ends of the colour scale"""
     note: str = ""
     controls: int = 0
-    """how many rows at the bottom are controls, set apart by a line"""
+    """number of control rows at the bottom, below a line"""
 
     def __post_init__(self) -> None:
         assert len(self.rows) == len(self.cells) and all(len(line) == len(self.columns) for line in self.cells)
 
 
 def draw(heatmap: Heatmap) -> Markup:
-    """A table, so that it can be read and copied without colour."""
+    """The heatmap as a table, readable without colour."""
     head = tag("tr", tag("th"), *(tag("th", name) for name in heatmap.columns))
     first_control = len(heatmap.rows) - heatmap.controls
     lines = [
@@ -66,6 +66,6 @@ def _cell(cell: HeatmapCell | None, heatmap: Heatmap) -> Markup:
 
 
 def span(values: Sequence[float]) -> tuple[float, float]:
-    """The smallest and the largest number, NaN left out; (0, 1) where there is none."""
+    """The smallest and largest number, ignoring NaN; (0, 1) if there is none."""
     known = [value for value in values if not math.isnan(value)]
     return (min(known), max(known)) if known else (0.0, 1.0)

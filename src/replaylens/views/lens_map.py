@@ -1,4 +1,4 @@
-"""Heatmaps of Z: for one example the word that each layer would say next; for a whole dump what layers know on average."""
+"""Heatmaps of the logit lens (Z): each layer's next token for one example, and averages over a dump."""
 
 import math
 from collections.abc import Iterable
@@ -14,21 +14,21 @@ from replaylens.views.heatmap import Heatmap, HeatmapCell, span
 
 MAX_COLUMNS = 40
 MEASURES = {
-    "Z.emitted": "log-prob of the token that came next",
+    "Z.emitted": "log-prob of the next token",
     "Z.entropy": "entropy, nats",
-    "Z.kl": "KL to the model's own output, nats",
+    "Z.kl": "KL divergence from the model's output, nats",
 }
 
 
 def example_map(tokens: tuple[Token, ...]) -> Heatmap | None:
-    """One path through the lens: a column a token, a row a layer, output on top; None where Z was not kept."""
+    """The lens along one path: one column per token, one row per layer, the output on top; None without Z."""
     tokens = tuple(token for token in tokens if token.lens)
     if not tokens:
         return None
     names = [layer.site for layer in tokens[0].lens]
     cells = tuple(tuple(_word(token, layer) for token in tokens) for layer in reversed(range(len(names))))
     columns = tuple(visible(token.text) for token in tokens)
-    note = "Each cell is the likeliest next token; the stronger its colour, the surer the layer is."
+    note = "Each cell shows the most likely next token; a stronger colour means a higher probability."
     return Heatmap("Lens", tuple(reversed(names)), columns, cells, 0.0, 1.0, note)
 
 
@@ -44,14 +44,14 @@ def _word(token: Token, layer: int) -> HeatmapCell:
 
 @dataclass
 class LensAverages:
-    """Sums over roots of what the lens measured, by position after the prompt's end: negative within the prompt."""
+    """Sums of the lens measures, by root and by offset from the first generated token; negative within the prompt."""
 
     sums: dict[tuple[str, int, str], np.ndarray] = field(default_factory=dict)
     """(measure, offset, root) -> [layers], summed over the root's examples"""
     counts: dict[tuple[str, int, str], int] = field(default_factory=dict)
 
     def add(self, example: DumpedExample) -> None:
-        """Mutates: one more example's accepted path."""
+        """Mutates: add the accepted path of one example."""
         reading = example.readings
         if reading is None:
             return
@@ -64,7 +64,7 @@ class LensAverages:
                     self.counts[key] = self.counts.get(key, 0) + 1
 
     def maps(self) -> list[Heatmap]:
-        """A heatmap a measure; columns that few roots reach are left out."""
+        """One heatmap per measure, without columns that few roots reach."""
         return [made for name, title in MEASURES.items() if (made := self._map(name, title))]
 
     def _map(self, name: str, title: str) -> Heatmap | None:
@@ -87,7 +87,7 @@ class LensAverages:
 
 
 def _well_filled(by_offset: dict[int, list[np.ndarray]]) -> list[int]:
-    """Positions that at least a fifth of the roots reach, those nearest to the prompt's end first, in order."""
+    """Offsets with at least a fifth as many roots as the fullest one; at most MAX_COLUMNS, nearest to the prompt's end."""
     most = max(map(len, by_offset.values()), default=0)
     good = [offset for offset, found in by_offset.items() if len(found) * 5 >= most]
     return sorted(sorted(good, key=abs)[:MAX_COLUMNS])
@@ -103,7 +103,7 @@ def _average(values: np.ndarray, layer: int) -> HeatmapCell:
 
 
 def averages(examples: Iterable[DumpedExample]) -> LensAverages:
-    """Over all of them."""
+    """Averages over all examples."""
     made = LensAverages()
     for example in examples:
         made.add(example)

@@ -1,7 +1,7 @@
-"""`page`: sections put together to one self-contained HTML file. It loads nothing and runs no script but its own.
+"""Assembles sections into one self-contained HTML file, which loads nothing and runs only its own script.
 
-The file's own policy forbids every request and every script whose hash it does not name, so that text which slipped
-through the escaping could do nothing.
+Its content security policy forbids every request, and every script except one with the given hash, so that unescaped text
+could do no harm.
 """
 
 import base64
@@ -17,14 +17,14 @@ import replaylens
 from replaylens.engine.pictures.html import asset, join, script_json, style, tag, void
 
 MAX_TREES = 300
-"""examples whose trees a page holds unless told otherwise"""
+"""default limit of examples with trees"""
 PER_BLOCK = 32
-"""fragments that are unpacked together"""
+"""fragments per compressed block"""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page with a place in its menu. `key` is a word of ours, never of a user."""
+    """A part of the page with an entry in its menu. `key` must not come from user data."""
 
     key: str
     title: str
@@ -32,7 +32,7 @@ class Section:
 
 
 def assemble(title: str, lead: str, sections: Sequence[Section], data: Markup) -> str:
-    """The whole file. `data`: blocks for the page's script. The same content gives the same bytes."""
+    """The whole file. `data`: blocks for the page's script. Equal content gives equal bytes."""
     code = asset("view.js") + asset("report.js", "replaylens.views")
     allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     policy = (
@@ -50,7 +50,7 @@ def assemble(title: str, lead: str, sections: Sequence[Section], data: Markup) -
     menu = tag("nav", *(tag("a", section.title, href=f"#{section.key}") for section in sections), _theme_button())
     top = tag("header", tag("h1", title), tag("p", lead, class_="rl-quiet"), menu)
     parts = [tag("section", tag("h2", s.title), s.body, id=s.key) for s in sections]
-    needs = tag("noscript", tag("p", "The examples need this page's script; certificate and heatmaps are complete without."))
+    needs = tag("noscript", tag("p", "The examples need this page's script; certificate and heatmaps do not."))
     body = tag("body", top, needs, tag("main", *parts), data, Markup(f"<script>{code}</script>"), class_="rl-view rl-page")
     return f"<!DOCTYPE html>\n{tag('html', tag('head', *head), body, lang='en')}\n"
 
@@ -65,7 +65,7 @@ def json_block(key: str, data: object) -> Markup:
 
 
 def packed_blocks(fragments: Iterable[str]) -> Markup:
-    """Many fragments, compressed; the page unpacks those that are looked at."""
+    """Many fragments, compressed; the page unpacks a block when it is viewed."""
     blocks, waiting = [], []
     for fragment in fragments:
         waiting.append(fragment)

@@ -1,4 +1,4 @@
-"""What probes found, for the report page: heatmaps of sweeps with intervals and controls, tables of everything else."""
+"""Probe reports for the report page: heatmaps of sweeps with intervals and controls, tables for all other kinds."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MAX_LINES = 200
-"""of one table"""
+"""limit per table"""
 _BESIDE = ("p_family", "q", "selectivity", "control_task", "v_information", "calibration_error", "rows", "roots")
-"""columns that a cell tells when it is asked"""
+"""further columns in a cell's tooltip"""
 
 
 def draw(report: Report, digest: str | None) -> Markup:
-    """One report. `digest`: of the dump that the page is about, to say so where the report is about another."""
+    """One report. `digest`: that of the page's dump; a report on other rows gets a notice."""
     source = report.source
     parts: list[str] = [tag("ul", *(tag("li", point) for point in _points(report.summary())))]
     if digest is not None and source.get("digest") != digest:
@@ -36,7 +36,7 @@ def draw(report: Report, digest: str | None) -> Markup:
 
 
 def _points(lines: Iterable[str]) -> list[str]:
-    """Lines that are indented belong to the one before."""
+    """Join indented lines with the line before."""
     points: list[str] = []
     for line in lines:
         if line.startswith(" ") and points:
@@ -50,7 +50,7 @@ def _points(lines: Iterable[str]) -> list[str]:
 
 
 def _sweep(table: "pd.DataFrame") -> Markup:
-    """For every label and estimator a heatmap a site; framed cells are shown in the report's strict sense."""
+    """One heatmap per label, estimator and site; framed cells are "shown" in the sense of the report."""
     main = table[~table["known_zero"].astype(bool)].copy()
     if main.empty:
         return tag("p", "No lines.", class_="rl-quiet")
@@ -61,7 +61,7 @@ def _sweep(table: "pd.DataFrame") -> Markup:
         maps = [_map(str(site), own, low, max(high, 1.0)) for site, own in part.groupby("site", sort=False)]
         head = tag("h4", f"{label} ({estimator}, {part['metric'].iloc[0]})")
         made.append(join([head, tag("div", *map(heatmap.draw, maps), class_="rl-beside")]))
-    note = "Framed: significant over the whole grid, and the interval lies above every control. Below the line: the controls."
+    note = "Framed: significant over the whole grid, with an interval above every control. Below the line: the controls."
     return join([*made, tag("p", note, class_="rl-quiet")])
 
 
@@ -70,7 +70,7 @@ def _controls(part: "pd.DataFrame") -> list[float]:
 
 
 def _map(site: str, own: "pd.DataFrame", low: float, high: float) -> Heatmap:
-    """Layers from top to bottom, last first; then the controls, each at its best."""
+    """Layers, the last one on top, then the best value of each control."""
     positions = list(dict.fromkeys(own["position"]))
     layers = sorted({_layer(layer) for layer in own["layer"]}, key=lambda x: -1 if x is None else x)
     lines = {(_layer(line["layer"]), line["position"]): line for line in own.to_dict("records")}
@@ -85,7 +85,7 @@ def _map(site: str, own: "pd.DataFrame", low: float, high: float) -> Heatmap:
 
 
 def _layer(value: Any) -> int | None:
-    """None for a site by name: a table says it with NaN, or with None where no line has a layer."""
+    """None for a site by name. The table has NaN there, or None if no line has a layer."""
     return None if value is None or value != value else int(value)
 
 
@@ -112,7 +112,7 @@ def _control(name: str, value: float) -> HeatmapCell | None:
 
 
 def _table(lines: list[dict[str, Any]]) -> Markup:
-    """Lines as they are; numbers rounded, score and interval drawn, columns without any value left out."""
+    """The report's lines, with rounded numbers, scores and intervals as bars, and without empty columns."""
     used = dict.fromkeys(name for line in lines for name, value in line.items() if value is not None)
     names = [name for name in used if name not in ("accuracy", "low", "high")]
     head = tag("tr", *(tag("th", name.replace("_", " ")) for name in names), tag("th", "score, 95 %"), tag("th"))
@@ -123,7 +123,7 @@ def _table(lines: list[dict[str, Any]]) -> Markup:
 
 
 def _score(line: Mapping[str, Any]) -> tuple[Markup, Markup]:
-    """The score in digits, and as a mark on a scale from 0 to 1 with its interval; the majority's is a thin line there."""
+    """The score as text, and as a mark with its interval on a scale from 0 to 1; a thin line marks the majority baseline."""
     value, low, high = (line.get(name) for name in ("accuracy", "low", "high"))
     if value is None or value != value:
         return tag("td"), tag("td")
@@ -146,5 +146,5 @@ def _value(value: Any) -> Markup:
 
 
 def draw_all(reports: Iterable[Report], digest: str | None) -> Markup:
-    """All reports of a page."""
+    """All reports of the page."""
     return join(draw(report, digest) for report in reports)

@@ -1,4 +1,4 @@
-"""`ReportPage`: what a dump holds and what was probed in it; one HTML file to send around."""
+"""`ReportPage`: a dump and its probe reports as one HTML file to share."""
 
 import json
 import os
@@ -25,11 +25,11 @@ from replaylens.views.dumped import DumpedExample
 
 @dataclass(frozen=True)
 class ReportPage:
-    """What to show: a dump, reports of probes, or both.
+    """A page about a dump, probe reports, or both.
 
-    verdict  of a verification of the dump; None: none was made, and the page says so
-    decode   how tokens read that occur in the lens only
-    trees    at most so many examples get a tree
+    verdict  verification of the dump; None: none was run, and the page says so
+    decode   texts of tokens that occur only in the lens
+    trees    maximum number of examples with a tree
     """
 
     dump: Dump | None = None
@@ -49,7 +49,7 @@ class ReportPage:
         return target
 
     def html(self, progress: bool = False) -> str:
-        """The page. The same dump, reports and verdict give the same bytes."""
+        """The page. Equal dumps, reports and verdicts give equal bytes."""
         sections, data, lead = ([], Markup(), []) if self.dump is None else _about_dump(self, self.dump, progress)
         if self.probes:
             digest = None if self.dump is None else self.dump.digest
@@ -63,15 +63,15 @@ class ReportPage:
 
 
 def page_file(path: str | Path) -> Path:
-    """Where a page is to be written; BadRequest for what cannot be a file."""
+    """The path to write a page to; BadRequest for a folder."""
     target = Path(path)
     if not target.name or target.is_dir():
-        raise BadRequest(f"{path} is a folder: name the file to write, such as {target / 'report.html'}")
+        raise BadRequest(f"{path} is a folder. Name the file to write, such as {target / 'report.html'}.")
     return target
 
 
 def _about_dump(wanted: ReportPage, dump: Dump, progress: bool) -> tuple[list[page.Section], Markup, list[str]]:
-    """(sections, data for the script, what the page's first line says) of a dump."""
+    """(sections, data for the script, parts of the page's first line) for a dump."""
     plan, manifest = dump.manifest.plan, dump.manifest
     seen = _Seen()
     found = dumped.examples(dump, wanted.decode)
@@ -81,7 +81,7 @@ def _about_dump(wanted: ReportPage, dump: Dump, progress: bool) -> tuple[list[pa
         page.Section("overview", "Overview", _overview(dump, seen)),
         page.Section("certificate", "Determinism certificate", _certificate(dump, wanted.verdict)),
         page.Section("examples", "Examples", _explorer(len(seen.rows), min(wanted.trees, len(seen.rows)))),
-        page.Section("lens", "Lens: what each layer knows", _lens(seen.averages)),
+        page.Section("lens", "Logit lens by layer", _lens(seen.averages)),
     ]
     lead = [f"{plan.task}, {len(plan.examples)} examples, {manifest.rows} rows", f"dump {manifest.digest[:16]}"]
     return sections, join([page.json_block("rl-rows", seen.rows), blocks]), lead
@@ -96,9 +96,9 @@ def _overview(dump: Dump, seen: "_Seen") -> Markup:
         "settings": json.dumps(plan.knobs),
         "examples": len(seen.rows),
         "right answers": f"{right} ({right / len(seen.rows):.1%})" if seen.rows else "none",
-        "rows": f"{manifest.rows}, of which {manifest.accepted_rows} on accepted paths",
+        "rows": f"{manifest.rows}, {manifest.accepted_rows} of them on accepted paths",
         "rejected branches": sum(row.rejected for row in seen.rows),
-        "drafter": f"{plan.drafter}, window {plan.window or 'by the clock'}",
+        "drafter": f"{plan.drafter}, window {plan.window or 'chosen by timing'}",
         "captured": ", ".join(letters),
         "labels": ", ".join(manifest.labels),
     }
@@ -115,14 +115,14 @@ def _certificate(dump: Dump, verdict: Verification | None) -> Markup:
     facts |= {f"· {name}": tag("code", value) for name, value in asdict(manifest.fingerprint).items()}
     promise = (
         "Every row of this dump is a function of weights, token path and edits alone, bit for bit, under the fingerprint "
-        "below. The digest names all of its content."
+        "below. The digest covers all of its content."
     )
     again = f"replaylens verify {dump.url.rstrip('/').rpartition('/')[2]} --all"
     return join([_verdict(verdict), tag("p", promise), fact_list(facts), tag("p", "Check it: ", tag("code", again))])
 
 
 def _verdict(verdict: Verification | None) -> Markup:
-    """What the verification found, with everything that it could not check."""
+    """The result of the verification, including skipped checks."""
     if verdict is None:
         return tag("p", "Not replayed when this page was made.", class_="rl-verdict", data_status="none")
     mark = {VERIFIED: "✓", MISMATCH: "✗"}.get(verdict.status, "–")
@@ -134,12 +134,12 @@ def _verdict(verdict: Verification | None) -> Markup:
 def _lens(averages: lens_map.LensAverages) -> Markup:
     maps = averages.maps()
     if not maps:
-        return tag("p", "This dump holds no Z; dump with sites STCZ to see the lens.", class_="rl-quiet")
+        return tag("p", "This dump holds no Z. Dump with sites STCZ to see the lens.", class_="rl-quiet")
     return join(map(heatmap.draw, maps))
 
 
 def _explorer(count: int, trees: int) -> Markup:
-    """The table of examples and the place for the one that is looked at; the page's script fills both."""
+    """The table of examples and the place for the selected one; the page's script fills both."""
     search = void("input", type="search", id="rl-search", placeholder="search in prompts and answers", aria_label="search")
     kinds = {"all": "all", "right": "right", "wrong": "wrong", "rejected": "with rejected branches"}
     chosen = tag("select", *(tag("option", text, value=key) for key, text in kinds.items()), id="rl-kind", aria_label="show")
@@ -154,7 +154,7 @@ def _explorer(count: int, trees: int) -> Markup:
 
 
 class TableRow(NamedTuple):
-    """One example in the page's table, as its script reads it."""
+    """One line of the page's table, in the order that its script reads."""
 
     example: int
     prompt: str
@@ -162,18 +162,18 @@ class TableRow(NamedTuple):
     answer: str
     right: bool
     rejected: int
-    """branches"""
+    """number of rejected branches"""
 
 
 class _Seen:
-    """What is gathered while the examples go by once."""
+    """Collects the table and the lens averages in one pass over the examples."""
 
     def __init__(self) -> None:
         self.rows: list[TableRow] = []
         self.averages = lens_map.LensAverages()
 
     def fragments(self, found: "Iterator[DumpedExample]", most: int) -> Iterator[str]:
-        """Mutates: the table's rows and the averages; yields the trees of the first `most` examples."""
+        """Mutates: add table rows and averages; yields the pictures of the first `most` examples."""
         for example in found:
             self.averages.add(example)
             texts = example.prompt, example.generated, example.answer
@@ -183,7 +183,7 @@ class _Seen:
 
 
 def _example(example: DumpedExample) -> Markup:
-    """Thoughts, tree and lens of one example, as far as the dump holds them."""
+    """Thoughts, tree and lens of one example, if the dump holds them."""
     lens = lens_map.example_map(example.tree.trunk.tokens)
     thoughts = [thinking.draw(example.thinking)] if example.thinking else []
     return join([*thoughts, tree_html.draw(example.tree), *([heatmap.draw(lens)] if lens else [])])

@@ -68,11 +68,11 @@ BAD: dict[str, tuple[list[str], str]] = {
     "an unknown dtype": (["--dtype", "int8"], "int8"),
     "unknown positions": (["--positions", "odd"], "odd"),
     "an impossible part": (["--shard", "3/3"], "0 <= i < n"),
-    "a part that is none": (["--shard", "first"], "give i/n"),
-    "part and Ray": (["--shard", "0/2", "--ray", "local"], "one of --shard and --ray"),
+    "a part that is none": (["--shard", "first"], "Give i/n"),
+    "part and Ray": (["--shard", "0/2", "--ray", "local"], "Give either --shard, or --ray"),
     "an unknown model": (["--model", "/nowhere"], "/nowhere"),
-    "part and workers": (["--shard", "0/2", "--workers", "2"], "one of --shard and --ray, --workers"),
-    "nothing to store": (["--sites", ""], "nothing would be stored"),
+    "part and workers": (["--shard", "0/2", "--workers", "2"], "or --ray and --workers"),
+    "nothing to store": (["--sites", ""], "stores nothing"),
     "a knob given twice": (["--knob", "flips=2"], "--knob flips is given twice: 1,3 and 2"),
     "no drafter": (["--drafter", "none"], "give --window 1"),
     "a drafter without a model": (["--drafter", "model"], "with --draft-model"),
@@ -124,7 +124,7 @@ def test_window_one_drafts_nothing(model_folder: Path) -> None:
 
 def test_existing_dump(dump_words: list[str], copy: Path) -> None:
     code, _, err = run(*dump_words, "--out", copy)
-    assert code == 2 and "DumpExists" in err and "resume" in err
+    assert code == 2 and "DumpExists" in err and "Resume it" in err
 
 
 def test_replay(model_folder: Path) -> None:
@@ -144,7 +144,7 @@ def test_inspect(reference: Dump, tmp_path: Path) -> None:
     assert run("inspect", tmp_path)[0] == 2
     (tmp_path / "plan.json").write_text("{}")
     code, _, err = run("inspect", tmp_path)
-    assert code == 2 and "resume it" in err
+    assert code == 2 and "Resume the dump" in err
 
 
 def test_verify(model_folder: Path, reference: Dump, copy: Path, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_verify(model_folder: Path, reference: Dump, copy: Path, tmp_path: Path)
     code, _, err = run("verify", reference.url, "--model", model_folder, "--sample", "lots", "--quiet")
     assert code == 2 and "--sample lots" in err
     code, out, err = run("verify", tmp_path / "nowhere", "--model", model_folder, "--quiet")
-    assert code == 2 and not out and err.startswith("BadDump: ") and "is no dump" in err
+    assert code == 2 and not out and err.startswith("BadDump: ") and "is not a dump" in err
     (copy / "manifest.json").write_text("{}")
     code, out, _ = run("verify", copy, "--model", model_folder, "--quiet")
     assert code == 1 and out.startswith("mismatch"), "a damaged dump is still the answer no"
@@ -182,7 +182,7 @@ def test_the_embedded_model_that_made_a_dump_is_found(tmp_path: Path, reference:
     code, out, _ = run("verify", tmp_path / "thinking", "--all", "--quiet")
     assert code == 0 and out.startswith("verified: 2 examples")
     code, out, _ = run("verify", reference.url, "--quiet")
-    assert code == 2 and "name its model with --model" in out
+    assert code == 2 and "Name its model with --model" in out
     flip_bit(copy / "shard-00002.safetensors")
     code, out, _ = run("verify", copy, "--quiet")
     assert code == 1 and "shard-00002.safetensors was changed" in out
@@ -219,6 +219,6 @@ def test_interrupt_leaves_a_resumable_dump(dump_words: list[str], model_folder: 
         _, err = child.communicate(timeout=60)
     finally:
         child.kill()
-    assert child.returncode == 130 and "interrupted; go on with" in err and "Traceback" not in err
+    assert child.returncode == 130 and "Interrupted. To continue, run" in err and "Traceback" not in err
     assert not list((tmp_path / "d").glob("lock-*")) and not list((tmp_path / "d").glob("*.tmp"))
     assert (tmp_path / "d" / "plan.json").exists()

@@ -224,11 +224,11 @@ def test_no_cluster_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ray, "init", nobody)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(ClusterFailed, match="no Ray cluster at nowhere:1: nobody answers"), cluster._connected("nowhere:1"):
+    with pytest.raises(ClusterFailed, match="No Ray cluster found at nowhere:1: nobody"), cluster._connected("nowhere:1"):
         pass
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:1"))
-    with pytest.raises(ClusterFailed, match="already part of the cluster at here:1"), cluster._connected("nowhere:1"):
+    with pytest.raises(ClusterFailed, match="already connected to the cluster at here:1"), cluster._connected("nowhere:1"):
         pass
     with cluster._connected("local") as found:
         assert found is ray

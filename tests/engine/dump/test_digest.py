@@ -151,7 +151,7 @@ def test_fast_path_is_refused(engine: Engine, coin: AnyTask, tmp_path: Path) -> 
 def test_runs_that_cannot_be_saved(engine: Engine, coin: AnyTask, tmp_path: Path) -> None:
     bare = engine.replay(coin.examples(2), max_new=2)
     assert isinstance(bare, Run)
-    with pytest.raises(BadRequest, match="nothing was captured"):
+    with pytest.raises(BadRequest, match="Nothing was captured"):
         bare.save(tmp_path / "a")
     mixed = engine.replay([*coin.examples(1), *coin.with_knobs(seed=3).examples(1)], sites="S", max_new=2)
     assert isinstance(mixed, Run)

@@ -82,7 +82,7 @@ def test_an_edited_run_without_the_last_stream_cannot_be_saved(
 ) -> None:
     run = engine.replay(coin.examples(2), sites="T", drafter="lens", max_new=NEW, edits=edits)
     assert isinstance(run, Run)
-    with pytest.raises(BadRequest, match="capture S, too"):
+    with pytest.raises(BadRequest, match="Capture S, too"):
         run.save(tmp_path / "d")
 
 

@@ -34,7 +34,7 @@ def test_a_repair_that_gives_other_bits_is_refused(
     flip_bit(copy / DAMAGED)
     with monkeypatch.context() as patch:
         patch.setattr(ShardMaker, "make", _with_a_flipped_bit(ShardMaker.make, row))
-        with pytest.raises(ReplayMismatch, match=f"before it was {reference.digest}"):
+        with pytest.raises(ReplayMismatch, match=f"before, it was {reference.digest}"):
             write_dump(engine, planned(), copy, resume=True)
     assert not (copy / "manifest.json").exists()
     with pytest.raises(UnfinishedDump):

@@ -118,7 +118,7 @@ def test_values_too_large_for_float16(model: Decoder, tokenizer: WordTokenizer, 
     loud.load_state_dict(model.state_dict())
     loud.embed.mul_(1e7)
     engine = Engine(loud, tokenizer)
-    with pytest.raises(BadRequest, match="too large for float16: use bfloat16"):
+    with pytest.raises(BadRequest, match=r"too large for float16\. Use bfloat16"):
         write_dump(engine, make_plan(engine, coin, 2, sites="S", dtype="float16", max_new=2), tmp_path)
     with pytest.raises(BadRequest, match="dtype 'float64'"):
         make_plan(engine, coin, 2, dtype="float64")
@@ -216,11 +216,11 @@ def test_labels_follow_each_branch(tokenizer: WordTokenizer, tmp_path: Path) -> 
 def test_plans_that_cannot_be(engine: Engine, planned: Planned) -> None:
     for changes, complaint in (
         ({"examples": 0}, "no examples"),
-        ({"examples": [1, 1]}, "stands twice"),
-        ({"examples": [-1]}, "from 0 up"),
-        ({"examples_per_shard": 0}, "examples per shard"),
-        ({"drafter": "oracle"}, "no drafter 'oracle'"),
-        ({"sites": ["blocks.0.attn.hook_pattern"]}, "as many columns as the path has keys"),
+        ({"examples": [1, 1]}, "occurs twice"),
+        ({"examples": [-1]}, "whole number of at least 0"),
+        ({"examples_per_shard": 0}, "examples_per_shard"),
+        ({"drafter": "oracle"}, "Unknown drafter 'oracle'"),
+        ({"sites": ["blocks.0.attn.hook_pattern"]}, "its width is the number of keys"),
     ):
         with pytest.raises(BadRequest, match=complaint):
             planned(**changes)

@@ -127,7 +127,7 @@ def test_forged_content(engine: Engine, copy: Path, name: str, careful: bool) ->
     forge(copy)
     if not careful:
         verdict = verify(copy, engine, sample="all")
-        assert verdict.status == MISMATCH and "noted digest" in verdict.problems[0]
+        assert verdict.status == MISMATCH and "digest in the manifest" in verdict.problems[0]
         return
     forge_digests(copy)
     verdict = verify(copy, engine, sample="all")
@@ -146,7 +146,7 @@ def test_a_forged_rejected_row_that_is_not_replayed(engine: Engine, copy: Path) 
     assert verify(copy, engine, sample=0.01, seed=seed), "the control"
     forge_shard(copy, 0, lambda tensors: tensors["blocks.1.attn.hook_out"].view(torch.int32)[row, 3].bitwise_xor_(1))
     verdict = verify(copy, engine, sample=0.01, seed=seed)
-    assert verdict.status == MISMATCH and "noted digest" in verdict.problems[0]
+    assert verdict.status == MISMATCH and "digest in the manifest" in verdict.problems[0]
 
 
 def test_no_dump_is_no_mismatch(engine: Engine, copy: Path, tmp_path: Path) -> None:
@@ -154,10 +154,10 @@ def test_no_dump_is_no_mismatch(engine: Engine, copy: Path, tmp_path: Path) -> N
     (tmp_path / "empty").mkdir()
     (copy / "manifest.json").unlink()
     for path in (tmp_path / "nowhere", tmp_path / "empty", copy):
-        with pytest.raises(BadDump, match=r"no dump: it has no manifest\.json"):
+        with pytest.raises(BadDump, match=r"not a dump: it has no manifest\.json"):
             verify(path, engine)
     (copy / "plan.json").write_text("{}")
-    with pytest.raises(UnfinishedDump, match="resume it"):
+    with pytest.raises(UnfinishedDump, match="Resume the dump"):
         verify(copy, engine)
 
 
@@ -238,9 +238,9 @@ def test_diff_of_a_damaged_dump(reference: Dump, copy: Path, name: str) -> None:
 
 def test_a_damaged_index_is_not_read(copy: Path) -> None:
     flip_bit(copy / "index.parquet", 200)
-    with pytest.raises(BadDump, match="its SHA-256 is another"):
+    with pytest.raises(BadDump, match="its SHA-256 differs"):
         Dump.open(copy).matrix("S", 0)
-    with pytest.raises(BadDump, match="its SHA-256 is another"):
+    with pytest.raises(BadDump, match="its SHA-256 differs"):
         _ = Dump.open(copy).index
 
 

@@ -129,13 +129,13 @@ def flipped_prefix(s: Session) -> str:
 def dropped_row(s: Session) -> str:
     chunk = s.branch.activations.chunks[0]
     chunk.rows = {site: x[:-1] for site, x in chunk.rows.items()}
-    return rf"captured rows: after position {chunk.end - 1} comes {chunk.end + 1}, not {chunk.end}"
+    return rf"Captured rows: position {chunk.end + 1} follows {chunk.end - 1}; expected {chunk.end}"
 
 
 def dropped_row_of_one_site(s: Session) -> str:
     chunk = s.branch.activations.chunks[0]
     chunk.rows["blocks.1.mlp.hook_out"] = chunk.rows["blocks.1.mlp.hook_out"][1:]
-    return rf"captured rows of blocks.1.mlp.hook_out: {chunk.end - 1} for positions \[0, {chunk.end}\)"
+    return rf"Captured rows of blocks.1.mlp.hook_out: {chunk.end - 1} rows for positions \[0, {chunk.end}\)"
 
 
 IN_THE_NEXT_PASS: dict[Fault, type[EngineError]] = {
@@ -184,7 +184,7 @@ def entry_of_another_branch(s: Session) -> str:
 def computed_beyond_the_tokens(s: Session) -> str:
     """A rollback that forgot the KV."""
     s.engine.tree.rollback(s.branch.id, 24)
-    return rf"branch {s.branch.id}: 28 computed positions"
+    return rf"Branch {s.branch.id}: 28 computed positions"
 
 
 def stale_prefix_entry(s: Session) -> str:
@@ -270,7 +270,7 @@ def test_rejected_drafts_that_stay_in_the_cache_are_found(monkeypatch: pytest.Mo
     stream = branch.stream(4, drafter="forced", drafts={length: [[0, 0, 0]]})
     next(stream)
     stream.close()
-    with pytest.raises(IntegrityError, match=rf"branch {branch.id}: {length + 3} computed positions"):
+    with pytest.raises(IntegrityError, match=rf"Branch {branch.id}: {length + 3} computed positions"):
         session.recount()
     monkeypatch.undo()
     with pytest.raises(KVCorruption, match=rf"does not hold position {length}, token \d+"):

@@ -241,7 +241,7 @@ def test_out_of_pages_counts_copies_and_says_what_to_do() -> None:
     pool = PagePool(3, 2)
     table = filled(pool, 5)
     child = pool.fork(table)
-    with pytest.raises(OutOfPages, match="1 pages needed, 0 of 3 free: evict"):
+    with pytest.raises(OutOfPages, match=r"1 pages needed, 0 of 3 free\. Evict"):
         pool.reserve(child, 5, 6)
     pool.check_integrity([table, child])
     pool.release(child)

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,14 @@ from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes import cpu, runner
 from replaylens.engine.proof import certificates, doctor, fingerprint
+from replaylens.engine.serving.branch import Branch
 from tests.toy_model import random_model
 
 ROOT = Path(__file__).parents[3]
 THREADS = (1, 2, 3, 8, 16)
 PATH = [(i * i * 7 + i) % 61 for i in range(150)]
 PATTERN = "blocks.0.attn.hook_pattern"
-Mm = Callable[..., Tensor]
+SITES = ["S", "Z", PATTERN]
 
 
 @pytest.fixture
@@ -53,28 +55,30 @@ def the_users_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def right(a: Tensor, b: Tensor) -> Tensor:
+    """The product, rounded once: on any machine the same for any number of rows and threads."""
+    return (a.double() @ b.double()).float()
+
+
 def split(a: Tensor, b: Tensor) -> Tensor:
     """The sum of a product in two halves: what a library does that gives each half to a thread."""
     half = a.shape[1] // 2
     return right(a[:, :half], b[:half]) + right(a[:, half:], b[half:])
 
 
-right: Mm = torch.mm
+def never(threads: int, rows: int) -> bool:
+    return False
 
 
-def splitting(when: Callable[[int, int], bool]) -> Mm:
-    """`torch.mm`, splitting the sum where `when(threads, rows)`."""
+def plant(patch: pytest.MonkeyPatch, when: Callable[[int, int], bool]) -> None:
+    """Products that split their sums where `when(threads, rows)`, in place of the library's, the packed ones included."""
 
     def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
         value = split(a, b) if when(torch.get_num_threads(), len(a)) else right(a, b)
         return value if out is None else out.copy_(value)
 
-    return mm
-
-
-def unpacked(patch: pytest.MonkeyPatch, when: Callable[[int, int], bool]) -> None:
-    """Products that depend on the number of threads, in place of the library's, the packed ones included."""
-    patch.setattr(torch, "mm", splitting(when))
+    patch.setattr(torch, "mm", mm)
+    patch.setattr(torch, "bmm", right)
     patch.setattr("replaylens.engine.proof.doctor_products.can_pack", lambda weight: False)
 
 
@@ -96,7 +100,7 @@ def different(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
 
 def test_products_that_split_on_eight_threads_are_no_reason_to_refuse(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """As MKL does with few rows: on eight threads only large row counts are used, and the rest runs on one."""
-    unpacked(monkeypatch, lambda threads, rows: threads >= 8 and rows < 256)
+    plant(monkeypatch, lambda threads, rows: threads >= 8 and rows < 256)
     torch.set_num_threads(1)
     truth = rows_of(Engine(model))
     torch.set_num_threads(8)
@@ -111,7 +115,7 @@ def test_products_that_split_on_eight_threads_are_no_reason_to_refuse(model: Dec
 
 
 def test_the_number_of_threads_with_the_least_work_is_taken(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    unpacked(monkeypatch, lambda threads, rows: threads >= 8 and rows < 256)
+    plant(monkeypatch, lambda threads, rows: threads >= 8 and rows < 256)
     certificate = doctor.examine(model)
     assert [certificate.threads_for(limit) for limit in (1, 2, 3, 4, 7, 8, 64)] == [1, 2, 2, 4, 4, 4, 4]
 
@@ -123,6 +127,7 @@ def test_a_row_wise_op_that_differs_on_four_threads_excludes_them(model: Decoder
         out = activate(x, kind)
         return torch.nextafter(out, out + 1) if torch.get_num_threads() == 4 else out
 
+    plant(monkeypatch, never)
     monkeypatch.setattr(cpu, "activate", wrong)
     certificate = doctor.examine(model)
     assert certificate.certified and certificate.threads == (1, 2, 8)
@@ -130,7 +135,7 @@ def test_a_row_wise_op_that_differs_on_four_threads_excludes_them(model: Decoder
 
 
 def test_the_certificate_does_not_depend_on_the_users_threads(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    unpacked(monkeypatch, lambda threads, rows: threads >= 2 and rows < 64)
+    plant(monkeypatch, lambda threads, rows: threads >= 2 and rows < 64)
     found = []
     for count in (1, 8):
         torch.set_num_threads(count)
@@ -164,7 +169,7 @@ def few_rows_split(threads: int, rows: int) -> bool:
 
 @pytest.mark.parametrize("later", [2, 3, 8])
 def test_the_number_of_threads_may_change_after_loading(later: int, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    unpacked(monkeypatch, few_rows_split)
+    plant(monkeypatch, few_rows_split)
     torch.set_num_threads(1)
     engine, other = Engine(model), Engine(model)
     truth = rows_of(Engine(model))
@@ -176,7 +181,7 @@ def test_the_number_of_threads_may_change_after_loading(later: int, model: Decod
 
 def test_without_the_hold_the_bits_move(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the same comparison, with passes on whatever number of threads there is and the one-thread certificate."""
-    unpacked(monkeypatch, few_rows_split)
+    plant(monkeypatch, few_rows_split)
     torch.set_num_threads(1)
     one = Engine(model)
     other, truth = Engine(model), rows_of(Engine(model))
@@ -201,7 +206,7 @@ def test_every_pass_is_held_and_given_back(model: Decoder, monkeypatch: pytest.M
         return of_rows(*given)
 
     of_rows = readout.statistics
-    unpacked(monkeypatch, note)
+    plant(monkeypatch, note)
     monkeypatch.setattr(readout, "statistics", statistics)
     engine = Engine(model, draft_model=random_model(d_model=64, d_mlp=96, seed=1))
     seen.clear()
@@ -241,7 +246,7 @@ def test_a_hook_that_changes_the_threads_fails_alone(model: Decoder) -> None:
 
 def test_another_python_thread_computes_the_same_bits(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new thread begins with the process's number of threads, and may set its own."""
-    unpacked(monkeypatch, few_rows_split)
+    plant(monkeypatch, few_rows_split)
     truth, found = rows_of(Engine(model)), []
 
     def work(count: int) -> None:
@@ -279,11 +284,11 @@ def precision(value: str) -> Iterator[None]:
 
 @contextmanager
 def strictly_deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms, without loading the compiler
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
 
 
 @contextmanager
@@ -305,6 +310,7 @@ MODES: dict[str, Callable[[], Any]] = {
 }
 
 
+@cache
 def wide_enough() -> Decoder:
     """A tied table of 1536 x 576, which oneDNN multiplies on aarch64; and scores whose softmax has denormal numbers."""
     model = random_model(
@@ -314,14 +320,16 @@ def wide_enough() -> Decoder:
     return model
 
 
+@cache
+def in_default_modes() -> Branch:
+    return Engine(wide_enough()).prompt(PATH, sites=SITES)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_set_after_loading_moves_no_bit(mode: str) -> None:
-    engine = Engine(wide_enough())
-    sites = ["S", "Z", PATTERN]
-    truth = engine.prompt(PATH, sites=sites)
-    served = Engine(engine.model)
+    truth, engine = in_default_modes(), Engine(wide_enough())
     with MODES[mode]():
-        branch = served.prompt(PATH, sites=sites)
+        branch = engine.prompt(PATH, sites=SITES)
     assert torch.equal(branch.kv(), truth.kv())
     assert [site for site in truth.activations.sites() if not same(branch.activations[site], truth.activations[site])] == []
 
@@ -332,14 +340,13 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 def test_without_the_hold_modes_do_move_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control. Which others do depends on the CPU: oneDNN on aarch64, medium precision where there is bfloat16."""
-    model, sites = wide_enough(), ["S", "Z", PATTERN]
-    truth, engine = Engine(model).prompt(PATH, sites=sites), Engine(model)
+    truth, engine = in_default_modes(), Engine(wide_enough())
     monkeypatch.setattr(runner.modes, "canonical", lambda count=1: nullcontext())
     with flushing():
-        branch = engine.prompt(PATH, sites=sites)
+        branch = engine.prompt(PATH, sites=SITES)
     assert not same(branch.activations[PATTERN], truth.activations[PATTERN])
     with MODES["autocast"](), pytest.raises(RuntimeError, match="BFloat16"):
-        Engine(model).prompt(PATH, sites=sites)
+        Engine(wide_enough()).prompt(PATH, sites=SITES)
 
 
 def set_precision(value: str) -> None:

@@ -49,7 +49,7 @@ def test_all_drafts_stand(t: list[int]) -> None:
     assert (t0.kv, shown(t0)) == (Fill(6), [("T0", PENDING)])
     assert decode.kv == verify.kv == Fill(6, 0, 4), "T0 and three drafts"
     assert shown(decode) == [("T0", PENDING), ("T1′", DRAFT), ("T2′", DRAFT), ("T3′", DRAFT)]
-    assert [check.stands for check in verify.checks] == [True, True, True, False]
+    assert [check.accepted for check in verify.checks] == [True, True, True, False]
     assert verify.checks[-1].draft is None and verify.checks[-1].verifier is not None
     assert accept.kv == Fill(6, 4)
     assert shown(accept) == [("T0", ACCEPTED), ("T1", ACCEPTED), ("T2", ACCEPTED), ("T3", ACCEPTED), ("T4", PENDING)]
@@ -63,7 +63,7 @@ def test_a_draft_is_rejected(t: list[int]) -> None:
     decode, verify, rollback = frames[2:5]
     assert [frame.phase for frame in (decode, verify, rollback)] == [Phase.DECODE, Phase.VERIFY, Phase.ROLLBACK]
     assert shown(verify) == [("T0", PENDING), ("T1′", DRAFT), ("T2′", REJECTED), ("T3′", REJECTED)]
-    said = [(check.stands, check.verifier.text if check.verifier else None) for check in verify.checks]
+    said = [(check.accepted, check.verifier.text if check.verifier else None) for check in verify.checks]
     assert said == [(True, f" {t[1]}"), (False, f" {t[2]}"), (False, None)]
     assert (decode.kv, rollback.kv) == (Fill(6, 0, 4), Fill(6, 2))
     assert shown(rollback) == [("T0", ACCEPTED), ("T1", ACCEPTED), ("T2", PENDING)]

@@ -93,7 +93,7 @@ def test_filters_and_slices(served: Engine) -> None:
     assert last["blocks.0.hook_in"].shape == (2, 1, 32)
     with pytest.raises(UnknownSite, match="nearest"):
         served.run_with_cache(TOKENS, "blocks.0.hook_on")
-    with pytest.raises(BadRequest, match="one length"):
+    with pytest.raises(BadRequest, match="differ in length"):
         served.run_with_cache([[1, 2], [3]])
 
 

@@ -248,12 +248,12 @@ def test_a_run_that_fails_gives_its_pages_back_too(words: WordTokenizer, example
 @pytest.mark.parametrize(
     ("options", "error", "saying"),
     [
-        ({"batch": 0}, BadRequest, "batch=0: give a whole number of at least 1"),
-        ({"max_new": 0}, BadRequest, "max_new=0: give a whole number of at least 1"),
+        ({"batch": 0}, BadRequest, "batch=0. Give a whole number of at least 1"),
+        ({"max_new": 0}, BadRequest, "max_new=0. Give a whole number of at least 1"),
         ({"max_new": -3}, BadRequest, "max_new=-3"),
         ({"drafter": "oracle"}, BadRequest, "oracle"),
         ({"window": 0}, BadRequest, "window=0"),
-        ({"seed": -1}, BadRequest, "seed=-1: give a whole number between 0"),
+        ({"seed": -1}, BadRequest, "seed=-1. Give a whole number between 0"),
         ({"sites": "X"}, UnknownSite, "X"),
     ],
 )
@@ -278,7 +278,7 @@ def test_an_example_without_room_to_generate(words: WordTokenizer, examples: lis
 
 def test_nothing_captured_is_said_so(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
     (result,) = replay(model, words, examples[:1], max_new=2)
-    with pytest.raises(BadRequest, match="replay with sites="):
+    with pytest.raises(BadRequest, match="Replay with sites="):
         _ = result.activations
 
 

@@ -23,16 +23,16 @@ def test_a_hook_function_that_gives_something_else_is_refused(served: Engine, wr
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (lambda: Edit("blocks.1.hook_in", "add", [1.0, 2.0]), r"the value for .*=\[1.0, 2.0\]: give a tensor"),  # type: ignore[arg-type]
-        (lambda: Edit("blocks.1.hook_in", "add", torch.ones(3)), r"wanted is \(128,\)$"),
-        (lambda: Edit("blocks.1.hook_in", "zero", positions=1.5), "positions=1.5: give whole numbers"),  # type: ignore[arg-type]
-        (lambda: Edit("blocks.1.hook_in", "project_out", torch.zeros(128)), "are zero or depend"),
-        (lambda: "blocks.1.hook_in", "edits='blocks.1.hook_in': give a list of Edits"),
+        (lambda: Edit("blocks.1.hook_in", "add", [1.0, 2.0]), r"Invalid value for .*=\[1.0, 2.0\]. Give a tensor"),  # type: ignore[arg-type]
+        (lambda: Edit("blocks.1.hook_in", "add", torch.ones(3)), r"expected \(128,\)"),
+        (lambda: Edit("blocks.1.hook_in", "zero", positions=1.5), "positions=1.5. Give whole numbers"),  # type: ignore[arg-type]
+        (lambda: Edit("blocks.1.hook_in", "project_out", torch.zeros(128)), "are zero or linearly dependent"),
+        (lambda: "blocks.1.hook_in", "edits='blocks.1.hook_in'. Give a list of Edits"),
     ],
 )
 def test_edits_that_are_none(served: Engine, edit: Any, says: str) -> None:
     root = served.prompt(PROMPT)
     with pytest.raises(BadEdit, match=says):
         root.fork(edits=[edit()])
-    with pytest.raises(BadEdit, match="give a list of Edits"):
+    with pytest.raises(BadEdit, match="Give a list of Edits"):
         served.prompt(PROMPT, edits=Edit("blocks.1.hook_in", "zero"))  # type: ignore[arg-type]

@@ -222,18 +222,18 @@ def test_content_hash_sees_every_part_of_an_edit() -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (Edit("blocks.0.hook_in", "multiply", VECTOR), "known: add, set"),  # type: ignore[arg-type]
+        (Edit("blocks.0.hook_in", "multiply", VECTOR), "Known: add, set"),  # type: ignore[arg-type]
         (Edit("blocks.0.hook_in", "add"), "needs a value"),
         (Edit("blocks.0.hook_in", "zero", VECTOR), "takes no value"),
-        (Edit("blocks.0.hook_in", "add", VECTOR[:5]), "wanted is"),
-        (Edit("blocks.0.hook_in", "set", ROWS, positions=slice(0, 3)), "wanted is"),
+        (Edit("blocks.0.hook_in", "add", VECTOR[:5]), "expected"),
+        (Edit("blocks.0.hook_in", "set", ROWS, positions=slice(0, 3)), "expected"),
         (Edit("blocks.0.hook_in", "add", VECTOR * float("nan")), "NaN"),
-        (Edit("blocks.0.hook_in", "add", VECTOR, factor=float("inf")), "factor=inf: give a finite number"),
+        (Edit("blocks.0.hook_in", "add", VECTOR, factor=float("inf")), "factor=inf. Give a finite number"),
         (Edit("blocks.0.hook_in", "add", VECTOR, positions=slice(5, 5)), "empty"),
         (Edit("blocks.0.hook_in", "add", VECTOR, positions=[]), "at least one"),
-        (Edit("blocks.0.hook_in", "add", VECTOR, positions=-LENGTH - 1), "before the beginning"),
+        (Edit("blocks.0.hook_in", "add", VECTOR, positions=-LENGTH - 1), "none before 0"),
         (Edit("blocks.0.hook_in", "add", VECTOR, positions=slice(0, 9, 2)), "step 1"),
-        (Edit("blocks.0.hook_in", "project_out", torch.stack([VECTOR, VECTOR])), "depend on one another"),
+        (Edit("blocks.0.hook_in", "project_out", torch.stack([VECTOR, VECTOR])), "linearly dependent"),
         (Edit("S", "add", VECTOR, layers=[9]), "layers 0 to"),
         (Edit("blocks.0.hook_in", "add", VECTOR, layers=[1]), "letters"),
         (Edit("unembed.hook_out", "zero"), "not edited"),

@@ -279,7 +279,7 @@ def test_stop_strings_across_token_boundaries(stop: tuple[str, ...], generated: 
     assert branch.generated == generated
     assert branch.finish_reason == ("stop" if len(generated) < 8 else None)
     if branch.finish_reason:
-        with pytest.raises(ClosedBranch, match="roll it back or fork it"):
+        with pytest.raises(ClosedBranch, match="Roll it back or fork it"):
             branch.generate(1)
         before = branch.length
         branch.rollback(before - 1)

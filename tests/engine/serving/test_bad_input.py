@@ -71,15 +71,15 @@ def refused(error: type[EngineError], saying: str) -> Iterator[None]:
 
 Call = Callable[[Subject], Any]
 PROMPTS: dict[str, tuple[Call, type[EngineError], str]] = {
-    "empty": (lambda s: s.engine.prompt([]), BadRequest, "empty prompt"),
-    "empty among others": (lambda s: s.engine.prompts([[1], []]), BadRequest, "empty prompt"),
+    "empty": (lambda s: s.engine.prompt([]), BadRequest, "prompt is empty"),
+    "empty among others": (lambda s: s.engine.prompts([[1], []]), BadRequest, "prompt is empty"),
     "too long": (lambda s: s.engine.prompt([1] * 257), BadRequest, "257 tokens exceed the model's 256 positions"),
-    "id too large": (lambda s: s.engine.prompt([1, VOCAB]), BadRequest, f"token {VOCAB} is not in the vocabulary of {VOCAB}"),
-    "id negative": (lambda s: s.engine.prompt([-1]), BadRequest, "token -1 is not in the vocabulary"),
-    "float": (lambda s: s.engine.prompt([1.0]), BadRequest, "token 1.0 is not in the vocabulary"),
-    "none": (lambda s: s.engine.prompt([1, None]), BadRequest, "token None is not in the vocabulary"),
-    "bool": (lambda s: s.engine.prompt([True, 2]), BadRequest, "token True is not in the vocabulary"),
-    "a string among ids": (lambda s: s.engine.prompt([1, "2"]), BadRequest, "token '2' is not in the vocabulary"),
+    "id too large": (lambda s: s.engine.prompt([1, VOCAB]), BadRequest, f"Token {VOCAB} is not in the vocabulary of {VOCAB}"),
+    "id negative": (lambda s: s.engine.prompt([-1]), BadRequest, "Token -1 is not in the vocabulary"),
+    "float": (lambda s: s.engine.prompt([1.0]), BadRequest, "Token 1.0 is not in the vocabulary"),
+    "none": (lambda s: s.engine.prompt([1, None]), BadRequest, "Token None is not in the vocabulary"),
+    "bool": (lambda s: s.engine.prompt([True, 2]), BadRequest, "Token True is not in the vocabulary"),
+    "a string among ids": (lambda s: s.engine.prompt([1, "2"]), BadRequest, "Token '2' is not in the vocabulary"),
     "text without a tokenizer": (lambda s: s.engine.prompt("heads"), BadRequest, "no tokenizer: give token ids"),
     "unknown letter": (lambda s: s.engine.prompt([1], sites="SQ"), UnknownSite, "SQ"),
     "unknown site": (lambda s: s.engine.prompt([1], sites=["blocks.7.hook_in"]), UnknownSite, "blocks"),
@@ -92,7 +92,7 @@ GENERATES: dict[str, tuple[Call, type[EngineError], str]] = {
     "half a token": (lambda s: s.branch.generate(2.5), BadRequest, "whole number"),
     "nan tokens": (lambda s: s.branch.generate(math.nan), BadRequest, "whole number"),
     "too many": (lambda s: s.branch.generate(248), BadRequest, "9 tokens and 248 more exceed the model's 256 positions"),
-    "window 0": (lambda s: s.branch.generate(3, window=0), BadRequest, "window=0: give a whole number of at least 1"),
+    "window 0": (lambda s: s.branch.generate(3, window=0), BadRequest, "window=0. Give a whole number of at least 1"),
     "window -1": (lambda s: s.branch.generate(3, window=-1), BadRequest, "window=-1"),
     "window 1.5": (lambda s: s.branch.generate(3, window=1.5), BadRequest, "whole number"),
     "window beyond a pass": (
@@ -113,14 +113,14 @@ GENERATES: dict[str, tuple[Call, type[EngineError], str]] = {
     "unknown drafter": (
         lambda s: s.branch.generate(3, drafter="oracle"),
         BadRequest,
-        "no drafter 'oracle'; known: .*self.*tree",
+        "Unknown drafter 'oracle'. Known: .*self.*tree",
     ),
     "no draft model": (lambda s: s.branch.generate(3, drafter="model"), BadRequest, "draft_model="),
     "bias out of range": (lambda s: s.branch.generate(3, sampling=Sampling(logit_bias={VOCAB: 1.0})), BadRequest, "vocabulary"),
     "bias negative": (
         lambda s: s.branch.generate(3, window=1, sampling=Sampling(logit_bias={-1: 1.0})),
         BadRequest,
-        "token -1",
+        "Token -1",
     ),
     "draft out of range": (
         lambda s: s.branch.generate(3, drafter="forced", drafts={9: [[1, VOCAB]]}),
@@ -130,18 +130,18 @@ GENERATES: dict[str, tuple[Call, type[EngineError], str]] = {
     "draft of a bool": (lambda s: s.branch.generate(3, drafter="forced", drafts={9: [[True]]}), BadRequest, "vocabulary"),
     "twice the same branch": (lambda s: s.engine.generate([*s.engine.prompts([[5]]) * 2], 3), BadRequest, "given 2 times"),
     "stream of none": (lambda s: s.branch.stream(0), BadRequest, "at least 1"),
-    "a finished branch": (lambda s: s.finished.generate(2), ClosedBranch, "finished: roll it back or fork it"),
+    "a finished branch": (lambda s: s.finished.generate(2), ClosedBranch, "finished. Roll it back or fork it"),
     "a released branch": (lambda s: s.released.generate(2), ClosedBranch, "released"),
     "a rejected branch": (lambda s: s.rejected.generate(2), ClosedBranch, "is rejected. Fork it"),
     "an empty branch": (lambda s: s.branch.fork(at=0)[0].generate(2), BadRequest, "no tokens. Force at least one"),
 }
 BRANCHES: dict[str, tuple[Call, type[EngineError], str]] = {
-    "fork 0": (lambda s: s.branch.fork(0), BadRequest, "n=0: give a whole number between 1 and"),
-    "fork -1": (lambda s: s.branch.fork(-1), BadRequest, "n=-1: give a whole number between 1 and"),
-    "fork 1.5": (lambda s: s.branch.fork(1.5), BadRequest, "n=1.5: give a whole number"),
+    "fork 0": (lambda s: s.branch.fork(0), BadRequest, "n=0. Give a whole number between 1 and"),
+    "fork -1": (lambda s: s.branch.fork(-1), BadRequest, "n=-1. Give a whole number between 1 and"),
+    "fork 1.5": (lambda s: s.branch.fork(1.5), BadRequest, "n=1.5. Give a whole number"),
     "fork beyond the tip": (lambda s: s.branch.fork(at=10), BadRange, "9 tokens. Cannot fork it at 10"),
     "fork at -1": (lambda s: s.branch.fork(at=-1), BadRange, "Cannot fork it at -1"),
-    "fork at half": (lambda s: s.branch.fork(at=1.5), BadRequest, "at=1.5: give a whole number"),
+    "fork at half": (lambda s: s.branch.fork(at=1.5), BadRequest, "at=1.5. Give a whole number"),
     "fork of a released branch": (lambda s: s.released.fork(), ClosedBranch, "released"),
     "rollback below the root": (lambda s: s.branch.rollback(2), BadRollback, "Use 3 .* to 9"),
     "rollback beyond the tip": (lambda s: s.branch.rollback(10), BadRollback, "cannot roll back to 10"),
@@ -158,7 +158,7 @@ BRANCHES: dict[str, tuple[Call, type[EngineError], str]] = {
     "force on a rejected branch": (lambda s: s.rejected.force([1]), ClosedBranch, "rejected"),
     "release twice": (lambda s: s.released.release(), ClosedBranch, "released"),
     "kv of a released branch": (lambda s: s.released.kv(), ClosedBranch, "released"),
-    "activations of a branch without": (lambda s: s.finished.activations, BadRequest, "nothing was captured"),
+    "activations of a branch without": (lambda s: s.finished.activations, BadRequest, "Nothing was captured"),
     "activations of another site": (lambda s: s.branch.activations["blocks.0.mlp.hook_out"], UnknownSite, "was not captured"),
 }
 KINDS = {"prompt": PROMPTS, "generate": GENERATES, "branch": BRANCHES}
@@ -191,15 +191,15 @@ def test_after_any_bad_calls_the_engine_gives_the_same_bits(subject: Subject, na
 @pytest.mark.parametrize(
     ("options", "saying"),
     [
-        ({"cache_tokens": 0}, "cache_tokens=0: give a whole number of at least 4"),
-        ({"cache_tokens": 3}, "cache_tokens=3: give a whole number of at least 4"),
-        ({"page_size": 0}, "page_size=0: give a whole number of at least 1"),
+        ({"cache_tokens": 0}, "cache_tokens=0. Give a whole number of at least 4"),
+        ({"cache_tokens": 3}, "cache_tokens=3. Give a whole number of at least 4"),
+        ({"page_size": 0}, "page_size=0. Give a whole number of at least 1"),
         ({"page_size": -4}, "page_size=-4"),
-        ({"max_rows": 15}, "max_rows=15: give a whole number of at least 16"),
+        ({"max_rows": 15}, "max_rows=15. Give a whole number of at least 16"),
         ({"max_rows": 0}, "max_rows=0"),
-        ({"lens_layer": 3}, "lens_layer=3: give a whole number between 1 and 2"),
+        ({"lens_layer": 3}, "lens_layer=3. Give a whole number between 1 and 2"),
         ({"lens_layer": -1}, "lens_layer=-1"),
-        ({"tree_width": 1}, "tree_width=1: give a whole number of at least 2"),
+        ({"tree_width": 1}, "tree_width=1. Give a whole number of at least 2"),
         (
             {"draft_model": random_model(1, vocab_size=VOCAB + 1)},
             f"{VOCAB + 1} tokens, the model one of {VOCAB}.*same tokenizer",
@@ -261,7 +261,7 @@ def test_a_prompt_that_can_never_fit_into_the_cache() -> None:
     subject = engine(cache_tokens=16)
     with pytest.raises(
         OutOfPages,
-        match=r"a path of 20 tokens can never fit: it takes 5 pages of 4, and the cache has 4\. Make .*cache_tokens=20",
+        match=r"A path of 20 tokens can never fit: it takes 5 pages of 4, and the cache has 4\. Use .*cache_tokens=20",
     ) as caught:
         subject.prompt([1] * 20)
     assert (caught.value.needed, caught.value.free) == (5, 4)
@@ -281,7 +281,7 @@ def test_a_request_that_outgrows_the_cache_keeps_what_it_had(drafter: str) -> No
     """It gets as far as the pages go; what was committed is right and stays; then there is an error with the numbers."""
     subject = engine(cache_tokens=16)
     branch = subject.prompt([1, 2, 3])
-    with refused(OutOfPages, r"a path of 17 tokens can never fit: .* the cache has 4\. Make .* cache_tokens=44 or more"):
+    with refused(OutOfPages, r"A path of 17 tokens can never fit: .* the cache has 4\. Use .* cache_tokens=44 or more"):
         branch.generate(40, drafter=drafter, window=4)
     truth = continuation(toy(), [1, 2, 3], 40)
     assert len(branch.generated) >= 13 and branch.generated == truth[: len(branch.generated)]

@@ -120,59 +120,59 @@ TOKENS: dict[str, Any] = {
 CASES: dict[str, Case] = {
     **{f"prompt {k}": (lambda e, b, v=v: e.prompt(v), BadRequest, "text=|vocabulary") for k, v in TOKENS.items()},
     **{f"force {k}": (lambda e, b, v=v: b.force(v), BadRequest, "tokens=|vocabulary") for k, v in TOKENS.items()},
-    "generate words": (lambda e, b: b.generate("2"), BadRequest, "n='2': give a whole number of at least 1"),
-    "generate yes": (lambda e, b: b.generate(True), BadRequest, "n=True: give a whole number"),
-    "sampling of nothing": (lambda e, b: b.generate(2, sampling={}), BadRequest, "sampling={}: give a Sampling"),
-    "sampling as a dict": (lambda e, b: b.generate(2, sampling={"seed": 1}), BadRequest, "sampling={'seed': 1}: give"),
-    "sampling as a dict, for all": (lambda e, b: e.generate([b], 2, sampling={}), BadRequest, "sampling={}: give"),
-    "sampling of another type, for each": (lambda e, b: e.generate([b], 2, sampling=[3]), BadRequest, "sampling=3: give"),
-    "a branch for branches": (lambda e, b: e.generate(b, 2), BadRequest, "branches=.*give a list of branches"),
-    "no branch": (lambda e, b: e.generate([b, 3], 2), BadRequest, "branch=3: give a Branch"),
+    "generate words": (lambda e, b: b.generate("2"), BadRequest, "n='2'. Give a whole number of at least 1"),
+    "generate yes": (lambda e, b: b.generate(True), BadRequest, "n=True. Give a whole number"),
+    "sampling of nothing": (lambda e, b: b.generate(2, sampling={}), BadRequest, "sampling={}. Give a Sampling"),
+    "sampling as a dict": (lambda e, b: b.generate(2, sampling={"seed": 1}), BadRequest, "sampling={'seed': 1}. Give"),
+    "sampling as a dict, for all": (lambda e, b: e.generate([b], 2, sampling={}), BadRequest, "sampling={}. Give"),
+    "sampling of another type, for each": (lambda e, b: e.generate([b], 2, sampling=[3]), BadRequest, "sampling=3. Give"),
+    "a branch for branches": (lambda e, b: e.generate(b, 2), BadRequest, "branches=.*Give a list of branches"),
+    "no branch": (lambda e, b: e.generate([b, 3], 2), BadRequest, "branch=3. Give a Branch"),
     "drafts as a list": (
         lambda e, b: b.generate(3, drafter="forced", drafts=[[1]]),
         BadRequest,
-        r"drafts=\[\[1\]\]: give a dict: position -> list of chains",
+        r"drafts=\[\[1\]\]. Give a dict: position -> list of chains",
     ),
-    "a chain for chains": (lambda e, b: b.generate(3, drafter="forced", drafts={5: [1]}), BadRequest, r"drafts\[5\]=1: give"),
+    "a chain for chains": (lambda e, b: b.generate(3, drafter="forced", drafts={5: [1]}), BadRequest, r"drafts\[5\]=1. Give"),
     "drafts at a word": (
         lambda e, b: b.generate(3, drafter="forced", drafts={"5": [[1]]}),
         BadRequest,
         "position of drafts='5'",
     ),
-    "drafts of words": (lambda e, b: b.generate(3, drafter="forced", drafts={5: [["x"]]}), BadRequest, "token 'x' in"),
-    "drafter of none": (lambda e, b: b.generate(3, drafter=None), BadRequest, "drafter=None: give the name of a drafter"),
-    "deterministic by a word": (lambda e, b: b.generate(3, deterministic="no"), BadRequest, "deterministic='no': give True or"),
-    "a number for sites": (lambda e, b: e.prompt([1], sites=5), BadRequest, "sites=5: give letters such as 'STCZ'"),
+    "drafts of words": (lambda e, b: b.generate(3, drafter="forced", drafts={5: [["x"]]}), BadRequest, "Token 'x' in"),
+    "drafter of none": (lambda e, b: b.generate(3, drafter=None), BadRequest, "drafter=None. Give the name of a drafter"),
+    "deterministic by a word": (lambda e, b: b.generate(3, deterministic="no"), BadRequest, "deterministic='no'. Give True or"),
+    "a number for sites": (lambda e, b: e.prompt([1], sites=5), BadRequest, "sites=5. Give letters such as 'STCZ'"),
     "numbers for sites": (lambda e, b: e.prompt([1], sites=[5]), UnknownSite, "a site's name is text, not 5"),
-    "top_k without Z": (lambda e, b: e.prompt([1], top_k=3), BadRequest, "Z is not captured: ask for it with sites='Z'"),
+    "top_k without Z": (lambda e, b: e.prompt([1], top_k=3), BadRequest, "Z is not captured. Ask for it, e.g. with sites='Z'"),
     "targets without Z": (lambda e, b: e.prompt([1], sites="S", targets=[3]), BadRequest, "Z is not captured"),
     "full without Z": (lambda e, b: e.prompt([1], full=True), BadRequest, "Z is not captured"),
-    "a text for targets": (lambda e, b: e.prompt([1], sites="Z", targets="ab"), BadRequest, "targets='ab': give a list"),
+    "a text for targets": (lambda e, b: e.prompt([1], sites="Z", targets="ab"), BadRequest, "targets='ab'. Give a list"),
     "a name for hooks": (
         lambda e, b: b.fork(hooks=["x"]),
         BadEdit,
-        "hooks: 'x' among them; give a list of .site name, function",
+        "Invalid hook 'x'. Give a list of .site name, function",
     ),
     "a hook that is no function": (lambda e, b: b.fork(hooks=[("blocks.0.hook_in", 3)]), BadEdit, "function"),
     "a hook at no site": (lambda e, b: b.fork(hooks=[("blocks.0.hook_inn", print)]), UnknownSite, "nearest"),
-    "hooks as a dict": (lambda e, b: e.prompt([1], hooks={"blocks.0.hook_in": print}), BadEdit, "hooks=.*give a list"),
-    "an edit for edits": (lambda e, b: b.fork(edits=Edit("S", "zero")), BadEdit, "edits=.*give a list of Edits"),
+    "hooks as a dict": (lambda e, b: e.prompt([1], hooks={"blocks.0.hook_in": print}), BadEdit, "hooks=.*Give a list"),
+    "an edit for edits": (lambda e, b: b.fork(edits=Edit("S", "zero")), BadEdit, "edits=.*Give a list of Edits"),
     "a gradient": (
         lambda e, b: b.fork(edits=[Edit("S", "add", torch.ones(32, requires_grad=True))]),
         BadEdit,
-        r"requires a gradient, and none flows through an engine: give value\.detach\(\)",
+        r"requires a gradient, but none flows through an engine. Give value\.detach\(\)",
     ),
-    "complex numbers": (lambda e, b: b.fork(edits=[Edit("S", "add", ROW + 0j)]), BadEdit, "give a dense real one"),
-    "an array as a value": (lambda e, b: b.fork(edits=[Edit("S", "add", np.ones(32))]), BadEdit, "value for S=.*give a tensor"),
-    "one layer": (lambda e, b: b.fork(edits=[Edit("S", "zero", layers=1)]), BadEdit, "layers=1: give a list of whole numbers"),
+    "complex numbers": (lambda e, b: b.fork(edits=[Edit("S", "add", ROW + 0j)]), BadEdit, "Give a dense real tensor"),
+    "an array as a value": (lambda e, b: b.fork(edits=[Edit("S", "add", np.ones(32))]), BadEdit, "value for S=.*Give a tensor"),
+    "one layer": (lambda e, b: b.fork(edits=[Edit("S", "zero", layers=1)]), BadEdit, "layers=1. Give a list of whole numbers"),
     "a seed below 0": (
         lambda e, b: b.fork(edits=[Edit("S", "zero", seed=-1)]),
         BadEdit,
-        "seed=-1: give a whole number between",
+        "seed=-1. Give a whole number between",
     ),
-    "a million forks": (lambda e, b: b.fork(10**6), BadRequest, "n=1000000: give a whole number between 1 and 65536"),
-    "fewer texts than branches": (lambda e, b: e.force_all([b], []), BadRequest, "0 texts for 1 branches: give one for each"),
-    "a position beyond": (lambda e, b: e.run_with_cache([1, 2], None, 2), BadRequest, "pos_slice=2: give a whole number"),
+    "a million forks": (lambda e, b: b.fork(10**6), BadRequest, "n=1000000. Give a whole number between 1 and 65536"),
+    "fewer texts than branches": (lambda e, b: e.force_all([b], []), BadRequest, "0 texts for 1 branches. Give one for each"),
+    "a position beyond": (lambda e, b: e.run_with_cache([1, 2], None, 2), BadRequest, "pos_slice=2. Give a whole number"),
 }
 
 
@@ -189,16 +189,16 @@ def test_what_is_refused_changes_nothing(name: str, served: Engine, branch: Bran
 @pytest.mark.parametrize(
     ("options", "saying"),
     [
-        ({"page_size": 2.5}, "page_size=2.5: give a whole number of at least 1"),
-        ({"cache_tokens": 1e13}, "cache_tokens=10000000000000.0: give a whole number"),
+        ({"page_size": 2.5}, "page_size=2.5. Give a whole number of at least 1"),
+        ({"cache_tokens": 1e13}, "cache_tokens=10000000000000.0. Give a whole number"),
         (
             {"cache_tokens": 10**13},
             r"cache_tokens=10000000000000 needs [\d,]+ GiB for KV, but there are only .*Give at most \d+",
         ),
-        ({"canary": "yes"}, "canary='yes': give True or False"),
-        ({"tokenizer": 3}, "tokenizer=3: give a WordTokenizer"),
-        ({"tokenizer": "gpt2"}, "tokenizer='gpt2': give a WordTokenizer"),
-        ({"draft_model": 3}, "draft_model=3: give a Decoder"),
+        ({"canary": "yes"}, "canary='yes'. Give True or False"),
+        ({"tokenizer": 3}, "tokenizer=3. Give a WordTokenizer"),
+        ({"tokenizer": "gpt2"}, "tokenizer='gpt2'. Give a WordTokenizer"),
+        ({"draft_model": 3}, "draft_model=3. Give a Decoder"),
     ],
 )
 def test_an_engine_of_wrong_options_is_refused(options: dict[str, Any], saying: str) -> None:
@@ -221,7 +221,7 @@ def test_engines_and_handles_are_not_copied(copied: Callable[[Any], Any], served
     before, stream = state(served, branch), branch.fork()[0].stream(2)
     for subject, instead in (
         (served, "Load another engine from the same source"),
-        (branch, r"branch\.fork\(\) gives another branch"),
+        (branch, r"Use branch\.fork\(\) for a branch"),
         (stream, "Fork its branch"),
     ):
         with pytest.raises(CannotCopy, match=f"cannot be copied or pickled: .* {instead}"):
@@ -243,7 +243,7 @@ def test_a_path_that_can_never_fit_says_so_and_names_the_option() -> None:
     subject = engine(page_size=4, cache_tokens=4)
     branch = subject.prompt([1, 2, 3])
     with pytest.raises(
-        OutOfPages, match=r"can never fit: .*pages of 4, and the cache has 1\. Make .* cache_tokens=12 or more"
+        OutOfPages, match=r"can never fit: .*pages of 4, and the cache has 1\. Use .* cache_tokens=12 or more"
     ) as e:
         branch.generate(9)
     assert "wait" not in str(e.value) and (e.value.needed, e.value.free) == (1, 0)

@@ -14,7 +14,7 @@ from tests.engine.coin_engine import PROMPT
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"drafter": "ngram", "drafts": {9: [[1]]}}, "for drafter='forced'"),
+        ({"drafter": "ngram", "drafts": {9: [[1]]}}, "Use drafter='forced'"),
         ({"sampling": Sampling(stop_tokens=(10**9,))}, "not in the vocabulary"),
     ],
 )
@@ -30,13 +30,13 @@ def test_stop_tokens_are_token_ids(tokens: Any) -> None:
 
 
 def test_a_lens_layer_of_zero_is_refused() -> None:
-    with pytest.raises(BadRequest, match="lens_layer=0: give a whole number between 1 and 4"):
+    with pytest.raises(BadRequest, match=r"lens_layer=0\. Give a whole number between 1 and 4"):
         Engine.load("coin-plain", lens_layer=0)
 
 
 @pytest.mark.parametrize("top_k", [0, -1, 10**6, 2.5])
 def test_how_many_tokens_z_keeps(served: Engine, top_k: Any) -> None:
-    with pytest.raises(BadRequest, match=r"top_k=.* give a whole number between 1 and"):
+    with pytest.raises(BadRequest, match=r"top_k=.* Give a whole number between 1 and"):
         served.prompt(PROMPT, sites="Z", top_k=top_k)
     assert served.loop.lanes == {}
 
@@ -45,9 +45,9 @@ def test_prompts_as_tensors_and_as_nothing(served: Engine) -> None:
     ids = served.prompt(PROMPT).tokens
     assert served.prompt(torch.tensor(ids)).tokens == ids
     for nothing in (None, 7):
-        with pytest.raises(BadRequest, match="give text, or token ids"):
+        with pytest.raises(BadRequest, match="Give text, or token ids"):
             served.prompt(nothing)  # type: ignore[arg-type]
-    with pytest.raises(BadRequest, match="drafter=None: give the name of a drafter"):
+    with pytest.raises(BadRequest, match=r"drafter=None\. Give the name of a drafter"):
         served.prompt(ids).generate(2, drafter=None)  # type: ignore[arg-type]
 
 

@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Call, type[EngineError], str]] = {
     "rollback into the prompt": (lambda d: d.a.rollback(1), EngineError, "Use 3"),
     "rollback of a streamed one": (lambda d: d.streamed.rollback(2), BadRequest, "is busy"),
     "release twice": (lambda d: d.released.release(), ClosedBranch, "released"),
-    "cancel another engine's job": (lambda d: d.engine.cancel(Job(d.foreign.lane, 3)), BadRequest, "not a branch of this engine"),
+    "cancel another engine's job": (lambda d: d.engine.cancel(Job(d.foreign.lane, 3)), BadRequest, "not a branch of this"),
     "a drafter that is not there": (lambda d: d.engine.generate([d.a, d.b], 3, drafter="oracle"), BadRequest, "oracle"),
 }
 

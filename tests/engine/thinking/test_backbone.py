@@ -49,9 +49,9 @@ def test_ends_and_paddings() -> None:
     usual = PretrainedTokenizer(hugging_face_tokenizer())
     assert (usual.eos_id, usual.pad_id) == (2, 0), "padding that is <EOS> gives way to another special token"
     assert PretrainedTokenizer(hugging_face_tokenizer(pad_token="<|begin|>")).pad_id == 1
-    with pytest.raises(BadConfig, match="needs a tokenizer with an <EOS>"):
+    with pytest.raises(BadConfig, match="The tokenizer has no <EOS>"):
         PretrainedTokenizer(hugging_face_tokenizer(eos_token=None))
-    with pytest.raises(BadConfig, match="does not say which characters"):
+    with pytest.raises(BadConfig, match="gives no character offsets"):
         PretrainedTokenizer(SimpleNamespace(eos_token_id=2, is_fast=False))
 
 
@@ -105,11 +105,11 @@ def test_impossible_recipes(recipe: ThinkingRecipe, tmp_path: Path) -> None:
         replace(recipe, config=TINY.config)
     with pytest.raises(BadRecipe, match="the tokenizer's <EOS> is 2"):
         replace(recipe, thinking=replace(recipe.thinking, eos_token=5))
-    with pytest.raises(BadRecipe, match="no precision 'fp8'"):
+    with pytest.raises(BadRecipe, match="Unknown precision 'fp8'"):
         replace(recipe, precision="fp8")  # type: ignore[arg-type]
-    with pytest.raises(BadRequest, match="give smollm2, or a folder"):
+    with pytest.raises(BadRequest, match="Give smollm2, or a folder"):
         backbone_folder("smollm3")
-    with pytest.raises(BadConfig, match="holds no tokenizer"):
+    with pytest.raises(BadConfig, match="has no tokenizer"):
         load_tokenizer(tmp_path)
 
 
@@ -217,7 +217,7 @@ def test_its_answers_are_judged_without_their_end(trained: dict[Method, trainer.
 def test_a_foreign_tokenizer_is_refused(trained: dict[Method, trainer.Model]) -> None:
     model = trained["thinking"]
     assert isinstance(model, ThinkingDecoder)
-    with pytest.raises(BadConfig, match="the tokenizer's <EOS> is 0"):
+    with pytest.raises(BadConfig, match="The tokenizer's <EOS> is 0"):
         ThinkingEngine(model, hugging_face_tokenizer(eos_token="<|text|>"))
 
 

@@ -94,7 +94,7 @@ def test_how_thoughts_are_guessed_changes_no_accepted_row(dump: Dump, folder: Pa
         other = write_dump(made, make_plan(made, COIN, 6, examples_per_shard=4), tmp_path / guess, batch=3)
         assert other is not None and diff(dump, other, accepted=True)
         assert (guess == "empty") == (other.manifest.digest == dump.manifest.digest)
-    with pytest.raises(BadRequest, match="load the engine so"):
+    with pytest.raises(BadRequest, match="Load the engine with it"):
         verify(dump.url, engine(folder, guess="drafted"), sample="all")
 
 

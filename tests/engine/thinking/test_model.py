@@ -126,7 +126,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
         ({"write_layer": 2}, "must come before read_layer"),
         ({"read_layer": 4}, "must come before read_layer"),
         ({"eos_token": 29}, "needs a tokenizer with an <EOS>"),
-        ({"pad_token": -1}, "pad_token -1 is not among"),
+        ({"pad_token": -1}, "pad_token -1 is not in the vocabulary"),
     ],
 )
 def test_impossible_configs(changes: dict[str, int], says: str) -> None:

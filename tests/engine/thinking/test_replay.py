@@ -121,9 +121,9 @@ def test_rounds_are_counted(plain: Subject) -> None:
     assert rounds["sequential"] == len(thoughts)
     assert rounds["empty"] == 1 + sum(not t.empty for t in thoughts[:-1])
     assert 1 < rounds["drafted"] <= rounds["sequential"]
-    right = plain.engine().prompt(path, guess="drafted", drafts=[[t.tokens for t in thoughts]])
+    right = plain.engine().prompt(path, guess="drafted", drafts=[t.tokens for t in thoughts])
     assert len(right.thoughts.rounds) == 1
-    wrong = plain.engine().prompt(path, guess="drafted", drafts=[[(5, EOS)] * len(thoughts)], **KEPT)
+    wrong = plain.engine().prompt(path, guess="drafted", drafts=[(5, EOS)] * len(thoughts), **KEPT)
     assert plain.broken([wrong]) == []
 
 
@@ -325,29 +325,29 @@ def test_prompts_that_are_not_whole_chunks(plain: Subject) -> None:
     with pytest.raises(BadChunks, match="not whole chunks of 3"):
         engine.prompt([5, 6, 7, 8])
     branch = engine.prompt([5, 6, 7]).generate(2)
-    with pytest.raises(BadChunks, match="fork it at a chunk border"):
+    with pytest.raises(BadChunks, match="Fork it at a chunk border"):
         branch.extend([5, 6, 7])
     assert len(engine.loop.lanes) == 1
 
 
 @pytest.mark.parametrize(
     ("thought", "says"),
-    [((5, 6, 7, 8, EOS), "max_thought is 4"), ((5, 6), "end in the one <EOS>"), ((99, EOS), "of the vocabulary")],
+    [((5, 6, 7, 8, EOS), "max_thought is 4"), ((5, 6), "single <EOS>"), ((99, EOS), "of the vocabulary")],
 )
 def test_drafts_that_nobody_can_think(plain: Subject, thought: tuple[int, ...], says: str) -> None:
     with pytest.raises(BadThought, match=says):
-        plain.engine().prompt([5, 6, 7], guess="drafted", drafts=[[thought]])
+        plain.engine().prompt([5, 6, 7], guess="drafted", drafts=[thought])
 
 
 def test_other_requests_that_cannot_be(plain: Subject) -> None:
     engine = plain.engine()
-    with pytest.raises(BadRequest, match="no guess 'magic'"):
+    with pytest.raises(BadRequest, match="guess='magic'"):
         engine.prompt([5, 6, 7], guess="magic")
     with pytest.raises(BadRequest, match="guess='drafted'"):
-        engine.prompt([5, 6, 7], drafts=[[(EOS,)]])
+        engine.prompt([5, 6, 7], drafts=[(EOS,)])
     with pytest.raises(BadEdit, match="captured but not edited"):
         engine.prompt([5, 6, 7], edits=[Edit("thinking.tokens", "zero")])
-    with pytest.raises(BadEdit, match="use an Edit"):
+    with pytest.raises(BadEdit, match="Use an Edit"):
         engine.prompt([5, 6, 7], hooks=[("thinking.state", lambda value, hook: value)])
     with pytest.raises(BadEdit, match="steps 0 to 3"):
         engine.thought_place("thinking.hook_out", 1, 4)
@@ -373,6 +373,10 @@ class NoEnd:
     """A tokenizer without <EOS>."""
 
     eos_id, pad_id = None, PAD
+
+    def encode(self, text: str) -> None: ...
+
+    def decode(self, ids: list[int]) -> None: ...
 
     def encode_with_offsets(self, text: str) -> None: ...
 

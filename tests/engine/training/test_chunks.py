@@ -71,7 +71,7 @@ def test_every_task_with_steps_can_be_cut(name: str) -> None:
 
 def test_a_thought_that_does_not_fit() -> None:
     tokenizer, examples = coin(rendering="states", flips=8)
-    with pytest.raises(BadThought, match="raise it, or take smaller chunks"):
+    with pytest.raises(BadThought, match="Raise max_thought, or use smaller chunks"):
         chunked(examples[0], tokenizer, replace(CONFIG, chunk=50), "thinking")
 
 

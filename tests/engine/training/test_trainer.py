@@ -255,12 +255,12 @@ def test_learning_rate_rises_then_falls() -> None:
         (dict(lr=float("nan")), "lr must be a positive number"),
         (dict(completion_weight=-1.0), "completion_weight must be a positive number"),
         (dict(init_scale=float("inf")), "init_scale must be a positive number"),
-        (dict(curriculum=1.5), "curriculum is a share"),
-        (dict(warmup=13), "warmup 13 must lie between 0 and the 12 steps"),
+        (dict(curriculum=1.5), "curriculum must be a share"),
+        (dict(warmup=13), "warmup must be between 0 and 12 steps, not 13"),
         (dict(seed=-1), "seed must be"),
         (dict(parts=()), "parts is empty"),
         (dict(parts=(replace(PICTURE, weight=0.0),)), "weight above 0"),
-        (dict(batch=1), "leaves a part without a sequence"),
+        (dict(batch=1), "gives some part no sequence"),
         (dict(parts=(Part("coim", 1),)), "did you mean 'coin'"),
         (dict(parts=(Part("coin", 1, (("rendering", "song"),)),)), "Knob 'rendering'"),
         (dict(config=replace(TINY.config, vocab_size=99)), "vocab_size is 99"),
@@ -306,10 +306,10 @@ def test_command_trains_and_writes_a_card(trained: Decoder, tmp_path: Path) -> N
 def test_command_resumes(tmp_path: Path) -> None:
     asked = ["train", "coin-draft", "--steps", "10", "--seed", "5", "--out", str(tmp_path)]
     recipe, state = command.changed(TINY, 10, 5), tmp_path / command.STATE_FILE
-    assert "leave out --resume" in _flat(CliRunner().invoke(app, [*asked, "--resume"]).output)
+    assert "Leave out --resume" in _flat(CliRunner().invoke(app, [*asked, "--resume"]).output)
     with pytest.raises(Interrupted):
         trainer.train(recipe, state=state, save_every=4, after_step=interrupt_at(7))
-    assert "add --resume" in _flat(CliRunner().invoke(app, asked).output)
+    assert "Add --resume" in _flat(CliRunner().invoke(app, asked).output)
     assert CliRunner().invoke(app, [*asked, "--resume"]).exit_code == 0
     assert not state.exists()
     assert_same(zoo.load(tmp_path)[0], trainer.train(recipe))
@@ -322,7 +322,7 @@ def test_command_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "weighted_loss", interrupted_loss(at=5))
         result = CliRunner().invoke(app, asked)
-    assert result.exit_code == 130 and "interrupted; go on with: the same command and --resume" in _flat(result.stderr)
+    assert result.exit_code == 130 and "Interrupted. To continue, run the same command with --resume." in _flat(result.stderr)
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "weighted_loss", interrupted_loss(at=12 - 5 + 1))
         assert CliRunner().invoke(app, [*asked, "--resume"]).exit_code == 0, "it goes on after step 5: no eighth step"
@@ -377,7 +377,7 @@ def test_command_names_the_models(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_command")
 def test_command_refuses_a_device_it_does_not_have(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["train", "coin-draft", "--device", "tpu", "--out", str(tmp_path)])
-    assert result.exit_code == 2 and "choose cpu or cuda" in _flat(result.output)
+    assert result.exit_code == 2 and "Use cpu or cuda" in _flat(result.output)
 
 
 def _flat(output: str) -> str:

@@ -42,7 +42,7 @@ def test_names() -> None:
 @pytest.mark.parametrize("ask", [zoo.recipe, zoo.load_embedded])
 def test_an_unknown_name_lists_the_known(ask: object) -> None:
     assert callable(ask)
-    with pytest.raises(zoo.UnknownModel, match="no embedded model 'gpt-5'; known: coin-plain, coin-draft"):
+    with pytest.raises(zoo.UnknownModel, match=r"Unknown embedded model 'gpt-5'\. Known: coin-plain, coin-draft"):
         ask("gpt-5")
 
 

@@ -16,7 +16,7 @@
   };
   let found = rows.map((_, i) => i), first = 0, chosen = null;
 
-  // The trees, unpacked a block at a time.
+  // The trees, unpacked one block at a time.
   const blocks = [];
   for (const element of document.querySelectorAll(".rl-block")) {
     const start = blocks.length ? blocks.at(-1).end : 0;
@@ -70,7 +70,7 @@
     for (const line of at("rl-table").rows) line.setAttribute("aria-selected", +line.dataset.row === i);
     const place = at("rl-explorer"), html = await fragment(i);
     if (chosen !== i) return;
-    if (html === null) place.textContent = "The page holds no tree of this example.";
+    if (html === null) place.textContent = "The page has no tree of this example.";
     else place.innerHTML = html;
     place.dataset.example = rows[i][0];
     history.replaceState(null, "", `#example-${rows[i][0]}`);
