@@ -123,8 +123,8 @@ class Campaign:
             return Result(mutant, Outcome.NOT_APPLIED, 0.0, str(error))
         outcome = {0: Outcome.SURVIVED, 1: Outcome.KILLED, None: Outcome.CUT_OFF}.get(status, Outcome.NOT_RUN)
         failed = _FAILED.search(said)
-        last = said.strip().splitlines()[-1:] if outcome is not Outcome.CUT_OFF else []
-        detail = failed[1] if failed else " ".join(last) if outcome is not Outcome.SURVIVED else ""
+        last = said.strip().splitlines()[-1:] or [""]
+        detail = failed[1] if failed else f"status {status}: {last[0]}" if outcome is Outcome.NOT_RUN else ""
         return Result(mutant, outcome, time.monotonic() - began, detail)
 
     def _pytest(self, tests: Sequence[str], copy: Path, limit: float) -> tuple[int | None, str]:
@@ -158,10 +158,11 @@ class Campaign:
 
 
 def _kill(process: "subprocess.Popen[str]") -> None:
-    """End a run and the processes that its tests started, if any are left."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """End a run that has not ended, and the processes that its tests started."""
+    if process.poll() is None:  # afterwards its number may be another's
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @contextmanager
