@@ -107,7 +107,7 @@ def test_impossible_recipes(recipe: ThinkingRecipe, tmp_path: Path) -> None:
         replace(recipe, thinking=replace(recipe.thinking, eos_token=5))
     with pytest.raises(BadRecipe, match="Unknown precision 'fp8'"):
         replace(recipe, precision="fp8")  # type: ignore[arg-type]
-    with pytest.raises(BadRequest, match="give smollm2, or a folder"):
+    with pytest.raises(BadRequest, match="Give smollm2, or a folder"):
         backbone_folder("smollm3")
     with pytest.raises(BadConfig, match="has no tokenizer"):
         load_tokenizer(tmp_path)
