@@ -69,7 +69,10 @@ class Recipe:
 
     def _check_parts(self) -> None:
         _demand(bool(self.parts), "parts is empty. Give at least one task to train on.")
-        _demand(all(part.weight > 0 for part in self.parts), "A part needs a weight above 0. Give one, or leave it out.")
+        _demand(
+            all(part.weight > 0 for part in self.parts),
+            "A part has a weight of 0 or less. Give a weight above 0, or leave it out.",
+        )
         _demand(min(self.sequences()) >= 1, f"A batch of {self.batch} gives some part no sequence: {self.sequences()}.")
         try:
             for part in self.parts:

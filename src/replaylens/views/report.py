@@ -115,7 +115,7 @@ def _certificate(dump: Dump, verdict: Verification | None) -> Markup:
     facts |= {f"· {name}": tag("code", value) for name, value in asdict(manifest.fingerprint).items()}
     promise = (
         "Every row of this dump is a function of weights, token path and edits alone, bit for bit, under the fingerprint "
-        "below. The digest covers all of its content."
+        "below. The digest names all of its content."
     )
     again = f"replaylens verify {dump.url.rstrip('/').rpartition('/')[2]} --all"
     return join([_verdict(verdict), tag("p", promise), fact_list(facts), tag("p", "Check it: ", tag("code", again))])
