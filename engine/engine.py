@@ -73,10 +73,10 @@ class Engine(Core):
 
         The other parameters are those of `Core`.
         """
-        dtype = _dtype(device, dtype)
+        dtype = default_dtype(device, dtype)
         if draft_model is None and isinstance(source, str) and source == "coin-plain":
             draft_model = "coin-draft"
-        draft = None if draft_model is None else _plain_model(draft_model, dtype, check=False)[0].to(device)
+        draft = None if draft_model is None else load_model(draft_model, dtype, check=False)[0].to(device)
         check = None if check is None else flag("check", check)
         if (found := _thinking_model(source)) is not None:
             weights.require_unchecked(bool(check), "a model that thinks")
@@ -96,7 +96,7 @@ class Engine(Core):
             )
         if not isinstance(guess, str) or guess not in GUESSES:
             raise BadRequest(f"Invalid guess={shown(guess)}. Give one of {', '.join(GUESSES)}, for models that think only.")
-        model, text = _plain_model(source, dtype, weights.is_live(source) if check is None else check)
+        model, text = load_model(source, dtype, weights.is_live(source) if check is None else check)
         return cls(
             model.to(device),
             text if tokenizer is None else tokenizer,
@@ -161,7 +161,7 @@ class ThinkingEngine(ThinkingCore, Engine):
     """An engine for models that think: prompts think in chunks; tokens after the prompt do not."""
 
 
-def _dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:
+def default_dtype(device: str, dtype: torch.dtype | None = None) -> torch.dtype:
     """The dtype that a device computes in; BadRequest if the device is missing or does not support it."""
     if not isinstance(device, str) or device not in ("cpu", "cuda"):
         raise BadRequest(f"Unknown device {shown(device)}. Use 'cpu' or 'cuda'.")
@@ -174,7 +174,7 @@ def _dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def _plain_model(source: Any, dtype: torch.dtype, check: bool) -> tuple[Decoder, Text]:
+def load_model(source: Any, dtype: torch.dtype, check: bool) -> tuple[Decoder, Text]:
     """A decoder and its tokenizer, from any source of `Engine.load`; `check` as in `weights.load`."""
     if isinstance(source, str) and source in zoo.names():
         weights.require_unchecked(check, source)

@@ -152,7 +152,7 @@ WRONG = {
     "nobody who drafts": (["replay", "--model", "coin-draft", "--drafter", "model"], "with --draft-model"),
     "model that thinks": (["train", "coin-thinkin"], "did you mean 'coin-thinking'?"),
     "no dump": (["probe"], "`replaylens dump` makes one"),
-    "device": (["dump", "--out", "OUT", "--device", "tpu"], "give cpu or cuda"),
+    "device": (["dump", "--out", "OUT", "--device", "tpu"], "Use 'cpu' or 'cuda'"),
 }
 
 
@@ -217,7 +217,7 @@ def test_steer_finds_the_model_of_a_dump(tmp_path: Path) -> None:
     [
         (["--label", "faze"], "'face'"),
         (["--estimators", "logistics"], "'logistic'"),
-        (["--positions", "stepp"], "write all, a number, step"),
+        (["--positions", "stepp"], "Use all, a number, step"),
     ],
 )
 def test_a_wrong_name_in_a_dump(small: Path, wrong: list[str], hint: str) -> None:

@@ -283,7 +283,7 @@ def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"estimators": "magic"}, UnknownEstimator, "known: logistic"),
+        ({"estimators": "magic"}, UnknownEstimator, "Known: logistic"),
         ({"estimators": "ccs"}, ProbeError, "does not take rows"),
         ({"positions": "4"}, OneClass, "position '4'"),
         ({"positions": "400"}, BadRows, "No row at position"),

@@ -3,17 +3,14 @@
 from collections.abc import Iterator
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from replaylens.engine.errors import BadRequest
-from replaylens.engine.model import smollm2, weights
+from replaylens.engine.engine import default_dtype, load_model
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.certificate import Certificate
 from replaylens.engine.proof import certificates
-from replaylens.engine.zoo import coin as zoo
 
 
 def doctor(
@@ -32,14 +29,7 @@ def doctor(
 
 
 def _load(name: str, device: str) -> Decoder:
-    if device not in ("cpu", "cuda"):
-        raise BadRequest(f"Unknown device {device!r}. Use cpu or cuda.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BadRequest("No CUDA device found. Use --device cpu.")
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    if name in zoo.names():
-        return weights.load(zoo.load_embedded(name)[0], dtype).to(device)
-    return weights.load(smollm2.fetched_folder() if name == smollm2.SHORT else name, dtype).to(device)
+    return load_model(name, default_dtype(device), check=False)[0].to(device)
 
 
 def _show(certificate: Certificate, model: str) -> None:

@@ -92,5 +92,5 @@ def test_edits_survive_json(edits: list[Edit]) -> None:
         assert back.to_json() == edit.to_json()
         assert (back.value is None) == (edit.value is None)
         assert edit.value is None or torch.equal(back.value, edit.value)
-    with pytest.raises(BadEdit, match="not an edit"):
+    with pytest.raises(BadEdit, match="Not an edit"):
         Edit.from_json({"site": "S"})

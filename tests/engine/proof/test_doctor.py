@@ -344,8 +344,8 @@ def test_the_command_examines_the_embedded_model_by_default() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "advice"),
     [
-        (["--device", "cuda"], "BadRequest", "Use --device cpu"),
-        (["--device", "abacus"], "BadRequest", "Use cpu or cuda"),
+        (["--device", "cuda"], "BadRequest", "Use device='cpu'"),
+        (["--device", "abacus"], "BadRequest", "Use 'cpu' or 'cuda'"),
         (["smollm2"], "BadRequest", "`replaylens fetch smollm2`"),
         (["nowhere"], "UnsupportedModel", "nowhere is neither a folder nor"),
     ],
