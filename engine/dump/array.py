@@ -37,7 +37,7 @@ class Run(NamedTuple):
     shard: int
     first: int
     """row within the shard"""
-    count: int
+    length: int
     at: int
     """place of the first one in the result"""
 
@@ -118,7 +118,7 @@ def gather(files: DumpFiles, name: str, entry: int | None, located: Located) -> 
     out = torch.empty([len(located), *site.shape], dtype=getattr(torch, site.dtype))
     if mapped:
         for run in located.runs():
-            files.region.copy(name, run.shard, run.first, out[run.at : run.at + run.count])
+            files.region.copy(name, run.shard, run.first, out[run.at : run.at + run.length])
     else:
         for number in used:
             here = np.flatnonzero(located.shards == number)

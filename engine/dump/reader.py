@@ -155,9 +155,9 @@ class Dump:
         given = [sites] if isinstance(sites, str) else list(self.sites if sites is None else items("sites", sites, _SITES))
         found: dict[str, tuple[str, int | None]] = {}
         for each in given:
-            pair = each if isinstance(each, tuple) and len(each) == 2 else (each, None)
-            layers = self.manifest.layers(each) if each in tuple("STC") else {}
-            for site, layer in [(each, at) for at in layers] or [pair]:
+            layers = list(self.manifest.layers(each)) if each in tuple("STC") else []
+            pairs: list[Any] = [each] if isinstance(each, tuple) and len(each) == 2 else [(each, at) for at in layers or [None]]
+            for site, layer in pairs:
                 name, entry = self.resolve(site, layer)
                 found[name if entry is None else f"{name}.{entry}"] = name, entry
         if not found:

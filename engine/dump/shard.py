@@ -5,6 +5,7 @@ A local shard is memory-mapped. From a remote shard, only the header and the wan
 
 import json
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,13 +74,10 @@ class ShardFile:
         return torch.empty(0, dtype=dtype).set_(self._storage, start // dtype.itemsize, shape, strides)
 
     @cached_property
-    def _storage(self) -> torch.UntypedStorage:
+    def _storage(self) -> Any:
         """The file's bytes, mapped privately."""
         try:
-            storage: torch.UntypedStorage = torch.UntypedStorage.from_file(
-                self.store.path(self.entry.name), False, self.entry.bytes
-            )
-            return storage
+            return torch.UntypedStorage.from_file(self.store.path(self.entry.name), False, self.entry.bytes)
         except (RuntimeError, OSError) as error:
             raise self._damaged(error) from None
 

@@ -55,6 +55,7 @@ def probe(
     resume: Annotated[str | None, typer.Option(help="Folder for finished parts; a later run continues from it.")] = None,
     save_probes: Annotated[str | None, typer.Option(help="Folder for the best linear probe of each label.")] = None,
     seed: ProbeSeedOption = 0,
+    check: CheckOption = True,
     out: OutOption = None,
     listed: Annotated[bool, typer.Option("--list", help="List the estimators.")] = False,
     as_json: JsonOption = False,
@@ -113,6 +114,7 @@ def steer(
     model: MakerOption = None,
     device: DeviceOption = "cpu",
     seed: ProbeSeedOption = 0,
+    check: CheckOption = True,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
