@@ -155,7 +155,7 @@ class Dump:
         given = [sites] if isinstance(sites, str) else list(self.sites if sites is None else items("sites", sites, _SITES))
         found: dict[str, tuple[str, int | None]] = {}
         for each in given:
-            layers = list(self.manifest.layers(each)) if each in tuple("STC") else []
+            layers: list[Any] = list(self.manifest.layers(each)) if each in tuple("STC") else []
             pairs: list[Any] = [each] if isinstance(each, tuple) and len(each) == 2 else [(each, at) for at in layers or [None]]
             for site, layer in pairs:
                 name, entry = self.resolve(site, layer)

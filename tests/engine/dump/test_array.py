@@ -59,8 +59,8 @@ def indices(count: int) -> dict[str, Any]:
 def test_indexing(dump: Dump, truth: dict[str, torch.Tensor], which: str) -> None:
     """What is read is what indexing the whole tensor gives, at every kind of site."""
     rows = indices(len(dump))[which]
-    wanted = np.arange(len(dump))[list(rows) if isinstance(rows, range) else rows if len(np.shape(rows)) or rows != [] else []]
-    wanted = wanted.astype(np.int64)
+    chosen = rows if isinstance(rows, slice | np.ndarray) else np.array(list(rows), dtype=np.int64)
+    wanted = np.arange(len(dump))[chosen].copy()  # torch takes no negative strides
     for site in ("blocks.1.hook_in", "Z.top_ids", "Z.emitted"):
         found = dump.array(site)[rows]
         assert torch.equal(found.nan_to_num(), truth[site][wanted]) and found.dtype == truth[site].dtype
@@ -86,7 +86,13 @@ def test_invalid_rows_and_sites(dump: Dump) -> None:
     for rows in ([len(dump)], [-len(dump) - 1], [[1]], [1.5], ["a"], [True], slice("a"), None):
         with pytest.raises(BadRequest, match="row"):
             acts[rows]  # type: ignore[index]
-    for sites, error in (([], BadRequest), (["Q"], UnknownSite), ([("S", 9)], UnknownSite), (3, BadRequest), ([3], UnknownSite)):
+    for sites, error in (
+        ([], BadRequest),
+        (["Q"], UnknownSite),
+        ([("S", 9)], UnknownSite),
+        (3, BadRequest),
+        ([3], UnknownSite),
+    ):
         with pytest.raises(error):
             dump.take([0], sites)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="slow"):
