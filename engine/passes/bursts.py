@@ -31,8 +31,9 @@ from replaylens.kernels.sample import sample_logits
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """numbers of requests that have their own graph; others are padded up"""
 
-ReadLens = Callable[[LensSpec, Tensor, Tensor], Rows]
-"""(spec, residual streams [layers, rows, d], tokens that follow the rows) -> Z by name, [rows, layers, ...], on the device"""
+ReadLens = Callable[[LensSpec, Tensor, Tensor, Tensor], Rows]
+"""(spec, residual streams [layers, rows, d], tokens that follow the rows, logits [rows, vocab]) -> Z by name:
+[rows, layers, ...], on the device"""
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class DecodeGraph:
         groups = tap.stacked(sorted(self.key.sites))
         for number, spec in enumerate(self.key.lenses):
             x = torch.stack([tap.values[site] for site in spec.sites])
-            groups += [((f"{number}:{name}",), z[None]) for name, z in self.read_lens(spec, x, self.tokens).items()]
+            groups += [((f"{number}:{name}",), z[None]) for name, z in self.read_lens(spec, x, self.tokens, logits).items()]
         return groups
 
     @torch.inference_mode()
