@@ -34,6 +34,7 @@ from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import TEMPORARY, Store
 from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch
 from replaylens.engine.proof.fingerprint import Fingerprint
+from replaylens.engine.records import read
 
 WorkerPart = tuple[int, int]
 """(i, n): write every n-th shard, from number i on"""
@@ -175,13 +176,8 @@ class DumpWriter:
     def part(self, number: int) -> ShardPart | None:
         """The entries of a finished shard; None if part-K.json is missing or unreadable."""
         try:
-            raw = json.loads(self.store.read(_note(number), _MAX_PART))
-            sites = {
-                name: SiteEntry(**{**site, "shape": tuple(site["shape"]), "aliases": tuple(site["aliases"])})
-                for name, site in raw["sites"].items()
-            }
-            return ShardPart(ShardEntry(**raw["shard"]), IndexEntry(**raw["index"]), sites)
-        except (BadDump, ValueError, KeyError, TypeError, AttributeError):
+            return read(ShardPart, self.store.read(_note(number), _MAX_PART), f"{self.store.url}/{_note(number)}", BadDump)
+        except BadDump:
             return None
 
     # ---- one shard ----------------------------------------------------------------------------------------------
@@ -190,6 +186,7 @@ class DumpWriter:
         """Write one shard: its tensors, its index, and last part-K.json, which marks both as complete."""
         indices = self.plan.indices(number)
         digest, accepted_digest = content.digests()
+        self.head.check_digest(number, digest)
         with self.store.writing(shard_name(number)) as file:
             write_shard(file, content.tensors)
         entry = ShardEntry(
@@ -249,6 +246,8 @@ class DumpWriter:
         manifest = Manifest(self.plan, self.fingerprint, parts[0].sites, labels, index, shards)
         before = self.head.digest
         if before not in (None, manifest.digest):
+            for number in range(len(parts)):  # which shard is wrong is not known, so that none counts as done
+                self.store.remove(_note(number))
             raise ReplayMismatch(f"{self.store.url} has digest {manifest.digest} after its repair; before, it was {before}.")
         self.store.write(MANIFEST, manifest.to_bytes())
 
@@ -306,7 +305,7 @@ class DumpWriter:
 
     def _reopen(self, manifest: Manifest, damaged: set[str]) -> None:
         """Mutates: write plan.json and the entries of intact shards, then remove the manifest."""
-        self.head.rewrite(manifest.digest)
+        self.head.rewrite(manifest.digest, {i: entry.digest for i, entry in enumerate(manifest.shards)})
         if INDEX not in damaged:
             with self.store.fs.open(self.store.path(INDEX), "rb") as file:
                 groups = pq.ParquetFile(file)

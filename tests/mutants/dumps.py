@@ -60,6 +60,14 @@ DUMPS = (
         ("tests/engine/dump/test_repair.py",),
     ),
     Mutant(
+        "shard-repaired-to-another-digest",
+        "replaylens.engine.dump.head",
+        "if before not in (None, digest):",
+        "if False:",
+        "a shard that a repair gives other bits is not written",
+        ("tests/engine/dump/test_repair.py",),
+    ),
+    Mutant(
         "shard-whole-by-its-size",
         "replaylens.engine.dump.writer",
         "== entry.bytes and self.store.sha256(name) == entry.sha256",
@@ -78,8 +86,8 @@ DUMPS = (
     Mutant(
         "manifest-without-its-seal",
         "replaylens.engine.dump.manifest",
-        "reader.need(seal == _seal(raw), ",
-        "reader.need(isinstance(seal, str), ",
+        "checks.need(seal == _seal(raw), ",
+        "checks.need(isinstance(seal, str), ",
         "a manifest edited by hand is refused",
         ("tests/engine/dump/test_verify.py::test_an_edited_manifest",),
     ),

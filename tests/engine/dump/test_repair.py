@@ -9,6 +9,7 @@ import torch
 
 from replaylens import Engine
 from replaylens.engine.dump.content import Content
+from replaylens.engine.dump.head import Head
 from replaylens.engine.dump.maker import ShardMaker, write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
@@ -30,15 +31,36 @@ def test_a_repair_gives_the_digest_that_was(engine: Engine, planned: Planned, re
 def test_a_repair_that_gives_other_bits_is_refused(
     engine: Engine, planned: Planned, reference: Dump, copy: Path, monkeypatch: pytest.MonkeyPatch, row: int
 ) -> None:
-    """One bit of one row comes out otherwise: the dump is not finished under another digest, and the error names both."""
+    """One bit of one row comes out otherwise: the dump is not finished under another digest, and the error names both.
+
+    The wrong shard does not count as done: once the bits are right again, resuming gives the dump that was.
+    """
     flip_bit(copy / DAMAGED)
     with monkeypatch.context() as patch:
         patch.setattr(ShardMaker, "make", _with_a_flipped_bit(ShardMaker.make, row))
+        with pytest.raises(ReplayMismatch, match=f"shard 1 .* before, it was {reference.manifest.shards[1].digest}"):
+            write_dump(engine, planned(), copy, resume=True)
+    assert not (copy / "manifest.json").exists() and not (copy / "part-00001.json").exists()
+    with pytest.raises(UnfinishedDump):
+        Dump.open(copy)
+    repaired = write_dump(engine, planned(), copy, resume=True)
+    assert repaired is not None and repaired.digest == reference.digest
+
+
+def test_a_repair_begun_without_digests_of_shards(
+    engine: Engine, planned: Planned, reference: Dump, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """plan.json of an older version names the digest of the whole only: no shard of a wrong whole counts as done."""
+    flip_bit(copy / DAMAGED)
+    rewrite = Head.rewrite
+    with monkeypatch.context() as patch:
+        patch.setattr(Head, "rewrite", lambda self, digest, shards: rewrite(self, digest))
+        patch.setattr(ShardMaker, "make", _with_a_flipped_bit(ShardMaker.make, 0))
         with pytest.raises(ReplayMismatch, match=f"before, it was {reference.digest}"):
             write_dump(engine, planned(), copy, resume=True)
     assert not (copy / "manifest.json").exists()
-    with pytest.raises(UnfinishedDump):
-        Dump.open(copy)
+    repaired = write_dump(engine, planned(), copy, resume=True)
+    assert repaired is not None and repaired.digest == reference.digest
 
 
 @pytest.mark.parametrize("name", ["part-00000.parquet", "shard-00000.safetensors", "part-00000.json"])
