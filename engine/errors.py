@@ -54,6 +54,10 @@ class NotCertified(EngineError, RuntimeError):
     """This device is not certified: it was not shown to give canonical bits."""
 
 
+class BadCertificate(EngineError, ValueError):
+    """A certificate file that is damaged or of another format."""
+
+
 class ModesChanged(EngineError, RuntimeError):
     """The number of threads, or another setting that changes bits, changed during a pass. Nothing of it was committed."""
 

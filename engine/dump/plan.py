@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 
 from replaylens import tasks
 from replaylens.engine.dump.path import ExamplePath
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.records import Count, Natural, Positive, build
+from replaylens.engine.records import Count, Positive, build
 from replaylens.engine.request.capture import LensSpec
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.records import EditRecord
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import integer, items, whole
 from replaylens.tasks.task import AnyTask
@@ -128,35 +129,6 @@ class ExamplesRecord:
             return compact(self.indices)
         assert self.start is not UNSET and self.stop is not UNSET
         return range(self.start, max(self.start, self.stop))
-
-
-@dataclass(frozen=True)
-class SliceRecord:
-    """Positions [start, stop) of an edit."""
-
-    start: int | None
-    stop: int | None
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """An edit's value: float32, in base64."""
-
-    shape: Annotated[tuple[Count, ...], Meta(max_length=8)]
-    data: str
-
-
-@dataclass(frozen=True)
-class EditRecord:
-    """What `Edit.to_json` writes."""
-
-    site: str
-    op: str
-    positions: int | tuple[int, ...] | SliceRecord | None
-    layers: tuple[int, ...] | None
-    factor: float
-    seed: Natural
-    value: TensorRecord | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
