@@ -14,7 +14,7 @@ At most two shards are in memory at a time.
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,13 +108,12 @@ class DumpWriter:
     @contextmanager
     def _new_folder(self) -> Iterator[None]:
         """If the block fails, remove the folder if it is new and empty."""
-        was_there = self.store.fs.exists(self.store.root)
+        was_there = self.store.has_folder()
         try:
             yield
         except BaseException:
             if not was_there:
-                with suppress(OSError):
-                    self.store.fs.rmdir(self.store.root)
+                self.store.remove_folder()
             raise
 
     @contextmanager
@@ -169,7 +168,7 @@ class DumpWriter:
 
     def _is_whole(self, name: str, entry: ShardEntry | IndexEntry) -> bool:
         try:
-            return int(self.store.fs.size(self.store.path(name))) == entry.bytes and self.store.sha256(name) == entry.sha256
+            return self.store.size(name) == entry.bytes and self.store.sha256(name) == entry.sha256
         except FileNotFoundError:
             return False
 
@@ -252,7 +251,7 @@ class DumpWriter:
         self.store.write(MANIFEST, manifest.to_bytes())
 
     def _read_part(self, number: int) -> pa.Table:
-        with self.store.fs.open(self.store.path(_index(number)), "rb") as file:
+        with self.store.open(_index(number)) as file:
             return pq.read_table(file)
 
     def _clean_up(self) -> None:
@@ -307,7 +306,7 @@ class DumpWriter:
         """Mutates: write plan.json and the entries of intact shards, then remove the manifest."""
         self.head.rewrite(manifest.digest, {i: entry.digest for i, entry in enumerate(manifest.shards)})
         if INDEX not in damaged:
-            with self.store.fs.open(self.store.path(INDEX), "rb") as file:
+            with self.store.open(INDEX) as file:
                 groups = pq.ParquetFile(file)
                 filled = [i for i, entry in enumerate(manifest.shards) if entry.rows]
                 for group, i in enumerate(filled):

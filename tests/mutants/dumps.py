@@ -29,8 +29,8 @@ DUMPS = (
     ),
     Mutant(
         "reused-process-id",
-        "replaylens.engine.dump.lock",
-        "return started is None or started == _started(pid)",
+        "replaylens.engine.dump.owner",
+        "return self.started is None or self.started == started(self.pid)",
         "return True",
         "a lock of a process that ended is void, whoever has its number now",
         ("tests/engine/dump/test_locks.py",),
