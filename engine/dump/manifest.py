@@ -152,7 +152,7 @@ class Manifest:
         known = type(schema) is int and schema == SCHEMA
         checks.need(known, f"it has schema {str(schema)[:60]}, this version reads {SCHEMA}")
         seal = raw.pop("seal", None)
-        checks.need(seal == _seal(raw), "its seal is broken, so it was edited or damaged")
+        checks.need(seal == _seal(raw), "its seal is broken, so it was edited or damaged. Resume the dump to rebuild it")
         return checks.manifest(raw)
 
 

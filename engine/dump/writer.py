@@ -12,9 +12,10 @@ At most two shards are in memory at a time.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from replaylens.engine.dump.lock import FINISH, DumpLock, lock_name, sweep
 from replaylens.engine.dump.manifest import INDEX, MANIFEST, MAX_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.salvage import Describe, Salvage
 from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import TEMPORARY, Store
 from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch
@@ -42,6 +44,7 @@ _MAX_PART = 1 << 28
 _PATIENCE = 60.0
 """seconds to wait for another writer that finishes the dump or reopens a damaged one"""
 _COMPRESSION = "zstd"
+_TEMPORARY = re.compile(r"(?:shard|part)-(\d{1,9})\..*" + re.escape(TEMPORARY))
 
 
 Make = Callable[[int, Callable[[int], object]], Content]
@@ -69,7 +72,7 @@ class DumpWriter:
     def write(
         self,
         make: Make,
-        describe: Callable[[Content], dict[str, SiteEntry]],
+        describe: Describe,
         *,
         resume: bool = False,
         part: WorkerPart = (0, 1),
@@ -82,7 +85,7 @@ class DumpWriter:
         """
         with (
             self._new_folder(),
-            self.writing(part, resume) as missing,
+            self.writing(part, resume, describe) as missing,
             self._beginning(part),
             self.progress_bar(missing, part, progress) as bar,
             ThreadPoolExecutor(1) as thread,
@@ -98,12 +101,13 @@ class DumpWriter:
         return self.finish()
 
     @contextmanager
-    def writing(self, part: WorkerPart, resume: bool) -> Iterator[list[int]]:
-        """Hold the part's lock; yields the numbers of the shards to write."""
+    def writing(self, part: WorkerPart, resume: bool, describe: Describe | None = None) -> Iterator[list[int]]:
+        """Hold the part's lock; yields the numbers of the shards to write. `describe` is needed to rebuild a manifest."""
         self.numbers(part)
         self.store.make()
         with DumpLock(self.store, lock_name(part)):
-            yield self.begin(part, resume)
+            self._remove_temporaries(part)
+            yield self.begin(part, resume, describe)
 
     @contextmanager
     def _new_folder(self) -> Iterator[None]:
@@ -146,14 +150,20 @@ class DumpWriter:
 
     # ---- starting -----------------------------------------------------------------------------------------------
 
-    def begin(self, part: WorkerPart, resume: bool) -> list[int]:
+    def _remove_temporaries(self, part: WorkerPart) -> None:
+        """Remove what killed writers of this part left incomplete. Precondition: the part's lock is held."""
+        for name in self.store.sizes():
+            if (found := _TEMPORARY.fullmatch(name)) and int(found[1]) in self.numbers(part):
+                self.store.remove(name)
+
+    def begin(self, part: WorkerPart, resume: bool, describe: Describe | None = None) -> list[int]:
         """Check that the folder is empty or can be resumed. Returns the numbers of the shards to write."""
         there = self.store.sizes()
         if (MANIFEST in there or HEAD in there) and not resume and part[1] == 1:
             state = "a finished dump" if MANIFEST in there else "an unfinished dump"
             raise DumpExists(f"{self.store.url} holds {state}. Resume it, choose another folder, or delete the folder.")
         if MANIFEST in there:
-            if not self._reopen_if_damaged():
+            if not self._reopen_if_damaged(describe):
                 return []
         elif not self.head.create():
             self.head.check()
@@ -213,7 +223,7 @@ class DumpWriter:
     def finish(self) -> Dump | None:
         """If every shard is complete, merge the indices, write the manifest and clean up. Exactly one writer does this.
 
-        Returns None while shards are missing, or if another writer holds the lock for too long.
+        Returns None while shards are missing. Raises DumpLocked if another writer holds the lock for too long.
         """
         try:
             with DumpLock(self.store, FINISH, _PATIENCE):
@@ -226,7 +236,7 @@ class DumpWriter:
                 self._clean_up()
         except DumpLocked:
             if not self.store.exists(MANIFEST):
-                return None
+                raise
         return Dump.open(self.store.url)
 
     def _merge(self, parts: list[ShardPart]) -> None:
@@ -263,13 +273,19 @@ class DumpWriter:
 
     # ---- repair -------------------------------------------------------------------------------------------------
 
-    def _reopen_if_damaged(self) -> bool:
+    def _reopen_if_damaged(self, describe: Describe | None) -> bool:
         """Turn a finished dump with damaged files into an unfinished one that keeps its intact shards. Returns whether the
         dump is unfinished now.
 
         Damaged files are checked again under the lock, because another writer may have reopened or repaired the dump.
         """
-        seen = self._manifest()
+        try:
+            seen = self._manifest()
+        except BadDump:
+            if describe is None:
+                raise
+            self._rebuild(describe)
+            return self._reopen_if_damaged(None) if self.store.exists(MANIFEST) else True
         suspects = self._damaged(seen) if seen is not None else set()
         if seen is not None and not suspects:
             return False
@@ -281,6 +297,21 @@ class DumpWriter:
             if damaged := self._damaged(manifest, suspects):
                 self._reopen(manifest, damaged)
             return bool(damaged)
+
+    def _rebuild(self, describe: Describe) -> None:
+        """Mutates: if the manifest is damaged, write plan.json and the entries of the shards it still vouches for, then remove
+        the manifest."""
+        with DumpLock(self.store, FINISH, _PATIENCE):
+            raw = self.store.peek(MANIFEST)
+            with suppress(BadDump):
+                if raw is None or Manifest.from_bytes(raw, self.store.url):
+                    return  # another writer has reopened or repaired the dump
+            salvage = Salvage(self.store, raw or b"", self.plan, self.fingerprint)
+            self.head.rewrite()
+            for number, entry, lines, sites in salvage.shards(describe):
+                self._write_part(number, entry, lines, sites)
+            self.store.remove(MANIFEST)
+            self.store.remove(INDEX)
 
     def _manifest(self) -> Manifest | None:
         """The manifest, None if there is none. Raises OtherPlan or OtherFingerprint if it is not this writer's."""
