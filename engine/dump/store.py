@@ -120,7 +120,7 @@ class Store:
         try:
             with self.reaching("list"):
                 if self.local:
-                    return {entry.name: entry.stat().st_size for entry in os.scandir(self.root) if entry.is_file()}
+                    return _local_sizes(self.root)
                 self.fs.invalidate_cache()
                 listed = self.fs.ls(self.root, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -270,6 +270,16 @@ def _opened(url: str, **options: bool) -> tuple[Any, str]:
         raise StoreFailed(f"{url[:200]} needs a package that is not installed: {_said(error)}. Install it with pip.") from error
     except Exception as error:  # as in `reaching`: file systems connect when they are made
         raise StoreFailed(f"Cannot reach {url[:200]}: {_said(error)}. Check address, network and credentials.") from error
+
+
+def _local_sizes(folder: str) -> dict[str, int]:
+    sizes = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # another writer has removed it since it was listed
+                if entry.is_file():
+                    sizes[entry.name] = entry.stat().st_size
+    return sizes
 
 
 @contextmanager
