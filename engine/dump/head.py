@@ -15,7 +15,7 @@ _MAX_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
-class _Record:
+class _HeadRecord:
     """The content of plan.json."""
 
     fingerprint: Fingerprint
@@ -39,7 +39,7 @@ class Head:
         self.store.write(HEAD, self._bytes(digest, shards))
 
     def _bytes(self, digest: str | None = None, shards: dict[int, str] | None = None) -> bytes:
-        return json.dumps(asdict(_Record(self.fingerprint, self.plan.to_json(), digest, shards or {})), indent=1).encode()
+        return json.dumps(asdict(_HeadRecord(self.fingerprint, self.plan.to_json(), digest, shards or {})), indent=1).encode()
 
     def check(self) -> None:
         """Raise OtherPlan or OtherFingerprint if the folder holds a dump that this writer cannot resume."""
@@ -64,9 +64,9 @@ class Head:
                 f"written. Run `replaylens doctor`, then resume."
             )
 
-    def _read(self) -> _Record:
+    def _read(self) -> _HeadRecord:
         try:
-            return read(_Record, self.store.read(HEAD, _MAX_BYTES), f"{self.store.url}/{HEAD}", BadDump)
+            return read(_HeadRecord, self.store.read(HEAD, _MAX_BYTES), f"{self.store.url}/{HEAD}", BadDump)
         except BadDump as error:
             raise self._damaged(error) from None
 

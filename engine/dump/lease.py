@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from replaylens.engine.dump.owner import Owner
+from replaylens.engine.dump.owner import LockOwner
 from replaylens.engine.dump.store import Store
 
 LEASE, RENEW = 60.0, 10.0
@@ -21,7 +21,7 @@ _POLL = 0.5
 class Lease:
     """Renews a lock from a thread until `end`. `lost`: another process has taken the lock over."""
 
-    def __init__(self, store: Store, name: str, owner: Owner, handle: int | None) -> None:
+    def __init__(self, store: Store, name: str, owner: LockOwner, handle: int | None) -> None:
         self.store, self.name, self.owner, self.handle = store, name, owner, handle
         self.lost = False
         self._ended = threading.Event()
@@ -52,12 +52,12 @@ class Lease:
             os.pwrite(self.handle, self.owner.to_bytes(), 0)
 
 
-def is_live(store: Store, name: str, owner: Owner) -> bool:
+def is_live(store: Store, name: str, owner: LockOwner) -> bool:
     """Whether the owner of a lock is alive. For one of another host, this watches whether the lock is renewed."""
     return owner.is_alive if owner.is_here else is_renewed(store, name, owner)
 
 
-def is_renewed(store: Store, name: str, owner: Owner) -> bool:
+def is_renewed(store: Store, name: str, owner: LockOwner) -> bool:
     """Whether the lock changes hands or is renewed within LEASE seconds of this process's clock. False if it is released."""
     deadline = time.monotonic() + LEASE
     while time.monotonic() < deadline:
@@ -68,13 +68,13 @@ def is_renewed(store: Store, name: str, owner: Owner) -> bool:
     return False
 
 
-def owner_in(handle: int) -> Owner | None:
+def owner_in(handle: int) -> LockOwner | None:
     """The owner that an open local lock file names; None if it names none yet."""
     raw = os.pread(handle, 4096, 0)
-    return Owner.parse(raw) if raw.strip() else None
+    return LockOwner.parse(raw) if raw.strip() else None
 
 
-def owner_of(store: Store, name: str) -> Owner | None:
+def owner_of(store: Store, name: str) -> LockOwner | None:
     """The owner that the lock file names; None if there is no file."""
     raw = store.peek(name)
-    return None if raw is None else Owner.parse(raw)
+    return None if raw is None else LockOwner.parse(raw)

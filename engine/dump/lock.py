@@ -18,7 +18,7 @@ from types import TracebackType
 
 from replaylens.engine.dump import lease
 from replaylens.engine.dump.lease import Lease, is_live, is_renewed, owner_in, owner_of
-from replaylens.engine.dump.owner import Owner
+from replaylens.engine.dump.owner import LockOwner
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import DumpLocked
 
@@ -43,7 +43,7 @@ class DumpLock:
 
     def __init__(self, store: Store, name: str, patience: float = 0.0) -> None:
         self.store, self.name, self.patience = store, name, patience
-        self.owner = Owner.this_process()
+        self.owner = LockOwner.this_process()
         self._handle: int | None = None
         self._lease: Lease | None = None
 
@@ -122,7 +122,7 @@ class DumpLock:
             for claim in claims:
                 self.store.remove(claim)
 
-    def _claim(self, dead: Owner, claims: list[str]) -> None:
+    def _claim(self, dead: LockOwner, claims: list[str]) -> None:
         """Claim the right to remove the lock of a dead owner, or raise DumpLocked. Mutates `claims`: files to remove then.
 
         A claim is a file that is named after the owner it is about. Who finds one of a process that died over it claims that
@@ -249,7 +249,7 @@ def _same_file(handle: int, path: str) -> bool:
 
 
 def _locked(store: Store, name: str) -> DumpLocked:
-    owner = owner_of(store, name) or Owner()
+    owner = owner_of(store, name) or LockOwner()
     return DumpLocked(
         f"{store.url} is being written by process {owner.pid or '?'} on {owner.host} ({name}). Wait for it, or choose another "
         f"folder. If that process has ended, its lock expires {lease.LEASE:.0f} seconds after its last renewal."

@@ -25,10 +25,10 @@ _HEADER = 100_000_008
 _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 _MAX_ROW = 1 << 32
 """limit for the bytes of one row of a site"""
-Rows = Annotated[int, Meta(ge=0, le=1 << 40)]
+RowCount = Annotated[int, Meta(ge=0, le=1 << 40)]
 Size = Annotated[int, Meta(ge=0, le=1 << 50)]
 Length = Annotated[int, Meta(ge=1, le=1 << 24)]
-Label = Annotated[str, one_of("string", "int64", "bool", "null")]
+LabelType = Annotated[str, one_of("string", "int64", "bool", "null")]
 
 
 def shard_name(number: int) -> str:
@@ -59,10 +59,10 @@ class ShardEntry:
     """One shard file, and the examples in it."""
 
     name: str
-    first_example: Rows
-    last_example: Rows
-    rows: Rows
-    accepted_rows: Rows
+    first_example: RowCount
+    last_example: RowCount
+    rows: RowCount
+    accepted_rows: RowCount
     bytes: Size
     sha256: Hash
     digest: Hash
@@ -78,7 +78,7 @@ class ShardEntry:
 class IndexEntry:
     """The index file."""
 
-    rows: Rows
+    rows: RowCount
     bytes: Size
     sha256: Hash
 
@@ -162,19 +162,19 @@ def _seal(raw: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _ManifestRecord:
     """What `Manifest.to_bytes` writes, without the seal. Plan and sites are read on their own, to name them in errors."""
 
     format: str
     schema: int
     digest: Hash
     accepted_digest: Hash
-    rows: Rows
-    accepted_rows: Rows
+    rows: RowCount
+    accepted_rows: RowCount
     fingerprint: Fingerprint
     plan: dict[str, Any]
     sites: dict[str, dict[str, Any]]
-    labels: dict[str, Label]
+    labels: dict[str, LabelType]
     index: IndexEntry
     shards: tuple[ShardEntry, ...]
 
@@ -190,7 +190,7 @@ class _Checks:
             raise BadDump(f"{self.what} is invalid: {complaint}.")
 
     def manifest(self, raw: dict[str, Any]) -> Manifest:
-        read = build(_Record, raw, self.what, BadDump)
+        read = build(_ManifestRecord, raw, self.what, BadDump)
         sites = {
             name: build(SiteEntry, entry, f"{self.what}, site {name[:100]}", BadDump) for name, entry in read.sites.items()
         }
@@ -202,7 +202,7 @@ class _Checks:
         self.check_together(manifest, read)
         return manifest
 
-    def check_together(self, manifest: Manifest, read: _Record) -> None:
+    def check_together(self, manifest: Manifest, read: _ManifestRecord) -> None:
         for name, site in manifest.sites.items():
             self.need(site.row_bytes <= _MAX_ROW, f"site {name} has shape {list(site.shape)}, which is out of range")
         plan, row_bytes = manifest.plan, sum(site.row_bytes for site in manifest.sites.values())

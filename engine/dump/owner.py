@@ -1,4 +1,4 @@
-"""`Owner`: the process that a lock file names, and whether it is alive."""
+"""`LockOwner`: the process that a lock file names, and whether it is alive."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ _SIZE = 512
 
 
 @dataclass(frozen=True)
-class Owner:
+class LockOwner:
     """Host and process, and how often it has renewed the lock. Unknown if the file is damaged."""
 
     host: str = "?"
@@ -26,11 +26,11 @@ class Owner:
     renewals: Natural = 0
 
     @classmethod
-    def this_process(cls) -> "Owner":
+    def this_process(cls) -> "LockOwner":
         return cls(socket.gethostname(), os.getpid(), started(os.getpid()), uuid.uuid4().hex)
 
     @classmethod
-    def parse(cls, raw: bytes) -> "Owner":
+    def parse(cls, raw: bytes) -> "LockOwner":
         try:
             return read(cls, raw.rstrip(b"\0"), "The lock", BadDump)
         except BadDump:

@@ -265,7 +265,7 @@ def _opened(url: str, **options: bool) -> tuple[Any, str]:
             continue
         raise BadRequest(f"path={url!r:.60}: Protocol not known: {scheme}. Known: {', '.join(sorted(available_protocols()))}.")
     try:
-        return url_to_fs(url, **options)  # type: ignore[no-any-return]
+        return url_to_fs(url, **options)
     except ImportError as error:
         raise StoreFailed(f"{url[:200]} needs a package that is not installed: {_said(error)}. Install it with pip.") from error
     except Exception as error:  # as in `reaching`: file systems connect when they are made

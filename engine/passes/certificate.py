@@ -93,7 +93,7 @@ class Certificate:
     @classmethod
     def from_json(cls, text: str) -> "Certificate":
         """The inverse of `to_json`; BadCertificate names the first field that is not of its type."""
-        record = read(_Record, text, "The certificate", BadCertificate)
+        record = read(_CertificateRecord, text, "The certificate", BadCertificate)
         if 1 not in record.threads:
             raise BadCertificate("The certificate is invalid: it does not cover one thread - at `$.threads`.")
         allowed = {count: some.allowed() for count, some in record.threads.items()}
@@ -111,7 +111,7 @@ class _AllowedRecord:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _CertificateRecord:
     """What `Certificate.to_json` writes. Whether it is certified follows from the findings."""
 
     certified: bool

@@ -9,7 +9,7 @@ from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.records import PlacedEditRecord
 from replaylens.engine.request.sampling import Sampling
 
-Tokens = tuple[Count, ...]
+TokenIds = tuple[Count, ...]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class _Event:
 
 @dataclass(frozen=True)
 class _Plant(_Event):
-    tokens: Tokens
+    tokens: TokenIds
     capture: CaptureSpec | None
     edits: tuple[PlacedEditRecord, ...] = ()
     hooks: Count = 0
@@ -36,7 +36,7 @@ class _Fork(_Event):
 
 @dataclass(frozen=True)
 class _Force(_Event):
-    tokens: Tokens
+    tokens: TokenIds
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class _Generate(_Event):
 @dataclass(frozen=True)
 class _Draft(_Event):
     at: Count
-    chains: tuple[Tokens, ...]
+    chains: tuple[TokenIds, ...]
 
 
 @dataclass(frozen=True)
 class _Verdict(_Event):
     chain: Count
     accepted: Count
-    pending: Tokens
-    rejected: Tokens
+    pending: TokenIds
+    rejected: TokenIds
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class _Finish(_Event):
     generated: Count
     path: str
     length: Count = 0
-    tokens: Tokens = ()
+    tokens: TokenIds = ()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from replaylens.engine.dump import lock as dump_lock
 from replaylens.engine.dump import owner as dump_owner
 from replaylens.engine.dump.lease import Lease
 from replaylens.engine.dump.lock import DumpLock, lock_name
-from replaylens.engine.dump.owner import Owner
+from replaylens.engine.dump.owner import LockOwner
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import DumpLocked, StoreFailed
 
@@ -122,7 +122,7 @@ def test_an_owner_that_slept_too_long_leaves_the_lock(tmp_path: Path, monkeypatc
                 time.sleep(0.1)
                 slow._lease.end()
                 assert slow._lease.lost and json.loads(store.read(NAME, 4096))["pid"] == os.getpid()
-                assert Owner.parse(store.read(NAME, 4096)).host == socket.gethostname()
+                assert LockOwner.parse(store.read(NAME, 4096)).host == socket.gethostname()
         assert store.sizes() == {}
 
 
@@ -189,7 +189,7 @@ def test_a_kill_anywhere_in_a_takeover_blocks_nobody() -> None:
             store.write(NAME, DEAD)
             killed = die(store.url, first), die(store.url, second)
             with DumpLock(store, NAME):
-                assert Owner.parse(store.read(NAME, 4096)).pid == os.getpid()
+                assert LockOwner.parse(store.read(NAME, 4096)).pid == os.getpid()
                 dump_lock.sweep(store)
                 assert list(store.sizes()) == [NAME], "no claim is left"
             assert store.sizes() == {}
@@ -206,7 +206,7 @@ def test_a_claim_of_a_live_process_is_respected() -> None:
     (claim,) = [name for name in store.sizes() if name.startswith("takeover-")]
     live = DumpLock(store, NAME)
     held = list[str]()
-    live._claim(Owner.parse(DEAD), held)
+    live._claim(LockOwner.parse(DEAD), held)
     for _ in range(2):
         with pytest.raises(DumpLocked, match=f"process {os.getpid()}"), DumpLock(store, NAME):
             pytest.fail("the other may remove the lock at any moment")

@@ -19,7 +19,7 @@ from replaylens.engine.dump import store as dump_store
 from replaylens.engine.dump import writer as dump_writer
 from replaylens.engine.dump.lock import DumpLock, lock_name
 from replaylens.engine.dump.maker import ShardMaker, write_dump
-from replaylens.engine.dump.owner import Owner
+from replaylens.engine.dump.owner import LockOwner
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import HashingFile, Store
@@ -503,7 +503,7 @@ def test_what_killed_writers_left_incomplete_is_removed(engine: Engine, planned:
 def test_a_finish_that_was_killed_in_a_takeover_is_done_by_the_next(engine: Engine, planned: Planned, reference: Dump) -> None:
     """On a store without flock: the lock is a dead process's, and so are claims on it, of this protocol and of the last."""
     store = Store("memory://killed-finish")
-    dead = Owner(host=socket.gethostname(), pid=2**22 + 1, started="1", nonce="a")
+    dead = LockOwner(host=socket.gethostname(), pid=2**22 + 1, started="1", nonce="a")
     claimant = replace(dead, nonce="b")
     store.write("lock-finish", dead.to_bytes())
     store.write("takeover-lock-finish", dead.to_bytes())
