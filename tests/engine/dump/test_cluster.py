@@ -250,3 +250,14 @@ def test_no_cluster_there(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     with cluster._connected("local") as found:
         assert found is ray
+
+
+def test_connecting_keeps_the_handler_of_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray puts one of its own there, which would end the process without giving back a lock."""
+    ray = pytest.importorskip("ray")
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(ray, "init", lambda **options: signal.signal(signal.SIGTERM, lambda *given: None))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with cluster._connected("local"):
+        assert signal.getsignal(signal.SIGTERM) == before
