@@ -78,7 +78,7 @@ class Store:
         """Turn errors of the file system into StoreFailed. A file that is missing, or exists already, is no failure."""
         try:
             yield
-        except (EngineError, FileNotFoundError, FileExistsError):
+        except (EngineError, FileNotFoundError, NotADirectoryError, FileExistsError):
             raise
         except Exception as error:  # libraries of stores have error classes of their own
             raise self.failed(doing, error) from error
@@ -126,8 +126,6 @@ class Store:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except StoreFailed as error:
-            if isinstance(error.__cause__, NotADirectoryError):
-                return {}
             if self.local and not isinstance(error.__cause__, PermissionError):  # a name that no file system takes
                 raise BadDump(f"{self.url[:200]!r} cannot be listed: {error.__cause__}") from error
             raise
@@ -135,8 +133,11 @@ class Store:
         return {str(entry["name"]).rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in listed if entry["type"] in kinds}
 
     def exists(self, name: str) -> bool:
-        with self.reaching("read"):
-            return bool(self.fs.exists(self.path(name)))
+        try:
+            with self.reaching("read"):
+                return bool(self.fs.info(self.path(name)))  # fs.exists takes a store out of reach for an empty one
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def size(self, name: str) -> int:
         with self.reaching("read"):

@@ -67,9 +67,10 @@ class BucketFileSystem(AbstractFileSystem):
         return {"name": path, "size": len(self._found(path)), "type": "file"}
 
     def exists(self, path: str, **options: Any) -> bool:
+        """As fsspec's own: whatever goes wrong, it is not there."""
         try:
             return bool(self.info(path))
-        except FileNotFoundError:
+        except Exception:
             return False
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:

@@ -16,6 +16,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest
+from replaylens.tasks.errors import TaskError
 from tests.engine.dump.damage import edit_manifest
 
 Planned = Callable[..., DumpPlan]
@@ -191,3 +192,10 @@ def test_a_hostile_part_is_no_part(
     set_at(*change)(raw)
     (tmp_path / "part-00000.json").write_text(json.dumps(raw))
     assert writer.part(0) is None
+
+
+@pytest.mark.parametrize("knobs", [{"self": 1}, {"flips": [[[]]]}, {"flips": {"a": 1}}, {"seed": True}, {"": None}])
+def test_hostile_knobs_are_the_tasks_to_refuse(reference: Dump, knobs: dict[str, Any]) -> None:
+    plan = DumpPlan.from_json({**reference.manifest.plan.to_json(), "knobs": knobs})
+    with pytest.raises(TaskError):
+        plan.make_task()

@@ -117,6 +117,7 @@ def test_a_store_out_of_reach(engine: Engine, planned: Planned, stored: str, buc
         lambda: verify(stored, engine),
         lambda: dump.to_torch("S", 0),
         lambda: dump.index,
+        lambda: Store(stored).exists("manifest.json"),
         lambda: write_dump(engine, planned(), stored, resume=True),
         lambda: write_dump(engine, planned(), "bucket://mine/other"),
     ]
