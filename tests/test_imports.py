@@ -16,6 +16,7 @@ PACKAGE = ROOT / "src" / "replaylens"
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("tasks", "kernels"),
     ("engine/errors", "engine/interrupts"),
+    ("engine/records",),
     ("engine/model",),
     ("engine/request", "engine/memory"),
     ("engine/passes",),

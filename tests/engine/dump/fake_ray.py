@@ -5,11 +5,15 @@ from types import SimpleNamespace
 from typing import Any
 
 
-class ActorDied(Exception):
+class RayError(Exception):
+    """The base of Ray's errors."""
+
+
+class ActorDied(RayError):
     """What Ray raises for a call to an actor whose process is gone."""
 
 
-class TaskFailed(Exception):
+class TaskFailed(RayError):
     """What Ray wraps an error in that a method raised."""
 
     def __init__(self, cause: Exception) -> None:
@@ -24,7 +28,7 @@ class FakeRay:
     slots  actors after the first so many find no place, ever: their calls are not answered
     """
 
-    exceptions = SimpleNamespace(RayActorError=ActorDied, RayTaskError=TaskFailed)
+    exceptions = SimpleNamespace(RayActorError=ActorDied, RayTaskError=TaskFailed, RayError=RayError)
 
     def __init__(self, cpus: int, dies: Callable[[int, str, tuple[Any, ...]], bool], slots: int = 1000) -> None:
         self.cpus, self.dies, self.slots, self.started, self.waits = cpus, dies, slots, 0, 0

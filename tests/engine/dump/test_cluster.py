@@ -27,7 +27,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.tasks.task import AnyTask
 from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
-from tests.engine.dump.fake_ray import FakeRay
+from tests.engine.dump.fake_ray import FakeRay, RayError
 
 pytestmark = pytest.mark.xdist_group("ray")
 OPTIONS: dict[str, Any] = {"knobs": {"flips": [1, 3]}, "max_new": NEW, "examples_per_shard": PER_SHARD}
@@ -152,6 +152,17 @@ def test_a_shard_that_kills_its_workers(fake: Any, model_folder: Path, reference
     assert dump is not None and same_bytes(tmp_path, reference) and ray.started == 1
 
 
+def test_an_error_of_rays_own_is_named(fake: Any, model_folder: Path, tmp_path: Path) -> None:
+    """No worker died and none raised: the cluster could not do its part."""
+
+    def lost(actor: int, method: str, args: tuple[Any, ...]) -> bool:
+        raise RayError("the object store is full")
+
+    fake(lost)
+    with pytest.raises(ClusterFailed, match="RayError: the object store is full"):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", 2, **OPTIONS)
+
+
 def test_a_cluster_that_cannot_even_plan(fake: Any, model_folder: Path, tmp_path: Path) -> None:
     fake(lambda actor, method, args: True)
     with pytest.raises(ClusterFailed, match="before it could plan"):
@@ -224,7 +235,14 @@ def test_no_cluster_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ray, "init", nobody)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(ClusterFailed, match="No Ray cluster found at nowhere:1: nobody"), cluster._connected("nowhere:1"):
+    with pytest.raises(ClusterFailed, match="not found at nowhere:1: ConnectionError: nobody"), cluster._connected("nowhere:1"):
+        pass
+
+    def too_slow(**options: Any) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray does
+
+    monkeypatch.setattr(ray, "init", too_slow)
+    with pytest.raises(ClusterFailed, match=r"could not be started on this machine: .* timed out"), cluster._connected("local"):
         pass
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:1"))
@@ -232,3 +250,14 @@ def test_no_cluster_there(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     with cluster._connected("local") as found:
         assert found is ray
+
+
+def test_connecting_keeps_the_handler_of_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray puts one of its own there, which would end the process without giving back a lock."""
+    ray = pytest.importorskip("ray")
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(ray, "init", lambda **options: signal.signal(signal.SIGTERM, lambda *given: None))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with cluster._connected("local"):
+        assert signal.getsignal(signal.SIGTERM) == before

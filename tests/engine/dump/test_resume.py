@@ -5,9 +5,11 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from replaylens.engine.dump import store as dump_store
 from replaylens.engine.dump import writer as dump_writer
 from replaylens.engine.dump.lock import DumpLock, lock_name
 from replaylens.engine.dump.maker import ShardMaker, write_dump
+from replaylens.engine.dump.owner import LockOwner
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import HashingFile, Store
@@ -468,5 +471,51 @@ def test_unwritable_folder(engine: Engine, planned: Planned, tmp_path: Path) -> 
 
 def test_temporary_suffix_is_what_clean_up_looks_for(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), Store(tmp_path).writing("index.parquet"):
-        assert [path.name for path in tmp_path.iterdir()] == ["index.parquet" + dump_store.TEMPORARY]
+        (hidden,) = tmp_path.iterdir()
+        assert hidden.name.startswith("index.parquet.") and hidden.name.endswith(dump_store.TEMPORARY)
         raise RuntimeError
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:
+    """One was given up for dead while it wrote: neither writes into the other's file, nor takes it away."""
+    store, name = Store(tmp_path), "shard-00000.safetensors"
+    with store.writing(name) as slow:
+        slow.write(b"sl")
+        with store.writing(name) as quick:
+            quick.write(b"quick")
+        assert (tmp_path / name).read_bytes() == b"quick"
+        slow.write(b"ow")
+    assert (tmp_path / name).read_bytes() == b"slow" and [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_what_killed_writers_left_incomplete_is_removed(engine: Engine, planned: Planned, tmp_path: Path) -> None:
+    """When their part is begun again. Files of other parts stay: their writer may live."""
+    for name in ("shard-00000.safetensors.77-ab.tmp", "part-00001.json.77-ab.tmp", "part-00002.parquet.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    with dump_writer.DumpWriter(tmp_path, planned(), engine.fingerprint).writing((0, 2), resume=False):
+        assert [path.name for path in tmp_path.glob("*.tmp")] == ["part-00001.json.77-ab.tmp"]
+
+
+# ---- locks that nobody holds ----------------------------------------------------------------------------------------
+
+
+def test_a_finish_that_was_killed_in_a_takeover_is_done_by_the_next(engine: Engine, planned: Planned, reference: Dump) -> None:
+    """On a store without flock: the lock is a dead process's, and so are claims on it, of this protocol and of the last."""
+    store = Store("memory://killed-finish")
+    dead = LockOwner(host=socket.gethostname(), pid=2**22 + 1, started="1", nonce="a")
+    claimant = replace(dead, nonce="b")
+    store.write("lock-finish", dead.to_bytes())
+    store.write("takeover-lock-finish", dead.to_bytes())
+    store.write(f"takeover-{dead.mark}", claimant.to_bytes())
+    done = write_dump(engine, planned(), store.url)
+    assert done is not None and done.digest == reference.digest
+    assert sorted(store.sizes()) == sorted(reference.files.store.sizes())
+
+
+def test_a_finish_that_cannot_be_had_is_an_error(engine: Engine, planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None would say that shards are missing, and the command would end as if all were well."""
+    monkeypatch.setattr(dump_writer, "_PATIENCE", 0.1)
+    store = Store("memory://held-finish")
+    with DumpLock(store, "lock-finish"), pytest.raises(DumpLocked, match="lock-finish"):
+        write_dump(engine, planned(examples=2), store.url)
