@@ -1,4 +1,4 @@
-"""Locks of a dump: one holder at a time, on a local disk and elsewhere; what the dead left is taken over by one."""
+"""Locks of a dump: one holder at a time, on a local disk and elsewhere. Exactly one writer takes over a dead process's lock."""
 
 import fcntl
 import json
@@ -43,7 +43,7 @@ def test_parts_clash_when_they_share_shards(
 
 
 def test_lock_files_of_the_dead_and_the_distant(tmp_path: Path) -> None:
-    """A lock of a dead process here is void; one of another machine is respected, and the text says what to do."""
+    """A lock of a dead local process is void. A lock of another machine is respected, and the error says what to do."""
     for store in (Store(tmp_path), Store("memory://stale")):
         store.make()
         store.write(NAME, DEAD)
@@ -56,7 +56,7 @@ def test_lock_files_of_the_dead_and_the_distant(tmp_path: Path) -> None:
 
 
 def test_a_process_id_that_was_given_again_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that took the lock has ended, and a later one has its number: only who began then could be the holder."""
+    """The lock's process has ended and its id was reused: a holder must also have the recorded start time."""
     monkeypatch.setattr(dump_lock, "_started", lambda pid: "900")
     store, owner = Store("memory://reused"), {"host": socket.gethostname(), "pid": os.getpid()}
     store.write(NAME, json.dumps({**owner, "started": "100"}).encode())
@@ -70,7 +70,7 @@ def test_a_process_id_that_was_given_again_holds_nothing(monkeypatch: pytest.Mon
 
 
 def test_when_a_process_began_is_known_here() -> None:
-    """Ours is a number that stays the same; a child's is another process's."""
+    """The start time of this process is a constant number. A child's is different."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         mine = dump_lock._started(os.getpid())
@@ -82,7 +82,7 @@ def test_when_a_process_began_is_known_here() -> None:
 
 
 def test_one_of_two_takes_over_what_the_dead_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have seen that the owner is dead; the second goes on only when the first has the lock already."""
+    """Both writers see that the owner is dead. The second one continues only after the first has taken the lock."""
     store = Store("memory://takeover")
     store.write(NAME, DEAD)
     first, looked, original = DumpLock(store, NAME), list[bool](), dump_lock._is_held
@@ -111,7 +111,7 @@ def test_a_half_done_takeover_is_named() -> None:
 
 
 def test_who_only_looks_does_not_keep_the_writer_out(tmp_path: Path) -> None:
-    """Whether a lock is held is found out by locking it for a moment: the writer who comes then waits that moment."""
+    """Checking whether a lock is held locks it briefly. A writer that comes at that moment waits."""
     store = Store(tmp_path)
     store.write(NAME, b"")
     handle = os.open(store.path(NAME), os.O_RDWR)

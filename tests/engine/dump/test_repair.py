@@ -1,4 +1,4 @@
-"""A damaged dump is repaired to the digest that it had, or not at all."""
+"""A damaged dump is repaired to its original digest or not at all."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_a_repair_gives_the_digest_that_was(engine: Engine, planned: Planned, re
 def test_a_repair_that_gives_other_bits_is_refused(
     engine: Engine, planned: Planned, reference: Dump, copy: Path, monkeypatch: pytest.MonkeyPatch, row: int
 ) -> None:
-    """One bit of one row comes out otherwise: the dump is not finished under another digest, and the error names both."""
+    """One bit of one row is recomputed differently: the dump is not finished under another digest, and the error names both."""
     flip_bit(copy / DAMAGED)
     with monkeypatch.context() as patch:
         patch.setattr(ShardMaker, "make", _with_a_flipped_bit(ShardMaker.make, row))
@@ -45,7 +45,7 @@ def test_a_repair_that_gives_other_bits_is_refused(
 def test_a_shard_of_an_unfinished_dump_counts_only_whole(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Tensors, index or note of a finished shard are damaged before the dump is: the shard is made again, no other is."""
+    """The tensors, index or note of a finished shard are damaged before the dump is finished: only that shard is rewritten."""
     folder, made, original = tmp_path / "unfinished", list[int](), ShardMaker.make
 
     def interrupted(self: ShardMaker, number: int, *given: Any) -> Content:
