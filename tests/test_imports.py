@@ -41,7 +41,7 @@ TYPES_ONLY = {"__init__"}
 """may name anything for type checkers, and imports nothing at run time"""
 LINKS = ("engine", "kernels", "probes", "tasks")
 HEAVY = {"transformer_lens", "transformers", "triton", "ray", "gguf", "matplotlib", "sklearn", "pandas"}
-"""imported where they are used, never at module level"""
+"""imported where they are used, never when a module is"""
 HEAVY_AT_TOP = {"tasks": HEAVY, "engine": HEAVY, "views": HEAVY, "__init__": HEAVY, "kernels": HEAVY - {"triton"}}
 NOT_LOADED = ("transformer_lens", "transformers", "triton", "ray")
 SECONDS = 2.0

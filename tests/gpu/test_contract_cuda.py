@@ -94,10 +94,7 @@ def test_bursts_give_the_bits_of_single_passes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
 def test_passes_replayed_as_graphs_give_the_bits_of_launched_ones(name: str) -> None:
-    """Prefills and windows, with and without capture.
-
-    A shape is replayed from its second use on, so everything runs three times.
-    """
+    """Prefills and windows, with and without capture. A shape is replayed from its second use on, so everything runs thrice."""
     launched = engine(name, torch.bfloat16)
     launched.runner.graphs = None
     served = engine(name, torch.bfloat16)

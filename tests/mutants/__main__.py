@@ -15,10 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def main(arguments: Sequence[str] | None = None, mutants: Sequence[Mutant] = MUTANTS, root: Path = ROOT) -> int:
-    """The exit status.
-
-    0: success. 1: too many survivors, or a mutant that could not be tried. 2: the tests fail without mutants.
-    """
+    """The exit status. 0: success. 1: too many survivors, or a mutant that cannot be tried. 2: tests fail without mutants."""
     given = _parse(arguments, mutants)
     chosen = [mutant for mutant in mutants if not given.only or mutant.name in given.only]
     if given.list:

@@ -71,10 +71,7 @@ class Campaign:
     _running: "set[subprocess.Popen[str]]" = field(default_factory=set, repr=False)
 
     def run(self, mutants: Sequence[Mutant], told: Callable[[Result], object] = lambda result: None) -> list[Result]:
-        """Try all mutants.
-
-        `told` receives each result as it comes. Raises NotSound if their tests fail on the unchanged tree.
-        """
+        """Try all mutants, passing each result to `told` as it comes. Raises NotSound if the unchanged tree fails its tests."""
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(self.jobs) as threads:
             copies = [self._copy(Path(folder) / str(number)) for number in range(self.jobs)]
             self._check(mutants, copies[0])

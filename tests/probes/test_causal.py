@@ -72,10 +72,7 @@ def test_intervals_know_that_placebos_are_a_sample(
 
 
 def test_prompts_that_the_probe_knows(engine: Engine, probe: LinearProbe, fresh: list[Example], tmp_path: Path) -> None:
-    """A note counts the prompts that are not held out, also for a loaded probe.
-
-    For an older file it says that this is unknown.
-    """
+    """A note counts the prompts that are not held out, also for a loaded probe. For older files it says that it cannot know."""
     known = tasks.get("coin")(flips=(2, 5)).examples(3)
     loaded = LinearProbe.load(probe.save(tmp_path / "face"))
     for each in (probe, loaded):
@@ -206,10 +203,7 @@ def test_what_cannot_be_tested(engine: Engine, coin_dump: Dump, probe: LinearPro
 
 
 def test_three_classes_have_directions() -> None:
-    """The direction between two classes is the difference of their weight rows.
-
-    The prediction is the class of the highest score.
-    """
+    """The direction between two classes is the difference of their weight rows. The class of the highest score is predicted."""
     weight = np.eye(3)
     rest = dict(label="x", site="s", cell=None, position="all", estimator="ridge", source={})
     probe = LinearProbe(weight, np.zeros(3), weight, ("a", "b", "c"), **rest)  # type: ignore[arg-type]

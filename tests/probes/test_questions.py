@@ -34,10 +34,7 @@ def width(scored: dict[str, Any]) -> float:
 
 
 def test_transfer(steps_dump: Dump) -> None:
-    """A probe of what the text implies transfers to rejected branches.
-
-    A probe of the truth, which their text departs from, does much less.
-    """
+    """Probes of the implied state transfer to rejected branches. Probes of the truth, which their text left, do much less."""
     implied, truth = (transfer(steps_dump, label, layers=[1]) for label in ("implied", "face"))
     assert line(implied, "S1: accepted to rejected")["accuracy"] > 0.8
     assert line(truth, "S1: accepted to rejected")["accuracy"] < line(implied, "S1: accepted to rejected")["accuracy"] - 0.1
@@ -132,10 +129,7 @@ def test_judge_needs_the_lens(steps_dump: Dump) -> None:
 
 
 def test_viable_branch(engine: Engine, coin_dump: Dump) -> None:
-    """The model answers prompts beyond its training length wrongly.
-
-    There, the probe of right answers reads less of the truth.
-    """
+    """The model answers prompts beyond its training length wrongly. There, the probe of right answers reads less truth."""
     run = engine.replay(coin(flips=(8, 12)).examples(100), sites=["blocks.3.hook_out"], drafter="ngram", rejected=False)
     report = viable_branch(run, sites=["blocks.3.hook_out"], positions=["query"])
     right, wrong = report.lines

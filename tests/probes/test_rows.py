@@ -51,10 +51,7 @@ def test_positions_of_a_text(rows: ProbeRows) -> None:
 
 
 def test_query_of_padded_prompts() -> None:
-    """A model that reads whole chunks pads its prompts.
-
-    The query is the last word, the answer comes next; padding is neither.
-    """
+    """A model that reads whole chunks pads its prompts. The query is the last word, the answer is next, padding is neither."""
     thinker, task = Engine.load("coin-thinking"), tasks.get("coin")(rendering="picture")
     rows = ProbeRows.of(thinker.replay(task.examples(8), sites="S")).accepted()
     prompts = rows.frame[rows.frame["token_state"] == "prompt"].groupby("example")
@@ -83,10 +80,7 @@ def test_bad_positions(spec: str) -> None:
 
 
 def test_targets() -> None:
-    """Text, booleans and small sets of numbers are classes; many numbers and fractions are numeric.
-
-    Missing values are marked.
-    """
+    """Text, booleans and few numbers are classes. Many numbers and fractions are numeric. Missing values are marked."""
     assert make_target("a", ["x", None, "y"]).present.tolist() == [True, False, True]
     assert make_target("a", [True, False]).classes.tolist() == ["False", "True"]
     assert make_target("a", pd.Series([1, 2, None], dtype="Int64")).kind == "class"

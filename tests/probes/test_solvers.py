@@ -73,10 +73,7 @@ def test_same_answers_on_bad_data(dtype: torch.dtype) -> None:
 
 
 def test_cells_and_tasks_do_not_see_each_other() -> None:
-    """A cell solved alone has the same bits as in a batch.
-
-    A label solved alone has the same coefficients up to product rounding.
-    """
+    """A cell solved alone has the same bits as in a batch; a label solved alone, the same coefficients up to rounding."""
     x, codes, train = problem(2)
     targets = one_hot(codes, 2)
     both = solve("logistic", torch.from_numpy(x), targets, train, tolerance=1e-10)

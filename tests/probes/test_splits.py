@@ -76,10 +76,7 @@ WORD = " not"
 
 
 def branching(accepted_has: list[bool], rejected_has: list[bool]) -> ProbeRows:
-    """Prompts of two tokens with a rejected draft of the second.
-
-    The flags say whether the accepted or the rejected token is the word.
-    """
+    """Prompts of two tokens, the second with a rejected draft. The flags say whether the accepted or rejected one is WORD."""
     texts = [
         [" x", WORD if accepted else " x", WORD if rejected else " y"]
         for accepted, rejected in zip(accepted_has, rejected_has, strict=True)

@@ -68,10 +68,7 @@ def test_interval_covers_over_placebos(placebos: int, rate: float) -> None:
 
 
 def test_interval_over_placebos_where_all_agree() -> None:
-    """Eight directions without a flip are compatible with a third of all directions flipping.
-
-    A thousand prompts do not help.
-    """
+    """Eight directions without a flip are compatible with a third of directions flipping. A thousand prompts do not help."""
     doubt = 1 - 0.025 ** (1 / 8)
     for roots in (np.arange(8).astype(str), np.arange(1000).astype(str)):
         none = mean_over_placebos(np.zeros((8, len(roots))), roots, share=True)
@@ -98,10 +95,7 @@ def test_differences_are_widened_for_folds_too() -> None:
 
 
 def test_the_best_of_many_differences() -> None:
-    """Twenty null differences: single intervals often miss 0 somewhere.
-
-    Simultaneous intervals do so in one of twenty simulations.
-    """
+    """Twenty null differences: single intervals often miss 0 somewhere, simultaneous ones in one of twenty simulations."""
     roots = np.arange(40).astype(str)
     apart = together = 0
     for seed in range(40):
@@ -163,10 +157,7 @@ def test_max_statistic_pays_for_looking_often() -> None:
 
 
 def test_max_statistic_runs_over_all_families() -> None:
-    """A cell of the first position is significant on its own, but not beside the many of the second.
-
-    Checked by the definition.
-    """
+    """A cell of the first position is significant alone, but not beside the many of the second. Checked by the definition."""
     generator = np.random.default_rng(2)
     few = Null(np.array([2.2]), generator.normal(size=(199, 1)))
     many = Null(np.array([0.0, 3.0, 1.0] + [0.0] * 37), generator.normal(size=(199, 40)) * 2)

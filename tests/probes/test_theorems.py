@@ -30,10 +30,7 @@ def test_planted_direction_is_found_and_noise_is_not() -> None:
 
 @pytest.mark.parametrize("estimator", ["logistic", "mass-mean", "mass-mean-whitened", "ridge", "lda"])
 def test_direction_is_the_planted_one(estimator: str) -> None:
-    """The direction is the planted one up to sampling error.
-
-    Negative control: labels permuted between roots give another one.
-    """
+    """The direction is the planted one up to sampling error. Negative control: labels permuted between roots give another."""
     rows = rows_of(roots=400)
     found = fit_probe(rows, "face", layer=1, position="all", estimator=estimator)
     lost = fit_probe(rows, "face", layer=1, position="all", estimator=estimator, shuffled=True)

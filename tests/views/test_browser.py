@@ -180,10 +180,7 @@ def test_timeline_steps(tab: Any, run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("light, page", [("true", "rgb(255, 255, 255)"), ("false", "rgb(20, 23, 26)")])
 def test_a_notebook_decides_on_light_and_dark(tab: Any, run: Run, tmp_path: Path, light: str, page: str) -> None:
-    """Jupyter's theme takes precedence over the system's.
-
-    Jupyter's styles for tables and lists do not apply inside the view.
-    """
+    """Jupyter's theme takes precedence over the system's. Its styles for tables and lists do not apply inside the view."""
     style = "<style>.nb td,.nb th{text-align:right}.nb tbody tr:nth-child(odd){background:red}.nb dl{display:block}</style>"
     file = tmp_path / "notebook.html"
     inside = f"<div class=nb style='transform:translateX(40px);contain:layout'>{run._repr_html_()}</div>"

@@ -10,7 +10,7 @@ class ActorDied(Exception):
 
 
 class TaskFailed(Exception):
-    """What Ray raises if a method fails: a wrapper around the error."""
+    """What Ray wraps an error in that a method raised."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(f"remote: {cause}")

@@ -64,10 +64,7 @@ def test_it_is_verified_from_its_own_plan(engine: Engine, edited: Dump) -> None:
 def test_rejected_paths_are_recomputed_under_the_edits(
     engine: Engine, model: Decoder, tokenizer: WordTokenizer, planned: Planned, edits: list[Edit], tmp_path: Path
 ) -> None:
-    """A verifier without that drafter takes the rejected paths from the dump.
-
-    Edits before the end of the prompt affect them.
-    """
+    """A verifier without that drafter takes rejected paths from the dump. Edits before the end of the prompt affect them."""
     dump = write_dump(engine, planned(edits=edits, drafter="model", window=5, examples=4), tmp_path)
     assert dump is not None and dump.manifest.accepted_rows < dump.manifest.rows, "the test needs rejected rows"
     verdict = verify(tmp_path, Engine(model, tokenizer), sample="all")

@@ -43,7 +43,7 @@ def test_parts_clash_when_they_share_shards(
 
 
 def test_lock_files_of_the_dead_and_the_distant(tmp_path: Path) -> None:
-    """A lock of a dead local process is void. A lock of another machine is respected, and the error says what to do."""
+    """A lock of a dead process here is void; one of another machine is respected, and the text says what to do."""
     for store in (Store(tmp_path), Store("memory://stale")):
         store.make()
         store.write(NAME, DEAD)
@@ -56,7 +56,7 @@ def test_lock_files_of_the_dead_and_the_distant(tmp_path: Path) -> None:
 
 
 def test_a_process_id_that_was_given_again_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock's process has ended and its id was reused: a holder must also have the recorded start time."""
+    """The process that took the lock has ended, and a later one has its number: only who began then could be the holder."""
     monkeypatch.setattr(dump_lock, "_started", lambda pid: "900")
     store, owner = Store("memory://reused"), {"host": socket.gethostname(), "pid": os.getpid()}
     store.write(NAME, json.dumps({**owner, "started": "100"}).encode())

@@ -267,7 +267,7 @@ def test_ten_million_rows_open_in_under_a_second(reference: Dump, tmp_path: Path
 
 
 def test_a_layer_streams_in_bounded_memory(reference: Dump, tmp_path: Path) -> None:
-    """Half a million rows (128 MB) are streamed. Only the index of a few shards and one batch stay in memory."""
+    """Half a million rows, 128 MB of them, go by; what stays is a few shards' index and one batch."""
     dump = Dump.open(large(reference, tmp_path, 5, with_index=True))
     seen, most, start = 0, 0, anonymous_memory()
     for x, frame in dump.stream("S", 0, batch_rows=8192):

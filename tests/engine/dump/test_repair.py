@@ -30,7 +30,7 @@ def test_a_repair_gives_the_digest_that_was(engine: Engine, planned: Planned, re
 def test_a_repair_that_gives_other_bits_is_refused(
     engine: Engine, planned: Planned, reference: Dump, copy: Path, monkeypatch: pytest.MonkeyPatch, row: int
 ) -> None:
-    """One bit of one row is recomputed differently: the dump is not finished under another digest, and the error names both."""
+    """One bit of one row comes out otherwise: the dump is not finished under another digest, and the error names both."""
     flip_bit(copy / DAMAGED)
     with monkeypatch.context() as patch:
         patch.setattr(ShardMaker, "make", _with_a_flipped_bit(ShardMaker.make, row))

@@ -134,10 +134,7 @@ def test_whole_shards_are_kept(engine: Engine, planned: Planned, tmp_path: Path,
 def test_disk_full(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    """A full disk raises a clear error and leaves no partial file under its final name.
-
-    The dump resumes once there is space.
-    """
+    """A full disk raises a clear error and leaves no partial file under its final name. With free space the dump resumes."""
     left = room
     original = HashingFile.write
 
@@ -384,10 +381,7 @@ def test_race_for_one_folder(engine: Engine, planned: Planned, reference: Dump, 
 
 
 def test_parts_make_one_dump(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """The writer of the last shard finishes the dump.
-
-    There may be more parts than shards. Late writers find the dump finished.
-    """
+    """The writer of the last shard finishes the dump. There may be more parts than shards. Late writers find it finished."""
     for i in (2, 0, 3):
         assert write_dump(engine, planned(), tmp_path, part=(i, 4), batch=i + 1) is None
     last = write_dump(engine, planned(), tmp_path, part=(1, 4))

@@ -163,10 +163,7 @@ def test_first_rejected_token_has_the_probability_that_the_model_gave_it(engine:
 
 
 def test_order_and_numbers_of_branches(reference: Dump) -> None:
-    """Rows are ordered by (example, branch, position).
-
-    The accepted path is branch 0. Rejected ones follow by fork position, then tokens.
-    """
+    """Rows by (example, branch, position). The accepted path is branch 0. Rejected ones follow by fork position and tokens."""
     index = reference.index
     keys = list(zip(index["example"], index["branch"], index["position"], strict=True))
     assert keys == sorted(keys) and len(set(keys)) == len(keys)
@@ -252,10 +249,7 @@ def test_other_sites(engine: Engine, planned: Planned, tmp_path: Path) -> None:
 
 
 def test_tuned_lens(model: Decoder, tokenizer: WordTokenizer, coin: AnyTask, tmp_path: Path) -> None:
-    """Z through a tuned lens: the plan names the lens.
-
-    The bits do not depend on the batch, and other engines need the lens too.
-    """
+    """Z through a tuned lens: the plan names the lens, the bits do not depend on the batch, other engines need it too."""
     made = torch.Generator().manual_seed(0)
     lens = TunedLens(torch.randn(2, 32, 32, generator=made) / 9, torch.randn(2, 32, generator=made), unembed_hash(model))
     engine = Engine(model, tokenizer)

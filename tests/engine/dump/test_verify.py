@@ -122,10 +122,7 @@ FORGERIES: dict[str, tuple[Callable[[Path], object], str, int | None]] = {
 @pytest.mark.parametrize("name", FORGERIES)
 @pytest.mark.parametrize("careful", [False, True])
 def test_forged_content(engine: Engine, copy: Path, name: str, careful: bool) -> None:
-    """With corrected hashes the files look untouched, but digests differ.
-
-    With corrected digests too, the replay finds the row.
-    """
+    """With corrected hashes the files look untouched, but digests differ. With corrected digests, the replay finds the row."""
     forge, what, row = FORGERIES[name]
     forge(copy)
     if not careful:

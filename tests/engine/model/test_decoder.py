@@ -22,10 +22,7 @@ families = pytest.mark.parametrize("name", NAMES)
 
 @contextmanager
 def float32_means_float64(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hugging Face computes norms, softmax and rotary angles in float32 whatever the model's dtype.
-
-    This lifts the restriction.
-    """
+    """Lets Hugging Face compute norms, softmax and rotary angles, which are float32 in a model of any dtype, in float64."""
     with patch.context() as inside:
         inside.setattr(torch, "float32", torch.float64)
         inside.setattr(torch, "float", torch.float64)

@@ -80,10 +80,7 @@ def test_siblings(t: list[int]) -> None:
 
 
 def test_frames_agree_with_the_engine(engine: Engine) -> None:
-    """A listener notes tokens, states and committed KV at every event.
-
-    The timeline agrees, also with neighbours in the batch.
-    """
+    """A listener notes tokens, states and committed KV at every event. The timeline agrees, also with other requests."""
     branches = engine.prompts(["A coin's state is heads.", "A coin's state is tails. What's the state?"])
     first = branches[0]
     noted: list[tuple[str, list[int], list[TokenState], int]] = []

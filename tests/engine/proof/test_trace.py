@@ -285,10 +285,7 @@ def test_a_tampered_trace_is_found_out(told: tuple[Path, dict[str, str]], tamper
 
 
 def test_a_recorded_path_that_ends_otherwise_is_found_out() -> None:
-    """Token-by-token decoding has no verdicts to contradict.
-
-    The digest of the whole path, last token included, shows the change.
-    """
+    """Token-by-token decoding has no verdicts to contradict. The digest of the whole path, last token included, differs."""
     for place in (-1, -2, 3, 0):
         subject = engine(record=True)
         branch = subject.prompt([1, 2, 3]).generate(5, window=1)

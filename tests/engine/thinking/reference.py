@@ -84,10 +84,7 @@ class ThinkingReference:
 
     @torch.inference_mode()
     def run(self, path: Sequence[int], states: dict[int, Tensor] | None = None) -> Truth:
-        """`states` maps chunks to states that they receive instead of thought ones.
-
-        Thoughts are then T's output given those states.
-        """
+        """`states` maps chunks to states they receive instead of thought ones. Thoughts are T's output given those states."""
         c, table, given = self.config.chunk, PageTable(), states is not None
         received: dict[int, Tensor] = dict(states or {})
         rows: list[Rows] = []
