@@ -144,7 +144,7 @@ class Sessions(RuleBasedStateMachine):
         on=st.booleans(),
     )
     def change_modes(self, threads: int, everywhere: bool, mode: str, on: bool) -> None:
-        """Set the number of threads by torch's own setter, or behind torch's back in every library of the process."""
+        """Set the number of threads by torch's own setter, or directly in every library of the process; set a mode."""
         if everywhere:
             LIBRARIES.limit(limits=threads)
         else:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-if not torch.cuda.is_available():  # Triton reads this at import
+if not torch.cuda.is_available():  # Triton reads TRITON_INTERPRET at import
     os.environ["TRITON_INTERPRET"] = "1"
     triton = sys.modules.get("triton")
     if triton is not None and type(triton.language.sum).__name__ == "JITFunction":

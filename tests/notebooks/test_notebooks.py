@@ -17,7 +17,7 @@ NAMES = [source.stem for source in sorted(FOLDER.glob("[0-9]_*.py"))]
 REAL = "5_real_model"
 MAX_BYTES = 600_000
 CACHE = smollm2.model_folder().parent
-"""the user's value; other tests change the variable later"""
+"""the user's cache; other tests change its environment variable later"""
 LOCAL = re.compile(r"/(home|root|tmp|work|Users)/")
 
 

@@ -107,7 +107,7 @@ def test_the_page_shows_it(thinking_dump: Dump) -> None:
         dropped = sum(len(each.dropped) for each in picture.rounds)
         assert classes.count("rl-thinking") == classes.count("rl-tree") == 1
         assert classes.count("rl-chunk") == len(picture.chunks)
-        asked = sum(bool(chunk.thought) for chunk in picture.chunks)  # the generated chunk has no T
+        asked = sum(bool(chunk.thought) for chunk in picture.chunks)  # T is not run on generated tokens
         assert classes.count("rl-blocks") == asked and 0 < len(picture.chunks) - asked <= 1
         assert sum(c.startswith("rl-thought") for c in classes) == asked + dropped
         assert dropped and "rl-bar rl-rejected" not in classes, "every rolled-back chunk tells its thought"

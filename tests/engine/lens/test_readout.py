@@ -32,7 +32,7 @@ def test_statistics_of_single_distributions() -> None:
         for layer in range(3):
             log_p = log_softmax(logits[row, layer].tolist())
             order = sorted(range(11), key=lambda token: -log_p[token])[:3]
-            # KL divergence from the final layer to this one: the final layer is the true distribution
+            # KL(final || layer): the final layer is the true distribution
             divergence = math.fsum(math.exp(q) * (q - p) for p, q in zip(log_p, final, strict=True))
             assert float(read["Z.kl"][row, layer]) == pytest.approx(divergence, abs=1e-5)
             assert float(read["Z.entropy"][row, layer]) == pytest.approx(-math.fsum(math.exp(p) * p for p in log_p), abs=1e-5)

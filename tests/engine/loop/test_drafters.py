@@ -169,7 +169,7 @@ def test_tree_follows_a_sibling() -> None:
 @settings(deadline=None)
 @given(data=st.data())
 def test_judge_accepts_the_longest_right_beginning(data: st.DataObject) -> None:
-    """For any truth and any siblings with different first tokens."""
+    """Holds for any truth and any siblings with different first tokens."""
     truth = data.draw(st.lists(st.integers(0, 3), min_size=6, max_size=6))
     chains = data.draw(
         st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=3, unique_by=lambda chain: chain[0])

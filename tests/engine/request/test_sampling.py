@@ -296,7 +296,7 @@ def test_a_stop_string_in_the_prompt_does_not_count() -> None:
 @pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize("stop", ["d", "cd", "bcd", "abcd"])
 def test_a_stop_string_that_ends_with_forced_text_does_not_count(stop: str, window: int) -> None:
-    """The model has said none of it. One character later it has."""
+    """The model has generated no part of such a stop string. With one generated character more, the string counts."""
     subject = engine(scripted_model({}), tokenizer=Pieces(b"?", b"ab", b"cd", b"e", b"f", b"g", b"h"))
     branch = subject.prompt([0]).force([1, 2]).generate(3, sampling=Sampling(stop=(stop,)), window=window)
     assert (branch.text, branch.finish_reason) == ("?abcdefg", None)

@@ -71,7 +71,7 @@ def test_a_state_reaches_the_next_chunk_and_no_earlier_one() -> None:
 
 @pytest.mark.parametrize("length", [2, 3, 4, 6])
 def test_a_thought_is_compressed_to_the_last_real_positions(length: int) -> None:
-    """Fill and batch padding change nothing: the state of a long thought comes from its own last c positions."""
+    """Fill tokens and batch padding change nothing: the state of a long thought comes from its own last c positions."""
     made = thinking_model(max_thought=8)
     words = torch.tensor([[*range(5, 5 + length - 1), EOS]])
     alone = plain.states_of(made, words)
