@@ -1,4 +1,4 @@
-"""Faults in what a dump says of its rows, and in what holds writers apart."""
+"""Faults in what a dump records about its rows, and in what keeps writers apart."""
 
 from tests.mutants.mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Locks of a dump: one holder at a time, on a local disk and elsewhere; what the dead left is taken over by one."""
+"""Locks of a dump: one holder at a time, on a local disk and elsewhere. Exactly one writer takes over a dead process's lock."""
 
 import fcntl
 import json
@@ -233,7 +233,7 @@ def test_a_process_id_that_was_given_again_holds_nothing(monkeypatch: pytest.Mon
 
 
 def test_when_a_process_began_is_known_here() -> None:
-    """Ours is a number that stays the same; a child's is another process's."""
+    """The start time of this process is a constant number. A child's is different."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         mine = dump_owner.started(os.getpid())
@@ -245,7 +245,7 @@ def test_when_a_process_began_is_known_here() -> None:
 
 
 def test_one_of_two_takes_over_what_the_dead_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have seen that the owner is dead; the second goes on only when the first has the lock already."""
+    """Both writers see that the owner is dead. The second one continues only after the first has taken the lock."""
     store = Store("memory://takeover")
     store.write(NAME, DEAD)
     first, looked, original = DumpLock(store, NAME), list[bool](), dump_lock.is_live
@@ -266,7 +266,7 @@ def test_one_of_two_takes_over_what_the_dead_left(monkeypatch: pytest.MonkeyPatc
 
 
 def test_who_only_looks_does_not_keep_the_writer_out(tmp_path: Path) -> None:
-    """Whether a lock is held is found out by locking it for a moment: the writer who comes then waits that moment."""
+    """Checking whether a lock is held locks it briefly. A writer that comes at that moment waits."""
     store = Store(tmp_path)
     store.write(NAME, b"")
     handle = os.open(store.path(NAME), os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Malformed dumps are refused by name, before anything of theirs is executed or allocated."""
+"""Malformed dumps raise named errors before any of their content is executed or allocated."""
 
 import ast
 import json
@@ -78,7 +78,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_malformed_manifest(copy: Path, name: str) -> None:
-    """Sealed again after the edit, so that each complaint is of the fault itself."""
+    """The manifest is sealed again after the edit, so the error names the fault and not the seal."""
     change, complaint = MANIFESTS[name]
     edit_manifest(copy, change)
     with pytest.raises(BadDump, match=complaint):
@@ -101,7 +101,7 @@ def test_not_a_manifest(tmp_path: Path, content: bytes) -> None:
 
 
 def test_manifest_of_absurd_size(tmp_path: Path) -> None:
-    """A sparse file of a terabyte: refused by its size, not read."""
+    """A sparse file of a terabyte is refused by its size without being read."""
     with open(tmp_path / "manifest.json", "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(BadDump, match="more than the limit"):
@@ -115,7 +115,7 @@ def test_no_dump_at_all(tmp_path: Path) -> None:
 
 
 def test_refusal_allocates_nothing(copy: Path) -> None:
-    """Claims of exabytes cost no more than reading the manifest does."""
+    """A manifest that claims exabytes costs no more memory than reading it."""
     edit_manifest(copy, first_site(shape=[1 << 24, 1 << 24, 1 << 24, 1 << 24]))
     tracemalloc.start()
     with pytest.raises(BadDump):
@@ -129,7 +129,7 @@ def shard_bytes(header: bytes, data: bytes = b"") -> bytes:
 
 
 SHARDS: dict[str, Callable[[bytes], bytes]] = {
-    "cut short": lambda raw: raw[:-9] + b"\0" * 9,  # the size is checked before: see below
+    "cut short": lambda raw: raw[:-9] + b"\0" * 9,  # the size is checked earlier: see below
     "not safetensors": lambda raw: b"\x80\x04" + raw[2:],
     "a header of exabytes": lambda raw: struct.pack("<Q", 1 << 60) + raw[8:],
     "a header longer than the file": lambda raw: struct.pack("<Q", len(raw)) + raw[8:],
@@ -141,7 +141,7 @@ SHARDS: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("name", [name for name in SHARDS if name != "cut short"])
 @pytest.mark.parametrize("remote", [False, True])
 def test_malformed_shard(copy: Path, name: str, remote: bool) -> None:
-    """Of the right size, so that only its content is wrong; read through the disk and through a remote store."""
+    """The shard has the right size, so only its content is wrong. Read from disk and from a remote store."""
     path = copy / "shard-00000.safetensors"
     path.write_bytes(SHARDS[name](path.read_bytes()))
     dump = Dump.open(to_memory(copy) if remote else copy)
@@ -167,7 +167,7 @@ def test_cut_shard(copy: Path) -> None:
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_shard_of_other_shapes(copy: Path, remote: bool) -> None:
-    """Tensors that are not those of the manifest: a site more, rows of another width."""
+    """Tensors that differ from the manifest: an extra site, or rows of another width."""
 
     def swap(tensors: dict[str, Any]) -> None:
         x, y = tensors["blocks.0.hook_in"], tensors["blocks.1.hook_in"]
@@ -180,7 +180,7 @@ def test_shard_of_other_shapes(copy: Path, remote: bool) -> None:
 
 
 def test_shard_whose_rows_lie_elsewhere(copy: Path) -> None:
-    """A remote header whose offsets point at other bytes than the tensor's own."""
+    """A remote header whose offsets point at bytes other than the tensor's own."""
     path = copy / "shard-00000.safetensors"
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
@@ -208,7 +208,7 @@ def test_every_error_is_ours() -> None:
 
 
 def test_no_pickle_anywhere() -> None:
-    """Nothing that reads or writes dumps can execute what it reads."""
+    """No module that reads or writes dumps can execute what it reads."""
     for file in [*(ROOT / "engine").glob("dump*.py"), ROOT / "src/replaylens/commands/dump.py"]:
         tree = ast.parse(file.read_text())
         for node in ast.walk(tree):

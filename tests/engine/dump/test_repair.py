@@ -1,4 +1,4 @@
-"""A damaged dump is repaired to the digest that it had, or not at all."""
+"""A damaged dump is repaired to its original digest or not at all."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -138,7 +138,7 @@ def test_other_options_do_not_rebuild_a_manifest(engine: Engine, planned: Planne
 def test_a_shard_of_an_unfinished_dump_counts_only_whole(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Tensors, index or note of a finished shard are damaged before the dump is: the shard is made again, no other is."""
+    """The tensors, index or note of a finished shard are damaged before the dump is finished: only that shard is rewritten."""
     folder, made, original = tmp_path / "unfinished", list[int](), ShardMaker.make
 
     def interrupted(self: ShardMaker, number: int, *given: Any) -> Content:

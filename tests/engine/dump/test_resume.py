@@ -1,4 +1,4 @@
-"""A dump that was cut short anywhere is resumed to the same bits; two writers never write the same shard."""
+"""A dump interrupted anywhere resumes to the same bits. Two writers never write the same shard."""
 
 import errno
 import json
@@ -42,7 +42,7 @@ Planned = Callable[..., DumpPlan]
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Run in a forked process; its wait status. Nothing of the child's ending reaches pytest."""
+    """Run in a forked process and return its wait status. The child's exit does not affect pytest."""
     child = os.fork()
     if not child:
         try:
@@ -54,7 +54,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def count_steps(at: Callable[[int], None]) -> None:
-    """From now on call `at(n)` before the n-th step that touches the store, in this process."""
+    """From now on, call `at(n)` before the n-th step of this process that touches the store."""
     done = 0
 
     def counted(original: Callable[..., Any], counts: Callable[..., bool] = lambda *given: True) -> Callable[..., Any]:
@@ -68,7 +68,7 @@ def count_steps(at: Callable[[int], None]) -> None:
         return step
 
     def at_the_beginning(file: HashingFile, data: Any) -> bool:
-        """The first two writes of a file; a parquet file has dozens, and they are all alike."""
+        """The first two writes of a file. A parquet file has dozens of similar ones."""
         file.num_writes = getattr(file, "num_writes", 0) + 1  # type: ignore[attr-defined]
         return bool(file.num_writes <= 2)  # type: ignore[attr-defined]
 
@@ -79,10 +79,10 @@ def count_steps(at: Callable[[int], None]) -> None:
 
 
 def test_killed_at_every_step(engine: Engine, planned: Planned, tmp_path: Path) -> None:
-    """SIGKILL before each write, flush, rename and removal in turn; what is left is refused, then resumed to the same."""
+    """SIGKILL before each write, flush, rename and removal. The partial dump is refused, then resumed to the same bytes."""
     plan = planned(examples=2, examples_per_shard=1, max_new=2, sites="S")
     maker = ShardMaker(engine, plan)
-    made = [maker.make(number) for number in range(2)]  # beforehand: the test is about files
+    made = [maker.make(number) for number in range(2)]  # done beforehand: the test is about files
 
     def write(folder: Path, resume: bool = False) -> Dump | None:
         writer = dump_writer.DumpWriter(folder, plan, engine.fingerprint)
@@ -112,7 +112,7 @@ def test_killed_at_every_step(engine: Engine, planned: Planned, tmp_path: Path) 
 
 
 def test_whole_shards_are_kept(engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resuming redoes what is missing and nothing else."""
+    """Resuming redoes only what is missing."""
     made: list[int] = []
     original = ShardMaker.make
 
@@ -137,7 +137,7 @@ def test_whole_shards_are_kept(engine: Engine, planned: Planned, tmp_path: Path,
 def test_disk_full(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    """A clear error, no half file under its own name, and a dump that resumes once there is room."""
+    """A full disk raises a clear error and leaves no partial file under its final name. With free space the dump resumes."""
     left = room
     original = HashingFile.write
 
@@ -161,7 +161,7 @@ def test_disk_full(
 
 
 def test_real_limit_on_files(engine: Engine, planned: Planned, tmp_path: Path) -> None:
-    """The kernel itself refuses to write on: the same clear error."""
+    """The kernel itself refuses further writes: the same clear error."""
     import resource
 
     def work() -> None:
@@ -188,7 +188,7 @@ def test_existing_dumps_are_not_overwritten(engine: Engine, planned: Planned, co
 def test_a_failure_before_the_first_shard_leaves_nothing(
     engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
 ) -> None:
-    """So that the corrected plan can be written to the same place. A file of the user's stays."""
+    """The corrected plan can then be written to the same place. A user's file stays."""
 
     def fail(*_: object) -> None:
         raise BadRequest("too long")
@@ -207,7 +207,7 @@ def test_a_failure_before_the_first_shard_leaves_nothing(
 def test_a_failure_after_the_first_shard_leaves_it(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: what is whole is kept, and so is the plan that it belongs to."""
+    """Negative control: complete shards are kept, and so is their plan."""
     make = ShardMaker.make
 
     def fail_at_two(maker: ShardMaker, number: int, *rest: Any) -> Any:
@@ -228,7 +228,7 @@ def test_a_failure_after_the_first_shard_leaves_it(
 def test_a_failed_repair_keeps_the_digest(
     engine: Engine, planned: Planned, reference: Dump, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dump of which no shard is whole was still a dump: what it must come out as is not forgotten."""
+    """A finished dump without a single intact shard keeps its digest, which the repair must reproduce."""
     for number in range(3):
         flip_bit(copy / f"shard-{number:05d}.safetensors")
 
@@ -244,7 +244,7 @@ def test_a_failed_repair_keeps_the_digest(
 def test_resume_with_other_options_or_weights(
     engine: Engine, model: Decoder, tokenizer: WordTokenizer, planned: Planned, tmp_path: Path
 ) -> None:
-    """An unfinished dump goes on with its own plan and its own weights only."""
+    """An unfinished dump resumes only with its own plan and weights."""
     assert write_dump(engine, planned(), tmp_path, part=(0, 2)) is None
     with pytest.raises(DumpExists, match="an unfinished dump"):
         write_dump(engine, planned(), tmp_path)
@@ -266,7 +266,7 @@ def test_damaged_plan(engine: Engine, planned: Planned, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["shard-00001.safetensors", "index.parquet"])
 def test_resume_repairs_a_finished_dump(engine: Engine, planned: Planned, reference: Dump, copy: Path, lost: str) -> None:
-    """A lost or damaged file of a finished dump is made again; the digest must be the old one."""
+    """A lost or damaged file of a finished dump is rewritten. The digest must not change."""
     (copy / lost).unlink()
     with pytest.raises(BadDump, match=f"{lost} is missing"):
         Dump.open(copy)
@@ -277,14 +277,14 @@ def test_resume_repairs_a_finished_dump(engine: Engine, planned: Planned, refere
 
 
 def test_two_repair_one_dump(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
-    """One has seen the damage; before it does anything about it, another repairs the dump and finishes it."""
+    """One writer sees the damage. Before it acts, another writer repairs and finishes the dump."""
     flip_bit(copy / "shard-00000.safetensors")
     maker, repaired = ShardMaker(engine, planned()), list[Dump | None]()
 
     class Slow(dump_writer.DumpWriter):
         def _is_whole(self, name: str, entry: Any) -> bool:
             whole = super()._is_whole(name, entry)
-            if name == "index.parquet" and not repaired:  # the last that is looked at
+            if name == "index.parquet" and not repaired:  # the last file that is checked
                 repaired.append(write_dump(engine, planned(), copy, part=(0, 2), resume=True))
             return whole
 
@@ -297,7 +297,7 @@ def test_two_repair_one_dump(engine: Engine, planned: Planned, reference: Dump, 
 
 
 def test_one_reopens_and_both_repair(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
-    """The dump is damaged in both parts' shards: the second finds it reopened, does its own, and finishes."""
+    """Shards of both parts are damaged: the second writer finds the dump reopened, rewrites its own shards, and finishes."""
     for number in (0, 1):
         flip_bit(copy / f"shard-{number:05d}.safetensors")
     assert write_dump(engine, planned(), copy, part=(0, 2), resume=True) is None
@@ -308,7 +308,7 @@ def test_one_reopens_and_both_repair(engine: Engine, planned: Planned, reference
 def test_who_finds_another_finishing_waits_for_the_dump(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None would say that shards are missing; none are. Both writers get the dump."""
+    """Both writers get the dump. None would mean that shards are missing."""
     assert write_dump(engine, planned(), tmp_path, part=(0, 2)) is None
     with monkeypatch.context() as patch:
         patch.setattr(dump_writer.DumpWriter, "finish", lambda self: None)
@@ -341,7 +341,7 @@ def test_resume_of_a_whole_dump_does_nothing(engine: Engine, planned: Planned, r
 
 
 def test_second_writer_is_refused(engine: Engine, planned: Planned, tmp_path: Path) -> None:
-    """While one process writes, another is told who it is; when the first is killed, its lock is void."""
+    """While one process writes, another one gets an error that names it. Once the first is killed, its lock is void."""
     ready, go_on = multiprocessing.Pipe()
     child = os.fork()
     if not child:
@@ -365,7 +365,7 @@ def test_second_writer_is_refused(engine: Engine, planned: Planned, tmp_path: Pa
 
 
 def test_race_for_one_folder(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """Many start at once: one writes the dump, the others are refused by name, nothing is spoilt."""
+    """Many writers start at once: one writes the dump, the others are refused by name, and no file is damaged."""
     children = []
     for _ in range(5):
         child = os.fork()
@@ -384,7 +384,7 @@ def test_race_for_one_folder(engine: Engine, planned: Planned, reference: Dump, 
 
 
 def test_parts_make_one_dump(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """Whoever writes the last shard finishes the dump; more parts than shards are fine; late comers find it done."""
+    """The writer of the last shard finishes the dump. There may be more parts than shards. Late writers find it finished."""
     for i in (2, 0, 3):
         assert write_dump(engine, planned(), tmp_path, part=(i, 4), batch=i + 1) is None
     last = write_dump(engine, planned(), tmp_path, part=(1, 4))
@@ -395,7 +395,7 @@ def test_parts_make_one_dump(engine: Engine, planned: Planned, reference: Dump, 
 
 
 def test_resume_finishes_what_parts_left(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """All shards there, the finish missing: `resume` does it without computing anything."""
+    """All shards exist but the dump is not finished: `resume` finishes it without computing anything."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dump_writer.DumpWriter, "finish", lambda self: None)
         for i in range(2):
@@ -413,7 +413,7 @@ def test_impossible_parts(engine: Engine, planned: Planned, tmp_path: Path, part
 
 
 def test_three_processes(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """Three parts at the same time, of which one is killed on the way and begun again: one of them finishes the dump."""
+    """Three parts run at the same time. One is killed and restarted. One of them finishes the dump."""
 
     def begin(i: int) -> int:
         child = os.fork()
