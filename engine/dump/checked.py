@@ -15,7 +15,7 @@ from pathlib import Path
 
 from replaylens.engine.dump.manifest import Manifest
 from replaylens.engine.dump.store import Store
-from replaylens.engine.errors import BadDump, DamagedShard
+from replaylens.engine.errors import BadDump, DamagedShard, StoreFailed
 from replaylens.engine.model.cache_folder import cache_folder
 
 _THREADS = 8
@@ -52,6 +52,8 @@ class CheckedShards:
         shard = self.manifest.shards[number]
         try:
             found = self.store.sha256(shard.name)
+        except StoreFailed:  # which says nothing about the shard
+            raise
         except OSError as error:
             raise BadDump(f"{self.store.url}/{shard.name} cannot be read: {error.strerror or error}.") from error
         if found != shard.sha256:
