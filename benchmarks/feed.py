@@ -63,8 +63,8 @@ def made_up(folder: Path, num_shards: int, rows: int, width: int) -> Path:
 def rates(works: dict[str, Callable[[], int]]) -> dict[str, float]:
     """GB per CPU second of each, the best of several rounds in turns. A work returns the number of bytes.
 
-    Each runs twice in a row, and the second run counts: on a virtual machine whose host reclaims free pages, taking memory
-    that was not used for a while costs up to ten times what the copy does.
+    Each runs twice in a row, and the second run counts: on some machines, taking memory that was not used for a while costs
+    up to ten times what the copy does.
     """
     best = dict.fromkeys(works, 0.0)
     for _ in range(ROUNDS):
