@@ -71,11 +71,18 @@ class Lane:
     """if the lane itself keeps no rows: the empty recording that its forks start from"""
     traced: bool = True
     """whether its events go into the engine's trace"""
+    streamed: "Job | None" = None
+    """the last request whose tokens a stream yields"""
 
     @property
     def certified(self) -> bool:
         """Whether its bits are a function of weights, path and edits. A hook function may compute anything."""
         return self.exact and not self.hooks
+
+    @property
+    def unread(self) -> bool:
+        """Whether its open stream has more tokens to yield. How many is a matter of the clock, so nothing may build on them."""
+        return self.streamed is not None and self.streamed.generated > self.streamed.num_yielded
 
     def first_missing(self, num_tokens: int, final: bool) -> int:
         """The first position to compute for all `num_tokens` to have KV and captured rows.
@@ -116,6 +123,8 @@ class Job:
     cancel_at: int | None = None
     """to replay a cancelled job: cancel after this many tokens, with windows planned for `new_tokens`"""
     generated: int = 0
+    num_yielded: int = 0
+    """tokens that its stream, if it has one, has yielded"""
     finish_reason: str | None = None
     error: Exception | None = None
     done: bool = False

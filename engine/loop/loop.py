@@ -297,7 +297,7 @@ class Loop:
     def refusal(self, job: Job) -> EngineError | None:
         """Why a job cannot be served, regardless of other jobs' load; None: it can."""
         record, vocab = self.tree.branch(job.lane.branch), self.runner.model.config.vocab_size
-        if any(other.lane is job.lane for other in self.jobs):
+        if job.lane.unread or any(other.lane is job.lane for other in self.jobs):
             return BadRequest(f"Branch {record.id} is busy with another request. Finish it or close its stream first.")
         if record.status is BranchStatus.REJECTED:
             return ClosedBranch(f"Branch {record.id} is rejected. Fork it to continue from its tokens.")

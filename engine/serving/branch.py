@@ -237,7 +237,12 @@ class Branch(Uncopied):
         drafts: dict[int, list[list[int]]] | None = None,
         final: bool = False,
     ) -> Stream:
-        """Generate up to `n` tokens and yield each one once it is committed. Closing the stream cancels the rest."""
+        """Generate up to `n` tokens and yield each one once it is committed. Options as in `Engine.generate`.
+
+        The engine may be several tokens ahead of the stream, depending on the clock. Closing the stream early, by `close()`,
+        by garbage collection or by Ctrl-C, cancels the rest and rolls the branch back to the yielded tokens: it is as after
+        generating just these. Until the stream has yielded all its tokens or is closed, the branch takes no other request.
+        """
         greedy = Sampling() if sampling is None else sampling
         request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
         return self.engine.open_stream(self, request)
@@ -263,5 +268,5 @@ class Branch(Uncopied):
         """Precondition: within the lock."""
         self._check_open()
         self.lock.tidy()
-        if any(job.lane is self.lane for job in self.engine.loop.jobs):
+        if self.lane.unread or any(job.lane is self.lane for job in self.engine.loop.jobs):
             raise BadRequest(f"Branch {self.id} is busy with another request. Finish it or close its stream first.")

@@ -316,7 +316,7 @@ class Core(Uncopied):
         drafts: dict[int, list[list[int]]] | None = None,
         final: bool = False,
     ) -> Stream:
-        """Stream the committed tokens of one branch. Options as in `generate`. Other requests are served alongside."""
+        """Stream the committed tokens of one branch, as `Branch.stream`. Other requests are served alongside."""
         greedy = Sampling() if sampling is None else sampling
         request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
         return self.open_stream(branch, request)
@@ -325,9 +325,8 @@ class Core(Uncopied):
     def open_stream(self, branch: Branch, request: Request) -> Stream:
         """Start a request on a branch and stream its tokens."""
         job = self._job(branch, request)
-        stream = Stream(self.forest, job, branch.record)
         self.forest.start(job)
-        return stream
+        return Stream(self.forest, job)
 
     def check_integrity(self) -> list[str]:
         """Recount pages, tree, prefixes and rows. Returns lines with the counts; IntegrityError names the first fault."""

@@ -98,20 +98,26 @@ class Forest:
         self.note(lane, "force", tokens=ids)
 
     @changing
-    def rollback(self, lane: Lane, to: int) -> None:
+    def rollback(self, lane: Lane, to: int, pending: bool = False) -> None:
         """Cut the path back to `to` tokens, with KV, captured rows and finish state. Rejected branches of the removed part go
-        too, unless they keep rows or pages."""
+        too, unless they keep rows or pages.
+
+        pending  the last token left has neither KV nor rows, as if it had just been generated
+        """
         record = self.tree.branch(lane.branch)
         shorter = to < len(record.tokens)
-        self.tree.rollback(lane.branch, to)
+        self.tree.rollback(lane.branch, to, pending=pending)
         for rejected in [other for other in record.cut if other.fork_position > to and not other.forks]:
             if rejected.id not in self.loop.lanes:
                 self.tree.discard(rejected.id)
-        self.runner.pool.truncate(lane.table, min(to, lane.table.length))
-        lane.computed = min(lane.computed, to)
-        if shorter and lane.recording is not None and lane.capture is not None:
-            lane.recording.truncate(to - lane.capture.lag)
-        self.note(lane, "rollback", to=to)
+        lane.computed = min(lane.computed, to - pending)
+        self.runner.pool.truncate(lane.table, min(lane.computed, lane.table.length))
+        if lane.recording is not None and lane.capture is not None:
+            if shorter:
+                lane.recording.truncate(to - lane.capture.lag)
+            if pending:
+                lane.recording.truncate(to - 1)
+        self.note(lane, "rollback", to=to, **({"pending": True} if pending else {}))
 
     @changing
     def release(self, lane: Lane) -> None:
