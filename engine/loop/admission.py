@@ -89,7 +89,7 @@ class Admission:
     def _first_row(self, job: Job) -> int:
         """Where the next pass starts. Choosing the next token takes the last token's row, even if its KV is known."""
         num_tokens = len(self.tree.branch(job.lane.branch).tokens)
-        first = job.lane.first_missing(num_tokens, job.final and job.remaining == 0)
+        first = job.lane.first_missing(num_tokens)
         return min(first, num_tokens - 1) if job.remaining else first
 
     def _rank(self, job: Job) -> int:

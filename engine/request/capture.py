@@ -54,7 +54,7 @@ class CaptureSpec:
 
     @property
     def lag(self) -> int:
-        """The number of rows at the tip that wait: Z holds the probability of the *next* token, which must be known first."""
+        """How many tokens beyond its own a row depends on: Z holds the log-probability of the *next* token."""
         return 1 if self.lens else 0
 
 
@@ -118,7 +118,8 @@ class Recording:
         """the first position to capture"""
         self.chunks = list(chunks)
         self.open_end = open_end
-        """whether the last row was read before its next token was known; once it is known, the row must be read again"""
+        """whether the last row was read before its next token was known: Z.emitted is NaN, and once the token is known the row
+        is read again"""
 
     @property
     def end(self) -> int:
@@ -138,6 +139,15 @@ class Recording:
             self.chunks = _cut(self.chunks, chunk.start)
         self.chunks.append(chunk if chunk.start >= self.base else chunk.since(self.base))
         self.open_end = open_end
+
+    def take_over(self, other: "Recording") -> None:
+        """Mutates: holds the rows of `other`, which has all of these rows and more."""
+        self.chunks, self.open_end = list(other.chunks), other.open_end
+
+    def num_valid(self, num_tokens: int, lag: int) -> int:
+        """How many positions keep their rows on a path of which only the first `num_tokens` tokens stay. A row that knows its
+        next token goes with that token."""
+        return num_tokens if self.open_end and self.end <= num_tokens else num_tokens - lag
 
     def truncate(self, length: int) -> None:
         """Mutates: drops positions from `length` on."""

@@ -139,11 +139,16 @@ class Branch(Uncopied):
 
     @property
     def activations(self) -> Recording:
-        """Captured rows by site, in order of position."""
+        """Captured rows by site, in order of position: one for each committed token. A pending token has none yet.
+
+        Missing rows, such as those of a fork with edits that has generated nothing yet, are computed, to the bits that a
+        request would give them. Z.emitted is NaN in a last row that no token follows.
+        """
         if self.lane.recording is None:
             raise BadRequest(
                 "Nothing was captured on this branch. Ask for sites when you make it, e.g. prompt(..., sites='STC')."
             )
+        self.engine.forest.complete_rows(self.lane)
         return self.lane.recording
 
     @property

@@ -119,7 +119,8 @@ class Prefiller:
         sites = tuple(dict.fromkeys([*spec.sites, *streams, self.config.read_site]))
         p.kept = p.lane.recording
         p.lane.capture = replace(spec, sites=sites, lens=None)
-        p.lane.recording = Recording(base=p.settled * self.config.chunk if p.kept is None else p.kept.end)
+        known = p.settled * self.config.chunk if p.kept is None else p.kept.end - p.kept.open_end
+        p.lane.recording = Recording(base=known)
         self._hand_on(p)
 
     # ---- one round ----------------------------------------------------------------------------------------------
@@ -241,10 +242,11 @@ class Prefiller:
         thoughts = lane.thoughts = Thoughts(self.config, p.thoughts[0], tuple(p.thoughts), p.states, p.inner, tuple(p.rounds))
         lane.capture, lane.recording = spec, None
         if spec is not None:
-            before = p.kept.chunks if p.kept is not None else ()
-            lane.recording = ThinkingRecording(thoughts, spec.thoughts, 0, before)
-            if raw.chunks and (end := len(p.path) - spec.lag) > lane.recording.end:
-                lane.recording.append(raw.base, self._rows(spec, raw, raw.base, p.path, end))
+            before = Recording() if p.kept is None else p.kept
+            lane.recording = ThinkingRecording(thoughts, spec.thoughts, 0, before.chunks, before.open_end)
+            if raw.chunks:
+                rows = self._rows(spec, raw, raw.base, p.path, len(p.path))
+                lane.recording.append(raw.base, rows, open_end=spec.lag > 0)
         lane.rejected = [branch for branch in p.rejected if branch in self.forest.loop.lanes]
         if not p.planted:
             self.forest.note(lane, "release")

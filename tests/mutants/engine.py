@@ -38,8 +38,8 @@ ENGINE = (
     Mutant(
         "rejected-rows-of-chain-0",
         "replaylens.engine.loop.commit",
-        "first = result.batch.row(turn.segments[index], turn.end + num_accepted)",
-        "first = result.batch.row(turn.segments[0], turn.end + num_accepted)",
+        "return rows.chunk(lane, turn.segments[index], turn.end + num_accepted,",
+        "return rows.chunk(lane, turn.segments[0], turn.end + num_accepted,",
         "a rejected sibling has the rows of its own path",
         ("tests/engine/loop/test_siblings.py",),
     ),
@@ -213,9 +213,9 @@ ENGINE = (
     ),
     Mutant(
         "rows-after-a-rollback",
-        "replaylens.engine.serving.forest",
-        "lane.recording.truncate(to - lane.capture.lag)",
-        "lane.recording.truncate(to)",
+        "replaylens.engine.request.capture",
+        "return num_tokens if self.open_end and self.end <= num_tokens else num_tokens - lag",
+        "return num_tokens",
         "captured rows roll back with their tokens and successors",
         ("tests/engine/lens/test_readout.py::test_a_row_whose_successor_changed_is_read_again",),
     ),
