@@ -111,7 +111,13 @@ class Chunk:
 
 
 class Recording:
-    """The captured rows of one branch, by position. Rolls back with the branch; forks share their common rows."""
+    """The captured rows of one branch, by position. Rolls back with the branch; forks share their common rows.
+
+    Reads like a dictionary from sites to tensors; sites may be called by their older names.
+    """
+
+    aliases: Mapping[str, str] = {}
+    """older names of sites"""
 
     def __init__(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> None:
         self.base = base
@@ -162,7 +168,12 @@ class Recording:
 
     def like(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> "Recording":
         """A recording of the same kind, with these rows."""
-        return Recording(base, chunks, open_end)
+        made = self._empty(base)
+        made.chunks, made.open_end, made.aliases = list(chunks), open_end, self.aliases
+        return made
+
+    def _empty(self, base: int) -> "Recording":
+        return Recording(base)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError naming the first captured row that is missing. Changes nothing."""
@@ -185,8 +196,21 @@ class Recording:
     def __iter__(self) -> Iterator[str]:
         return iter(self.sites())
 
+    def __len__(self) -> int:
+        """The number of sites, as in a dictionary."""
+        return len(self.sites())
+
+    def __bool__(self) -> bool:
+        return True  # also before its first row
+
     def __contains__(self, site: object) -> bool:
-        return site in self.sites()
+        return isinstance(site, str) and self.aliases.get(site, site) in self.sites()
+
+    def get(self, site: str) -> Tensor | None:
+        """A copy of all rows of a site; None if it was not captured."""
+        if site not in self:
+            return None
+        return self[site]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Sites with all their rows, as in a dictionary."""
@@ -201,19 +225,22 @@ class Recording:
 
     def __getitem__(self, site: str) -> Tensor:
         """A copy of all rows of a site, in order of position: [rows, ...]. The rows themselves are shared with forks."""
-        pieces = self._pieces(site)
+        pieces = self._pieces(self._named(site))
         return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
 
     def peek(self, site: str) -> Tensor:
         """As `recording[site]`, but possibly without a copy. The caller must not change it."""
-        pieces = self._pieces(site)
+        pieces = self._pieces(self._named(site))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
+    def _named(self, site: str) -> str:
+        """The current name of a captured site; UnknownSite if it was not captured."""
+        if site not in self:
+            raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(self.sites()) or 'nothing'}.")
+        return self.aliases.get(site, site)
+
     def _pieces(self, site: str) -> list[Tensor]:
-        """The rows of a site, chunk by chunk."""
-        known = self.sites()
-        if not isinstance(site, str) or site not in known:
-            raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(known) or 'nothing'}.")
+        """The rows of a captured site, chunk by chunk."""
         pieces = [chunk.piece(site) for chunk in self.chunks if chunk.rows]
         if len({piece.shape[1:] for piece in pieces}) > 1:  # attention patterns: later rows have room for more keys
             most = max(piece.shape[-1] for piece in pieces)

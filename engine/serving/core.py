@@ -37,7 +37,7 @@ from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.edits import Edit, Hook, place_all, resolve_hooks
 from replaylens.engine.request.positions import Where
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, integer, items, shown, token_ids, whole
+from replaylens.engine.request.values import flag, instance, integer, items, one_path, shown, token_ids, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
@@ -421,7 +421,7 @@ class Core(Uncopied):
 
     def tokens_of(self, text: str | Sequence[int] | Tensor) -> list[int]:
         """The token ids of a prompt; BadRequest if it is empty, too long, or has ids outside the vocabulary."""
-        return self._check_tokens(self.text.encode(text) if isinstance(text, str) else token_ids("text", text))
+        return self._check_tokens(self.text.encode(text) if isinstance(text, str) else one_path(text))
 
     def _check_tokens(self, ids: list[int], before: int = 0) -> list[int]:
         """The ids; BadRequest if there are none, too many, or some outside the vocabulary."""

@@ -17,6 +17,7 @@ from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchTree, TokenState
+from replaylens.engine.model import sites
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, Recording
@@ -38,6 +39,7 @@ class Forest:
     ) -> None:
         self.runner, self.tree, self.prefix, self.loop, self.trace = runner, tree, prefix, loop, trace
         self.lock = lock
+        self.aliases = sites.table(runner.model.config).aliases
         self._thread = threading.local()
         loop.listeners.append(self._listen)
 
@@ -48,7 +50,9 @@ class Forest:
         if capture is None and not hooks:  # captured rows must be computed, even if their KV is cached
             table = self.prefix.adopt(path, page_keys(edits, len(path) // size, size), limit=len(path) - 1)
         lane = Lane(self.tree.plant(path), table, computed=table.length, edits=edits, hooks=hooks, capture=capture)
-        lane.recording = Recording() if capture is not None else None
+        if capture is not None:
+            lane.recording = Recording()
+            lane.recording.aliases = self.aliases
         self.add(lane)
         self.note(lane, "plant", edits, hooks, tokens=path, capture=asdict(capture) if capture else None)
         return lane
@@ -116,7 +120,8 @@ class Forest:
             lane.tokens_gone(to)
         if pending and lane.recording is not None:
             lane.recording.truncate(to - 1)
-        self.note(lane, "rollback", to=to, **({"pending": True} if pending else {}))
+        details: dict[str, Any] = {"to": to, "pending": True} if pending else {"to": to}
+        self.note(lane, "rollback", **details)
 
     @changing
     def release(self, lane: Lane) -> None:

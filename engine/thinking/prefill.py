@@ -228,6 +228,7 @@ class Prefiller:
             tokens = tree.path(branch)
             other.capture = p.capture
             other.recording = ThinkingRecording(thoughts, p.capture.thoughts, base=start)
+            other.recording.aliases = self.forest.aliases
             other.recording.append(start, self._rows(p.capture, lane.recording, start, tokens, len(tokens)))
             self.forest.loop.lanes[branch] = other
         self._trace(other, p.capture)
@@ -242,8 +243,10 @@ class Prefiller:
         thoughts = lane.thoughts = Thoughts(self.config, p.thoughts[0], tuple(p.thoughts), p.states, p.inner, tuple(p.rounds))
         lane.capture, lane.recording = spec, None
         if spec is not None:
-            before = Recording() if p.kept is None else p.kept
-            lane.recording = ThinkingRecording(thoughts, spec.thoughts, 0, before.chunks, before.open_end)
+            lane.recording = ThinkingRecording(thoughts, spec.thoughts)
+            lane.recording.aliases = self.forest.aliases
+            if p.kept is not None:
+                lane.recording.take_over(p.kept)
             if raw.chunks:
                 rows = self._rows(spec, raw, raw.base, p.path, len(p.path))
                 lane.recording.append(raw.base, rows, open_end=spec.lag > 0)
