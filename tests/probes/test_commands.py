@@ -49,7 +49,6 @@ def test_list() -> None:
         (("probe", "DUMP", "--layers", "one"), "--layers one"),
         (("probe", "DUMP", "--estimators", "magic"), "UnknownEstimator"),
         (("probe", "DUMP", "--sites", "S", "--layers", "-1"), "layers 0, 1, 2, 3, 4"),
-        (("probe", "DUMP", "--layers", "4"), "T is stored at layers 0, 1, 2, 3;"),
         (("probe", "DUMP", "--sites", "S", "--jobs", "0"), "jobs=0"),
         (("report", "DUMP", "probes/none"), "probes/none does not exist"),
         (("steer", "DUMP"), "Give one of 0, 1, 2, 3, 4"),

@@ -332,13 +332,13 @@ def test_report_on_disk(coin_dump: Dump, report_folder: Path) -> None:
         ({"layers": 2}, "Invalid layers=2. Give a list of layers"),
         ({"layers": "2"}, "Invalid layers='2'. Give a list of layers"),
         ({"layers": [1.5]}, "Invalid layers=1.5"),
-        ({"layers": [-1]}, "No layer -1. S is stored at layers 0, 1, 2, 3, 4; T is stored at layers 0, 1, 2, 3;"),
+        ({"layers": [-1]}, "No layer -1. S is stored at layers 0, 1, 2, 3, 4. Give one of these"),
         ({"positions": 1.5}, "Unknown position '1.5'. Use all, a number"),
     ],
 )
 def test_options_that_cannot_be_meant(coin_dump: Dump, options: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=re.escape(message)):
-        sweep(coin_dump, "face", **options)
+        sweep(coin_dump, "face", sites="S", **options)
 
 
 def test_a_folder_is_not_a_dump() -> None:
