@@ -32,22 +32,22 @@ of a prompt, has an outcome too.
 
 There are four kinds of undo:
 
-| what                    | when                                     | what it undoes                                                 |
-|-------------------------|------------------------------------------|----------------------------------------------------------------|
-| `Committer.drop_drafts` | a turn is judged, or tried again without | the drafts in the tree; pages and rows are left to the caller  |
-|                         | its drafts                               |                                                                |
-| `Committer.abandon`     | the turn's pass failed, or was           | the whole turn: drafts, pages, KV; the branch is as before it  |
-|                         | interrupted                              |                                                                |
-| `Loop._isolate`         | a pass of several turns failed           | nothing yet: runs each turn alone to find the one that fails,  |
-|                         |                                          | which is then abandoned                                        |
-| `Loop.end`              | a job is cancelled or failed             | the rest of the job; committed tokens stay, and forced tokens  |
-|                         |                                          | without KV are removed                                         |
+| what                    | when                               | what it undoes                                                |
+|-------------------------|------------------------------------|---------------------------------------------------------------|
+| `Committer.drop_drafts` | a turn is judged, or tried again   | the drafts in the tree; pages and rows are left to the caller |
+|                         | without its drafts                 |                                                               |
+| `Committer.abandon`     | the turn's pass failed, or was     | the whole turn: drafts, pages, KV; the branch is as before it |
+|                         | interrupted                        |                                                               |
+| `Loop._isolate`         | a pass of several turns failed     | nothing yet: runs each turn alone to find the one that fails, |
+|                         |                                    | which is then abandoned                                       |
+| `Loop.end`              | a job is cancelled, or failed      | the rest of the job; committed tokens stay, and forced tokens |
+|                         |                                    | without KV are removed                                        |
 
-Captured rows come with their token, but Z, the logit lens, holds the log-probability of the *next* token. Three names deal with
-that. `CaptureSpec.lag` says how many tokens after its own a row depends on: 1 with Z, else 0. `Recording.open_end` says that the
-last row was read at the tip, where no token follows: its Z.emitted is NaN. `Lane.first_missing` then starts the next pass one
-position earlier, so that this row is computed and read again, with the same bits elsewhere. Removing a token drops the row
-before it as well, for that row knew it.
+Captured rows come with their token, but Z, the logit lens, holds the log-probability of the *next* token. Three names deal
+with that. `CaptureSpec.lag` says how many tokens after its own a row depends on: 1 with Z, else 0. `Recording.open_end` says
+that the last row was read at the tip, where no token follows: its Z.emitted is NaN. `Lane.first_missing` then starts the next
+pass one position earlier, so that this row is computed and read again, with the same bits elsewhere. Removing a token drops
+the row before it as well, since its Z depends on that token.
 
 `lane` holds what is live of a branch (`Lane`) and the work on it (`Job`); `turn` holds one job's part of one step.
 """

@@ -1,4 +1,4 @@
-"""`Reservations`: reserves pages for turns, and decides who gives up theirs. What is given up is computed again, to the same bits."""
+"""`Reservations`: pages for turns, and who gives up theirs. What is given up is computed again, to the same bits."""
 
 from collections.abc import Callable
 

@@ -127,10 +127,9 @@ def flipped_prefix(s: Session) -> str:
 
 
 def dropped_row(s: Session) -> str:
-    chunks = s.branch.activations.chunks
-    end = chunks[0].end
-    chunks[0] = chunks[0].upto(end - 1)
-    return rf"Captured rows: position {end} follows {end - 2}; expected {end - 1}"
+    chunk = s.branch.activations.chunks[0]
+    chunk.end, chunk.positions = chunk.end - 1, chunk.positions[:-1]
+    return rf"Captured rows: position {chunk.end + 1} follows {chunk.end - 1}; expected {chunk.end}"
 
 
 def dropped_row_of_one_site(s: Session) -> str:

@@ -10,9 +10,10 @@ from replaylens.engine.request.positions import Where, before
 ENDS = st.one_of(st.none(), st.integers(-30, 30))
 
 
-@given(
-    st.sampled_from(["all", "prompt", "response"]), ENDS, ENDS, st.integers(1, 5), st.integers(1, 20), st.integers(0, 9), st.data()
-)  # fmt: skip
+PARTS = st.sampled_from(["all", "prompt", "response"])
+
+
+@given(PARTS, ENDS, ENDS, st.integers(1, 5), st.integers(1, 20), st.integers(0, 30), st.data())
 def test_a_slice_is_pythons_slice_of_the_part(part, start, stop, step, num_prompt, more, data):
     if part != "prompt":
         start, stop = (None if end is None else abs(end) for end in (start, stop))
