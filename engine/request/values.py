@@ -105,11 +105,11 @@ def one_path(value: Any) -> list[Any]:
     several = "Give one prompt: text, or a list of token ids. For several, use prompts([...])."
     if isinstance(value, np.ndarray | Tensor) and value.ndim > 1:
         if value.ndim > 2 or len(value) != 1:
-            raise BadRequest(f"Token ids of shape {tuple(value.shape)} are not one prompt. {several}")
+            raise BadRequest(f"Invalid text={type(value).__name__} of shape {tuple(value.shape)}. {several}")
         value = value[0]
-    if isinstance(value, list | tuple) and any(isinstance(each, list | tuple | str) for each in value):
+    if isinstance(value, list | tuple) and value and all(isinstance(each, list | tuple | str) for each in value):
         if len(value) != 1 or isinstance(value[0], str):
-            raise BadRequest(f"{shown(value)} is not one prompt. {several}")
+            raise BadRequest(f"Invalid text={shown(value)}. {several}")
         value = value[0]
     return token_ids("text", value)
 
