@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.tree import BranchStatus
