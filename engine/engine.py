@@ -188,7 +188,10 @@ def load_model(source: Any, dtype: torch.dtype, check: bool) -> tuple[Decoder, T
         source = smollm2.fetched_folder()
     if isinstance(source, str | Path) and not _exists(Path(source)):
         known = no_such("model", str(source), (*zoo.names(), *thinking_zoo.names(), smollm2.SHORT))
-        raise UnsupportedModel(f"{source} is neither a folder nor a .gguf file. {known}")
+        raise UnsupportedModel(
+            f"{source} is neither a folder nor a .gguf file. {known} For a model of the Hugging Face hub, download it "
+            "(hf download) and give the folder, or pass the loaded transformers model."
+        )
     is_folder = isinstance(source, str | Path) and Path(source).is_dir()
     text = load_text(Path(source)) if is_folder else Text(getattr(source, "tokenizer", None))
     return weights.load(source, dtype, check), text

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from replaylens.tasks import errors as tasks
+
 
 class EngineError(Exception):
     """The base of all errors of the engine."""
@@ -202,6 +204,10 @@ def no_such(kind: str, name: str, known: Iterable[str]) -> str:
     nearest = get_close_matches(name, known, n=1, cutoff=0.7)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
     return f"Unknown {kind} {name!r}{hint}. Known: {', '.join(known)}."
+
+
+class UnknownWord(BadRequest, tasks.UnknownWord):
+    """The tokenizer's vocabulary lacks a word of the text. `word` and `offset` say which."""
 
 
 class BadThought(BadRequest):

@@ -8,6 +8,7 @@ X, y, roots = here.matrix("S", 2), here.target("face").values, here.roots
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,9 @@ class ProbeRows:
         """From a dump, a run with captured sites, or rows already made."""
         if isinstance(given, ProbeRows):
             return given
+        if not isinstance(given, Dump | Run):
+            hint = f" Open the dump first: Dump.open({given!r})." if isinstance(given, str | Path) else ""
+            raise ProbeError(f"Cannot probe a {type(given).__name__}. Give a Dump, a Run or ProbeRows.{hint}")
         if isinstance(given, Dump):
             if given.filters:
                 raise ProbeError("The dump is filtered, but steps need whole paths. Give the whole dump and narrow the rows.")
@@ -180,6 +184,7 @@ class ProbeRows:
         words = re.split(r"[,\s]+", sites) if isinstance(sites, str) else list(sites)
         cells: list[Cell] = []
         known: set[int] = set()
+        where: dict[str, str] = {}
         for word in filter(None, words):
             if not set(word) <= set(LETTERS):
                 cells.append(Cell(word, None))
@@ -189,11 +194,13 @@ class ProbeRows:
                 if not stored:
                     raise UnknownSite(f"Site {letter} was not captured. Dump or replay with sites that include it.")
                 known |= stored.keys()
+                where[letter] = ", ".join(map(str, stored))
                 cells += [Cell(letter, n) for n in stored if layers is None or n in layers]
         if known and (missing := sorted(set(layers or ()) - known)):
-            raise UnknownSite(f"No layer {missing[0]}. {sites} is stored at layers {', '.join(map(str, sorted(known)))}.")
+            listed = "; ".join(f"{letter} is stored at layers {numbers}" for letter, numbers in where.items())
+            raise UnknownSite(f"No layer {missing[0]}. {listed}. Give one of these: sweeps do not count from the end.")
         if not cells:
-            raise UnknownSite(f"No cells for sites {sites!r} at layers {layers}. Give other sites or layers.")
+            raise UnknownSite(f"No cells for sites {' '.join(words)!r} at layers {layers}. Give other sites or layers.")
         return cells
 
     def cell(self, site: str, layer: int | None = None) -> Cell:

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import no_such
+from replaylens.engine.request.values import items, whole
 from replaylens.engine.run import Run
 from replaylens.probes import splits
 from replaylens.probes.controls import histories, untrained_rows
@@ -85,11 +86,11 @@ def sweep(
     settings = SweepSettings(
         labels=_words(label),
         sites=_words(sites),
-        positions=tuple(map(str, [positions] if isinstance(positions, str | int) else positions)),
+        positions=tuple(map(str, [positions] if isinstance(positions, str | int | float) else positions)),
         estimators=_words(estimators),
         split=split if isinstance(split, str) else getattr(split, "__name__", "own"),
         untrained=engine is not None,
-        layers=None if layers is None else tuple(layers),
+        layers=None if layers is None else _layers(layers),
         folds=folds,
         branches=branches,
         controls=controls,
@@ -251,6 +252,11 @@ def _digest(rows: ProbeRows) -> str:
     frames = [rows.frame] if rows.wider is None else [rows.frame, rows.wider.frame]
     index = hashlib.sha256("".join(frame.to_csv(index=False) for frame in frames).encode()).hexdigest()
     return f"{rows.about.digest}:{made.digest if made else ''}:{index}"
+
+
+def _layers(given: Any) -> tuple[int, ...]:
+    layers = items("layers", given, "a list of layers, such as [0, 3]", ProbeError)
+    return tuple(whole("layers", layer, error=ProbeError) for layer in layers)
 
 
 def _words(given: str | Sequence[str]) -> tuple[str, ...]:

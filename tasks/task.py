@@ -177,6 +177,8 @@ class Task(ABC, Generic[K]):
 
     def examples(self, which: int | Iterable[int]) -> list[Example]:
         """The first `which` examples, or those at the given indices."""
+        if isinstance(which, bool) or (isinstance(which, int) and which < 0):
+            raise BadIndex(which)
         return [self.example(index) for index in (range(which) if isinstance(which, int) else which)]
 
     def read(self, text: str, index: int | None = None) -> Reading:

@@ -5,7 +5,8 @@ has one `Turn` per step:
 
 | stage     | modules                        | what happens                                                                  |
 |-----------|--------------------------------|-------------------------------------------------------------------------------|
-| admit     | `admission`, `planner`, `room` | plans a turn: the rows without KV, the number of drafts, and pages for both   |
+| admit     | `admission`, `planner`,        | plans a turn: the rows without KV, the number of drafts, and pages for both   |
+|           | `reservations`                 |                                                                               |
 | draft     | `drafters`                     | proposes chains of tokens; any KV written here is provisional                 |
 | verify    | `loop`, `verify`               | runs one canonical pass over the rows and drafts of all turns, then accepts   |
 |           |                                | each draft that equals the token chosen from the row before it                |
@@ -24,6 +25,29 @@ One turn, with three drafts of which one is accepted:
 Every committed token is chosen from canonical logits, and every committed KV entry and row comes from a canonical pass. So
 the output is a function of weights, path and edits; drafts only change how many tokens one pass yields. Preemption is a
 rollback of KV alone: a branch that gives up its pages is computed again, to the same bits.
+
+A `Verdict` is what the pass says about a turn's drafts: how many are accepted, and the token after them. An `Outcome` is what
+is committed of it: a stop token or the request's length may end the turn earlier, and a turn without a verdict, such as a part
+of a prompt, has an outcome too.
+
+There are four kinds of undo:
+
+| what                    | when                               | what it undoes                                                |
+|-------------------------|------------------------------------|---------------------------------------------------------------|
+| `Committer.drop_drafts` | a turn is judged, or tried again   | the drafts in the tree; pages and rows are left to the caller |
+|                         | without its drafts                 |                                                               |
+| `Committer.abandon`     | the turn's pass failed, or was     | the whole turn: drafts, pages, KV; the branch is as before it |
+|                         | interrupted                        |                                                               |
+| `Loop._isolate`         | a pass of several turns failed     | nothing yet: runs each turn alone to find the one that fails, |
+|                         |                                    | which is then abandoned                                       |
+| `Loop.end`              | a job is cancelled, or failed      | the rest of the job; committed tokens stay, and forced tokens |
+|                         |                                    | without KV are removed                                        |
+
+Captured rows come with their token, but Z, the logit lens, holds the log-probability of the *next* token. Three names deal
+with that. `CaptureSpec.lag` says how many tokens after its own a row depends on: 1 with Z, else 0. `Recording.open_end` says
+that the last row was read at the tip, where no token follows: its Z.emitted is NaN. `Lane.first_missing` then starts the next
+pass one position earlier, so that this row is computed and read again, with the same bits elsewhere. Removing a token drops
+the row before it as well, since its Z depends on that token.
 
 `lane` holds what is live of a branch (`Lane`) and the work on it (`Job`); `turn` holds one job's part of one step.
 """

@@ -9,7 +9,7 @@ from replaylens.engine.errors import OutOfPages
 from replaylens.engine.loop.drafters import Drafter
 from replaylens.engine.loop.lane import Job
 from replaylens.engine.loop.planner import Planner
-from replaylens.engine.loop.room import Room
+from replaylens.engine.loop.reservations import Reservations
 from replaylens.engine.loop.turn import Turn
 from replaylens.engine.memory.tree import BranchTree
 from replaylens.engine.passes.runner import Runner
@@ -26,12 +26,12 @@ class Admission:
         runner: Runner,
         tree: BranchTree,
         drafters: dict[str, Drafter],
-        room: Room,
+        reservations: Reservations,
         max_rows: int,
         fail: Callable[[Job, Exception], None],
     ) -> None:
         """`fail(job, error)` ends a job that does not fit into the cache even on its own."""
-        self.runner, self.tree, self.drafters, self.room = runner, tree, drafters, room
+        self.runner, self.tree, self.drafters, self.reservations = runner, tree, drafters, reservations
         self.max_rows, self.fail = max_rows, fail
         self.planner = Planner()
         self._jobs: list[Job] = []
@@ -89,7 +89,7 @@ class Admission:
     def _first_row(self, job: Job) -> int:
         """Where the next pass starts. Choosing the next token takes the last token's row, even if its KV is known."""
         num_tokens = len(self.tree.branch(job.lane.branch).tokens)
-        first = job.lane.first_missing(num_tokens, job.final and job.remaining == 0)
+        first = job.lane.first_missing(num_tokens)
         return min(first, num_tokens - 1) if job.remaining else first
 
     def _rank(self, job: Job) -> int:
@@ -120,7 +120,7 @@ class Admission:
         younger = self._jobs[self._jobs.index(turn.job) + 1 :]
         victims = [job for job in younger if job.lane.last_used != self._clock]
         width = self._width(turn.job, turn.end) if turn.num_drafts else 1
-        return self.room.reserve(turn, width, self._jobs, victims)
+        return self.reservations.reserve(turn, width, self._jobs, victims)
 
     def _last_resort(self, job: Job) -> Turn | None:
         """For the oldest job, whose window does not fit even with all pages to itself: a turn without drafts, or failure."""

@@ -104,8 +104,7 @@ class Committer:
     def _captured(
         self, turn: Turn, outcome: Outcome, rows: "PassRows | Mapping[str, Tensor] | None"
     ) -> tuple[Chunk, bool] | None:
-        """(rows, open end) of the committed positions, without those at the tip that wait for their next token. None: nothing
-        to record."""
+        """(rows, open end) of the committed positions. None: nothing to record."""
         job, lane = turn.job, turn.job.lane
         if lane.capture is None or lane.recording is None or rows is None:
             return None
@@ -114,8 +113,8 @@ class Committer:
         length = turn.end + len(added) if turn.complete else len(known)
         computed, start = turn.end + outcome.accepted, self.first_to_record(turn)
         end = min(computed, length - lane.capture.lag)
-        if isinstance(rows, PassRows) and job.final and job.remaining == 0 and computed == length:
-            end = computed  # after a burst, a last pass reads the last row
+        if isinstance(rows, PassRows) and job.remaining == 0 and computed == length:
+            end = computed  # no token follows yet: the last row's end is open. After a burst, a pass reads that row
         if end <= start:
             return None
         open_end = end == length and lane.capture.lag > 0

@@ -71,29 +71,36 @@ class Lane:
     """if the lane itself keeps no rows: the empty recording that its forks start from"""
     traced: bool = True
     """whether its events go into the engine's trace"""
+    streamed: "Job | None" = None
+    """the last request whose tokens a stream yields"""
 
     @property
     def certified(self) -> bool:
         """Whether its bits are a function of weights, path and edits. A hook function may compute anything."""
         return self.exact and not self.hooks
 
-    def first_missing(self, num_tokens: int, final: bool) -> int:
+    @property
+    def unread(self) -> bool:
+        """Whether its open stream has more tokens to yield. How many is a matter of the clock, so nothing may build on them."""
+        return self.streamed is not None and self.streamed.generated > self.streamed.num_yielded
+
+    def first_missing(self, num_tokens: int) -> int:
         """The first position to compute for all `num_tokens` to have KV and captured rows.
 
-        Unless `final`, rows at the tip whose capture waits for the next token do not count as missing.
+        It may lie before `computed`: Z holds the log-probability of the next token, so a row that was read at the tip is
+        computed and read again once a token follows. Its other sites and its KV get the same bits.
         """
         if self.recording is None or self.capture is None:
             return self.computed
-        wanted = num_tokens if final else num_tokens - self.capture.lag
         end = self.recording.end
         if self.recording.open_end and num_tokens > end:
             end -= 1
-        return min(self.computed, end) if end < wanted else self.computed
+        return min(self.computed, end) if end < num_tokens else self.computed
 
     def tokens_gone(self, num_tokens: int) -> None:
         """Mutates: drops the captured rows that depend on tokens from `num_tokens` on, which were removed."""
-        if self.recording is not None and self.capture is not None and not self.recording.open_end:
-            self.recording.truncate(num_tokens - self.capture.lag)
+        if self.recording is not None and self.capture is not None:
+            self.recording.truncate(self.recording.num_valid(num_tokens, self.capture.lag))
 
 
 @dataclass(eq=False)
@@ -116,6 +123,8 @@ class Job:
     cancel_at: int | None = None
     """to replay a cancelled job: cancel after this many tokens, with windows planned for `new_tokens`"""
     generated: int = 0
+    num_yielded: int = 0
+    """tokens that its stream, if it has one, has yielded"""
     finish_reason: str | None = None
     error: Exception | None = None
     done: bool = False

@@ -14,7 +14,7 @@ from replaylens.engine.loop.captured import PassRows
 from replaylens.engine.loop.commit import Committer, Outcome
 from replaylens.engine.loop.drafters import Chains, DraftCall, Drafter
 from replaylens.engine.loop.lane import Job, Lane
-from replaylens.engine.loop.room import Room
+from replaylens.engine.loop.reservations import Reservations
 from replaylens.engine.loop.turn import Turn
 from replaylens.engine.loop.verify import Verdict, judged
 from replaylens.engine.memory.prefix import PrefixIndex
@@ -51,8 +51,8 @@ class Loop:
         self.lanes: dict[int, Lane] = {}
         self.lenses = lenses
         self.committer = Committer(runner, tree, self.lanes)
-        self.room = Room(runner, prefix, self.lanes, lambda job: self._notify("preempt", job))
-        self.admission = Admission(runner, tree, drafters, self.room, max_rows, self.end)
+        self.reservations = Reservations(runner, prefix, self.lanes, lambda job: self._notify("preempt", job))
+        self.admission = Admission(runner, tree, drafters, self.reservations, max_rows, self.end)
         self.jobs: list[Job] = []
         self.listeners: list[Listener] = []
         self.bursts: Bursts | None = None
@@ -297,7 +297,7 @@ class Loop:
     def refusal(self, job: Job) -> EngineError | None:
         """Why a job cannot be served, regardless of other jobs' load; None: it can."""
         record, vocab = self.tree.branch(job.lane.branch), self.runner.model.config.vocab_size
-        if any(other.lane is job.lane for other in self.jobs):
+        if job.lane.unread or any(other.lane is job.lane for other in self.jobs):
             return BadRequest(f"Branch {record.id} is busy with another request. Finish it or close its stream first.")
         if record.status is BranchStatus.REJECTED:
             return ClosedBranch(f"Branch {record.id} is rejected. Fork it to continue from its tokens.")

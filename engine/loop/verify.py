@@ -15,7 +15,7 @@ from replaylens.engine.passes.runner import PassResult
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one verification."""
+    """What one verification says. How much of it is committed is an `Outcome`."""
 
     chain: int
     """which of the sibling chains is followed; 0 if all are rejected"""

@@ -177,12 +177,13 @@ class BranchTree:
             child.above = (parent, self.branch(parent.parent))
         return child.id
 
-    def rollback(self, branch_id: int, length: int, keep: bool = False) -> int | None:
+    def rollback(self, branch_id: int, length: int, keep: bool = False, pending: bool = False) -> int | None:
         """Remove the tokens from `length` on. Mutates the branch.
 
         The branch is open again and has no finish reason, even if nothing was removed: the caller must derive it again.
         With `keep`, the removed tokens are kept as a child branch of status REJECTED. Its id is returned, or None if
         nothing was removed; the caller releases it. Children that forked beyond `length` are not changed.
+        With `pending`, the last token that is left waits for its KV again, as a generated token does.
         """
         branch = self._changeable(branch_id, BranchStatus.OPEN, BranchStatus.FINISHED)
         if not branch.root_length <= length <= len(branch.tokens):
@@ -193,6 +194,8 @@ class BranchTree:
         kept_id = self._keep(branch, length) if keep and length < len(branch.tokens) else None
         del branch.tokens[length:]
         del branch.states[length:]
+        if pending:
+            branch.states[-1] = PENDING
         if length < branch.fork_position:  # the branch now leaves its parent earlier
             branch.fork_position, branch.prefix_hash = length, hash(tuple(branch.tokens))
         branch.status, branch.finish_reason = BranchStatus.OPEN, None

@@ -67,7 +67,8 @@ class SiteTable:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self.sites: dict[str, Site] = {}
-        self._by_alias: dict[str, str] = {}
+        self.aliases: dict[str, str] = {}
+        """legacy name -> site"""
         for name, (shape, alias) in _GLOBAL_SITES.items():
             if name != "pos_embed.hook_out" or config.learned_positions:
                 self._add(name, None, shape, alias)
@@ -77,10 +78,10 @@ class SiteTable:
                     self._add(f"blocks.{layer}.{name}", layer, shape, f"blocks.{layer}.{alias}" if alias else None)
         if config.gated_mlp:  # the linear half of a gated MLP has its own legacy name
             for layer in range(config.num_layers):
-                self._by_alias[f"blocks.{layer}.mlp.hook_pre_linear"] = f"blocks.{layer}.mlp.in.hook_out"
-                self._by_alias[f"blocks.{layer}.mlp.hook_pre"] = f"blocks.{layer}.mlp.gate.hook_out"
+                self.aliases[f"blocks.{layer}.mlp.hook_pre_linear"] = f"blocks.{layer}.mlp.in.hook_out"
+                self.aliases[f"blocks.{layer}.mlp.hook_pre"] = f"blocks.{layer}.mlp.gate.hook_out"
         for name, site in self.sites.items():
-            self.sites[name] = replace(site, aliases=tuple(a for a, of in self._by_alias.items() if of == name))
+            self.sites[name] = replace(site, aliases=tuple(a for a, of in self.aliases.items() if of == name))
 
     def _has(self, name: str) -> bool:
         config = self.config
@@ -107,7 +108,7 @@ class SiteTable:
         )
         self.sites[name] = Site(name, layer, tuple(sizes[word] for word in shape.split()), ())
         if alias:  # later entries win: with post-norms, the output of the post-norm is added to the residual stream
-            self._by_alias[alias] = name
+            self.aliases[alias] = name
 
     def resolve(self, name: str) -> str:
         """The TransformerLens 4 name of a name or alias; UnknownSite lists the nearest names."""
@@ -115,9 +116,9 @@ class SiteTable:
             raise UnknownSite(f"Invalid site {name!r:.60}. Give a name as text; engine.sites lists them.")
         if name in self.sites:
             return name
-        if name in self._by_alias:
-            return self._by_alias[name]
-        near = difflib.get_close_matches(name, [*self.sites, *self._by_alias], n=4, cutoff=0.4)
+        if name in self.aliases:
+            return self.aliases[name]
+        near = difflib.get_close_matches(name, [*self.sites, *self.aliases], n=4, cutoff=0.4)
         raise UnknownSite(f"Unknown site {name!r}. Nearest: {', '.join(near) or 'none'}. Letters: {LETTERS}.")
 
     def letter(self, letter: str) -> list[str]:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadRequest, UnknownWord
+from replaylens.tasks import errors as tasks
 from replaylens.tasks.tokenizer import WordTokenizer
 
 
@@ -30,7 +31,10 @@ class Text:
         if self.tokenizer is None:
             raise BadRequest("This engine has no tokenizer. Give token ids instead of text, or load it with a tokenizer.")
         if self._ours:
-            return list(self.tokenizer.encode(text))
+            try:
+                return list(self.tokenizer.encode(text))
+            except tasks.UnknownWord as e:
+                raise UnknownWord(e.word, e.offset) from None
         try:
             return list(self.tokenizer.encode(text, add_special_tokens=special))
         except (TypeError, UnicodeError) as e:  # half a surrogate pair

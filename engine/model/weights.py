@@ -57,6 +57,8 @@ def is_live(source: Any) -> bool:
     """Whether the source is a transformers model or a TransformerBridge in memory."""
     if isinstance(source, Decoder):
         return False
+    if isinstance(source, nn.Module) and hasattr(source, "_orig_mod"):
+        raise UnsupportedModel("This model is wrapped by torch.compile. Give the model within: model._orig_mod.")
     return hasattr(source, "original_model") or (isinstance(source, nn.Module) and hasattr(source, "config"))
 
 
@@ -216,6 +218,11 @@ def _text_config(config: Any) -> dict[str, Any]:
 
 
 def _load_live(model: nn.Module, dtype: torch.dtype, check: bool) -> Decoder:
+    if getattr(model, "get_output_embeddings", lambda: model)() is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no language-modelling head. Give the whole model, as "
+            "AutoModelForCausalLM.from_pretrained returns it."
+        )
     state = model.state_dict()
     source = Source(state, state.__getitem__)
     return from_hugging_face(_text_config(model.config), source, dtype, (lambda: model) if check else None)

@@ -1,6 +1,7 @@
 """Certificates, examined once per model shape, device and version, and cached in the process and on disk."""
 
 import hashlib
+import logging
 import os
 import platform
 from pathlib import Path
@@ -16,6 +17,7 @@ from replaylens.engine.passes.certificate import Certificate
 from replaylens.engine.proof import doctor
 from replaylens.engine.proof.fingerprint import canonical_version, device_name, triton_version
 
+_LOG = logging.getLogger(__name__)
 _EXAMINED: dict[str, Certificate] = {}
 
 
@@ -23,8 +25,14 @@ def certificate_for(model: Decoder) -> Certificate:
     """The certificate for this model on its device. Raises NotCertified with the op and shape that failed."""
     key = _key(model)
     if key not in _EXAMINED:
-        _EXAMINED[key] = _from_disk(key) or _to_disk(key, doctor.require(examine(model)))
+        _EXAMINED[key] = _from_disk(key) or _to_disk(key, doctor.require(_first_examination(model)))
     return _EXAMINED[key]
+
+
+def _first_examination(model: Decoder) -> Certificate:
+    """As `examine`, with a line in the log: the first load of a model takes longer than later ones."""
+    _LOG.info("No certificate for a model of this shape on this machine. The doctor examines it once and stores the result.")
+    return examine(model)
 
 
 def examine(model: Decoder) -> Certificate:

@@ -68,7 +68,7 @@ class _Replayer:
                 if tokens := event["tokens"][: failed["length"] - branch.length if failed else None]:
                     branch.force(tokens)
             case "rollback" if branch is not None:
-                branch.rollback(event["to"])
+                self.engine.forest.rollback(branch.lane, event["to"], event.get("pending", False))
             case "release" if branch is not None:
                 branch.release()
             case "draft" | "verdict" | "finish":

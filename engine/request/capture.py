@@ -54,7 +54,7 @@ class CaptureSpec:
 
     @property
     def lag(self) -> int:
-        """The number of rows at the tip that wait: Z holds the probability of the *next* token, which must be known first."""
+        """How many tokens beyond its own a row depends on: Z holds the log-probability of the *next* token."""
         return 1 if self.lens else 0
 
 
@@ -111,14 +111,21 @@ class Chunk:
 
 
 class Recording:
-    """The captured rows of one branch, by position. Rolls back with the branch; forks share their common rows."""
+    """The captured rows of one branch, by position. Rolls back with the branch; forks share their common rows.
+
+    Reads like a dictionary from sites to tensors; sites may be called by their older names.
+    """
+
+    aliases: Mapping[str, str] = {}
+    """older names of sites"""
 
     def __init__(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> None:
         self.base = base
         """the first position to capture"""
         self.chunks = list(chunks)
         self.open_end = open_end
-        """whether the last row was read before its next token was known; once it is known, the row must be read again"""
+        """whether the last row was read before its next token was known: Z.emitted is NaN, and once the token is known the row
+        is read again"""
 
     @property
     def end(self) -> int:
@@ -139,6 +146,15 @@ class Recording:
         self.chunks.append(chunk if chunk.start >= self.base else chunk.since(self.base))
         self.open_end = open_end
 
+    def take_over(self, other: "Recording") -> None:
+        """Mutates: holds the rows of `other`, which has all of these rows and more."""
+        self.chunks, self.open_end = list(other.chunks), other.open_end
+
+    def num_valid(self, num_tokens: int, lag: int) -> int:
+        """How many positions keep their rows on a path of which only the first `num_tokens` tokens stay. A row that knows its
+        next token goes with that token."""
+        return num_tokens if self.open_end and self.end <= num_tokens else num_tokens - lag
+
     def truncate(self, length: int) -> None:
         """Mutates: drops positions from `length` on."""
         self.open_end = self.open_end and length >= self.end
@@ -152,7 +168,12 @@ class Recording:
 
     def like(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> "Recording":
         """A recording of the same kind, with these rows."""
-        return Recording(base, chunks, open_end)
+        made = self._empty(base)
+        made.chunks, made.open_end, made.aliases = list(chunks), open_end, self.aliases
+        return made
+
+    def _empty(self, base: int) -> "Recording":
+        return Recording(base)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError naming the first captured row that is missing. Changes nothing."""
@@ -175,8 +196,21 @@ class Recording:
     def __iter__(self) -> Iterator[str]:
         return iter(self.sites())
 
+    def __len__(self) -> int:
+        """The number of sites, as in a dictionary."""
+        return len(self.sites())
+
+    def __bool__(self) -> bool:
+        return True  # also before its first row
+
     def __contains__(self, site: object) -> bool:
-        return site in self.sites()
+        return isinstance(site, str) and self.aliases.get(site, site) in self.sites()
+
+    def get(self, site: str) -> Tensor | None:
+        """A copy of all rows of a site; None if it was not captured."""
+        if site not in self:
+            return None
+        return self[site]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Sites with all their rows, as in a dictionary."""
@@ -191,19 +225,22 @@ class Recording:
 
     def __getitem__(self, site: str) -> Tensor:
         """A copy of all rows of a site, in order of position: [rows, ...]. The rows themselves are shared with forks."""
-        pieces = self._pieces(site)
+        pieces = self._pieces(self._named(site))
         return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
 
     def peek(self, site: str) -> Tensor:
         """As `recording[site]`, but possibly without a copy. The caller must not change it."""
-        pieces = self._pieces(site)
+        pieces = self._pieces(self._named(site))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
+    def _named(self, site: str) -> str:
+        """The current name of a captured site; UnknownSite if it was not captured."""
+        if site not in self:
+            raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(self.sites()) or 'nothing'}.")
+        return self.aliases.get(site, site)
+
     def _pieces(self, site: str) -> list[Tensor]:
-        """The rows of a site, chunk by chunk."""
-        known = self.sites()
-        if not isinstance(site, str) or site not in known:
-            raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(known) or 'nothing'}.")
+        """The rows of a captured site, chunk by chunk."""
         pieces = [chunk.piece(site) for chunk in self.chunks if chunk.rows]
         if len({piece.shape[1:] for piece in pieces}) > 1:  # attention patterns: later rows have room for more keys
             most = max(piece.shape[-1] for piece in pieces)

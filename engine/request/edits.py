@@ -32,11 +32,14 @@ _NOT_EDITABLE = ("attn.hook_pattern", "ln_final.hook_out", "unembed.hook_out")
 class Edit:
     """What to change, and where.
 
-    site       a site name, or a letter S, T or C together with `layers`
+    site       a site name, or a letter: S (residual stream), T (attention output) or C (MLP output)
     op         add: add value * factor; set: replace by value; zero: replace by zeros; project_out: remove the directions
                in value; resample: replace by a row of value, drawn by seed and position
     positions  None: all; a number, several, or a slice with step 1; negative ones count from the branch's tip
-    value      [*site shape] for all positions, or [number of positions, *site shape] for `set` and `add`
+    value      a tensor, an array or a list: [*site shape] for all positions, or, for `set` and `add` at given positions,
+               [number of positions, *site shape]
+    layers     of a letter; without them all its layers are edited. They count from 0, never from the end
+    factor     for `add` only
 
     >>> from replaylens import Engine
     >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips. What's the state? A:")
@@ -55,7 +58,7 @@ class Edit:
 
     @classmethod
     def interchange(cls, site: str, source: Tensor, positions: Positions = None) -> "Edit":
-        """Replace rows by those captured elsewhere, such as another branch's `activations[site]`."""
+        """Replace rows by those captured elsewhere, such as another branch's `activations[site][positions]`."""
         return cls(site, "set", source, positions)
 
     def to_json(self) -> dict[str, Any]:
@@ -72,6 +75,9 @@ class Edit:
         if not isinstance(self.op, str) or self.op not in _OPS:
             raise BadEdit(f"Unknown op {shown(self.op)}. Known: {', '.join(_OPS)}.")
         site = instance("site", self.site, str, "a site name, or S, T or C", BadEdit)
+        factor = number("factor", self.factor, BadEdit)
+        if factor != 1.0 and self.op != "add":
+            raise BadEdit(f"factor={factor} was given for the op {self.op!r}. Only 'add' takes one: scale the value instead.")
         layers = None if self.layers is None else items("layers", self.layers, "a list of whole numbers", BadEdit)
         return Edit(
             site,
@@ -79,7 +85,7 @@ class Edit:
             _plain_value(site, self.value),
             _plain_positions(self.positions),
             None if layers is None else [whole("layers", layer, error=BadEdit) for layer in layers],
-            number("factor", self.factor, BadEdit),
+            factor,
             whole("seed", self.seed, 0, 2**64 - 1, BadEdit),
         )
 
@@ -101,7 +107,10 @@ def _plain_value(site: str, value: Any) -> Tensor | None:
     """A dense real tensor without gradient; BadEdit says how to get one."""
     if value is None:
         return None
-    given = instance(f"value for {site}", value, Tensor, "a tensor", BadEdit)
+    try:
+        given = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    except (TypeError, ValueError):  # ragged lists, text
+        raise BadEdit(f"Invalid value for {site}={shown(value)}. Give a tensor, an array or a list of numbers.") from None
     if given.requires_grad:
         raise BadEdit(f"The value for {site} requires a gradient, but none flows through an engine. Give value.detach().")
     if given.layout is not torch.strided or given.device.type == "meta" or given.is_complex() or given.is_quantized:
@@ -269,7 +278,7 @@ def place(edit: Edit, table: SiteTable, length: int) -> list[PlacedEdit]:
 def _names(edit: Edit, table: SiteTable) -> list[str]:
     if edit.site not in ("S", "T", "C"):
         if edit.layers is not None:
-            raise BadEdit(f"layers was given for the single site {edit.site!r}. Use it with the letters S, T and C.")
+            raise BadEdit(f"layers was given, but {edit.site!r} is not S, T or C. Give one of these letters, or no layers.")
         return [table.resolve(edit.site)]
     names = table.per_layer(edit.site)
     layers = range(len(names)) if edit.layers is None else edit.layers
@@ -309,6 +318,11 @@ def _check_value(edit: Edit, name: str, shape: tuple[int, ...], count: int | Non
         return _orthonormal(value.reshape(-1, *shape) if value.shape[-1:] == shape[-1:] else value, shape)
     several = (len(value), *shape) if edit.op == "resample" else (count, *shape) if count else shape
     if tuple(value.shape) not in ((several,) if edit.op == "resample" else (shape, several)):
+        if count is None and tuple(value.shape[1:]) == shape:
+            raise BadEdit(
+                f"The value for {name} has shape {tuple(value.shape)}, one row per position, but no positions were given. "
+                f"Give positions, such as range({len(value)}), or one row for all."
+            )
         wanted = " or ".join(str(each) for each in dict.fromkeys([shape, several]))
         raise BadEdit(f"The value for {name} has shape {tuple(value.shape)}; expected {wanted}.")
     return value
@@ -319,7 +333,8 @@ def _orthonormal(directions: Tensor, shape: tuple[int, ...]) -> Tensor:
         raise BadEdit(f"project_out needs a site with vectors; its rows have shape {shape}.")
     with modes.canonical():
         q, r = torch.linalg.qr(directions.double().T)
-    if bool((r.diagonal().abs() <= 1e-8 * r.abs().max()).any()):
+    too_many = len(directions) > shape[0]  # QR would drop the rest
+    if too_many or bool((r.diagonal().abs() <= 1e-8 * r.abs().max()).any()):
         raise BadEdit("The directions to project out are zero or linearly dependent. Give independent ones.")
     return q.T.float().contiguous()
 

@@ -81,7 +81,7 @@ class Sampling:
         numbers: dict[str, Any] = {name: number(name, getattr(self, name)) for name in names}
         biases = instance("logit_bias", self.logit_bias, dict, "a dict of token ids and finite numbers (-1e9 rules one out)")
         bias = {
-            whole("token of logit_bias", token): number(f"logit_bias of token {token}", value)
+            whole("token of logit_bias", token): number(f"logit_bias of token {token}", value, hint=" -1e9 rules a token out.")
             for token, value in biases.items()
         }
         stop = items("stop", self.stop, "a tuple of strings")

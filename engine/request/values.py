@@ -62,11 +62,11 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
     return found
 
 
-def number(name: str, value: Any, error: Error = BadRequest) -> float:
-    """A finite number, or the error."""
+def number(name: str, value: Any, error: Error = BadRequest, hint: str = "") -> float:
+    """A finite number, or the error, which ends with the hint."""
     found = real(value)
     if found is None or not math.isfinite(found):
-        raise error(f"Invalid {name}={shown(value)}. Give a finite number.")
+        raise error(f"Invalid {name}={shown(value)}. Give a finite number.{hint}")
     return found
 
 
@@ -98,6 +98,20 @@ def token_ids(name: str, value: Any) -> list[Any]:
         value = None  # it has no values
     found = items(name, value, "text, or token ids as a list, or as an array or a tensor of one dimension")
     return [each if (plain := integer(each)) is None else plain for each in _listed(found)]
+
+
+def one_path(value: Any) -> list[Any]:
+    """The token ids of one prompt: one list of them, or a batch of one, as a tokenizer returns."""
+    several = "Give one prompt: text, or a list of token ids. For several, use prompts([...])."
+    if isinstance(value, np.ndarray | Tensor) and value.ndim > 1:
+        if value.ndim > 2 or len(value) != 1:
+            raise BadRequest(f"Invalid text={type(value).__name__} of shape {tuple(value.shape)}. {several}")
+        value = value[0]
+    if isinstance(value, list | tuple) and value and all(isinstance(each, list | tuple | str) for each in value):
+        if len(value) != 1 or isinstance(value[0], str):
+            raise BadRequest(f"Invalid text={shown(value)}. {several}")
+        value = value[0]
+    return token_ids("text", value)
 
 
 def _listed(found: list[Any]) -> list[Any]:

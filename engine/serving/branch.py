@@ -139,11 +139,16 @@ class Branch(Uncopied):
 
     @property
     def activations(self) -> Recording:
-        """Captured rows by site, in order of position."""
+        """Captured rows by site, in order of position: one for each committed token. A pending token has none yet.
+
+        Missing rows, such as those of a fork with edits that has generated nothing yet, are computed, to the bits that a
+        request would give them. Z.emitted is NaN in a last row that no token follows.
+        """
         if self.lane.recording is None:
             raise BadRequest(
                 "Nothing was captured on this branch. Ask for sites when you make it, e.g. prompt(..., sites='STC')."
             )
+        self.engine.forest.complete_rows(self.lane)
         return self.lane.recording
 
     @property
@@ -237,7 +242,12 @@ class Branch(Uncopied):
         drafts: dict[int, list[list[int]]] | None = None,
         final: bool = False,
     ) -> Stream:
-        """Generate up to `n` tokens and yield each one once it is committed. Closing the stream cancels the rest."""
+        """Generate up to `n` tokens and yield each one once it is committed. Options as in `Engine.generate`.
+
+        The engine may be several tokens ahead of the stream, depending on the clock. Closing the stream early, by `close()`,
+        by garbage collection or by Ctrl-C, cancels the rest and rolls the branch back to the yielded tokens: it is as after
+        generating just these. Until the stream has yielded all its tokens or is closed, the branch takes no other request.
+        """
         greedy = Sampling() if sampling is None else sampling
         request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
         return self.engine.open_stream(self, request)
@@ -263,5 +273,5 @@ class Branch(Uncopied):
         """Precondition: within the lock."""
         self._check_open()
         self.lock.tidy()
-        if any(job.lane is self.lane for job in self.engine.loop.jobs):
+        if self.lane.unread or any(job.lane is self.lane for job in self.engine.loop.jobs):
             raise BadRequest(f"Branch {self.id} is busy with another request. Finish it or close its stream first.")

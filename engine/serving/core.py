@@ -37,7 +37,7 @@ from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.edits import Edit, Hook, place_all, resolve_hooks
 from replaylens.engine.request.positions import Where
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, integer, items, shown, token_ids, whole
+from replaylens.engine.request.values import flag, instance, integer, items, one_path, shown, token_ids, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
@@ -316,7 +316,7 @@ class Core(Uncopied):
         drafts: dict[int, list[list[int]]] | None = None,
         final: bool = False,
     ) -> Stream:
-        """Stream the committed tokens of one branch. Options as in `generate`. Other requests are served alongside."""
+        """Stream the committed tokens of one branch, as `Branch.stream`. Other requests are served alongside."""
         greedy = Sampling() if sampling is None else sampling
         request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
         return self.open_stream(branch, request)
@@ -325,9 +325,8 @@ class Core(Uncopied):
     def open_stream(self, branch: Branch, request: Request) -> Stream:
         """Start a request on a branch and stream its tokens."""
         job = self._job(branch, request)
-        stream = Stream(self.forest, job, branch.record)
         self.forest.start(job)
-        return stream
+        return Stream(self.forest, job)
 
     def check_integrity(self) -> list[str]:
         """Recount pages, tree, prefixes and rows. Returns lines with the counts; IntegrityError names the first fault."""
@@ -422,7 +421,7 @@ class Core(Uncopied):
 
     def tokens_of(self, text: str | Sequence[int] | Tensor) -> list[int]:
         """The token ids of a prompt; BadRequest if it is empty, too long, or has ids outside the vocabulary."""
-        return self._check_tokens(self.text.encode(text) if isinstance(text, str) else token_ids("text", text))
+        return self._check_tokens(self.text.encode(text) if isinstance(text, str) else one_path(text))
 
     def _check_tokens(self, ids: list[int], before: int = 0) -> list[int]:
         """The ids; BadRequest if there are none, too many, or some outside the vocabulary."""

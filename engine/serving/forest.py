@@ -17,6 +17,7 @@ from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchTree, TokenState
+from replaylens.engine.model import sites
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, Recording
@@ -38,6 +39,7 @@ class Forest:
     ) -> None:
         self.runner, self.tree, self.prefix, self.loop, self.trace = runner, tree, prefix, loop, trace
         self.lock = lock
+        self.aliases = sites.table(runner.model.config).aliases
         self._thread = threading.local()
         loop.listeners.append(self._listen)
 
@@ -48,7 +50,9 @@ class Forest:
         if capture is None and not hooks:  # captured rows must be computed, even if their KV is cached
             table = self.prefix.adopt(path, page_keys(edits, len(path) // size, size), limit=len(path) - 1)
         lane = Lane(self.tree.plant(path), table, computed=table.length, edits=edits, hooks=hooks, capture=capture)
-        lane.recording = Recording() if capture is not None else None
+        if capture is not None:
+            lane.recording = Recording()
+            lane.recording.aliases = self.aliases
         self.add(lane)
         self.note(lane, "plant", edits, hooks, tokens=path, capture=asdict(capture) if capture else None)
         return lane
@@ -69,7 +73,7 @@ class Forest:
         new.hooks, new.thoughts = lane.hooks + hooks, lane.thoughts
         recorded = lane.template if lane.recording is None else lane.recording
         if recorded is not None and lane.capture is not None:
-            new.recording = self._inherited(lane, recorded, same, at - lane.capture.lag)
+            new.recording = self._inherited(lane, recorded, same, recorded.num_valid(at, lane.capture.lag))
         self.add(new)
         self.note(lane, "fork", edits, hooks, child=child, at=at)
         return new
@@ -98,20 +102,26 @@ class Forest:
         self.note(lane, "force", tokens=ids)
 
     @changing
-    def rollback(self, lane: Lane, to: int) -> None:
+    def rollback(self, lane: Lane, to: int, pending: bool = False) -> None:
         """Cut the path back to `to` tokens, with KV, captured rows and finish state. Rejected branches of the removed part go
-        too, unless they keep rows or pages."""
+        too, unless they keep rows or pages.
+
+        pending  the last token left has neither KV nor rows, as if it had just been generated
+        """
         record = self.tree.branch(lane.branch)
         shorter = to < len(record.tokens)
-        self.tree.rollback(lane.branch, to)
+        self.tree.rollback(lane.branch, to, pending=pending)
         for rejected in [other for other in record.cut if other.fork_position > to and not other.forks]:
             if rejected.id not in self.loop.lanes:
                 self.tree.discard(rejected.id)
-        self.runner.pool.truncate(lane.table, min(to, lane.table.length))
-        lane.computed = min(lane.computed, to)
-        if shorter and lane.recording is not None and lane.capture is not None:
-            lane.recording.truncate(to - lane.capture.lag)
-        self.note(lane, "rollback", to=to)
+        lane.computed = min(lane.computed, to - pending)
+        self.runner.pool.truncate(lane.table, min(lane.computed, lane.table.length))
+        if shorter:
+            lane.tokens_gone(to)
+        if pending and lane.recording is not None:
+            lane.recording.truncate(to - 1)
+        details: dict[str, Any] = {"to": to, "pending": True} if pending else {"to": to}
+        self.note(lane, "rollback", **details)
 
     @changing
     def release(self, lane: Lane) -> None:
@@ -230,24 +240,51 @@ class Forest:
                 lanes.append(twin := self.fork(lane, committed))
             twin.capture = twin.recording = None
             self.compute(lanes)
-            return self._taken_over(lane, twin)
+            return self._taken_over(lane, twin, committed)
+
+    def complete_rows(self, lane: Lane) -> None:
+        """Mutates: computes the captured rows that committed tokens lack, on a twin as `kv` does. A fork with edits lacks some
+        until its first request, and so does a branch that was cut back where Z had been read. Does nothing if the lane is
+        released or keeps no rows. Raises OutOfPages if there is no room."""
+        committed, following = self._committed(lane)
+        if committed <= (committed if lane.recording is None else lane.recording.end):
+            return
+        with self.made() as lanes, self.quiet():
+            with held_interrupt():
+                lanes.append(twin := self.fork(lane, committed + following))
+            self.compute(lanes)
+            self._taken_over(lane, twin, committed)
+
+    @reading
+    def _committed(self, lane: Lane) -> tuple[int, bool]:
+        """The number of committed tokens, none if the lane is released; and whether another token follows them."""
+        if lane.branch not in self.loop.lanes:
+            return 0, False
+        states, waiting = self.tree.branch(lane.branch).states, (TokenState.PENDING, TokenState.DRAFT)
+        committed = next((position for position, state in enumerate(states) if state in waiting), len(states))
+        return committed, committed < len(states)
 
     @reading
     def _known_kv(self, lane: Lane) -> tuple[Tensor | None, int]:
         """The KV of all committed tokens, None if some is missing; and the number of these tokens."""
-        states, waiting = self.tree.branch(lane.branch).states, (TokenState.PENDING, TokenState.DRAFT)
-        committed = next((position for position, state in enumerate(states) if state in waiting), len(states))
+        committed, _ = self._committed(lane)
         return (self.held_kv(lane) if lane.computed >= committed else None), committed
 
     @changing
-    def _taken_over(self, lane: Lane, twin: Lane) -> Tensor:
-        """The twin's KV. Its pages become the lane's, if the lane still needs them. Releases the twin."""
-        rows, length = self.held_kv(twin), twin.computed
-        wanted = lane.branch in self.loop.lanes and lane.computed < length
-        if wanted and self.tree.common_prefix(lane.branch, twin.branch) == length:
-            lane.table, twin.table, lane.computed = twin.table, lane.table, length
+    def _taken_over(self, lane: Lane, twin: Lane, length: int) -> Tensor:
+        """The twin's KV of the first `length` tokens. Its pages and rows become the lane's, if the lane still lacks them.
+        Releases the twin."""
+        twin.computed = length
+        self.runner.pool.truncate(twin.table, length)
+        kv, path = self.held_kv(twin), len(self.tree.branch(twin.branch).tokens)
+        if lane.branch in self.loop.lanes and self.tree.common_prefix(lane.branch, twin.branch) == path:
+            if lane.computed < length:
+                lane.table, twin.table, lane.computed = twin.table, lane.table, length
+            if twin.recording is not None and lane.recording is not None and lane.recording.end < length:
+                twin.recording.truncate(length)
+                lane.recording.take_over(twin.recording)
         self.release(twin)
-        return rows
+        return kv
 
     @reading
     def held_kv(self, lane: Lane) -> Tensor:

@@ -36,13 +36,21 @@ class EngineLock:
         """what each waiting thread waits for, and an acquired lock; releasing it wakes the thread"""
         self._stepping: int | None = None
         """the id of the thread that is within a step"""
+        self._depth = 0
+        """how many calls and steps of the holder are within each other"""
         self._left_over: deque[Callable[[], object]] = deque()
 
     def alone(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call `work` while no other thread is in the engine. May be nested, even within a step: a hook may read tokens."""
         first = self._held if self._stepping == threading.get_ident() else self._next
         with first, self._held:
-            return work(*args, **kwargs)
+            if not self._depth:
+                self.tidy()
+            self._depth += 1
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self._depth -= 1
 
     def drive(self, step: Callable[[], object], until: Callable[[], bool], watch: Callable[[], object] | None = None) -> None:
         """Return once `until()` is true. This thread, or another waiting one, calls `step` as often as it takes.
@@ -84,10 +92,12 @@ class EngineLock:
         with self._held:
             self.tidy()
             self._stepping = threading.get_ident()
+            self._depth += 1
             try:
                 step()
             finally:
                 self._stepping = None
+                self._depth -= 1
 
     def _wake(self, whom: Callable[[Callable[[], bool]], bool]) -> None:
         """Wake the waiting threads whose condition `whom` accepts."""
@@ -102,13 +112,15 @@ class EngineLock:
                 self._waiting.append((ready, wake))
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Do `work` now if the engine is free, else in `tidy`. For finalizers, which run anywhere and must not block."""
+        """Do `work` now if the engine is free, else before the next call. For finalizers, which run anywhere, also within a
+        call of their own thread, and must not block."""
         self._left_over.append(work)
         if self._stepping != threading.get_ident() and self._next.acquire(blocking=False):
             try:
                 if self._held.acquire(blocking=False):
                     try:
-                        self.tidy()
+                        if not self._depth:
+                            self.tidy()
                     finally:
                         self._held.release()
             finally:

@@ -26,7 +26,7 @@ from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, PlacedEdit, listed, place, resolve_hooks
-from replaylens.engine.request.values import items, shown, token_ids, whole
+from replaylens.engine.request.values import items, one_path, shown, token_ids, whole
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.lock import changing
@@ -236,7 +236,7 @@ class ThinkingCore(Core):
         c = self.thinking.chunk
         if isinstance(text, str):
             return self._check_tokens(list(padded(self.text.encode(text, special=before == 0), self.thinking)), before)
-        if len(ids := token_ids("text", text)) % c:
+        if len(ids := one_path(text)) % c:
             raise BadChunks(
                 f"{len(ids)} tokens are not whole chunks of {c}. Pad the prompt with token {self.thinking.pad_token} "
                 "(replaylens.engine.thinking.model.padded), or give text."

@@ -119,7 +119,8 @@ class Prefiller:
         sites = tuple(dict.fromkeys([*spec.sites, *streams, self.config.read_site]))
         p.kept = p.lane.recording
         p.lane.capture = replace(spec, sites=sites, lens=None)
-        p.lane.recording = Recording(base=p.settled * self.config.chunk if p.kept is None else p.kept.end)
+        known = p.settled * self.config.chunk if p.kept is None else p.kept.end - p.kept.open_end
+        p.lane.recording = Recording(base=known)
         self._hand_on(p)
 
     # ---- one round ----------------------------------------------------------------------------------------------
@@ -227,6 +228,7 @@ class Prefiller:
             tokens = tree.path(branch)
             other.capture = p.capture
             other.recording = ThinkingRecording(thoughts, p.capture.thoughts, base=start)
+            other.recording.aliases = self.forest.aliases
             other.recording.append(start, self._rows(p.capture, lane.recording, start, tokens, len(tokens)))
             self.forest.loop.lanes[branch] = other
         self._trace(other, p.capture)
@@ -241,10 +243,13 @@ class Prefiller:
         thoughts = lane.thoughts = Thoughts(self.config, p.thoughts[0], tuple(p.thoughts), p.states, p.inner, tuple(p.rounds))
         lane.capture, lane.recording = spec, None
         if spec is not None:
-            before = p.kept.chunks if p.kept is not None else ()
-            lane.recording = ThinkingRecording(thoughts, spec.thoughts, 0, before)
-            if raw.chunks and (end := len(p.path) - spec.lag) > lane.recording.end:
-                lane.recording.append(raw.base, self._rows(spec, raw, raw.base, p.path, end))
+            lane.recording = ThinkingRecording(thoughts, spec.thoughts)
+            lane.recording.aliases = self.forest.aliases
+            if p.kept is not None:
+                lane.recording.take_over(p.kept)
+            if raw.chunks:
+                rows = self._rows(spec, raw, raw.base, p.path, len(p.path))
+                lane.recording.append(raw.base, rows, open_end=spec.lag > 0)
         lane.rejected = [branch for branch in p.rejected if branch in self.forest.loop.lanes]
         if not p.planted:
             self.forest.note(lane, "release")

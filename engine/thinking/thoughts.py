@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.loop.lane import Lane
-from replaylens.engine.request.capture import Chunk, Recording, Rows
+from replaylens.engine.request.capture import Recording, Rows
 from replaylens.engine.request.edits import PlacedEdit
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingConfig
 
@@ -156,19 +156,12 @@ def _blank(thoughts: Thoughts, site: str, count: int) -> Tensor:
 class ThinkingRecording(Recording):
     """Captured rows of a branch that thinks. Rows of thoughts are made on demand."""
 
-    def __init__(
-        self,
-        thoughts: Thoughts,
-        wanted: tuple[str, ...],
-        base: int = 0,
-        chunks: Iterable[Chunk] = (),
-        open_end: bool = False,
-    ) -> None:
-        super().__init__(base, chunks, open_end)
+    def __init__(self, thoughts: Thoughts, wanted: tuple[str, ...], base: int = 0) -> None:
+        super().__init__(base)
         self.thoughts, self.wanted = thoughts, wanted
 
-    def like(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> "ThinkingRecording":
-        return ThinkingRecording(self.thoughts, self.wanted, base, chunks, open_end)
+    def _empty(self, base: int) -> "ThinkingRecording":
+        return ThinkingRecording(self.thoughts, self.wanted, base)
 
     def sites(self) -> list[str]:
         return [*super().sites(), *self.wanted] if self.chunks else []

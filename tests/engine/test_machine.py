@@ -243,7 +243,7 @@ class Sessions(RuleBasedStateMachine):
         stream.close()
         before = len(one.path)
         self.settle(one, n, how, cancelled=True)
-        assert shown == one.path[before : before + len(shown)]
+        assert shown == one.path[before:], "nothing that was not yielded"
 
     @rule(pick=picks, n=st.integers(1, 5))
     @precondition(lambda self: self.open())
@@ -314,7 +314,7 @@ class Sessions(RuleBasedStateMachine):
             if one.exact:
                 assert again.states == one.branch.states
                 assert differences(again, self.truth) == []
-                recordings = [branch.lane.recording for branch in (one.branch, again)]
+                recordings = [branch.lane.recording and branch.activations for branch in (one.branch, again)]
                 assert len({recording and (recording.base, recording.end) for recording in recordings}) == 1
 
     # ---- helpers --------------------------------------------------------------------------------------------------

@@ -237,9 +237,9 @@ ENGINE = (
     ),
     Mutant(
         "rows-after-a-rollback",
-        "replaylens.engine.serving.forest",
-        "lane.recording.truncate(to - lane.capture.lag)",
-        "lane.recording.truncate(to)",
+        "replaylens.engine.request.capture",
+        "return num_tokens if self.open_end and self.end <= num_tokens else num_tokens - lag",
+        "return num_tokens",
         "captured rows roll back with their tokens and successors",
         ("tests/engine/lens/test_readout.py::test_a_row_whose_successor_changed_is_read_again",),
     ),

@@ -50,6 +50,7 @@ def test_list() -> None:
         (("probe", "DUMP", "--estimators", "magic"), "UnknownEstimator"),
         (("probe", "DUMP", "--sites", "S", "--layers", "-1"), "layers 0, 1, 2, 3, 4"),
         (("probe", "DUMP", "--sites", "S", "--jobs", "0"), "jobs=0"),
+        (("report", "DUMP", "probes/none"), "probes/none does not exist"),
         (("steer", "DUMP"), "Give one of 0, 1, 2, 3, 4"),
         (("steer", "DUMP", "--layer", "-1"), "layers 0, 1, 2, 3, 4"),
         (("steer", "DUMP", "--test", "tickle"), "Use one of steer"),

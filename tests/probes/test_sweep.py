@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import OtherFingerprint
+from replaylens.engine.errors import EngineError, OtherFingerprint
 from replaylens.probes import controls, sweeping
 from replaylens.probes.errors import (
     BadProbeFile,
@@ -322,3 +323,24 @@ def test_report_on_disk(coin_dump: Dump, report_folder: Path) -> None:
         Report.load(report_folder)
     with pytest.raises(ProbeError, match="No lines for label"):
         report.heatmap("nose")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"layers": -1}, "Invalid layers=-1. Give a list of layers"),
+        ({"layers": 2}, "Invalid layers=2. Give a list of layers"),
+        ({"layers": "2"}, "Invalid layers='2'. Give a list of layers"),
+        ({"layers": [1.5]}, "Invalid layers=1.5"),
+        ({"layers": [-1]}, "No layer -1. S is stored at layers 0, 1, 2, 3, 4. Give one of these"),
+        ({"positions": 1.5}, "Unknown position '1.5'. Use all, a number"),
+    ],
+)
+def test_options_that_cannot_be_meant(coin_dump: Dump, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=re.escape(message)):
+        sweep(coin_dump, "face", sites="S", **options)
+
+
+def test_a_folder_is_not_a_dump() -> None:
+    with pytest.raises(ProbeError, match=r"Cannot probe a str.*Dump\.open\('dumps/x'\)"):
+        sweep("dumps/x", "face")  # type: ignore[arg-type]

@@ -64,8 +64,10 @@ def _open(sources: list[str]) -> "tuple[Dump | None, tuple[Report, ...]]":
 
     probes = [source for source in sources if Path(source).is_file() or (Path(source) / FILE).is_file()]
     dumps = [source for source in sources if source not in probes]
+    if gone := [source for source in dumps if "://" not in source and not Path(source).exists()]:
+        raise BadRequest(f"{gone[0]} does not exist. Give a dump's folder, or a probe report's.")
     if len(dumps) > 1:
-        raise BadRequest(f"Several dumps given: {', '.join(dumps)}. Make one page per dump.")
+        raise BadRequest(f"Several dumps given: {', '.join(dumps)}. Make one page per dump; a probe report has a {FILE}.")
     return (Dump.open(dumps[0]) if dumps else None), tuple(map(Report.load, probes))
 
 

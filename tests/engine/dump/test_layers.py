@@ -49,7 +49,7 @@ def test_probes_of_some_layers(dump: Dump, run: Run, kind: str) -> None:
         assert fit_probe(rows, "parity", site=letter, layer=layer, estimator="ridge").site == name
     with pytest.raises(UnknownSite, match=r"T is stored at layers 1\. Choose one of them, not 0"):
         rows.matrix("T", 0)
-    with pytest.raises(UnknownSite, match=r"No layer 0\. ST is stored at layers 1, 2"):
+    with pytest.raises(UnknownSite, match=r"No layer 0\. S is stored at layers 1, 2; T is stored at layers 1\."):
         rows.cells("ST", layers=[0, 1])
 
 

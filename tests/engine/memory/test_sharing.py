@@ -29,7 +29,7 @@ def test_captures_survive_that_their_kv_is_dropped_and_computed_again() -> None:
     subject.prompt([9] * 7)  # takes the lowest free pages next
     rows = {site: branch.activations[site].clone() for site in SITES}
     before = list(branch.lane.table.pages)
-    subject.loop.room.drop_pages(branch.lane)
+    subject.loop.reservations.drop_pages(branch.lane)
     subject.prompt([8] * 7)
     branch.generate(6)
     assert branch.lane.table.pages[: len(before)] != before, "control: the KV did move"

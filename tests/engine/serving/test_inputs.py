@@ -106,7 +106,7 @@ TOKENS: dict[str, Any] = {
     "keys": {1: 2}.keys(),
     "a number": 5,
     "none": None,
-    "two dimensions": torch.tensor([[1, 2]]),
+    "two dimensions": torch.tensor([[1, 2], [3, 4]]),
     "no dimension": torch.tensor(1),
     "floats": [1.0, 2.0],
     "floats in a tensor": torch.tensor([1.0]),
@@ -163,7 +163,7 @@ CASES: dict[str, Case] = {
         r"requires a gradient, but none flows through an engine. Give value\.detach\(\)",
     ),
     "complex numbers": (lambda e, b: b.fork(edits=[Edit("S", "add", ROW + 0j)]), BadEdit, "Give a dense real tensor"),
-    "an array as a value": (lambda e, b: b.fork(edits=[Edit("S", "add", np.ones(32))]), BadEdit, "value for S=.*Give a tensor"),
+    "text as a value": (lambda e, b: b.fork(edits=[Edit("S", "add", np.array(["a"]))]), BadEdit, "value for S=.*Give a tensor"),
     "one layer": (lambda e, b: b.fork(edits=[Edit("S", "zero", layers=1)]), BadEdit, "layers=1. Give a list of whole numbers"),
     "a seed below 0": (
         lambda e, b: b.fork(edits=[Edit("S", "zero", seed=-1)]),

@@ -72,7 +72,7 @@ def test_kv_of_a_preempted_branch_that_is_streamed() -> None:
     branch = subject.prompt(PROMPT)
     stream = branch.stream(6, window=1)
     first = next(stream)
-    subject.loop.room.drop_pages(branch.lane)
+    subject.loop.reservations.drop_pages(branch.lane)
     length = branch.length
     kv = branch.kv()
     assert torch.equal(kv, Reference(toy(), branch.tokens).kv[: length - 1])
@@ -83,7 +83,7 @@ def test_kv_of_a_preempted_branch_that_is_streamed() -> None:
 def test_kv_that_cannot_be_computed_again_says_so() -> None:
     subject = engine(cache_tokens=32)
     branch = subject.prompt(PROMPT)
-    subject.loop.room.drop_pages(branch.lane)
+    subject.loop.reservations.drop_pages(branch.lane)
     subject.prefix.clear()
     taken = [subject.runner.pool.share([], 0) for _ in range(1)]
     subject.runner.reserve(taken[0], 0, 30)

@@ -1,9 +1,11 @@
 """Prompts of models that think."""
 
 import pytest
+import torch
 
 from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.errors import BadRequest, NonFinite
+from replaylens.engine.request.edits import Edit
 from tests.engine.coin_engine import PROMPT
 
 
@@ -30,3 +32,19 @@ def test_a_thinker_pads_what_is_run_with_a_cache() -> None:
     text = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
     logits, cache = thinker.run_with_cache(text, names_filter="blocks.0.hook_in")
     assert logits.shape[1] == cache["blocks.0.hook_in"].shape[1] == thinker.prompt(text).length
+
+
+def test_asking_for_z_drops_no_row() -> None:
+    """Also where a prompt is extended, which gives its last row a next token, or forked and thought along again."""
+    thinker = Engine.load("coin-thinking")
+    root = thinker.prompt(PROMPT, sites="SZ")
+    longer, again = root.extend(" Alice flips."), root.fork(at=root.length - 1)[0]
+    edited = root.fork(edits=[Edit("thinking.state", "zero", positions=-1)])[0]
+    for branch in (root, longer, again, edited, longer.fork(at=root.length)[0]):
+        fresh = thinker.prompt(branch.tokens, sites="SZ") if branch in (root, longer) else branch
+        for site in ("blocks.0.hook_in", "Z.emitted", "Z.kl"):
+            x = branch.activations[site]
+            assert len(x) == branch.length
+            assert torch.equal(x.nan_to_num(7.0), fresh.activations[site].nan_to_num(7.0)), site
+        unknown = branch.activations["Z.emitted"].isnan().all(-1)
+        assert unknown.tolist() == [False] * (branch.length - 1) + [True]

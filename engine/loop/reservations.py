@@ -1,4 +1,4 @@
-"""`Room`: reserves pages for turns, and decides who gives up theirs. What is given up is computed again, to the same bits."""
+"""`Reservations`: pages for turns, and who gives up theirs. What is given up is computed again, to the same bits."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.passes.runner import Runner
 
 
-class Room:
+class Reservations:
     """Takes pages from cached prefixes first, then from idle branches, then from the youngest job."""
 
     def __init__(self, runner: Runner, prefix: PrefixIndex, lanes: dict[int, Lane], preempted: Callable[[Job], None]) -> None:
