@@ -86,8 +86,13 @@ class Committer:
         lane.exact = lane.exact and turn.job.exact
         pool.truncate(lane.table, lane.computed)
         self._release_forks(turn)
-        tokens = self.tree.branch(lane.branch).tokens[: lane.computed]
-        self.runner.cache.seal(tokens, pool.slots(lane.table, 0, lane.computed), turn.start)
+        self._seal(lane, turn.start)
+
+    def _seal(self, lane: Lane, start: int) -> None:
+        """In debug mode, record what the lane's KV from `start` on holds."""
+        if self.runner.cache.chain is not None:
+            tokens = self.tree.branch(lane.branch).tokens[: lane.computed]
+            self.runner.cache.seal(tokens, self.runner.pool.slots(lane.table, 0, lane.computed), start)
 
     def _release_forks(self, turn: Turn) -> None:
         for table in turn.tables[1:]:
@@ -140,8 +145,7 @@ class Committer:
         if job.keep_rejected:
             other.computed = turn.end + len(chain)
             other.table = self.runner.pool.fork(turn.tables[index], other.computed)
-            slots = self.runner.pool.slots(other.table, 0, other.computed)
-            self.runner.cache.seal(self.tree.branch(kept).tokens, slots, turn.start)
+            self._seal(other, turn.start)
         if other.recording is not None or job.keep_rejected:
             self.lanes[kept] = other
             lane.rejected.append(kept)

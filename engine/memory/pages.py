@@ -11,9 +11,12 @@ A table of `length` positions always has exactly ceil(length / page_size) pages.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
 
 from replaylens.engine.errors import BadPage, BadPoolSize, BadRange, ClosedTable, IntegrityError, OutOfPages
 
@@ -176,6 +179,21 @@ class PagePool:
         for index in range(start // size, self._num_pages_of(end)):
             shift = (table.pages[index] - index) * size
             slots.extend(range(shift + max(start, index * size), shift + min(end, (index + 1) * size)))
+        return slots
+
+    def slot_rows(self, tables: Sequence[PageTable], ends: Sequence[int], width: int) -> NDArray[np.int64]:
+        """The slots of positions [0, ends[i]) of each table, one row per table: [tables, width], padded with slot 0.
+
+        As `slots`, but without a Python step per position. Precondition: `width` is at least every end.
+        """
+        size = self.page_size
+        pages = np.zeros((len(tables), self._num_pages_of(width)), dtype=np.int64)
+        for row, table, end in zip(pages, tables, ends, strict=True):
+            self._check_range(table, 0, end)
+            count = self._num_pages_of(end)
+            row[:count] = table.pages if count == len(table.pages) else table.pages[:count]
+        slots = (pages[:, :, None] * size + np.arange(size)).reshape(len(tables), -1)[:, :width]
+        slots[np.arange(width) >= np.asarray(ends)[:, None]] = 0
         return slots
 
     def check_integrity(self, tables: Iterable[PageTable], retained: Iterable[int] = ()) -> PoolNumbers:

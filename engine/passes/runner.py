@@ -1,5 +1,6 @@
 """`Runner`: one model with its KV cache on one device, and the two kinds of pass over packed rows."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -45,12 +46,12 @@ class PassResult:
     def greedy(self) -> list[int]:
         """The likeliest token of every row of logits; ties go to the lowest id. Computed on the device of the logits."""
         if self.logits.device.type == "cpu":
-            return [int(i) for i in self.logits.numpy().argmax(-1)]
+            return list(map(int, self.logits.numpy().argmax(-1)))
         from replaylens.kernels.sample import sample_logits
 
         return [int(i) for i in sample_logits(self.logits)[0].tolist()]
 
-    def choose(self, row: int, sampling: Sampling, path: list[int], num_prompt: int) -> int:
+    def choose(self, row: int, sampling: Sampling, path: Sequence[int], num_prompt: int) -> int:
         """The token after `path`, chosen from row `row` of the logits."""
         if sampling.plain_greedy:
             return self.greedy[row]
