@@ -67,7 +67,7 @@ class Admission:
     def _plan(self, job: Job, budget: int) -> Turn | None:
         """The job's next rows: those without KV, up to the budget. Drafts come only after the last token. None: it waits."""
         tokens = self.tree.branch(job.lane.branch).tokens
-        start = self._first_row(job)
+        start = self._first_row(job, len(tokens))
         rows = tokens[start : start + budget]
         turn = Turn(job, start, rows, complete=start + len(rows) == len(tokens))
         if turn.deciding and job.exact:
@@ -78,7 +78,7 @@ class Admission:
             turn.num_drafts = num_drafts
             if num_drafts and (1 + num_drafts) * self._width(job, turn.end) > budget:
                 return None  # a shorter window would make the rejected branches depend on the load
-        if turn.deciding and len(rows) == 1 and not turn.num_drafts and self._may_burst(job):
+        if self._alone and turn.deciding and len(rows) == 1 and not turn.num_drafts and self._may_burst(job):
             turn.burst = min(job.remaining, MAX_BURST)
         return turn
 
@@ -88,9 +88,8 @@ class Admission:
         plain = lane.capture is None and not lane.edits and not lane.hooks and self.runner.cache.chain is None
         return self._alone and plain and job.sampling.bare and job.forced_drafts is None
 
-    def _first_row(self, job: Job) -> int:
+    def _first_row(self, job: Job, num_tokens: int) -> int:
         """Where the next pass starts. Choosing the next token takes the last token's row, even if its KV is known."""
-        num_tokens = len(self.tree.branch(job.lane.branch).tokens)
         first = job.lane.first_missing(num_tokens, job.final and job.remaining == 0)
         return min(first, num_tokens - 1) if job.remaining else first
 
@@ -100,7 +99,8 @@ class Admission:
 
     def num_waiting(self, job: Job) -> int:
         """The number of tokens whose rows the job still needs."""
-        return len(self.tree.branch(job.lane.branch).tokens) - self._first_row(job)
+        num_tokens = len(self.tree.branch(job.lane.branch).tokens)
+        return num_tokens - self._first_row(job, num_tokens)
 
     def _num_drafts(self, job: Job, at: int) -> int:
         if job.forced_drafts is not None:

@@ -37,7 +37,8 @@ class Committer:
         """
         followed = turn.chains[outcome.chain]
         num_accepted = {i: 0 for i, chain in enumerate(turn.chains) if i != outcome.chain and chain}
-        num_accepted |= {outcome.chain: outcome.accepted} if len(followed) > outcome.accepted else {}
+        if len(followed) > outcome.accepted:
+            num_accepted[outcome.chain] = outcome.accepted
         # Everything that can fail comes first: rows and lens readouts are taken while nothing has changed.
         captured = self._captured(turn, outcome, tap, result)
         cut_off = {i: self._cut_off(turn, i, n, tap, result) for i, n in num_accepted.items()}

@@ -175,6 +175,8 @@ class PagePool:
         """The slots of positions [start, end), which must lie within the table."""
         self._check_range(table, start, end)
         size = self.page_size
+        if end == start + 1:
+            return [table.pages[start // size] * size + start % size]
         slots: list[int] = []
         for index in range(start // size, self._num_pages_of(end)):
             shift = (table.pages[index] - index) * size
@@ -265,10 +267,11 @@ class PagePool:
             )
         if start == end:
             return [], 0
-        touched = range(start // self.page_size, min(self._num_pages_of(end), len(table.pages)))
-        self._check_used(table.pages[index] for index in touched)
-        shared = [index for index in touched if self._refcounts[table.pages[index]] > 1]
-        return shared, max(0, self._num_pages_of(end) - len(table.pages))
+        num_pages = self._num_pages_of(end)
+        touched = table.pages[start // self.page_size : num_pages]
+        self._check_used(touched)
+        shared = [index for index, page in enumerate(touched, start // self.page_size) if self._refcounts[page] > 1]
+        return shared, max(0, num_pages - len(table.pages))
 
     def _num_carried(self, length: int, index: int, start: int, end: int) -> int:
         first = index * self.page_size

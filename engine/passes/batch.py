@@ -1,7 +1,8 @@
 """`Batch`: rows of any number of branches, packed for one pass."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -119,13 +120,14 @@ class Batch:
 
     def _attention_groups(self, pool: PagePool, query_rows: tuple[int, ...]) -> list[AttentionGroup]:
         """Split segments into pieces of at most max(query_rows) rows, and group pieces of equal padded size."""
-        largest = max(query_rows)
+        query_rows = tuple(sorted(query_rows))
+        largest = query_rows[-1]
         groups: dict[tuple[int, int], list[Piece]] = {}
         for offset, s in zip(self.offsets, self.segments, strict=False):
             for first in range(0, len(s.tokens), largest):
                 n = min(largest, len(s.tokens) - first)
                 keys = _roomy(-(-(s.start + first + n) // KV_BLOCK)) * KV_BLOCK
-                piece = Piece(min(q for q in query_rows if q >= n), keys, offset + first, n, s, s.start + first)
+                piece = Piece(query_rows[bisect_left(query_rows, n)], keys, offset + first, n, s, s.start + first)
                 groups.setdefault(piece[:2], []).append(piece)
         return [self._group(groups[size], pool) for size in sorted(groups)]
 
@@ -136,9 +138,11 @@ class Batch:
         rows = np.where(query < n, first_row + query, self.padded)
         positions = position + np.where(query < n, query, 0)
         slots = pool.slot_rows([p.segment.table for p in pieces], [p.position + p.num_rows for p in pieces], keys)
-        return AttentionGroup(*map(torch.from_numpy, (rows, slots.reshape(-1), positions)), keys, {})
+        as_tensor = torch.from_numpy
+        return AttentionGroup(as_tensor(rows), as_tensor(slots.reshape(-1)), as_tensor(positions), keys, {})
 
 
+@lru_cache(maxsize=4096)
 def _roomy(blocks: int) -> int:
     """Round up to 1, 2, 3, 4, 6, 8, 12, 16, ... so that pieces of similar length share a group."""
     size = 1
