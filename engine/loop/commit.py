@@ -106,8 +106,9 @@ class Committer:
         if lane.capture is None or lane.recording is None or result is None:
             return None
         accepted = turn.chains[outcome.chain][: outcome.accepted]
-        tokens = self.tree.branch(lane.branch).tokens  # a complete turn's may end in drafts; a part of a prompt's are final
-        tokens = [*tokens[: turn.end], *accepted, *outcome.pending] if turn.complete else tokens
+        record = self.tree.branch(lane.branch)  # a complete turn's tokens may end in drafts; a part of a prompt's are final
+        past, length = record.past, len(record.tokens)
+        tokens = past.path(turn.end, [*accepted, *outcome.pending]) if turn.complete else past.path(length)
         computed = turn.end + outcome.accepted
         ended = job.final and job.remaining == 0 and computed == len(tokens)
         end = computed if ended else min(computed, len(tokens) - lane.capture.lag)

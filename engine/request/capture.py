@@ -94,13 +94,15 @@ class Recording:
         skipped = max(0, self.base - start)
         if skipped < len(next(iter(rows.values()))):
             new = Chunk(start + skipped, {site: x[skipped:] for site, x in rows.items()})
-            self.chunks = [*_cut(self.chunks, start), new]
+            at, part = _border(self.chunks, start)
+            self.chunks[at:] = [*part, new]  # in place: a copy would grow with the path
             self.open_end = open_end
 
     def truncate(self, length: int) -> None:
         """Mutates: drops positions from `length` on."""
         self.open_end = self.open_end and length >= self.end
-        self.chunks = _cut(self.chunks, length)
+        at, part = _border(self.chunks, length)
+        self.chunks[at:] = part
 
     def fork(self, length: int) -> "Recording":
         """A recording of the first `length` positions that shares their tensors. Of a suffix (base > 0), it is empty."""
@@ -144,7 +146,7 @@ class Recording:
         return f"Recording(positions {self.base} to {self.end - 1}, {len(self.sites())} sites)"
 
     def positions(self) -> list[int]:
-        return [p for chunk in self.chunks for p in range(chunk.start, chunk.end)]
+        return [p for chunk in list(self.chunks) for p in range(chunk.start, chunk.end)]
 
     def __getitem__(self, site: str) -> Tensor:
         """A copy of all rows of a site, in order of position: [rows, ...]. The rows themselves are shared with forks."""
@@ -158,7 +160,7 @@ class Recording:
 
     def _pieces(self, site: str) -> list[Tensor]:
         """The rows of a site, chunk by chunk."""
-        chunks = self.chunks
+        chunks = list(self.chunks)  # another thread may append meanwhile
         if not isinstance(site, str) or not chunks or site not in chunks[0].rows:
             raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(self.sites()) or 'nothing'}.")
         pieces = [chunk.rows[site] for chunk in chunks]
@@ -169,11 +171,17 @@ class Recording:
 
 
 def _cut(chunks: list[Chunk], length: int) -> list[Chunk]:
-    kept = [chunk for chunk in chunks if chunk.start < length]
-    if kept and kept[-1].end > length:
-        last = kept[-1]
-        kept[-1] = Chunk(last.start, {site: x[: length - last.start] for site, x in last.rows.items()})
-    return kept
+    at, part = _border(chunks, length)
+    return [*chunks[:at], *part]
+
+
+def _border(chunks: list[Chunk], length: int) -> tuple[int, list[Chunk]]:
+    """How many chunks lie wholly below position `length`, and the part of the next one that does too, if any."""
+    at = len(chunks)
+    while at and chunks[at - 1].end > length:
+        at -= 1
+    part = [chunk for chunk in chunks[at : at + 1] if chunk.start < length]
+    return at, [Chunk(c.start, {site: x[: length - c.start] for site, x in c.rows.items()}) for c in part]
 
 
 class PassTap:
