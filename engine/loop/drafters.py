@@ -65,8 +65,12 @@ class Drafter(Protocol):
         ...
 
 
+REPEATED = 8
+"""tokens of a path that must have occurred before, in this order, to take their continuation for granted"""
+
+
 class SelfDrafter:
-    """The model's own fast path: matrix-vector products, one token at a time."""
+    """The model's own fast path: matrix-vector products, one token at a time. A path that repeats itself needs none."""
 
     width = 1
     reproducible = False
@@ -75,7 +79,8 @@ class SelfDrafter:
         self.runner = runner
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
-        return [[chain] for chain in extend_together(calls, [0] * len(calls), [[] for _ in calls], self._step)]
+        chains = [call.path.repetition(REPEATED, call.count) for call in calls]
+        return [[chain] for chain in extend_together(calls, [0] * len(calls), chains, self._step)]
 
     def _step(self, segments: list[Segment]) -> PassResult:
         return self.runner.fast(segments)

@@ -48,6 +48,8 @@ class Past:
 
     def latest(self, size: int, end: int) -> int | None:
         """Where the last `size` tokens of the first `end` occurred before, latest first position; None: nowhere."""
+        if end <= size:
+            return None
         self._ngrams = {} if self._ngrams is None else self._ngrams
         known = self._ngrams.get(size)
         if known is None or known.end > end - 1:
@@ -118,6 +120,11 @@ class Path(Sequence[int]):
         """
         at = self.past.latest(size, self.end)
         return None if at is None else self.past.tokens[at + size : min(at + size + count, self.end)]
+
+    def repetition(self, size: int, count: int) -> list[int]:
+        """As `continuation`, but `count` tokens: what follows the occurrence goes on in a circle. Empty if there is none."""
+        found = self.continuation(size, count)
+        return [found[i % len(found)] for i in range(count)] if found else []
 
 
 class Mark:
