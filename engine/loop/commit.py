@@ -75,9 +75,9 @@ class Committer:
 
     def _accept_rows(self, turn: Turn) -> None:
         branch = turn.job.lane.branch
-        states = self.tree.branch(branch).states
-        waiting = (TokenState.PENDING, TokenState.DRAFT)
-        first = next((p for p in range(turn.start, turn.end) if states[p] in waiting), turn.end)
+        states, first = self.tree.branch(branch).states, turn.start
+        while first < turn.end and states[first] not in (TokenState.PENDING, TokenState.DRAFT):
+            first += 1
         self.tree.mark(branch, first, turn.end, TokenState.ACCEPTED)
 
     def _accept_kv(self, turn: Turn, outcome: Outcome) -> None:

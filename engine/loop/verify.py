@@ -50,16 +50,18 @@ def judged(turns: list[Turn], result: PassResult, tree: BranchTree) -> dict[Turn
     """
     before = list(accumulate((segment.num_logits for segment in result.batch.segments), initial=0))
     first = {turn: [before[s] for s in turn.segments] for turn in turns}  # the row of the last token of the path
-    bare = [turn for turn in turns if result.logits.device.type != "cpu" and turn.job.sampling.bare]
-    verdicts = _by_device(bare, result, first) if bare else {}
+    verdicts: dict[Turn, Verdict] = {}
+    if result.logits.device.type != "cpu" and (bare := [turn for turn in turns if turn.job.sampling.bare]):
+        verdicts = _by_device(bare, result, first)
     return verdicts | {turn: _by_host(turn, result, first[turn], tree) for turn in turns if turn not in verdicts}
 
 
 def _by_host(turn: Turn, result: PassResult, first: list[int], tree: BranchTree) -> Verdict:
-    record, sampling = tree.branch(turn.job.lane.branch), turn.job.sampling
-    path, chains, end, num_prompt = record.past.path, turn.chains, turn.end, record.root_length
+    chains, sampling = turn.chains, turn.job.sampling
     if sampling.plain_greedy:
         return judge(chains, lambda chain, row: result.greedy[first[chain] + row])
+    record, end = tree.branch(turn.job.lane.branch), turn.end
+    path, num_prompt = record.past.path, record.root_length
     return judge(
         chains, lambda chain, row: result.choose(first[chain] + row, sampling, path(end, chains[chain][:row]), num_prompt)
     )

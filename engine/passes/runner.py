@@ -207,10 +207,12 @@ class Runner:
     def _head(self, residual: Tensor, tap: PassTap) -> Tensor:
         ops, tile, out = self.head_ops(), self.tile, []
         for piece in residual.to(self.device).split(LENS_ROWS):
-            padded = torch.zeros(-(-len(piece) // tile) * tile, piece.shape[1], dtype=piece.dtype, device=piece.device)
-            padded[: len(piece)] = piece
+            padded = piece
+            if len(piece) % tile:
+                padded = piece.new_zeros(-(-len(piece) // tile) * tile, piece.shape[1])
+                padded[: len(piece)] = piece
             out.append(self.model.logits(padded, ops, tap)[: len(piece)])
-        return torch.cat(out)
+        return torch.cat(out) if len(out) > 1 else out[0]
 
     def _program(self, batch: Batch) -> "EditProgram | None":
         return self.program([(s.start, len(s.tokens), s.edits) for s in batch.segments])
