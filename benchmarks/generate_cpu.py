@@ -107,8 +107,7 @@ def main(rounds: int, only: str) -> None:
     for name in SUBJECTS:
         if only in name:
             compare(table, name, rounds)
-    if not only:
-        table.save()
+            table.save(beside=True)
 
 
 if __name__ == "__main__":

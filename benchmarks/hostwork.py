@@ -82,8 +82,8 @@ def branches(engine: Engine, length: int, count: int, sites: str | None = None) 
 
 
 def generate(engine: Engine, given: list[Branch], **options: Any) -> int:
-    """Steps of all branches together. Returns the number of tokens."""
-    engine.generate(given, STEPS, **options)
+    """Steps of all branches together, without drafts by default. Returns the number of tokens."""
+    engine.generate(given, STEPS, **{"window": 1, **options})
     return STEPS * len(given)
 
 
@@ -96,7 +96,7 @@ def one_by_one(engine: Engine, given: list[Branch]) -> int:
 
 def streamed(engine: Engine, given: list[Branch]) -> int:
     """All branches as streams, read in turns."""
-    streams = [branch.stream(STEPS) for branch in given]
+    streams = [branch.stream(STEPS, window=1) for branch in given]
     return sum(1 for _ in range(STEPS) for stream in streams if next(stream) is not None)
 
 
@@ -157,10 +157,11 @@ def main(rounds: int, only: str) -> None:
         growth = best[LENGTHS[-1]] / best[LENGTHS[0]]
         shown = {f"us_at_{length}": us for length, us in best.items()}
         table.add(name, ratio=growth, aim=f"<= {MAX_GROWTH}", met=growth <= MAX_GROWTH, **shown)
+        table.save(beside=True)
     if not only:
         shown = {f"us_at_{length}": us for length, us in key_slots(LENGTHS, BRANCHES).items()}
         table.add("the attention's index of keys (part of the arithmetic)", **shown)
-        table.save()
+        table.save(beside=True)
 
 
 if __name__ == "__main__":
