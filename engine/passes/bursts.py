@@ -17,11 +17,10 @@ from replaylens.engine.errors import EngineBug
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.passes.choice import seeds, temperatures
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers
-from replaylens.engine.passes.ferry import Block, Group
-from replaylens.engine.passes.program import EditProgram, ProgramTap, rows_of
-from replaylens.engine.passes.program import Shape as EditShape
+from replaylens.engine.passes.ferry import Shipment, SiteGroup
+from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, rows_of
 from replaylens.engine.passes.runner import Keep, Runner
-from replaylens.engine.request.capture import LensSpec, PassTap, Rows
+from replaylens.engine.request.capture import CaptureSpec, LensSpec, PassTap, Rows
 from replaylens.engine.request.edits import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.kernels.attention import PagedRows
@@ -40,9 +39,7 @@ ReadLens = Callable[[LensSpec, Tensor, Tensor, Tensor], Rows]
 class Wanted:
     """What a request in a burst captures."""
 
-    sites: tuple[str, ...]
-    lens: LensSpec | None
-    keep: Keep
+    spec: CaptureSpec
     steps: Sequence[int]
     """the steps whose rows are kept, in order"""
 
@@ -78,7 +75,7 @@ class BurstRows:
     """The captured rows of a burst: one block per step, with the requests that it holds."""
 
     def __init__(self, num_requests: int, sparse: Callable[["BurstRows"], object]) -> None:
-        self.steps: dict[Keep, list[tuple[Block, Sequence[int]]]] = {"host": [], "device": []}
+        self.steps: dict[Keep, list[tuple[Shipment, Sequence[int]]]] = {"host": [], "device": []}
         self._live = self._all = num_requests
         self._views: weakref.WeakSet[StepRows] = weakref.WeakSet()
         self._sparse = sparse
@@ -157,7 +154,7 @@ class DecodeGraph:
         rows = PagedRows(sequence, self.short_positions, self.pages)
         self.ops = (CanonicalCudaOps if key.exact else FastCudaOps)(runner.cache, rows)
         self.edits = ProgramTap(key.edits, size, runner.vectors)
-        self.staged: list[Group] = []
+        self.staged: list[SiteGroup] = []
         """captured rows of the last step, [sites, requests, ...]; the next step overwrites them"""
         self.graph = torch.cuda.CUDAGraph()
         self._capture()
@@ -173,7 +170,7 @@ class DecodeGraph:
         with torch.cuda.graph(self.graph):
             self.staged = self._step()
 
-    def _step(self) -> list[Group]:
+    def _step(self) -> list[SiteGroup]:
         model, tap = self.runner.model, PassTap(self.key.sites.union(*(lens.sites for lens in self.key.lenses)))
         self.edits.inner = tap
         self.short_positions.copy_(self.positions)
@@ -230,20 +227,20 @@ class DecodeGraph:
             found.append(padded.movedim(-1, 0).contiguous().to(self.tokens.device, non_blocking=True))
         return found[0], found[1]
 
-    def _sent(self, held: Sequence[int], keep: Keep) -> Block:
+    def _sent(self, held: Sequence[int], keep: Keep) -> Shipment:
         """The rows of some requests, on their way to where they are kept."""
         if isinstance(held, range):
             groups = [(names, x[:, : len(held)].clone()) for names, x in self.staged]
         else:
             index = torch.tensor(held).to(self.tokens.device, non_blocking=True)
             groups = [(names, x.index_select(1, index)) for names, x in self.staged]
-        return Block(groups, 0) if keep == "device" else self.runner.ferry.send(groups)
+        return Shipment(groups, 0) if keep == "device" else self.runner.ferry.send(groups)
 
-    def names(self, wanted: Wanted) -> dict[str, str]:
+    def names(self, spec: CaptureSpec) -> dict[str, str]:
         """Sites of a request -> the names under which their rows are staged."""
-        own = {site: site for site in wanted.sites}
-        if wanted.lens is not None:
-            mark = f"{self.key.lenses.index(wanted.lens)}:"
+        own = {site: site for site in spec.sites}
+        if spec.lens is not None:
+            mark = f"{self.key.lenses.index(spec.lens)}:"
             own |= {name.removeprefix(mark): name for names, _ in self.staged for name in names if name.startswith(mark)}
         return own
 
@@ -253,13 +250,19 @@ def _held(places: list[Place], steps: int) -> dict[Keep, list[Sequence[int]]]:
     found: dict[Keep, list[list[int]]] = {"host": [[] for _ in range(steps)], "device": [[] for _ in range(steps)]}
     for i, place in enumerate(places):
         if place.wanted is not None:
-            own = found[place.wanted.keep]
+            own = found[place.wanted.spec.keep]
             for step in place.wanted.steps:
                 own[step].append(i)
     return {
         keep: [range(len(some)) if some and some[-1] == len(some) - 1 else some for some in by_step]
         for keep, by_step in found.items()
     }
+
+
+def _specs(places: list[Place]) -> dict[int, CaptureSpec]:
+    """What the requests capture, by identity: branches that were prompted together share it."""
+    found = (place.wanted for place in places)
+    return {id(wanted.spec): wanted.spec for wanted in found if wanted is not None and wanted.steps}
 
 
 class Bursts:
@@ -291,16 +294,15 @@ class Bursts:
         graph, wanted = self._graphs[key], [place.wanted for place in places]
         rows = BurstRows(sum(each is not None and len(each.steps) > 0 for each in wanted), self._sparse.append)
         chosen = graph.run(places, steps, program, rows)
-        names = {(each.sites, each.lens): graph.names(each) for each in wanted if each and each.steps}
+        names = {number: graph.names(spec) for number, spec in _specs(places).items()}
         return chosen.T.tolist(), [
-            rows.view(i, each.keep, names[each.sites, each.lens]) if each and each.steps else None
-            for i, each in enumerate(wanted)
+            rows.view(i, each.spec.keep, names[id(each.spec)]) if each and each.steps else None for i, each in enumerate(wanted)
         ]
 
     def _key(self, places: list[Place], exact: bool, program: EditProgram | None) -> GraphKey:
-        wanted = [place.wanted for place in places if place.wanted is not None and place.wanted.steps]
-        lenses = tuple(dict.fromkeys(each.lens for each in wanted if each.lens is not None))
-        sites = {site for each in wanted for site in each.sites}
+        specs = _specs(places).values()
+        lenses = tuple(dict.fromkeys(spec.lens for spec in specs if spec.lens is not None))
+        sites = {site for spec in specs for site in spec.sites}
         return GraphKey(
             next(size for size in SIZES if size >= len(places)),
             next_power_of_2(max(len(place.table.pages) for place in places)),

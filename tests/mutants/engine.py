@@ -1,4 +1,4 @@
-"""Faults in what a pass computes, what a turn commits and what a trace records."""
+"""Faults in what a pass computes, a turn commits and a trace records."""
 
 from tests.mutants.mutant import Mutant
 
@@ -38,8 +38,8 @@ ENGINE = (
     Mutant(
         "rejected-rows-of-chain-0",
         "replaylens.engine.loop.commit",
-        "first = result.batch.row(turn.segments[index], turn.end + num_accepted)",
-        "first = result.batch.row(turn.segments[0], turn.end + num_accepted)",
+        "rows.chunk(lane, turn.segments[index], turn.end + num_accepted,",
+        "rows.chunk(lane, turn.segments[0], turn.end + num_accepted,",
         "a rejected sibling has the rows of its own path",
         ("tests/engine/loop/test_siblings.py",),
     ),
@@ -54,10 +54,34 @@ ENGINE = (
     Mutant(
         "emitted-token-of-the-row-itself",
         "replaylens.engine.loop.commit",
-        "emitted = [*tokens[start + 1 : end + 1], -1][: end - start]",
-        "emitted = [*tokens[start:end], -1][: end - start]",
+        "emitted = [*follows, -1][: end - start]",
+        "emitted = [-1, *follows][: end - start]",
         "Z.emitted is about the token that came next",
         ("tests/engine/lens/test_readout.py",),
+    ),
+    Mutant(
+        "lens-read-ahead-not-compared",
+        "replaylens.engine.loop.captured",
+        "ahead.emitted[first : first + len(packed)] != emitted",
+        "False",
+        "Z.emitted is about the token that came next",
+        ("tests/engine/loop/test_captured.py",),
+    ),
+    Mutant(
+        "place-in-the-ring-freed-early",
+        "replaylens.engine.passes.ferry",
+        "while self._taken and self._taken[0].free:",
+        "while self._taken:",
+        "rows under way are not overwritten",
+        ("tests/engine/passes/test_ferry.py",),
+    ),
+    Mutant(
+        "slice-of-positions-starts-at-each-pass",
+        "replaylens.engine.request.positions",
+        "start += -(-(first - start) // self.step) * self.step",
+        "start = first",
+        "every k-th position is counted from the start of the path",
+        ("tests/engine/request/test_positions.py",),
     ),
     Mutant(
         "last-row-not-looked-at",
