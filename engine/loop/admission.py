@@ -37,6 +37,7 @@ class Admission:
         self._jobs: list[Job] = []
         self._alone = False
         self._clock = 0
+        self._deciding = 0
 
     def turns(self, jobs: list[Job], alone: bool) -> list[Turn]:
         """Turns for as many jobs as rows and pages allow. Jobs that lack a single row come before long prefills.
@@ -48,6 +49,7 @@ class Admission:
         """
         self._clock += 1
         self._jobs, self._alone = jobs, alone
+        self._deciding = sum(job.exact and job.remaining > 0 for job in jobs)
         budget = self.max_rows
         turns: list[Turn] = []
         for job in sorted(self._jobs, key=self._rank):
@@ -65,7 +67,7 @@ class Admission:
     def _plan(self, job: Job, budget: int) -> Turn | None:
         """The job's next rows: those without KV, up to the budget. Drafts come only after the last token. None: it waits."""
         tokens = self.tree.branch(job.lane.branch).tokens
-        start = self._first_row(job)
+        start = self._first_row(job, len(tokens))
         rows = tokens[start : start + budget]
         turn = Turn(job, start, rows, complete=start + len(rows) == len(tokens))
         if turn.deciding and job.exact:
@@ -76,7 +78,7 @@ class Admission:
             turn.num_drafts = num_drafts
             if num_drafts and (1 + num_drafts) * self._width(job, turn.end) > budget:
                 return None  # a shorter window would make the rejected branches depend on the load
-        if turn.deciding and len(rows) == 1 and not turn.num_drafts and self._may_burst(job):
+        if self._alone and turn.deciding and len(rows) == 1 and not turn.num_drafts and self._may_burst(job):
             turn.burst = min(job.remaining, MAX_BURST)
         return turn
 
@@ -86,9 +88,8 @@ class Admission:
         plain = not lane.hooks and self.runner.cache.chain is None and (lane.capture is None or lane.capture.on_device)
         return self._alone and plain and job.sampling.bare and job.forced_drafts is None
 
-    def _first_row(self, job: Job) -> int:
+    def _first_row(self, job: Job, num_tokens: int) -> int:
         """Where the next pass starts. Choosing the next token takes the last token's row, even if its KV is known."""
-        num_tokens = len(self.tree.branch(job.lane.branch).tokens)
         first = job.lane.first_missing(num_tokens)
         return min(first, num_tokens - 1) if job.remaining else first
 
@@ -98,7 +99,8 @@ class Admission:
 
     def num_waiting(self, job: Job) -> int:
         """The number of tokens whose rows the job still needs."""
-        return len(self.tree.branch(job.lane.branch).tokens) - self._first_row(job)
+        num_tokens = len(self.tree.branch(job.lane.branch).tokens)
+        return num_tokens - self._first_row(job, num_tokens)
 
     def _num_drafts(self, job: Job, at: int) -> int:
         if job.forced_drafts is not None:
@@ -107,9 +109,9 @@ class Admission:
         if window is None and job.drafter == "self" and self._alone:
             return 0  # the device's decode step is canonical: there is nothing to verify
         if window is None:
-            deciding = sum(other.exact and other.remaining > 0 for other in self._jobs)
-            window = self.planner.window(self.drafters[job.drafter].reproducible, deciding, job.statistics)
-            window = min(window, self.max_rows // self.drafters[job.drafter].width)
+            drafter = self.drafters[job.drafter]
+            window = self.planner.window(drafter.reproducible, self._deciding, job.statistics)
+            window = min(window, self.max_rows // drafter.width)
         return min(window, job.remaining) - 1
 
     def _width(self, job: Job, at: int) -> int:
@@ -117,10 +119,13 @@ class Admission:
 
     def _make_room(self, turn: Turn) -> bool:
         """Reserve the turn's pages; younger jobs without a turn in this step may lose theirs. False: the turn must wait."""
-        younger = self._jobs[self._jobs.index(turn.job) + 1 :]
-        victims = [job for job in younger if job.lane.last_used != self._clock]
         width = self._width(turn.job, turn.end) if turn.num_drafts else 1
-        return self.reservations.reserve(turn, width, self._jobs, victims)
+        return self.reservations.reserve(turn, width, self._jobs, lambda: self._victims(turn.job))
+
+    def _victims(self, job: Job) -> list[Job]:
+        """The jobs that may lose their pages to this one."""
+        younger = self._jobs[self._jobs.index(job) + 1 :]
+        return [other for other in younger if other.lane.last_used != self._clock]
 
     def _last_resort(self, job: Job) -> Turn | None:
         """For the oldest job, whose window does not fit even with all pages to itself: a turn without drafts, or failure."""

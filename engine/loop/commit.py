@@ -39,7 +39,8 @@ class Committer:
         """
         followed = turn.chains[outcome.chain]
         num_accepted = {i: 0 for i, chain in enumerate(turn.chains) if i != outcome.chain and chain}
-        num_accepted |= {outcome.chain: outcome.accepted} if len(followed) > outcome.accepted else {}
+        if len(followed) > outcome.accepted:
+            num_accepted[outcome.chain] = outcome.accepted
         # Everything that can fail comes first: rows and lens readouts are taken while nothing has changed.
         captured = self._captured(turn, outcome, rows)
         cut_off = {i: self._cut_off(turn, i, n, rows) for i, n in num_accepted.items()}
@@ -74,9 +75,9 @@ class Committer:
 
     def _accept_rows(self, turn: Turn) -> None:
         branch = turn.job.lane.branch
-        states = self.tree.branch(branch).states
-        waiting = (TokenState.PENDING, TokenState.DRAFT)
-        first = next((p for p in range(turn.start, turn.end) if states[p] in waiting), turn.end)
+        states, first = self.tree.branch(branch).states, turn.start
+        while first < turn.end and states[first] not in (TokenState.PENDING, TokenState.DRAFT):
+            first += 1
         self.tree.mark(branch, first, turn.end, TokenState.ACCEPTED)
 
     def _accept_kv(self, turn: Turn, outcome: Outcome) -> None:
@@ -88,8 +89,13 @@ class Committer:
         lane.exact = lane.exact and turn.job.exact
         pool.truncate(lane.table, lane.computed)
         self._release_forks(turn)
-        tokens = self.tree.branch(lane.branch).tokens[: lane.computed]
-        self.runner.cache.seal(tokens, pool.slots(lane.table, 0, lane.computed), turn.start)
+        self._seal(lane, turn.start)
+
+    def _seal(self, lane: Lane, start: int) -> None:
+        """In debug mode, record what the lane's KV from `start` on holds."""
+        if self.runner.cache.chain is not None:
+            tokens = self.tree.branch(lane.branch).tokens[: lane.computed]
+            self.runner.cache.seal(tokens, self.runner.pool.slots(lane.table, 0, lane.computed), start)
 
     def _release_forks(self, turn: Turn) -> None:
         for table in turn.tables[1:]:
@@ -159,8 +165,7 @@ class Committer:
         if job.keep_rejected:
             other.computed = turn.end + len(chain)
             other.table = self.runner.pool.fork(turn.tables[index], other.computed)
-            slots = self.runner.pool.slots(other.table, 0, other.computed)
-            self.runner.cache.seal(self.tree.branch(kept).tokens, slots, turn.start)
+            self._seal(other, turn.start)
         if other.recording is not None or job.keep_rejected:
             self.lanes[kept] = other
             lane.rejected.append(kept)

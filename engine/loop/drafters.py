@@ -11,6 +11,7 @@ import numpy as np
 
 from replaylens.engine.errors import BadRequest, EngineError, OutOfPages
 from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.memory.past import Mark, Path
 from replaylens.engine.model.weights import weights_hash
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import PassResult, Runner
@@ -25,7 +26,8 @@ Chains = list[list[int]]
 class DraftCall:
     """A request for drafts after `path`. The row of the path's last token is not computed yet."""
 
-    path: list[int]
+    path: Path
+    """a view of the branch's tokens, valid while `propose` runs"""
     num_prompt: int
     count: int
     sampling: Sampling
@@ -63,8 +65,12 @@ class Drafter(Protocol):
         ...
 
 
+REPEATED = 8
+"""tokens of a path that must have occurred before, in this order, to take their continuation for granted"""
+
+
 class SelfDrafter:
-    """The model's own fast path: matrix-vector products, one token at a time."""
+    """The model's own fast path: matrix-vector products, one token at a time. A path that repeats itself needs none."""
 
     width = 1
     reproducible = False
@@ -73,7 +79,8 @@ class SelfDrafter:
         self.runner = runner
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
-        return [[chain] for chain in extend_together(calls, [0] * len(calls), [[] for _ in calls], self._step)]
+        chains = [call.path.repetition(REPEATED, call.count) for call in calls]
+        return [[chain] for chain in extend_together(calls, [0] * len(calls), chains, self._step)]
 
     def _step(self, segments: list[Segment]) -> PassResult:
         return self.runner.fast(segments)
@@ -111,7 +118,7 @@ class TreeDrafter:
         self.lens, self.width = LensDrafter(runner, layer), whole("tree_width", width, 2)
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
-        segments = [call.segment(0, len(call.path) - 1, call.path[-1:]) for call in calls]
+        segments = [call.segment(0, len(call.path) - 1, [call.path[-1]]) for call in calls]
         firsts = self.lens.step(segments).logits.float().cpu().numpy()
         flat, tables, chains = [], [], []
         for call, logits in zip(calls, firsts, strict=True):
@@ -147,14 +154,14 @@ def extend_together(
         segments = []
         for i in growing:
             call, last = calls[i], len(calls[i].path) - 1
-            tokens = chains[i][-1:] if started[i] else call.path[-1:] + chains[i]
+            tokens = chains[i][-1:] if started[i] else [call.path[-1], *chains[i]]
             start = last + len(chains[i]) if started[i] else last
             segments.append(call.segment(table[i], start, tokens))
             started[i] = True
         result = step(segments)
         for row, i in enumerate(growing):
             call = calls[i]
-            chains[i].append(result.choose(row, call.sampling, call.path + chains[i], call.num_prompt))
+            chains[i].append(result.choose(row, call.sampling, call.path.then(chains[i]), call.num_prompt))
 
 
 class NgramDrafter:
@@ -169,12 +176,11 @@ class NgramDrafter:
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
         return [[self._continue(call.path, call.count)] for call in calls]
 
-    def _continue(self, path: list[int], count: int) -> list[int]:
+    def _continue(self, path: Path, count: int) -> list[int]:
         for size in range(min(self.longest, len(path) - 1), 0, -1):
-            ending = path[-size:]
-            for at in range(len(path) - size - 1, -1, -1):
-                if path[at : at + size] == ending:
-                    return path[at + size : at + size + count]
+            found = path.continuation(size, count)
+            if found is not None:
+                return found
         return []
 
     def settings(self) -> dict[str, str | int]:
@@ -194,7 +200,7 @@ class ModelDrafter:
                 "Use a draft model with the same tokenizer."
             )
         self.runner = runner
-        self._known: dict[int, tuple[PageTable, list[int]]] = {}  # branch -> its KV here, and the path it holds
+        self._known: dict[int, tuple[PageTable, Mark]] = {}  # branch -> its KV here, and the path it holds
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
         """Drafts in groups that fit into the draft model's pages. Its branches share no pages, so fewer may fit at once."""
@@ -221,25 +227,22 @@ class ModelDrafter:
 
     def _catch_up(self, call: DraftCall, busy: set[int]) -> PageTable | None:
         """The branch's table, with KV for the path except its last token, and room for the drafts. None: no pages left."""
-        pool, needed = self.runner.pool, len(call.path) + call.count
-        table, held = self._known.pop(call.branch, (PageTable(), []))
-        common = next(
-            (i for i, (a, b) in enumerate(zip(held, call.path[:-1], strict=False)) if a != b),
-            min(len(held), len(call.path) - 1),
-        )
+        pool, needed, path = self.runner.pool, len(call.path) + call.count, call.path
+        table, held = self._known.pop(call.branch, (PageTable(), path.past.mark(0)))
+        common = min(held.common(path), len(path) - 1)
         pool.truncate(table, common)
         try:
             while pool.num_needed(table, common, needed) > pool.num_free and self._drop_oldest(busy):
                 pass
             self.runner.reserve(table, common, needed)
-            if common < len(call.path) - 1:
-                self.runner.exact([Segment(table, common, call.path[common:-1])])
+            if common < len(path) - 1:
+                self.runner.exact([Segment(table, common, path[common:-1])])
         except EngineError as error:
             pool.release(table)
             if isinstance(error, OutOfPages):
                 return None
             raise
-        self._known[call.branch] = (table, call.path[:-1])
+        self._known[call.branch] = (table, path.past.mark(len(path) - 1))
         return table
 
     def _drop_oldest(self, busy: set[int]) -> bool:

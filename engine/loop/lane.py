@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.memory.past import Mark
+from replaylens.engine.memory.prefix import Trail
 from replaylens.engine.request.capture import CaptureSpec, Recording
 from replaylens.engine.request.edits import Hook, PlacedEdit
 from replaylens.engine.request.sampling import Sampling
@@ -73,6 +75,8 @@ class Lane:
     """whether its events go into the engine's trace"""
     streamed: "Job | None" = None
     """the last request whose tokens a stream yields"""
+    offered: tuple[Trail, Mark] | None = None
+    """where its last offer to the prefix index ended, and whether its path is still the same up to there"""
 
     @property
     def certified(self) -> bool:

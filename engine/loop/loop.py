@@ -15,10 +15,12 @@ from replaylens.engine.loop.commit import Committer, Outcome
 from replaylens.engine.loop.drafters import Chains, DraftCall, Drafter
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.reservations import Reservations
+from replaylens.engine.loop.stops import Stops
 from replaylens.engine.loop.turn import Turn
 from replaylens.engine.loop.verify import Verdict, judged
-from replaylens.engine.memory.prefix import PrefixIndex
+from replaylens.engine.memory.prefix import PrefixIndex, Trail
 from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
+from replaylens.engine.model.text import Text
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.finite import finite, not_finite
 from replaylens.engine.passes.runner import Runner
@@ -42,12 +44,12 @@ class Loop:
         tree: BranchTree,
         prefix: PrefixIndex,
         drafters: dict[str, Drafter],
-        decode: Callable[[list[int]], str],
+        text: Text,
         max_rows: int,
         lenses: KnownLenses,
     ) -> None:
         self.runner, self.tree, self.prefix, self.drafters = runner, tree, prefix, drafters
-        self.decode, self.max_rows = decode, max_rows
+        self.stops, self.max_rows = Stops(text), max_rows
         self.lanes: dict[int, Lane] = {}
         self.lenses = lenses
         self.committer = Committer(runner, tree, self.lanes)
@@ -169,9 +171,8 @@ class Loop:
             if max(tokens) >= self.runner.model.config.vocab_size:
                 self._abandon([turn], not_finite("activations"))
                 continue
-            path = self.tree.branch(turn.job.lane.branch).tokens[: turn.end]
             turn.chains = [tokens[:-1]]
-            outcome = self._take(turn, Verdict(0, len(tokens) - 1, tokens[-1]), path, drafted=0)
+            outcome = self._take(turn, Verdict(0, len(tokens) - 1, tokens[-1]), drafted=0)
             turn.chains = [tokens[: outcome.accepted]]  # tokens after the end are dropped: they are not rejected drafts
             self.committer.commit(turn, outcome, rows if rows is not None or turn.job.lane.capture is None else {})
             self._finish_turn(turn)
@@ -210,8 +211,7 @@ class Loop:
         """Commit one turn, with its verdict if it was deciding."""
         job, outcome = turn.job, Outcome()
         if verdict is not None:
-            path = self.tree.branch(job.lane.branch).tokens[: turn.end]
-            outcome = self._take(turn, verdict, path)
+            outcome = self._take(turn, verdict)
         rejected_before = len(job.rejected)
         self.committer.commit(turn, outcome, rows)
         if any(turn.chains):
@@ -229,12 +229,17 @@ class Loop:
         if not job.done and job.cancel_at is not None and job.generated >= job.cancel_at:
             self.end(job)
 
-    def _take(self, turn: Turn, verdict: Verdict, path: list[int], drafted: int | None = None) -> Outcome:
+    def _take(self, turn: Turn, verdict: Verdict, drafted: int | None = None) -> Outcome:
         """The verdict up to the token that ends the job, if one does. Mutates the job: counts, finish reason."""
         job, chain = turn.job, turn.chains[verdict.chain][: verdict.num_accepted]
         new = [*chain, verdict.token]
         for i, token in enumerate(new):
-            job.finish_reason = self._ends(job, token, path + new[: i + 1], job.generated + i + 1)
+            if job.sampling.stop_tokens and token in job.sampling.stop_tokens:
+                job.finish_reason = "eos"
+            elif job.sampling.stop and self._stops(turn, new[: i + 1]):
+                job.finish_reason = "stop"
+            elif job.generated + i + 1 == job.new_tokens:
+                job.finish_reason = "length"
             if job.finish_reason:
                 new = new[: i + 1]
                 break
@@ -247,23 +252,16 @@ class Loop:
         job.statistics.count(drafted, min(drafted, accepted), len(new))
         return Outcome(verdict.chain, accepted, tuple(new[accepted:]))
 
-    def _ends(self, job: Job, token: int, path: list[int], generated: int) -> str | None:
-        if token in job.sampling.stop_tokens:
-            return "eos"
-        if job.sampling.stop and self._completes(job.sampling.stop, path[self.tree.branch(job.lane.branch).root_length :]):
-            return "stop"
-        return "length" if generated == job.new_tokens else None
-
-    def _completes(self, stops: tuple[str, ...], tokens: list[int]) -> bool:
-        """Whether the last token completes a stop string. One that is already in earlier, forced text does not count."""
-        text, before = self.decode(tokens), self.decode(tokens[:-1]).rstrip("\ufffd")  # half a character is no text yet
-        return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in stops)
+    def _stops(self, turn: Turn, new: list[int]) -> bool:
+        """Whether the last of the new tokens completes a stop string in the text after the prompt."""
+        record = self.tree.branch(turn.job.lane.branch)
+        return self.stops.completed(turn.job.sampling.stop, record.past.path(turn.end, new), record.root_length)
 
     def _call(self, turn: Turn) -> DraftCall:
         job, record = turn.job, self.tree.branch(turn.job.lane.branch)
         recorded = job.forced_drafts.get(turn.end) if job.forced_drafts is not None else None
         return DraftCall(
-            path=list(record.tokens),
+            path=record.past.path(len(record.tokens)),
             num_prompt=record.root_length,
             count=turn.num_drafts,
             sampling=job.sampling,
@@ -336,9 +334,18 @@ class Loop:
         if job.remaining == 0 and self.admission.num_waiting(job) <= allowed:
             lane, job.done = job.lane, True
             if lane.certified:
-                keys = page_keys(lane.edits, len(lane.table.pages), self.runner.pool.page_size)
-                self.prefix.offer(lane.table, self.tree.branch(lane.branch).tokens, lane.computed, keys)
+                keys = page_keys(lane.edits, len(lane.table.pages), self.runner.pool.page_size) if lane.edits else None
+                self._offer(lane, keys)
             self._finish(job, job.finish_reason)
+
+    def _offer(self, lane: Lane, keys: list[bytes] | None) -> None:
+        """Index the lane's whole pages; without edits, only those after the pages that it offered before."""
+        past, size = self.tree.branch(lane.branch).past, self.runner.pool.page_size
+        before, kept = lane.offered if lane.offered is not None else (None, past.mark(0))
+        if keys is not None or before is None or kept.length < before.num_pages * size:  # other edits, or rolled back
+            before = Trail()
+        self.prefix.offer(lane.table, past.tokens, lane.computed, keys, before)
+        lane.offered = (before, past.mark(before.num_pages * size)) if keys is None else None
 
     def _abandon(self, turns: list[Turn], error: Exception) -> None:
         """After a failed pass: nothing of it is committed, the branches are as before, and the jobs end with the error."""
@@ -356,9 +363,10 @@ class Loop:
         self.jobs = []
 
     def _finish(self, job: Job, reason: str | None) -> None:
-        tokens = self.tree.branch(job.lane.branch).tokens
         job.lane.statistics.add(job.statistics)
-        self._notify("finish", job, reason=reason, generated=job.generated, length=len(tokens), path=path_digest(tokens))
+        if self.listeners:  # the digest reads the whole path
+            tokens = self.tree.branch(job.lane.branch).tokens
+            self._notify("finish", job, reason=reason, generated=job.generated, length=len(tokens), path=path_digest(tokens))
 
     def _notify(self, event: str, job: Job, **details: Any) -> None:
         for listener in self.listeners:

@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 from replaylens.engine.loop.lane import Statistics
 from replaylens.engine.passes.batch import TILE
@@ -18,6 +19,8 @@ class Planner:
 
     def __init__(self) -> None:
         self._cost: dict[str, dict[int, float]] = defaultdict(dict)
+        self._costs: dict[int, list[float]] = {}
+        """seconds of a step at each of `_WINDOWS`, by number of requests; forgotten at the next measurement"""
 
     @contextmanager
     def timing(self, kind: str, rows: int, steps: int = 1) -> Iterator[None]:
@@ -28,19 +31,21 @@ class Planner:
         size = rows if kind == "draft" else _size(rows)
         old = self._cost[kind].get(size)
         self._cost[kind][size] = sample if old is None else 0.8 * old + 0.2 * sample
+        self._costs.clear()
 
     def window(self, reproducible: bool, num_requests: int, statistics: Statistics) -> int:
         """Rows per verification, including the last token's own; 1 means direct decoding."""
         if reproducible:
             return FIXED_WINDOW
         acceptance = (statistics.accepted + 8) / (statistics.drafted + 8)  # optimistic until measured
-        return max(_WINDOWS, key=lambda w: (self._rate(w, num_requests, acceptance), -w))
+        if num_requests not in self._costs:
+            self._costs[num_requests] = [self._step_cost(window, num_requests) for window in _WINDOWS]
+        rates = [run / cost for run, cost in zip(_expected(acceptance), self._costs[num_requests], strict=True)]
+        return _WINDOWS[rates.index(max(rates))]  # the smallest of equals
 
-    def _rate(self, window: int, num_requests: int, acceptance: float) -> float:
-        """Expected tokens per second of all requests together."""
-        run = sum(acceptance**i for i in range(1, window))
-        cost = self._pass_cost(window * num_requests) + (window - 1) * self._draft_cost(num_requests)
-        return num_requests * (1 + run) / cost
+    def _step_cost(self, window: int, num_requests: int) -> float:
+        """Seconds of the drafts and the verification of all requests together."""
+        return self._pass_cost(window * num_requests) + (window - 1) * self._draft_cost(num_requests)
 
     def _draft_cost(self, num_requests: int) -> float:
         """Seconds of one draft step for all requests; before the first measurement, a third of the smallest pass each."""
@@ -60,6 +65,12 @@ class Planner:
             return 1.0 + 0.02 * size
         nearest = min(known, key=lambda k: abs(k - size))
         return known[nearest] * (TILE + size) / (TILE + nearest)
+
+
+@lru_cache(maxsize=1024)
+def _expected(acceptance: float) -> list[float]:
+    """The tokens that a verification is expected to yield, at each of `_WINDOWS`."""
+    return [1 + sum(acceptance**i for i in range(1, window)) for window in _WINDOWS]
 
 
 def _size(rows: int) -> int:

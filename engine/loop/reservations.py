@@ -17,20 +17,19 @@ class Reservations:
         self.runner, self.pool, self.prefix, self.lanes = runner, runner.pool, prefix, lanes
         self.preempted = preempted
 
-    def reserve(self, turn: Turn, width: int, jobs: list[Job], victims: list[Job]) -> bool:
+    def reserve(self, turn: Turn, width: int, jobs: list[Job], victims: Callable[[], list[Job]]) -> bool:
         """Give the turn `width` tables with room for its rows and drafts. False: the turn must wait, and holds nothing new.
 
         jobs     all unfinished jobs
-        victims  those of them that may lose their pages; the last one loses them first
+        victims  returns those of them that may lose their pages; the last one loses them first
         """
         lane, end = turn.job.lane, turn.end + max(turn.num_drafts, turn.burst - 1)
-        busy = {job.lane.branch for job in jobs}
         turn.tables = [lane.table]
         try:
             for i in range(width):
                 if i:
                     turn.tables.append(self.pool.fork(lane.table, turn.start))
-                self._reserve(turn.tables[i], turn.start, end, busy, victims)
+                self._reserve(turn.tables[i], turn.start, end, jobs, victims)
         except OutOfPages:
             for table in turn.tables[1:]:
                 self.pool.release(table)
@@ -44,11 +43,13 @@ class Reservations:
         self.pool.truncate(lane.table, 0)
         lane.computed = 0
 
-    def _reserve(self, table: PageTable, start: int, end: int, busy: set[int], victims: list[Job]) -> None:
-        while (missing := self.pool.num_needed(table, start, end) - self.pool.num_free) > 0:
-            if not self._reclaim(missing, busy, victims):
-                break
-        self.runner.reserve(table, start, end)
+    def _reserve(self, table: PageTable, start: int, end: int, jobs: list[Job], victims: Callable[[], list[Job]]) -> None:
+        while True:
+            try:
+                return self.runner.reserve(table, start, end)
+            except OutOfPages as full:  # rare, so jobs are looked at only now
+                if not self._reclaim(full.needed - full.free, {job.lane.branch for job in jobs}, victims()):
+                    raise
 
     def _reclaim(self, num_pages: int, busy: set[int], victims: list[Job]) -> bool:
         """Free some pages. False: there are none left to take."""

@@ -7,6 +7,7 @@ So every pass gains at least one token, and the committed tokens do not depend o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from replaylens.engine.loop.turn import Turn
 from replaylens.engine.memory.tree import BranchTree
@@ -47,19 +48,22 @@ def judged(turns: list[Turn], result: PassResult, tree: BranchTree) -> dict[Turn
 
     A choice that needs only the logits is made on the device, for all turns together; others are made on the host, row by row.
     """
-    row_of = {row: i for i, row in enumerate(result.batch.logit_rows())}
-    first = {turn: [row_of[result.batch.row(s, turn.end - 1)] for s in turn.segments] for turn in turns}
-    bare = [turn for turn in turns if result.logits.device.type != "cpu" and turn.job.sampling.bare]
-    verdicts = _by_device(bare, result, first) if bare else {}
+    before = list(accumulate((segment.num_logits for segment in result.batch.segments), initial=0))
+    first = {turn: [before[s] for s in turn.segments] for turn in turns}  # the row of the last token of the path
+    verdicts: dict[Turn, Verdict] = {}
+    if result.logits.device.type != "cpu" and (bare := [turn for turn in turns if turn.job.sampling.bare]):
+        verdicts = _by_device(bare, result, first)
     return verdicts | {turn: _by_host(turn, result, first[turn], tree) for turn in turns if turn not in verdicts}
 
 
 def _by_host(turn: Turn, result: PassResult, first: list[int], tree: BranchTree) -> Verdict:
-    record, sampling = tree.branch(turn.job.lane.branch), turn.job.sampling
-    path, num_prompt = record.tokens[: turn.end], record.root_length
+    chains, sampling = turn.chains, turn.job.sampling
+    if sampling.plain_greedy:
+        return judge(chains, lambda chain, row: result.greedy[first[chain] + row])
+    record, end = tree.branch(turn.job.lane.branch), turn.end
+    path, num_prompt = record.past.path, record.root_length
     return judge(
-        turn.chains,
-        lambda chain, row: result.choose(first[chain] + row, sampling, path + turn.chains[chain][:row], num_prompt),
+        chains, lambda chain, row: result.choose(first[chain] + row, sampling, path(end, chains[chain][:row]), num_prompt)
     )
 
 

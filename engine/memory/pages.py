@@ -11,9 +11,12 @@ A table of `length` positions always has exactly ceil(length / page_size) pages.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
 
 from replaylens.engine.errors import BadPage, BadPoolSize, BadRange, ClosedTable, IntegrityError, OutOfPages
 
@@ -172,10 +175,27 @@ class PagePool:
         """The slots of positions [start, end), which must lie within the table."""
         self._check_range(table, start, end)
         size = self.page_size
+        if end == start + 1:
+            return [table.pages[start // size] * size + start % size]
         slots: list[int] = []
         for index in range(start // size, self._num_pages_of(end)):
             shift = (table.pages[index] - index) * size
             slots.extend(range(shift + max(start, index * size), shift + min(end, (index + 1) * size)))
+        return slots
+
+    def slot_rows(self, tables: Sequence[PageTable], ends: Sequence[int], width: int) -> NDArray[np.int64]:
+        """The slots of positions [0, ends[i]) of each table, one row per table: [tables, width], padded with slot 0.
+
+        As `slots`, but without a Python step per position. Precondition: `width` is at least every end.
+        """
+        size = self.page_size
+        pages = np.zeros((len(tables), self._num_pages_of(width)), dtype=np.int64)
+        for row, table, end in zip(pages, tables, ends, strict=True):
+            self._check_range(table, 0, end)
+            count = self._num_pages_of(end)
+            row[:count] = table.pages if count == len(table.pages) else table.pages[:count]
+        slots = (pages[:, :, None] * size + np.arange(size)).reshape(len(tables), -1)[:, :width]
+        slots[np.arange(width) >= np.asarray(ends)[:, None]] = 0
         return slots
 
     def check_integrity(self, tables: Iterable[PageTable], retained: Iterable[int] = ()) -> PoolNumbers:
@@ -247,10 +267,11 @@ class PagePool:
             )
         if start == end:
             return [], 0
-        touched = range(start // self.page_size, min(self._num_pages_of(end), len(table.pages)))
-        self._check_used(table.pages[index] for index in touched)
-        shared = [index for index in touched if self._refcounts[table.pages[index]] > 1]
-        return shared, max(0, self._num_pages_of(end) - len(table.pages))
+        num_pages = self._num_pages_of(end)
+        touched = table.pages[start // self.page_size : num_pages]
+        self._check_used(touched)
+        shared = [index for index, page in enumerate(touched, start // self.page_size) if self._refcounts[page] > 1]
+        return shared, max(0, num_pages - len(table.pages))
 
     def _num_carried(self, length: int, index: int, start: int, end: int) -> int:
         first = index * self.page_size

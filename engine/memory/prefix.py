@@ -46,6 +46,14 @@ class PrefixEntry:
     num_children: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class Trail:
+    """Where an offer of a path ended: its first `num_pages` pages are indexed, the last of them as `entry`."""
+
+    entry: PrefixEntry | None = None
+    num_pages: int = 0
+
+
 @dataclass(frozen=True)
 class IndexNumbers:
     """The counts of `PrefixIndex.check_integrity`."""
@@ -94,8 +102,18 @@ class PrefixIndex:
         self._touch(entries)
         return self.pool.share([entry.page for entry in entries], len(entries) * self.pool.page_size)
 
-    def offer(self, table: PageTable, tokens: Sequence[int], upto: int, edit_keys: Sequence[bytes] | None = None) -> int:
+    def offer(
+        self,
+        table: PageTable,
+        tokens: Sequence[int],
+        upto: int,
+        edit_keys: Sequence[bytes] | None = None,
+        trail: Trail | None = None,
+    ) -> int:
         """Index the whole pages of the first `upto` positions and return how many were new.
+
+        trail  where an earlier offer of the same path ended, with the same edit keys: pages before it are not read again.
+               Mutated: it ends where this offer ends
 
         Precondition: these positions hold the canonical KV of `tokens` under `edit_keys`. The table is not changed
         and still belongs to the caller. Pages whose path is indexed already are skipped (the bits are the same), as are
@@ -103,16 +121,20 @@ class PrefixIndex:
         """
         if not 0 <= upto <= min(table.length, len(tokens)):
             raise BadRange(f"Cannot offer {upto} positions of a table of {table.length} with {len(tokens)} tokens.")
-        path: list[PrefixEntry] = []
-        num_new = 0
-        for index, (key, page_tokens, edit_key, parent) in enumerate(self._steps(tokens, edit_keys, upto, path)):
+        trail = Trail() if trail is None else trail
+        known = trail.entry is not None and self._entries.get(trail.entry.key) is trail.entry
+        if not known or trail.num_pages > upto // self.pool.page_size:
+            trail.entry, trail.num_pages = None, 0
+        path, num_new = [] if trail.entry is None else [trail.entry], 0
+        for key, page_tokens, edit_key, parent in self._steps(tokens, edit_keys, upto, path, trail.num_pages):
             entry = self._entries.get(key)
             if entry is None:
-                entry = self._insert(key, table.pages[index], page_tokens, edit_key, parent)
+                entry = self._insert(key, table.pages[trail.num_pages], page_tokens, edit_key, parent)
                 num_new += 1
             elif not _is(entry, page_tokens, edit_key, parent):
                 break
             path.append(entry)
+            trail.entry, trail.num_pages = entry, trail.num_pages + 1
         self._touch(path)
         return num_new
 
@@ -169,15 +191,21 @@ class PrefixIndex:
         return IndexNumbers(len(entries), num_leaves, sum(self.pool.refcount(entry.page) == 1 for entry in entries))
 
     def _steps(
-        self, tokens: Sequence[int], edit_keys: Sequence[bytes] | None, upto: int, path: list[PrefixEntry]
+        self,
+        tokens: Sequence[int],
+        edit_keys: Sequence[bytes] | None,
+        upto: int,
+        path: list[PrefixEntry],
+        first: int = 0,
     ) -> Iterator[tuple[bytes, tuple[int, ...], bytes, PrefixEntry | None]]:
-        """(key, tokens, edit key, previous entry) of each whole page. The caller appends the entries to `path`."""
+        """(key, tokens, edit key, previous entry) of each whole page from `first` on. The caller appends the entries to
+        `path`, which holds the entry before `first`."""
         size = self.pool.page_size
         num_pages = upto // size
         if edit_keys is not None and len(edit_keys) < num_pages:
             raise BadRange(f'{len(edit_keys)} edit keys for {num_pages} whole pages. Give one per page, b"" for no edit.')
-        key = root_key(self.salt)
-        for index in range(num_pages):
+        key = path[-1].key if path else root_key(self.salt)
+        for index in range(first, num_pages):
             page_tokens = tuple(tokens[index * size : (index + 1) * size])
             edit_key = b"" if edit_keys is None else edit_keys[index]
             key = chain_key(key, page_tokens, edit_key)
@@ -209,12 +237,15 @@ class PrefixIndex:
         del self._entries[entry.key]
         if entry.parent is not None:
             entry.parent.num_children -= 1
+            entry.parent.last_used = max(entry.parent.last_used, entry.last_used)
         self.pool.drop(entry.page)
 
-    def _touch(self, entries: list[PrefixEntry]) -> None:
+    def _touch(self, path: list[PrefixEntry]) -> None:
+        """Mark a path as used now. Entries before its last one take over the time when the ones after them are removed: until
+        then they cannot be evicted."""
         self._clock += 1
-        for entry in entries:
-            entry.last_used = self._clock
+        if path:
+            path[-1].last_used = self._clock
 
     def _evictable(self, entry: PrefixEntry) -> bool:
         return entry.num_children == 0 and self.pool.refcount(entry.page) == 1

@@ -20,6 +20,7 @@ from itertools import pairwise
 from weakref import WeakValueDictionary
 
 from replaylens.engine.errors import BadRange, BadRollback, BadTransition, ClosedBranch, IntegrityError, UnknownBranch
+from replaylens.engine.memory.past import Past
 
 
 class TokenState(Enum):
@@ -71,6 +72,11 @@ class BranchRecord:
     """of tokens[:fork_position], to detect later changes"""
     seal: int | None = None
     """hash of all tokens and states, set when the branch becomes immutable"""
+    past: Past = field(init=False)
+    """what is known about the path, extended as it grows"""
+
+    def __post_init__(self) -> None:
+        self.past = Past(self.tokens)
 
     @property
     def children(self) -> "list[BranchRecord]":
@@ -196,6 +202,7 @@ class BranchTree:
         del branch.states[length:]
         if pending:
             branch.states[-1] = PENDING
+        branch.past.cut(length)
         if length < branch.fork_position:  # the branch now leaves its parent earlier
             branch.fork_position, branch.prefix_hash = length, hash(tuple(branch.tokens))
         branch.status, branch.finish_reason = BranchStatus.OPEN, None

@@ -52,6 +52,16 @@ class Text:
         """The text of one token."""
         return self.decode([token_id])
 
+    @property
+    def local(self) -> bool:
+        """Whether the text of a token depends on its neighbours alone: our tokenizer, token ids, and Hugging Face's library."""
+        return self.tokenizer is None or self._ours or getattr(self.tokenizer, "is_fast", False) is True
+
+    def name(self, token_id: int) -> str:
+        """The tokenizer's own name of a token, such as "<0x0A>" for a byte; its text if it has no names."""
+        names = None if self.tokenizer is None or self._ours else getattr(self.tokenizer, "convert_ids_to_tokens", None)
+        return self.token(token_id) if names is None else str(names(token_id))
+
 
 def load_text(folder: Path) -> Text:
     """The tokenizer in a model folder, if any."""

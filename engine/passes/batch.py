@@ -1,9 +1,11 @@
 """`Batch`: rows of any number of branches, packed for one pass."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,6 +64,21 @@ class AttentionGroup:
         return self.masks[window]
 
 
+class Piece(NamedTuple):
+    """Rows of one segment whose attention is computed together."""
+
+    queries: int
+    """the number of rows after padding"""
+    keys: int
+    """the number of keys after padding"""
+    row: int
+    """the first packed row"""
+    num_rows: int
+    segment: Segment
+    position: int
+    """of the first row"""
+
+
 class Batch:
     """Packed rows. Padding rows have token 0 at position 0, write no KV, and no other row attends to them."""
 
@@ -72,7 +89,7 @@ class Batch:
             raise EngineBug("A batch has no segments, or a segment without rows.")
         self.segments, self.pool, self.query_rows = segments, pool, query_rows
         tokens = [t for s in segments for t in s.tokens]
-        positions = [p for s in segments for p in range(s.start, s.end)]
+        positions = [p for s in segments for p in range(s.start, s.start + len(s.tokens))]
         self.num_rows = len(tokens)
         self.padded = -(-self.num_rows // tile) * tile
         pad = self.padded - self.num_rows
@@ -103,27 +120,29 @@ class Batch:
 
     def _attention_groups(self, pool: PagePool, query_rows: tuple[int, ...]) -> list[AttentionGroup]:
         """Split segments into pieces of at most max(query_rows) rows, and group pieces of equal padded size."""
-        largest = max(query_rows)
-        pieces = []  # (padded query rows, padded keys, first packed row, rows, segment, first position)
+        query_rows = tuple(sorted(query_rows))
+        largest = query_rows[-1]
+        groups: dict[tuple[int, int], list[Piece]] = {}
         for offset, s in zip(self.offsets, self.segments, strict=False):
             for first in range(0, len(s.tokens), largest):
                 n = min(largest, len(s.tokens) - first)
                 keys = _roomy(-(-(s.start + first + n) // KV_BLOCK)) * KV_BLOCK
-                pieces.append((min(q for q in query_rows if q >= n), keys, offset + first, n, s, s.start + first))
-        pieces.sort(key=lambda piece: piece[:3])
-        return [self._group(list(group), pool) for _, group in groupby(pieces, key=lambda piece: piece[:2])]
+                piece = Piece(query_rows[bisect_left(query_rows, n)], keys, offset + first, n, s, s.start + first)
+                groups.setdefault(piece[:2], []).append(piece)
+        return [self._group(groups[size], pool) for size in sorted(groups)]
 
-    def _group(self, pieces: list[tuple[int, int, int, int, Segment, int]], pool: PagePool) -> AttentionGroup:
-        queries, keys = pieces[0][0], pieces[0][1]
-        rows, positions, key_slots = [], [], []
-        for _, _, first_row, n, segment, first_position in pieces:
-            rows.append(list(range(first_row, first_row + n)) + [self.padded] * (queries - n))
-            positions.append(list(range(first_position, first_position + n)) + [first_position] * (queries - n))
-            own = pool.slots(segment.table, 0, first_position + n)
-            key_slots += own + [0] * (keys - len(own))
-        return AttentionGroup(torch.tensor(rows), torch.tensor(key_slots), torch.tensor(positions), keys, {})
+    def _group(self, pieces: list[Piece], pool: PagePool) -> AttentionGroup:
+        queries, keys = pieces[0].queries, pieces[0].keys
+        query, n = np.arange(queries), np.array([piece.num_rows for piece in pieces])[:, None]
+        first_row, position = (np.array([p.row for p in pieces])[:, None], np.array([p.position for p in pieces])[:, None])
+        rows = np.where(query < n, first_row + query, self.padded)
+        positions = position + np.where(query < n, query, 0)
+        slots = pool.slot_rows([p.segment.table for p in pieces], [p.position + p.num_rows for p in pieces], keys)
+        as_tensor = torch.from_numpy
+        return AttentionGroup(as_tensor(rows), as_tensor(slots.reshape(-1)), as_tensor(positions), keys, {})
 
 
+@lru_cache(maxsize=4096)
 def _roomy(blocks: int) -> int:
     """Round up to 1, 2, 3, 4, 6, 8, 12, 16, ... so that pieces of similar length share a group."""
     size = 1

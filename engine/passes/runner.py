@@ -51,12 +51,12 @@ class PassResult:
     def greedy(self) -> list[int]:
         """The likeliest token of every row of logits; ties go to the lowest id. Computed on the device of the logits."""
         if self.logits.device.type == "cpu":
-            return [int(i) for i in self.logits.numpy().argmax(-1)]
+            return list(map(int, self.logits.numpy().argmax(-1)))
         from replaylens.kernels.sample import sample_logits
 
         return [int(i) for i in sample_logits(self.logits)[0].tolist()]
 
-    def choose(self, row: int, sampling: Sampling, path: list[int], num_prompt: int) -> int:
+    def choose(self, row: int, sampling: Sampling, path: Sequence[int], num_prompt: int) -> int:
         """The token after `path`, chosen from row `row` of the logits."""
         if sampling.plain_greedy:
             return self.greedy[row]
@@ -207,10 +207,12 @@ class Runner:
     def _head(self, residual: Tensor, tap: PassTap) -> Tensor:
         ops, tile, out = self.head_ops(), self.tile, []
         for piece in residual.to(self.device).split(LENS_ROWS):
-            padded = torch.zeros(-(-len(piece) // tile) * tile, piece.shape[1], dtype=piece.dtype, device=piece.device)
-            padded[: len(piece)] = piece
+            padded = piece
+            if len(piece) % tile:
+                padded = piece.new_zeros(-(-len(piece) // tile) * tile, piece.shape[1])
+                padded[: len(piece)] = piece
             out.append(self.model.logits(padded, ops, tap)[: len(piece)])
-        return torch.cat(out)
+        return torch.cat(out) if len(out) > 1 else out[0]
 
     def _program(self, batch: Batch) -> "EditProgram | None":
         return self.program([(s.start, len(s.tokens), s.edits) for s in batch.segments])

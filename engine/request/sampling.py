@@ -7,7 +7,7 @@ same noise agrees more often; the output does not depend on the drafter.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,15 @@ LARGEST = 1e9
 """the largest bias or penalty; larger ones lose the differences between logits, and finally overflow"""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+@runtime_checkable
+class Tallied(Protocol):
+    """A path that knows its distinct tokens, so that penalties need not read the whole path for every token."""
+
+    def distinct(self, start: int = 0) -> NDArray[np.int64]:
+        """The tokens from position `start` on, each at least once, in any order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -131,11 +140,11 @@ class Sampling:
 
     def _adjusted(self, scores: NDArray[np.float64], path: Sequence[int], num_prompt: int) -> NDArray[np.float64]:
         if self.repetition_penalty != 1.0:
-            seen = np.unique(np.asarray(path, dtype=np.int64))
+            seen = _distinct(path)
             factor = self.repetition_penalty
             scores[seen] = np.where(scores[seen] > 0, scores[seen] / factor, scores[seen] * factor)
         if self.presence_penalty and len(path) > num_prompt:
-            scores[np.unique(np.asarray(path[num_prompt:], dtype=np.int64))] -= self.presence_penalty
+            scores[_distinct(path, num_prompt)] -= self.presence_penalty  # once, however often a token is listed
         for token, bias in self.logit_bias.items():
             if not 0 <= token < len(scores):
                 raise BadRequest(f"Token {token} of logit_bias is not in the vocabulary of {len(scores)} tokens.")
@@ -160,6 +169,11 @@ class Sampling:
         out = np.full_like(scores, -np.inf)
         out[order[keep]] = scores[order[keep]]
         return out
+
+
+def _distinct(path: Sequence[int], start: int = 0) -> NDArray[np.int64]:
+    """The tokens from position `start` on, each at least once."""
+    return path.distinct(start) if isinstance(path, Tallied) else np.unique(np.asarray(path[start:], dtype=np.int64))
 
 
 def hash_bits(seed: int, position: int, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -101,7 +101,7 @@ class Core(Uncopied):
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         middle = max(1, self.config.num_layers // 2)
         drafters = self._make_drafters(draft_model, middle if lens_layer is None else lens_layer, tree_width)
-        self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text.decode, max_rows, self.lenses)
+        self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, self.lenses)
         if self.runner.device == "cuda":
             from replaylens.engine.lens import cuda as cuda_lens
             from replaylens.engine.passes.bursts import Bursts

@@ -41,7 +41,8 @@ class Forest:
         self.lock = lock
         self.aliases = sites.table(runner.model.config).aliases
         self._thread = threading.local()
-        loop.listeners.append(self._listen)
+        if trace is not None:  # the loop builds no events that nobody reads
+            loop.listeners.append(self._listen)
 
     @changing
     def plant(self, path: list[int], capture: CaptureSpec | None, edits: Edits = (), hooks: Hooks = ()) -> Lane:
@@ -334,7 +335,7 @@ class Forest:
 
     def _listen(self, event: dict[str, Any]) -> None:
         """Trace what the loop does. The tokens of a fast-path request are kept: a replay could not compute them again."""
-        if self.trace is not None and event["event"] in ("draft", "verdict", "finish"):
+        if event["event"] in ("draft", "verdict", "finish"):
             lane, details = self.loop.lanes[event["branch"]], dict(event)
             if event["event"] == "finish" and not lane.exact:
                 details["tokens"] = self.tree.path(lane.branch)

@@ -339,7 +339,7 @@ class Adversary:
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
         truth = reference_of(FAMILY).continuation
-        return [self.twist(truth(call.path, call.count, call.sampling, call.num_prompt), call) for call in calls]
+        return [self.twist(truth(call.path[:], call.count, call.sampling, call.num_prompt), call) for call in calls]
 
 
 @pytest.mark.parametrize("name", ADVERSARIES)

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replaylens.engine.errors import BadRange, IntegrityError, OutOfPages
 from replaylens.engine.memory import prefix
 from replaylens.engine.memory.pages import PagePool, PageTable
-from replaylens.engine.memory.prefix import PrefixIndex, chain_key, root_key
+from replaylens.engine.memory.prefix import PrefixIndex, Trail, chain_key, root_key
 
 SIZE = 2
 Path = tuple[tuple[tuple[int, ...], bytes], ...]
@@ -38,6 +38,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.pool = PagePool(14, SIZE)
         self.index = PrefixIndex(self.pool, b"fingerprint")
         self.tables: list[PageTable] = []
+        self.trails: dict[PageTable, tuple[list[int], list[bytes] | None, Trail]] = {}
         self.contents: dict[int, Path] = {}
         self.indexed: dict[Path, int] = {}  # what an index with a perfect hash holds: path -> last use
         self.clock = 0
@@ -73,12 +74,24 @@ class PrefixMachine(RuleBasedStateMachine):
         except OutOfPages:
             return self.pool.release(table)
         self.tables.append(table)
+        self.trails[table] = (tokens, edits, Trail())
+        self.offer(table, max(0, len(tokens) - cut))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), cut=st.integers(0, 3))
+    def offer_again(self, data: st.DataObject, cut: int) -> None:
+        """From where the last offer ended, whatever was evicted meanwhile."""
+        table = data.draw(st.sampled_from(self.tables))
+        self.offer(table, max(0, len(self.trails[table][0]) - cut))
+
+    def offer(self, table: PageTable, upto: int) -> None:
+        tokens, edits, trail = self.trails[table]
         for number in range(len(tokens) // SIZE):
             if table.pages[number] not in self.index.pages():
                 self.contents[table.pages[number]] = path_of(tokens, edits, number + 1)
-        upto = max(0, len(tokens) - cut)
-        num_new = self.index.offer(table, tokens, upto, edits)
+        num_new = self.index.offer(table, tokens, upto, edits, trail)
         if self.hash_bytes == 32:
+            assert trail.num_pages == upto // SIZE
             assert num_new == upto // SIZE - self.expected(tokens, edits, upto)
             self.touch(tokens, edits, upto // SIZE)
 
