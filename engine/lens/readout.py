@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.lens.tuned import TunedLens
-from replaylens.engine.passes.runner import Runner
+from replaylens.engine.passes.runner import LENS_ROWS, Runner
 from replaylens.engine.request.capture import LensSpec, Rows
 
 _TOGETHER = 4096
@@ -28,6 +28,40 @@ def read(spec: LensSpec, runner: Runner, rows: Rows, emitted: list[int], tuned: 
         if tuned is not None:
             stacked = tuned.translate(stacked)
         return _read(spec, runner, stacked, emitted)
+
+
+@torch.inference_mode()
+def next_token(runner: Runner, residual: Tensor, emitted: list[int]) -> tuple[Tensor, Tensor]:
+    """(log-probability of the token that follows, entropy) of the model's own distribution: [n] each, on the CPU.
+
+    residual [n, d] leaves the last block; `emitted[i]` is the token that follows row i (-1: none, NaN)
+
+    The bits are those of "Z.emitted" and "Z.entropy" at the last layer, without the rest of Z: at most 256 rows of logits
+    exist at a time, and they are overwritten.
+    """
+    if runner.device == "cuda":
+        z = read(LensSpec(("",), top_k=1), runner, {"": residual}, emitted)
+        return z["Z.emitted"][:, 0], z["Z.entropy"][:, 0]
+    tokens = torch.tensor(emitted, dtype=torch.int64)
+    logprob, entropy = torch.empty(len(residual)), torch.empty(len(residual))
+    with runner.canonical(len(residual)):
+        for first in range(0, len(residual), LENS_ROWS):
+            some = slice(first, first + LENS_ROWS)
+            _next_token(runner.logits(residual[some]).float(), tokens[some], logprob[some], entropy[some])
+    return logprob.masked_fill_(tokens < 0, float("nan")), entropy
+
+
+def _next_token(logits: Tensor, tokens: Tensor, logprob: Tensor, entropy: Tensor) -> None:
+    """Fill `logprob` and `entropy`. Overwrites the logits."""
+    if len(logits) == 1:  # as in `statistics`
+        two = torch.empty(2, 2)
+        _next_token(logits.repeat(2, 1), tokens.repeat(2), two[0], two[1])
+        logprob[0], entropy[0] = two[0, 0], two[1, 0]
+        return
+    log_p = logits.log_softmax(-1)
+    torch.gather(log_p, 1, tokens.clamp_min(0)[:, None], out=logprob[:, None])
+    p = torch.exp(log_p, out=logits)
+    torch.sum(p.mul_(log_p), -1, out=entropy).neg_()
 
 
 def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int]) -> Rows:
