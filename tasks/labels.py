@@ -41,13 +41,19 @@ def offsets_of(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -
     return [(int(start), int(end)) for start, end in encoded["offset_mapping"]]
 
 
-def path_offsets(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[Offset]]:
+def path_offsets(tokenizer: Any, ids: Sequence[int], known: Sequence[Offset] = ()) -> tuple[str, list[Offset]]:
     """The text of a token path, and the characters each token adds to it. Takes any tokenizer with `decode`.
 
-    Decodes every prefix: the cost is quadratic in the length, and the offsets are exact even if a token's text depends
-    on the tokens before it. A special token, or part of an incomplete character, adds nothing.
+    `known`: the offsets of the first tokens, if another path that begins with them was decoded before.
+
+    Decodes every prefix, except with a WordTokenizer: the cost is quadratic in the length, and the offsets
+    are exact even if a token's text depends on the tokens before it. A special token, or part of an incomplete
+    character, adds nothing.
     """
-    ends = [len(_decode(tokenizer, ids[: count + 1])) for count in range(len(ids))]
+    if type(tokenizer) is WordTokenizer:  # a word's text does not depend on its neighbours
+        return tokenizer.decode_with_offsets(ids)
+    ends = [end for _, end in known]
+    ends += [len(_decode(tokenizer, ids[: count + 1])) for count in range(len(known), len(ids))]
     return _decode(tokenizer, ids), list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
 
 

@@ -53,9 +53,10 @@ class ShardMaker:
 
     @property
     def wanted(self) -> list[str]:
-        """The sites to capture: the stored ones, those that the lens reads, and the model's output."""
+        """The sites to capture: the stored ones, those that the lens reads, and the model's output for probabilities."""
         streams = self.plan.lens.sites if self.plan.lens is not None else ()
-        return [*self.plan.sites, *streams, self.engine.sites.per_layer("S")[-1]]
+        final = self.engine.sites.per_layer("S")[-1:] if self.plan.probabilities else []
+        return [*self.plan.sites, *streams, *final]
 
     @property
     def edits(self) -> list[Edit]:

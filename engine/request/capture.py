@@ -148,21 +148,21 @@ class Recording:
 
     def __getitem__(self, site: str) -> Tensor:
         """A copy of all rows of a site, in order of position: [rows, ...]. The rows themselves are shared with forks."""
-        pieces = self._pieces(site)
+        pieces = self.pieces(site)
         return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
 
     def peek(self, site: str) -> Tensor:
         """As `recording[site]`, but possibly without a copy. The caller must not change it."""
-        pieces = self._pieces(site)
+        pieces = self.pieces(site)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _pieces(self, site: str) -> list[Tensor]:
-        """The rows of a site, chunk by chunk."""
+    def pieces(self, site: str) -> list[Tensor]:
+        """The rows of a site, chunk by chunk and without a copy. The caller must not change them."""
         chunks = self.chunks
         if not isinstance(site, str) or not chunks or site not in chunks[0].rows:
             raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(self.sites()) or 'nothing'}.")
         pieces = [chunk.rows[site] for chunk in chunks]
-        if len({piece.shape[1:] for piece in pieces}) > 1:  # attention patterns: later rows have room for more keys
+        if len(pieces) > 1 and len({piece.shape[1:] for piece in pieces}) > 1:  # patterns: later rows have room for more keys
             most = max(piece.shape[-1] for piece in pieces)
             pieces = [torch.nn.functional.pad(piece, (0, most - piece.shape[-1])) for piece in pieces]
         return pieces

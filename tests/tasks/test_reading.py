@@ -7,8 +7,7 @@ import pytest
 
 from replaylens import tasks
 from replaylens.tasks.errors import UnknownLabel, UnreadableText
-from replaylens.tasks.reading import Event, Reading
-from replaylens.tasks.script import NEXT_ACTION
+from replaylens.tasks.reading import NEXT_ACTION, Event, Reading
 from replaylens.tasks.task import AnyTask
 
 
