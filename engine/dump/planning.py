@@ -89,6 +89,7 @@ def plan_of_run(
     positions: str | Selector = "all",
     dtype: str | None = None,
     examples_per_shard: int = 128,
+    probabilities: bool = True,
 ) -> DumpPlan:
     """The plan that would reproduce a run: the same task and the same options."""
     return make_plan(
@@ -105,6 +106,7 @@ def plan_of_run(
         positions=positions,
         dtype=dtype,
         examples_per_shard=examples_per_shard,
+        probabilities=probabilities,
     )
 
 
