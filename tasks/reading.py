@@ -109,21 +109,24 @@ class Reading:
     def _reads(self) -> list[int]:
         return [mark.read for mark in self.marks]
 
+    def _mark(self, count: int) -> Mark | None:
+        """The last mark within the first `count` characters; None at 0 and past `readable_until`."""
+        if not 0 < count <= self.readable_until:
+            return None
+        return self.marks[bisect_right(self._reads, count) - 1]
+
     def _upcoming(self, mark: Mark) -> Step | None:
         """The step whose action is `next_action` at a mark, up to the first word that reveals it."""
         return self.steps[mark.steps] if mark.next_action_open and mark.steps < len(self.steps) else None
 
-    def _next_action(self, mark: Mark, count: int) -> Label:
+    def _next_action(self, mark: Mark | None, count: int) -> Label:
         """It has a value only before the first word that reveals it; from there on it is None."""
-        ahead = self._upcoming(mark)
+        ahead = None if mark is None else self._upcoming(mark)
         return ahead.event.action if ahead is not None and count <= ahead.reveals else None
 
     def labels_after(self, count: int) -> Mapping[str, Label]:
         """Labels in force once `count` characters are read; all None at 0 and past `readable_until`."""
-        if not 0 < count <= self.readable_until:
-            return dict.fromkeys(self.label_names)
-        mark = self.marks[bisect_right(self._reads, count) - 1]
-        return {**mark.labels, NEXT_ACTION: self._next_action(mark, count), SHUFFLED: self.shuffled}
+        return {name: values[0] for name, values in self.labels_at([(0, count)]).items()}
 
     def labels_at(self, offsets: Iterable[Offset], names: Sequence[str] | None = None) -> dict[str, list[Label]]:
         """Labels per token, from each token's (start, end). An empty token (a special one) has no labels."""
@@ -131,16 +134,15 @@ class Reading:
         for name in wanted:
             if name not in self.label_names:
                 raise UnknownLabel(name, self.label_names)
-        reads, until, nothing = self._reads, self.readable_until, Mark(0, dict.fromkeys(self.label_names), False, 0)
-        ends = [end if start < end <= until else 0 for start, end in offsets]
-        marks = [self.marks[bisect_right(reads, end) - 1] if end else nothing for end in ends]
-        rows = [mark.labels for mark in marks]
+        ends = [end if end > start else 0 for start, end in offsets]
+        marks, none = [self._mark(end) for end in ends], dict.fromkeys(self.label_names)
+        rows = [none if mark is None else mark.labels for mark in marks]
         found: dict[str, list[Label]] = {}
         for name in wanted:
             if name == NEXT_ACTION:
                 found[name] = [self._next_action(mark, end) for mark, end in zip(marks, ends, strict=True)]
             elif name == SHUFFLED:
-                found[name] = [self.shuffled if end else None for end in ends]
+                found[name] = [None if mark is None else self.shuffled for mark in marks]
             else:
                 found[name] = [row[name] for row in rows]
         return found

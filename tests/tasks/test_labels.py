@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from replaylens import tasks
-from replaylens.tasks.errors import BadTokenizer
+from replaylens.tasks.errors import BadTokenizer, UnknownToken
 from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets
 
 
@@ -106,3 +106,21 @@ def test_a_slow_tokenizer_is_refused() -> None:
 
     with pytest.raises(BadTokenizer, match=r"SlowTokenizer gives no offsets.*path_offsets"):
         offsets_of(SlowTokenizer(), "A coin's")
+
+
+def test_offsets_of_a_path_of_words_are_those_of_its_prefixes() -> None:
+    """Known from the words alone; compared with decoding every prefix, special tokens included."""
+    words = tasks.WordTokenizer(tasks.get("coin").vocabulary())
+    ids = [words.pad_id, *words.encode(tasks.get("coin")().example(3).text), words.eos_id, words.encode(" heads")[0]]
+    ends = [len(words.decode(ids[: count + 1])) for count in range(len(ids))]
+    assert path_offsets(words, ids) == (words.decode(ids), list(zip([0, *ends[:-1]], ends, strict=True)))
+    assert path_offsets(words, []) == ("", [])
+    with pytest.raises(UnknownToken):
+        path_offsets(words, [3, len(words)])
+
+
+def test_known_offsets_are_taken_over(bpe) -> None:
+    ids = bpe(tasks.get("coin")().example(3).text)["input_ids"]
+    text, offsets = path_offsets(bpe, ids)
+    assert path_offsets(bpe, ids, offsets[:7]) == (text, offsets)
+    assert path_offsets(bpe, ids, offsets[:6] + [(0, 0)])[1] != offsets
