@@ -123,4 +123,4 @@ def test_known_offsets_are_taken_over(bpe) -> None:
     ids = bpe(tasks.get("coin")().example(3).text)["input_ids"]
     text, offsets = path_offsets(bpe, ids)
     assert path_offsets(bpe, ids, offsets[:7]) == (text, offsets)
-    assert path_offsets(bpe, ids, offsets[:6] + [(0, 0)])[1] != offsets
+    assert path_offsets(bpe, ids, [*offsets[:6], (0, 0)])[1] != offsets
