@@ -1,5 +1,7 @@
 """Labels through other tokenizers: a byte-level BPE that cuts words, and token paths that cut them otherwise."""
 
+import random
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -124,3 +126,26 @@ def test_known_offsets_are_taken_over(bpe) -> None:
     text, offsets = path_offsets(bpe, ids)
     assert path_offsets(bpe, ids, offsets[:7]) == (text, offsets)
     assert path_offsets(bpe, ids, [*offsets[:6], (0, 0)])[1] != offsets
+
+
+def test_byte_level_offsets_are_those_of_all_prefixes(bpe, monkeypatch) -> None:
+    """Read in windows, from any known beginning: whole texts, texts in many bytes a character, and bytes in any order."""
+    dice = random.Random(3)
+    paths = [bpe(example.text)["input_ids"] for example in tasks.get("coin")().examples(2)]
+    paths += [bpe("Ä" * 9 + " heads \N{ROCKET}\N{CJK UNIFIED IDEOGRAPH-4E00}x" * 5)["input_ids"]]
+    paths += [[dice.randrange(len(bpe)) for _ in range(60)] for _ in range(20)]
+    fast = [[path_offsets(bpe, ids, path_offsets(bpe, ids)[1][:known]) for known in (0, 1, 9, 23)] for ids in paths]
+    monkeypatch.setattr("replaylens.tasks.labels._is_byte_level", lambda tokenizer: False)
+    assert fast == [[path_offsets(bpe, ids)] * 4 for ids in paths]
+    assert any(text.count("\N{REPLACEMENT CHARACTER}") for ((text, _), *_) in fast), "no bytes out of order"
+
+
+def test_the_cost_of_byte_level_offsets_is_linear(bpe, monkeypatch) -> None:
+    """Tokens decoded per token of the path; every prefix of the longer one would be 200."""
+    decoded: list[int] = []
+    original = type(bpe).decode
+    monkeypatch.setattr(type(bpe), "decode", lambda self, ids, **how: decoded.append(len(ids)) or original(self, ids, **how))
+    for count in (40, 400):
+        decoded.clear()
+        path_offsets(bpe, bpe(" heads" * count)["input_ids"][:count])
+        assert sum(decoded) < 7 * count
