@@ -14,6 +14,8 @@ from replaylens.engine.request.capture import LensSpec, Rows
 
 _TOGETHER = 4096
 """rows times layers per step if all their logits are stored at once"""
+_NUMBERS = 1 << 25
+"""logits per step; bounds the memory at 128 MB a copy, and changes no bit: every row is computed on its own"""
 
 
 def read(spec: LensSpec, runner: Runner, rows: Rows, emitted: list[int], tuned: TunedLens | None = None) -> Rows:
@@ -77,7 +79,7 @@ def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int]) -
         if spec.fits_kernel:
             return cuda_lens.read(spec, runner.model, stacked, emitted)
     parts: dict[str, list[Tensor]] = {}
-    step = max(1, _TOGETHER // layers)
+    step = max(1, min(_TOGETHER, _NUMBERS // runner.model.config.vocab_size) // layers)
     for first in range(0, n, step):
         block = stacked[first : first + step]
         # on the CPU, where sums over a row do not depend on the number of rows; in CUDA libraries they do

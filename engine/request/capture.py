@@ -98,7 +98,8 @@ class Chunk:
 
     def piece(self, site: str) -> Tensor:
         """The rows of a site: [positions, ...]."""
-        return self.rows[site][self.first : self.first + len(self.positions)]
+        rows, count = self.rows[site], len(self.positions)
+        return rows if rows.shape[0] == count else rows[self.first : self.first + count]
 
     def upto(self, length: int) -> "Chunk":
         """The part before position `length`."""
@@ -201,10 +202,10 @@ class Recording:
 
     def pieces(self, site: str) -> list[Tensor]:
         """The rows of a site, chunk by chunk and without a copy. The caller must not change them."""
-        known = self.sites()
-        if not isinstance(site, str) or site not in known:
-            raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(known) or 'nothing'}.")
-        pieces = [chunk.piece(site) for chunk in self.chunks if chunk.rows]
+        chunks = [chunk for chunk in self.chunks if chunk.rows]
+        if not isinstance(site, str) or not chunks or site not in chunks[0].rows:
+            raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(self.sites()) or 'nothing'}.")
+        pieces = [chunk.piece(site) for chunk in chunks]
         if len(pieces) > 1 and len({piece.shape[1:] for piece in pieces}) > 1:  # patterns: later rows have room for more keys
             most = max(piece.shape[-1] for piece in pieces)
             pieces = [torch.nn.functional.pad(piece, (0, most - piece.shape[-1])) for piece in pieces]
