@@ -27,9 +27,10 @@ def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) ->
     return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
-def columns(model: Decoder, spec: LensSpec, x: Tensor, follows: Tensor) -> Rows:
+def columns(model: Decoder, spec: LensSpec, x: Tensor, follows: Tensor, logits: Tensor | None = None) -> Rows:
     """Z of residual streams x [layers, rows, d] in one launch; `follows` [rows] are the next tokens, -1: none yet.
 
+    logits  the model's own [rows, vocab], if they are known already
     -> name -> [rows, layers, ...]. Waits for nothing, so that a graph can hold it.
     """
     norm, table = model.ln_final, model.unembedding.t()  # [d, vocab]
@@ -47,6 +48,7 @@ def columns(model: Decoder, spec: LensSpec, x: Tensor, follows: Tensor) -> Rows:
         targets=targets,
         k=min(spec.top_k, table.shape[1]),
         softcap=model.config.logit_softcap,
+        logits=None if model.config.logit_softcap else logits,  # the kernel caps them itself
     )
     assert found.kl is not None and found.target_log_probs is not None  # `final` and `targets` were given
     emitted = found.target_log_probs[..., 0].masked_fill(follows < 0, float("nan"))

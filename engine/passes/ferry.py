@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,27 +23,39 @@ from replaylens.engine.interrupts import held_interrupt
 RING_BYTES = 1 << 30
 """default size of the ring"""
 SMALLEST_RING = 1 << 16
-_SHARE = 4
-"""a piece fills at most this part of the ring, so that the device fills one piece while another is carried on"""
-_CARRIERS = 8
-"""threads that carry a piece; one alone reaches a fraction of the bus's speed, since fresh memory must be mapped first"""
-_WORTH_SPLITTING = 1 << 22
-"""bytes above which a piece is carried by several threads"""
+_SHARE = 32
+"""a piece fills at most this part of the ring, so that the device fills one piece while others are carried on"""
+_CARRIERS = 12
+"""threads that carry pieces; one alone reaches a twentieth of the bus's speed, since fresh memory must be mapped first"""
+_LEAST = 1 << 21
+"""bytes of a piece that are worth a carrier of their own"""
 _GRAIN = 1 << 21
 """sizes of recycled memory are multiples of this; smaller pieces are not worth it"""
 _ALIGNED = 256
 """ring positions are multiples of this, so that a piece can have any dtype"""
 
+_counting = threading.Lock()
+
 Group = tuple[tuple[str, ...], Tensor]
 """names of sites, and their stacked rows [sites, rows, ...]"""
 
 
+@dataclass(eq=False)
+class _Taken:
+    start: int
+    end: int
+    free: bool = False
+
+
 class Ring:
-    """Positions in a buffer that is given out and taken back in the same order. Threads: one takes, one gives back."""
+    """Places in a buffer that is given out in order. A place is free again when it and all before it were given back.
+
+    Threads: one takes, any give back.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._taken: deque[tuple[int, int]] = deque()  # (position, end)
+        self._taken: deque[_Taken] = deque()
         self._changed = threading.Condition()
 
     def wait(self, count: int, alive: Callable[[], object] = lambda: None) -> None:
@@ -56,25 +67,33 @@ class Ring:
                 self._changed.wait(timeout=1.0)
                 alive()
 
-    def take(self, count: int) -> int:
-        """The position of `count` free bytes. Precondition: `wait` has returned for them."""
+    def wait_empty(self, alive: Callable[[], object] = lambda: None) -> None:
+        """Return when everything was given back."""
         with self._changed:
-            position = self._free(count)
-            assert position is not None
-            self._taken.append((position, position + count))
-            return position
+            while self._taken:
+                self._changed.wait(timeout=1.0)
+                alive()
 
-    def give_back(self) -> None:
-        """Free the piece that was taken first."""
+    def take(self, count: int) -> _Taken:
+        """A place of `count` free bytes. Precondition: `wait` has returned for them."""
         with self._changed:
-            self._taken.popleft()
-            self._changed.notify()
+            start = self._free(count)
+            assert start is not None
+            self._taken.append(_Taken(start, start + count))
+            return self._taken[-1]
+
+    def give_back(self, place: _Taken) -> None:
+        with self._changed:
+            place.free = True
+            while self._taken and self._taken[0].free:
+                self._taken.popleft()
+            self._changed.notify_all()
 
     def _free(self, count: int) -> int | None:
         if not self._taken:
             return 0
-        first, last = self._taken[0][0], self._taken[-1][1]
-        if last > first:  # free: behind the last piece, and before the first
+        first, last = self._taken[0].start, self._taken[-1].end
+        if last > first:  # free: behind the last place, and before the first
             return last if last + count <= self.size else 0 if count <= first else None
         return last if last + count <= first else None
 
@@ -82,7 +101,7 @@ class Ring:
     def in_use(self) -> int:
         """Bytes that are taken."""
         with self._changed:
-            return sum(end - start for start, end in self._taken)
+            return sum(place.end - place.start for place in self._taken)
 
 
 class Memory:
@@ -146,10 +165,11 @@ class Block:
 
     def landed(self, error: BaseException | None = None) -> None:
         """Mutates: one more piece has arrived, or is lost."""
-        self._waiting -= 1
-        self._error = self._error or error
-        if not self._waiting:
-            self._landed.set()
+        with _counting:
+            self._waiting -= 1
+            self._error = self._error or error
+            if not self._waiting:
+                self._landed.set()
 
     def view(self, sites: Iterable[str], first: int, end: int) -> "View":
         """Rows [first, end) of some sites."""
@@ -210,6 +230,7 @@ class _Piece:
     """One copy under way: from the device into the ring, then to `target`."""
 
     block: Block
+    place: _Taken
     arrived: Callable[[], object]
     """returns once the rows are in the ring"""
     source: Tensor
@@ -231,10 +252,11 @@ class Ferry:
         self._pieces: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._memory = Memory(size)
         self._sparse: list[Block] = []
-        self._last: weakref.ref[Block] | None = None
-        # neither thread nor carriers may hold the ferry, or its pinned memory would outlive the engine
-        self._thread = threading.Thread(target=_carry_all, args=(self._pieces, self.ring), name="replaylens-ferry", daemon=True)
-        self._thread.start()
+        # threads must not hold the ferry, or its pinned memory would outlive the engine
+        arguments = (self._pieces, self.ring)
+        self._threads = [threading.Thread(target=_carry_all, args=arguments, daemon=True) for _ in range(_CARRIERS)]
+        for thread in self._threads:
+            thread.start()
         weakref.finalize(self, self._pieces.put, None).atexit = False
 
     def send(self, groups: Iterable[Group]) -> Block:
@@ -252,18 +274,16 @@ class Ferry:
             raw, there = _bytes(x), _bytes(target)
             for start, end in ranges:
                 self._send(block, raw[start:end], there[start:end])
-        self._last = weakref.ref(block)
         return block
 
     def wait(self) -> None:
         """Return when all that was sent has arrived."""
-        last = self._last() if self._last is not None else None
-        if last is not None:
-            last.wait()
+        self.ring.wait_empty(self._alive)
 
     def _cut(self, x: Tensor) -> Iterator[tuple[int, int]]:
-        """Ranges of bytes that fit into a share of the ring."""
-        count, most = x.numel() * x.element_size(), self.ring.size // _SHARE // _ALIGNED * _ALIGNED
+        """Ranges of bytes that fit into a share of the ring, and one for every carrier if they are worth it."""
+        count = x.numel() * x.element_size()
+        most = min(self.ring.size // _SHARE, max(_LEAST, -(-count // _CARRIERS))) // _ALIGNED * _ALIGNED
         return ((start, min(start + most, count)) for start in range(0, count, most))
 
     def _send(self, block: Block, source: Tensor, target: Tensor) -> None:
@@ -271,9 +291,9 @@ class Ferry:
         room = -(-count // _ALIGNED) * _ALIGNED
         self.ring.wait(room, self._alive)
         with held_interrupt():  # what is taken must be given back
-            position = self.ring.take(room)
-            slot = self._buffer[position : position + count]
-            self._pieces.put(_Piece(block, self._copy(source, slot), slot, target))
+            place = self.ring.take(room)
+            slot = self._buffer[place.start : place.start + count]
+            self._pieces.put(_Piece(block, place, self._copy(source, slot), slot, target))
 
     def _copy(self, source: Tensor, slot: Tensor) -> Callable[[], object]:
         """Start a copy into the ring. Returns a function that waits for it."""
@@ -289,32 +309,27 @@ class Ferry:
         return event.synchronize
 
     def _alive(self) -> None:
-        if not self._thread.is_alive():
-            raise EngineBug("The thread that carries captured rows to the host has ended. Load the engine again.")
+        if not any(thread.is_alive() for thread in self._threads):
+            raise EngineBug("The threads that carry captured rows to the host have ended. Load the engine again.")
 
 
 def _carry_all(pieces: "queue.SimpleQueue[_Piece | None]", ring: Ring) -> None:
-    """Carry pieces from the ring to their targets until None comes."""
-    with ThreadPoolExecutor(_CARRIERS, thread_name_prefix="replaylens-carrier") as carriers:
-        while (piece := pieces.get()) is not None:
-            error: BaseException | None = None
-            try:
-                piece.arrived()
-                _carry(piece.source.numpy(), piece.target.numpy(), carriers)
-            except BaseException as caught:  # whoever looks at the rows gets it
-                error = caught
-            ring.give_back()
-            piece.block.landed(error)
-            del piece
+    """Carry pieces from the ring to their targets until None comes, which is passed on to the next thread."""
+    while (piece := pieces.get()) is not None:
+        error: BaseException | None = None
+        try:
+            piece.arrived()
+            _carry(piece.source.numpy(), piece.target.numpy())
+        except BaseException as caught:  # whoever looks at the rows gets it
+            error = caught
+        piece.block.landed(error)
+        ring.give_back(piece.place)
+        del piece
+    pieces.put(None)
 
 
-def _carry(source: np.ndarray, target: np.ndarray, carriers: ThreadPoolExecutor) -> None:
-    if len(source) < _WORTH_SPLITTING:
-        np.copyto(target, source)
-        return
-    step = -(-len(source) // _CARRIERS)
-    parts = [slice(start, start + step) for start in range(0, len(source), step)]
-    list(carriers.map(lambda part: np.copyto(target[part], source[part]), parts))
+def _carry(source: np.ndarray, target: np.ndarray) -> None:
+    np.copyto(target, source)  # without the GIL
 
 
 def _bytes(x: Tensor) -> Tensor:

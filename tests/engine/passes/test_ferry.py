@@ -56,14 +56,15 @@ def test_what_goes_wrong_on_the_way_is_raised_where_rows_are_read(monkeypatch):
     assert torch.equal(ferry.send(groups(1))["a"], groups(1)[0][1][0])  # the next rows arrive all the same
 
 
-def test_the_thread_ends_with_the_ferry():
+def test_the_threads_end_with_the_ferry():
     ferry = Ferry("cpu", SMALLEST_RING)
-    thread = ferry._thread
+    threads = ferry._threads
     ferry.send(groups(0)).wait()
     del ferry
     gc.collect()
-    thread.join(timeout=5)
-    assert not thread.is_alive()
+    for thread in threads:
+        thread.join(timeout=5)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_few_long_lived_rows_let_go_of_the_others():
@@ -80,15 +81,16 @@ def test_a_few_long_lived_rows_let_go_of_the_others():
 
 def test_a_ring_gives_out_every_place_once():
     ring = Ring(100)
-    places = [ring.take(40), ring.take(40)]
-    assert places == [0, 40]
+    first, second = ring.take(40), ring.take(40)
+    assert (first.start, second.start) == (0, 40)
     waited = threading.Thread(target=lambda: ring.wait(30))
     waited.start()
+    ring.give_back(second)  # not free yet: an earlier place is in use
     waited.join(timeout=0.1)
-    assert waited.is_alive()
-    ring.give_back()
+    assert waited.is_alive() and ring.in_use == 80
+    ring.give_back(first)
     waited.join()
-    assert ring.take(30) == 0 and ring.in_use == 70
+    assert ring.in_use == 0 and ring.take(30).start == 0
     with pytest.raises(EngineBug):
         ring.wait(101)
 
