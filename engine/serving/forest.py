@@ -50,7 +50,8 @@ class Forest:
         lane = Lane(self.tree.plant(path), table, computed=table.length, edits=edits, hooks=hooks, capture=capture)
         lane.recording = Recording() if capture is not None else None
         self.add(lane)
-        self.note(lane, "plant", edits, hooks, tokens=path, capture=asdict(capture) if capture else None)
+        if self.trace is not None:  # spelling out what is captured takes longer than the rest
+            self.note(lane, "plant", edits, hooks, tokens=path, capture=asdict(capture) if capture else None)
         return lane
 
     def add(self, lane: Lane) -> None:
@@ -191,7 +192,7 @@ class Forest:
                 raise refusal
 
     def _submit(self, job: Job) -> None:
-        if job.new_tokens:
+        if job.new_tokens and self.trace is not None:
             options = {"deterministic": job.exact, "final": job.final, "keep_rejected": job.keep_rejected}
             details: dict[str, Any] = {"n": job.new_tokens, "sampling": job.sampling.to_json(), **options}
             self.note(job.lane, "generate", **details)
