@@ -54,6 +54,10 @@ class NotCertified(EngineError, RuntimeError):
     """This device is not certified: it was not shown to give canonical bits."""
 
 
+class BadCertificate(EngineError, ValueError):
+    """A certificate file that is damaged or of another format."""
+
+
 class ModesChanged(EngineError, RuntimeError):
     """The number of threads, or another setting that changes bits, changed during a pass. Nothing of it was committed."""
 
@@ -171,7 +175,12 @@ class OtherPlan(EngineError, ValueError):
     """The unfinished dump was started with other options, and can only be resumed with those."""
 
 
-class DumpWriteFailed(EngineError, OSError):
+class StoreFailed(EngineError, OSError):
+    """The store of a dump cannot be used: out of reach, no credentials or permission, no such bucket, a package is missing.
+    This says nothing about the dump."""
+
+
+class DumpWriteFailed(StoreFailed):
     """The store refused a write (disk full, no permission). Complete shards are kept: resume once there is room."""
 
 

@@ -15,7 +15,7 @@ from replaylens.engine.dump.filter import add_depth
 from replaylens.engine.dump.manifest import INDEX, Manifest
 from replaylens.engine.dump.shard import ShardFile
 from replaylens.engine.dump.store import Store
-from replaylens.engine.errors import BadDump, BadRequest
+from replaylens.engine.errors import BadDump, BadRequest, StoreFailed
 from replaylens.engine.request.capture import Rows
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class DumpFiles:
             else:
                 table = self._index.schema_arrow.empty_table().select(columns)
         except (pa.ArrowException, OSError, KeyError) as error:
-            raise self._bad_index(str(error)) from None
+            raise self._unreadable(error) from error
         if len(table) != wanted:
             raise self._bad_index(f"shard {number} has {len(table)} lines for {wanted} rows")
         return table
@@ -127,15 +127,21 @@ class DumpFiles:
         try:
             if self.store.sha256(INDEX) != self.manifest.index.sha256:
                 raise self._bad_index("it was changed after it was written, its SHA-256 differs. Resume the dump to repair it")
-            source = path if self.store.local else self.store.fs.open(path, "rb")
+            source = path if self.store.local else self.store.open(INDEX)
             index = pq.ParquetFile(source, memory_map=self.store.local)
         except (pa.ArrowException, OSError) as error:
-            raise self._bad_index(str(error)) from None
+            raise self._unreadable(error) from error
         found = index.metadata.num_rows, index.metadata.num_row_groups, sorted(index.schema_arrow.names)
         groups = sum(shard.rows > 0 for shard in self.manifest.shards)
         if found != (self.manifest.rows, groups, sorted(self.columns)):
             raise self._bad_index(f"it has {found[0]} lines in {found[1]} groups, with columns {', '.join(found[2])[:500]}")
         return index
+
+    def _unreadable(self, error: Exception) -> BadDump | StoreFailed:
+        """An index whose hash is right can fail to arrive from a store that is out of reach; on a local disk, it is damaged."""
+        if isinstance(error, StoreFailed) or (isinstance(error, OSError) and not self.store.local):
+            return error if isinstance(error, StoreFailed) else self.store.failed("read", error)
+        return self._bad_index(str(error))
 
     def _bad_index(self, why: str) -> BadDump:
         return BadDump(f"{self.store.url}/{INDEX} is not the index of this dump: {why}.")

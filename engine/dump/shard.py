@@ -13,7 +13,7 @@ from torch import Tensor
 
 from replaylens.engine.dump.manifest import ShardEntry, SiteEntry
 from replaylens.engine.dump.store import HashingFile, Store
-from replaylens.engine.errors import BadDump
+from replaylens.engine.errors import BadDump, StoreFailed
 from replaylens.engine.request.capture import Rows
 
 _CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int64": "I64"}
@@ -77,6 +77,8 @@ class ShardFile:
             raw.pop("__metadata__", None)
             found = {name: (entry["dtype"], list(entry["shape"])) for name, entry in raw.items()}
             ranges = {name: tuple(8 + length + int(at) for at in entry["data_offsets"]) for name, entry in raw.items()}
+        except StoreFailed:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
             raise self._damaged(error) from None
         self._check(found)
