@@ -131,6 +131,10 @@ class BadRequest(EngineError, ValueError):
     """A prompt, a sampling parameter or an option that cannot be served. Nothing was started."""
 
 
+class MissingPackage(EngineError, ImportError):
+    """A feature needs a package that is not installed. The message says how to install it."""
+
+
 class NonFinite(EngineError, ArithmeticError):
     """A pass computed NaN or infinity. Nothing of it was committed."""
 
@@ -157,6 +161,10 @@ class ReplayMismatch(EngineError, RuntimeError):
 
 class BadDump(EngineError, ValueError):
     """A folder that is not a dump, or a dump that is damaged, edited or of another format. Nothing of it was used."""
+
+
+class DamagedShard(BadDump):
+    """A shard does not have the SHA-256 of its manifest, so its rows are not those that were written."""
 
 
 class UnfinishedDump(BadDump):

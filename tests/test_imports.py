@@ -41,7 +41,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 TYPES_ONLY = {"__init__"}
 """may name anything for type checkers, and imports nothing at run time"""
 LINKS = ("engine", "kernels", "probes", "tasks")
-HEAVY = {"transformer_lens", "transformers", "triton", "ray", "gguf", "matplotlib", "sklearn", "pandas"}
+HEAVY = {"transformer_lens", "transformers", "triton", "ray", "gguf", "matplotlib", "sklearn", "pandas", "datasets"}
 """imported where they are used, never when a module is"""
 HEAVY_AT_TOP = {"tasks": HEAVY, "engine": HEAVY, "views": HEAVY, "__init__": HEAVY, "kernels": HEAVY - {"triton"}}
 NOT_LOADED = ("transformer_lens", "transformers", "triton", "ray")

@@ -14,6 +14,11 @@ run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=8).examples
 run.save("dump")
 os.chdir("dump")
 """,
+    "docs/feeding.md": """
+import replaylens as rl
+run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=(1, 4)).examples(20), sites="STCZ", drafter="lens")
+run.save("dumps/coin")
+""",
     "docs/views.md": """
 import replaylens as rl
 run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=(1, 4)).examples(20), sites="SZ", drafter="lens")
@@ -39,10 +44,12 @@ CI = "CI runs it"
 MINUTES = "takes minutes; the functions behind it are tested on small sizes"
 NETWORK = "needs a network"
 WORDS = "an illustration"
+PEER = "needs another version of transformer-lens than ours"
 
 NOT_RUN = {
     "README.md": {"make demo": MINUTES, "make test": CI},
     "docs/quickstart.md": {"git clone": NETWORK, "make test": CI, "source ": WORDS},
+    "docs/feeding.md": {"from sae_lens import": PEER},
     "docs/thinking.md": {"replaylens train": MINUTES, "from replaylens.engine.training.thinking import train": MINUTES},
     "docs/training.md": {"replaylens train": MINUTES},
     "docs/results.md": {
