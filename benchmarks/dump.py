@@ -1,10 +1,17 @@
-"""Dumping S, T, C of coin examples with coin-plain, against TransformerLens and Hugging Face, in one run.
+"""Dumping S, T, C against TransformerLens and Hugging Face: one thread, CPU seconds, all tools in turns within one run.
 
-    python -m benchmarks.dump --n 10000
+    python -m benchmarks.dump                  # everything
+    python -m benchmarks.dump --part large     # one part; the lines of the others stay in the file
 
-All three generate the answers and write every layer's rows of every token. The others get batches sorted by length, so
-they never pad, and write bare tensors; replaylens also writes rejected branches, labels, probabilities and hashes. Rows
-count tokens on accepted paths only, which all three have.
+coin    coin examples with coin-plain. All tools generate the answers and write every layer's rows of every token. The others
+        get batches sorted by length, so they never pad, and write bare tensors; replaylens also writes rejected branches,
+        labels, probabilities and hashes. Rows count tokens on accepted paths only, which all of them have.
+large   SmolLM2-135M's shape, prompts of one length and one new token. TransformerLens is given the whole paths.
+parts   where the CPU seconds of a dump go
+capture replay with and without capture, and a dump
+memory  peak memory by number of examples
+
+Ratios are rows per CPU second, ours over theirs, from the best of several rounds: the machine is shared.
 """
 
 import argparse
@@ -14,29 +21,40 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.engine import subject
 from benchmarks.llama import hugging_face
 from benchmarks.table import RESULTS, Table
 from replaylens import tasks
-from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.content import Content
+from replaylens.engine.dump.maker import ShardMaker, write_dump
+from replaylens.engine.dump.manifest import SiteEntry
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.rows import assemble
+from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import weights
 from replaylens.engine.model.decoder import Decoder
-from replaylens.tasks import Example
+from replaylens.engine.replay.examples import ReplayOptions, replay_examples
+from replaylens.tasks import Example, WordTokenizer
 from replaylens.tasks.task import AnyTask
 
 BATCH, NEW, ROUNDS = 32, 4, 3
-TRANSFORMER_LENS = "TransformerLens run_with_cache + torch.save"
-HUGGING_FACE = "Hugging Face hidden states + safetensors"
+LARGE = 16
+"""examples for the large model"""
+TRANSFORMER_LENS = "TransformerLens generate + run_with_cache + torch.save"
+HUGGING_FACE = "Hugging Face generate with hidden states (S only) + safetensors"
+GIVEN_PATHS = "TransformerLens run_with_cache + torch.save, paths given"
+Way = Callable[[Path, int], int]
+"""(folder, number of examples) -> number of rows written"""
 
 
 def peer(model: Decoder) -> Any:
@@ -118,7 +136,7 @@ def ours(engine: Engine, task: AnyTask, n: int, folder: Path, **options: Any) ->
 
 
 def timed(work: Callable[[Path], Any]) -> tuple[float, float, Any, int]:
-    """Wall time, CPU time, result, and bytes written, after a sync to disk."""
+    """Wall time, CPU time of all threads, result, and bytes written, after a sync to disk."""
     with tempfile.TemporaryDirectory() as name:
         begin, begin_cpu = time.perf_counter(), time.process_time()
         result = work(Path(name))
@@ -130,52 +148,133 @@ def timed(work: Callable[[Path], Any]) -> tuple[float, float, Any, int]:
         return elapsed, cpu, result, sum(path.stat().st_size for path in files)
 
 
-def dumping(table: Table, engine: Engine, task: AnyTask, n: int) -> None:
-    """The three tools in turns, after a warm-up round on a few examples."""
-    model = peer(engine.model)
-    lens = bridge(model)
-
-    def mine(drafter: str) -> Callable[[Path, int], int]:
-        return lambda folder, count: ours(engine, task, count, folder, drafter=drafter).manifest.accepted_rows
-
-    ways: dict[str, Callable[[Path, int], int]] = {
-        "replaylens dump, drafter lens": mine("lens"),
-        "replaylens dump, drafter ngram": mine("ngram"),
-        TRANSFORMER_LENS: lambda folder, count: with_transformer_lens(model, lens, engine, task.examples(count), folder),
-        HUGGING_FACE: lambda folder, count: with_hugging_face(model, engine, task.examples(count), folder),
-    }
+def in_turns(table: Table, ways: dict[str, Way], n: int, warm: int, prefix: str) -> dict[str, float]:
+    """Rows per CPU second of each way, from its best round; the first round, of `warm` examples, does not count."""
     runs: dict[str, list[tuple[float, float, int, int]]] = {label: [] for label in ways}
-    for count in (BATCH, *[n] * ROUNDS):
+    for count in (warm, *[n] * ROUNDS):
         for label, work in ways.items():
             runs[label].append(timed(lambda folder, work=work, count=count: work(folder, count)))
-    rates, cpu_rates = {}, {}
+    rates = {}
     for label, (_, *counted) in runs.items():
-        _, _, rows, size = counted[0]
-        seconds, cpu = (median(run[i] for run in counted) for i in (0, 1))
-        rates[label], cpu_rates[label] = rows / seconds, rows / cpu
-        table.add(label, rows_per_s=rates[label], mb_per_s=size / seconds / 1e6, seconds=seconds, cpu_seconds=cpu, rows=rows)
-    best, best_cpu = (max(rate for name, rate in all_.items() if name.startswith("replaylens")) for all_ in (rates, cpu_rates))
-    for label, aim in ((TRANSFORMER_LENS, 3.0), (HUGGING_FACE, 1.0)):
-        ratio, by_cpu = best / rates[label], best_cpu / cpu_rates[label]
-        what = f"ours against {label.split(' + ')[0]}"
-        table.add(what, ratio=ratio, aim=f">= {aim}", met=ratio >= aim, ratio_of_cpu_time=by_cpu)
+        seconds, cpu, rows, size = min(counted, key=lambda run: run[1])
+        rates[label] = rows / cpu
+        table.add(f"{prefix}: {label}", rows_per_cpu_s=rates[label], cpu_seconds=cpu, rows=rows, mb=size / 1e6, seconds=seconds)
+    return rates
 
 
-def overhead(table: Table, engine: Engine, task: AnyTask, n: int) -> None:
-    """The cost of capture relative to replay, and of writing relative to capture."""
+def mine(engine: Engine, task: AnyTask, folder: Path, count: int, **options: Any) -> int:
+    return ours(engine, task, count, folder, **options).manifest.accepted_rows
+
+
+def coin(table: Table, n: int) -> None:
+    """coin-plain, the three tools in turns."""
+    engine, task = Engine.load("coin-plain"), tasks.get("coin")()
+    model = peer(engine.model)
+    lens = bridge(model)
+    dump = partial(mine, engine, task)
+    rates = in_turns(
+        table,
+        {
+            "replaylens dump, drafter lens": partial(dump, drafter="lens"),
+            "replaylens dump, drafter ngram": partial(dump, drafter="ngram"),
+            "replaylens dump, drafter ngram, no probabilities": partial(dump, drafter="ngram", probabilities=False),
+            TRANSFORMER_LENS: lambda folder, count: with_transformer_lens(model, lens, engine, task.examples(count), folder),
+            HUGGING_FACE: lambda folder, count: with_hugging_face(model, engine, task.examples(count), folder),
+        },
+        n,
+        BATCH,
+        "coin-plain",
+    )
+    best = max(rates["replaylens dump, drafter lens"], rates["replaylens dump, drafter ngram"])
+    for label, aim in ((TRANSFORMER_LENS, 1.5), (HUGGING_FACE, 0.8)):
+        ratio = best / rates[label]
+        table.add(f"coin-plain: a dump against {label}", ratio=ratio, aim=f">= {aim}", met=ratio >= aim)
+
+
+def large_engine(model: Any) -> Engine:
+    """The model with the coin's words and as many others as it has tokens: any token it chooses has a text."""
+    words, known = list(tasks.get("coin").vocabulary()), model.config.vocab_size
+    words += [f" x{number}" for number in range(known - 2 - len(words))]
+    return Engine(weights.load(model), WordTokenizer(words), cache_tokens=4096)
+
+
+@torch.inference_mode()
+def with_given_paths(lens: Any, engine: Engine, examples: list[Example], folder: Path) -> int:
+    """run_with_cache over prompts and one more token, then torch.save. Returns the row count."""
+    rows, wanted = 0, {name for letter in "STC" for name in engine.sites.per_layer(letter)}
+    for number, prompts in enumerate(batches(engine, examples)):
+        tokens = torch.cat([prompts, prompts[:, -1:]], dim=1)
+        _, cache = lens.run_with_cache(tokens, names_filter=lambda name: name in wanted)
+        torch.save({name: cache[name] for name in wanted}, folder / f"{number}.pt")
+        rows += tokens.numel()
+    return rows
+
+
+def large(table: Table, n: int) -> None:
+    """SmolLM2-135M's shape: a dump, with and without probabilities, against run_with_cache on paths that are known."""
+    model, name = subject()
+    engine, lens = large_engine(model), bridge(model)
+    task = tasks.get("coin")(flips=6, p=1.0)  # prompts of one length: TransformerLens gets a single batch
+    dump = partial(mine, engine, task, max_new=1, drafter="ngram")
+    rates = in_turns(
+        table,
+        {
+            "replaylens dump": dump,
+            "replaylens dump, no probabilities": partial(dump, probabilities=False),
+            GIVEN_PATHS: lambda folder, count: with_given_paths(lens, engine, task.examples(count), folder),
+        },
+        n,
+        2,
+        name,
+    )
+    ratio = rates["replaylens dump"] / rates[GIVEN_PATHS]
+    table.add(f"{name}: a dump against {GIVEN_PATHS}", ratio=ratio, aim=">= 1.0", met=ratio >= 1.0)
+
+
+def parts(table: Table, n: int) -> None:
+    """CPU seconds of the parts of a dump, each on its own: replay, rows, digests, files."""
+    engine, task = Engine.load("coin-plain"), tasks.get("coin")()
+    plan = make_plan(engine, task, n, sites="STC", max_new=NEW, examples_per_shard=n)
+    maker = ShardMaker(engine, plan, BATCH)
+    options = ReplayOptions(sites=maker.wanted, drafter=plan.drafter, window=plan.window, max_new=NEW)
+    best: dict[str, float] = {}
+
+    def spent(what: str, work: Callable[[], Any]) -> Any:
+        begin = time.process_time()
+        result = work()
+        best[what] = min(best.get(what, float("inf")), time.process_time() - begin)
+        return result
+
+    for _ in range(ROUNDS):
+        results = spent("replay with capture", lambda: replay_examples(engine, task.examples(n), options, BATCH))
+        content: Content = spent("rows, labels, probabilities", lambda results=results: assemble(engine, plan, results))
+        digests = spent("digests of the content", content.digests)
+        sites: dict[str, SiteEntry] = maker.sites(content)
+        with tempfile.TemporaryDirectory() as name:
+            writer = DumpWriter(name, plan, engine.fingerprint)
+            writer.store.make()
+            spent("files, hashes and digests", lambda w=writer, c=content, s=sites: w.write_shard(0, c, s))
+        assert digests == content.digests()
+    whole = best["replay with capture"] + best["rows, labels, probabilities"] + best["files, hashes and digests"]
+    for what, cpu in best.items():
+        table.add(f"part of a dump: {what}", share=cpu / whole, cpu_seconds=cpu)
+
+
+def capture(table: Table, n: int) -> None:
+    """The cost of capture relative to replay, and of writing relative to capture, in CPU seconds."""
+    engine, task = Engine.load("coin-plain"), tasks.get("coin")()
     examples = task.examples(n)
 
     def replay(sites: str | None) -> float:
         engine.prefix.clear()  # without capture, cached prompts would not be computed at all
-        begin = time.perf_counter()
+        begin = time.process_time()
         engine.replay(examples, sites=sites, drafter="lens", max_new=NEW, batch=BATCH)
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
     replay(None)
-    pairs = [(replay(None), replay("STC")) for _ in range(3)]  # in turns, because the machine's load changes
-    bare, captured = (min(pair[i] for pair in pairs) for i in (0, 1))
+    rounds = [(replay(None), replay("STC"), timed(lambda folder: ours(engine, task, n, folder))[1]) for _ in range(3)]
+    bare, captured, written = (min(each[i] for each in rounds) for i in range(3))
     table.add("capture of S, T, C over none", ratio=captured / bare, aim="<= 1.10", met=captured / bare <= 1.1, bare_s=bare)
-    written = min(timed(lambda folder: ours(engine, task, n, folder))[0] for _ in range(2))
     table.add("dump over capture", ratio=written / captured, captured_s=captured, dump_s=written)
 
 
@@ -193,28 +292,38 @@ def memory(table: Table, sizes: list[int]) -> None:
 def peak(n: int) -> None:
     """Dump n examples and print the peak memory in bytes; getrusage would include the parent's."""
     engine = Engine.load("coin-plain")
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         ours(engine, tasks.get("coin")(), n, Path(name))
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     print(int(lines["VmHWM"].split()[0]) * 1024)
 
 
-def main(n: int, out: Path) -> None:
-    table = Table("dump-cpu", f"coin-plain, {n} coin examples, {NEW} new tokens each, batches of {BATCH}", out=out)
-    print(table.about, f"{torch.get_num_threads()} threads")
-    engine, task = Engine.load("coin-plain"), tasks.get("coin")()
-    dumping(table, engine, task, n)
-    overhead(table, engine, task, min(n, 1000))
-    memory(table, [256, max(512, n // 2), max(1024, n)])
+PARTS: dict[str, Callable[[Table, int], None]] = {"coin": coin, "large": large, "parts": parts, "capture": capture}
+
+
+def main(n: int, chosen: list[str], out: Path) -> None:
+    torch.set_num_threads(1)
+    about = f"coin-plain, {n} coin examples, {NEW} new tokens each, batches of {BATCH}; CPU seconds on one thread"
+    table = Table("dump-cpu", about)
+    print(table.about)
+    for part in chosen:
+        if part == "memory":
+            memory(table, [256, 512, 1024])
+        else:
+            PARTS[part](table, LARGE if part == "large" else n)
+    table.out = out
+    table.save(beside=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--n", type=int, default=1000)
+    parser.add_argument("--n", type=int, default=256)
+    parser.add_argument("--part", action="append", choices=[*PARTS, "memory"], help="this part; may be repeated")
     parser.add_argument("--out", type=Path, default=RESULTS / "dump-cpu.json")
     parser.add_argument("--peak", type=int)
     given = parser.parse_args()
     if given.peak:
         peak(given.peak)
     else:
-        main(given.n, given.out)
+        main(given.n, given.part or [*PARTS, "memory"], given.out)

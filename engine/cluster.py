@@ -86,6 +86,7 @@ def dump_on_cluster(
     top_k: int = 8,
     targets: Sequence[str | int] = (),
     full: bool = False,
+    probabilities: bool = True,
 ) -> Dump | None:
     """Write a dump with the workers of a Ray cluster. Returns the finished dump.
 
@@ -112,6 +113,7 @@ def dump_on_cluster(
             "top_k": top_k,
             "targets": targets,
             "full": full,
+            "probabilities": probabilities,
         }
     )
     engine_options = engine_options or {}

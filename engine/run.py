@@ -118,6 +118,7 @@ class Run(Sequence[Result]):
         positions: str | Selector = "all",
         dtype: str | None = None,
         examples_per_shard: int = 128,
+        probabilities: bool = True,
         resume: bool = False,
     ) -> Dump:
         """Write the run as a dump: bit for bit the one that `write_dump` makes from the same plan.
@@ -135,7 +136,8 @@ class Run(Sequence[Result]):
             raise BadRequest("The examples are not of one task and setting, or some occur twice. Replay them as separate runs.")
         if self.options.sites is None:
             raise BadRequest("Nothing was captured. Replay with sites='STCZ' or site names.")
-        plan = plan_of_run(self.engine, makers.pop(), list(by_index), self.options, positions, dtype, examples_per_shard)
+        how = (positions, dtype, examples_per_shard, probabilities)
+        plan = plan_of_run(self.engine, makers.pop(), list(by_index), self.options, *how)
 
         def make(number: int, done: Callable[[int], object]) -> Content:
             content = assemble(self.engine, plan, [by_index[index] for index in plan.indices(number)])

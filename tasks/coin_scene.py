@@ -15,11 +15,12 @@ from replaylens.tasks.script import Scene, Script
 _NAMES = tuple(f" {name}" for name in ALL)
 _FACES = tuple(f" {face}" for face in FACES)
 _CONCLUSION = " So the state is"
+_OTHER = dict(zip(FACES, reversed(FACES), strict=True))
 
 
 def other(face: str) -> str:
     """The other side of the coin."""
-    return FACES[1 - FACES.index(face)]
+    return _OTHER[face]
 
 
 class CoinScene(Scene):
@@ -44,15 +45,15 @@ class CoinScene(Scene):
         self.closed = False  # no further action can come
 
     def labels(self) -> dict[str, Label]:
-        begun = self.start is not None
-        last = self.told[self.at - 1][0].action if self.at else None
+        begun, at = self.start is not None, self.at
+        face, flips = self.face(at), self.flips[at]
         return {
-            "face": self.face(self.at),
-            "final": self.face(len(self.told)),
-            "parity": self.flips[self.at] % 2 if begun else None,
-            "flips": self.flips[self.at] if begun else None,
-            "actions": self.at if begun else None,
-            "last_action": last,
+            "face": face,
+            "final": face if at == len(self.told) else self.face(len(self.told)),
+            "parity": flips % 2 if begun else None,
+            "flips": flips if begun else None,
+            "actions": at if begun else None,
+            "last_action": self.told[at - 1][0].action if at else None,
             "start": self.start,
             "name": self.name,
             "claimed": self.claimed,

@@ -12,6 +12,9 @@ from replaylens.tasks.reading import Label, Offset, Reading
 from replaylens.tasks.task import Example
 from replaylens.tasks.tokenizer import WordTokenizer
 
+_WINDOW = 8
+"""byte-level tokens that are decoded again with each of the next ones"""
+
 
 def label_tokens(
     labelled: Reading | Example, offsets: Iterable[Offset], names: Sequence[str] | None = None
@@ -41,18 +44,57 @@ def offsets_of(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -
     return [(int(start), int(end)) for start, end in encoded["offset_mapping"]]
 
 
-def path_offsets(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[Offset]]:
+def path_offsets(tokenizer: Any, ids: Sequence[int], known: Sequence[Offset] = ()) -> tuple[str, list[Offset]]:
     """The text of a token path, and the characters each token adds to it. Takes any tokenizer with `decode`.
 
-    Decodes every prefix: the cost is quadratic in the length, and the offsets are exact even if a token's text depends
-    on the tokens before it. A special token, or part of an incomplete character, adds nothing.
+    `known`: the offsets of the first tokens, if another path that begins with them was decoded before.
+
+    The offsets are exact even if a token's text depends on the tokens before it: every prefix is decoded, which is
+    quadratic in the length. Linear for a WordTokenizer and for byte-level tokens, whose texts are simply joined. A
+    special token, or part of an incomplete character, adds nothing.
     """
-    ends = [len(_decode(tokenizer, ids[: count + 1])) for count in range(len(ids))]
+    if type(tokenizer) is WordTokenizer:
+        return tokenizer.decode_with_offsets(ids)
+    ends = [end for _, end in known]
+    if _is_byte_level(tokenizer):
+        ends += _ends(tokenizer, ids, len(known))
+    else:
+        ends += [len(_decode(tokenizer, ids[: count + 1])) for count in range(len(known), len(ids))]
     return _decode(tokenizer, ids), list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
 
 
+def _is_byte_level(tokenizer: Any) -> bool:
+    """Whether a path's bytes are those of its tokens, one after the other, as in GPT-2, Llama 3, Qwen and SmolLM2."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return type(decoder).__name__ == "ByteLevel"
+
+
+def _ends(tokenizer: Any, ids: Sequence[int], start: int) -> list[int]:
+    """Length of the text of ids[: n] for every n above `start`, from the tokens after the last complete character that is
+    at least a window back."""
+    ends: list[int] = []
+    before = _raw(tokenizer, ids[:start])
+    done, length = (start, len(before)) if before == _complete(before) else (0, 0)
+    for count in range(start + 1, len(ids) + 1):
+        text = _raw(tokenizer, ids[done:count])
+        whole = _complete(text)
+        ends.append(length + len(whole))
+        if count - done >= _WINDOW and whole == text:
+            done, length = count, ends[-1]
+    return ends
+
+
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of the ids, without an incomplete character at its end."""
+    return _complete(_raw(tokenizer, ids))
+
+
+def _raw(tokenizer: Any, ids: Sequence[int]) -> str:
     if isinstance(tokenizer, WordTokenizer):
         return tokenizer.decode(ids)
     text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text
+
+
+def _complete(text: str) -> str:
     return text.rstrip("\N{REPLACEMENT CHARACTER}")

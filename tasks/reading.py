@@ -8,11 +8,15 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from replaylens.tasks.errors import UnknownLabel
 
 Label = str | int | bool | None
 Offset = tuple[int, int]
+
+NEXT_ACTION = "next_action"
+SHUFFLED = "shuffled"
 
 
 @dataclass(frozen=True)
@@ -48,19 +52,33 @@ class Span:
     labels: Mapping[str, Label]
 
 
+class Mark(NamedTuple):
+    """What holds once `read` characters are read: the end of a piece of the grammar."""
+
+    read: int
+    labels: Mapping[str, Label]
+    """without `next_action` and `shuffled`"""
+    next_action_open: bool
+    """whether nothing read so far reveals anything about the next action"""
+    steps: int
+    """number of steps so far"""
+
+
 @dataclass(frozen=True)
 class Reading:
     """A text with its labels. From character `readable_until` on, it breaks the task's grammar and has no labels.
 
-    `complete`: the text reaches the end of the grammar (answer and full stop).
+    `marks`: what holds at the start and after each piece of the grammar. `complete`: the text reaches the end of the
+    grammar (answer and full stop).
     """
 
     text: str
-    spans: tuple[Span, ...]
+    marks: tuple[Mark, ...] = field(repr=False)
     steps: tuple[Step, ...]
     readable_until: int
     complete: bool
     label_names: tuple[str, ...] = field(repr=False)
+    shuffled: Label = None
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -73,14 +91,42 @@ class Reading:
         return [(step.end, step.thought) for step in self.steps]
 
     @cached_property
-    def _starts(self) -> list[int]:
-        return [span.start for span in self.spans]
+    def spans(self) -> tuple[Span, ...]:
+        """The readable characters, in runs of equal labels and no longer than a piece of the grammar.
+
+        Labels after the n-th character belong to character n - 1, so a mark's span begins one character early.
+        """
+        spans: list[Span] = []
+        for here, after in zip(self.marks, [*self.marks[1:], None], strict=True):
+            start = max(here.read - 1, 0)
+            end = self.readable_until if after is None else after.read - 1
+            ahead = self._upcoming(here)
+            hidden = start if ahead is None else min(max(ahead.reveals, start), end)
+            spans += [Span(a, b, self.labels_after(a + 1)) for a, b in ((start, hidden), (hidden, end)) if a < b]
+        return tuple(spans)
+
+    @cached_property
+    def _reads(self) -> list[int]:
+        return [mark.read for mark in self.marks]
+
+    def _mark(self, count: int) -> Mark | None:
+        """The last mark within the first `count` characters; None at 0 and past `readable_until`."""
+        if not 0 < count <= self.readable_until:
+            return None
+        return self.marks[bisect_right(self._reads, count) - 1]
+
+    def _upcoming(self, mark: Mark) -> Step | None:
+        """The step whose action is `next_action` at a mark, up to the first word that reveals it."""
+        return self.steps[mark.steps] if mark.next_action_open and mark.steps < len(self.steps) else None
+
+    def _next_action(self, mark: Mark | None, count: int) -> Label:
+        """It has a value only before the first word that reveals it; from there on it is None."""
+        ahead = None if mark is None else self._upcoming(mark)
+        return ahead.event.action if ahead is not None and count <= ahead.reveals else None
 
     def labels_after(self, count: int) -> Mapping[str, Label]:
         """Labels in force once `count` characters are read; all None at 0 and past `readable_until`."""
-        if not 0 < count <= self.readable_until:
-            return dict.fromkeys(self.label_names)
-        return self.spans[bisect_right(self._starts, count - 1) - 1].labels
+        return {name: values[0] for name, values in self.labels_at([(0, count)]).items()}
 
     def labels_at(self, offsets: Iterable[Offset], names: Sequence[str] | None = None) -> dict[str, list[Label]]:
         """Labels per token, from each token's (start, end). An empty token (a special one) has no labels."""
@@ -88,5 +134,15 @@ class Reading:
         for name in wanted:
             if name not in self.label_names:
                 raise UnknownLabel(name, self.label_names)
-        rows = [self.labels_after(end if end > start else 0) for start, end in offsets]
-        return {name: [row[name] for row in rows] for name in wanted}
+        ends = [end if end > start else 0 for start, end in offsets]
+        marks, none = [self._mark(end) for end in ends], dict.fromkeys(self.label_names)
+        rows = [none if mark is None else mark.labels for mark in marks]
+        found: dict[str, list[Label]] = {}
+        for name in wanted:
+            if name == NEXT_ACTION:
+                found[name] = [self._next_action(mark, end) for mark, end in zip(marks, ends, strict=True)]
+            elif name == SHUFFLED:
+                found[name] = [None if mark is None else self.shuffled for mark in marks]
+            else:
+                found[name] = [row[name] for row in rows]
+        return found

@@ -4,16 +4,13 @@ A script yields the literal pieces that may come next and receives the one that 
 prefix of another, so the reader never looks ahead: its state after n characters depends on those n alone.
 """
 
-from collections.abc import Generator, Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Iterator, Sequence
+from itertools import pairwise
 
 from replaylens.tasks.errors import UnreadableText
-from replaylens.tasks.reading import Event, Label, Reading, Span, Step
+from replaylens.tasks.reading import NEXT_ACTION, SHUFFLED, Event, Label, Mark, Reading, Step
 
 Script = Generator[Sequence[str], str, None]
-
-NEXT_ACTION = "next_action"
-SHUFFLED = "shuffled"
 
 
 class Scene:
@@ -45,38 +42,51 @@ class Scene:
         self.told.append((event, pieces, telling))
 
 
-class Mark(NamedTuple):
-    """The scene after `read` characters, at the end of a piece."""
+def read_script(scene: Scene, text: str, task: str, shuffled: Label = None, known: Reading | None = None) -> Reading:
+    """Run the scene's script over the text as far as it fits. Raises UnreadableText if the first piece does not fit.
 
-    read: int
-    labels: dict[str, Label]
-    next_action_open: bool
-    steps: int
-
-
-def read_script(scene: Scene, text: str, task: str, shuffled: Label = None) -> Reading:
-    """Run the scene's script over the text as far as it fits. Raises UnreadableText if the first piece does not fit."""
+    known  the reading of a text by an equal scene: what both texts begin with is not matched and labelled again
+    """
     script = scene.script()
     offered: Sequence[str] = next(script)
     starts: list[int] = []
     steps: list[Step] = []
-    marks = [_mark(scene, 0, 0)]
-    position = 0
+    marks = [Mark(0, scene.labels(), scene.next_action_open(), 0)]
+    position, told = 0, scene.told
+    for piece, mark in _shared(known, text):
+        starts.append(position)
+        position = mark.read
+        offered = _send(script, piece)
+        marks.append(mark)
+    if known is not None:
+        steps += known.steps[: marks[-1].steps]
     while offered and position < len(text):
-        piece = next((piece for piece in offered if text.startswith(piece, position)), None)
-        if piece is None:
+        for piece in offered:
+            if text.startswith(piece, position):
+                break
+        else:
             break
         starts.append(position)
         position += len(piece)
         offered = _send(script, piece)
-        if len(scene.told) > len(steps):
+        if len(told) > len(steps):
             steps.append(_step(scene, text, starts, position))
-        marks.append(_mark(scene, position, len(steps)))
+        marks.append(Mark(position, scene.labels(), scene.next_action_open(), len(steps)))
     until = position + max((_common(piece, text, position) for piece in offered), default=0)
     if not starts and until < len(text):
         raise UnreadableText(task, text, offered)
     names = (*scene.label_names, NEXT_ACTION, SHUFFLED)
-    return Reading(text, _spans(marks, steps, until, shuffled), tuple(steps), until, not offered, names)
+    return Reading(text, tuple(marks), tuple(steps), until, not offered, names, shuffled)
+
+
+def _shared(known: Reading | None, text: str) -> Iterator[tuple[str, Mark]]:
+    """The known pieces that the text begins with, and the marks at their ends."""
+    if known is not None:
+        for before, mark in pairwise(known.marks):
+            piece = known.text[before.read : mark.read]
+            if not text.startswith(piece, before.read):
+                return
+            yield piece, mark
 
 
 def _send(script: Script, piece: str) -> Sequence[str]:
@@ -84,10 +94,6 @@ def _send(script: Script, piece: str) -> Sequence[str]:
         return script.send(piece)
     except StopIteration:
         return ()
-
-
-def _mark(scene: Scene, read: int, steps: int) -> Mark:
-    return Mark(read, scene.labels(), scene.next_action_open(), steps)
 
 
 def _step(scene: Scene, text: str, starts: list[int], end: int) -> Step:
@@ -102,21 +108,3 @@ def _common(piece: str, text: str, position: int) -> int:
     while count < len(piece) and position + count < len(text) and piece[count] == text[position + count]:
         count += 1
     return count
-
-
-def _spans(marks: list[Mark], steps: list[Step], until: int, shuffled: Label) -> tuple[Span, ...]:
-    """Labels after the n-th character belong to character n - 1, so a mark's span begins one character early.
-
-    `next_action` has a value only before the first word that reveals it; from there on it is None.
-    """
-    spans: list[Span] = []
-    for here, after in zip(marks, [*marks[1:], None], strict=True):
-        start = max(here.read - 1, 0)
-        end = until if after is None else after.read - 1
-        upcoming = steps[here.steps] if here.steps < len(steps) else None
-        hidden = min(max(upcoming.reveals, start), end) if upcoming and here.next_action_open else start
-        action = upcoming.event.action if upcoming else None
-        for begin, stop, ahead in ((start, hidden, action), (hidden, end, None)):
-            if begin < stop:
-                spans.append(Span(begin, stop, {**here.labels, NEXT_ACTION: ahead, SHUFFLED: shuffled}))
-    return tuple(spans)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 from replaylens.tasks.draws import Draws
 from replaylens.tasks.errors import BadIndex, UnknownKnob
 from replaylens.tasks.knobs import Knobs
-from replaylens.tasks.reading import Event, Label, Offset, Reading, Span, Step
-from replaylens.tasks.script import NEXT_ACTION, SHUFFLED, Scene, read_script
+from replaylens.tasks.reading import NEXT_ACTION, SHUFFLED, Event, Label, Offset, Reading, Span, Step
+from replaylens.tasks.script import Scene, read_script
 
 K = TypeVar("K", bound=Knobs)
 
@@ -181,14 +181,15 @@ class Task(ABC, Generic[K]):
             raise BadIndex(which)
         return [self.example(index) for index in (range(which) if isinstance(which, int) else which)]
 
-    def read(self, text: str, index: int | None = None) -> Reading:
+    def read(self, text: str, index: int | None = None, known: Reading | None = None) -> Reading:
         """Events and labels of any text: a prompt with any continuation, right or wrong, cut anywhere.
 
-        `index`: that of the prompt's example; without it the label `shuffled` is None. Raises UnreadableText if the
-        text does not begin like a text of this task.
+        `index`: that of the prompt's example; without it the label `shuffled` is None. `known`: this task's reading of
+        a text with the same beginning; saves time and changes nothing. Raises UnreadableText if the text does not begin
+        like a text of this task.
         """
         shuffled = None if index is None else self._draws(index).below(2, SHUFFLED)
-        return read_script(self.scene(), text, f"task {self.name!r}", shuffled)
+        return read_script(self.scene(), text, f"task {self.name!r}", shuffled, known)
 
     def thoughts(self, example: Example) -> list[tuple[int, str]]:
         """For each step of the example: (characters read when the new state can be inferred, the state in words)."""

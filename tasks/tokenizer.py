@@ -7,6 +7,7 @@ is normalised: decoding an encoded text gives back the same text, character for 
 import json
 import re
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
@@ -41,6 +42,7 @@ class WordTokenizer:
 
     def __init__(self, words: Sequence[str]) -> None:
         self._tokens = (*SPECIALS, *words)
+        self._texts = (*("" for _ in SPECIALS), *words)
         self._ids = {word: number for number, word in enumerate(self._tokens) if word not in SPECIALS}
         if len(self._ids) != len(words):
             raise BadTokenizer("A word occurs twice in the vocabulary, or is the name of a special token. Remove it.")
@@ -78,6 +80,15 @@ class WordTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids. Special tokens have no text."""
         return "".join(token for token in map(self.token, ids) if token not in SPECIALS)
+
+    def decode_with_offsets(self, ids: Sequence[int]) -> tuple[str, list[Offset]]:
+        """The text of the ids, and for each the characters [start, end) it adds to it; special tokens add none."""
+        texts, unknown = self._texts, len(self._tokens)
+        if bad := [token_id for token_id in ids if not 0 <= token_id < unknown]:
+            raise UnknownToken(bad[0], unknown)
+        pieces = [texts[token_id] for token_id in ids]
+        ends = list(accumulate(map(len, pieces)))
+        return "".join(pieces), list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
 
     def token(self, token_id: int) -> str:
         """The word or special with this id."""

@@ -13,6 +13,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.replay.examples import ReplayOptions, Result, replay_examples
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.values import whole
 from replaylens.engine.serving.core import Core
 from replaylens.tasks import Example
 from replaylens.tasks.task import AnyTask
@@ -53,9 +54,10 @@ class ShardMaker:
 
     @property
     def wanted(self) -> list[str]:
-        """The sites to capture: the stored ones, those that the lens reads, and the model's output."""
+        """The sites to capture: the stored ones, those that the lens reads, and the model's output for probabilities."""
         streams = self.plan.lens.sites if self.plan.lens is not None else ()
-        return [*self.plan.sites, *streams, self.engine.sites.per_layer("S")[-1]]
+        final = self.engine.sites.per_layer("S")[-1:] if self.plan.probabilities else []
+        return [*self.plan.sites, *streams, *final]
 
     @property
     def edits(self) -> list[Edit]:
@@ -104,13 +106,16 @@ def write_dump(
     resume: bool = False,
     part: WorkerPart = (0, 1),
     progress: bool = False,
+    writers: int = 1,
 ) -> "Dump | None":
     """Replay the plan's examples into a dump. Returns the finished dump, or None while shards of other writers are missing.
 
-    batch   number of examples replayed together; changes no bit
-    resume  continue an unfinished dump; shards with the recorded hash are kept
-    part    (i, n): write only every n-th shard, from number i on; n such calls, in any processes, complete the dump
+    batch    number of examples replayed together; changes no bit
+    resume   continue an unfinished dump; shards with the recorded hash are kept
+    part     (i, n): write only every n-th shard, from number i on; n such calls, in any processes, complete the dump
+    writers  number of threads that hash and write shards beside the replay; each holds one shard in memory
     """
     maker = ShardMaker(engine, plan, batch)
+    writers = whole("writers", writers, 1)
     writer = DumpWriter(path, plan, engine.fingerprint)
-    return writer.write(maker.make, maker.sites, resume=resume, part=part, progress=progress)
+    return writer.write(maker.make, maker.sites, resume=resume, part=part, progress=progress, writers=writers)

@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from replaylens.engine.request.capture import Recording
-from replaylens.tasks import Example, Reading, WordTokenizer, path_offsets
+from replaylens.tasks import Example, Reading, path_offsets
 
 
 @dataclass(eq=False)
@@ -25,14 +23,13 @@ class ExamplePath:
     recording: Recording
     tokenizer: Any
 
+    accepted: "ExamplePath | None" = None
+    """the accepted path of the example, if this is a rejected one: up to `base` it has the same tokens"""
+
     @cached_property
     def _text(self) -> tuple[str, list[tuple[int, int]]]:
-        if not isinstance(self.tokenizer, WordTokenizer):
-            return path_offsets(self.tokenizer, self.tokens)
-        words = {token: self.tokenizer.decode([token]) for token in set(self.tokens)}
-        pieces = [words[token] for token in self.tokens]  # a word's text does not depend on its neighbours
-        ends = np.cumsum([len(piece) for piece in pieces]).tolist()
-        return "".join(pieces), list(zip([0, *ends[:-1]], ends, strict=True))
+        known = self.accepted.offsets[: self.base] if self.accepted is not None else ()
+        return path_offsets(self.tokenizer, self.tokens, known)
 
     @property
     def text(self) -> str:
@@ -46,4 +43,5 @@ class ExamplePath:
     @cached_property
     def reading(self) -> Reading:
         """The task's reading of the text."""
-        return self.example.maker.read(self.text, self.example.index)
+        known = self.accepted.reading if self.accepted is not None else None
+        return self.example.maker.read(self.text, self.example.index, known)

@@ -54,6 +54,8 @@ class DumpPlan:
     examples_per_shard: int
     edits: tuple[dict[str, Any], ...] = ()
     """edits of every example, as written by `Edit.to_json`"""
+    probabilities: bool = True
+    """whether the index has log-probability and entropy of every row; False: both are null, and the unembedding is not run"""
     selector: Selector | None = field(default=None, compare=False, repr=False)
     """the function named by custom:NAME; not stored in files"""
 
@@ -63,6 +65,7 @@ class DumpPlan:
                 isinstance(self.dtype, str) and self.dtype in DTYPES
             ),
             f"Invalid examples_per_shard {self.examples_per_shard}. Give at least 1.": self.examples_per_shard >= 1,
+            f"Invalid probabilities {self.probabilities!r:.60}. Use True or False.": isinstance(self.probabilities, bool),
             "The plan has no examples. Give at least one.": len(self.examples) > 0,
             f"Unknown positions {self.positions!r}. Use one of {', '.join(POSITIONS)}, or a function.": (
                 self.positions in POSITIONS or self.positions.startswith(CUSTOM)
@@ -91,7 +94,8 @@ class DumpPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values; `from_json` restores it, except for a custom selector."""
-        raw = {name: value for name, value in vars(self).items() if name != "selector" and (value or name != "edits")}
+        usual = {"edits": (), "probabilities": True}  # left out, as in dumps that are older than these options
+        raw = {name: value for name, value in vars(self).items() if name != "selector" and value != usual.get(name, ...)}
         indices = self.examples
         spelled = {"start": indices.start, "stop": indices.stop} if isinstance(indices, range) else {"indices": list(indices)}
         lens = None if self.lens is None else asdict(self.lens)
@@ -106,7 +110,7 @@ class DumpPlan:
 
     def differences(self, other: "DumpPlan") -> list[str]:
         """One readable line per option that differs."""
-        mine, theirs = self.to_json(), other.to_json()
+        mine, theirs = ({**plan.to_json(), "probabilities": plan.probabilities} for plan in (self, other))
         other_edits = ["edits: other interventions"] if mine.pop("edits", None) != theirs.pop("edits", None) else []
         return other_edits + [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
 
@@ -150,6 +154,7 @@ class PlanRecord:
     dtype: str
     examples_per_shard: Positive
     edits: tuple[EditRecord, ...] = ()
+    probabilities: bool = True
 
 
 def compact(indices: int | Iterable[int]) -> range | tuple[int, ...]:

@@ -10,7 +10,7 @@ from replaylens.engine.loop.planner import FIXED_WINDOW
 from replaylens.engine.replay.examples import ReplayOptions
 from replaylens.engine.request.edits import Edit, listed
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import instance, shown, whole
+from replaylens.engine.request.values import flag, instance, shown, whole
 from replaylens.engine.serving.core import Core
 from replaylens.tasks.task import AnyTask
 
@@ -34,6 +34,7 @@ def make_plan(
     targets: Sequence[str | int] = (),
     full: bool = False,
     lens: TunedLens | None = None,
+    probabilities: bool = True,
 ) -> DumpPlan:
     """A plan for this engine, with every name resolved.
 
@@ -44,6 +45,8 @@ def make_plan(
     dtype      "float32", "bfloat16" or "float16"; default: that of the model
     top_k, targets, full, lens
                how Z is stored, as in `Engine.capture_spec`
+    probabilities
+               whether to store log-probability and entropy of every row, which takes the unembedding of all of them
     """
     edits, drafter = listed(edits), instance("drafter", drafter, str, "the name of a drafter")
     if not isinstance(positions, str) and (not callable(positions) or isinstance(positions, type)):
@@ -73,6 +76,7 @@ def make_plan(
         dtype=str(engine.model.embed.dtype).removeprefix("torch.") if dtype is None else dtype,
         examples_per_shard=whole("examples_per_shard", examples_per_shard, 1),
         edits=tuple(edit.to_json() for edit in edits),
+        probabilities=flag("probabilities", probabilities),
         selector=custom,
     )
 
@@ -85,6 +89,7 @@ def plan_of_run(
     positions: str | Selector = "all",
     dtype: str | None = None,
     examples_per_shard: int = 128,
+    probabilities: bool = True,
 ) -> DumpPlan:
     """The plan that would reproduce a run: the same task and the same options."""
     return make_plan(
@@ -101,6 +106,7 @@ def plan_of_run(
         positions=positions,
         dtype=dtype,
         examples_per_shard=examples_per_shard,
+        probabilities=probabilities,
     )
 
 

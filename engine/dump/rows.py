@@ -33,13 +33,13 @@ def assemble(engine: Core, plan: DumpPlan, results: Sequence[Result]) -> Content
     starts = np.cumsum([0, *(len(path.tokens) - path.base for path in paths)])
     rows = np.concatenate([[], *(start + np.array(k) - p.base for start, k, p in zip(starts, kept, paths, strict=False))])
     rows = rows.astype(np.int64)
-    logprob, entropy = _probabilities(engine, paths, starts, bool(plan.edits))
+    tensors = _tensors(engine, plan, paths, rows)
+    logprob, entropy = _probabilities(engine, plan, paths, starts, rows, tensors)
     columns = _columns(engine, paths, kept)
-    columns["logprob"] = pa.array(logprob[rows], pa.float32(), mask=np.isnan(logprob[rows]))
-    columns["entropy"] = pa.array(entropy[rows], pa.float32())
+    columns["logprob"] = pa.array(logprob, pa.float32(), mask=np.isnan(logprob))
+    columns["entropy"] = pa.array(entropy, pa.float32(), mask=np.full(len(rows), not plan.probabilities))
     labels = _labels(plan, paths, kept)
-    index = pa.table({**{name: columns[name] for name in CORE.names}, **labels})
-    return Content(_tensors(engine, plan, paths, rows), index)
+    return Content(tensors, pa.table({**{name: columns[name] for name in CORE.names}, **labels}))
 
 
 def _paths(engine: Core, result: Result) -> list[ExamplePath]:
@@ -53,7 +53,7 @@ def _paths(engine: Core, result: Result) -> list[ExamplePath]:
     for _, other in sorted(distinct.items(), key=lambda item: item[0]):
         if other.activations is not None:
             found.append((other.fork_position, other.tokens, other.activations))
-    paths = []
+    paths: list[ExamplePath] = []
     for number, (base, tokens, recording) in enumerate(found):
         if recording.positions() != list(range(base, len(tokens))):
             raise EngineBug(f"Captured rows do not cover the tokens of branch {number} of example {result.example.index}.")
@@ -67,6 +67,7 @@ def _paths(engine: Core, result: Result) -> list[ExamplePath]:
                 result.correct,
                 recording,
                 engine.text.tokenizer,
+                paths[0] if paths else None,
             )
         )
     return paths
@@ -145,35 +146,52 @@ def _label_array(name: str, values: list[Any]) -> pa.Array:
     return pa.array(values, types[kinds.pop()] if kinds else pa.null())
 
 
-def _probabilities(engine: Core, paths: list[ExamplePath], starts: np.ndarray, edited: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(log-probability of each row's token, entropy of the next-token distribution) for all rows of the paths.
+def _probabilities(
+    engine: Core, plan: DumpPlan, paths: list[ExamplePath], starts: np.ndarray, rows: np.ndarray, tensors: Rows
+) -> tuple[np.ndarray, np.ndarray]:
+    """(log-probability of the token, entropy of the distribution over the next one) for each kept row; NaN where unknown.
 
     A token's log-probability is read off the row before it. For the first token of a rejected branch, that row is on the
-    accepted path. The first token of a prompt has none: NaN.
+    accepted path. The first token of a prompt has none.
     """
+    total = int(starts[-1])
+    next_logprob, entropy = (np.full(total, np.nan, dtype=np.float32) for _ in range(2))
+    logprob = np.full(len(rows), np.nan, dtype=np.float32)
+    if not plan.probabilities:
+        return logprob, logprob
+    begins = np.isin(rows, starts)
+    forks = [i for i in np.searchsorted(starts, rows[begins]).tolist() if paths[i].base]
+    judges = [int(starts[i - paths[i].branch]) + paths[i].base - 1 for i in forks]
+    asked = np.unique(np.concatenate([rows, rows[~begins] - 1]))
+    if plan.lens is not None and len(rows) == total and engine.runner.device == "cpu":
+        # Z has these numbers already: its last layer is the model's own output
+        next_logprob, entropy = (tensors[name][:, -1].numpy() for name in ("Z.emitted", "Z.entropy"))
+        asked = asked[:0]
+    follows = np.concatenate([[*path.tokens[path.base + 1 :], -1] for path in paths])
+    emitted = [*follows[asked].tolist(), *(paths[i].tokens[paths[i].base] for i in forks)]
+    read, spread = _read_final(engine, plan, paths, np.concatenate([asked, judges]).astype(np.int64), emitted)
+    next_logprob[asked], entropy[asked] = read[: len(asked)], spread[: len(asked)]
+    logprob[~begins] = next_logprob[rows[~begins] - 1]
+    logprob[np.searchsorted(rows, starts[forks])] = read[len(asked) :]
+    return logprob, entropy[rows]
+
+
+def _read_final(
+    engine: Core, plan: DumpPlan, paths: list[ExamplePath], rows: np.ndarray, emitted: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(log-probability of the token that follows, entropy) at some rows of the paths."""
+    if not len(rows):
+        return np.empty(0, dtype=np.float32), np.empty(0, dtype=np.float32)
     final = engine.sites.per_layer("S")[-1]
-    residual = torch.cat([_final_rows(engine, path, final, edited) for path in paths])
-    follows = [token for path in paths for token in [*path.tokens[path.base + 1 :], -1]]
-    forks = [i for i, path in enumerate(paths) if path.base]
-    judges = [int(starts[_accepted(paths, i)]) + paths[i].base - 1 for i in forks]
-    stacked = torch.cat([residual, residual[judges]]) if forks else residual
-    emitted = follows + [paths[i].tokens[paths[i].base] for i in forks]
-    spec = LensSpec((final,), top_k=1)
+    if all(final in path.recording.sites() for path in paths):
+        residual = _gather(paths, final, torch.from_numpy(rows))
+    else:
+        residual = torch.cat([_final_rows(engine, path, final, bool(plan.edits)) for path in paths])[torch.from_numpy(rows)]
     read = [
-        engine.lock.alone(readout.read, spec, engine.runner, {final: stacked[i : i + _BLOCK]}, emitted[i : i + _BLOCK])
-        for i in range(0, len(emitted), _BLOCK)
+        engine.lock.alone(readout.next_token, engine.runner, residual[i : i + _BLOCK], emitted[i : i + _BLOCK])
+        for i in range(0, len(rows), _BLOCK)
     ]
-    next_logprob = torch.cat([part["Z.emitted"] for part in read])[:, 0].numpy()
-    entropy = torch.cat([part["Z.entropy"] for part in read])[:, 0].numpy()
-    logprob = np.concatenate([[np.float32("nan")], next_logprob[: len(residual) - 1]])
-    logprob[[int(starts[i]) for i in range(len(paths))]] = np.float32("nan")
-    logprob[[int(starts[i]) for i in forks]] = next_logprob[len(residual) :]
-    return logprob, entropy[: len(residual)]
-
-
-def _accepted(paths: list[ExamplePath], i: int) -> int:
-    """The index of the accepted path of path i's example; its branches follow it in order."""
-    return i - paths[i].branch
+    return torch.cat([part[0] for part in read]).numpy(), torch.cat([part[1] for part in read]).numpy()
 
 
 def _final_rows(engine: Core, path: ExamplePath, final: str, edited: bool) -> Tensor:
@@ -199,7 +217,8 @@ def _tensors(engine: Core, plan: DumpPlan, paths: list[ExamplePath], rows: np.nd
 
 
 def _gather(paths: list[ExamplePath], site: str, chosen: Tensor) -> Tensor:
-    every = torch.cat([path.recording.peek(site) for path in paths])
+    """The chosen rows of all rows of the paths, in ascending order. Copied once if all are chosen."""
+    every = torch.cat([piece for path in paths for piece in path.recording.pieces(site)])
     return every if len(every) == len(chosen) else every[chosen]
 
 

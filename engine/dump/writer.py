@@ -8,13 +8,13 @@
 | part-K.json               | the shard's hashes; written last               | merged into manifest.json |
 | lock-I-of-N               | held by the writer of every N-th shard         | removed                   |
 
-At most two shards are in memory at a time.
+With one writing thread, at most two shards are in memory at a time: one is written while the next one is made.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from replaylens.engine.dump.head import HEAD, Head
 from replaylens.engine.dump.lock import FINISH, DumpLock, lock_name, sweep
 from replaylens.engine.dump.manifest import INDEX, MANIFEST, MAX_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
 from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.queue import WriteQueue
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.salvage import Describe, Salvage
 from replaylens.engine.dump.shard import write_shard
@@ -77,10 +78,13 @@ class DumpWriter:
         resume: bool = False,
         part: WorkerPart = (0, 1),
         progress: bool = False,
+        writers: int = 1,
     ) -> Dump | None:
         """Make and write every missing shard of this part, then finish the dump if no shard of any part is missing.
 
-        A thread hashes and writes each shard while the next one is made. If the dump fails before its first shard is
+        writers  threads that hash and write shards while the next ones are made, and so shards in memory besides those
+
+        If a write fails, the next call of the progress callback raises its error. If the dump fails before its first shard is
         complete, nothing is left behind.
         """
         with (
@@ -88,16 +92,18 @@ class DumpWriter:
             self.writing(part, resume, describe) as missing,
             self._beginning(part),
             self.progress_bar(missing, part, progress) as bar,
-            ThreadPoolExecutor(1) as thread,
+            WriteQueue(writers) as queue,
         ):
-            before: list[Future[None]] = []
+
+            def done(count: int) -> None:
+                bar.update(count)
+                queue.check()
+
             for number in missing:
-                content = make(number, bar.update)
-                for written in before:
-                    written.result()
-                before = [thread.submit(self.write_shard, number, content, describe(content))]
-            for written in before:
-                written.result()
+                content = make(number, done)
+                queue.put(self.write_shard, number, content, describe(content))
+                del content  # the queue alone holds it, until it is written
+            queue.wait()
         return self.finish()
 
     @contextmanager
@@ -194,10 +200,11 @@ class DumpWriter:
     def write_shard(self, number: int, content: Content, sites: dict[str, SiteEntry]) -> None:
         """Write one shard: its tensors, its index, and last part-K.json, which marks both as complete."""
         indices = self.plan.indices(number)
-        digest, accepted_digest = content.digests()
-        self.head.check_digest(number, digest)
-        with self.store.writing(shard_name(number)) as file:
+        with self.store.writing(shard_name(number)) as file, ThreadPoolExecutor(1) as hashing:
+            digests = hashing.submit(content.digests)  # beside the hash of the file
             write_shard(file, content.tensors)
+            digest, accepted_digest = digests.result()
+            self.head.check_digest(number, digest)  # if it fails, the file does not appear
         entry = ShardEntry(
             name=shard_name(number),
             first_example=indices[0],

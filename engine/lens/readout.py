@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.lens.tuned import TunedLens
-from replaylens.engine.passes.runner import Runner
+from replaylens.engine.passes.runner import LENS_ROWS, Runner
 from replaylens.engine.request.capture import LensSpec, Rows
 
 _TOGETHER = 4096
 """rows times layers per step if all their logits are stored at once"""
+_NUMBERS = 1 << 25
+"""logits per step; bounds the memory at 128 MB a copy, and changes no bit: every row is computed on its own"""
 
 
 def read(spec: LensSpec, runner: Runner, rows: Rows, emitted: list[int], tuned: TunedLens | None = None) -> Rows:
@@ -35,6 +37,40 @@ def read_there(spec: LensSpec, runner: Runner, rows: Rows, emitted: list[int], t
         return _read(spec, runner, stacked, emitted)
 
 
+@torch.inference_mode()
+def next_token(runner: Runner, residual: Tensor, emitted: list[int]) -> tuple[Tensor, Tensor]:
+    """(log-probability of the token that follows, entropy) of the model's own distribution: [n] each, on the CPU.
+
+    residual [n, d] leaves the last block; `emitted[i]` is the token that follows row i (-1: none, NaN)
+
+    The bits are those of "Z.emitted" and "Z.entropy" at the last layer, without the rest of Z: at most 256 rows of logits
+    exist at a time, and they are overwritten.
+    """
+    if runner.device == "cuda":
+        z = read(LensSpec(("",), top_k=1), runner, {"": residual}, emitted)
+        return z["Z.emitted"][:, 0], z["Z.entropy"][:, 0]
+    tokens = torch.tensor(emitted, dtype=torch.int64)
+    logprob, entropy = torch.empty(len(residual)), torch.empty(len(residual))
+    with runner.canonical(len(residual)):
+        for first in range(0, len(residual), LENS_ROWS):
+            some = slice(first, first + LENS_ROWS)
+            _next_token(runner.logits(residual[some]).float(), tokens[some], logprob[some], entropy[some])
+    return logprob.masked_fill_(tokens < 0, float("nan")), entropy
+
+
+def _next_token(logits: Tensor, tokens: Tensor, logprob: Tensor, entropy: Tensor) -> None:
+    """Fill `logprob` and `entropy`. Overwrites the logits."""
+    if len(logits) == 1:  # as in `statistics`
+        two = torch.empty(2, 2)
+        _next_token(logits.repeat(2, 1), tokens.repeat(2), two[0], two[1])
+        logprob[0], entropy[0] = two[0, 0], two[1, 0]
+        return
+    log_p = logits.log_softmax(-1)
+    torch.gather(log_p, 1, tokens.clamp_min(0)[:, None], out=logprob[:, None])
+    p = torch.exp(log_p, out=logits)
+    torch.sum(p.mul_(log_p), -1, out=entropy).neg_()
+
+
 def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int]) -> Rows:
     n, layers, d = stacked.shape
     if runner.device == "cuda":
@@ -43,7 +79,7 @@ def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int]) -
         if spec.fits_kernel:
             return cuda_lens.read(spec, runner.model, stacked, emitted)
     parts: dict[str, list[Tensor]] = {}
-    step = max(1, _TOGETHER // layers)
+    step = max(1, min(_TOGETHER, _NUMBERS // runner.model.config.vocab_size) // layers)
     for first in range(0, n, step):
         block = stacked[first : first + step]
         # on the CPU, where sums over a row do not depend on the number of rows; in CUDA libraries they do

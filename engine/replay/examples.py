@@ -14,6 +14,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
+from replaylens.engine.serving.request import Request
 from replaylens.engine.thinking.thoughts import Thoughts, thoughts_of
 from replaylens.tasks import Example
 
@@ -102,16 +103,8 @@ def replay_examples(
             some = examples[first : first + batch]
             branches = engine.prompts([e.prompt for e in some], sites=o.sites, keep_rejected=o.rejected, edits=o.edits)
             try:
-                for n, group in _by_length(engine, some, branches, o.max_new).items():
-                    engine.generate(
-                        [branch for _, branch in group],
-                        n,
-                        sampling=[replace(o.sampling, seed=(o.sampling.seed + e.index) % 2**64) for e, _ in group],
-                        drafter=o.drafter,
-                        window=o.window,
-                        deterministic=o.deterministic,
-                        final=True,
-                    )
+                requests = [_request(engine, e, branch, o) for e, branch in zip(some, branches, strict=True)]
+                engine.serve(branches, requests)
                 results += [result_of(engine, example, branch) for example, branch in zip(some, branches, strict=True)]
             finally:
                 for branch in branches:
@@ -120,18 +113,14 @@ def replay_examples(
     return results
 
 
-def _by_length(
-    engine: Core, examples: list[Example], branches: Sequence[Branch], max_new: int | None
-) -> dict[int, list[tuple[Example, Branch]]]:
-    """Pairs of example and branch, by the number of tokens to generate."""
-    groups: dict[int, list[tuple[Example, Branch]]] = {}
-    for example, branch in zip(examples, branches, strict=True):
-        n = max_new or len(engine.text.encode(example.completion, special=False)) + 2
-        n = min(n, engine.config.max_positions - branch.length)
-        if n < 1:
-            raise BadRequest(f"Example {example.index}: its prompt of {branch.length} tokens leaves no room to generate.")
-        groups.setdefault(n, []).append((example, branch))
-    return groups
+def _request(engine: Core, example: Example, branch: Branch, options: ReplayOptions) -> Request:
+    """The generation of one example's answer, with its own length and seed."""
+    o, n = options, options.max_new or len(engine.text.encode(example.completion, special=False)) + 2
+    n = min(n, engine.config.max_positions - branch.length)
+    if n < 1:
+        raise BadRequest(f"Example {example.index}: its prompt of {branch.length} tokens leaves no room to generate.")
+    sampling = replace(o.sampling, seed=(o.sampling.seed + example.index) % 2**64)
+    return Request(n, sampling, o.drafter, o.window, o.deterministic, final=True)
 
 
 def result_of(engine: Core, example: Example, branch: Branch) -> Result:

@@ -98,7 +98,8 @@ class Chunk:
 
     def piece(self, site: str) -> Tensor:
         """The rows of a site: [positions, ...]."""
-        return self.rows[site][self.first : self.first + len(self.positions)]
+        rows, count = self.rows[site], len(self.positions)
+        return rows if rows.shape[0] == count else rows[self.first : self.first + count]
 
     def upto(self, length: int) -> "Chunk":
         """The part before position `length`."""
@@ -225,13 +226,17 @@ class Recording:
 
     def __getitem__(self, site: str) -> Tensor:
         """A copy of all rows of a site, in order of position: [rows, ...]. The rows themselves are shared with forks."""
-        pieces = self._pieces(self._named(site))
+        pieces = self.pieces(site)
         return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
 
     def peek(self, site: str) -> Tensor:
         """As `recording[site]`, but possibly without a copy. The caller must not change it."""
-        pieces = self._pieces(self._named(site))
+        pieces = self.pieces(site)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def pieces(self, site: str) -> list[Tensor]:
+        """The rows of a site, chunk by chunk and without a copy. The caller must not change them."""
+        return self._pieces(self._named(site))
 
     def _named(self, site: str) -> str:
         """The current name of a captured site; UnknownSite if it was not captured."""
@@ -242,7 +247,7 @@ class Recording:
     def _pieces(self, site: str) -> list[Tensor]:
         """The rows of a captured site, chunk by chunk."""
         pieces = [chunk.piece(site) for chunk in self.chunks if chunk.rows]
-        if len({piece.shape[1:] for piece in pieces}) > 1:  # attention patterns: later rows have room for more keys
+        if len(pieces) > 1 and len({piece.shape[1:] for piece in pieces}) > 1:  # patterns: later rows have room for more keys
             most = max(piece.shape[-1] for piece in pieces)
             pieces = [torch.nn.functional.pad(piece, (0, most - piece.shape[-1])) for piece in pieces]
         return pieces

@@ -55,7 +55,9 @@ class Forest:
             lane.recording = Recording()
             lane.recording.aliases = self.aliases
         self.add(lane)
-        self.note(lane, "plant", edits, hooks, tokens=path, capture=asdict(capture) if capture else None)
+        self.note(
+            lane, "plant", edits, hooks, tokens=path, capture=asdict(capture) if capture and self.trace is not None else None
+        )
         return lane
 
     def add(self, lane: Lane) -> None:
@@ -202,7 +204,7 @@ class Forest:
                 raise refusal
 
     def _submit(self, job: Job) -> None:
-        if job.new_tokens:
+        if job.new_tokens and self.trace is not None:
             options = {"deterministic": job.exact, "final": job.final, "keep_rejected": job.keep_rejected}
             details: dict[str, Any] = {"n": job.new_tokens, "sampling": job.sampling.to_json(), **options}
             self.note(job.lane, "generate", **details)

@@ -166,5 +166,5 @@ class ThinkingRecording(Recording):
     def sites(self) -> list[str]:
         return [*super().sites(), *self.wanted] if self.chunks else []
 
-    def _pieces(self, site: str) -> list[Tensor]:
-        return [self.thoughts.rows(site, self.base, self.end)] if site in self.wanted else super()._pieces(site)
+    def pieces(self, site: str) -> list[Tensor]:
+        return [self.thoughts.rows(site, self.base, self.end)] if site in self.wanted else super().pieces(site)

@@ -30,8 +30,8 @@ TASKS = (
     Mutant(
         "labels-one-character-early",
         "replaylens.tasks.reading",
-        "bisect_right(self._starts, count - 1) - 1",
-        "bisect_right(self._starts, count) - 1",
+        "bisect_right(self._reads, count) - 1",
+        "bisect_right(self._reads, count + 1) - 1",
         "a token takes the labels in force after its last character",
         ("tests/tasks/test_reading.py",),
     ),

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom
 
 from replaylens import tasks
-from replaylens.tasks.script import NEXT_ACTION, SHUFFLED
+from replaylens.tasks.reading import NEXT_ACTION, SHUFFLED
 from replaylens.tasks.task import AnyTask, Example
 
 COUNT = 400

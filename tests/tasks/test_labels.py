@@ -1,10 +1,12 @@
 """Labels under other tokenizers: a byte-level BPE that splits words, and token paths that split them differently."""
 
+import random
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from replaylens import tasks
-from replaylens.tasks.errors import BadTokenizer
+from replaylens.tasks.errors import BadTokenizer, UnknownToken
 from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets
 
 
@@ -106,3 +108,44 @@ def test_a_slow_tokenizer_is_refused() -> None:
 
     with pytest.raises(BadTokenizer, match=r"SlowTokenizer gives no offsets.*path_offsets"):
         offsets_of(SlowTokenizer(), "A coin's")
+
+
+def test_offsets_of_a_path_of_words_are_those_of_its_prefixes() -> None:
+    """Known from the words alone; compared with decoding every prefix, special tokens included."""
+    words = tasks.WordTokenizer(tasks.get("coin").vocabulary())
+    ids = [words.pad_id, *words.encode(tasks.get("coin")().example(3).text), words.eos_id, words.encode(" heads")[0]]
+    ends = [len(words.decode(ids[: count + 1])) for count in range(len(ids))]
+    assert path_offsets(words, ids) == (words.decode(ids), list(zip([0, *ends[:-1]], ends, strict=True)))
+    assert path_offsets(words, []) == ("", [])
+    with pytest.raises(UnknownToken):
+        path_offsets(words, [3, len(words)])
+
+
+def test_known_offsets_are_taken_over(bpe) -> None:
+    ids = bpe(tasks.get("coin")().example(3).text)["input_ids"]
+    text, offsets = path_offsets(bpe, ids)
+    assert path_offsets(bpe, ids, offsets[:7]) == (text, offsets)
+    assert path_offsets(bpe, ids, [*offsets[:6], (0, 0)])[1] != offsets
+
+
+def test_byte_level_offsets_are_those_of_all_prefixes(bpe, monkeypatch) -> None:
+    """Read in windows, from any known beginning: whole texts, texts in many bytes a character, and bytes in any order."""
+    dice = random.Random(3)
+    paths = [bpe(example.text)["input_ids"] for example in tasks.get("coin")().examples(2)]
+    paths += [bpe("Ä" * 9 + " heads \N{ROCKET}\N{CJK UNIFIED IDEOGRAPH-4E00}x" * 5)["input_ids"]]
+    paths += [[dice.randrange(len(bpe)) for _ in range(60)] for _ in range(20)]
+    fast = [[path_offsets(bpe, ids, path_offsets(bpe, ids)[1][:known]) for known in (0, 1, 9, 23)] for ids in paths]
+    monkeypatch.setattr("replaylens.tasks.labels._is_byte_level", lambda tokenizer: False)
+    assert fast == [[path_offsets(bpe, ids)] * 4 for ids in paths]
+    assert any(text.count("\N{REPLACEMENT CHARACTER}") for ((text, _), *_) in fast), "no bytes out of order"
+
+
+def test_the_cost_of_byte_level_offsets_is_linear(bpe, monkeypatch) -> None:
+    """Tokens decoded per token of the path; every prefix of the longer one would be 200."""
+    decoded: list[int] = []
+    original = type(bpe).decode
+    monkeypatch.setattr(type(bpe), "decode", lambda self, ids, **how: decoded.append(len(ids)) or original(self, ids, **how))
+    for count in (40, 400):
+        decoded.clear()
+        path_offsets(bpe, bpe(" heads" * count)["input_ids"][:count])
+        assert sum(decoded) < 7 * count

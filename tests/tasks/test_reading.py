@@ -1,14 +1,14 @@
 """The reader: labels at every token, for texts that lie, break off or turn into nonsense; and causality."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from replaylens import tasks
 from replaylens.tasks.errors import UnknownLabel, UnreadableText
-from replaylens.tasks.reading import Event, Reading
-from replaylens.tasks.script import NEXT_ACTION
+from replaylens.tasks.reading import NEXT_ACTION, Event, Reading
 from replaylens.tasks.task import AnyTask
 
 
@@ -189,6 +189,40 @@ def test_any_path_of_the_grammar_is_readable_and_causal(task: AnyTask, wander) -
         text = wander(task, dice.choice, 25)
         assert task.read(text).readable_until == len(text)
     assert_causal(task, wander(task, dice.choice, 18))
+
+
+def test_a_known_beginning_changes_nothing(task: AnyTask, wander) -> None:
+    """A text read on from where it leaves another one, at any character, has the reading of a text read from the start."""
+    dice = random.Random(7)
+    known = task.read(wander(task, dice.choice, 20), 3)
+
+    def read(text: str, *known: Reading) -> Reading | str:
+        try:
+            return task.read(text, 3, *known)
+        except UnreadableText as error:
+            return str(error)
+
+    for cut in range(0, len(known.text) + 1, 3):
+        for rest in ("", " moon", known.text[cut + 1 :], wander(task, dice.choice, 20)[cut:]):
+            assert read(known.text[:cut] + rest, known) == read(known.text[:cut] + rest)
+
+
+def test_a_known_beginning_is_not_read_again() -> None:
+    """Else the test above would compare a reading with itself: labels that are wrong in the known one are found again."""
+    task, text = tasks.get("coin")(), "A coin's state is heads. Alice flips. What's the state? A: tails."
+    known = task.read(text)
+    wrong = replace(known, marks=tuple(mark._replace(labels={**mark.labels, "face": "edge"}) for mark in known.marks))
+    again = task.read(text.replace("A: tails", "A: heads"), known=wrong)
+    assert again.labels_after(text.index("What"))["face"] == "edge"
+    assert again.labels_after(len(text))["face"] == "tails" and again.labels_after(len(text))["claimed"] == "heads"
+
+
+def test_spans_have_the_labels_of_their_characters(task: AnyTask) -> None:
+    reading = task.example(1).reading
+    assert [span.start for span in reading.spans] == [0, *(span.end for span in reading.spans[:-1])]
+    assert reading.spans[-1].end == reading.readable_until
+    for span in reading.spans:
+        assert all(reading.labels_after(at + 1) == span.labels for at in range(span.start, span.end))
 
 
 def test_no_piece_on_offer_is_a_prefix_of_another(task: AnyTask, wander) -> None:

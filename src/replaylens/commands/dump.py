@@ -65,6 +65,7 @@ def dump(
     positions: Annotated[str, typer.Option(help=f"Rows to keep: {', '.join(POSITIONS)}.")] = "all",
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}.  [default: the model's]")] = None,
     rejected: Annotated[bool, typer.Option(help="Keep rejected branches.")] = True,
+    probabilities: Annotated[bool, typer.Option(help="Store log-probability and entropy of every row.")] = True,
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = 0,
     max_new: MaxNewOption = None,
@@ -78,6 +79,9 @@ def dump(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Ray workers; without --ray, on this machine.  [default: one per device]")
     ] = None,
+    writers: Annotated[
+        int | None, typer.Option(min=1, help="Threads that hash and write; each holds one shard in memory.  [default: 1]")
+    ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -90,6 +94,7 @@ def dump(
             "positions": positions,
             "dtype": dtype,
             "rejected": rejected,
+            "probabilities": probabilities,
             "max_new": max_new,
             "examples_per_shard": shard_examples,
         }
@@ -104,6 +109,8 @@ def dump(
         if ray is not None or workers is not None:
             if shard is not None:
                 raise BadRequest("--shard does not work with Ray. Give either --shard, or --ray and --workers.")
+            if writers is not None:
+                raise BadRequest("--writers does not work with Ray, whose workers write one shard each. Give more --workers.")
             from replaylens.engine.cluster import dump_on_cluster
 
             options |= {"knobs": knobs, "sampling": sampling}
@@ -112,7 +119,7 @@ def dump(
         else:
             engine = Engine.load(model, **chosen)
             plan = make_plan(engine, tasks.get(task)(**knobs), n, sampling=sampling, **options)
-            made = write_dump(engine, plan, out, part=part, **common)
+            made = write_dump(engine, plan, out, part=part, writers=writers or 1, **common)
         _tell_dump(made, out, as_json)
 
 

@@ -14,7 +14,7 @@ from replaylens import tasks
 from replaylens.commands.completion import complete_task
 from replaylens.commands.reporting import reporting
 from replaylens.tasks.errors import TaskError, UnknownLabel
-from replaylens.tasks.script import NEXT_ACTION
+from replaylens.tasks.reading import NEXT_ACTION
 from replaylens.tasks.task import AnyTask, Example
 from replaylens.tasks.tokenizer import WordTokenizer
 

@@ -53,6 +53,18 @@ def test_parts(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
     assert code == 0 and json.loads(out)["digest"] == reference.digest
 
 
+def test_writers_and_no_probabilities(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
+    code, out, _ = run(*dump_words, "--out", tmp_path / "d", "--writers", 2, "--json", "--quiet")
+    assert code == 0 and json.loads(out)["digest"] == reference.digest
+    code, out, _ = run(*dump_words, "--out", tmp_path / "e", "--no-probabilities", "--json", "--quiet")
+    assert code == 0 and json.loads(out)["digest"] != reference.digest
+    code, out, _ = run("inspect", tmp_path / "e", "--json")
+    assert code == 0 and json.loads(out)["plan"]["probabilities"] is False
+    code, _, err = run(*dump_words, "--out", tmp_path / "f", "--writers", 2, "--workers", 2)
+    assert code == 2 and "--writers does not work with Ray" in err
+    assert not (tmp_path / "f").exists()
+
+
 def test_memory_url(dump_words: list[str], reference: Dump) -> None:
     assert run(*dump_words, "--out", "memory://cli", "--quiet")[0] == 0
     code, out, _ = run("diff", "memory://cli", reference.url, "--quiet")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from replaylens import tasks
-from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.maker import ShardMaker, write_dump
 from replaylens.engine.dump.plan import DumpPlan, compact
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
@@ -140,6 +140,40 @@ def test_probabilities_are_those_of_z(reference: Dump) -> None:
 def test_probabilities_without_z(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     dump = written(engine, planned(sites="T"), tmp_path)
     assert dump.index["logprob"].equals(reference.index["logprob"]) and dump.index["entropy"].equals(reference.index["entropy"])
+
+
+def test_without_probabilities(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
+    """Both columns are null, all else is the same, nothing is unembedded, and the dump verifies."""
+    plan = planned(probabilities=False, sites="STC")
+    made = ShardMaker(engine, plan).make(0)
+    full = reference.files.content(0)
+    for name in ("logprob", "entropy"):
+        assert made.index.column(name).null_count == len(made) and full.index.column(name).null_count < len(full)
+        assert made.index.schema.field(name).type == full.index.schema.field(name).type
+    rest = [name for name in full.index.column_names if name not in ("logprob", "entropy")]
+    assert made.index.select(rest).equals(full.index.select(rest))
+    assert made.tensors and all(torch.equal(x, full.tensors[name]) for name, x in made.tensors.items())
+    dump = written(engine, plan, tmp_path / "dump")
+    assert verify(dump.url, engine, sample="all")
+    assert DumpPlan.from_json(plan.to_json()) == dump.manifest.plan == plan
+    assert plan.differences(planned(sites="STC")) == ["probabilities: False here, True there"]
+    assert "probabilities" not in reference.manifest.plan.to_json() and reference.manifest.plan.probabilities
+    with pytest.raises(BadRequest, match="probabilities"):
+        planned(probabilities="no")
+
+
+def test_without_probabilities_the_unembedding_is_not_run(
+    engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("next_token was called")
+
+    monkeypatch.setattr("replaylens.engine.lens.readout.next_token", refuse)
+    maker = ShardMaker(engine, planned(probabilities=False, sites="T"))
+    assert maker.wanted == list(engine.sites.per_layer("T"))
+    assert len(maker.make(0)) and maker.make(0).index.column("entropy").null_count
+    with pytest.raises(AssertionError, match="next_token"):
+        ShardMaker(engine, planned(sites="T")).make(0)
 
 
 def test_first_rejected_token_has_the_probability_that_the_model_gave_it(engine: Engine, reference: Dump) -> None:

@@ -84,6 +84,27 @@ def test_a_row_whose_successor_changed_is_read_again() -> None:
     assert torch.equal(first[:6], whole["Z.emitted"][:6]) and not torch.equal(first[6], whole["Z.emitted"][6])
 
 
+@pytest.mark.parametrize("count", [1, 2, 255, 257, 600])
+def test_next_token_has_the_bits_of_z(count: int) -> None:
+    """Log-probability and entropy without the rest of Z, in any number of rows; a changed row has other bits."""
+    runner = toy_engine().runner
+    generator = torch.Generator().manual_seed(count)
+    residual = torch.randn(count, runner.model.config.d_model, generator=generator)
+    emitted = torch.randint(-1, runner.model.config.vocab_size, (count,), generator=generator).tolist()
+    emitted[-1] = 3
+    kept = residual.clone()
+    logprob, entropy = readout.next_token(runner, residual, emitted)
+    z = readout.read(LensSpec(("S",), top_k=1), runner, {"S": residual}, emitted)
+    assert torch.equal(residual, kept), "the rows themselves are left alone"
+    assert torch.equal(logprob.nan_to_num(7), z["Z.emitted"][:, 0].nan_to_num(7)) and logprob.shape == (count,)
+    assert torch.equal(entropy, z["Z.entropy"][:, 0]) and entropy.shape == (count,)
+    assert logprob.isnan().tolist() == [token < 0 for token in emitted]
+    residual[-1, 0] += 0.5
+    other = readout.next_token(runner, residual, emitted)
+    assert torch.equal(other[1][:-1], entropy[:-1]) and not torch.equal(other[1], entropy)
+    assert not torch.equal(other[0][-1:], logprob[-1:])
+
+
 def _lens(model: object, residual: Tensor) -> Tensor:
     """Log-probabilities [rows, vocab] of a residual stream, from the modules of a Hugging Face model."""
     from copy import deepcopy

@@ -292,3 +292,25 @@ def test_the_progress_bar_counts_examples(
 def test_an_answer_in_capitals_counts() -> None:
     assert _last_word(" So the state is Heads.") == _last_word(" heads.") == "heads"
     assert _last_word(" tails.") != "heads" and _last_word("...") == ""
+
+
+@pytest.mark.parametrize("drafter", ["lens", "ngram", "tree"])
+def test_a_batch_of_any_lengths_is_generated_together(
+    model: Any, words: WordTokenizer, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call for answers of several lengths. Tokens, rejected branches and rows are those of each example alone."""
+    mixed = list(rl.tasks.get("coin")(rendering="steps", flips=(1, 4), seed=2).examples(5))
+    lengths = {len(words.encode(example.completion)) for example in mixed}
+    served, together = coin_engine(model, words), list[int]()
+    original = served.serve
+
+    def counting(branches: Any, requests: Any, *rest: Any) -> Any:
+        together.append(len({request.n for request in requests}))
+        return original(branches, requests, *rest)
+
+    monkeypatch.setattr(served, "serve", counting)
+    run = served.replay(mixed, sites=SITES, drafter=drafter, batch=5)
+    assert together == [len(lengths)] and len(lengths) > 1
+    assert any(result.rejected for result in run)
+    for i, example in enumerate(mixed):
+        assert_same(run[i], replay(model, words, [example], sites=SITES, drafter=drafter)[0])
