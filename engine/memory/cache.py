@@ -1,6 +1,8 @@
 """`KVCache`: the key and value tensors that page tables refer to."""
 
 import hashlib
+import math
+import mmap
 import os
 
 import torch
@@ -30,7 +32,7 @@ class KVCache:
         self.slot_dim = 3 if device == "cpu" else 2
         inner = (config.num_kv_heads, slots) if device == "cpu" else (slots, config.num_kv_heads)
         self.pool, self.num_heads = pool, config.num_heads
-        self.data = torch.zeros(config.num_layers, 2, *inner, config.d_head, dtype=dtype, device=device)
+        self.data = _zeros((config.num_layers, 2, *inner, config.d_head), dtype, device)
         self.chain: dict[int, int] | None = {} if canary else None
         self.digest: dict[int, bytes] = {}
 
@@ -94,6 +96,16 @@ class KVCache:
 
 def _next_link(previous: int, token: int, position: int) -> int:
     return ((previous ^ (token + 1)) * _MIX + position + 1) & (2**64 - 1)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Zeros. On a CPU they take memory only where something is written; `torch.zeros` writes all of them."""
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # each head has slots of its own, so the first token would touch every huge page
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def require_memory(config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
