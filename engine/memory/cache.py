@@ -40,10 +40,14 @@ class KVCache:
     def num_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write k and v [rows, kv_heads, d_head] to `slots` [rows]. CPU only: on CUDA a kernel writes."""
-        self.data[layer, 0].index_copy_(1, slots, k.transpose(0, 1))
-        self.data[layer, 1].index_copy_(1, slots, v.transpose(0, 1))
+    def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+        """Write keys and values, [rows, 2 kv_heads, d_head], to `slots` [rows]. CPU only: on CUDA a kernel writes."""
+        self.data[layer].flatten(0, 1).index_copy_(1, slots, kv.transpose(0, 1))
+
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and of the values in `slots`: [kv_heads, slots, d_head] each. CPU only."""
+        keys, values = self.data[layer].flatten(0, 1).index_select(1, slots).chunk(2)
+        return keys, values
 
     def copy(self, copies: list[PageCopy]) -> None:
         """Make the page copies that `PagePool.reserve` returned. Mutates the cache."""

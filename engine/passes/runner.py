@@ -177,4 +177,7 @@ class Runner:
 
 
 def _edited(batch: Batch, tap: Tap | None) -> Tap | None:
+    """The tap of a pass: with the edits of its segments, and None if it wants nothing."""
+    if isinstance(tap, PassTap) and not tap.wanted:
+        tap = None
     return EditTap(batch, tap) if any(s.edits or s.hooks for s in batch.segments) else tap
