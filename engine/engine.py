@@ -12,6 +12,7 @@ from replaylens.engine.errors import BadRequest, UnsupportedModel, no_such
 from replaylens.engine.model import smollm2, weights
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Text, load_text
+from replaylens.engine.passes.ferry import RING_BYTES
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.replay import interop, replayer
 from replaylens.engine.replay.examples import ReplayOptions, replay_examples
@@ -59,6 +60,7 @@ class Engine(Core):
         tree_width: int = 3,
         canary: bool = False,
         record: bool = False,
+        capture_buffer: int = RING_BYTES,
         guess: Guess = "empty",
         check: bool | None = None,
     ) -> "Engine":
@@ -93,6 +95,7 @@ class Engine(Core):
                 tree_width=tree_width,
                 canary=canary,
                 record=record,
+                capture_buffer=capture_buffer,
             )
         if not isinstance(guess, str) or guess not in GUESSES:
             raise BadRequest(f"Invalid guess={shown(guess)}. Give one of {', '.join(GUESSES)}, for models that think only.")
@@ -108,6 +111,7 @@ class Engine(Core):
             tree_width=tree_width,
             canary=canary,
             record=record,
+            capture_buffer=capture_buffer,
         )
 
     def replay(

@@ -270,21 +270,26 @@ def lens(
     targets: Tensor | None = None,
     k: int = 8,
     softcap: float = 0.0,
+    logits: Tensor | None = None,
     shape: LensShape | None = None,
 ) -> LensStats:
     """Lens statistics of residual streams x [layers, rows, d] through the final norm and w [d, vocab].
 
     final    index of the layer with the final distribution, usually the last; None: no KL
     targets  [rows, n] int32 or int64, tokens whose log-probs are computed at every layer of a row
+    logits   [rows, vocab] float32: those of the final layer before softcap, if they are known already
     shape    canonical; only tests pass other values
     """
     layers, rows = _check_lens(x, w, final, targets, k)
+    if logits is not None:
+        require(final is not None, "logits are those of the final layer, but final is {}.", final)
+        require_shape("logits", logits, (rows, w.shape[1]))
     vocab = w.shape[1]
     h = norm(x.reshape(layers * rows, -1), norm_weight, norm_bias, eps, kind)
     shape = shape or lens_shape(x.dtype)
     tiles = ceil_div(vocab, shape.vocab_tile)
     k_tiles = min(k, tiles)
-    log_sum_exp, entropy, kl, top_tiles = _merge(_stats(h, w, rows, final, softcap, shape), k_tiles, rows, final)
+    log_sum_exp, entropy, kl, top_tiles = _merge(_stats(h, w, rows, final, softcap, logits, shape), k_tiles, rows, final)
     top_ids, top_log_probs = _top(h, w, top_tiles, log_sum_exp, k, softcap, shape)
     picked = None if targets is None else _targets(h, w, targets, log_sum_exp, layers, softcap)
     return LensStats(
@@ -316,7 +321,7 @@ def _check_lens(x: Tensor, w: Tensor, final: int | None, targets: Tensor | None,
 
 
 def _stats(
-    h: Tensor, w: Tensor, rows: int, final: int | None, softcap: float, shape: LensShape
+    h: Tensor, w: Tensor, rows: int, final: int | None, softcap: float, known: Tensor | None, shape: LensShape
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four numbers of every (row, vocabulary tile), strip by strip. The final layer itself has no fourth."""
     total, vocab = h.shape[0], w.shape[1]
@@ -330,7 +335,11 @@ def _stats(
     for start in range(0, vocab, width):
         strip, first_tile = w[:, start : start + width], start // shape.vocab_tile
         if final is not None:
-            logits = matmul(h[last], strip, out_dtype=torch.float32, out=scratch[:, : strip.shape[1]])
+            logits = scratch[:, : strip.shape[1]]
+            if known is None:
+                matmul(h[last], strip, out_dtype=torch.float32, out=logits)
+            else:
+                logits.copy_(known[:, start : start + width])
             _final_kernel[(rows, ceil_div(strip.shape[1], shape.vocab_tile))](
                 logits, *(x[last] for x in found[:3]), strip.shape[1], tiles, first_tile, width, softcap or 1.0,
                 shape.vocab_tile, softcap > 0, num_warps=1, **EXACT,

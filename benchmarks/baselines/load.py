@@ -52,7 +52,7 @@ def _graphs(subject: Subject) -> Any:
         return None
     from replaylens.engine.passes.graphs import PassGraphs
 
-    return PassGraphs(engine.model, engine.runner.cache, engine.loop.bursts.spare.pages[0], worth=1)
+    return PassGraphs(engine.model, engine.runner.cache, engine.loop.bursts.spare.pages[0], engine.runner.vectors, worth=1)
 
 
 def _requests(subject: Subject) -> list[tuple[list[int], int, float]]:

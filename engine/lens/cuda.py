@@ -1,5 +1,7 @@
 """The logit lens (Z) on a CUDA device. The kernel goes over the vocabulary in tiles and never stores the logits."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -7,35 +9,34 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.kernels.lens import lens
 
-MAX_TOP, MAX_TARGETS = 32, 63
-"""limits of the kernel per row; the emitted token takes one more target"""
 _TOGETHER = 32768
 """rows times layers per launch; does not affect the bits"""
 
 
-def serves(spec: LensSpec) -> bool:
-    """Whether the kernel can compute the spec. It cannot give whole distributions or long lists."""
-    return not spec.full and spec.top_k <= MAX_TOP and len(spec.targets) <= MAX_TARGETS
-
-
 def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) -> Rows:
-    """Z of residual rows [n, layers, d], in the form of `readout.read`, on the CPU."""
+    """Z of residual rows [n, layers, d], in the form of `readout.read`, on the device."""
     step = max(1, _TOGETHER // stacked.shape[1])
+    table = model.unembedding
+    follows = torch.tensor(emitted).to(table.device, non_blocking=True)
     blocks = [
-        _block(spec, model, stacked[first : first + step], emitted[first : first + step])
-        for first in range(0, len(stacked), step)
+        columns(model, spec, stacked[i : i + step].to(table).transpose(0, 1).contiguous(), follows[i : i + step])
+        for i in range(0, len(stacked), step)
     ]
     if len(blocks) == 1:
         return blocks[0]
     return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
-def _block(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) -> Rows:
-    """Z of the rows of one launch: views of one tensor on the CPU."""
+def columns(model: Decoder, spec: LensSpec, x: Tensor, follows: Tensor, logits: Tensor | None = None) -> Rows:
+    """Z of residual streams x [layers, rows, d] in one launch; `follows` [rows] are the next tokens, -1: none yet.
+
+    logits  the model's own [rows, vocab], if they are known already
+    -> name -> [rows, layers, ...]. Waits for nothing, so that a graph can hold it.
+    """
     norm, table = model.ln_final, model.unembedding.t()  # [d, vocab]
-    x = stacked.to(table).transpose(0, 1).contiguous()  # [layers, n, d]
-    chosen = torch.tensor(spec.targets, dtype=torch.int64).expand(len(emitted), -1)
-    targets = torch.cat([torch.tensor(emitted).clamp_min(0)[:, None], chosen], dim=1)
+    targets = follows.clamp_min(0)[:, None]
+    if spec.targets:
+        targets = torch.cat([targets, _tokens(spec.targets, x.device).expand(len(follows), -1)], dim=1)
     found = lens(
         x,
         table,
@@ -44,24 +45,26 @@ def _block(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) 
         norm.eps,
         norm.kind,
         final=len(x) - 1,
-        targets=targets.to(table.device, non_blocking=True),
+        targets=targets,
         k=min(spec.top_k, table.shape[1]),
         softcap=model.config.logit_softcap,
+        logits=None if model.config.logit_softcap else logits,  # the kernel caps them itself
     )
     assert found.kl is not None and found.target_log_probs is not None  # `final` and `targets` were given
-    columns = {
+    emitted = found.target_log_probs[..., 0].masked_fill(follows < 0, float("nan"))
+    z = {
         "Z.entropy": found.entropy,
         "Z.kl": found.kl,
-        "Z.emitted": found.target_log_probs[..., 0],
-        "Z.top_ids": found.top_ids.to(torch.int32).view(torch.float32),
+        "Z.emitted": emitted,
+        "Z.top_ids": found.top_ids.to(torch.int32),
         "Z.top_logprobs": found.top_log_probs,
     }
     if spec.targets:
-        columns["Z.targets"] = found.target_log_probs[..., 1:]
-    turned = [column.transpose(0, 1) for column in columns.values()]  # [n, layers, ...]
-    sent = torch.cat([x.flatten() for x in turned]).cpu()  # one copy, so that the host waits once
-    pieces = sent.split([x.numel() for x in turned])
-    rows = {name: piece.view(x.shape) for name, piece, x in zip(columns, pieces, turned, strict=True)}
-    rows["Z.top_ids"] = rows["Z.top_ids"].view(torch.int32)
-    rows["Z.emitted"][torch.tensor(emitted) < 0] = float("nan")
-    return rows
+        z["Z.targets"] = found.target_log_probs[..., 1:]
+    return {name: column.transpose(0, 1).contiguous() for name, column in z.items()}
+
+
+@lru_cache(maxsize=64)
+def _tokens(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+    """[tokens] int64. Kept: a graph cannot hold a copy from the host."""
+    return torch.tensor(tokens, device=device)

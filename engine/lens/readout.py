@@ -16,17 +16,22 @@ _TOGETHER = 4096
 """rows times layers per step if all their logits are stored at once"""
 
 
-@torch.inference_mode()
 def read(spec: LensSpec, runner: Runner, rows: Rows, emitted: list[int], tuned: TunedLens | None = None) -> Rows:
-    """Z of captured residual rows.
+    """Z of captured residual rows, on the CPU.
 
     rows[site] [n, d] for every site of the spec; `emitted[i]` is the token that follows row i (-1: none yet)
     -> {"Z.entropy": [n, layers], "Z.kl": [n, layers], "Z.emitted": ..., "Z.top_ids": [n, layers, k], ...}
     """
+    return {name: z.cpu() for name, z in read_there(spec, runner, rows, emitted, tuned).items()}
+
+
+@torch.inference_mode()
+def read_there(spec: LensSpec, runner: Runner, rows: Rows, emitted: list[int], tuned: TunedLens | None = None) -> Rows:
+    """As `read`, but left on the device that computes it."""
     stacked = torch.stack([rows[site] for site in spec.sites], dim=1)  # [n, layers, d]
     with runner.canonical(stacked.shape[:2].numel()):
         if tuned is not None:
-            stacked = tuned.translate(stacked)
+            stacked = tuned.translate(stacked.cpu())
         return _read(spec, runner, stacked, emitted)
 
 
@@ -35,7 +40,7 @@ def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int]) -
     if runner.device == "cuda":
         from replaylens.engine.lens import cuda as cuda_lens  # its kernel needs triton
 
-        if cuda_lens.serves(spec):
+        if spec.fits_kernel:
             return cuda_lens.read(spec, runner.model, stacked, emitted)
     parts: dict[str, list[Tensor]] = {}
     step = max(1, _TOGETHER // layers)

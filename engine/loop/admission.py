@@ -81,9 +81,9 @@ class Admission:
         return turn
 
     def _may_burst(self, job: Job) -> bool:
-        """Whether the device can decode on its own: nothing to capture or edit, and sampling does not need the whole path."""
+        """Whether the device can decode on its own: no hook functions, and neither sampling nor lens needs the host."""
         lane = job.lane
-        plain = lane.capture is None and not lane.edits and not lane.hooks and self.runner.cache.chain is None
+        plain = not lane.hooks and self.runner.cache.chain is None and (lane.capture is None or lane.capture.on_device)
         return self._alone and plain and job.sampling.bare and job.forced_drafts is None
 
     def _first_row(self, job: Job) -> int:

@@ -3,16 +3,18 @@
 Rejected drafts are rolled back in the same transaction: they become a rejected branch, which keeps its rows or pages on demand.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from replaylens.engine.lens import readout
-from replaylens.engine.lens.known import KnownLenses
+from torch import Tensor
+
+from replaylens.engine.loop.captured import PassRows
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.loop.turn import Turn
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import BranchTree, TokenState
-from replaylens.engine.passes.runner import PassResult, Runner
-from replaylens.engine.request.capture import HEAD_SITES, PassTap, Rows
+from replaylens.engine.passes.runner import Runner
+from replaylens.engine.request.capture import Chunk
 
 
 @dataclass(frozen=True)
@@ -27,20 +29,20 @@ class Outcome:
 class Committer:
     """Applies outcomes to tree, pages and recordings. A rejected branch that keeps rows or pages is added to `lanes`."""
 
-    def __init__(self, runner: Runner, tree: BranchTree, lanes: dict[int, Lane], lenses: KnownLenses) -> None:
-        self.runner, self.tree, self.lanes, self.lenses = runner, tree, lanes, lenses
+    def __init__(self, runner: Runner, tree: BranchTree, lanes: dict[int, Lane]) -> None:
+        self.runner, self.tree, self.lanes = runner, tree, lanes
 
-    def commit(self, turn: Turn, outcome: Outcome, tap: PassTap, result: PassResult | None) -> None:
+    def commit(self, turn: Turn, outcome: Outcome, rows: "PassRows | Mapping[str, Tensor] | None") -> None:
         """Mutates tree, lane, pages and recording. Precondition: the turn's rows are computed.
 
-        `result` is the pass that computed them; None after a burst, which captures and rejects nothing.
+        rows  what the pass captured; after a burst, which rejects nothing, the rows of the turn's kept positions
         """
         followed = turn.chains[outcome.chain]
         num_accepted = {i: 0 for i, chain in enumerate(turn.chains) if i != outcome.chain and chain}
         num_accepted |= {outcome.chain: outcome.accepted} if len(followed) > outcome.accepted else {}
         # Everything that can fail comes first: rows and lens readouts are taken while nothing has changed.
-        captured = self._captured(turn, outcome, tap, result)
-        cut_off = {i: self._cut_off(turn, i, n, tap, result) for i, n in num_accepted.items()}
+        captured = self._captured(turn, outcome, rows)
+        cut_off = {i: self._cut_off(turn, i, n, rows) for i, n in num_accepted.items()}
         turn.closed = True
         self.drop_drafts(turn)
         self._accept_rows(turn)
@@ -54,7 +56,7 @@ class Committer:
             self.tree.append(branch, outcome.pending, TokenState.PENDING)
         self._accept_kv(turn, outcome)
         if captured is not None and turn.job.lane.recording is not None:
-            turn.job.lane.recording.append(*captured)
+            turn.job.lane.recording.add(*captured)
 
     def abandon(self, turn: Turn) -> None:
         """Undo a turn whose pass failed: the branch is as it was before. Mutates tree, lane and pages."""
@@ -93,35 +95,50 @@ class Committer:
         for table in turn.tables[1:]:
             self.runner.pool.release(table)
 
-    def _captured(self, turn: Turn, outcome: Outcome, tap: PassTap, result: PassResult | None) -> tuple[int, Rows, bool] | None:
-        """(first position, rows, open end) of the committed positions, without those at the tip that wait for their next
-        token. None: nothing to record."""
+    def first_to_record(self, turn: Turn) -> int:
+        """Where recording goes on: computing KV again leaves recorded rows alone."""
+        recording = turn.job.lane.recording
+        assert recording is not None
+        return max(turn.start, recording.end - recording.open_end)
+
+    def _captured(
+        self, turn: Turn, outcome: Outcome, rows: "PassRows | Mapping[str, Tensor] | None"
+    ) -> tuple[Chunk, bool] | None:
+        """(rows, open end) of the committed positions, without those at the tip that wait for their next token. None: nothing
+        to record."""
         job, lane = turn.job, turn.job.lane
-        if lane.capture is None or lane.recording is None or result is None:
+        if lane.capture is None or lane.recording is None or rows is None:
             return None
         accepted = turn.chains[outcome.chain][: outcome.accepted]
         tokens = self.tree.branch(lane.branch).tokens  # a complete turn's may end in drafts; a part of a prompt's are final
         tokens = [*tokens[: turn.end], *accepted, *outcome.pending] if turn.complete else tokens
-        computed = turn.end + outcome.accepted
-        ended = job.final and job.remaining == 0 and computed == len(tokens)
-        end = computed if ended else min(computed, len(tokens) - lane.capture.lag)
-        start = max(turn.start, lane.recording.end - lane.recording.open_end)  # recomputing KV leaves recorded rows alone
+        computed, start = turn.end + outcome.accepted, self.first_to_record(turn)
+        end = min(computed, len(tokens) - lane.capture.lag)
+        if isinstance(rows, PassRows) and job.final and job.remaining == 0 and computed == len(tokens):
+            end = computed  # after a burst, a last pass reads the last row
         if end <= start:
             return None
-        first = result.batch.row(turn.segments[outcome.chain], start)
-        emitted = [*tokens[start + 1 : end + 1], -1][: end - start]
         open_end = end == len(tokens) and lane.capture.lag > 0
-        return start, self._rows(lane, tap, first, emitted), open_end
+        if isinstance(rows, PassRows):
+            emitted = [*tokens[start + 1 : end + 1], -1][: end - start]
+            return rows.chunk(lane, turn.segments[outcome.chain], start, emitted), open_end
+        return Chunk(start, end, self.kept(lane, start, end), rows), open_end
 
-    def _cut_off(self, turn: Turn, index: int, num_accepted: int, tap: PassTap, result: PassResult | None) -> Rows | None:
+    def kept(self, lane: Lane, start: int, end: int) -> Sequence[int]:
+        """The positions of [start, end) that the lane captures."""
+        assert lane.capture is not None
+        return lane.capture.positions.kept(start, end, self.tree.branch(lane.branch).root_length)
+
+    def _cut_off(
+        self, turn: Turn, index: int, num_accepted: int, rows: "PassRows | Mapping[str, Tensor] | None"
+    ) -> Chunk | None:
         """The rows of a chain's rejected drafts. None: they are not kept."""
         lane, chain = turn.job.lane, turn.chains[index]
-        if lane.recording is None or lane.capture is None or not lane.capture.rejected or result is None:
+        if lane.recording is None or lane.capture is None or not lane.capture.rejected or not isinstance(rows, PassRows):
             return None
-        first = result.batch.row(turn.segments[index], turn.end + num_accepted)
-        return self._rows(lane, tap, first, [*chain[num_accepted + 1 :], -1])
+        return rows.chunk(lane, turn.segments[index], turn.end + num_accepted, [*chain[num_accepted + 1 :], -1])
 
-    def _reject(self, turn: Turn, index: int, num_accepted: int, rows: Rows | None) -> None:
+    def _reject(self, turn: Turn, index: int, num_accepted: int, rows: Chunk | None) -> None:
         """Make chain[num_accepted:] a rejected branch with its own canonical rows and, if the job keeps them, its pages."""
         job, lane, chain = turn.job, turn.job.lane, turn.chains[index]
         base = turn.end + num_accepted
@@ -136,7 +153,7 @@ class Committer:
         other.template = lane.recording.like(base=base) if lane.recording is not None else None
         if rows is not None and other.template is not None:
             other.recording = other.template.like(base=base)
-            other.recording.append(base, rows)
+            other.recording.add(rows)
         if job.keep_rejected:
             other.computed = turn.end + len(chain)
             other.table = self.runner.pool.fork(turn.tables[index], other.computed)
@@ -145,15 +162,3 @@ class Committer:
         if other.recording is not None or job.keep_rejected:
             self.lanes[kept] = other
             lane.rejected.append(kept)
-
-    def _rows(self, lane: Lane, tap: PassTap, first: int, emitted: list[int]) -> Rows:
-        """The sites that the lane captures, of packed rows [first, first + len(emitted))."""
-        spec, end = lane.capture, first + len(emitted)
-        assert spec is not None
-        rows = tap.rows([site for site in spec.sites if site not in HEAD_SITES], first, end)
-        if head := [site for site in spec.sites if site in HEAD_SITES]:
-            rows |= self.runner.head(tap.rows([spec.last], first, end)[spec.last], head)
-        if spec.lens is not None:
-            residuals = tap.rows(spec.lens.sites, first, end)
-            rows |= readout.read(spec.lens, self.runner, residuals, emitted, self.lenses.of(spec.lens))
-        return rows

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from replaylens.engine.errors import BadRequest, ClosedBranch, EngineBug, EngineError
 from replaylens.engine.lens.known import KnownLenses
 from replaylens.engine.loop.admission import Admission
+from replaylens.engine.loop.captured import PassRows
 from replaylens.engine.loop.commit import Committer, Outcome
 from replaylens.engine.loop.drafters import Chains, DraftCall, Drafter
 from replaylens.engine.loop.lane import Job, Lane
@@ -20,13 +21,13 @@ from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.finite import finite, not_finite
-from replaylens.engine.passes.runner import PassResult, Runner
+from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.trace import path_digest
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.edits import page_keys
 
 if TYPE_CHECKING:
-    from replaylens.engine.passes.bursts import Bursts
+    from replaylens.engine.passes.bursts import Bursts, Wanted
 
 Listener = Callable[[dict[str, Any]], None]
 """is called with every event: submit, draft, draft_failed, verdict, preempt, finish"""
@@ -48,7 +49,8 @@ class Loop:
         self.runner, self.tree, self.prefix, self.drafters = runner, tree, prefix, drafters
         self.decode, self.max_rows = decode, max_rows
         self.lanes: dict[int, Lane] = {}
-        self.committer = Committer(runner, tree, self.lanes, lenses)
+        self.lenses = lenses
+        self.committer = Committer(runner, tree, self.lanes)
         self.room = Room(runner, prefix, self.lanes, lambda job: self._notify("preempt", job))
         self.admission = Admission(runner, tree, drafters, self.room, max_rows, self.end)
         self.jobs: list[Job] = []
@@ -125,21 +127,24 @@ class Loop:
                 num_logits = len(chain) + 1 if turn.deciding else 0
                 lane = turn.job.lane
                 segments.append(Segment(table, turn.start, turn.rows + chain, num_logits, lane.edits, lane.hooks))
-        tap = PassTap(frozenset().union(*(turn.job.lane.capture.needed() for turn in turns if turn.job.lane.capture)))
+        tap = PassTap(frozenset().union(*(self._needed(turn) for turn in turns)))
         try:
             for turn in turns:
                 self._check_canary(turn)
             with self.admission.planner.timing("exact" if exact else "fast", sum(len(s.tokens) for s in segments)):
                 result = self.runner.exact(segments, tap) if exact else self.runner.fast(segments, tap)
+            rows = PassRows(self.runner, self.tree, self.lenses, tap, result)
+            rows.send(turns)
             finite(result.residual[: result.batch.num_rows], "activations")
+            verdicts = judged([turn for turn in turns if turn.deciding], result, self.tree)
+            rows.read_ahead(turns, verdicts)
         except Exception as error:  # of the engine, or of a hook function
             self._isolate(turns, exact, error)
             return
-        verdicts = judged([turn for turn in turns if turn.deciding], result, self.tree)
         for turn in turns:
             before = turn.job.generated, turn.job.finish_reason
             try:
-                self._conclude(turn, result, verdicts.get(turn), tap)
+                self._conclude(turn, rows, verdicts.get(turn))
             except BaseException as error:
                 if turn.closed:  # half committed
                     self.end(turn.job, EngineBug(f"Branch {turn.job.lane.branch} was interrupted within a commit. Release it."))
@@ -154,9 +159,13 @@ class Loop:
         from replaylens.engine.passes.bursts import Place  # needs triton, as everything on the device does
 
         assert self.bursts is not None
-        places = [Place(turn.rows[-1], turn.start, turn.tables[0], turn.job.sampling) for turn in turns]
-        chosen = self.bursts.run(places, min(turn.burst for turn in turns), exact)
-        for turn, tokens in zip(turns, chosen, strict=True):
+        steps = min(turn.burst for turn in turns)
+        places = [
+            Place(turn.rows[-1], turn.start, turn.tables[0], turn.job.sampling, turn.job.lane.edits, self._wanted(turn, steps))
+            for turn in turns
+        ]
+        chosen, kept = self.bursts.run(places, steps, exact)
+        for turn, tokens, rows in zip(turns, chosen, kept, strict=True):
             if max(tokens) >= self.runner.model.config.vocab_size:
                 self._abandon([turn], not_finite("activations"))
                 continue
@@ -164,8 +173,26 @@ class Loop:
             turn.chains = [tokens[:-1]]
             outcome = self._take(turn, Verdict(0, len(tokens) - 1, tokens[-1]), path, drafted=0)
             turn.chains = [tokens[: outcome.accepted]]  # tokens after the end are dropped: they are not rejected drafts
-            self.committer.commit(turn, outcome, PassTap(frozenset()), None)
+            self.committer.commit(turn, outcome, rows if rows is not None or turn.job.lane.capture is None else {})
             self._finish_turn(turn)
+
+    def _wanted(self, turn: Turn, steps: int) -> "Wanted | None":
+        """What a turn captures in a burst; None: nothing."""
+        from replaylens.engine.passes.bursts import Wanted
+
+        spec, lane = turn.job.lane.capture, turn.job.lane
+        if spec is None or lane.recording is None:
+            return None
+        kept = self.committer.kept(lane, self.committer.first_to_record(turn), turn.start + steps)
+        return Wanted(spec.sites, spec.lens, spec.keep, [position - turn.start for position in kept])
+
+    def _needed(self, turn: Turn) -> frozenset[str]:
+        """The sites that a pass must keep for a turn. None if it captures none of the turn's positions."""
+        lane = turn.job.lane
+        if lane.capture is None or lane.recording is None:
+            return frozenset()
+        longest = turn.end + max(map(len, turn.chains))
+        return lane.capture.needed() if self.committer.kept(lane, turn.start, longest) else frozenset()
 
     def _isolate(self, turns: list[Turn], exact: bool, error: Exception) -> None:
         """After a failed pass: run each turn alone, then without its drafts, to find the one whose rows fail."""
@@ -179,14 +206,14 @@ class Loop:
         else:
             self._abandon(turns, error)
 
-    def _conclude(self, turn: Turn, result: PassResult, verdict: Verdict | None, tap: PassTap) -> None:
+    def _conclude(self, turn: Turn, rows: PassRows, verdict: Verdict | None) -> None:
         """Commit one turn, with its verdict if it was deciding."""
         job, outcome = turn.job, Outcome()
         if verdict is not None:
             path = self.tree.branch(job.lane.branch).tokens[: turn.end]
             outcome = self._take(turn, verdict, path)
         rejected_before = len(job.rejected)
-        self.committer.commit(turn, outcome, tap, result)
+        self.committer.commit(turn, outcome, rows)
         if any(turn.chains):
             rejected = job.rejected[rejected_before:]
             self._notify(

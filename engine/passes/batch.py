@@ -50,15 +50,8 @@ class AttentionGroup:
     """[pieces, query rows]; padding has the first position of its piece"""
     num_keys: int
     """per piece, a multiple of KV_BLOCK"""
-    padded: int
-    """rows of the batch"""
     masks: dict[int, Tensor]
     """window -> [pieces, query rows, 1, last keys], True for hidden keys"""
-
-    @cached_property
-    def queries(self) -> Tensor:
-        """[pieces * query rows]: as `rows`, but padding points to row 0. What it computes is dropped."""
-        return self.rows.view(-1) * (self.rows.view(-1) < self.padded)
 
     def hidden(self, window: int) -> Tensor:
         """Mask of the last keys, True if a query must not see them. All queries see the earlier keys. Cached per window."""
@@ -100,6 +93,11 @@ class Batch:
         return self._attention_groups(self.pool, self.query_rows)
 
     @cached_property
+    def queries(self) -> list[Tensor]:
+        """For each group, the packed row of every query; padding takes row 0, and its result is dropped. [pieces * rows]"""
+        return [group.rows.view(-1) * (group.rows.view(-1) < self.padded) for group in self.groups]
+
+    @cached_property
     def query_of_row(self) -> Tensor:
         """Of every padded row, its place among the queries of all groups; padding rows take the first. [padded rows]"""
         places = torch.zeros(self.padded + 1, dtype=torch.int64)
@@ -136,7 +134,7 @@ class Batch:
             positions.append(list(range(first_position, first_position + n)) + [first_position] * (queries - n))
             own = pool.slots(segment.table, 0, first_position + n)
             key_slots += own + [0] * (keys - len(own))
-        return AttentionGroup(torch.tensor(rows), torch.tensor(key_slots), torch.tensor(positions), keys, self.padded, {})
+        return AttentionGroup(torch.tensor(rows), torch.tensor(key_slots), torch.tensor(positions), keys, {})
 
 
 def _roomy(blocks: int) -> int:

@@ -1,10 +1,13 @@
 """Bursts: several direct decode steps on a CUDA device without returning to the host in between.
 
 If the decode step itself is canonical, a token needs no verification. The step is captured once as a CUDA graph per number of
-requests and replayed. The chosen tokens feed the next step on the device. The host receives all of them at the end and
+requests and replayed. The chosen tokens feed the next step on the device. Captured sites and the logit lens are part of the
+graph: after every step their rows leave for the host, while the next step runs. The host receives the tokens at the end and
 commits them like accepted drafts. A request that ends within the burst drops the tokens after its end.
 """
 
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +17,12 @@ from replaylens.engine.errors import EngineBug
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.passes.choice import seeds, temperatures
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers
-from replaylens.engine.passes.runner import Runner
+from replaylens.engine.passes.ferry import Block, Group
+from replaylens.engine.passes.program import EditProgram, ProgramTap, rows_of
+from replaylens.engine.passes.program import Shape as EditShape
+from replaylens.engine.passes.runner import Keep, Runner
+from replaylens.engine.request.capture import LensSpec, PassTap, Rows
+from replaylens.engine.request.edits import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.launch import next_power_of_2
@@ -22,6 +30,21 @@ from replaylens.kernels.sample import sample_logits
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """numbers of requests that have their own graph; others are padded up"""
+
+ReadLens = Callable[[LensSpec, Tensor, Tensor, Tensor], Rows]
+"""(spec, residual streams [layers, rows, d], tokens that follow the rows, logits [rows, vocab]) -> Z by name:
+[rows, layers, ...], on the device"""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request in a burst captures."""
+
+    sites: tuple[str, ...]
+    lens: LensSpec | None
+    keep: Keep
+    steps: Sequence[int]
+    """the steps whose rows are kept, in order"""
 
 
 @dataclass
@@ -33,14 +56,95 @@ class Place:
     table: PageTable
     sampling: Sampling
     """`bare`: the device does not apply penalties, biases or filters"""
+    edits: tuple[PlacedEdit, ...] = ()
+    wanted: Wanted | None = None
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """Everything that the launches of a decode step depend on."""
+
+    size: int
+    max_pages: int
+    exact: bool
+    drawn: bool
+    sites: frozenset[str] = frozenset()
+    """captured in every step"""
+    lenses: tuple[LensSpec, ...] = ()
+    edits: EditShape = ()
+
+
+class BurstRows:
+    """The captured rows of a burst: one block per step, with the requests that it holds."""
+
+    def __init__(self, num_requests: int, sparse: Callable[["BurstRows"], object]) -> None:
+        self.steps: dict[Keep, list[tuple[Block, Sequence[int]]]] = {"host": [], "device": []}
+        self._live = self._all = num_requests
+        self._views: weakref.WeakSet[StepRows] = weakref.WeakSet()
+        self._sparse = sparse
+
+    def view(self, request: int, keep: Keep, names: Mapping[str, str]) -> "StepRows":
+        """The rows of one request, one per step that keeps it. names: site -> name in the blocks"""
+        view = StepRows(self, request, keep, names)
+        self._views.add(view)
+        return view
+
+    def dropped(self) -> None:
+        """Mutates: one view is gone. If few are left, they move out, so that the rest can be freed."""
+        self._live -= 1
+        if self._live * 4 < self._all <= (self._live + 1) * 4 and self._live:
+            self._sparse(self)
+
+    def compact(self) -> None:
+        """Mutates: every view takes a copy of its rows and lets go of the burst."""
+        for view in list(self._views):
+            view.own()
+
+
+class StepRows(Mapping[str, Tensor]):
+    """The rows of one request in a burst, stacked when somebody looks."""
+
+    def __init__(self, burst: BurstRows, request: int, keep: Keep, names: Mapping[str, str]) -> None:
+        self._burst: BurstRows | None = burst
+        self._request, self._keep, self._names = request, keep, names
+        self._rows: Rows = {}
+
+    def __getitem__(self, site: str) -> Tensor:
+        burst = self._burst  # read once: another thread may be in `own`
+        if burst is None:
+            return self._rows[site]
+        name, i = self._names[site], self._request
+        return torch.stack([block[name][held.index(i)] for block, held in burst.steps[self._keep] if i in held])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def own(self) -> None:
+        """Mutates: copies the rows and lets go of the burst."""
+        if self._burst is not None:
+            self._rows = {site: self[site] for site in self._names}
+            self._burst = None
+
+    def __del__(self) -> None:
+        if self._burst is not None:
+            self._burst.dropped()
 
 
 class DecodeGraph:
-    """One captured decode step of `size` requests. The step itself advances its input tensors."""
+    """One captured decode step. The step itself advances its input tensors."""
 
-    def __init__(self, runner: Runner, size: int, max_pages: int, exact: bool, drawn: bool, spare: int) -> None:
-        device = torch.device(runner.device)
-        self.size, self.drawn, self.spare = size, drawn, spare
+    def __init__(self, runner: Runner, key: GraphKey, spare: int, read_lens: ReadLens) -> None:
+        device, size = torch.device(runner.device), key.size
+        self.runner, self.key, self.spare, self.read_lens = runner, key, spare, read_lens
         self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self.chosen = torch.zeros(size, dtype=torch.int64, device=device)
         """before clamping: a row of NaN draws a token beyond the vocabulary, which the next step must not look up"""
@@ -48,11 +152,13 @@ class DecodeGraph:
         self.short_positions = torch.zeros(size, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(size, dtype=torch.float64, device=device)
-        self.pages = torch.full((size, max_pages), spare, dtype=torch.int32, device=device)
+        self.pages = torch.full((size, key.max_pages), spare, dtype=torch.int32, device=device)
         sequence = torch.arange(size, dtype=torch.int32, device=device)
         rows = PagedRows(sequence, self.short_positions, self.pages)
-        self.ops = (CanonicalCudaOps if exact else FastCudaOps)(runner.cache, rows)
-        self.runner = runner
+        self.ops = (CanonicalCudaOps if key.exact else FastCudaOps)(runner.cache, rows)
+        self.edits = ProgramTap(key.edits, size, runner.vectors)
+        self.staged: list[Group] = []
+        """captured rows of the last step, [sites, requests, ...]; the next step overwrites them"""
         self.graph = torch.cuda.CUDAGraph()
         self._capture()
 
@@ -65,58 +171,142 @@ class DecodeGraph:
                 self._step()
         stream.synchronize()
         with torch.cuda.graph(self.graph):
-            self._step()
+            self.staged = self._step()
 
-    def _step(self) -> None:
-        model = self.runner.model
+    def _step(self) -> list[Group]:
+        model, tap = self.runner.model, PassTap(self.key.sites.union(*(lens.sites for lens in self.key.lenses)))
+        self.edits.inner = tap
         self.short_positions.copy_(self.positions)
-        residual = model(self.tokens, self.positions, self.ops)
-        logits = model.logits(residual, self.ops)
+        residual = model(self.tokens, self.positions, self.ops, self.edits)
+        logits = model.logits(residual, self.ops, tap)
         self.positions.add_(1)
-        noise = (self.seeds, self.positions, self.temperatures) if self.drawn else ()
+        noise = (self.seeds, self.positions, self.temperatures) if self.key.drawn else ()
         self.chosen.copy_(sample_logits(logits, *noise)[0])
         self.tokens.copy_(self.chosen.clamp(max=model.config.vocab_size - 1))
+        groups = tap.stacked(sorted(self.key.sites))
+        for number, spec in enumerate(self.key.lenses):
+            x = torch.stack([tap.values[site] for site in spec.sites])
+            groups += [((f"{number}:{name}",), z[None]) for name, z in self.read_lens(spec, x, self.tokens, logits).items()]
+        return groups
 
     @torch.inference_mode()
-    def run(self, places: list[Place], steps: int) -> Tensor:
-        """Tokens chosen by `steps` steps: [steps, requests], on the device. NaN logits give a token beyond the vocabulary."""
-        rest = self.size - len(places)
+    def run(self, places: list[Place], steps: int, program: EditProgram | None, rows: BurstRows) -> Tensor:
+        """Tokens chosen by `steps` steps: [steps, requests], on the device. NaN logits give a token beyond the vocabulary.
+
+        Mutates `rows`: adds what the requests capture.
+        """
+        size, rest = self.key.size, self.key.size - len(places)
         self.tokens.copy_(torch.tensor([p.token for p in places] + [0] * rest))
         self.positions.copy_(torch.tensor([p.position for p in places] + [0] * rest))
-        self.pages.copy_(page_numbers([p.table for p in places], (self.size, self.pages.shape[1]), self.spare))
-        if self.drawn:
+        self.pages.copy_(page_numbers([p.table for p in places], (size, self.pages.shape[1]), self.spare))
+        if self.key.drawn:
             samplings = [p.sampling for p in places] + [Sampling()] * rest
             self.seeds.copy_(seeds(samplings, self.seeds.device))
             self.temperatures.copy_(temperatures(samplings, self.seeds.device))
-        out = torch.empty(steps, self.size, dtype=torch.int64, device=self.tokens.device)
+        edited, held = self._edited(program, len(places), steps), _held(places, steps)
+        out = torch.empty(steps, size, dtype=torch.int64, device=self.tokens.device)
         for step in range(steps):
             if rest:
                 self.positions[len(places) :] = 0  # padding stays on the spare slot
+            if edited is not None:
+                self.edits.point(edited[0][step], edited[1][step])
             self.graph.replay()
             out[step] = self.chosen
+            for keep, blocks in rows.steps.items():
+                if some := held[keep][step]:
+                    blocks.append((self._sent(some, keep), some))
         return out[:, : len(places)]
+
+    def _edited(self, program: EditProgram | None, requests: int, steps: int) -> tuple[Tensor, Tensor] | None:
+        """What the rows of every step do: numbers [steps, stages, 2, size] and masks [steps, projections, size]."""
+        if program is None:
+            return None
+        self.edits.load_vectors(program)
+        found = []
+        for x in rows_of(program, program.num_rows):
+            by_step = x.reshape(*x.shape[:-1], requests, steps)
+            padded = torch.zeros(*x.shape[:-1], self.key.size, steps, dtype=torch.from_numpy(x[:0]).dtype)
+            padded[..., :requests, :] = torch.from_numpy(by_step)
+            found.append(padded.movedim(-1, 0).contiguous().to(self.tokens.device, non_blocking=True))
+        return found[0], found[1]
+
+    def _sent(self, held: Sequence[int], keep: Keep) -> Block:
+        """The rows of some requests, on their way to where they are kept."""
+        if isinstance(held, range):
+            groups = [(names, x[:, : len(held)].clone()) for names, x in self.staged]
+        else:
+            index = torch.tensor(held).to(self.tokens.device, non_blocking=True)
+            groups = [(names, x.index_select(1, index)) for names, x in self.staged]
+        return Block(groups, 0) if keep == "device" else self.runner.ferry.send(groups)
+
+    def names(self, wanted: Wanted) -> dict[str, str]:
+        """Sites of a request -> the names under which their rows are staged."""
+        own = {site: site for site in wanted.sites}
+        if wanted.lens is not None:
+            mark = f"{self.key.lenses.index(wanted.lens)}:"
+            own |= {name.removeprefix(mark): name for names, _ in self.staged for name in names if name.startswith(mark)}
+        return own
+
+
+def _held(places: list[Place], steps: int) -> dict[Keep, list[Sequence[int]]]:
+    """For every step, the requests that keep its rows; a range from 0 where these are the first ones."""
+    found: dict[Keep, list[list[int]]] = {"host": [[] for _ in range(steps)], "device": [[] for _ in range(steps)]}
+    for i, place in enumerate(places):
+        if place.wanted is not None:
+            own = found[place.wanted.keep]
+            for step in place.wanted.steps:
+                own[step].append(i)
+    return {
+        keep: [range(len(some)) if some and some[-1] == len(some) - 1 else some for some in by_step]
+        for keep, by_step in found.items()
+    }
 
 
 class Bursts:
-    """Graphs by number of requests and pages, captured when first needed."""
+    """Graphs by what a step does, captured when first needed."""
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
-        self._graphs: dict[tuple[int, int, bool, bool], DecodeGraph] = {}
+    def __init__(self, runner: Runner, read_lens: ReadLens) -> None:
+        self.runner, self.read_lens = runner, read_lens
+        self._graphs: dict[GraphKey, DecodeGraph] = {}
+        self._sparse: list[BurstRows] = []
         spare = PageTable()
         runner.pool.reserve(spare, 0, 1)
         self.spare = spare
         """the page that padding requests write to; never freed"""
 
-    def run(self, places: list[Place], steps: int, exact: bool) -> list[list[int]]:
-        """The next `steps` tokens of each request. Precondition: the tables have room for all their rows."""
+    def run(self, places: list[Place], steps: int, exact: bool) -> tuple[list[list[int]], list[StepRows | None]]:
+        """(the next `steps` tokens of each request, the rows that it captures). Precondition: the tables have room for all."""
         if not places or steps < 1:
             raise EngineBug(f"A burst has {len(places)} requests and {steps} steps. It needs at least one of each.")
+        while self._sparse:
+            self._sparse.pop().compact()
         if len(places) > SIZES[-1]:
-            return self.run(places[: SIZES[-1]], steps, exact) + self.run(places[SIZES[-1] :], steps, exact)
-        size = next(s for s in SIZES if s >= len(places))
-        room = next_power_of_2(max(len(place.table.pages) for place in places))
-        key = (size, room, exact, any(place.sampling.temperature for place in places))
+            tokens, views = self.run(places[: SIZES[-1]], steps, exact)
+            more, others = self.run(places[SIZES[-1] :], steps, exact)
+            return tokens + more, views + others
+        program = self.runner.program([(place.position, steps, place.edits) for place in places])
+        key = self._key(places, exact, program)
         if key not in self._graphs:
-            self._graphs[key] = DecodeGraph(self.runner, *key, self.spare.pages[0])
-        return self._graphs[key].run(places, steps).T.tolist()
+            self._graphs[key] = DecodeGraph(self.runner, key, self.spare.pages[0], self.read_lens)
+        graph, wanted = self._graphs[key], [place.wanted for place in places]
+        rows = BurstRows(sum(each is not None and len(each.steps) > 0 for each in wanted), self._sparse.append)
+        chosen = graph.run(places, steps, program, rows)
+        names = {(each.sites, each.lens): graph.names(each) for each in wanted if each and each.steps}
+        return chosen.T.tolist(), [
+            rows.view(i, each.keep, names[each.sites, each.lens]) if each and each.steps else None
+            for i, each in enumerate(wanted)
+        ]
+
+    def _key(self, places: list[Place], exact: bool, program: EditProgram | None) -> GraphKey:
+        wanted = [place.wanted for place in places if place.wanted is not None and place.wanted.steps]
+        lenses = tuple(dict.fromkeys(each.lens for each in wanted if each.lens is not None))
+        sites = {site for each in wanted for site in each.sites}
+        return GraphKey(
+            next(size for size in SIZES if size >= len(places)),
+            next_power_of_2(max(len(place.table.pages) for place in places)),
+            exact,
+            any(place.sampling.temperature for place in places),
+            frozenset(sites),
+            lenses,
+            () if program is None else program.shape(),
+        )

@@ -56,9 +56,9 @@ class CachedOps(CpuOps):
         batch = self.batch
         self.cache.write(spec.layer, batch.write_slots, kv[: batch.num_rows])
         outs, patterns = [], []
-        for group in batch.groups:
+        for group, rows in zip(batch.groups, batch.queries, strict=True):
             keys, values = self.cache.gather(spec.layer, group.slots)
-            queries = q.index_select(0, group.queries).view(*group.rows.shape, *q.shape[1:])
+            queries = q.index_select(0, rows).view(*group.rows.shape, *q.shape[1:])
             z, pattern = attend_blocks(
                 queries, keys, values, group.hidden(spec.window), spec.softcap, observe is not None, spec.scale
             )

@@ -2,8 +2,8 @@
 
 A graph is captured for a shape (rows, sequences, pages, captured sites) once the shape has occurred often enough to pay.
 Rows are padded up. Padding rows use a spare page and belong to no attention tile, and no other row attends to them. Every
-kernel gives a row the same bits at any number of rows, so replayed and launched passes agree. Passes with edits or hook
-functions are always launched.
+kernel gives a row the same bits at any number of rows, so replayed and launched passes agree. Edits are data of a graph
+(`passes/program.py`); passes with hook functions are always launched.
 """
 
 from collections import Counter, OrderedDict
@@ -17,6 +17,8 @@ from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers
+from replaylens.engine.passes.program import EditProgram, ProgramTap, Vectors
+from replaylens.engine.passes.program import Shape as EditShape
 from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import launch
 from replaylens.kernels.attention import PagedRows, plan_tiles, rows_per_tile
@@ -40,6 +42,7 @@ class PassShape:
     """rows per attention tile; 0: one tile per row"""
     sites: frozenset[str]
     exact: bool
+    edits: EditShape = ()
 
     @property
     def tiles(self) -> int:
@@ -50,8 +53,9 @@ class PassShape:
 class PassGraph:
     """One captured pass. Its outputs are valid until the next `run` of any graph."""
 
-    def __init__(self, model: Decoder, cache: KVCache, shape: PassShape, spare: int, pool: Any) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, shape: PassShape, spare: int, vectors: Vectors, pool: Any) -> None:
         self.model, self.shape, self.spare = model, shape, spare
+        self.edits = ProgramTap(shape.edits, shape.rows, vectors)
         zeros = lambda *size, dtype=torch.int32: torch.zeros(size, dtype=dtype, device="cuda")  # noqa: E731
         self.tokens = zeros(shape.rows, dtype=torch.int64)
         self.positions = zeros(shape.rows, dtype=torch.int64)
@@ -76,11 +80,11 @@ class PassGraph:
                 self.residual, self.values = self._pass()
 
     def _pass(self) -> tuple[Tensor, dict[str, Tensor]]:
-        tap = PassTap(self.shape.sites)
-        residual = self.model(self.tokens, self.positions, self.ops, tap)
+        tap = self.edits.inner = PassTap(self.shape.sites)
+        residual = self.model(self.tokens, self.positions, self.ops, self.edits)
         return residual, tap.values
 
-    def run(self, batch: Batch) -> None:
+    def run(self, batch: Batch, program: EditProgram | None) -> None:
         """Replay the pass on a batch of its shape. The results are in `residual` and `values`, with padding rows at the end."""
         shape, pad = self.shape, self.shape.rows - batch.num_rows
         tokens = [token for s in batch.segments for token in s.tokens] + [0] * pad
@@ -94,39 +98,41 @@ class PassGraph:
         self.pages.copy_(page_numbers(tables, (shape.sequences + 1, shape.pages), self.spare))
         if self.tiles is not None:
             self.tiles.copy_(plan_tiles(sequence, shape.per_tile, shape.tiles))
+        if program is not None:
+            self.edits.load(program, shape.rows)
         self.graph.replay()
 
 
 class PassGraphs:
     """Graphs by shape, captured when a shape occurs for the `worth`-th time."""
 
-    def __init__(self, model: Decoder, cache: KVCache, spare: int, worth: int = WORTH) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, spare: int, vectors: Vectors, worth: int = WORTH) -> None:
         """spare  a page that padding rows may write to; it belongs to the caller"""
-        self.model, self.cache, self.spare, self.worth = model, cache, spare, worth
+        self.model, self.cache, self.spare, self.vectors, self.worth = model, cache, spare, vectors, worth
         self._seen: Counter[PassShape] = Counter()
         self.graphs: OrderedDict[PassShape, PassGraph] = OrderedDict()
 
-    def run(self, batch: Batch, sites: frozenset[str], exact: bool) -> PassGraph | None:
+    def run(self, batch: Batch, sites: frozenset[str], exact: bool, program: EditProgram | None = None) -> PassGraph | None:
         """The graph that ran the pass, or None if the pass must be launched: its shape is new, or it is too large."""
         if batch.num_rows > SIZES[-1]:
             return None
-        shape = self._shape(batch, sites, exact)
+        shape = self._shape(batch, sites, exact, () if program is None else program.shape())
         self._seen[shape] += 1
         if shape not in self.graphs:
             if self._seen[shape] < self.worth:
                 return None
             self._add(shape)
         self.graphs.move_to_end(shape)
-        self.graphs[shape].run(batch)
+        self.graphs[shape].run(batch, program)
         return self.graphs[shape]
 
     def _add(self, shape: PassShape) -> None:
         pool = next(iter(self.graphs.values())).graph.pool() if self.graphs else None
-        self.graphs[shape] = PassGraph(self.model, self.cache, shape, self.spare, pool)
+        self.graphs[shape] = PassGraph(self.model, self.cache, shape, self.spare, self.vectors, pool)
         if len(self.graphs) > MAX_GRAPHS:
             self.graphs.popitem(last=False)
 
-    def _shape(self, batch: Batch, sites: frozenset[str], exact: bool) -> PassShape:
+    def _shape(self, batch: Batch, sites: frozenset[str], exact: bool, edits: EditShape) -> PassShape:
         longest = max(len(s.tokens) for s in batch.segments)
         kv_heads, d_head = self.cache.data.shape[3:]
         per_tile = rows_per_tile(self.cache.num_heads, kv_heads, d_head, self.cache.data.dtype, longest) if longest > 1 else 0
@@ -137,4 +143,5 @@ class PassGraphs:
             per_tile=per_tile,
             sites=sites,
             exact=exact,
+            edits=edits,
         )

@@ -1,29 +1,35 @@
 """`Runner`: one model with its KV cache on one device, and the two kinds of pass over packed rows."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
-from replaylens.engine.model import modes
+from replaylens.engine.model import modes, sites
 from replaylens.engine.model.decoder import Decoder, Tap
 from replaylens.engine.model.ops import Ops, RowOps, TorchOps
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.certificate import Certificate
 from replaylens.engine.passes.cpu import CanonicalCpuOps, CanonicalRowOps, FastCpuOps
+from replaylens.engine.passes.ferry import RING_BYTES, Block, Ferry
 from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.products import Products
 from replaylens.engine.passes.taps import EditTap
 from replaylens.engine.request.capture import PassTap, Rows
+from replaylens.engine.request.edits import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 
 if TYPE_CHECKING:
     from replaylens.engine.passes.graphs import PassGraphs
+    from replaylens.engine.passes.program import EditProgram, Vectors
+
+Keep = Literal["host", "device"]
 
 _ANY_SIZE = (1, 2, 4, 8, 16, 32, 64, 128)
 LENS_ROWS = 256
@@ -64,8 +70,17 @@ class PassResult:
 class Runner:
     """Passes of one decoder over its paged cache. Prefill, verification, forced tokens and direct decode all use `exact`."""
 
-    def __init__(self, model: Decoder, certificate: Certificate, num_pages: int, page_size: int, canary: bool = False) -> None:
-        self.model, self.certificate = model, certificate
+    def __init__(
+        self,
+        model: Decoder,
+        certificate: Certificate,
+        num_pages: int,
+        page_size: int,
+        canary: bool = False,
+        capture_buffer: int = RING_BYTES,
+    ) -> None:
+        """capture_buffer  bytes of pinned memory through which captured rows leave a GPU"""
+        self.model, self.certificate, self.capture_buffer = model, certificate, capture_buffer
         self.pool = PagePool(num_pages, page_size)
         self.device = model.embed.device.type
         self.products = Products(certificate.allowed)
@@ -77,6 +92,27 @@ class Runner:
         self.graphs: PassGraphs | None = None
         """captured passes; None on a CPU, where every pass is launched"""
         self.cache = KVCache(model.config, self.pool, model.embed.dtype, self.device, canary)
+
+    @cached_property
+    def ferry(self) -> Ferry:
+        """The way of captured rows to the host; made when it is first needed."""
+        return Ferry(self.device, self.capture_buffer)
+
+    @cached_property
+    def vectors(self) -> "Vectors":
+        """The vectors of edits on the device."""
+        from replaylens.engine.passes.program import Vectors  # its kernel needs triton
+
+        return Vectors(self.model.embed.dtype, self.device)
+
+    def program(self, rows: "Sequence[tuple[int, int, tuple[PlacedEdit, ...]]]") -> "EditProgram | None":
+        """The edits of packed rows, each given as (first position, number of rows, edits). None: there are none to apply."""
+        if not any(edits for *_, edits in rows):
+            return None
+        from replaylens.engine.passes.program import EditedRows, EditProgram
+
+        made = EditProgram([EditedRows(*each) for each in rows], sites.table(self.model.config))
+        return made if made.stages else None
 
     def reserve(self, table: PageTable, start: int, end: int) -> None:
         """Make [start, end) of `table` writable and copy shared pages. Mutates table, pool and cache, or raises OutOfPages."""
@@ -102,7 +138,7 @@ class Runner:
             residual = self._replayed(batch, tap, exact=True) if stop_at_layer is None else None
             if residual is None:
                 ops = self.ops(batch, self.cache)
-                residual = self.model(batch.tokens, batch.positions, ops, _edited(batch, tap), stop_at_layer)
+                residual = self.model(batch.tokens, batch.positions, ops, self._edited(batch, tap), stop_at_layer)
             rows, none = batch.logit_rows(), residual.new_empty(0, self.model.config.vocab_size)
             logits = self._head(residual[rows], PassTap(frozenset())) if rows else none
         return PassResult(batch, residual, finite(logits, "logits"))
@@ -113,7 +149,8 @@ class Runner:
         batch = Batch(segments, self.pool, _ANY_SIZE, tile=1, device=self.device)
         residual = self._replayed(batch, tap, exact=False)
         if residual is None:
-            residual = self.model(batch.tokens, batch.positions, self.ops(batch, self.cache, exact=False), _edited(batch, tap))
+            ops = self.ops(batch, self.cache, exact=False)
+            residual = self.model(batch.tokens, batch.positions, ops, self._edited(batch, tap))
         rows = batch.logit_rows()
         logits = (
             self.model.logits(residual[rows], self.head_ops(exact=False))
@@ -124,9 +161,9 @@ class Runner:
 
     def _replayed(self, batch: Batch, tap: Tap | None, exact: bool) -> Tensor | None:
         """The residual stream after the last block, from a graph. None if the pass has no graph and must be launched."""
-        if self.graphs is None or not isinstance(tap, PassTap | None) or any(s.edits or s.hooks for s in batch.segments):
+        if self.graphs is None or not isinstance(tap, PassTap | None) or any(s.hooks for s in batch.segments):
             return None
-        ran = self.graphs.run(batch, tap.wanted if tap is not None else frozenset(), exact)
+        ran = self.graphs.run(batch, tap.wanted if tap is not None else frozenset(), exact, self._program(batch))
         if ran is None:
             return None
         if tap is not None:
@@ -175,9 +212,48 @@ class Runner:
             out.append(self.model.logits(padded, ops, tap)[: len(piece)])
         return torch.cat(out)
 
+    def _program(self, batch: Batch) -> "EditProgram | None":
+        return self.program([(s.start, len(s.tokens), s.edits) for s in batch.segments])
 
-def _edited(batch: Batch, tap: Tap | None) -> Tap | None:
-    """The tap of a pass: with the edits of its segments, and None if it wants nothing."""
-    if isinstance(tap, PassTap) and not tap.wanted:
-        tap = None
-    return EditTap(batch, tap) if any(s.edits or s.hooks for s in batch.segments) else tap
+    def _edited(self, batch: Batch, tap: Tap | None) -> Tap | None:
+        """The tap, behind the edits and hooks of the batch. None if nothing is kept or edited."""
+        if isinstance(tap, PassTap) and not tap.wanted:
+            tap = None
+        if not any(s.edits or s.hooks for s in batch.segments):
+            return tap
+        if self.device == "cpu":
+            return EditTap(batch, tap)
+        inner = EditTap(batch, tap, edits=False) if any(s.hooks for s in batch.segments) else tap
+        if (program := self._program(batch)) is None:
+            return inner
+        from replaylens.engine.passes.program import ProgramTap
+
+        edited = ProgramTap(program.shape(), batch.padded, self.vectors, inner)
+        edited.load(program, batch.padded)
+        return edited
+
+    # ---- captured rows ------------------------------------------------------------------------------------------
+
+    def send(self, tap: PassTap, names: Sequence[str], packed: Sequence[int], num_rows: int, keep: Keep) -> None:
+        """Start the way of captured rows to where they are kept; `tap.take` then gives them out. On a CPU they are there.
+
+        packed    the rows that are wanted, in order
+        num_rows  the rows of the pass; if all are wanted, they need not be picked out
+        """
+        if self.device == "cpu" or not names or not packed:
+            return
+        groups = tap.stacked(names)
+        if len(packed) == num_rows:
+            groups = [(group, x[:, :num_rows]) for group, x in groups]
+        else:
+            index = torch.tensor(packed).to(self.device, non_blocking=True)
+            groups = [(group, x.index_select(1, index)) for group, x in groups]
+        sent = Block(groups, 0) if keep == "device" else self.ferry.send(groups)
+        tap.sent[keep] = (sent, None if len(packed) == num_rows else {row: i for i, row in enumerate(packed)})
+
+    def kept(self, rows: Rows, keep: Keep) -> Mapping[str, Tensor]:
+        """Rows on the model's device -> the same where they are kept, possibly still on their way."""
+        if self.device == "cpu" or keep == "device":
+            return rows
+        count = len(next(iter(rows.values())))
+        return self.ferry.send([((site,), x[None]) for site, x in rows.items()]).view(rows, 0, count)

@@ -1,4 +1,4 @@
-"""Taps that edit the sites of a pass."""
+"""Taps that edit the sites of a pass, one segment after another. On a GPU, edits run as an `EditProgram`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +11,12 @@ from replaylens.engine.passes.batch import Batch
 
 
 class EditTap:
-    """Applies the edits and hooks of a batch's segments, then passes the edited value to `inner`."""
+    """Applies the hooks of a batch's segments, and before them the edits if asked to; then passes the value to `inner`."""
 
-    def __init__(self, batch: Batch, inner: Tap | None) -> None:
-        self.batch, self.inner = batch, inner
-        self.sites = {edit.site for s in batch.segments for edit in s.edits} | {
-            name for s in batch.segments for name, _ in s.hooks
-        }
+    def __init__(self, batch: Batch, inner: Tap | None, edits: bool = True) -> None:
+        self.batch, self.inner, self.edits = batch, inner, edits
+        self.sites = {name for s in batch.segments for name, _ in s.hooks}
+        self.sites |= {edit.site for s in batch.segments for edit in s.edits if edits}
 
     def wants(self, site: str) -> bool:
         return site in self.sites or (self.inner is not None and self.inner.wants(site))
@@ -27,7 +26,7 @@ class EditTap:
             value = value.clone()
             for index, segment in enumerate(self.batch.segments):
                 first = self.batch.offsets[index]
-                for edit in segment.edits:
+                for edit in segment.edits if self.edits else ():
                     if edit.site == site:
                         positions = edit.positions(segment.start, segment.end)
                         rows = [first + p - segment.start for p in positions]

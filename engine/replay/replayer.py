@@ -9,6 +9,7 @@ from replaylens.engine.loop.lane import Lane
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.request.positions import Where
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import instance
 from replaylens.engine.serving.branch import Branch
@@ -164,4 +165,6 @@ def _capture(raw: dict[str, Any] | None) -> CaptureSpec | None:
     if raw is None:
         return None
     lens = None if raw["lens"] is None else LensSpec.from_json(raw["lens"])
-    return CaptureSpec(tuple(raw["sites"]), lens, raw["rejected"], raw["last"], tuple(raw.get("thoughts", ())))
+    where = Where(**raw["positions"]) if "positions" in raw else Where()
+    thoughts = tuple(raw.get("thoughts", ()))
+    return CaptureSpec(tuple(raw["sites"]), lens, raw["rejected"], raw["last"], thoughts, where, raw.get("keep", "host"))

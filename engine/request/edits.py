@@ -157,30 +157,31 @@ class PlacedEdit:
             return [p for p in self.picks if first <= p < end]
         return list(range(max(first, self.start), end if self.stop is None else min(end, self.stop)))
 
-    def index(self, position: int) -> int | None:
-        """The index of `position` among the edited positions; None: it is not edited."""
-        if self.picks:
-            return self.picks.index(position) if position in self.picks else None
-        inside = self.start <= position and (self.stop is None or position < self.stop)
-        return position - self.start if inside else None
-
     def apply(self, rows: Tensor, positions: list[int]) -> Tensor:
         """The edited rows [n, ...] at these positions. Precondition: all are edited. No row depends on another."""
         match self.op:
             case "zero":
                 return torch.zeros_like(rows)
             case "project_out":
-                return _project_out(rows, self._value.to(rows))
+                return _project_out(rows, self.vectors.to(rows))
             case "resample":
-                draws = [int(hash_bits(self.seed, p, np.zeros(1, dtype=np.uint64))[0] % len(self._value)) for p in positions]
-                return self._value[draws].to(rows)
-        value = self._value.to(rows)
+                return self.vectors[self.draws(positions)].to(rows)
+        value = self.vectors.to(rows)
         if value.dim() == rows.dim():  # one row per edited position
-            value = value[[self.index(p) for p in positions]]
+            value = value[[self.place(p) for p in positions]]
         return value.expand_as(rows) if self.op == "set" else rows + value * self.factor
 
+    def draws(self, positions: list[int]) -> list[int]:
+        """The vector that a `resample` draws at each position."""
+        return [int(hash_bits(self.seed, p, np.zeros(1, dtype=np.uint64))[0] % len(self.vectors)) for p in positions]
+
+    def place(self, position: int) -> int:
+        """The index of `position` among the edited positions. Precondition: it is edited."""
+        return self.picks.index(position) if self.picks else position - self.start
+
     @property
-    def _value(self) -> Tensor:
+    def vectors(self) -> Tensor:
+        """`value`, which every op but `zero` has."""
         assert self.value is not None  # `place` checks it
         return self.value
 
@@ -212,8 +213,13 @@ def _value_from_json(raw: dict[str, Any]) -> Tensor:
 def _project_out(rows: Tensor, directions: Tensor) -> Tensor:
     """Remove orthonormal directions [k, d], one after the other. Sums run over one row, so no row depends on another."""
     for direction in directions:
-        rows = rows - _dots(rows, direction) * direction
+        rows = without_direction(rows, direction)
     return rows
+
+
+def without_direction(rows: Tensor, direction: Tensor) -> Tensor:
+    """rows [n, d] minus their part along a direction [d] of length 1."""
+    return rows - _dots(rows, direction) * direction
 
 
 def _dots(rows: Tensor, direction: Tensor) -> Tensor:

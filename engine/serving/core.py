@@ -1,6 +1,7 @@
 """`Core`: a certified model and the branches it serves. `Engine` adds `load`, `replay` and `run_with_cache`."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,13 +27,15 @@ from replaylens.engine.memory.tree import BranchStatus, BranchTree
 from replaylens.engine.model import sites
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Text
-from replaylens.engine.passes.runner import Runner
+from replaylens.engine.passes.ferry import RING_BYTES, SMALLEST_RING
+from replaylens.engine.passes.runner import Keep, Runner
 from replaylens.engine.pictures.live import tree_of
 from replaylens.engine.pictures.summary import MAX_TREES, cache_and_pictures, code
 from replaylens.engine.proof import certificates, fingerprint
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.edits import Edit, Hook, place_all, resolve_hooks
+from replaylens.engine.request.positions import Where
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, integer, items, shown, token_ids, whole
 from replaylens.engine.serving.branch import Branch
@@ -57,6 +60,7 @@ class Core(Uncopied):
     tree_width     sibling chains of the `tree` drafter
     canary         debug mode: before every pass, check that the cache holds the KV of the branches' own tokens
     record         keep every event in `trace`, for replays and timelines; grows with use
+    capture_buffer bytes of pinned memory through which captured rows leave a GPU; while it is full, generation waits
 
     Threads may share an engine. Their requests are computed together, and each gets the result it would get alone.
     """
@@ -76,12 +80,14 @@ class Core(Uncopied):
         tree_width: int = 3,
         canary: bool = False,
         record: bool = False,
+        capture_buffer: int = RING_BYTES,
     ) -> None:
         self.model = instance("model", model, Decoder, "a Decoder; Engine.load takes other sources")
         self.config, page_size = model.config, whole("page_size", page_size, 1)
         cache_tokens, max_rows = whole("cache_tokens", cache_tokens, page_size), whole("max_rows", max_rows, 16)
         require_memory(self.config, cache_tokens, model.embed.dtype, model.embed.device)
         canary, record = flag("canary", canary), flag("record", record)
+        capture_buffer = whole("capture_buffer", capture_buffer, SMALLEST_RING)
         if draft_model is not None:
             instance("draft_model", draft_model, Decoder, "a Decoder; Engine.load takes other sources")
         self.text = tokenizer if isinstance(tokenizer, Text) else Text(tokenizer)
@@ -91,17 +97,19 @@ class Core(Uncopied):
         self.tree = BranchTree()
         self.lenses = KnownLenses(model)
         spare = int(model.embed.device.type == "cuda")  # an extra page for the padding rows of CUDA graphs
-        self.runner = Runner(model, self.certificate, cache_tokens // page_size + spare, page_size, canary)
+        self.runner = Runner(model, self.certificate, cache_tokens // page_size + spare, page_size, canary, capture_buffer)
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         middle = max(1, self.config.num_layers // 2)
         drafters = self._make_drafters(draft_model, middle if lens_layer is None else lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text.decode, max_rows, self.lenses)
         if self.runner.device == "cuda":
+            from replaylens.engine.lens import cuda as cuda_lens
             from replaylens.engine.passes.bursts import Bursts
             from replaylens.engine.passes.graphs import PassGraphs
 
-            self.loop.bursts = Bursts(self.runner)
-            self.runner.graphs = PassGraphs(model, self.runner.cache, self.loop.bursts.spare.pages[0])
+            self.loop.bursts = Bursts(self.runner, partial(cuda_lens.columns, model))
+            spare_page = self.loop.bursts.spare.pages[0]
+            self.runner.graphs = PassGraphs(model, self.runner.cache, spare_page, self.runner.vectors)
         self.lock = EngineLock()
         trace = Trace(self.fingerprint) if record else None
         self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.lock, trace)
@@ -149,9 +157,11 @@ class Core(Uncopied):
         targets: Sequence[str | int] = (),
         full: bool = False,
         lens: TunedLens | None = None,
+        positions: str = "all",
+        keep: Keep = "host",
     ) -> Branch:
         """A new root branch with its prompt computed. Options as in `prompts`."""
-        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens)
+        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
         (branch,) = self._planted([text], capture, edits, hooks)
         return branch
 
@@ -167,16 +177,19 @@ class Core(Uncopied):
         targets: Sequence[str | int] = (),
         full: bool = False,
         lens: TunedLens | None = None,
+        positions: str = "all",
+        keep: Keep = "host",
     ) -> Sequence[Branch]:
         """Several root branches, computed together.
 
         sites          what to capture on them and their forks: "STCZ", or site names
         keep_rejected  also capture the rows of rejected drafts
         edits, hooks   interventions, as in `Branch.fork`
-        top_k, targets, full, lens
-                       how Z is stored, as in `capture_spec`
+        top_k, targets, full, lens, positions, keep
+                       what is stored of them and where, as in `capture_spec`
         """
-        return self._planted(texts, self._wanted(sites, keep_rejected, top_k, targets, full, lens), edits, hooks)
+        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
+        return self._planted(texts, capture, edits, hooks)
 
     def _wanted(
         self,
@@ -186,11 +199,15 @@ class Core(Uncopied):
         targets: Sequence[str | int],
         full: bool,
         lens: TunedLens | None,
+        positions: str,
+        keep: Keep,
     ) -> CaptureSpec | None:
         """What to capture on a prompt; None: nothing."""
         if sites is None or (isinstance(sites, str | Sequence) and not len(sites)):
             sites = ""
-        spec = self.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
+        spec = self.capture_spec(
+            sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens, positions=positions, keep=keep
+        )
         return spec if sites else None
 
     def _planted(
@@ -325,14 +342,19 @@ class Core(Uncopied):
         targets: Sequence[str | int] = (),
         full: bool = False,
         lens: TunedLens | None = None,
+        positions: str = "all",
+        keep: Keep = "host",
     ) -> CaptureSpec:
         """Resolve what to capture. UnknownSite lists the nearest names.
 
-        rejected  also keep the rows of rejected drafts
-        top_k     number of the likeliest tokens kept in Z, the logit lens
-        targets   tokens whose log-probs Z always keeps
-        full      keep whole distributions
-        lens      read Z through this tuned lens instead of the plain one
+        rejected   also keep the rows of rejected drafts
+        top_k      number of the likeliest tokens kept in Z, the logit lens
+        targets    tokens whose log-probs Z always keeps
+        full       keep whole distributions
+        lens       read Z through this tuned lens instead of the plain one
+        positions  which rows to keep: "all", "prompt", "response", "last" (of the prompt), or a slice of one of the first
+                   three, such as "response[:32]" or "all[::4]"; the others are neither moved nor kept
+        keep       "host": rows are kept in ordinary memory; "device": on the model's device, for probes that run there
         """
         names, wants_lens = self.sites.select(sites if isinstance(sites, str) else items("sites", sites, SITES))
         rejected, full = flag("rejected", rejected), flag("full", full)
@@ -347,7 +369,9 @@ class Core(Uncopied):
             top_k = whole("top_k", top_k, 1, self.config.vocab_size)
             ids = tuple(self._target(t) for t in asked)
             spec = LensSpec(residuals, top_k, ids, full, None if lens is None else self.lenses.add(lens))
-        return CaptureSpec(names, spec, rejected, residuals[-1])
+        if not isinstance(keep, str) or keep not in ("host", "device"):
+            raise BadRequest(f"Invalid keep={shown(keep)}. Give 'host' or 'device'.")
+        return CaptureSpec(names, spec, rejected, residuals[-1], positions=Where.parse(positions), keep=keep)
 
     def guesses(self) -> dict[str, Any]:
         """Guesses besides drafts, such as guessed thoughts. Rejected branches depend on them."""

@@ -19,6 +19,8 @@ from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.weights import weights_hash
+from replaylens.engine.passes.ferry import RING_BYTES
+from replaylens.engine.passes.runner import Keep
 from replaylens.engine.pictures.summary import one_picture
 from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.proof.fingerprint import Fingerprint
@@ -61,6 +63,7 @@ class ThinkingCore(Core):
         tree_width: int = 3,
         canary: bool = False,
         record: bool = False,
+        capture_buffer: int = RING_BYTES,
     ) -> None:
         if not isinstance(model, ThinkingDecoder):
             raise BadConfig(f"A {type(model).__name__} does not think. Load it with Engine, or train a model that thinks.")
@@ -76,6 +79,7 @@ class ThinkingCore(Core):
             tree_width=tree_width,
             canary=canary,
             record=record,
+            capture_buffer=capture_buffer,
         )
         if self.text.tokenizer is not None and self.text.eos_id != self.thinking.eos_token:
             raise BadConfig(
@@ -102,8 +106,12 @@ class ThinkingCore(Core):
         targets: Sequence[str | int] = (),
         full: bool = False,
         lens: TunedLens | None = None,
+        positions: str = "all",
+        keep: Keep = "host",
     ) -> CaptureSpec:
-        """As `Core.capture_spec`; `full` also keeps the whole distributions of thoughts."""
+        """As `Core.capture_spec`; `full` also keeps the whole distributions of thoughts. All positions, on the host."""
+        if positions != "all" or keep != "host":
+            raise BadRequest("A model that thinks keeps the rows of all positions, on the host. Leave out positions and keep.")
         spec = super().capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
         thoughts = tuple(name for name in spec.sites if name in LETTERS)
         if full and spec.lens is not None and FULL_SITE not in thoughts:
@@ -125,9 +133,11 @@ class ThinkingCore(Core):
         targets: Sequence[str | int] = (),
         full: bool = False,
         lens: TunedLens | None = None,
+        positions: str = "all",
+        keep: Keep = "host",
     ) -> "ThinkingBranch":
         """A new root branch that thinks on its prompt. Options as in `prompts`; `drafts` are those of this prompt."""
-        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens)
+        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
         (branch,) = self._thought_along([text], capture, edits, hooks, guess, None if drafts is None else [drafts])
         return branch
 
@@ -145,6 +155,8 @@ class ThinkingCore(Core):
         targets: Sequence[str | int] = (),
         full: bool = False,
         lens: TunedLens | None = None,
+        positions: str = "all",
+        keep: Keep = "host",
     ) -> "Sequence[ThinkingBranch]":
         """Several root branches that think on their prompts, computed together. As `Core.prompts`, and:
 
@@ -155,7 +167,7 @@ class ThinkingCore(Core):
 
         Only the chunks of a prompt and the first chunk after it receive states. An edit of S elsewhere has no effect.
         """
-        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens)
+        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
         return self._thought_along(texts, capture, edits, hooks, guess, drafts)
 
     def _thought_along(

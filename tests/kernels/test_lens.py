@@ -86,3 +86,16 @@ def test_errors_say_what_is_wrong(case):
         lens(x, w, weight, k=99)
     with pytest.raises(ValueError, match="targets has shape"):
         lens(x, w, weight, targets=targets[:1])
+
+
+def test_known_logits_give_the_same_bits(case, same):
+    from replaylens.kernels.matmul import matmul
+    from replaylens.kernels.norm import norm
+
+    x, w, weight, targets = problem(case)
+    known = matmul(norm(x[2], weight, None, 1e-5, "rms"), w, out_dtype=torch.float32)
+    plain, given = (lens(x, w, weight, final=2, targets=targets, k=K, logits=logits) for logits in (None, known))
+    for field in fields(LensStats):
+        same(getattr(given, field.name), getattr(plain, field.name))
+    with pytest.raises(ValueError, match="final layer"):
+        lens(x, w, weight, targets=targets, k=K, logits=known)

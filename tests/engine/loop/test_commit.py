@@ -14,7 +14,7 @@ def test_where_captured_rows_cannot_be_read_nothing_is_committed(
     branch = served.prompt(PROMPT, sites="STCZ", keep_rejected=True)
     before = branch.tokens, branch.activations.positions()
     with monkeypatch.context() as patch:
-        patch.setattr(readout, "read", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room for Z")))
+        patch.setattr(readout, "read_there", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room for Z")))
         with pytest.raises(MemoryError):
             branch.generate(4, drafter=drafter, window=4)
     assert (branch.tokens, branch.activations.positions()) == before

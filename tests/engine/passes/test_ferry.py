@@ -1,0 +1,109 @@
+"""The way of captured rows to the host. Without a device, the copy into the ring is an ordinary one; the rest is the same."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from replaylens.engine.errors import EngineBug
+from replaylens.engine.passes import ferry as ferries
+from replaylens.engine.passes.ferry import SMALLEST_RING, Ferry, Memory, Ring
+
+
+def groups(seed: int, rows: int = 5):
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(3, rows, 700, generator=generator)
+    return [(("a", "b", "c"), wide), (("d",), torch.randint(0, 9, (1, rows, 2), generator=generator, dtype=torch.int32))]
+
+
+def test_everything_arrives_through_a_ring_that_is_smaller():
+    ferry = Ferry("cpu", SMALLEST_RING)
+    sent = [(ferry.send(groups(seed)), groups(seed)) for seed in range(40)]
+    ferry.wait()
+    assert ferry.ring.in_use == 0
+    for block, truth in sent:
+        for names, x in truth:
+            assert all(torch.equal(block[name], x[i]) for i, name in enumerate(names))
+
+
+def test_sending_waits_while_the_ring_is_full(monkeypatch):
+    """Back-pressure: with the carriers held up, no more than the ring is under way, and nothing is lost."""
+    go_on = threading.Event()
+    carry = ferries._carry
+    monkeypatch.setattr(ferries, "_carry", lambda *args: (go_on.wait(), carry(*args)))
+    ferry, sent = Ferry("cpu", SMALLEST_RING), []
+    sender = threading.Thread(target=lambda: sent.extend(ferry.send(groups(seed)) for seed in range(20)))
+    sender.start()
+    time.sleep(0.2)
+    assert sender.is_alive() and 0 < ferry.ring.in_use <= SMALLEST_RING and len(sent) < 20
+    go_on.set()
+    sender.join()
+    assert all(torch.equal(block["b"], groups(seed)[0][1][1]) for seed, block in enumerate(sent))
+
+
+def test_what_goes_wrong_on_the_way_is_raised_where_rows_are_read(monkeypatch):
+    def broken(*args):
+        raise MemoryError("no room for rows")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ferries, "_carry", broken)
+        ferry = Ferry("cpu", SMALLEST_RING)
+        block = ferry.send(groups(0))
+        with pytest.raises(MemoryError, match="no room for rows"):
+            block["a"]
+    assert torch.equal(ferry.send(groups(1))["a"], groups(1)[0][1][0])  # the next rows arrive all the same
+
+
+def test_the_threads_end_with_the_ferry():
+    ferry = Ferry("cpu", SMALLEST_RING)
+    threads = ferry._threads
+    ferry.send(groups(0)).wait()
+    del ferry
+    gc.collect()
+    for thread in threads:
+        thread.join(timeout=5)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_few_long_lived_rows_let_go_of_the_others():
+    ferry = Ferry("cpu", 1 << 20)
+    block = ferry.send(groups(0, rows=100))
+    views = [block.view(("a", "d"), i, i + 1) for i in range(100)]
+    kept = views[7]
+    truth = {site: kept[site].clone() for site in kept}
+    views.clear()
+    gc.collect()
+    ferry.send(groups(1))
+    assert kept._block is None and all(torch.equal(kept[site], truth[site]) for site in ("a", "d"))
+
+
+def test_a_ring_gives_out_every_place_once():
+    ring = Ring(100)
+    first, second = ring.take(40), ring.take(40)
+    assert (first.start, second.start) == (0, 40)
+    waited = threading.Thread(target=lambda: ring.wait(30))
+    waited.start()
+    ring.give_back(second)  # not free yet: an earlier place is in use
+    waited.join(timeout=0.1)
+    assert waited.is_alive() and ring.in_use == 80
+    ring.give_back(first)
+    waited.join()
+    assert ring.in_use == 0 and ring.take(30).start == 0
+    with pytest.raises(EngineBug):
+        ring.wait(101)
+
+
+def test_memory_is_used_again_up_to_its_limit():
+    memory, like = Memory(limit=5 << 21), torch.empty(1 << 21, dtype=torch.uint8)
+    first = memory.like(like)
+    place = first.data_ptr()
+    view = first[10:]
+    del first
+    assert memory.like(like).data_ptr() != place  # somebody still looks at it
+    del view
+    assert memory.like(like).data_ptr() == place
+    many = [memory.like(like) for _ in range(9)]
+    many.clear()
+    assert memory._kept <= memory.limit

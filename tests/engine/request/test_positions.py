@@ -1,0 +1,43 @@
+"""Which positions are captured: the slices against Python's own."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.request.positions import Where, before
+
+ENDS = st.one_of(st.none(), st.integers(-30, 30))
+
+
+PARTS = st.sampled_from(["all", "prompt", "response"])
+
+
+@given(PARTS, ENDS, ENDS, st.integers(1, 5), st.integers(1, 20), st.integers(0, 30), st.data())
+def test_a_slice_is_pythons_slice_of_the_part(part, start, stop, step, num_prompt, more, data):
+    if part != "prompt":
+        start, stop = (None if end is None else abs(end) for end in (start, stop))
+    length = num_prompt + more
+    everything = list(range(length))
+    own = {"all": everything, "prompt": everything[:num_prompt], "response": everything[num_prompt:]}[part]
+    text = f"{part}[{'' if start is None else start}:{'' if stop is None else stop}:{step}]"
+    where, expected = Where.parse(text), own[start:stop:step]
+    assert Where.parse(str(where)) == where
+    assert list(where.kept(0, length, num_prompt)) == expected
+    cut = data.draw(st.integers(0, length))
+    assert [*where.kept(0, cut, num_prompt), *where.kept(cut, length, num_prompt)] == expected
+    assert before(where.kept(0, length, num_prompt), cut) == sum(p < cut for p in expected)
+
+
+def test_names():
+    assert list(Where.parse("last").kept(0, 20, 7)) == [6]
+    assert list(Where.parse("prompt[-1]").kept(0, 20, 7)) == [6] and list(Where.parse("all[3]").kept(0, 20, 7)) == [3]
+    assert Where.parse("all").everything and not Where.parse("prompt").everything
+
+
+@pytest.mark.parametrize(
+    "text", ["", "some", "all[", "all[]", "response[-1]", "all[-3:]", "all[::0]", "all[::-1]", "all[a:b]", 3, None]
+)
+def test_anything_else_is_refused(text):
+    with pytest.raises(BadRequest):
+        Where.parse(text)
