@@ -1,5 +1,6 @@
 """`Batch`: rows of any number of branches, packed for one pass."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -51,15 +52,23 @@ class AttentionGroup:
     num_keys: int
     """per piece, a multiple of KV_BLOCK"""
     masks: dict[int, Tensor]
-    """window -> [pieces, query rows, 1, last keys], True for hidden keys"""
+    """window -> what `ceiling` returns"""
 
-    def hidden(self, window: int) -> Tensor:
-        """Mask of the last keys, True if a query must not see them. All queries see the earlier keys. Cached per window."""
+    def ceiling(self, window: int) -> Tensor:
+        """The `ceiling` of the scores of the last keys: [pieces, query rows, 1, last keys]. All queries see the earlier keys.
+
+        Cached per window.
+        """
         if window not in self.masks:
             seen = visible(self.positions.view(-1), self.num_keys, window)
             first = 0 if window else int(self.positions.min()) + 1
-            self.masks[window] = ~seen.view(*self.positions.shape, 1, self.num_keys)[..., first:]
+            self.masks[window] = ceiling(seen.view(*self.positions.shape, 1, self.num_keys)[..., first:])
         return self.masks[window]
+
+
+def ceiling(seen: Tensor) -> Tensor:
+    """Upper bounds of scores: infinity where a query sees the key, minus infinity where it does not."""
+    return torch.where(seen, math.inf, -math.inf)
 
 
 class Batch:

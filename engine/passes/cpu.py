@@ -19,6 +19,7 @@ from replaylens.engine.model.config import Activation
 from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, TorchOps, softcap
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import KV_BLOCK, Batch
+from replaylens.engine.passes.batched import BatchedProduct, by_torch
 from replaylens.engine.passes.products import Products
 
 
@@ -48,8 +49,9 @@ class CpuOps(TorchOps):
 class CachedOps(CpuOps):
     """Attention through the paged cache. Subclasses define the products."""
 
-    def __init__(self, batch: Batch, cache: KVCache) -> None:
-        self.batch, self.cache = batch, cache
+    def __init__(self, batch: Batch, cache: KVCache, product: BatchedProduct) -> None:
+        """product  gives the bits of `by_torch`"""
+        self.batch, self.cache, self.product = batch, cache, product
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         q, kv = self._queries_and_kv(heads)
@@ -60,7 +62,14 @@ class CachedOps(CpuOps):
             keys, values = self.cache.gather(spec.layer, group.slots)
             queries = q.index_select(0, rows).view(*group.rows.shape, *q.shape[1:])
             z, pattern = attend_blocks(
-                queries, keys, values, group.hidden(spec.window), spec.softcap, observe is not None, spec.scale
+                queries,
+                keys,
+                values,
+                group.ceiling(spec.window),
+                spec.softcap,
+                observe is not None,
+                spec.scale,
+                self.product,
             )
             outs.append(z.flatten(0, 1))
             patterns.append(pattern)
@@ -88,7 +97,7 @@ class CachedOps(CpuOps):
 
 
 def rotate_(x: Tensor, rotary: Rotary) -> Tensor:
-    """Mutates and returns x [rows, heads, d_head]: pairs (a, b) of its first dimensions become (a cos - b sin, b cos + a sin)."""
+    """Mutates and returns x [rows, heads, d_head]: pairs (a, b) of its dimensions become (a cos - b sin, b cos + a sin)."""
     cos, sin = rotary.turns  # sin with the sign of its term: a cos + b (-sin) has the bits of a cos - b sin
     pairs = x[..., : cos.shape[-1]]
     swapped = pairs.roll(cos.shape[-1] // 2, -1).mul_(sin)
@@ -97,11 +106,18 @@ def rotate_(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def attend_blocks(
-    q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, cap: float, want_pattern: bool, scale: float = 1.0
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ceiling: Tensor,
+    cap: float,
+    want_pattern: bool,
+    scale: float = 1.0,
+    product: BatchedProduct = by_torch,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of queries, times `scale`, over gathered keys.
 
-    q [pieces, rows, heads, d], keys and values [kv_heads, pieces * n, d], hidden [pieces, rows, 1, the last keys]
+    q [pieces, rows, heads, d], keys and values [kv_heads, pieces * n, d], ceiling [pieces, rows, 1, the last keys]
     -> ([pieces, rows, heads, d], pattern [pieces, rows, heads, n] or an empty tensor)
     """
     pieces, rows, heads, d = q.shape
@@ -110,15 +126,16 @@ def attend_blocks(
     by_head = q.view(pieces, rows, kv_heads, group, d).permute(2, 0, 1, 3, 4)
     folded = torch.mul(by_head, scale, out=q.new_empty(by_head.shape)).view(kv_heads * pieces, rows * group, d)
     keys, values = keys.view(kv_heads * pieces, n, d), values.view(kv_heads * pieces, n, d)
-    scores = softcap(torch.bmm(folded, keys.transpose(1, 2)), cap)
-    scores.view(kv_heads, pieces, rows, group, n)[..., n - hidden.shape[-1] :].masked_fill_(hidden, -math.inf)
+    scores = softcap(product(folded, keys.transpose(1, 2)), cap)
+    last = scores.view(kv_heads, pieces, rows, group, n)[..., n - ceiling.shape[-1] :]
+    torch.minimum(last, ceiling, out=last)
     weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     total = weights[..., :KV_BLOCK].sum(-1, keepdim=True)
-    out = torch.bmm(weights[..., :KV_BLOCK], values[:, :KV_BLOCK])
+    out = product(weights[..., :KV_BLOCK], values[:, :KV_BLOCK])
     for first in range(KV_BLOCK, n, KV_BLOCK):  # this order defines the bits
         block = weights[..., first : first + KV_BLOCK]
         total += block.sum(-1, keepdim=True)
-        out += torch.bmm(block, values[:, first : first + KV_BLOCK])
+        out += product(block, values[:, first : first + KV_BLOCK])
     back = lambda x: x.view(kv_heads, pieces, rows, group, -1).permute(1, 2, 0, 3, 4)  # noqa: E731
     z = torch.div(back(out), back(total), out=out.new_empty(pieces, rows, kv_heads, group, d)).view(q.shape)
     pattern = back(weights / total).reshape(pieces, rows, heads, n) if want_pattern else out.new_empty(0)
@@ -141,9 +158,9 @@ class CanonicalRowOps(CpuOps):
 class CanonicalCpuOps(CanonicalRowOps, CachedOps):
     """The arithmetic of committed rows."""
 
-    def __init__(self, batch: Batch, cache: KVCache, products: Products) -> None:
+    def __init__(self, batch: Batch, cache: KVCache, products: Products, product: BatchedProduct) -> None:
         CanonicalRowOps.__init__(self, products)
-        CachedOps.__init__(self, batch, cache)
+        CachedOps.__init__(self, batch, cache, product)
 
 
 class FastCpuOps(CachedOps):

@@ -64,9 +64,10 @@ def _pieces(rows: int, counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 def tile_product(x: Tensor, weight: Tensor, counts: tuple[int, ...] = (TILE,)) -> Tensor:
     """x [rows, inputs], rows a multiple of 16, times weight [inputs, outputs] -> [rows, outputs]. Defines the bits."""
+    out = x.new_empty(x.shape[0], weight.shape[1])
     if x.shape[0] in counts:
-        return torch.mm(x, weight)
-    return tiled(x, x.new_empty(x.shape[0], weight.shape[1]), counts, lambda a, b: torch.mm(a, weight, out=b))
+        return torch.mm(x, weight, out=out)
+    return tiled(x, out, counts, lambda a, b: torch.mm(a, weight, out=b))
 
 
 def can_pack(weight: Tensor) -> bool:
