@@ -50,7 +50,9 @@ class Forest:
         lane = Lane(self.tree.plant(path), table, computed=table.length, edits=edits, hooks=hooks, capture=capture)
         lane.recording = Recording() if capture is not None else None
         self.add(lane)
-        self.note(lane, "plant", edits, hooks, tokens=path, capture=asdict(capture) if capture else None)
+        self.note(
+            lane, "plant", edits, hooks, tokens=path, capture=asdict(capture) if capture and self.trace is not None else None
+        )
         return lane
 
     def add(self, lane: Lane) -> None:
