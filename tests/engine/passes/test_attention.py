@@ -98,3 +98,19 @@ def test_the_engine_against_hugging_face_at_150_tokens(name: str) -> None:
 
 def _capped(logits: Tensor, cap: float) -> Tensor:
     return torch.tanh(logits / cap) * cap if cap else logits
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "neox", "gpt2"])
+def test_looking_at_heads_changes_no_bit_and_shows_them_before_their_rotation(name: str) -> None:
+    """Queries and keys nobody looks at are rotated in place, within the product that they come from."""
+    served = Engine(weights.load(hugging_face(name), torch.float32))
+    tokens = torch.randint(3, 97, (90,), generator=torch.Generator().manual_seed(6)).tolist()
+    plain = served.prompt(tokens, sites="S")
+    for parts in (("q",), ("k",), ("v",), ("q", "k", "v")):
+        seen = served.prompt(tokens, sites=["S", *(f"blocks.1.attn.{part}.hook_out" for part in parts)])
+        assert torch.equal(seen.kv(), plain.kv())
+        assert all(torch.equal(seen.activations[site], plain.activations[site]) for site in plain.activations)
+    if served.config.rotary_dim and not served.config.qk_norm:
+        rotated = served.prompt(tokens, sites=["blocks.1.attn.hook_rot_q"]).activations["blocks.1.attn.hook_rot_q"]
+        before = seen.activations["blocks.1.attn.q.hook_out"]
+        assert torch.equal(rotated[0], before[0]) and not torch.equal(rotated, before)
