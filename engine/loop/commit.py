@@ -109,20 +109,23 @@ class Committer:
         job, lane = turn.job, turn.job.lane
         if lane.capture is None or lane.recording is None or rows is None:
             return None
-        accepted = turn.chains[outcome.chain][: outcome.accepted]
-        tokens = self.tree.branch(lane.branch).tokens  # a complete turn's may end in drafts; a part of a prompt's are final
-        tokens = [*tokens[: turn.end], *accepted, *outcome.pending] if turn.complete else tokens
+        known = self.tree.branch(lane.branch).tokens  # a complete turn's may end in drafts; a part of a prompt's are final
+        added = [*turn.chains[outcome.chain][: outcome.accepted], *outcome.pending]
+        length = turn.end + len(added) if turn.complete else len(known)
         computed, start = turn.end + outcome.accepted, self.first_to_record(turn)
-        end = min(computed, len(tokens) - lane.capture.lag)
-        if isinstance(rows, PassRows) and job.final and job.remaining == 0 and computed == len(tokens):
+        end = min(computed, length - lane.capture.lag)
+        if isinstance(rows, PassRows) and job.final and job.remaining == 0 and computed == length:
             end = computed  # after a burst, a last pass reads the last row
         if end <= start:
             return None
-        open_end = end == len(tokens) and lane.capture.lag > 0
-        if isinstance(rows, PassRows):
-            emitted = [*tokens[start + 1 : end + 1], -1][: end - start]
-            return rows.chunk(lane, turn.segments[outcome.chain], start, emitted), open_end
-        return Chunk(start, end, self.kept(lane, start, end), rows), open_end
+        open_end = end == length and lane.capture.lag > 0
+        if not isinstance(rows, PassRows):
+            return Chunk(start, end, self.kept(lane, start, end), rows), open_end
+        follows = known[start + 1 : end + 1]
+        if turn.complete:
+            follows = [*known[start + 1 : turn.end], *added[max(0, start + 1 - turn.end) :]]
+        emitted = [*follows, -1][: end - start]
+        return rows.chunk(lane, turn.segments[outcome.chain], start, emitted), open_end
 
     def kept(self, lane: Lane, start: int, end: int) -> Sequence[int]:
         """The positions of [start, end) that the lane captures."""

@@ -184,7 +184,7 @@ class Loop:
         if spec is None or lane.recording is None:
             return None
         kept = self.committer.kept(lane, self.committer.first_to_record(turn), turn.start + steps)
-        return Wanted(spec.sites, spec.lens, spec.keep, [position - turn.start for position in kept])
+        return Wanted(spec, [position - turn.start for position in kept])
 
     def _needed(self, turn: Turn) -> frozenset[str]:
         """The sites that a pass must keep for a turn. None if it captures none of the turn's positions."""

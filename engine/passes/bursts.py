@@ -21,7 +21,7 @@ from replaylens.engine.passes.ferry import Block, Group
 from replaylens.engine.passes.program import EditProgram, ProgramTap, rows_of
 from replaylens.engine.passes.program import Shape as EditShape
 from replaylens.engine.passes.runner import Keep, Runner
-from replaylens.engine.request.capture import LensSpec, PassTap, Rows
+from replaylens.engine.request.capture import CaptureSpec, LensSpec, PassTap, Rows
 from replaylens.engine.request.edits import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.kernels.attention import PagedRows
@@ -40,9 +40,7 @@ ReadLens = Callable[[LensSpec, Tensor, Tensor, Tensor], Rows]
 class Wanted:
     """What a request in a burst captures."""
 
-    sites: tuple[str, ...]
-    lens: LensSpec | None
-    keep: Keep
+    spec: CaptureSpec
     steps: Sequence[int]
     """the steps whose rows are kept, in order"""
 
@@ -239,11 +237,11 @@ class DecodeGraph:
             groups = [(names, x.index_select(1, index)) for names, x in self.staged]
         return Block(groups, 0) if keep == "device" else self.runner.ferry.send(groups)
 
-    def names(self, wanted: Wanted) -> dict[str, str]:
+    def names(self, spec: CaptureSpec) -> dict[str, str]:
         """Sites of a request -> the names under which their rows are staged."""
-        own = {site: site for site in wanted.sites}
-        if wanted.lens is not None:
-            mark = f"{self.key.lenses.index(wanted.lens)}:"
+        own = {site: site for site in spec.sites}
+        if spec.lens is not None:
+            mark = f"{self.key.lenses.index(spec.lens)}:"
             own |= {name.removeprefix(mark): name for names, _ in self.staged for name in names if name.startswith(mark)}
         return own
 
@@ -253,13 +251,19 @@ def _held(places: list[Place], steps: int) -> dict[Keep, list[Sequence[int]]]:
     found: dict[Keep, list[list[int]]] = {"host": [[] for _ in range(steps)], "device": [[] for _ in range(steps)]}
     for i, place in enumerate(places):
         if place.wanted is not None:
-            own = found[place.wanted.keep]
+            own = found[place.wanted.spec.keep]
             for step in place.wanted.steps:
                 own[step].append(i)
     return {
         keep: [range(len(some)) if some and some[-1] == len(some) - 1 else some for some in by_step]
         for keep, by_step in found.items()
     }
+
+
+def _specs(places: list[Place]) -> dict[int, CaptureSpec]:
+    """What the requests capture, by identity: branches that were prompted together share it."""
+    found = (place.wanted for place in places)
+    return {id(wanted.spec): wanted.spec for wanted in found if wanted is not None and wanted.steps}
 
 
 class Bursts:
@@ -291,16 +295,15 @@ class Bursts:
         graph, wanted = self._graphs[key], [place.wanted for place in places]
         rows = BurstRows(sum(each is not None and len(each.steps) > 0 for each in wanted), self._sparse.append)
         chosen = graph.run(places, steps, program, rows)
-        names = {(each.sites, each.lens): graph.names(each) for each in wanted if each and each.steps}
+        names = {number: graph.names(spec) for number, spec in _specs(places).items()}
         return chosen.T.tolist(), [
-            rows.view(i, each.keep, names[each.sites, each.lens]) if each and each.steps else None
-            for i, each in enumerate(wanted)
+            rows.view(i, each.spec.keep, names[id(each.spec)]) if each and each.steps else None for i, each in enumerate(wanted)
         ]
 
     def _key(self, places: list[Place], exact: bool, program: EditProgram | None) -> GraphKey:
-        wanted = [place.wanted for place in places if place.wanted is not None and place.wanted.steps]
-        lenses = tuple(dict.fromkeys(each.lens for each in wanted if each.lens is not None))
-        sites = {site for each in wanted for site in each.sites}
+        specs = _specs(places).values()
+        lenses = tuple(dict.fromkeys(spec.lens for spec in specs if spec.lens is not None))
+        sites = {site for spec in specs for site in spec.sites}
         return GraphKey(
             next(size for size in SIZES if size >= len(places)),
             next_power_of_2(max(len(place.table.pages) for place in places)),

@@ -27,6 +27,8 @@ _SHARE = 32
 """a piece fills at most this part of the ring, so that the device fills one piece while others are carried on"""
 _CARRIERS = 12
 """threads that carry pieces; one alone reaches a twentieth of the bus's speed, since fresh memory must be mapped first"""
+_LEAST = 1 << 21
+"""bytes of a piece that are worth a carrier of their own"""
 _GRAIN = 1 << 21
 """sizes of recycled memory are multiples of this; smaller pieces are not worth it"""
 _ALIGNED = 256
@@ -279,8 +281,9 @@ class Ferry:
         self.ring.wait_empty(self._alive)
 
     def _cut(self, x: Tensor) -> Iterator[tuple[int, int]]:
-        """Ranges of bytes that fit into a share of the ring."""
-        count, most = x.numel() * x.element_size(), self.ring.size // _SHARE // _ALIGNED * _ALIGNED
+        """Ranges of bytes that fit into a share of the ring, and one for every carrier if they are worth it."""
+        count = x.numel() * x.element_size()
+        most = min(self.ring.size // _SHARE, max(_LEAST, -(-count // _CARRIERS))) // _ALIGNED * _ALIGNED
         return ((start, min(start + most, count)) for start in range(0, count, most))
 
     def _send(self, block: Block, source: Tensor, target: Tensor) -> None:

@@ -35,9 +35,10 @@ class LensLayer:
 
 @dataclass(frozen=True)
 class Readings:
-    """Z at positions [base, base + rows); for its parts and their shapes see `lens.readout`."""
+    """Z at some positions; for its parts and their shapes see `lens.readout`."""
 
-    base: int
+    row_of: Mapping[int, int]
+    """position -> row of z"""
     z: Mapping[str, np.ndarray]
     decode: Decode
 
@@ -47,25 +48,26 @@ class Readings:
         if recording is None or "Z.entropy" not in recording.sites():
             return None
         names = ("Z.entropy", "Z.kl", "Z.emitted", "Z.top_ids", "Z.top_logprobs")
-        return cls(recording.positions()[0], {name: recording.peek(name).numpy() for name in names}, decode)
+        rows = {position: row for row, position in enumerate(recording.positions())}
+        return cls(rows, {name: recording.peek(name).cpu().numpy() for name in names}, decode)
 
     def has(self, position: int) -> bool:
-        return self.base <= position < self.base + len(self.z["Z.entropy"])
+        return position in self.row_of
 
     def entropy(self, position: int) -> float | None:
         """Entropy of the model's next-token distribution at this position."""
-        return float(self.z["Z.entropy"][position - self.base, -1]) if self.has(position) else None
+        return float(self.z["Z.entropy"][self.row_of[position], -1]) if self.has(position) else None
 
     def emitted(self, position: int) -> float | None:
         """Log-probability of the token after this position on the same path."""
-        value = float(self.z["Z.emitted"][position - self.base, -1]) if self.has(position) else math.nan
+        value = float(self.z["Z.emitted"][self.row_of[position], -1]) if self.has(position) else math.nan
         return None if math.isnan(value) else value
 
     def logprob(self, position: int, token: int) -> float | None:
         """Log-probability of a token after this position; None if it is not among the top k."""
         if not self.has(position):
             return None
-        row = position - self.base
+        row = self.row_of[position]
         found = np.flatnonzero(self.z["Z.top_ids"][row, -1] == token)
         return float(self.z["Z.top_logprobs"][row, -1, found[0]]) if len(found) else None
 
@@ -73,7 +75,7 @@ class Readings:
         """Next-token guesses of each layer; the model's output comes last."""
         if not self.has(position):
             return ()
-        row = position - self.base
+        row = self.row_of[position]
         ids, shares = self.z["Z.top_ids"][row, :, :GUESSES], np.exp(self.z["Z.top_logprobs"][row, :, :GUESSES])
         return tuple(
             LensLayer(layer_name(i, len(ids)), tuple(map(self._guess, ids[i], shares[i])))  # [layers, k]

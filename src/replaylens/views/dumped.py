@@ -107,7 +107,8 @@ def _readings(own: "pd.DataFrame", z: dict[str, np.ndarray], decode: Decode) -> 
     if len(z) < len(_LENS) or not np.array_equal(np.diff(positions), np.ones(len(positions) - 1)):
         return None
     rows = own["row"].to_numpy()
-    return Readings(int(positions[0]), {name: x[rows] for name, x in z.items()}, decode)
+    places = {int(position): row for row, position in enumerate(positions)}
+    return Readings(places, {name: x[rows] for name, x in z.items()}, decode)
 
 
 def _path(branch: int, own: "pd.DataFrame", reading: Readings | None, decode: Decode, labels: list[str]) -> DrawnPath:

@@ -57,8 +57,9 @@ class LensAverages:
             return
         prompt = sum(token.state is TokenState.PROMPT for token in example.tree.trunk.tokens)
         for name in MEASURES:
-            for row, values in enumerate(reading.z[name]):  # [layers]
-                key = (name, reading.base + row - prompt, example.root)
+            for position, row in reading.row_of.items():
+                values = reading.z[name][row]  # [layers]
+                key = (name, position - prompt, example.root)
                 if not np.isnan(values).any():
                     self.sums[key] = self.sums.get(key, 0) + values.astype(np.float64)
                     self.counts[key] = self.counts.get(key, 0) + 1

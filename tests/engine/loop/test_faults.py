@@ -128,13 +128,13 @@ def flipped_prefix(s: Session) -> str:
 
 def dropped_row(s: Session) -> str:
     chunk = s.branch.activations.chunks[0]
-    chunk.rows = {site: x[:-1] for site, x in chunk.rows.items()}
+    chunk.end, chunk.positions = chunk.end - 1, chunk.positions[:-1]
     return rf"Captured rows: position {chunk.end + 1} follows {chunk.end - 1}; expected {chunk.end}"
 
 
 def dropped_row_of_one_site(s: Session) -> str:
     chunk = s.branch.activations.chunks[0]
-    chunk.rows["blocks.1.mlp.hook_out"] = chunk.rows["blocks.1.mlp.hook_out"][1:]
+    chunk.rows = {**chunk.rows, "blocks.1.mlp.hook_out": chunk.rows["blocks.1.mlp.hook_out"][1:]}
     return rf"Captured rows of blocks.1.mlp.hook_out: {chunk.end - 1} rows for positions \[0, {chunk.end}\)"
 
 
