@@ -32,6 +32,6 @@ def test_a_new_cache_holds_zeros_and_can_be_written() -> None:
     cache = KVCache(toy().config, PagePool(4, 16), torch.float32)
     assert cache.data.is_contiguous() and not cache.data.any()
     k = torch.randn(3, cache.data.shape[2], cache.data.shape[4])
-    cache.write(0, torch.tensor([17, 18, 40]), k, -k)
+    cache.write(0, torch.tensor([17, 18, 40]), torch.cat([k, -k], dim=1))
     assert torch.equal(cache.rows([17, 18, 40])[:, 0, 0], k)
     assert torch.equal(cache.rows([17, 18, 40])[:, 0, 1], -k)
