@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("engine", "dump", "probes", "thinking")
+BENCHMARKS = ("engine", "dump", "feed", "probes", "thinking")
 
 
 def main() -> None:

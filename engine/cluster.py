@@ -5,9 +5,11 @@ the same, bit for bit, on one worker or many, as long as all have the same finge
 """
 
 import json
+import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint
 from replaylens.engine.proof.fingerprint import Fingerprint
+from replaylens.engine.records import build
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 
@@ -211,9 +214,13 @@ def _connected(address: str) -> Iterator[Any]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     own: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
-        ray.init(address=address, **quiet, **own)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ClusterFailed(f"No Ray cluster found at {address}: {error}") from error
+        with _own_termination():
+            ray.init(address=address, **quiet, **own)
+    except Exception as error:  # a cluster that does not start in time raises a bare Exception
+        with suppress(Exception):
+            ray.shutdown()
+        what = "could not be started on this machine" if address == "local" else f"was not found at {address}"
+        raise ClusterFailed(f"The Ray cluster {what}: {type(error).__name__}: {error}") from error
     try:
         yield ray
     finally:
@@ -221,16 +228,34 @@ def _connected(address: str) -> Iterator[Any]:
 
 
 @contextmanager
+def _own_termination() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM, which Ray replaces when it connects."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def _own_errors(ray: Any) -> Iterator[None]:
-    """Raise a worker's error as the worker raised it."""
+    """Raise a worker's error as the worker raised it, and Ray's own errors as ClusterFailed. Callers handle dead actors."""
     try:
         yield
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, Exception):
             raise error.cause from error
+        raise ClusterFailed(f"A worker failed: {error}") from error
+    except ray.exceptions.RayActorError:
         raise
+    except ray.exceptions.RayError as error:
+        raise ClusterFailed(f"The Ray cluster failed: {type(error).__name__}: {error}") from error
 
 
 def _read_head(head: str) -> tuple[DumpPlan, Fingerprint]:
     raw = json.loads(head)
-    return DumpPlan.from_json(raw["plan"]), Fingerprint(**raw["fingerprint"])
+    return DumpPlan.from_json(raw["plan"]), build(Fingerprint, raw["fingerprint"], "The fingerprint", BadRequest)

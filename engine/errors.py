@@ -54,6 +54,10 @@ class NotCertified(EngineError, RuntimeError):
     """This device is not certified: it was not shown to give canonical bits."""
 
 
+class BadCertificate(EngineError, ValueError):
+    """A certificate file that is damaged or of another format."""
+
+
 class ModesChanged(EngineError, RuntimeError):
     """The number of threads, or another setting that changes bits, changed during a pass. Nothing of it was committed."""
 
@@ -127,6 +131,10 @@ class BadRequest(EngineError, ValueError):
     """A prompt, a sampling parameter or an option that cannot be served. Nothing was started."""
 
 
+class MissingPackage(EngineError, ImportError):
+    """A feature needs a package that is not installed. The message says how to install it."""
+
+
 class NonFinite(EngineError, ArithmeticError):
     """A pass computed NaN or infinity. Nothing of it was committed."""
 
@@ -155,6 +163,10 @@ class BadDump(EngineError, ValueError):
     """A folder that is not a dump, or a dump that is damaged, edited or of another format. Nothing of it was used."""
 
 
+class DamagedShard(BadDump):
+    """A shard does not have the SHA-256 of its manifest, so its rows are not those that were written."""
+
+
 class UnfinishedDump(BadDump):
     """A dump that is still being written or was interrupted. Resume it."""
 
@@ -171,7 +183,12 @@ class OtherPlan(EngineError, ValueError):
     """The unfinished dump was started with other options, and can only be resumed with those."""
 
 
-class DumpWriteFailed(EngineError, OSError):
+class StoreFailed(EngineError, OSError):
+    """The store of a dump cannot be used: out of reach, no credentials or permission, no such bucket, a package is missing.
+    This says nothing about the dump."""
+
+
+class DumpWriteFailed(StoreFailed):
     """The store refused a write (disk full, no permission). Complete shards are kept: resume once there is room."""
 
 

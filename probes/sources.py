@@ -54,19 +54,12 @@ class DumpSource:
         self.dump = dump
         plan = dump.manifest.plan
         self.about = About(plan.task, plan.knobs, dump.digest, dump.manifest.fingerprint)
-        self.starts = np.cumsum([0, *(shard.rows for shard in dump.manifest.shards)])
-        self._last: tuple[bytes, Dump] | None = None
 
     def letters(self, letter: str) -> dict[int, str]:
         return self.dump.manifest.layers(letter)
 
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
-        key = numbers.tobytes()
-        if self._last is None or self._last[0] != key:  # the same rows are taken at many sites: read the index once
-            wanted = np.zeros(self.starts[-1], dtype=bool)
-            wanted[numbers] = True
-            self._last = key, self.dump.where(lambda part: wanted[self.starts[part["shard"]] + part["row"]])
-        return _flat(self._last[1].to_torch(site, layer))
+        return _flat(self.dump.array(site, layer)[numbers])
 
 
 class MemorySource:

@@ -128,7 +128,7 @@ class Task(ABC, Generic[K]):
 
     knobs: K
 
-    def __init__(self, **knobs: Any) -> None:
+    def __init__(self, /, **knobs: Any) -> None:
         self.knobs = self._settings(knobs)
 
     @classmethod

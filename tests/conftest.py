@@ -1,4 +1,4 @@
-"""Fixtures of all tests."""
+"""Fixtures for all tests."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Models this small run fastest on one thread. The bits are the same on any number: the doctor's tests show it."""
+    """Models this small run fastest on one thread. The bits do not depend on it: see the doctor's tests."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Where tests of bits run: on the CPU, and, with the marker `gpu`, on a CUDA device."""
+"""Devices for tests of bits: the CPU, and a CUDA device under the marker `gpu`."""
 
 import pytest
 

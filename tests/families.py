@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models of every supported family, made on the spot."""
+"""Tiny random Hugging Face models of every supported family, built on demand."""
 
 from functools import cache
 from typing import Any
@@ -28,7 +28,7 @@ NAMES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "neox", "neox-s
 
 @cache
 def hugging_face(name: str) -> Any:
-    """The model of that name, in float32, with weights that make every part of it matter."""
+    """The model of that name in float32, with weights that make every part matter."""
     import transformers as tf
 
     configs = {
@@ -49,7 +49,7 @@ def hugging_face(name: str) -> Any:
             head_dim=16,
             sliding_window=7,
             query_pre_attn_scalar=24,
-            attn_logit_softcapping=2.0,  # the default 50 would not show at the size of these scores
+            attn_logit_softcapping=2.0,  # the default of 50 would have no effect at the size of these scores
             final_logit_softcapping=3.0,
         ),
         "gemma3": lambda: tf.Gemma3TextConfig(

@@ -1,4 +1,4 @@
-"""Runs that stop in the middle, for tests of whatever goes on afterwards."""
+"""Runs that stop in the middle, for tests of resuming."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ class Interrupted(Exception):
 
 
 def interrupt_at(step: int) -> Callable[[int, float], None]:
-    """Called after every step of a training run; stops it after this one."""
+    """A callback for every step of a training run. Stops the run after `step`."""
 
     def after_step(done: int, loss: float) -> None:
         if done == step:

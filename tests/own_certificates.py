@@ -1,4 +1,4 @@
-"""A fixture for tests that start other processes; a conftest that imports it gives it to its folder."""
+"""A fixture for tests that start other processes. A conftest that imports it applies it to its folder."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from replaylens.engine.proof import certificates
 
 @pytest.fixture(autouse=True, scope="session")
 def own_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No certificate is taken from, or left in, the user's cache; subprocesses share the tests' own."""
+    """Certificates are neither read from nor written to the user's cache. Subprocesses share the tests' own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REPLAYLENS_CACHE", str(tmp_path_factory.mktemp("certificates")))
         patch.setattr(certificates, "_EXAMINED", {})

@@ -1,8 +1,8 @@
 """`python -m tests.soak` (`make soak`): the contract machine for hours, in many processes. Exit code 1 at the first difference.
 
-Every process has its own seed, number of threads and model; it is printed before it starts, so that a failure can be run
-again with `--seed SEED --only NUMBER`. What a process has computed, the next one computes again from the paths alone: it has
-other threads, other pages, and nothing in memory.
+Every process has its own seed, number of threads and model. They are printed before it starts, so that a failure can be
+reproduced with `--seed SEED --only NUMBER`. Each process recomputes the paths of the one before it from scratch, with another
+number of threads and other pages.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tests.engine.test_machine import CONFIG, Sessions
 ROOT = Path(__file__).parents[1]
 THREADS = (1, 2, 3, 8, 16, 4)
 KEPT = 64
-"""paths that a process leaves to the next one with its model"""
+"""paths that a process hands to the next one with the same model"""
 
 
 class Small(Sessions):
@@ -65,14 +65,14 @@ ORDER = ("Small", "AsWideAsSmolLM2", "Small", "Inputs4096", "Small", "Inputs1433
 
 
 def work(name: str, number: int, folder: Path) -> int:
-    """Compute what the last process with this model left, then run sessions. Returns the number of operations."""
+    """Check the paths of the last process with this model, then run sessions. Returns the number of operations."""
     machine, ledger = MACHINES[name], folder / f"{name}.json"
     known: dict[str, str] = json.loads(ledger.read_text()) if ledger.exists() else {}
     check(machine, known)
     left: dict[str, str] = {}
 
     class Noted(machine):  # type: ignore[misc, valid-type]
-        """Notes what branches held when their session ended."""
+        """Notes what branches hold when their session ends."""
 
         def teardown(self) -> None:
             for one in self.known if len(left) < KEPT else ():
@@ -86,7 +86,7 @@ def work(name: str, number: int, folder: Path) -> int:
 
 
 def check(machine: Any, known: dict[str, str]) -> None:
-    """Every path in pages of 5 tokens, two rounds of rows, against what an earlier process had."""
+    """Recompute every path in pages of 5 tokens and two rounds of rows, and compare with an earlier process."""
     if not known:
         return
     engine = Engine(random_decoder(machine.config), page_size=5, max_rows=33, cache_tokens=2000)
@@ -107,12 +107,12 @@ def how(machine: Any) -> settings:
         stateful_step_count=machine.steps,
         database=None,
         deadline=None,
-        phases=[Phase.generate],  # a failure is printed as it came: to shrink it takes hours
+        phases=[Phase.generate],  # a failure is printed as found: shrinking it takes hours
         suppress_health_check=list(HealthCheck),
     )
 
 
-# ---- all of them -------------------------------------------------------------------------------------------------------
+# ---- all processes -----------------------------------------------------------------------------------------------------
 
 
 def main(given: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`replaylens demo` does the main job: what it says, what it leaves, and what it does when the dump is damaged."""
+"""`replaylens demo`: its output, its files, and its behaviour if the dump is damaged."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from replaylens.probes.report import Report
 from tests.engine.dump.damage import flip_bit
 
 EXAMPLES = 20
-pytestmark = pytest.mark.xdist_group("demo")  # one run serves them all
+pytestmark = pytest.mark.xdist_group("demo")  # all tests share one run
 
 
 def invoke(out: Path) -> Result:
@@ -33,7 +33,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shown(out: Path) -> Iterator[str]:
-    """What one run says. Nobody may change what it left."""
+    """The output of one run. Tests must not change its files."""
     result = invoke(out)
     assert result.exit_code == 0, result.output
     yield result.output
@@ -78,7 +78,7 @@ def test_page_is_there_and_holds_everything(shown: str, out: Path) -> None:
 
 
 def test_a_damaged_dump_is_found_and_a_second_run_repairs_it(shown: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: one bit turned between writing and verifying; exit code 1, and the page says it."""
+    """Negative control: one bit is flipped between writing and verifying. Exit code 1, and the page shows the mismatch."""
     digest = Dump.open(out / f"coin-{EXAMPLES}").digest
     shard = out / f"coin-{EXAMPLES}" / "shard-00000.safetensors"
 

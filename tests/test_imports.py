@@ -1,4 +1,4 @@
-"""Imports point one way, and `import replaylens` is light. Each rule has a planted source that must break it."""
+"""Imports point one way, and `import replaylens` is light. For each rule, a planted source must break it."""
 
 import ast
 import json
@@ -16,6 +16,7 @@ PACKAGE = ROOT / "src" / "replaylens"
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("tasks", "kernels"),
     ("engine/errors", "engine/interrupts"),
+    ("engine/records",),
     ("engine/model",),
     ("engine/request", "engine/memory"),
     ("engine/passes",),
@@ -35,12 +36,12 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-"""floors from the ground up: a room may import those below it and itself, never its neighbours nor those above"""
+"""floors from the bottom up: a room may import itself and those below it, never its neighbours or those above"""
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 TYPES_ONLY = {"__init__"}
-"""may name anything for type checkers, and imports nothing when it runs"""
+"""may name anything for type checkers, and imports nothing at run time"""
 LINKS = ("engine", "kernels", "probes", "tasks")
-HEAVY = {"transformer_lens", "transformers", "triton", "ray", "gguf", "matplotlib", "sklearn", "pandas"}
+HEAVY = {"transformer_lens", "transformers", "triton", "ray", "gguf", "matplotlib", "sklearn", "pandas", "datasets"}
 """imported where they are used, never when a module is"""
 HEAVY_AT_TOP = {"tasks": HEAVY, "engine": HEAVY, "views": HEAVY, "__init__": HEAVY, "kernels": HEAVY - {"triton"}}
 NOT_LOADED = ("transformer_lens", "transformers", "triton", "ray")
@@ -51,7 +52,7 @@ SECONDS = 2.0
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Every absolute dotted name that the tree imports, anywhere in it, or reaches through `replaylens.`"""
+    """Every absolute dotted name that the tree imports, at any level, or reaches through `replaylens.`"""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -64,7 +65,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def at_top(tree: ast.Module) -> Iterator[ast.stmt]:
-    """The statements that run when the module is imported: not those in functions or under TYPE_CHECKING."""
+    """The statements that run when the module is imported, excluding functions and TYPE_CHECKING blocks."""
     waiting: list[ast.stmt] = list(tree.body)
     while waiting:
         node = waiting.pop()
@@ -90,7 +91,7 @@ def room_of(module: str) -> str:
 
 
 def faults(source: str, room: str | None) -> list[str]:
-    """What is wrong with the imports of a file of `room` (None: a file outside the package, free to import any)."""
+    """Import faults of a file of `room` (None: a file outside the package, which may import any room)."""
     tree = ast.parse(source)
     found = ["relative import" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
     for name in imported(tree):
@@ -118,7 +119,7 @@ def module_of(file: Path) -> str:
 
 
 def modules() -> dict[str, Path]:
-    """All files of the package by their dotted names, links followed once."""
+    """All files of the package by dotted name. Each link is followed once."""
     files = [file for link in LINKS for file in (ROOT / link).rglob("*.py")]
     files += [file for folder in ("views", "commands") for file in (PACKAGE / folder).rglob("*.py")]
     return {module_of(file): file for file in sorted([*files, *PACKAGE.glob("*.py")])}
@@ -134,7 +135,7 @@ def sources() -> Iterator[tuple[Path, str | None]]:
 
 
 def circle(texts: dict[str, str]) -> list[str]:
-    """Modules that import one another in a circle, imports in functions and for types included; empty: there is none."""
+    """Modules that import each other in a cycle, also through functions or type-only imports. Empty if there is none."""
     arrows = {m: {nearest(texts, name) for name in imported(ast.parse(text))} - {m, ""} for m, text in texts.items()}
     try:
         TopologicalSorter(arrows).prepare()
@@ -144,7 +145,7 @@ def circle(texts: dict[str, str]) -> list[str]:
 
 
 def nearest(texts: dict[str, str], name: str) -> str:
-    """The module that an imported name lies in; "" for what is not ours."""
+    """The module that an imported name belongs to, or an empty string for names outside the package."""
     while name and name not in texts:
         name = name.rpartition(".")[0]
     return name
@@ -154,7 +155,7 @@ def nearest(texts: dict[str, str], name: str) -> str:
 
 
 def test_imports_point_one_way() -> None:
-    """Every arrow leads to a lower floor of the table; nothing is bare, relative or heavy."""
+    """Every import leads to a lower floor of the table, and none is bare, relative or heavy."""
     checked = list(sources())
     assert {room for _, room in checked} == {*FLOOR, "__init__", None}, "a room has no files, or there is a new one: add it"
     wrong = {str(file.relative_to(ROOT)): bad for file, room in checked if (bad := faults(file.read_text(), room))}
@@ -162,13 +163,13 @@ def test_imports_point_one_way() -> None:
 
 
 def test_no_file_is_in_a_circle() -> None:
-    """Within a room, too. The package's own __init__ names everything for type checkers and is left out."""
+    """Cycles within a room count too. The package's own __init__, which names everything for type checkers, is left out."""
     texts = {module: file.read_text() for module, file in modules().items() if module != "replaylens"}
     assert circle(texts) == []
 
 
 def test_a_planted_circle_is_found() -> None:
-    """Negative control: one more import closes a circle, in a function as well as at the top."""
+    """Negative control: one more import closes a cycle, in a function as well as at the top."""
     texts = {module: file.read_text() for module, file in modules().items() if module != "replaylens"}
     plant = "\ndef f():\n    from replaylens.engine.loop.loop import Loop\n"
     texts["replaylens.engine.loop.turn"] += plant
@@ -216,7 +217,7 @@ PLANTED: dict[str, tuple[str | None, str, str]] = {
 
 @pytest.mark.parametrize("plant", PLANTED)
 def test_checker_finds_what_is_planted(plant: str) -> None:
-    """Negative control: a source that breaks one rule gives that one complaint."""
+    """Negative control: a source that breaks one rule gives exactly that complaint."""
     room, source, complaint = PLANTED[plant]
     found = faults(source, room)
     assert len(found) == 1 and found[0].startswith(complaint)
@@ -239,12 +240,12 @@ def test_checker_finds_what_is_planted(plant: str) -> None:
     ],
 )
 def test_checker_lets_pass_what_is_allowed(room: str | None, source: str) -> None:
-    """The other control: the checker does not complain of everything."""
+    """Negative control: the checker accepts allowed imports."""
     assert faults(source, room) == []
 
 
 def python(code: str, folder: Path) -> Any:
-    """What the code prints as JSON, run by a fresh interpreter away from the checkout."""
+    """The JSON that the code prints in a fresh interpreter outside the checkout."""
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -254,19 +255,19 @@ LOADED = f"print(json.dumps([name for name in {NOT_LOADED} if name in sys.module
 
 
 def test_import_loads_nothing_heavy(tmp_path: Path) -> None:
-    """`import replaylens` brings in none of the heavy packages; the same question finds one that was imported."""
+    """`import replaylens` loads none of the heavy packages. Negative control: the check finds one that is imported."""
     assert python(f"import json, sys, replaylens; {LOADED}", tmp_path) == []
     assert python(f"import json, sys, triton; {LOADED}", tmp_path) == ["triton"]
 
 
 def test_import_is_quick(tmp_path: Path) -> None:
-    """`import replaylens` adds less than 2 s to `import torch`; the better of two, since the machine is shared."""
+    """`import replaylens` adds less than 2 s to `import torch`. Best of two, since the machine is shared."""
     code = "import json, time, torch; t = time.perf_counter(); import replaylens; print(time.perf_counter() - t)"
     assert min(float(python(code, tmp_path)) for _ in range(2)) < SECONDS
 
 
 def test_public_names_load_on_demand(tmp_path: Path) -> None:
-    """Every name that the package offers is there when asked for, and not before; another name lists them."""
+    """Every public name loads when it is used, and not before. The error for an unknown name lists the public ones."""
     code = """
 import json, sys, replaylens
 early = [name for name in replaylens._WHERE if name in vars(replaylens)]
@@ -285,14 +286,14 @@ except AttributeError as error:
 
 
 def test_links_are_links() -> None:
-    """The parts lie at the top of the repository and are reached through relative links, so that a clone has them."""
+    """The parts are top-level folders, reached through relative links, so a clone contains them."""
     for link in LINKS:
         assert (PACKAGE / link).is_symlink() and (PACKAGE / link).readlink() == Path("../..") / link
         assert (PACKAGE / link).resolve() == ROOT / link
 
 
 def test_kernels_is_no_regular_package() -> None:
-    """A folder `kernels` with an __init__.py would shadow the package of that name that transformers looks for."""
+    """A folder `kernels` with an __init__.py would shadow the package of that name that transformers imports."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
     for link in set(LINKS) - {"kernels"}:
         assert (ROOT / link / "__init__.py").exists()

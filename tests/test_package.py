@@ -1,4 +1,4 @@
-"""The package's own files agree with each other: ranges and pins, make targets and CI, skips and their reasons."""
+"""The package's own files agree: ranges and pins, make targets and CI, skips and their reasons."""
 
 import ast
 import re
@@ -22,7 +22,7 @@ def pyproject() -> dict[str, Any]:
 
 
 def pins(text: str) -> dict[str, str]:
-    """Package -> version of a constraints file; anything but an exact pin is an error."""
+    """Package -> version, from a constraints file. Anything but an exact pin is an error."""
     out: dict[str, str] = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):
@@ -43,7 +43,7 @@ def unmet(requirements: list[str], pinned: dict[str, str]) -> list[str]:
 
 
 def test_pins_satisfy_the_ranges() -> None:
-    """Every package that pyproject asks for, in any extra, is pinned to a version within its range."""
+    """Every package that pyproject requires, in any extra, is pinned to a version within its range."""
     project = pyproject()["project"]
     wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
     assert len(wanted) > 20
@@ -51,7 +51,7 @@ def test_pins_satisfy_the_ranges() -> None:
 
 
 def test_pins_control() -> None:
-    """Negative control: a pin outside its range, and a package without a pin, are found."""
+    """Negative control: a pin outside its range and a package without a pin are found."""
     assert unmet(["a>=2", "b>=1", "c_d<3"], {"a": "1.9", "c-d": "2.0"}) == ["a>=2", "b>=1"]
     for line in ("a>=2", "a==1\nA==2", "a==1.*"):
         with pytest.raises(AssertionError):
@@ -59,7 +59,7 @@ def test_pins_control() -> None:
 
 
 def test_torch_and_its_triton_are_pinned() -> None:
-    """The pair that the bits depend on; the Makefile installs the same torch."""
+    """The bits depend on this pair. The Makefile installs the same torch."""
     pinned = pins((ROOT / "constraints.txt").read_text())
     assert (pinned["torch"], pinned["triton"]) == ("2.13.0", "3.7.1")
     named = re.findall(r"torch==([\w.]+)", (ROOT / "Makefile").read_text())
@@ -67,7 +67,7 @@ def test_torch_and_its_triton_are_pinned() -> None:
 
 
 def test_version_is_told_once() -> None:
-    """pyproject and the package tell the same version."""
+    """pyproject and the package state the same version."""
     import replaylens
 
     assert pyproject()["project"]["version"] == replaylens.__version__
@@ -77,12 +77,12 @@ def test_version_is_told_once() -> None:
 
 
 def make_targets(text: str) -> set[str]:
-    """The plain targets that have a rule."""
+    """The plain targets with a rule."""
     return {m[1] for line in text.splitlines() if (m := re.match(r"([a-z][\w-]*)\s*:(?!=)", line))}
 
 
 def test_makefile_has_its_targets() -> None:
-    """Every promised target has a rule, and all of them are phony; so make never takes a folder for done."""
+    """Every promised target has a rule, and all are phony, so make never treats a folder as an up-to-date target."""
     text = (ROOT / "Makefile").read_text()
     assert make_targets(text) >= TARGETS
     phony = re.search(r"^\.PHONY:(.*)$", text, re.MULTILINE)
@@ -91,13 +91,13 @@ def test_makefile_has_its_targets() -> None:
 
 
 def test_make_test_lints_types_and_tests() -> None:
-    """`make -n test` would run ruff, the type checker and pytest, on whatever machine."""
+    """`make -n test` runs ruff, the type checker and pytest on any machine."""
     plan = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert all(word in plan for word in ("ruff check", "ruff format --check", "mypy", "pytest"))
 
 
 def test_ci_runs_make_test() -> None:
-    """CI runs what a user runs, and installs a browser before; the script is executable and stops at the first error."""
+    """CI installs a browser and then runs what a user runs. The script is executable and stops at the first error."""
     script = ROOT / ".ci" / "run"
     lines = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
     assert lines == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', ".ci/browser", "exec make test"]
@@ -117,7 +117,7 @@ MACHINES: dict[str, tuple[dict[str, str], list[str], str]] = {
     "no apt-get": ({"id": "echo 0"}, [], "this machine has no apt-get"),
     "no network": ({"apt-get": "exit 100", "id": "echo 0"}, ["-qq update"], "apt-get update failed"),
 }
-"""the programs that a machine has, what apt-get is asked for, and why there is no browser in the end"""
+"""the programs on a machine, the calls of apt-get, and why no browser is installed"""
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -139,7 +139,7 @@ def test_ci_installs_a_browser_where_it_can(machine: str, tmp_path: Path) -> Non
 
 
 def tracked() -> list[Path]:
-    """The files of the repository, without links and binaries."""
+    """The repository's files, without links and binaries."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     files = [ROOT / name for name in listed.split("\0") if name]
     return [f for f in files if f.is_file() and not f.is_symlink() and b"\0" not in f.read_bytes()[:4096]]
@@ -147,11 +147,11 @@ def tracked() -> list[Path]:
 
 HOSTS = [".".join(words) for words in (("pypi", "org"), ("pythonhosted", "org"), ("download", "pytorch", "org"))]
 INDEX = re.compile("|".join([*map(re.escape, HOSTS), "--(extra-)?index" + "-url", "--find" + "-links", "--trusted" + "-host"]))
-"""package indexes by name or by option, put together here so that this file does not hold one"""
+"""package indexes by name or option, assembled here so that this file does not contain one"""
 
 
 def test_no_package_index_is_named() -> None:
-    """Which index serves the packages is the user's business: no file names one."""
+    """The user chooses the package index, so no file names one."""
     wrong = {str(f.relative_to(ROOT)): m[0] for f in tracked() if (m := INDEX.search(f.read_text(errors="replace")))}
     assert wrong == {}
 
@@ -167,7 +167,7 @@ def test_index_control() -> None:
 
 
 def type_names(source: str) -> set[str]:
-    """The classes of a module, wherever they are, and its type aliases: capitalised names that are assigned at the top."""
+    """The classes of a module at any level, and its type aliases: capitalised names assigned at the top."""
     tree = ast.parse(source)
     assigned = [
         target
@@ -180,7 +180,7 @@ def type_names(source: str) -> set[str]:
 
 
 def named_twice(sources: dict[str, str]) -> dict[str, list[str]]:
-    """Names of types that several modules define, with their modules."""
+    """Type names that several modules define, with their modules."""
     homes: dict[str, list[str]] = {}
     for module, source in sources.items():
         for name in type_names(source):
@@ -189,7 +189,7 @@ def named_twice(sources: dict[str, str]) -> dict[str, list[str]]:
 
 
 def test_every_type_has_a_name_of_its_own() -> None:
-    """A name means one class or alias in the whole package, so that a message or a page need not say whose."""
+    """A name means one class or alias in the whole package, so messages and pages can use it alone."""
     folders = ("engine", "kernels", "probes", "tasks", "src/replaylens")
     files = [f for f in tracked() if f.suffix == ".py" and str(f.relative_to(ROOT)).startswith(tuple(f"{n}/" for n in folders))]
     assert len(files) > 150
@@ -197,7 +197,7 @@ def test_every_type_has_a_name_of_its_own() -> None:
 
 
 def test_names_control() -> None:
-    """Negative control: a class, a class within a function and an alias are found; constants and functions are none."""
+    """Negative control: a class, a class in a function and an alias are found. Constants and functions are not."""
     planted = {
         "a.py": "class One: ...\nTwo = dict[str, int]\nLIMIT = 3\n_P = 1\ndef make(): ...",
         "b.py": "def f():\n    class One: ...\nLIMIT = 4\n_P = 2\ndef make(): ...",
@@ -210,7 +210,7 @@ def test_names_control() -> None:
 
 
 def skips(source: str) -> Iterator[str]:
-    """The tests of a module that may be skipped, by any means: marks, also by another name, and calls."""
+    """The tests of a module that may be skipped, by a mark (also under another name) or a call."""
     tree = ast.parse(source)
     marks = {"skip", "skipif", "xfail", "importorskip"}
     marks |= {  # fetched = pytest.mark.skipif(...)
@@ -233,12 +233,12 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def unlisted(file: str, source: str, quarantines: str) -> list[str]:
-    """The skips of a file that the quarantine table has no line for; a line names `file::test`."""
+    """The skips of a file without a line in the quarantine table. A line names `file::test`."""
     return [name for name in skips(source) if f"{file}::{name}" not in quarantines]
 
 
 def test_every_skip_has_its_line() -> None:
-    """No test may be skipped without a line in QUARANTINES.md that says when and why."""
+    """Every skipped test has a line in QUARANTINES.md that says when and why."""
     files = sorted((ROOT / "tests").rglob("*.py"))
     text = QUARANTINES.read_text()
     wrong = {name: bad for f in files if (bad := unlisted(name := str(f.relative_to(ROOT / "tests")), f.read_text(), text))}
@@ -246,7 +246,7 @@ def test_every_skip_has_its_line() -> None:
 
 
 def test_quarantine_lines_are_about_tests_that_exist() -> None:
-    """A line outlives its test only by mistake; every line has a condition and a reason."""
+    """Every line names an existing test and has a condition and a reason."""
     for line in QUARANTINES.read_text().splitlines():
         if line.startswith("| `"):
             test, when, why = (cell.strip() for cell in line.strip("|").split("|"))
@@ -267,13 +267,13 @@ PLANTED = {
 
 @pytest.mark.parametrize("plant", PLANTED)
 def test_skip_control(plant: str) -> None:
-    """Negative control: each way to skip is found, and is silent once it has its line."""
+    """Negative control: each way to skip is found, and accepted once it has a line."""
     assert unlisted("test_x.py", PLANTED[plant], "") == ["test_a"]
     assert unlisted("test_x.py", PLANTED[plant], "| `test_x.py::test_a` | never | no reason |") == []
     assert unlisted("test_x.py", "def test_a(): assert 1", "") == []
 
 
 def test_skip_of_a_whole_module_control() -> None:
-    """A module-wide mark or importorskip counts for the whole module."""
+    """A module-wide mark or importorskip applies to the whole module."""
     assert unlisted("test_x.py", "pytestmark = pytest.mark.skipif(True, reason='x')", "") == ["*"]
     assert unlisted("test_x.py", "pytest.importorskip('x')\ndef test_a(): ...", "") == ["*"]

@@ -1,4 +1,4 @@
-"""What a type checker and an editor see of `import replaylens as rl`: the names themselves, although they load on first use."""
+"""Type checkers and editors see the public names of `import replaylens as rl`, although they load on first use."""
 
 import ast
 import sys
@@ -20,7 +20,7 @@ ignore_errors = true
 [mypy-torch.*,numpy.*,pandas.*]
 follow_imports_for_stubs = true
 """
-"""signatures of our own alone: `make type` checks what is behind them, and those of torch take a minute to read"""
+"""our own signatures only: `make type` checks the code behind them, and reading torch's takes a minute"""
 GOOD = """
 import replaylens as rl
 
@@ -60,7 +60,7 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def complaints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What mypy says of the good lines followed by the bad ones, a line each: `snippet.py:LINE: ...`."""
+    """mypy's output for the good lines followed by the bad ones, one line each: `snippet.py:LINE: ...`."""
     folder = tmp_path_factory.mktemp("types")
     (folder / "mypy.ini").write_text(CONFIG)
     (folder / "snippet.py").write_text(GOOD + "".join(f"{line}\n" for line, _ in BAD.values()))
@@ -99,7 +99,7 @@ def test_an_editor_completes(typed: str, offered: str) -> None:
 
 
 def told(tree: ast.Module) -> set[str]:
-    """What a type checker is told of: module:name."""
+    """What a type checker sees: module:name."""
     (block,) = [node.body for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for node in block if isinstance(node, ast.ImportFrom)]
     assert all(alias.asname == alias.name for node in imports for alias in node.names), "only `as` makes a name public"
@@ -107,7 +107,7 @@ def told(tree: ast.Module) -> set[str]:
 
 
 def loaded(tree: ast.Module) -> dict[str, str]:
-    """Where `__getattr__` looks, by name."""
+    """Where `__getattr__` looks up each name."""
     (table,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_WHERE"]
     found = ast.literal_eval(table)
     assert isinstance(found, dict)

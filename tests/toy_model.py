@@ -1,6 +1,6 @@
-"""Small decoders for the engine's tests: random weights, or a script that says which token follows which.
+"""Small decoders for the engine's tests: random weights, or a script that maps each token to its successor.
 
-`reference` is the meaning of everything the engine commits: the whole path computed alone, in one pass, from nothing.
+`reference` defines everything the engine commits: the whole path computed alone, in one pass, from scratch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ SHAPE = dict(
 
 
 def random_model(seed: int = 0, gain: float = 12.0, **changes: Any) -> Decoder:
-    """Random weights, `gain` times those of a model about to be trained: its continuations wander."""
+    """Random weights, `gain` times those of a model at initialisation, so its continuations vary."""
     model = Decoder(ModelConfig(**{**SHAPE, **changes})).initialize(seed).requires_grad_(False)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2 and "embed" not in name:
@@ -46,14 +46,14 @@ def random_model(seed: int = 0, gain: float = 12.0, **changes: Any) -> Decoder:
 
 @cache
 def toy() -> Decoder:
-    """The random model that most tests share. Nobody may change it."""
+    """The random model that most tests share. Tests must not change it."""
     return random_model()
 
 
 def scripted_model(successor: Mapping[int, int], vocab: int = VOCAB, **changes: Any) -> Decoder:
-    """A model that says `successor[t]` after every token t (the next id where none is given), whatever came before.
+    """A model that predicts `successor[t]` after every token t (by default the next id), whatever came before.
 
-    Its keys and values are as varied as anybody's; only its blocks write too little to change what is said.
+    Its keys and values vary as in any model, but its blocks write too little to change the prediction.
     """
     model = random_model(**{"d_model": 64, "vocab_size": vocab, **changes})
     width = model.config.d_model
@@ -69,12 +69,12 @@ def scripted_model(successor: Mapping[int, int], vocab: int = VOCAB, **changes: 
 
 
 def engine(model: Decoder | None = None, **options: Any) -> Engine:
-    """An engine with small pages, so that every test crosses some."""
+    """An engine with small pages, so that every test crosses page boundaries."""
     return Engine(model or toy(), **{"page_size": 4, "cache_tokens": 2048, **options})
 
 
 def watch_passes(subject: Engine) -> list[list[Segment]]:
-    """A list that will hold the segments of every full canonical pass from now on."""
+    """A list that collects the segments of every full canonical pass from now on."""
     passes: list[list[Segment]] = []
     exact = subject.runner.exact
 
@@ -88,7 +88,7 @@ def watch_passes(subject: Engine) -> list[list[Segment]]:
 
 
 class Reference:
-    """Everything about one path, computed alone in one pass over all of it."""
+    """Everything about one path, computed alone in one pass."""
 
     def __init__(self, model: Decoder, path: Sequence[int], sites: Sequence[str] = ()) -> None:
         runner, table, tap = Runner(model, certificate_for(model), len(path), 1), PageTable(), PassTap(frozenset(sites))
@@ -100,8 +100,8 @@ class Reference:
 
 
 def continuation(model: Decoder, prompt: Sequence[int], n: int, sampling: Sampling | None = None) -> list[int]:
-    """The n tokens that follow: each from its whole path computed anew. Slow, stateless, and right by definition."""
-    path = _grown.setdefault((model, tuple(prompt), repr(sampling)), list(prompt))  # asked for again and again
+    """The next n tokens, each from its whole path computed from scratch. Slow, stateless, and right by definition."""
+    path = _grown.setdefault((model, tuple(prompt), repr(sampling)), list(prompt))  # called repeatedly
     while len(path) < len(prompt) + n:
         logits = Reference(model, path).logits[-1].numpy()
         path.append((sampling or Sampling()).choose(logits, path, len(prompt)))

@@ -10,18 +10,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
+from replaylens.engine.dump.checked import CheckedShards
 from replaylens.engine.dump.content import CORE, LOCATORS, Content
 from replaylens.engine.dump.filter import add_depth
 from replaylens.engine.dump.manifest import INDEX, Manifest
+from replaylens.engine.dump.region import Region
 from replaylens.engine.dump.shard import ShardFile
 from replaylens.engine.dump.store import Store
-from replaylens.engine.errors import BadDump, BadRequest
+from replaylens.engine.errors import BadDump, BadRequest, StoreFailed
 from replaylens.engine.request.capture import Rows
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_OPEN_SHARDS = 8
+_OPEN_SHARDS = 1024
+"""mapped, which takes no file handle and no memory"""
+_FRAMES = 8
 
 
 def frame_of(lines: pa.Table) -> "pd.DataFrame":
@@ -39,14 +43,16 @@ def frame_of(lines: pa.Table) -> "pd.DataFrame":
 class DumpFiles:
     """Shards and index of one dump, shared by all filtered views of it."""
 
-    def __init__(self, store: Store, manifest: Manifest) -> None:
+    def __init__(self, store: Store, manifest: Manifest, check: bool = True) -> None:
+        """`check`: hash every shard when it is first opened."""
         self.store, self.manifest = store, manifest
+        self.checked = CheckedShards(store, manifest) if check else None
         self.shard = lru_cache(_OPEN_SHARDS)(self._open_shard)
-        self.frame = lru_cache(_OPEN_SHARDS)(self._read_frame)
+        self.frame = lru_cache(_FRAMES)(self._read_frame)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Send no open files to other processes; a copy there opens its own."""
-        return DumpFiles, (self.store, self.manifest)
+        return DumpFiles, (self.store, self.manifest, self.checked is not None)
 
     @property
     def columns(self) -> list[str]:
@@ -67,6 +73,16 @@ class DumpFiles:
             found.setdefault(self.shard_of(example), []).append(example)
         return found
 
+    def check(self, numbers: Iterable[int]) -> None:
+        """Hash those of the shards that were not hashed before, if the dump was opened so. Raises DamagedShard."""
+        if self.checked is not None:
+            self.checked.check(numbers)
+
+    @cached_property
+    def region(self) -> Region:
+        """All shards of a local dump in one range of addresses."""
+        return Region(self.store, self.manifest, self.shard)
+
     def problems(self, progress: bool = False) -> list[str]:
         """One line for every file that is missing or whose size or SHA-256 differs from the manifest."""
         there, found = self.store.sizes(), []
@@ -81,6 +97,8 @@ class DumpFiles:
                 found.append(f"{name} has {there[name]} bytes, not {entry.bytes}")
             elif self.store.sha256(name) != entry.sha256:
                 found.append(f"{name} was changed after it was written: its SHA-256 differs")
+        if self.checked is not None and not found:
+            self.checked.trust(range(len(self.manifest.shards)))
         return found
 
     def lines(self, number: int, columns: list[str]) -> pa.Table:
@@ -92,7 +110,7 @@ class DumpFiles:
             else:
                 table = self._index.schema_arrow.empty_table().select(columns)
         except (pa.ArrowException, OSError, KeyError) as error:
-            raise self._bad_index(str(error)) from None
+            raise self._unreadable(error) from error
         if len(table) != wanted:
             raise self._bad_index(f"shard {number} has {len(table)} lines for {wanted} rows")
         return table
@@ -104,7 +122,9 @@ class DumpFiles:
         return Content(tensors, self.lines(number, [name for name in self.columns if name not in LOCATORS]))
 
     def _open_shard(self, number: int) -> ShardFile:
-        return ShardFile(self.store, self.manifest.shards[number], self.manifest.sites)
+        opened = ShardFile(self.store, self.manifest.shards[number], self.manifest.sites)
+        self.check([number])
+        return opened
 
     def _read_frame(self, number: int) -> "pd.DataFrame":
         """One shard's index as a pandas frame, with the column `depth`. The frame is cached: do not modify it."""
@@ -127,15 +147,21 @@ class DumpFiles:
         try:
             if self.store.sha256(INDEX) != self.manifest.index.sha256:
                 raise self._bad_index("it was changed after it was written, its SHA-256 differs. Resume the dump to repair it")
-            source = path if self.store.local else self.store.fs.open(path, "rb")
+            source = path if self.store.local else self.store.open(INDEX)
             index = pq.ParquetFile(source, memory_map=self.store.local)
         except (pa.ArrowException, OSError) as error:
-            raise self._bad_index(str(error)) from None
+            raise self._unreadable(error) from error
         found = index.metadata.num_rows, index.metadata.num_row_groups, sorted(index.schema_arrow.names)
         groups = sum(shard.rows > 0 for shard in self.manifest.shards)
         if found != (self.manifest.rows, groups, sorted(self.columns)):
             raise self._bad_index(f"it has {found[0]} lines in {found[1]} groups, with columns {', '.join(found[2])[:500]}")
         return index
+
+    def _unreadable(self, error: Exception) -> BadDump | StoreFailed:
+        """An index whose hash is right can fail to arrive from a store that is out of reach; on a local disk, it is damaged."""
+        if isinstance(error, StoreFailed) or (isinstance(error, OSError) and not self.store.local):
+            return error if isinstance(error, StoreFailed) else self.store.failed("read", error)
+        return self._bad_index(str(error))
 
     def _bad_index(self, why: str) -> BadDump:
         return BadDump(f"{self.store.url}/{INDEX} is not the index of this dump: {why}.")

@@ -1,15 +1,27 @@
 """`Head`: plan.json, the first file of an unfinished dump. It holds plan and fingerprint, so that other writers can join."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.store import Store
-from replaylens.engine.errors import BadDump, OtherFingerprint, OtherPlan
+from replaylens.engine.errors import BadDump, EngineError, OtherFingerprint, OtherPlan, ReplayMismatch
 from replaylens.engine.proof.fingerprint import Fingerprint
+from replaylens.engine.records import Hash, read
 
 HEAD = "plan.json"
 _MAX_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class _HeadRecord:
+    """The content of plan.json."""
+
+    fingerprint: Fingerprint
+    plan: dict[str, Any]
+    digest: Hash | None = None
+    shards: dict[int, Hash] = field(default_factory=dict)
 
 
 class Head:
@@ -20,32 +32,46 @@ class Head:
 
     def create(self) -> bool:
         """Write plan.json if the folder has none. Returns whether it was written."""
-        return self.store.create(HEAD, self._bytes(None))
+        return self.store.create(HEAD, self._bytes())
 
-    def rewrite(self, digest: str) -> None:
-        """Mutates: record the digest of a damaged dump, which its repair must reproduce."""
-        self.store.write(HEAD, self._bytes(digest))
+    def rewrite(self, digest: str | None = None, shards: dict[int, str] | None = None) -> None:
+        """Mutates: record the digests of a damaged dump, of all of it and of its shards. Its repair must reproduce them."""
+        self.store.write(HEAD, self._bytes(digest, shards))
 
-    def _bytes(self, digest: str | None) -> bytes:
-        head = {"fingerprint": asdict(self.fingerprint), "plan": self.plan.to_json(), "digest": digest}
-        return json.dumps(head, indent=1).encode()
+    def _bytes(self, digest: str | None = None, shards: dict[int, str] | None = None) -> bytes:
+        return json.dumps(asdict(_HeadRecord(self.fingerprint, self.plan.to_json(), digest, shards or {})), indent=1).encode()
 
     def check(self) -> None:
         """Raise OtherPlan or OtherFingerprint if the folder holds a dump that this writer cannot resume."""
-        plan, fingerprint, _ = self._read()
-        self.require(plan, fingerprint)
+        found = self._read()
+        try:
+            plan = DumpPlan.from_json(found.plan)
+        except EngineError as error:
+            raise self._damaged(error) from None
+        self.require(plan, found.fingerprint)
 
     @property
     def digest(self) -> str | None:
         """The digest of a damaged dump before it was reopened; None for a new dump."""
-        return self._read()[2]
+        return self._read().digest
 
-    def _read(self) -> tuple[DumpPlan, Fingerprint, str | None]:
+    def check_digest(self, number: int, digest: str) -> None:
+        """Raise ReplayMismatch if shard `number` had another digest before the dump was damaged."""
+        before = self._read().shards.get(number) if self.store.exists(HEAD) else None
+        if before not in (None, digest):
+            raise ReplayMismatch(
+                f"{self.store.url}: shard {number} has digest {digest} after its repair; before, it was {before}. It was not "
+                f"written. Run `replaylens doctor`, then resume."
+            )
+
+    def _read(self) -> _HeadRecord:
         try:
-            raw = json.loads(self.store.read(HEAD, _MAX_BYTES))
-            return DumpPlan.from_json(raw["plan"]), Fingerprint(**raw["fingerprint"]), raw.get("digest")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadDump(f"{self.store.url}/{HEAD} is damaged ({error}). Delete the folder and start again.") from None
+            return read(_HeadRecord, self.store.read(HEAD, _MAX_BYTES), f"{self.store.url}/{HEAD}", BadDump)
+        except BadDump as error:
+            raise self._damaged(error) from None
+
+    def _damaged(self, error: EngineError) -> BadDump:
+        return BadDump(f"{self.store.url}/{HEAD} is damaged: {error} Delete the folder and start again.")
 
     def require(self, plan: DumpPlan, fingerprint: Fingerprint) -> None:
         """Raise OtherPlan or OtherFingerprint if these differ from the writer's own."""

@@ -1,22 +1,24 @@
 """`DumpLock`: at most one live process writes a given shard of a dump. The lock of a dead process is taken over.
 
-On a local disk the lock is the kernel's (`flock`), which ends with the process. Elsewhere it is a file that names host and
-process. Whether that process is alive can be checked only on the same host; a process on another host counts as alive.
+On a local disk the lock is the kernel's (`flock`), which ends with the process. Elsewhere it is a file that names its owner.
+For other hosts it is a lease (`replaylens.engine.dump.lease`), which expires unless its owner renews it.
+
+An owner that was suspended for longer than that notices at its next renewal, and leaves the lock to the new owner. What both
+wrote meanwhile has the same bits.
 """
 
 import fcntl
-import json
 import math
 import os
 import re
-import socket
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any
 
+from replaylens.engine.dump import lease
+from replaylens.engine.dump.lease import Lease, is_live, is_renewed, owner_in, owner_of
+from replaylens.engine.dump.owner import LockOwner
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import DumpLocked
 
@@ -25,6 +27,7 @@ _PAUSE = 0.01
 _PROBE = 2.0
 """seconds; checking whether a lock is held takes it for a much shorter time"""
 _NAME = re.compile(r"lock-(\d{1,6})-of-(\d{1,6})")
+_CLAIM = "takeover-"
 
 
 def lock_name(part: tuple[int, int]) -> str:
@@ -40,18 +43,22 @@ class DumpLock:
 
     def __init__(self, store: Store, name: str, patience: float = 0.0) -> None:
         self.store, self.name, self.patience = store, name, patience
+        self.owner = LockOwner.this_process()
         self._handle: int | None = None
+        self._lease: Lease | None = None
 
     def __enter__(self) -> "DumpLock":
         deadline = time.monotonic() + self.patience
         while True:
             try:
                 self._take()
-                return self
+                break
             except DumpLocked:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_PAUSE)
+        self._lease = Lease(self.store, self.name, self.owner, self._handle)
+        return self
 
     def _take(self) -> None:
         if self.store.local:
@@ -64,7 +71,15 @@ class DumpLock:
                 raise _locked(self.store, other)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._lease is not None
+        self._lease.end()
+        lost = self._lease.lost
         self._give_back()
+        if lost and kind is None:
+            raise DumpLocked(
+                f"{self.store.url}: another process took {self.name} over, because this one did not renew it for "
+                f"{lease.LEASE:.0f} seconds. Complete shards are kept. Resume once the other process has ended."
+            )
 
     def _take_local(self) -> None:
         path, deadline = self.store.path(self.name), time.monotonic() + _PROBE
@@ -75,45 +90,63 @@ class DumpLock:
                     break
                 os.close(handle)  # the last owner removed the file between `open` and `flock`
                 continue
-            owner = _parse(os.pread(handle, 4096, 0))
+            owner = owner_in(handle)
             os.close(handle)
-            if (owner and _is_alive(owner)) or time.monotonic() >= deadline:
+            live = owner is not None and (not owner.is_here or owner.is_alive)
+            if live or time.monotonic() >= deadline:
                 raise _locked(self.store, self.name)
             time.sleep(_PAUSE)  # no owner is named: a process is checking the lock, or has yet to write its identity
-        owner = _parse(os.pread(handle, 4096, 0))
-        if owner and owner.get("host") != socket.gethostname():  # on a shared disk, flock may not cover other machines
-            os.close(handle)
+        owner = owner_in(handle)
+        if owner is not None and not owner.is_here and is_renewed(self.store, self.name, owner):
+            os.close(handle)  # on a shared disk, flock may not cover other machines
             raise _locked(self.store, self.name)
         os.ftruncate(handle, 0)
-        os.pwrite(handle, _identity(), 0)
+        os.pwrite(handle, self.owner.to_bytes(), 0)
         self._handle = handle
 
     def _take_remote(self) -> None:
-        mine = _identity()
-        if self.store.create(self.name, mine):
-            return
-        if _is_held(self.store, self.name):
-            raise _locked(self.store, self.name)
-        with self._taking_over():  # a dead process left the lock; only one of the processes that see this may remove it
-            if _is_held(self.store, self.name):
-                raise _locked(self.store, self.name)
-            self.store.remove(self.name)
-            if not self.store.create(self.name, mine):
-                raise _locked(self.store, self.name)
-
-    @contextmanager
-    def _taking_over(self) -> Iterator[None]:
-        name = f"takeover-{self.name}"
-        if not self.store.create(name, _identity()):
-            raise _locked(self.store, name)
+        """Create the lock. Remove it first if its owner is dead, which only one of the processes that see this may do."""
+        claims: list[str] = []
         try:
-            yield
+            while not self.store.create(self.name, self.owner.to_bytes()):
+                owner = owner_of(self.store, self.name)
+                if owner is None:
+                    continue  # it was just released
+                if is_live(self.store, self.name, owner):
+                    raise _locked(self.store, self.name)
+                self._claim(owner, claims)
+                now = owner_of(self.store, self.name)
+                if now is not None and now.mark == owner.mark:
+                    self.store.remove(self.name)
         finally:
-            self.store.remove(name)
+            for claim in claims:
+                self.store.remove(claim)
+
+    def _claim(self, dead: LockOwner, claims: list[str]) -> None:
+        """Claim the right to remove the lock of a dead owner, or raise DumpLocked. Mutates `claims`: files to remove then.
+
+        A claim is a file that is named after the owner it is about. Who finds one of a process that died over it claims that
+        one's right, and so on: there is one live claimant at most, wherever the others were killed.
+        """
+        mark, dead_claims = dead.mark, list[str]()
+        while not self.store.create(name := _CLAIM + mark, self.owner.to_bytes()):
+            claimant = owner_of(self.store, name)
+            if claimant is None:
+                continue  # it was just released
+            if claimant.mark != self.owner.mark and is_live(self.store, name, claimant):
+                raise _locked(self.store, name)
+            dead_claims.append(name)
+            if claimant.mark == self.owner.mark:
+                break
+            mark = claimant.mark
+        claims += [*dead_claims, name]
 
     def _give_back(self) -> None:
+        """Remove the lock unless it is another's by now."""
         with suppress(OSError):
-            self.store.remove(self.name)
+            owner = owner_of(self.store, self.name) if self._handle is None else owner_in(self._handle)
+            if owner is not None and owner.mark == self.owner.mark:
+                self.store.remove(self.name)
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -135,22 +168,41 @@ class DumpLock:
 
 
 def sweep(store: Store) -> None:
-    """Remove lock files of dead processes. Those of live processes and of other machines stay."""
+    """Remove lock files of dead processes, and claims on locks that are gone. Those of live processes and other hosts stay."""
     for name in store.sizes():
         if name == FINISH or _NAME.fullmatch(name):
-            lock = DumpLock(store, name)
             with suppress(DumpLocked):
                 if store.local:
                     _remove_if_free(store, name)
-                else:
+                elif (owner := owner_of(store, name)) is not None and owner.is_here:
+                    lock = DumpLock(store, name)
                     lock._take_remote()
                     lock._give_back()
+    if not store.local:
+        _sweep_claims(store)
+
+
+def _sweep_claims(store: Store) -> None:
+    names = [name for name in store.sizes() if name.startswith((_CLAIM, "lock-"))]
+    owners = {name: owner for name in names if (owner := owner_of(store, name)) is not None}
+    while True:
+        marks = {owner.mark for owner in owners.values()}
+        gone = [name for name in owners if name.startswith(_CLAIM) and name.removeprefix(_CLAIM) not in marks]
+        if not gone:
+            return
+        for name in gone:
+            store.remove(name)
+            del owners[name]
 
 
 def _remove_if_free(store: Store, name: str) -> None:
     """Remove a lock file that no process holds. Writes no owner into it, so that a writer who wants the lock now waits."""
     with _opened(store, name) as handle:
-        if handle is not None and _is_free(handle, fcntl.LOCK_EX) and _same_file(handle, store.path(name)):
+        if handle is None:
+            return
+        owner = owner_in(handle)
+        ours = owner is None or owner.is_here
+        if ours and _flock(handle, fcntl.LOCK_EX) and _same_file(handle, store.path(name)):
             store.remove(name)
 
 
@@ -168,20 +220,17 @@ def _opened(store: Store, name: str) -> Iterator[int | None]:
         os.close(handle)
 
 
-def _is_free(handle: int, kind: int) -> bool:
-    """Whether a local lock is free. If so, no process can take it before the handle is closed."""
-    owner = _parse(os.pread(handle, 4096, 0))
-    distant = bool(owner) and owner.get("host") != socket.gethostname()
-    return not distant and _flock(handle, kind)
-
-
 def _is_held(store: Store, name: str) -> bool:
-    """Whether a live process holds the lock, as far as this host can see."""
-    if store.local:
-        with _opened(store, name) as handle:
-            return handle is not None and not _is_free(handle, fcntl.LOCK_SH)
-    owner = _owner(store, name)
-    return owner is not None and _is_alive(owner)
+    """Whether a live process holds the lock. For one of another host, watches whether it is renewed."""
+    if not store.local:
+        owner = owner_of(store, name)
+        return owner is not None and is_live(store, name, owner)
+    with _opened(store, name) as handle:
+        if handle is None:
+            return False
+        owner = owner_in(handle)
+        distant = owner is not None and not owner.is_here
+        return not _flock(handle, fcntl.LOCK_SH) or (distant and owner is not None and is_renewed(store, name, owner))
 
 
 def _flock(handle: int, kind: int) -> bool:
@@ -199,55 +248,9 @@ def _same_file(handle: int, path: str) -> bool:
         return False
 
 
-def _identity() -> bytes:
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid()), "nonce": uuid.uuid4().hex}
-    return json.dumps(me).encode()
-
-
-def _started(pid: int) -> str | None:
-    """When the process started, in kernel ticks. Distinguishes it from a later process with the same id."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rsplit(b")", 1)[1].split()[19].decode()
-    except (OSError, IndexError):
-        return None
-
-
-def _is_alive(owner: dict[str, Any]) -> bool:
-    """Whether the process that a lock names is alive. A process on another or unknown host counts as alive."""
-    pid, started = owner.get("pid"), owner.get("started")
-    if owner.get("host") != socket.gethostname():
-        return True
-    if not isinstance(pid, int) or pid < 1:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return started is None or started == _started(pid)
-
-
-def _parse(raw: bytes) -> dict[str, Any]:
-    try:
-        owner = json.loads(raw)
-    except ValueError:
-        return {}
-    return owner if isinstance(owner, dict) else {}
-
-
-def _owner(store: Store, name: str) -> dict[str, Any] | None:
-    """The owner that the lock file names; None if there is no file."""
-    try:
-        return _parse(bytes(store.fs.cat_file(store.path(name))))
-    except FileNotFoundError:
-        return None
-
-
 def _locked(store: Store, name: str) -> DumpLocked:
-    owner = _owner(store, name) or {}
+    owner = owner_of(store, name) or LockOwner()
     return DumpLocked(
-        f"{store.url} is being written by process {owner.get('pid', '?')} on {owner.get('host', '?')} ({name}). Wait for it, "
-        f"or choose another folder. If that process has ended, delete the file {name}."
+        f"{store.url} is being written by process {owner.pid or '?'} on {owner.host} ({name}). Wait for it, or choose another "
+        f"folder. If that process has ended, its lock expires {lease.LEASE:.0f} seconds after its last renewal."
     )

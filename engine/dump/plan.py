@@ -5,12 +5,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from msgspec import UNSET, UnsetType
 
 from replaylens import tasks
 from replaylens.engine.dump.path import ExamplePath
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.records import Count, Positive, build
 from replaylens.engine.request.capture import LensSpec
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.records import EditRecord
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import integer, items, whole
 from replaylens.tasks.task import AnyTask
@@ -96,26 +99,57 @@ class DumpPlan:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "DumpPlan":
-        """Inverse of `to_json`. Raises TypeError, KeyError or BadRequest for anything else."""
-        given = dict(raw)
-        spelled, lens, sampling = given["examples"], given["lens"], Sampling.from_json(given["sampling"])
-        if set(spelled) == {"start", "stop"}:
-            start, stop = int(spelled["start"]), int(spelled["stop"])
-            if not 0 <= start <= stop <= 2**48:
-                raise BadRequest(f"Examples {start} to {stop} are out of range.")
-            indices: range | tuple[int, ...] = range(start, stop)
-        else:
-            indices = compact(spelled["indices"])
-        lens = None if lens is None else LensSpec.from_json(lens)
-        edits = tuple(Edit.from_json(edit).to_json() for edit in given.get("edits", ()))
-        fixed = {"examples": indices, "lens": lens, "sampling": sampling, "sites": tuple(given["sites"])}
-        return cls(**{**given, **fixed, "edits": edits})
+        """Inverse of `to_json`; BadRequest names the first field that is missing, unknown, or of another type."""
+        read = build(PlanRecord, raw, "The plan", BadRequest)
+        edits = tuple(Edit.from_json(edit).to_json() for edit in raw.get("edits", ()))
+        return cls(**{**vars(read), "examples": read.examples.listed(), "edits": edits})
 
     def differences(self, other: "DumpPlan") -> list[str]:
         """One readable line per option that differs."""
         mine, theirs = self.to_json(), other.to_json()
         other_edits = ["edits: other interventions"] if mine.pop("edits", None) != theirs.pop("edits", None) else []
         return other_edits + [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
+
+
+@dataclass(frozen=True)
+class ExamplesRecord:
+    """The examples as a file spells them: `start` and `stop`, or `indices`."""
+
+    start: Count | UnsetType = UNSET
+    stop: Count | UnsetType = UNSET
+    indices: tuple[Count, ...] | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        ends = (self.start is not UNSET) + (self.stop is not UNSET)
+        if (ends, self.indices is UNSET) not in ((2, True), (0, False)):
+            raise BadRequest("Examples are given by `start` and `stop`, or by `indices`")
+
+    def listed(self) -> range | tuple[int, ...]:
+        if self.indices is not UNSET:
+            return compact(self.indices)
+        assert self.start is not UNSET and self.stop is not UNSET
+        return range(self.start, max(self.start, self.stop))
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """What `DumpPlan.to_json` writes. The task checks its knobs, and the drafter its settings."""
+
+    task: str
+    knobs: dict[str, Any]
+    examples: ExamplesRecord
+    sites: tuple[str, ...]
+    lens: LensSpec | None
+    drafter: str
+    drafter_settings: dict[str, Any]
+    window: Positive | None
+    sampling: Sampling
+    max_new: Positive | None
+    rejected: bool
+    positions: str
+    dtype: str
+    examples_per_shard: Positive
+    edits: tuple[EditRecord, ...] = ()
 
 
 def compact(indices: int | Iterable[int]) -> range | tuple[int, ...]:

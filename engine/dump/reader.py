@@ -10,21 +10,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from replaylens.engine.dump.array import Located, RowNumbers, SiteArray, gather, row_numbers, shard_starts, to_numpy
 from replaylens.engine.dump.content import CORE
+from replaylens.engine.dump.export import to_dataset
+from replaylens.engine.dump.feed import Feed
 from replaylens.engine.dump.files import DumpFiles
 from replaylens.engine.dump.filter import Filter, Predicate, columns_needed, make_filters
 from replaylens.engine.dump.manifest import INDEX, MANIFEST, MAX_BYTES, Manifest, SiteEntry
+from replaylens.engine.dump.order import RowOrder
+from replaylens.engine.dump.statistics import SiteStatistics, statistics
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump, UnknownSite, no_such
 from replaylens.engine.model.sites import at_layer
 from replaylens.engine.request.capture import Rows
-from replaylens.engine.request.values import flag, instance, shown, whole
+from replaylens.engine.request.values import flag, instance, items, shown, whole
 
 if TYPE_CHECKING:
     import pandas as pd
+    from datasets import Dataset
+
+
+SiteName = str | tuple[str, int]
+"""a stored name, an alias, a letter, or a letter (or a part of Z) with a layer"""
+_SITES = "names, aliases, letters or pairs of a letter and a layer"
 
 
 class Matrix(NamedTuple):
@@ -35,6 +45,15 @@ class Matrix(NamedTuple):
     y: np.ndarray | None
     groups: np.ndarray
     """the root of each row, so that all rows of a prompt stay in one fold"""
+
+
+class _Choice(NamedTuple):
+    """Rows selected by filters and a label."""
+
+    rows: np.ndarray
+    """numbers in the whole dump, ascending"""
+    y: np.ndarray | None
+    groups: np.ndarray
 
 
 class Dump:
@@ -50,12 +69,18 @@ class Dump:
 
     def __init__(self, files: DumpFiles, filters: tuple[Filter, ...] = ()) -> None:
         self.files, self.manifest, self.filters = files, files.manifest, filters
-        self._chosen: dict[str | None, tuple[list[np.ndarray], np.ndarray | None, np.ndarray]] = {}
+        self._chosen: dict[str | None, _Choice] = {}
 
     @classmethod
-    def open(cls, path: str | Path, check_files: bool = True) -> "Dump":
-        """Check the manifest and the size of every file. Raises BadDump or UnfinishedDump."""
+    def open(cls, path: str | Path, check_files: bool = True, check: bool | None = None) -> "Dump":
+        """Check the manifest and the size of every file. Raises BadDump or UnfinishedDump.
+
+        check  hash every shard when it is first opened and raise DamagedShard if it was changed; the result is kept in the
+               cache folder, so that an unchanged file is hashed once. None: for local dumps only, because a remote shard
+               has to be fetched whole to be hashed
+        """
         store, check_files = Store(path), flag("check_files", check_files)
+        check = store.local if check is None else flag("check", check)
         there = store.sizes()
         if MANIFEST not in there:
             if "plan.json" in there:
@@ -67,7 +92,7 @@ class Dump:
                 if there.get(name) != size:
                     found = f"has {there[name]} bytes" if name in there else "is missing"
                     raise BadDump(f"{path}: {name} {found}, the manifest says {size} bytes. Resume the dump to repair it.")
-        return cls(DumpFiles(store, manifest))
+        return cls(DumpFiles(store, manifest, check))
 
     # ---- description --------------------------------------------------------------------------------------------
 
@@ -78,7 +103,7 @@ class Dump:
 
     def __len__(self) -> int:
         """Number of rows. With filters, counting them reads the index."""
-        return sum(map(len, self._choose(None)[0])) if self.filters else self.manifest.rows
+        return len(self._choose(None).rows) if self.filters else self.manifest.rows
 
     @property
     def url(self) -> str:
@@ -125,6 +150,20 @@ class Dump:
             raise UnknownSite(f"{name} is at layer {sites[name].layer}, not {layer}. Use a letter to choose a layer.")
         return name, None
 
+    def resolve_all(self, sites: "str | Sequence[SiteName] | None") -> "dict[str, tuple[str, int | None]]":
+        """Several sites: key -> what `resolve` gives. A key is the stored name; of one layer of Z, the name and the layer."""
+        given = [sites] if isinstance(sites, str) else list(self.sites if sites is None else items("sites", sites, _SITES))
+        found: dict[str, tuple[str, int | None]] = {}
+        for each in given:
+            layers: list[Any] = list(self.manifest.layers(each)) if each in tuple("STC") else []
+            pairs: list[Any] = [each] if isinstance(each, tuple) and len(each) == 2 else [(each, at) for at in layers or [None]]
+            for site, layer in pairs:
+                name, entry = self.resolve(site, layer)
+                found[name if entry is None else f"{name}.{entry}"] = name, entry
+        if not found:
+            raise BadRequest(f"No sites given. This dump holds {', '.join(self.sites)}.")
+        return found
+
     # ---- selecting rows -----------------------------------------------------------------------------------------
 
     def where(self, predicate: Predicate | None = None, /, **conditions: Any) -> "Dump":
@@ -156,22 +195,33 @@ class Dump:
             return narrowed.matrix(site, layer, label=label)
         if label is not None and (not isinstance(label, str) or label not in (*self.manifest.labels, *CORE.names)):
             raise BadRequest(no_such("label", str(label)[:60], self.manifest.labels))
-        rows, y, groups = self._choose(label)
-        x = self._gather(site, layer, rows)
-        X = _numpy(x).reshape(len(x), math.prod(x.shape[1:]))
-        return Matrix(
-            X, None if y is None else y.copy(), groups.copy()
-        )  # callers may modify the result, the cached arrays must not change
+        chosen = self._choose(label)
+        x = SiteArray(self.files, *self.resolve(site, layer), chosen.rows).read()
+        X = to_numpy(x).reshape(len(x), math.prod(x.shape[1:]))
+        y = None if chosen.y is None else chosen.y.copy()  # callers may modify the result, the cached arrays must not change
+        return Matrix(X, y, chosen.groups.copy())
+
+    def array(self, site: str, layer: int | None = None) -> SiteArray:
+        """Rows of one site as an array on disk: [rows, ...]. Indexing reads the rows asked for; `pieces()` maps the shards."""
+        return SiteArray(self.files, *self.resolve(site, layer), self._selected())
+
+    def take(self, rows: RowNumbers, sites: "str | Sequence[SiteName] | None" = None) -> dict[str, Tensor]:
+        """Rows of the index by number, in the order asked for, at several sites: name -> [rows, ...].
+
+        rows   row numbers of `index`, negative ones from the end; or one boolean per row; or a slice
+        sites  names, aliases, letters (all their layers) or pairs such as ("S", 2); None: every stored site
+        """
+        numbers, chosen = row_numbers(rows, len(self)), self._selected()
+        located = Located.of(shard_starts(self.files), numbers if chosen is None else chosen[numbers])
+        return {key: gather(self.files, *where, located) for key, where in self.resolve_all(sites).items()}
 
     def to_torch(self, site: str, layer: int | None = None) -> Tensor:
         """Rows of one site, in the stored dtype: [rows, ...]."""
-        if self.filters:
-            return self._gather(site, layer, self._choose(None)[0])
-        return self._gather(site, layer, [slice(0, shard.rows) for shard in self.manifest.shards])
+        return self.array(site, layer).read()
 
     def to_numpy(self, site: str, layer: int | None = None) -> np.ndarray:
         """Rows of one site. bfloat16, which numpy lacks, becomes float32 without loss."""
-        return _numpy(self.to_torch(site, layer))
+        return to_numpy(self.to_torch(site, layer))
 
     def to_pandas(self) -> "pd.DataFrame":
         """The index, with the column `depth`."""
@@ -192,7 +242,40 @@ class Dump:
             rows, frame = np.flatnonzero(self._mask(number)), self.files.frame(number)
             for first in range(0, len(rows), batch_rows):
                 some = rows[first : first + batch_rows]
-                yield _entry(self.files.shard(number).rows(name, some), entry), frame.iloc[some].reset_index(drop=True)
+                x = gather(self.files, name, entry, Located(np.full(len(some), number), some))
+                yield x, frame.iloc[some].reset_index(drop=True)
+
+    def feed(
+        self,
+        sites: "str | Sequence[SiteName]",
+        *,
+        batch_size: int = 4096,
+        seed: int = 0,
+        shuffle: str | None = "rows",
+        epochs: int | None = 1,
+        drop_last: bool = False,
+    ) -> Feed:
+        """Rows of several sites in shuffled batches: a torch `IterableDataset` that can be resumed.
+
+        sites      as in `take`
+        seed       of the order, which depends on nothing else: neither batch size, workers nor shards
+        shuffle    "rows": any row can come anywhere. "blocks": reads blocks of adjacent rows and mixes them within
+                   pools, for remote dumps and those larger than memory. None: as stored
+        epochs     passes over the rows in one iteration, each in an order of its own; None: without end. Batches run on from
+                   one epoch into the next
+        drop_last  leave out a last batch that is smaller than the others
+        """
+        order = RowOrder(len(self), seed, shuffle)
+        return Feed(self.files, self.resolve_all(sites), self._selected(), order, batch_size, epochs, drop_last)
+
+    def statistics(self, site: str, layer: int | None = None) -> SiteStatistics:
+        """Mean, standard deviation and mean norm of a site's rows, in float64. The bits do not depend on shards or threads."""
+        return statistics(self.array(site, layer))
+
+    def to_dataset(self, sites: "str | Sequence[SiteName] | None" = None) -> "Dataset":
+        """A Hugging Face `Dataset` of the index columns and the sites. The sites of a local dump are mapped, not copied, unless
+        rows are filtered or bfloat16. Raises MissingPackage without the package `datasets`."""
+        return to_dataset(self.files, self.resolve_all(sites), self._selected())
 
     def to_activation_cache(self, example: int, branch: int = 0) -> Any:
         """TransformerLens's `ActivationCache` of one path of an example: [1, positions, ...] by stored name and alias.
@@ -218,27 +301,26 @@ class Dump:
             mask &= each.mask(frame)
         return mask
 
-    def _choose(self, label: str | None) -> tuple[list[np.ndarray], np.ndarray | None, np.ndarray]:
-        """Row numbers within each shard, the label's values and the roots; cached for the next site or layer."""
+    def _choose(self, label: str | None) -> "_Choice":
+        """The selected rows that have the label; cached for the next site or layer."""
         if label not in self._chosen:
             wanted = list(dict.fromkeys([*columns_needed(self.filters, self.columns), "root", *([label] if label else [])]))
             rows, labels, roots = [], [], []
-            for number in range(len(self.manifest.shards)):
+            for number, start in enumerate(shard_starts(self.files)[:-1]):
                 frame = self.files.to_frame(self.files.lines(number, wanted))
                 mask = np.array(frame[label].notna()) if label else np.ones(len(frame), dtype=bool)
                 for each in self.filters:
                     mask &= each.mask(frame)
-                rows.append(np.flatnonzero(mask))
+                rows.append(np.flatnonzero(mask) + start)
                 roots.append(frame["root"].to_numpy(dtype=object)[mask])
                 labels.append(frame[label].to_numpy(dtype=object)[mask] if label else roots[-1])
             y = _tidy(np.concatenate(labels)) if label else None
-            self._chosen[label] = rows, y, np.concatenate(roots).astype(str)
+            self._chosen[label] = _Choice(np.concatenate(rows), y, np.concatenate(roots).astype(str))
         return self._chosen[label]
 
-    def _gather(self, site: str, layer: int | None, rows: Sequence[np.ndarray | slice]) -> Tensor:
-        name, entry = self.resolve(site, layer)
-        pieces = [_entry(self.files.shard(number).rows(name, some), entry) for number, some in enumerate(rows)]
-        return torch.cat(pieces)
+    def _selected(self) -> np.ndarray | None:
+        """Numbers of the selected rows in the whole dump; None: all."""
+        return self._choose(None).rows if self.filters else None
 
     def _path_rows(self, example: int, branch: int) -> Rows:
         number = self.files.shard_of(example)
@@ -250,14 +332,6 @@ class Dump:
         before = frame[mine & (frame["branch"] == 0) & (frame["position"] < own["fork_position"].iloc[0])]
         rows = np.concatenate([before.index.to_numpy(), own.index.to_numpy()]).astype(np.int64)
         return {name: self.files.shard(number).rows(name, rows) for name in self.manifest.sites}
-
-
-def _entry(x: Tensor, entry: int | None) -> Tensor:
-    return x if entry is None else x[:, entry]
-
-
-def _numpy(x: Tensor) -> np.ndarray:
-    return (x.float() if x.dtype is torch.bfloat16 else x).numpy()
 
 
 def _tidy(values: np.ndarray) -> np.ndarray:

@@ -2,20 +2,24 @@
 
 A local file is written under a temporary name, flushed to the disk and renamed, so that an incomplete file never has the
 final name. A store without renames (object stores, memory) receives the file in one upload.
+
+Every file system raises errors of its own. All of them become StoreFailed, except for files that are missing.
 """
 
 import hashlib
 import os
 import re
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from fsspec.core import url_to_fs
+from fsspec.core import split_protocol, url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import available_protocols, registry
 
-from replaylens.engine.errors import BadDump, BadRequest, DumpWriteFailed
+from replaylens.engine.errors import BadDump, BadRequest, DumpWriteFailed, EngineError, StoreFailed
 
 TEMPORARY = ".tmp"
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
@@ -32,7 +36,8 @@ class HashingFile:
     def write(self, data: Any) -> int:
         """Mutates: append bytes."""
         data = memoryview(data).cast("B")
-        self.raw.write(data)
+        with _as_os_errors():
+            self.raw.write(data)
         self._hash.update(data)
         self.num_bytes += len(data)
         return len(data)
@@ -58,12 +63,30 @@ class Store:
         if not isinstance(path, str | os.PathLike) or not str(path):
             raise BadRequest(f"path={path!r:.60}: give a folder, or the address of one that fsspec knows")
         self.url = str(path)
-        try:
-            self.fs, root = url_to_fs(self.url)
-        except (ValueError, ImportError) as error:  # no such protocol, or not installed
-            raise BadRequest(f"path={self.url!r:.60}: {error}") from error
+        self.fs, root = _opened(self.url)
         self.root = str(root).rstrip("/")
         self.local = isinstance(self.fs, LocalFileSystem)
+
+    def apart(self) -> "Store":
+        """The same folder over a connection of its own, for another thread."""
+        other = Store(self.url)
+        other.fs, _ = _opened(self.url, skip_instance_cache=not self.local)
+        return other
+
+    @contextmanager
+    def reaching(self, doing: str) -> Iterator[None]:
+        """Turn errors of the file system into StoreFailed. A file that is missing, or exists already, is no failure."""
+        try:
+            yield
+        except (EngineError, FileNotFoundError, NotADirectoryError, FileExistsError):
+            raise
+        except Exception as error:  # libraries of stores have error classes of their own
+            raise self.failed(doing, error) from error
+
+    def failed(self, doing: str, error: Exception) -> StoreFailed:
+        return StoreFailed(
+            f"Cannot {doing} {self.url[:200]}: {_said(error)}. Check address, network, credentials and permissions."
+        )
 
     def path(self, name: str) -> str:
         """The path of a file; BadDump for a name that could point outside the folder."""
@@ -72,61 +95,98 @@ class Store:
         return f"{self.root}/{name}"
 
     def make(self) -> None:
-        """Create the folder if it does not exist."""
+        """Create the folder if it does not exist, but not a bucket: that would hide a mistyped name.
+
+        Where paths have no leading slash, their first part is a bucket, or something else that only its owner creates.
+        """
         try:
-            self.fs.makedirs(self.root, exist_ok=True)
-        except OSError as error:
-            raise DumpWriteFailed(f"Cannot create {self.url}: {error.strerror or error}.") from error
+            if self.root.startswith("/") or self.local or self.fs.exists(self.root.split("/")[0]):
+                self.fs.makedirs(self.root, exist_ok=True)
+        except Exception as error:  # as in `reaching`
+            raise DumpWriteFailed(f"Cannot create {self.url}: {_said(error)}.") from error
+
+    def has_folder(self) -> bool:
+        with self.reaching("find"):
+            return bool(self.fs.exists(self.root))
+
+    def remove_folder(self) -> None:
+        """Delete the folder if it is empty."""
+        if self.local or self.root.startswith("/"):  # elsewhere, there are no folders without files
+            with suppress(OSError), self.reaching("remove"):
+                self.fs.rmdir(self.root)
 
     def sizes(self) -> dict[str, int]:
-        """Name and size of every file, from one listing; empty if there is no folder."""
-        self.fs.invalidate_cache()
+        """Name and size of every file, from one listing; empty if there is no folder. A link counts as the file it leads to."""
         try:
-            listed = self.fs.ls(self.root, detail=True)
+            with self.reaching("list"):
+                if self.local:
+                    return _local_sizes(self.root)
+                self.fs.invalidate_cache()
+                listed = self.fs.ls(self.root, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        except (OSError, UnicodeError) as error:  # a name that no file system takes, no permission
-            raise BadDump(f"{self.url[:200]!r} cannot be listed: {error}") from error
-        return {str(entry["name"]).rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in listed if entry["type"] == "file"}
+        except StoreFailed as error:
+            if self.local and not isinstance(error.__cause__, PermissionError):  # a name that no file system takes
+                raise BadDump(f"{self.url[:200]!r} cannot be listed: {error.__cause__}") from error
+            raise
+        kinds = ("file", "link")
+        return {str(entry["name"]).rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in listed if entry["type"] in kinds}
 
     def exists(self, name: str) -> bool:
-        return bool(self.fs.exists(self.path(name)))
+        try:
+            with self.reaching("read"):
+                return bool(self.fs.info(self.path(name)))  # fs.exists takes a store out of reach for an empty one
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def size(self, name: str) -> int:
+        with self.reaching("read"):
+            return int(self.fs.size(self.path(name)))
+
+    def open(self, name: str) -> Any:
+        """A file, to be read in binary mode."""
+        with self.reaching("read"):
+            return self.fs.open(self.path(name), "rb")
+
+    def peek(self, name: str) -> bytes | None:
+        """The content of a small file; None if it is missing."""
+        try:
+            with self.reaching("read"):
+                return bytes(self.fs.cat_file(self.path(name)))
+        except FileNotFoundError:
+            return None
 
     def read(self, name: str, most: int) -> bytes:
         """The content of a small file; BadDump if it is missing or larger than `most`."""
-        path = self.path(name)
         try:
-            size = int(self.fs.size(path))
+            size = self.size(name)
             if size > most:
                 raise BadDump(f"{self.url}/{name} has {size} bytes, more than the limit of {most}.")
-            return bytes(self.fs.cat_file(path))
+            with self.reaching("read"):
+                return bytes(self.fs.cat_file(self.path(name)))
         except FileNotFoundError:
             raise BadDump(f"{self.url} has no {name}.") from None
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        return bytes(self.fs.cat_file(self.path(name), start=start, end=end))
+        with self.reaching("read"):
+            return bytes(self.fs.cat_file(self.path(name), start=start, end=end))
 
     def sha256(self, name: str) -> str:
         """SHA-256 of a stored file, read in blocks."""
-        with self.fs.open(self.path(name), "rb") as file:
+        with self.reaching("read"), self.fs.open(self.path(name), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     @contextmanager
     def writing(self, name: str) -> Iterator[HashingFile]:
         """A file that appears, complete, when the block ends without an error. Otherwise nothing changes."""
         path = self.path(name)
-        hidden = path + TEMPORARY if self.local else path
+        hidden = self._hidden(path) if self.local else path
         try:
-            with self.fs.open(hidden, "wb") as raw:
-                try:
-                    yield HashingFile(raw)
-                    if self.local:
-                        raw.flush()
-                        os.fsync(raw.fileno())
-                except BaseException:
-                    if not self.local:
-                        _discard(raw)
-                    raise
+            with self._writable(hidden) as raw:
+                yield HashingFile(raw)
+                if self.local:
+                    raw.flush()
+                    os.fsync(raw.fileno())
             if self.local:
                 os.replace(hidden, path)
                 _sync_folder(self.root)
@@ -134,12 +194,33 @@ class Store:
             if self.local:
                 with suppress(OSError):
                     os.unlink(hidden)
-            if isinstance(error, OSError) and not isinstance(error, DumpWriteFailed):
+            if isinstance(error, OSError) and not isinstance(error, EngineError):
                 raise DumpWriteFailed(
-                    f"Cannot write {self.url}/{name}: {error.strerror or error}. The shards written so far are complete. Free "
-                    f"some space and resume."
+                    f"Cannot write {self.url}/{name}: {_said(error)}. The shards written so far are complete. Make room, or "
+                    f"restore the connection, and resume."
                 ) from error
             raise
+
+    def _hidden(self, path: str) -> str:
+        """A temporary name that no other writer uses: one that was given up for dead may still write the same file."""
+        return f"{path}.{os.getpid()}-{uuid.uuid4().hex[:8]}{TEMPORARY}"
+
+    @contextmanager
+    def _writable(self, path: str) -> Iterator[Any]:
+        """An open file, closed when the block ends. If it fails, the upload is aborted, on file systems that support it."""
+        with _as_os_errors():
+            raw = self.fs.open(path, "wb")
+        try:
+            yield raw
+        except BaseException:
+            with suppress(Exception):
+                if not self.local:
+                    raw.discard()
+            with suppress(Exception):
+                raw.close()
+            raise
+        with _as_os_errors():
+            raw.close()
 
     def write(self, name: str, data: bytes) -> None:
         """Write a whole file."""
@@ -151,18 +232,21 @@ class Store:
         path = self.path(name)
         if not self.local:
             try:
-                self.fs.pipe_file(path, data, mode="create")
+                with _as_os_errors():
+                    self.fs.pipe_file(path, data, mode="create")
             except FileExistsError:
                 return False
+            except OSError as error:
+                raise DumpWriteFailed(f"Cannot write {self.url}/{name}: {_said(error)}.") from error
             return True
-        hidden = f"{path}.{os.getpid()}{TEMPORARY}"
+        hidden = self._hidden(path)
         try:
             Path(hidden).write_bytes(data)
             os.link(hidden, path)
         except FileExistsError:
             return False
         except OSError as error:
-            raise DumpWriteFailed(f"Cannot write {self.url}/{name}: {error.strerror or error}.") from error
+            raise DumpWriteFailed(f"Cannot write {self.url}/{name}: {_said(error)}.") from error
         finally:
             with suppress(OSError):
                 os.unlink(hidden)
@@ -170,14 +254,51 @@ class Store:
 
     def remove(self, name: str) -> None:
         """Delete a file, if it exists."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self.reaching("remove a file of"):
             self.fs.rm_file(self.path(name))
 
 
-def _discard(raw: Any) -> None:
-    """Abort an upload, on file systems that support it."""
-    with suppress(Exception):
-        raw.discard()
+def _opened(url: str, **options: bool) -> tuple[Any, str]:
+    """The file system of an address, and the path on it."""
+    for link in url.split("::"):  # simplecache::s3://bucket
+        scheme = split_protocol(link)[0]
+        if scheme is None or scheme in available_protocols() or scheme in registry:
+            continue
+        raise BadRequest(f"path={url!r:.60}: Protocol not known: {scheme}. Known: {', '.join(sorted(available_protocols()))}.")
+    try:
+        return url_to_fs(url, **options)
+    except ImportError as error:
+        raise StoreFailed(f"{url[:200]} needs a package that is not installed: {_said(error)}. Install it with pip.") from error
+    except Exception as error:  # as in `reaching`: file systems connect when they are made
+        raise StoreFailed(f"Cannot reach {url[:200]}: {_said(error)}. Check address, network and credentials.") from error
+
+
+def _local_sizes(folder: str) -> dict[str, int]:
+    sizes = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # another writer has removed it since it was listed
+                if entry.is_file():
+                    sizes[entry.name] = entry.stat().st_size
+    return sizes
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Turn errors of a file system, which can be of any class, into OSErrors."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(_said(error)) from error
+
+
+def _said(error: Exception) -> str:
+    """An error's text, with its class if it is not a plain system error."""
+    if isinstance(error, OSError) and (error.strerror or type(error) is OSError):
+        return (error.strerror or str(error)).rstrip(".")
+    return f"{type(error).__name__}: {str(error)[:300]}".rstrip(". ")
 
 
 def _sync_folder(path: str) -> None:

@@ -12,6 +12,7 @@ At most two shards are in memory at a time.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -30,10 +31,12 @@ from replaylens.engine.dump.lock import FINISH, DumpLock, lock_name, sweep
 from replaylens.engine.dump.manifest import INDEX, MANIFEST, MAX_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.salvage import Describe, Salvage
 from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import TEMPORARY, Store
 from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch
 from replaylens.engine.proof.fingerprint import Fingerprint
+from replaylens.engine.records import read
 
 WorkerPart = tuple[int, int]
 """(i, n): write every n-th shard, from number i on"""
@@ -41,6 +44,7 @@ _MAX_PART = 1 << 28
 _PATIENCE = 60.0
 """seconds to wait for another writer that finishes the dump or reopens a damaged one"""
 _COMPRESSION = "zstd"
+_TEMPORARY = re.compile(r"(?:shard|part)-(\d{1,9})\..*" + re.escape(TEMPORARY))
 
 
 Make = Callable[[int, Callable[[int], object]], Content]
@@ -68,7 +72,7 @@ class DumpWriter:
     def write(
         self,
         make: Make,
-        describe: Callable[[Content], dict[str, SiteEntry]],
+        describe: Describe,
         *,
         resume: bool = False,
         part: WorkerPart = (0, 1),
@@ -81,7 +85,7 @@ class DumpWriter:
         """
         with (
             self._new_folder(),
-            self.writing(part, resume) as missing,
+            self.writing(part, resume, describe) as missing,
             self._beginning(part),
             self.progress_bar(missing, part, progress) as bar,
             ThreadPoolExecutor(1) as thread,
@@ -97,23 +101,23 @@ class DumpWriter:
         return self.finish()
 
     @contextmanager
-    def writing(self, part: WorkerPart, resume: bool) -> Iterator[list[int]]:
-        """Hold the part's lock; yields the numbers of the shards to write."""
+    def writing(self, part: WorkerPart, resume: bool, describe: Describe | None = None) -> Iterator[list[int]]:
+        """Hold the part's lock; yields the numbers of the shards to write. `describe` is needed to rebuild a manifest."""
         self.numbers(part)
         self.store.make()
         with DumpLock(self.store, lock_name(part)):
-            yield self.begin(part, resume)
+            self._remove_temporaries(part)
+            yield self.begin(part, resume, describe)
 
     @contextmanager
     def _new_folder(self) -> Iterator[None]:
         """If the block fails, remove the folder if it is new and empty."""
-        was_there = self.store.fs.exists(self.store.root)
+        was_there = self.store.has_folder()
         try:
             yield
         except BaseException:
             if not was_there:
-                with suppress(OSError):
-                    self.store.fs.rmdir(self.store.root)
+                self.store.remove_folder()
             raise
 
     @contextmanager
@@ -146,14 +150,20 @@ class DumpWriter:
 
     # ---- starting -----------------------------------------------------------------------------------------------
 
-    def begin(self, part: WorkerPart, resume: bool) -> list[int]:
+    def _remove_temporaries(self, part: WorkerPart) -> None:
+        """Remove what killed writers of this part left incomplete. Precondition: the part's lock is held."""
+        for name in self.store.sizes():
+            if (found := _TEMPORARY.fullmatch(name)) and int(found[1]) in self.numbers(part):
+                self.store.remove(name)
+
+    def begin(self, part: WorkerPart, resume: bool, describe: Describe | None = None) -> list[int]:
         """Check that the folder is empty or can be resumed. Returns the numbers of the shards to write."""
         there = self.store.sizes()
         if (MANIFEST in there or HEAD in there) and not resume and part[1] == 1:
             state = "a finished dump" if MANIFEST in there else "an unfinished dump"
             raise DumpExists(f"{self.store.url} holds {state}. Resume it, choose another folder, or delete the folder.")
         if MANIFEST in there:
-            if not self._reopen_if_damaged():
+            if not self._reopen_if_damaged(describe):
                 return []
         elif not self.head.create():
             self.head.check()
@@ -168,20 +178,15 @@ class DumpWriter:
 
     def _is_whole(self, name: str, entry: ShardEntry | IndexEntry) -> bool:
         try:
-            return int(self.store.fs.size(self.store.path(name))) == entry.bytes and self.store.sha256(name) == entry.sha256
+            return self.store.size(name) == entry.bytes and self.store.sha256(name) == entry.sha256
         except FileNotFoundError:
             return False
 
     def part(self, number: int) -> ShardPart | None:
         """The entries of a finished shard; None if part-K.json is missing or unreadable."""
         try:
-            raw = json.loads(self.store.read(_note(number), _MAX_PART))
-            sites = {
-                name: SiteEntry(**{**site, "shape": tuple(site["shape"]), "aliases": tuple(site["aliases"])})
-                for name, site in raw["sites"].items()
-            }
-            return ShardPart(ShardEntry(**raw["shard"]), IndexEntry(**raw["index"]), sites)
-        except (BadDump, ValueError, KeyError, TypeError, AttributeError):
+            return read(ShardPart, self.store.read(_note(number), _MAX_PART), f"{self.store.url}/{_note(number)}", BadDump)
+        except BadDump:
             return None
 
     # ---- one shard ----------------------------------------------------------------------------------------------
@@ -190,6 +195,7 @@ class DumpWriter:
         """Write one shard: its tensors, its index, and last part-K.json, which marks both as complete."""
         indices = self.plan.indices(number)
         digest, accepted_digest = content.digests()
+        self.head.check_digest(number, digest)
         with self.store.writing(shard_name(number)) as file:
             write_shard(file, content.tensors)
         entry = ShardEntry(
@@ -217,7 +223,7 @@ class DumpWriter:
     def finish(self) -> Dump | None:
         """If every shard is complete, merge the indices, write the manifest and clean up. Exactly one writer does this.
 
-        Returns None while shards are missing, or if another writer holds the lock for too long.
+        Returns None while shards are missing. Raises DumpLocked if another writer holds the lock for too long.
         """
         try:
             with DumpLock(self.store, FINISH, _PATIENCE):
@@ -230,7 +236,7 @@ class DumpWriter:
                 self._clean_up()
         except DumpLocked:
             if not self.store.exists(MANIFEST):
-                return None
+                raise
         return Dump.open(self.store.url)
 
     def _merge(self, parts: list[ShardPart]) -> None:
@@ -249,11 +255,13 @@ class DumpWriter:
         manifest = Manifest(self.plan, self.fingerprint, parts[0].sites, labels, index, shards)
         before = self.head.digest
         if before not in (None, manifest.digest):
+            for number in range(len(parts)):  # which shard is wrong is not known, so that none counts as done
+                self.store.remove(_note(number))
             raise ReplayMismatch(f"{self.store.url} has digest {manifest.digest} after its repair; before, it was {before}.")
         self.store.write(MANIFEST, manifest.to_bytes())
 
     def _read_part(self, number: int) -> pa.Table:
-        with self.store.fs.open(self.store.path(_index(number)), "rb") as file:
+        with self.store.open(_index(number)) as file:
             return pq.read_table(file)
 
     def _clean_up(self) -> None:
@@ -265,13 +273,19 @@ class DumpWriter:
 
     # ---- repair -------------------------------------------------------------------------------------------------
 
-    def _reopen_if_damaged(self) -> bool:
+    def _reopen_if_damaged(self, describe: Describe | None) -> bool:
         """Turn a finished dump with damaged files into an unfinished one that keeps its intact shards. Returns whether the
         dump is unfinished now.
 
         Damaged files are checked again under the lock, because another writer may have reopened or repaired the dump.
         """
-        seen = self._manifest()
+        try:
+            seen = self._manifest()
+        except BadDump:
+            if describe is None:
+                raise
+            self._rebuild(describe)
+            return self._reopen_if_damaged(None) if self.store.exists(MANIFEST) else True
         suspects = self._damaged(seen) if seen is not None else set()
         if seen is not None and not suspects:
             return False
@@ -283,6 +297,21 @@ class DumpWriter:
             if damaged := self._damaged(manifest, suspects):
                 self._reopen(manifest, damaged)
             return bool(damaged)
+
+    def _rebuild(self, describe: Describe) -> None:
+        """Mutates: if the manifest is damaged, write plan.json and the entries of the shards it still vouches for, then remove
+        the manifest."""
+        with DumpLock(self.store, FINISH, _PATIENCE):
+            raw = self.store.peek(MANIFEST)
+            with suppress(BadDump):
+                if raw is None or Manifest.from_bytes(raw, self.store.url):
+                    return  # another writer has reopened or repaired the dump
+            salvage = Salvage(self.store, raw or b"", self.plan, self.fingerprint)
+            self.head.rewrite()
+            for number, entry, lines, sites in salvage.shards(describe):
+                self._write_part(number, entry, lines, sites)
+            self.store.remove(MANIFEST)
+            self.store.remove(INDEX)
 
     def _manifest(self) -> Manifest | None:
         """The manifest, None if there is none. Raises OtherPlan or OtherFingerprint if it is not this writer's."""
@@ -306,9 +335,9 @@ class DumpWriter:
 
     def _reopen(self, manifest: Manifest, damaged: set[str]) -> None:
         """Mutates: write plan.json and the entries of intact shards, then remove the manifest."""
-        self.head.rewrite(manifest.digest)
+        self.head.rewrite(manifest.digest, {i: entry.digest for i, entry in enumerate(manifest.shards)})
         if INDEX not in damaged:
-            with self.store.fs.open(self.store.path(INDEX), "rb") as file:
+            with self.store.open(INDEX) as file:
                 groups = pq.ParquetFile(file)
                 filled = [i for i, entry in enumerate(manifest.shards) if entry.rows]
                 for group, i in enumerate(filled):

@@ -13,9 +13,9 @@ from replaylens.engine.loop.turn import Turn
 from replaylens.engine.loop.verify import Verdict
 from replaylens.engine.memory.tree import BranchTree
 from replaylens.engine.passes.runner import Keep, PassResult, Runner
-from replaylens.engine.request.capture import HEAD_SITES, Chunk, Joined, LensSpec, Part, PassTap
+from replaylens.engine.request.capture import HEAD_SITES, Chunk, Joined, LensSpec, PassTap, RowSlice
 
-Rows = Mapping[str, Tensor]
+SiteRows = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class _Ahead:
     row_of: dict[int, int]
     """packed row -> row of Z"""
     emitted: list[int]
-    rows: Rows
+    rows: SiteRows
 
 
 class PassRows:
@@ -81,18 +81,18 @@ class PassRows:
             parts.append(self._z(spec.lens, spec.keep, packed, [emitted[p - start] for p in positions]))
         return Chunk(start, end, positions, parts[0] if len(parts) == 1 else Joined(parts))
 
-    def _z(self, lens: LensSpec, keep: Keep, packed: Sequence[int], emitted: list[int]) -> Rows:
+    def _z(self, lens: LensSpec, keep: Keep, packed: Sequence[int], emitted: list[int]) -> SiteRows:
         """Z of some rows; read again if they do not end as foreseen, such as at a stop string."""
         ahead = self._ahead.get((lens, keep))
         first = ahead.row_of.get(packed[0], -1) if ahead is not None else -1
         if ahead is None or first < 0 or ahead.emitted[first : first + len(packed)] != emitted:
             return self._read(lens, keep, packed, emitted)
-        part = Part(ahead.rows, first, first + len(packed))
+        part = RowSlice(ahead.rows, first, first + len(packed))
         if isinstance(ahead.rows, dict):  # a copy, so that a long-lived branch does not keep the whole pass alive
             return {name: z.clone() for name, z in part.items()}
         return part
 
-    def _read(self, lens: LensSpec, keep: Keep, packed: Sequence[int], emitted: list[int]) -> Rows:
+    def _read(self, lens: LensSpec, keep: Keep, packed: Sequence[int], emitted: list[int]) -> SiteRows:
         residuals = {site: self._values(site, packed) for site in lens.sites}
         return self.runner.kept(readout.read_there(lens, self.runner, residuals, emitted, self.lenses.of(lens)), keep)
 

@@ -17,9 +17,8 @@ from replaylens.engine.errors import EngineBug
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.passes.choice import seeds, temperatures
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers
-from replaylens.engine.passes.ferry import Block, Group
-from replaylens.engine.passes.program import EditProgram, ProgramTap, rows_of
-from replaylens.engine.passes.program import Shape as EditShape
+from replaylens.engine.passes.ferry import Shipment, SiteGroup
+from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, rows_of
 from replaylens.engine.passes.runner import Keep, Runner
 from replaylens.engine.request.capture import CaptureSpec, LensSpec, PassTap, Rows
 from replaylens.engine.request.edits import PlacedEdit
@@ -76,7 +75,7 @@ class BurstRows:
     """The captured rows of a burst: one block per step, with the requests that it holds."""
 
     def __init__(self, num_requests: int, sparse: Callable[["BurstRows"], object]) -> None:
-        self.steps: dict[Keep, list[tuple[Block, Sequence[int]]]] = {"host": [], "device": []}
+        self.steps: dict[Keep, list[tuple[Shipment, Sequence[int]]]] = {"host": [], "device": []}
         self._live = self._all = num_requests
         self._views: weakref.WeakSet[StepRows] = weakref.WeakSet()
         self._sparse = sparse
@@ -155,7 +154,7 @@ class DecodeGraph:
         rows = PagedRows(sequence, self.short_positions, self.pages)
         self.ops = (CanonicalCudaOps if key.exact else FastCudaOps)(runner.cache, rows)
         self.edits = ProgramTap(key.edits, size, runner.vectors)
-        self.staged: list[Group] = []
+        self.staged: list[SiteGroup] = []
         """captured rows of the last step, [sites, requests, ...]; the next step overwrites them"""
         self.graph = torch.cuda.CUDAGraph()
         self._capture()
@@ -171,7 +170,7 @@ class DecodeGraph:
         with torch.cuda.graph(self.graph):
             self.staged = self._step()
 
-    def _step(self) -> list[Group]:
+    def _step(self) -> list[SiteGroup]:
         model, tap = self.runner.model, PassTap(self.key.sites.union(*(lens.sites for lens in self.key.lenses)))
         self.edits.inner = tap
         self.short_positions.copy_(self.positions)
@@ -228,14 +227,14 @@ class DecodeGraph:
             found.append(padded.movedim(-1, 0).contiguous().to(self.tokens.device, non_blocking=True))
         return found[0], found[1]
 
-    def _sent(self, held: Sequence[int], keep: Keep) -> Block:
+    def _sent(self, held: Sequence[int], keep: Keep) -> Shipment:
         """The rows of some requests, on their way to where they are kept."""
         if isinstance(held, range):
             groups = [(names, x[:, : len(held)].clone()) for names, x in self.staged]
         else:
             index = torch.tensor(held).to(self.tokens.device, non_blocking=True)
             groups = [(names, x.index_select(1, index)) for names, x in self.staged]
-        return Block(groups, 0) if keep == "device" else self.runner.ferry.send(groups)
+        return Shipment(groups, 0) if keep == "device" else self.runner.ferry.send(groups)
 
     def names(self, spec: CaptureSpec) -> dict[str, str]:
         """Sites of a request -> the names under which their rows are staged."""

@@ -2,9 +2,16 @@
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from replaylens.engine.errors import BadCertificate
 from replaylens.engine.passes.products import Allowed, RowCounts, Shape
+from replaylens.engine.records import Positive, read
+
+ShapeText = Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,8}x[1-9][0-9]{0,8}\Z")]
+"""inputs x outputs"""
 
 
 @dataclass(frozen=True)
@@ -85,20 +92,37 @@ class Certificate:
 
     @classmethod
     def from_json(cls, text: str) -> "Certificate":
-        """The inverse of `to_json`."""
-        raw = json.loads(text)
-        allowed = {int(count): _allowed_from(some) for count, some in raw["threads"].items()}
-        return cls({1: allowed[1]} | allowed, tuple(raw["query_rows"]), tuple(Finding(**f) for f in raw["findings"]))
+        """The inverse of `to_json`; BadCertificate names the first field that is not of its type."""
+        record = read(_CertificateRecord, text, "The certificate", BadCertificate)
+        if 1 not in record.threads:
+            raise BadCertificate("The certificate is invalid: it does not cover one thread - at `$.threads`.")
+        allowed = {count: some.allowed() for count, some in record.threads.items()}
+        return cls({1: allowed[1]} | allowed, record.query_rows, record.findings)
+
+
+@dataclass(frozen=True)
+class _AllowedRecord:
+    row_counts: dict[ShapeText, tuple[Positive, ...]]
+    packed: tuple[ShapeText, ...]
+
+    def allowed(self) -> Allowed:
+        counts = {_shape(text): rows for text, rows in self.row_counts.items()}
+        return Allowed(counts, frozenset(map(_shape, self.packed)))
+
+
+@dataclass(frozen=True)
+class _CertificateRecord:
+    """What `Certificate.to_json` writes. Whether it is certified follows from the findings."""
+
+    certified: bool
+    threads: dict[Positive, _AllowedRecord]
+    query_rows: tuple[Positive, ...]
+    findings: tuple[Finding, ...]
 
 
 def _allowed_json(some: Allowed) -> dict[str, Any]:
     counts = {f"{k}x{n}": list(c) for (k, n), c in sorted(some.row_counts.items())}
     return {"row_counts": counts, "packed": [f"{k}x{n}" for k, n in sorted(some.packed)]}
-
-
-def _allowed_from(raw: dict[str, Any]) -> Allowed:
-    counts = {_shape(text): tuple(rows) for text, rows in raw["row_counts"].items()}
-    return Allowed(counts, frozenset(map(_shape, raw["packed"])))
 
 
 def _shape(text: str) -> Shape:

@@ -2,7 +2,7 @@
 
 A copy into fresh pageable memory runs at a fortieth of the bus's speed and makes the host wait. So rows leave on a stream of
 their own into a ring of pinned memory, and threads carry them from there into ordinary memory. Whoever captures gets a
-`Block` at once and waits only when somebody looks at it. While the ring is full, `send` waits: memory stays bounded, and
+`Shipment` at once and waits only when somebody looks at it. While the ring is full, `send` waits: memory stays bounded, and
 nothing is lost.
 """
 
@@ -36,7 +36,7 @@ _ALIGNED = 256
 
 _counting = threading.Lock()
 
-Group = tuple[tuple[str, ...], Tensor]
+SiteGroup = tuple[tuple[str, ...], Tensor]
 """names of sites, and their stacked rows [sites, rows, ...]"""
 
 
@@ -137,10 +137,12 @@ class Memory:
                 self._free.setdefault(len(buffer), []).append(buffer)
 
 
-class Block:
+class Shipment:
     """Rows of several sites, possibly still on their way. Reading one waits for it."""
 
-    def __init__(self, groups: Iterable[Group], pieces: int, sparse: Callable[["Block"], object] = lambda block: None) -> None:
+    def __init__(
+        self, groups: Iterable[SiteGroup], pieces: int, sparse: Callable[["Shipment"], object] = lambda block: None
+    ) -> None:
         self._groups = list(groups)
         self._at = {name: (x, i) for names, x in self._groups for i, name in enumerate(names)}
         self.num_rows = self._groups[0][1].shape[1] if self._groups else 0
@@ -193,8 +195,8 @@ class Block:
 class View(Mapping[str, Tensor]):
     """Some rows of a block, by site."""
 
-    def __init__(self, block: Block, sites: tuple[str, ...], first: int, end: int) -> None:
-        self._block: Block | None = block
+    def __init__(self, block: Shipment, sites: tuple[str, ...], first: int, end: int) -> None:
+        self._block: Shipment | None = block
         self._sites, self._first, self._end = sites, first, end
         self._rows: dict[str, Tensor] = {}
 
@@ -229,7 +231,7 @@ class View(Mapping[str, Tensor]):
 class _Piece:
     """One copy under way: from the device into the ring, then to `target`."""
 
-    block: Block
+    block: Shipment
     place: _Taken
     arrived: Callable[[], object]
     """returns once the rows are in the ring"""
@@ -251,7 +253,7 @@ class Ferry:
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         self._pieces: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._memory = Memory(size)
-        self._sparse: list[Block] = []
+        self._sparse: list[Shipment] = []
         # threads must not hold the ferry, or its pinned memory would outlive the engine
         arguments = (self._pieces, self.ring)
         self._threads = [threading.Thread(target=_carry_all, args=arguments, daemon=True) for _ in range(_CARRIERS)]
@@ -259,7 +261,7 @@ class Ferry:
             thread.start()
         weakref.finalize(self, self._pieces.put, None).atexit = False
 
-    def send(self, groups: Iterable[Group]) -> Block:
+    def send(self, groups: Iterable[SiteGroup]) -> Shipment:
         """Start the way of stacked rows [sites, rows, ...] and return at once, unless the ring is full.
 
         Precondition: nobody writes to the tensors later, except work on the current stream that is queued after this call.
@@ -269,7 +271,7 @@ class Ferry:
         groups = [(names, x.contiguous()) for names, x in groups]
         targets = [(names, self._memory.like(x)) for names, x in groups]
         cut = [(x, target, list(self._cut(x))) for (_, x), (_, target) in zip(groups, targets, strict=True)]
-        block = Block(targets, sum(len(ranges) for *_, ranges in cut), self._sparse.append)
+        block = Shipment(targets, sum(len(ranges) for *_, ranges in cut), self._sparse.append)
         for x, target, ranges in cut:
             raw, there = _bytes(x), _bytes(target)
             for start, end in ranges:
@@ -286,7 +288,7 @@ class Ferry:
         most = min(self.ring.size // _SHARE, max(_LEAST, -(-count // _CARRIERS))) // _ALIGNED * _ALIGNED
         return ((start, min(start + most, count)) for start in range(0, count, most))
 
-    def _send(self, block: Block, source: Tensor, target: Tensor) -> None:
+    def _send(self, block: Shipment, source: Tensor, target: Tensor) -> None:
         count = len(source)
         room = -(-count // _ALIGNED) * _ALIGNED
         self.ring.wait(room, self._alive)

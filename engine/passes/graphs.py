@@ -17,8 +17,7 @@ from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers
-from replaylens.engine.passes.program import EditProgram, ProgramTap, Vectors
-from replaylens.engine.passes.program import Shape as EditShape
+from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, Vectors
 from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import launch
 from replaylens.kernels.attention import PagedRows, plan_tiles, rows_per_tile

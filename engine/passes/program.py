@@ -33,7 +33,7 @@ class EditedRows:
 
 
 @dataclass
-class Stage:
+class EditStage:
     """The j-th edit at a site of every packed row."""
 
     width: int
@@ -55,7 +55,7 @@ class Stage:
         return edit.vectors.numel() // self.width
 
 
-Shape = tuple[tuple[str, tuple[tuple[int, int, tuple[int, ...]], ...]], ...]
+EditShape = tuple[tuple[str, tuple[tuple[int, int, tuple[int, ...]], ...]], ...]
 """what the launches of a program depend on: for each site, for each stage, its width, the room for vectors, and the number of
 directions of each projection"""
 
@@ -65,7 +65,7 @@ class EditProgram:
 
     def __init__(self, rows: Sequence[EditedRows], table: SiteTable) -> None:
         self.num_rows = sum(each.count for each in rows)
-        self.stages: dict[str, list[Stage]] = {}
+        self.stages: dict[str, list[EditStage]] = {}
         first = 0
         for each in rows:
             seen: dict[str, int] = {}
@@ -77,24 +77,24 @@ class EditProgram:
                     _enter(stage, edit, positions, first - each.start, len(table.sites[edit.site].shape))
             first += each.count
 
-    def _stage(self, site: str, number: int, table: SiteTable) -> Stage:
+    def _stage(self, site: str, number: int, table: SiteTable) -> EditStage:
         stages = self.stages.setdefault(site, [])
         if number == len(stages):
             zeros = lambda: np.zeros(self.num_rows, dtype=np.int32)  # noqa: E731
-            stages.append(Stage(int(np.prod(table.sites[site].shape)), zeros(), zeros()))
+            stages.append(EditStage(int(np.prod(table.sites[site].shape)), zeros(), zeros()))
         return stages[number]
 
-    def shape(self) -> Shape:
+    def shape(self) -> EditShape:
         return tuple((site, tuple(_stage_shape(stage) for stage in stages)) for site, stages in sorted(self.stages.items()))
 
 
-def _stage_shape(stage: Stage) -> tuple[int, int, tuple[int, ...]]:
+def _stage_shape(stage: EditStage) -> tuple[int, int, tuple[int, ...]]:
     used = stage.tables or bool((stage.codes != KEEP).any())
     directions = tuple(len(edit.vectors) for edit, _ in stage.projections)
     return stage.width, next_power_of_2(max(1, stage.num_vectors)) if used else 0, directions
 
 
-def _enter(stage: Stage, edit: PlacedEdit, positions: list[int], shift: int, rank: int) -> None:
+def _enter(stage: EditStage, edit: PlacedEdit, positions: list[int], shift: int, rank: int) -> None:
     """Mutates: adds an edit to the stage, at rows position + shift."""
     rows = np.asarray(positions) + shift
     if edit.op == "project_out":
@@ -153,7 +153,7 @@ class _Loaded:
         self.masks = make(len(directions), rows, dtype=torch.bool)
         self._keys: tuple[bytes, ...] = ()
 
-    def load(self, stage: Stage) -> None:
+    def load(self, stage: EditStage) -> None:
         """Mutates: takes the vectors of a stage of the same shape. Its codes come by `point`."""
         keys = tuple(edit.key for edit in [*stage.tables, *(edit for edit, _ in stage.projections)])
         if keys == self._keys:
@@ -178,7 +178,7 @@ class _Loaded:
 class ProgramTap:
     """Applies a program of a given shape, then passes the edited value to `inner`. Its tensors stay where they are."""
 
-    def __init__(self, shape: Shape, rows: int, vectors: Vectors, inner: Tap | None = None) -> None:
+    def __init__(self, shape: EditShape, rows: int, vectors: Vectors, inner: Tap | None = None) -> None:
         self.inner, self._device = inner, vectors.device
         self._stages = {site: [_Loaded(*stage, rows, vectors) for stage in stages] for site, stages in shape}
 

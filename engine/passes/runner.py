@@ -18,7 +18,7 @@ from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.batched import batched_product
 from replaylens.engine.passes.certificate import Certificate
 from replaylens.engine.passes.cpu import CanonicalCpuOps, CanonicalRowOps, FastCpuOps
-from replaylens.engine.passes.ferry import RING_BYTES, Block, Ferry
+from replaylens.engine.passes.ferry import RING_BYTES, Ferry, Shipment
 from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.products import Products
 from replaylens.engine.passes.taps import EditTap
@@ -251,7 +251,7 @@ class Runner:
         else:
             index = torch.tensor(packed).to(self.device, non_blocking=True)
             groups = [(group, x.index_select(1, index)) for group, x in groups]
-        sent = Block(groups, 0) if keep == "device" else self.ferry.send(groups)
+        sent = Shipment(groups, 0) if keep == "device" else self.ferry.send(groups)
         tap.sent[keep] = (sent, None if len(packed) == num_rows else {row: i for i, row in enumerate(packed)})
 
     def kept(self, rows: Rows, keep: Keep) -> Mapping[str, Tensor]:

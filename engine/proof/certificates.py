@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import replaylens
+from replaylens.engine.errors import BadCertificate
 from replaylens.engine.model import modes
 from replaylens.engine.model.cache_folder import cache_folder
 from replaylens.engine.model.decoder import Decoder
@@ -60,7 +61,7 @@ def _from_disk(key: str) -> Certificate | None:
     try:
         found = Certificate.from_json(_path(key).read_text())
         return found if found.certified else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, UnicodeError, BadCertificate):
         return None
 
 

@@ -13,10 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from replaylens.engine.errors import BadTrace, OtherFingerprint
+from replaylens.engine.proof.events import check_event
 from replaylens.engine.proof.fingerprint import Fingerprint
+from replaylens.engine.records import build, parse
 
 FORMAT = 1
-EVENTS = ("plant", "fork", "force", "generate", "draft", "verdict", "finish", "rollback", "release")
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The first line."""
+
+    format: int
+    fingerprint: Fingerprint
 
 
 @dataclass
@@ -41,22 +50,14 @@ class Trace:
         """Read and check a trace. Raises BadTrace with the first bad line."""
         raw = Path(path).read_bytes()
         lines = raw.splitlines(keepends=True)
-        try:
-            head = json.loads(lines[0])
-            if head["format"] != FORMAT:
-                raise BadTrace(f"{path} has trace format {head['format']}. This version reads format {FORMAT}.")
-            trace = cls(Fingerprint(**head["fingerprint"]))
-        except (IndexError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as e:
-            raise BadTrace(f"{path}, line 1: not a trace header ({e!r}).") from None
+        what = f"{path}, line 1: not a trace header: it"
+        head = parse(lines[0] if lines else b"", what, BadTrace)
+        if isinstance(head, dict) and type(head.get("format")) is int and head["format"] != FORMAT:
+            raise BadTrace(f"{path} has trace format {head['format']}. This version reads format {FORMAT}.")
+        trace = cls(build(_Head, head, what, BadTrace).fingerprint)
         for number, line in enumerate(lines[1:-1], start=2):
-            try:
-                event = json.loads(line)
-                known = event["event"] in EVENTS and isinstance(event["branch"], int)
-            except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
-                known = False
-            if not known:
-                raise BadTrace(f"{path}, line {number}: not an event of a trace.")
-            trace.events.append(event)
+            what = f"{path}, line {number}"
+            trace.events.append(check_event(parse(line, f"{what}: not an event of a trace: it", BadTrace), what))
         body = b"".join(lines[:-1])
         if lines[-1] != _line(_closing(len(trace.events), body)).encode():
             raise BadTrace(f"{path}, line {len(lines)}: not the closing line of this trace. The file was truncated or changed.")

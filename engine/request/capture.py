@@ -234,7 +234,7 @@ class Joined(Mapping[str, Tensor]):
         return len(self._source)
 
 
-class Part(Mapping[str, Tensor]):
+class RowSlice(Mapping[str, Tensor]):
     """Some consecutive rows of a mapping, read only when somebody looks."""
 
     def __init__(self, rows: Mapping[str, Tensor], first: int, end: int) -> None:

@@ -4,11 +4,16 @@ Exit codes of every command:
 
   0    done, and the answer is yes: verified, certified, the same content
   1    done, and the answer is no: a mismatch, not certified, other content; or a download failed
-  2    not done: bad input, or a failure explained by one line on stderr
-  130  interrupted; if it can be resumed, the line says how
+  2    not done: bad input, such as an unknown option or a dump that is none, explained by one line on stderr
+  3    not done: the dump's store or the cluster is out of reach, refuses, or lacks a package, or another process writes the
+       dump; one line on stderr. Says nothing about the dump; the same command may succeed later
+  70   not done: an error that replaylens does not expect, with its traceback; please report it
+  130  interrupted by Ctrl-C; if it can be resumed, the line says how
+  143  terminated by SIGTERM; as 130
 """
 
 import sys
+import traceback
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -88,7 +93,9 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog="Exit codes: 0 yes, 1 no (a mismatch, not certified), 2 bad input, 130 interrupted.")
+@app.callback(
+    epilog="Exit codes: 0 yes, 1 no (a mismatch, not certified), 2 bad input, 3 store or cluster out of reach, 130 interrupted."
+)
 def top(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
@@ -98,7 +105,8 @@ def top(
 
 
 def main() -> None:
-    """Entry point of the `replaylens` script. Errors of replaylens become one line on stderr and exit code 2."""
+    """Entry point of the `replaylens` script. Every error ends with an exit code of the list above, never with 1."""
+    from replaylens.commands.reporting import exit_code
     from replaylens.engine.errors import EngineError
     from replaylens.tasks.errors import TaskError
 
@@ -106,4 +114,7 @@ def main() -> None:
         app(prog_name="replaylens")
     except (EngineError, TaskError) as error:
         Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        sys.exit(exit_code(error))
+    except Exception:  # Python's own code for it is 1, which says "no"
+        traceback.print_exc()
+        sys.exit(70)

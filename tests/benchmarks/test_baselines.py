@@ -1,4 +1,4 @@
-"""The benchmark against baselines, tiny and on the CPU: it runs, checks what it times, and leaves what it measured."""
+"""The benchmark against baselines, tiny and on the CPU: it runs, checks the results it times, and writes its measurements."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ def subject(tmp_path: Path) -> Subject:
 
 
 def run(out: Path, *sections: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the command measures, by name."""
+    """Names of the command's measurements."""
     monkeypatch.setattr(sys, "argv", ["baselines", "--tiny", "--out", str(out), "--sections", *sections])
     baselines.main()
     return [row["what"] for row in json.loads(out.read_text())["rows"]]
@@ -46,7 +46,7 @@ def test_all_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_a_section_that_fails_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And a line is in the file as soon as it is measured, as it would be after a kill."""
+    """The other sections still run, and each line is written as soon as it is measured, so a kill loses nothing."""
     out = tmp_path / "out.json"
 
     def broken(subject: Subject) -> None:
@@ -65,7 +65,7 @@ def test_a_section_that_fails_leaves_the_others(
 def test_a_library_that_computes_something_else_is_not_timed(
     section: Callable[[Subject], None], rows: int | None, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: attention with another scale; for steps, in the steps alone."""
+    """Negative control: attention with another scale (for steps, only in the steps) is refused."""
     ways = library.ways
 
     def scaled(attend: library.Attend) -> library.Attend:
@@ -88,7 +88,7 @@ def test_every_way_to_ask_for_an_attention_is_the_same(subject: Subject) -> None
 
 
 def test_rows_that_differ_are_found() -> None:
-    """Negative control of the check before capture is timed."""
+    """Negative control: the check before timing capture finds rows that differ."""
     tokens, rows = {"tokens": torch.arange(3)}, {"a": torch.ones(2), "b": torch.ones(2)}
     found = {arm: dict(tokens) for arm in capture.ARMS}
     for arm in capture.ARMS:

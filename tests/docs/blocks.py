@@ -1,4 +1,4 @@
-"""Pages taken apart: fenced blocks, links, headings."""
+"""Splits pages into fenced blocks, links and headings."""
 
 import re
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; `language` is sh, python, or anything else, which is not run."""
+    """A fenced block. `language` is sh, python, or another one, which is not run."""
 
     page: str
     line: int
-    """of its first line, from 1"""
+    """line number of its first line, from 1"""
     language: str
     text: str
 
 
 def blocks(page: str, text: str) -> Iterator[Block]:
-    """The blocks of a page in order. A fence without a language that begins with our command is a shell block."""
+    """The blocks of a page in order. A fence without a language that starts with our command is a shell block."""
     for found in _FENCE.finditer(text):
         language, body = found[1], found[2]
         if not language and body.startswith("replaylens "):
@@ -32,11 +32,11 @@ def blocks(page: str, text: str) -> Iterator[Block]:
 
 
 def links(text: str) -> list[str]:
-    """Targets of links and pictures."""
+    """Targets of links and images."""
     return [a or b for a, b in _LINK.findall(_FENCE.sub("", text))]
 
 
 def anchors(text: str) -> set[str]:
-    """What a link may name behind #: headings as GitHub spells them."""
+    """Anchors that a link may use after #: headings as GitHub spells them."""
     heads = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}

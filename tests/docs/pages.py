@@ -1,4 +1,4 @@
-"""What the test of the pages has to know, all of it here: what a page takes as given, what is made smaller, what is not run."""
+"""Settings of the page tests: what a page assumes, which sizes are reduced, and what is not run."""
 
 GIVEN = {
     "docs/probes.md": """
@@ -14,13 +14,18 @@ run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=8).examples
 run.save("dump")
 os.chdir("dump")
 """,
+    "docs/feeding.md": """
+import replaylens as rl
+run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=(1, 4)).examples(20), sites="STCZ", drafter="lens")
+run.save("dumps/coin")
+""",
     "docs/views.md": """
 import replaylens as rl
 run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=(1, 4)).examples(20), sites="SZ", drafter="lens")
 rl.probes.sweep(run.save("dumps/coin"), "face", sites="S", positions="query", estimators="ridge").save("probes/coin")
 """,
 }
-"""page -> code that makes what its snippets take as given"""
+"""page -> code that creates what its snippets assume"""
 
 SMALLER = {
     "task.examples(64)": "task.examples(12)",
@@ -33,16 +38,18 @@ SMALLER = {
     "--label state --sites STC": "--label state --sites S --layers 3 --positions query",
     "--model coin-thinking --out": "--model coin-thinking --n 4 --out",
 }
-"""text of a snippet -> what stands in its place in the test; only sizes"""
+"""text of a snippet -> its replacement in the test; only sizes change"""
 
 CI = "CI runs it"
 MINUTES = "takes minutes; the functions behind it are tested on small sizes"
 NETWORK = "needs a network"
 WORDS = "an illustration"
+PEER = "needs another version of transformer-lens than ours"
 
 NOT_RUN = {
     "README.md": {"make demo": MINUTES, "make test": CI},
     "docs/quickstart.md": {"git clone": NETWORK, "make test": CI, "source ": WORDS},
+    "docs/feeding.md": {"from sae_lens import": PEER},
     "docs/thinking.md": {"replaylens train": MINUTES, "from replaylens.engine.training.thinking import train": MINUTES},
     "docs/training.md": {"replaylens train": MINUTES},
     "docs/results.md": {
@@ -52,7 +59,7 @@ NOT_RUN = {
         "make smollm2": NETWORK,
     },
 }
-"""page -> beginnings of shell lines and Python blocks that are not run, each with its reason"""
+"""page -> prefixes of shell lines and Python blocks that are not run, each with its reason"""
 
 PROCESS = {"docs/extending.md": {"import torch\nimport triton\n": {"TRITON_INTERPRET": "1"}}}
-"""page -> beginnings of Python blocks that need a process of their own, with its variables"""
+"""page -> prefixes of Python blocks that need their own process, with its variables"""

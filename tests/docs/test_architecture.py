@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: paths exist, rooms and their order are those of the import test, names are defined there."""
+"""docs/architecture.md matches the code: paths exist, rooms have the import test's order, and names are defined as stated."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def missing_paths(text: str) -> list[str]:
 
 
 def rooms() -> Iterator[str]:
-    """Sub-packages and files of the engine, as the page spells them."""
+    """Sub-packages and files of the engine, spelled as on the page."""
     for entry in sorted((ROOT / "engine").iterdir()):
         if entry.is_dir() and (entry / "__init__.py").exists():
             yield f"engine/{entry.name}/"
@@ -26,7 +26,7 @@ def rooms() -> Iterator[str]:
 
 
 def undefined(text: str) -> list[str]:
-    """Names given as `Class.method` (`file`) of which a part is not defined in that file."""
+    """Names given as `Class.method` (`file`) that are not fully defined in that file."""
     wrong = []
     for name, path in _NAME.findall(text):
         source = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else ""
@@ -45,7 +45,7 @@ def test_every_room_has_a_line() -> None:
 
 
 def floors(text: str) -> list[set[str]]:
-    """The rooms of each line of the page's diagram, from the ground up."""
+    """The rooms on each line of the page's diagram, from the bottom up."""
     (diagram,) = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [set(re.findall(r"([a-z]+)(?:/|\.py)", line)) for line in reversed(diagram.splitlines())]
 
@@ -60,7 +60,7 @@ def test_names_are_defined_where_the_page_says() -> None:
 
 
 def test_control() -> None:
-    """Negative control: a path, a class and a method that do not exist are found."""
+    """Negative control: a missing path, class or method is found."""
     text = "`engine/loop/nothing.py`, `Loop.step` (`engine/loop/loop.py`), `Loop.leap` (`engine/loop/loop.py`)"
     assert missing_paths(text) == ["engine/loop/nothing.py"]
     assert undefined(text) == ["Loop.leap (engine/loop/loop.py)"]

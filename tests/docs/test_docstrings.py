@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the public names run and give what they say."""
+"""The examples in the docstrings of public names run and give the output shown."""
 
 import doctest
 from pathlib import Path
@@ -22,7 +22,7 @@ PUBLIC: dict[str, Any] = {
 
 
 def failures(name: str, subject: Any, names: dict[str, Any]) -> tuple[int, int, str]:
-    """(examples, failures, what was said) of a docstring, its methods aside."""
+    """(examples, failures, output) of a docstring, without its methods."""
     said: list[str] = []
     found = doctest.DocTestFinder(recurse=False).find(subject, name, globs=dict(names))
     runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.NORMALIZE_WHITESPACE)
@@ -40,7 +40,7 @@ def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_examples_control() -> None:
-    """Negative control: an example that says something else is found."""
+    """Negative control: an example with the wrong output is found."""
 
     def wrong() -> None:
         """

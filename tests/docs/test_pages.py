@@ -1,4 +1,4 @@
-"""Every shell line and Python block of README and docs runs as it stands; links lead somewhere."""
+"""Every shell line and Python block of README and docs runs as written, and every link has a target."""
 
 import os
 import re
@@ -27,12 +27,12 @@ def smaller(text: str) -> str:
 
 
 def reason(page: str, text: str) -> str | None:
-    """Why a line or block is not run; None: it is."""
+    """Why a line or block is not run, or None if it is."""
     return next((why for start, why in NOT_RUN.get(page, {}).items() if text.startswith(start)), None)
 
 
 def run_line(line: str, patch: pytest.MonkeyPatch) -> None:
-    """One shell line; only our own command is known. It runs in this process, to load torch once."""
+    """Run one shell line, in this process to load torch only once. Only our own command is supported."""
     words = shlex.split(line, comments=True)
     with patch.context() as here:
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -58,7 +58,7 @@ def run_python(block: Block, names: dict[str, Any]) -> None:
 
 
 def run_page(page: str, text: str, folder: Path, patch: pytest.MonkeyPatch) -> int:
-    """Run what a page shows, in order, in one folder and one namespace. How many lines and blocks ran."""
+    """Run a page's lines and blocks in order, in one folder and one namespace. Returns how many ran."""
     patch.chdir(folder)
     names: dict[str, Any] = {}
     exec(compile(GIVEN.get(page, ""), f"given for {page}", "exec"), names)
@@ -91,13 +91,13 @@ PLANTED = {
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_snippets_control(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: what does not work is found."""
+    """Negative control: a snippet that fails is found."""
     with pytest.raises((AssertionError, NameError, ValueError)):
         run_page("docs/planted.md", PLANTED[what], tmp_path, monkeypatch)
 
 
 def test_lists_are_about_something() -> None:
-    """No entry of tests/docs/pages.py outlives what it is about; nothing is left out without a reason."""
+    """Every entry of tests/docs/pages.py matches a snippet, and every omission has a reason."""
     for page, starts in NOT_RUN.items():
         lines = [line for b in blocks(page, TEXTS[page]) for line in (b.text.splitlines() if b.language == "sh" else [b.text])]
         for start, why in starts.items():
@@ -112,7 +112,7 @@ def test_lists_are_about_something() -> None:
 
 
 def broken(page: str, text: str) -> list[str]:
-    """Links of a page that lead nowhere, anchors included."""
+    """Links of a page without a target, including anchors."""
     wrong = []
     for link in links(text):
         path, _, anchor = link.partition("#")

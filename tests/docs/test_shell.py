@@ -1,4 +1,4 @@
-"""Shell comfort: completion, version, suggestions, exit codes, quiet and JSON modes, colours."""
+"""Shell behaviour: completion, version, suggestions, exit codes, quiet and JSON modes, colours."""
 
 import json
 import os
@@ -23,7 +23,7 @@ COLOUR = re.compile(r"\x1b\[[\d;]*(3[0-7]|9[0-7]|38;|4[0-7])[\d;]*m")
 
 
 class Shell(NamedTuple):
-    """How a command ended."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -32,7 +32,7 @@ class Shell(NamedTuple):
 
 @pytest.fixture
 def shell(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shell]:
-    """The script `replaylens` as it is installed, with these words and variables; in this process, to load torch once."""
+    """Run the installed script `replaylens` with these words and variables, in this process to load torch only once."""
 
     def call(*words: str, **environment: str) -> Shell:
         capfd.readouterr()
@@ -50,7 +50,7 @@ def shell(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def run(*words: str) -> tuple[int, str, str]:
-    """Exit code, what was printed, and the errors; in this process."""
+    """Exit code, stdout and stderr of a command run in this process."""
     done = CliRunner().invoke(app, list(words))
     return done.exit_code, done.stdout, done.stderr
 
@@ -59,7 +59,7 @@ def run(*words: str) -> tuple[int, str, str]:
 
 
 def test_every_command_is_there() -> None:
-    """The table, the modules and the help agree: each name leads to a command of that name with a line of help."""
+    """The table, the modules and the help agree: each name has a command of that name with a line of help."""
     code, out, _ = run("--help")
     assert code == 0 and all(re.search(rf"│ {name} +\w", out) for name in COMMANDS)
     for name in COMMANDS:
@@ -78,7 +78,7 @@ finally:
 
 @pytest.mark.parametrize(("words", "heavy"), [(["--version"], False), (["dupm"], False), (["diff", "--help"], True)])
 def test_only_what_is_needed_is_loaded(words: list[str], heavy: bool) -> None:
-    """Version and misspelt commands do without torch; a command that computes brings it (the control)."""
+    """Version and misspelt commands do not import torch. Negative control: a command that computes does."""
     done = subprocess.run([sys.executable, "-c", LIGHT.format(words=words)], capture_output=True, text=True)
     assert done.stdout.split()[-1] == str(heavy)
 
@@ -95,7 +95,7 @@ Completed = Callable[[str], list[str]]
 
 @pytest.fixture
 def completed(shell: Callable[..., Shell]) -> Completed:
-    """What bash would offer for a line that ends where the cursor is."""
+    """Completions that bash offers for a line with the cursor at its end."""
 
     def offered(line: str) -> list[str]:
         asked = {"_REPLAYLENS_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
@@ -126,7 +126,7 @@ def test_completion(completed: Completed, line: str, offered: list[str]) -> None
 
 @pytest.mark.parametrize("kind", ["bash", "zsh", "fish"])
 def test_completion_script(shell: Callable[..., Shell], kind: str) -> None:
-    """The script that a shell sources calls us back by our own variable."""
+    """The script that a shell sources calls back through our own variable."""
     done = shell(_REPLAYLENS_COMPLETE=f"source_{kind}")
     assert done.code == 0 and "_REPLAYLENS_COMPLETE" in done.out
 
@@ -158,7 +158,7 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_name_is_answered_with_the_nearest(shell: Callable[..., Shell], what: str, tmp_path: Path) -> None:
-    """Exit code 2, the suggestion on stderr, no traceback, nothing written."""
+    """A misspelt name gives exit code 2, the suggestion on stderr, no traceback, and no output files."""
     words, hint = WRONG[what]
     done = shell(*(word.replace("OUT", str(tmp_path / "out")) for word in words))
     said = " ".join(done.err.replace("│", " ").split())
@@ -167,7 +167,7 @@ def test_a_wrong_name_is_answered_with_the_nearest(shell: Callable[..., Shell], 
 
 
 def test_a_far_name_gets_no_suggestion(shell: Callable[..., Shell]) -> None:
-    """Negative control: what is like nothing known is answered with the list only."""
+    """Negative control: a name unlike any known one gets only the list."""
     done = shell("train", "gpt-5")
     assert done.code == 2 and "did you mean" not in done.err and "coin-plain" in done.err
 
@@ -185,7 +185,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_exit_code_says_yes_or_no(small: Path, tmp_path: Path) -> None:
-    """0: verified, the same; 1: not so; 2: cannot be said. The codes of every command are those of `replaylens.cli`."""
+    """0: verified or equal. 1: not. 2: undecidable. Every command uses the codes of `replaylens.cli`."""
     other = tmp_path / "other"
     assert run("dump", "--out", str(other), "--n", "3", "--knob", "flips=1,3", "--quiet", "--sites", "SZ")[0] == 0
     assert run("verify", str(small), "--all", "--quiet")[0] == 0
@@ -196,12 +196,12 @@ def test_exit_code_says_yes_or_no(small: Path, tmp_path: Path) -> None:
     content[-5] ^= 1
     shard.write_bytes(content)
     assert run("verify", str(other), "--quiet")[0] == 1
-    assert run("verify", str(small), "--model", "coin-draft", "--quiet")[0] == 2  # another fingerprint: nothing can be said
+    assert run("verify", str(small), "--model", "coin-draft", "--quiet")[0] == 2  # another fingerprint: undecidable
     assert run("diff", str(small), str(tmp_path / "nowhere"), "--quiet")[0] == 2
 
 
 def test_steer_finds_the_model_of_a_dump(tmp_path: Path) -> None:
-    """Also one that thinks; where it is none of the embedded ones, it asks for --model."""
+    """`steer` finds the dump's model, also one that thinks. If the model is not embedded, `steer` asks for --model."""
     dump = ["dump", "--model", "coin-thinking", "--n", "12", "--knob", "flips=1,3", "--sites", "blocks.2.hook_in", "--quiet"]
     assert run(*dump, "--out", str(tmp_path / "d"))[0] == 0
     words = ["steer", str(tmp_path / "d"), "--site", "blocks.2.hook_in", "--n", "2", "--placebos", "1"]
@@ -221,13 +221,13 @@ def test_steer_finds_the_model_of_a_dump(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_name_in_a_dump(small: Path, wrong: list[str], hint: str) -> None:
-    """Labels, estimators and positions of `probe` likewise."""
+    """A wrong label, estimator or position of `probe` gets a suggestion as well."""
     code, out, err = run("probe", str(small), "--quiet", "--sites", "S", "--folds", "2", *wrong)
     assert (code, out) == (2, "") and hint in err
 
 
 def test_json_modes(small: Path, tmp_path: Path) -> None:
-    """Whatever prints facts prints them as JSON too, and nothing else on stdout."""
+    """Every command that prints facts has --json, which prints only JSON to stdout."""
     page = ["report", str(small), "--out", str(tmp_path / "page.html"), "--verify", "0.3"]
     commands = [
         ["tasks", "list"],
@@ -250,7 +250,7 @@ def test_json_modes(small: Path, tmp_path: Path) -> None:
 
 
 def test_quiet_modes(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress goes to stderr, and --quiet leaves it empty (without it, it is not: the control)."""
+    """Progress goes to stderr, and --quiet silences it. Negative control: without --quiet, stderr is not empty."""
     assert "example" in run("verify", str(small), "--all")[2]
     assert run("verify", str(small), "--all", "--quiet")[2] == ""
     monkeypatch.setitem(zoo.RECIPES, "coin-draft", replace(zoo.recipe("coin-draft"), pool=16, longest=1, batch=8))
@@ -262,17 +262,17 @@ def test_quiet_modes(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_color(shell: Callable[..., Shell]) -> None:
-    """NO_COLOR is heeded, also where colours are forced; without it they are there (the control)."""
+    """NO_COLOR turns colours off, even if they are forced. Negative control: without NO_COLOR there are colours."""
     words = ["replay", "--n", "1", "--quiet"]
     assert COLOUR.search(shell(*words, FORCE_COLOR="1").out)
     assert not COLOUR.search(shell(*words, FORCE_COLOR="1", NO_COLOR="1").out)
     plain = shell(*words)
-    assert "\x1b" not in plain.out and "1 examples" in plain.out  # a pipe gets no escapes at all
+    assert "\x1b" not in plain.out and "1 examples" in plain.out  # a pipe gets no escape sequences at all
 
 
 @pytest.mark.parametrize("words", [["tasks", "--help"], ["dupm"]])
 def test_no_color_in_help_and_errors(words: list[str]) -> None:
-    """The same for what typer prints; it looks at the variables when it is loaded, hence a process of its own."""
+    """NO_COLOR also holds for typer's output. typer reads the variables at import, so each case needs its own process."""
     found = []
     for more in ({}, {"NO_COLOR": "1"}):
         command, asked = [sys.executable, "-m", "replaylens", *words], {**os.environ, "FORCE_COLOR": "1", **more}
@@ -282,7 +282,7 @@ def test_no_color_in_help_and_errors(words: list[str]) -> None:
 
 
 def test_interrupt(shell: Callable[..., Shell], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C is exit code 130, also in a command that cannot be resumed."""
+    """Ctrl-C gives exit code 130, also in a command that cannot be resumed."""
 
     def stop(model: object) -> None:
         raise KeyboardInterrupt

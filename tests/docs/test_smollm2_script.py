@@ -1,4 +1,4 @@
-"""The SmolLM2 script, on the embedded model: the same functions, small sizes, no download."""
+"""The SmolLM2 script on the embedded model: the same functions with small sizes and no download."""
 
 import importlib.util
 import re
@@ -13,7 +13,7 @@ from tests.docs.blocks import ROOT
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    """The script as a module, its layers those of the embedded model."""
+    """The script as a module, with the layers of the embedded model."""
     spec = importlib.util.spec_from_file_location("smollm2_script", ROOT / "docs" / "examples" / "smollm2.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -30,7 +30,7 @@ def engine() -> rl.Engine:
 
 
 def test_openings_part_at_the_lie(script: Any) -> None:
-    """The truthful opening is the chain's own; in the lied one truth and text differ, and only the first face was changed."""
+    """The truthful opening is the chain's own. In the lying one, truth and text differ, and only the first face changes."""
     for example in rl.tasks.get("coin")(rendering="steps", flips=(2, 4)).examples(20):
         true, lied = script.opening(example, False), script.opening(example, True)
         assert example.completion.startswith(true) and true.endswith(":")
@@ -51,7 +51,7 @@ def test_interval(script: Any) -> None:
 
 
 def test_forks_on_a_model_that_follows_the_text(script: Any, engine: rl.Engine, tmp_path: Path) -> None:
-    """The embedded model states the right face on truthful forks, and believes the lie on the others: known outcomes."""
+    """Known outcomes: the embedded model states the right face on truthful forks, and believes the lie on the others."""
     report = script.forks(engine, 40, tmp_path, print)
     found = {line["what"]: line["accuracy"] for line in report.lines}
     assert found["truthful fork: the model's next face is right"] == 1.0
@@ -60,7 +60,7 @@ def test_forks_on_a_model_that_follows_the_text(script: Any, engine: rl.Engine, 
 
 
 def test_probes_of_sites_by_name_have_a_page(script: Any, engine: rl.Engine, tmp_path: Path) -> None:
-    """What is probed by site name, without a layer, is drawn too."""
+    """A site probed by name, without a layer, is drawn too."""
     run = engine.replay(rl.tasks.get("coin")(flips=(1, 3)).examples(30), sites=script.STREAM)
     report = rl.probes.sweep(run, "face", sites=script.STREAM, positions="query", estimators="ridge")
     page = script.ReportPage(None, (report,)).save(tmp_path / "page.html").read_text()
@@ -68,11 +68,11 @@ def test_probes_of_sites_by_name_have_a_page(script: Any, engine: rl.Engine, tmp
 
 
 def test_dump_and_lens(script: Any, engine: rl.Engine, tmp_path: Path) -> None:
-    """A dump with forced answers is written and verified; its Z prefers the right answer at the end, not at the start."""
+    """A dump with forced answers is written and verified. Its Z prefers the right answer at the end, not at the start."""
     said: list[str] = []
-    task = script.questions("flip", (1, 4))  # the verb that it was trained on; the same stories
+    task = script.questions("flip", (1, 4))  # the verb it was trained on, with the same stories
     dump = script.write(engine, task, 8, tmp_path / "look", said.append, sites="SZ", drafter="lens", targets=script.ANSWERS)
     assert dump.digest in said[0] and "verified: " in said[0]
     assert dump.to_numpy("Z.targets").shape[1:] == (5, 2)
     script.lens(engine, dump, said.append)
-    assert re.search(r"\(8 prompts\): 1: \d+%, 3: \d+%, 4: 100%", said[-1])  # it answers without error
+    assert re.search(r"\(8 prompts\): 1: \d+%, 3: \d+%, 4: 100%", said[-1])  # the model answers without error

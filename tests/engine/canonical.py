@@ -1,4 +1,4 @@
-"""What every committed row must be, whatever happened before."""
+"""What every committed row must equal, whatever happened before."""
 
 import torch
 
@@ -10,7 +10,7 @@ SITES = ("blocks.0.attn.hook_out", "blocks.1.hook_in", "blocks.1.hook_out")
 
 
 def assert_canonical(branch: Branch) -> None:
-    """Every committed row, in the cache and captured, is the one of the path computed alone."""
+    """Every committed row, cached or captured, equals that of the path computed alone."""
     model, lane = branch.engine.model, branch.lane
     truth = Reference(model, branch.tokens, SITES if lane.recording else ())
     assert torch.equal(branch.kv(), truth.kv[: lane.computed])

@@ -1,4 +1,4 @@
-"""Engines of `coin-plain` that record their trace."""
+"""Engines of `coin-plain` that record a trace."""
 
 from replaylens.engine.engine import Engine
 

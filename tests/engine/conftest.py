@@ -1,4 +1,4 @@
-"""Fixtures of the engine's tests."""
+"""Fixtures for the engine's tests."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from tests.engine.coin_engine import fresh
 
 @pytest.fixture(autouse=True, scope="session")
 def own_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every run examines the arithmetic anew: no certificate is taken from, or left in, the user's cache."""
+    """Every run examines the arithmetic anew: certificates are neither read from nor written to the user's cache."""
     folder = tmp_path_factory.mktemp("certificates")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(certificates, "cache_folder", lambda: folder)
@@ -20,5 +20,5 @@ def own_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture
 def served() -> Engine:
-    """`coin-plain`, fresh."""
+    """A fresh engine of `coin-plain`."""
     return fresh()

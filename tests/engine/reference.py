@@ -1,7 +1,7 @@
-"""The slow truth that the engine is held against: every row of a path computed by itself, in a pass of its own.
+"""The slow reference that the engine is compared with: every row of a path computed alone, in its own pass.
 
-No batches, no windows, no drafts, no pages of more than one position, no rollbacks: a row follows from its token and the
-rows before it, and is kept by its path. Whatever the engine did on the way, what it commits must have these bits.
+No batches, windows, drafts, rollbacks, or pages of more than one position: a row follows from its token and the rows before
+it, and is stored by its path. However the engine gets there, what it commits must have these bits.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """What a path's last token has."""
+    """The row of a path's last token."""
 
     page: int
     kv: Tensor
@@ -42,7 +42,7 @@ class Row:
 
 
 class Reference:
-    """All rows of one model, computed when they are asked for."""
+    """All rows of one model, computed on demand."""
 
     def __init__(self, model: Decoder, num_rows: int = 60_000) -> None:
         table = sites.table(model.config)
@@ -80,7 +80,7 @@ class Reference:
         return torch.stack([self.row(path[:end]).kv for end in range(1, len(path) + 1)])
 
     def _captured(self, path: Path, start: int, end: int) -> Rows:
-        """S, T, C and Z of positions [start, end): Z looks at the path's next token, where there is one."""
+        """S, T, C and Z of positions [start, end). Z depends on the path's next token, if there is one."""
         rows = [self._lens(path[: p + 1], path[p + 1] if p + 1 < len(path) else -1) for p in range(start, end)]
         return {site: torch.cat([row[site] for row in rows]) for site in rows[0]} if rows else {}
 
@@ -93,7 +93,7 @@ class Reference:
     def continuation(
         self, path: Sequence[int], n: int, sampling: Sampling = GREEDY, num_prompt: int | None = None
     ) -> list[int]:
-        """The next `n` tokens, one at a time; fewer where a stop token comes."""
+        """The next `n` tokens, one at a time, or fewer if a stop token comes."""
         path, new = list(path), []
         num_prompt = len(path) if num_prompt is None else num_prompt
         while len(new) < n and not (new and new[-1] in sampling.stop_tokens):
@@ -102,7 +102,7 @@ class Reference:
 
 
 def same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    """Equal shapes, types and bytes, wherever they lie: NaN equals itself, and the two zeros differ."""
+    """Equal shapes, dtypes and bytes on any device: NaN equals itself, and the two zeros differ."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     ours, theirs = (x.cpu().contiguous().view(torch.uint8) for x in (ours, theirs))
@@ -110,9 +110,9 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def differences(branch: Branch, reference: Reference) -> list[str]:
-    """Everything on a branch that is not what its path says: empty, or the promise is broken."""
+    """What differs on a branch from the rows of its path. Empty unless the promise is broken."""
     path, found = tuple(branch.tokens), []
-    held = branch.engine.forest.held_kv(branch.lane)  # kv() would compute what is not there, and others lose their pages
+    held = branch.engine.forest.held_kv(branch.lane)  # kv() would recompute missing rows, and other branches lose their pages
     if not same_bits(held, reference.kv(path[: branch.lane.computed])):
         found.append(f"KV of branch {branch.id}")
     recording = branch.lane.recording
@@ -127,18 +127,18 @@ def differences(branch: Branch, reference: Reference) -> list[str]:
 
 @cache
 def decoder(family: str, device: str = "cpu") -> Decoder:
-    """The tiny random model of a family. In float32: rounded to bfloat16, models this small have nothing to differ in."""
+    """The tiny random model of a family, in float32: rounded to bfloat16, models this small show no differences."""
     return weights.load(hugging_face(family), torch.float32).to(device)
 
 
 @cache
 def reference_of(family: str, device: str = "cpu") -> Reference:
-    """Shared by all tests of a process: rows once computed stay."""
+    """Shared by all tests of a process, so that each row is computed once."""
     return Reference(decoder(family, device))
 
 
 def perturbed(model: Decoder, size: float = 0.01) -> Decoder:
-    """A model that mostly thinks alike: a drafter whose drafts are sometimes right."""
+    """A model that mostly predicts the same tokens: a drafter whose drafts are sometimes right."""
     other, generator = deepcopy(model), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -147,7 +147,7 @@ def perturbed(model: Decoder, size: float = 0.01) -> Decoder:
 
 
 def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:
-    """A model of any shape whose layers all matter."""
+    """A model of any shape in which every layer matters."""
     model, generator = Decoder(config), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,8 +1,8 @@
-"""The contract: what a request commits is a function of its token path, whatever happens around it.
+"""The contract: what a request commits is a function of its token path, whatever else the engine does.
 
-Each theorem runs the same requests under other circumstances and holds every token, every KV entry and every captured
-row (S, T, C, Z; of rejected drafts too) against the slow reference, byte by byte. The last theorem shows that the
-comparison has teeth: with the fast path in the canonical pass's place it fails.
+Each theorem runs the same requests under other conditions and compares every token, KV entry and captured row (S, T, C, Z,
+also of rejected drafts) with the slow reference, byte by byte. The last theorem is the negative control: with the fast path
+instead of the canonical pass, the comparison fails.
 """
 
 import random
@@ -28,12 +28,12 @@ from tests.families import NAMES
 
 NEW = 10
 LONGEST = 75
-"""of the prompts: beyond the first block of keys"""
+"""longest prompt: exceeds the first block of keys"""
 WINDOWS = (1, 2, 3, 8, 16)
 DRAFTERS = ("self", "model", "lens", "ngram", "tree")
 REPRODUCIBLE = ("model", "lens", "ngram", "tree", "forced")
 ALL_PAIRS = ("llama", "gemma3")
-"""on these every drafter runs in every window; on the others every drafter and every window occurs"""
+"""these run every drafter in every window; the others cover every drafter and every window"""
 CUTS = {
     "pages of 4, 16 rows": (4, 16),
     "pages of 16, 17 rows": (16, 17),
@@ -64,7 +64,7 @@ SHAPE = ModelConfig(
 
 @dataclass(frozen=True)
 class Request:
-    """What somebody asks of the engine."""
+    """A request to the engine."""
 
     prompt: tuple[int, ...]
     drafter: str = "self"
@@ -90,7 +90,7 @@ class Subject:
         return Engine(self.model, draft_model=self.draft_model, **options)
 
     def prompt(self, length: int, seed: int = 0) -> tuple[int, ...]:
-        """Tokens that repeat a little, so that the n-gram drafter has something to say."""
+        """Tokens with some repetition, so that the n-gram drafter makes proposals."""
         draw = random.Random(f"{self.name} {seed}")
         tokens = [draw.randrange(self.model.config.vocab_size) for _ in range(LONGEST)]
         for start in range(5, LONGEST - 3, 9):
@@ -101,7 +101,7 @@ class Subject:
         return self.reference.continuation(request.prompt, request.n, request.sampling)
 
     def forced(self, prompt: tuple[int, ...], right: int, sampling: Sampling = GREEDY) -> Request:
-        """Drafts of six tokens for every position: the first `right` of each chain are right, the others wrong."""
+        """Drafts of six tokens for every position. The first `right` of each chain are right, the others wrong."""
         path = [*prompt, *self.reference.continuation(prompt, NEW, sampling)]
         vocab, drafts = self.model.config.vocab_size, {}
         for at in range(len(prompt), len(path)):
@@ -126,7 +126,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 
 def run_together(engine: Engine, requests: Sequence[Request], sites: str | None = "STCZ") -> list[Branch]:
-    """All requests at once, each with its own options; every token's row computed."""
+    """All requests at once, each with its own options. The row of every token is computed."""
     branches = [engine.prompt(r.prompt, sites=sites, keep_rejected=bool(sites)) for r in requests]
     return go_on(engine, branches, requests)
 
@@ -141,12 +141,12 @@ def go_on(engine: Engine, branches: list[Branch], requests: Sequence[Request]) -
 
 
 def rejected(branch: Branch) -> list[tuple[int, list[int]]]:
-    """Where drafts did not stand, and what they were: in order."""
+    """Positions and tokens of rejected drafts, in order."""
     return [(cut.fork_position, cut.tokens) for cut in branch.record.cut if cut.status is BranchStatus.REJECTED]
 
 
 def broken(subject: Subject, branches: list[Branch], requests: Sequence[Request]) -> list[str]:
-    """Which promises do not hold: tokens, KV, captured rows, and those of all rejected drafts."""
+    """The broken promises: tokens, KV, captured rows, and rows of rejected drafts."""
     found = []
     for branch, request in zip(branches, requests, strict=True):
         found += [f"tokens of {request}"] * (branch.generated != subject.answer(request))
@@ -183,7 +183,7 @@ def test_a_prompt_computed_at_once_has_the_rows_of_one_row_at_a_time(subject: Su
 
 
 def test_no_drafter_and_no_window_changes_anything(subject: Subject) -> None:
-    """All drafters in all windows, all at once, over three prompts; and the rejected drafts do not depend on the batch."""
+    """All drafters in all windows at once, over three prompts. Rejected drafts do not depend on the batch."""
     prompts = [subject.prompt(length) for length in (1, 14, 62)]
     samplings = list(SAMPLINGS.values())
     pairs = [(drafter, window) for drafter in DRAFTERS for window in (*WINDOWS, None)]
@@ -233,7 +233,7 @@ def test_a_rejected_draft_has_the_rows_of_the_same_tokens_forced(subject: Subjec
 
 
 def test_forks_rollbacks_and_cancels_leave_no_mark(subject: Subject) -> None:
-    """A random past on the same engine, and on the very branches that the requests then run on."""
+    """A random history on the same engine, and on the branches that the requests then run on."""
     engine, draw = subject.engine(page_size=4), random.Random(subject.name)
     requests = mixed(subject)
     branches = [engine.prompt(r.prompt, sites="STCZ", keep_rejected=True) for r in requests]
@@ -247,7 +247,7 @@ def test_forks_rollbacks_and_cancels_leave_no_mark(subject: Subject) -> None:
 
 
 def meddle(draw: random.Random, branch: Branch, vocab: int) -> None:
-    """Fork, force, generate and cancel at random, from a branch that stays usable."""
+    """Fork, force, generate and cancel at random from a branch that stays usable."""
     (child,) = branch.fork(at=draw.randrange(1, branch.length + 1))
     child.force([draw.randrange(vocab) for _ in range(draw.randrange(1, 7))])
     stream = child.stream(9, drafter=draw.choice(DRAFTERS), window=draw.choice(WINDOWS), keep_rejected=True)
@@ -261,7 +261,7 @@ def meddle(draw: random.Random, branch: Branch, vocab: int) -> None:
 
 
 def test_preemption_leaves_no_mark(subject: Subject) -> None:
-    """Twelve requests in a cache for two of them: pages are taken and rows computed again, to the same bits."""
+    """Twelve requests in a cache for two: pages are taken, and rows are recomputed to the same bits."""
     requests = [*mixed(subject), *mixed(subject)]
     engine = subject.engine(cache_tokens=192, page_size=8)
     preempted: list[int] = []
@@ -291,7 +291,7 @@ def test_a_shared_prefix_is_the_same_as_none(subject: Subject) -> None:
 
 
 def test_a_replayed_trace_reproduces_every_row(subject: Subject, tmp_path: Path) -> None:
-    """Committed and rejected rows, of forks and after rollbacks, on a fresh engine of another cut."""
+    """Committed and rejected rows, of forks and after rollbacks, on a fresh engine with other page and pass sizes."""
     engine, requests = subject.engine(record=True), mixed(subject)
     branches = run_together(engine, requests)
     (child,) = branches[0].fork(at=25)
@@ -318,7 +318,7 @@ def llama(request: pytest.FixtureRequest) -> Subject:
 
 
 def test_a_row_is_read_again_once_its_successor_is_known(llama: Subject) -> None:
-    """Z says how likely the next token was: nan while there is none, then a number, then another after a rollback."""
+    """Z holds the log-prob of the next token: nan while there is none, then a number, then another one after a rollback."""
     branch = llama.engine().prompt(llama.prompt(9), sites="STCZ").generate(3, final=True)
     assert branch.activations["Z.emitted"][-1].isnan().all()
     for forced in ([1, 2], [3], [4, 5, 6]):
@@ -341,7 +341,7 @@ def test_captured_rows_stay_while_lost_kv_is_computed_again(llama: Subject) -> N
 
 
 def test_a_branch_as_long_as_the_cache_fits_into_it(llama: Subject) -> None:
-    """Token by token, captured, so that the last row of a page is computed twice: the prefix index gives way."""
+    """Token by token with capture, so that the last row of a page is computed twice: the prefix index gives up pages."""
     engine = llama.engine(cache_tokens=64, page_size=4)
     branch = engine.prompt(llama.prompt(1), sites="STCZ")
     while branch.length < 64:
@@ -398,9 +398,9 @@ def test_a_stream_closed_before_its_first_token_is_cancelled(llama: Subject) -> 
 
 
 def test_with_the_fast_path_in_its_place_the_contract_fails() -> None:
-    """The same comparison that finds nothing on the canonical pass finds KV, S, T, C and Z changed on the other.
+    """The comparison finds no difference on the canonical pass, and changed KV, S, T, C and Z on the fast path.
 
-    On a CUDA device the library gives such small products one order of summation; there `tests/gpu` has a wider model.
+    On a CUDA device the library sums such small products in one order, so `tests/gpu` uses a wider model.
     """
     model = random_decoder(SHAPE)
     subject = Subject("control", model, model, Reference(model))

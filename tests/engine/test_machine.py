@@ -1,8 +1,8 @@
-"""Random sessions on the public API against the slow reference: whatever was done before, a branch is its path.
+"""Random sessions on the public API against the slow reference: a branch depends only on its path.
 
 After every step the pages, the tree and the prefix index are recounted, and every live branch's KV and captured rows
-are compared byte by byte with the rows of its path computed one at a time, alone. In between, somebody changes the number
-of threads and other modes of the library, calls from another Python thread, or starts anew on an engine of other sizes.
+are compared byte by byte with the rows of its path computed one at a time, alone. Some steps change the number of threads
+or another mode of the library, call from another Python thread, or restart on an engine of other sizes.
 `make soak` runs the same for hours, on wider models and in many processes.
 """
 
@@ -32,10 +32,10 @@ from tests.toy_model import SHAPE
 VOCAB = 13
 CONFIG = ModelConfig(**{**SHAPE, "vocab_size": VOCAB, "max_positions": 128, "windows": (0, 9)})
 LONG = tuple((i * i + i // 3) % VOCAB for i in range(61))
-"""ends before the first block of keys does, so that branches cross its border"""
+"""ends before the first block of keys does, so that branches cross the block boundary"""
 LONGEST = 80
 MOST = 8
-"""live branches at a time"""
+"""maximum number of live branches"""
 
 MODES: dict[str, Callable[[bool], object]] = {
     "flushed denormals": torch.set_flush_denormal,
@@ -43,7 +43,7 @@ MODES: dict[str, Callable[[bool], object]] = {
     "medium precision": lambda on: torch.set_float32_matmul_precision("medium" if on else "highest"),
     "deterministic algorithms": lambda on: torch.set_deterministic_debug_mode("error" if on else "default"),
 }
-"""switches of the library that somebody may turn on and off"""
+"""switches of the library that a user may toggle"""
 LIBRARIES = ThreadpoolController()
 """OpenMP and the BLAS libraries of the process"""
 T = TypeVar("T")
@@ -62,7 +62,7 @@ SAMPLINGS = {
 
 @dataclass(frozen=True)
 class How:
-    """How to generate."""
+    """Options of a generation."""
 
     sampling: str
     drafter: str
@@ -86,7 +86,7 @@ hows = st.builds(
 
 @dataclass
 class Known:
-    """What the machine knows of a branch, without asking the engine."""
+    """What the machine knows about a branch without asking the engine."""
 
     branch: Branch
     path: list[int]
@@ -96,7 +96,7 @@ class Known:
 
 
 class AnyWindow(Planner):
-    """Windows from a seed in place of measured times: a session that fails does so again."""
+    """Windows from a seed instead of measured times, so that a failing session is reproducible."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class AnyWindow(Planner):
 
 
 class Sessions(RuleBasedStateMachine):
-    """Prompts, forks, forced tokens, generations, cancels, rollbacks and releases in any order, in a cache too small."""
+    """Prompts, forks, forced tokens, generations, cancels, rollbacks and releases in any order, in a small cache."""
 
     device = "cpu"
     config = CONFIG
@@ -128,7 +128,7 @@ class Sessions(RuleBasedStateMachine):
         self.engine = self.new_engine(page_size, max_rows, seed)
 
     def new_engine(self, page_size: int, max_rows: int, seed: int) -> Engine:
-        """With room for little, on any number of threads."""
+        """An engine with a small cache, on any number of threads."""
         sizes = {"cache_tokens": 96, "page_size": page_size, "max_rows": max_rows}
         engine = Engine(self.model, draft_model=perturbed(self.model, 0.02), canary=True, record=True, **sizes)
         engine.loop.admission.planner = AnyWindow(seed)
@@ -144,7 +144,7 @@ class Sessions(RuleBasedStateMachine):
         on=st.booleans(),
     )
     def change_modes(self, threads: int, everywhere: bool, mode: str, on: bool) -> None:
-        """The number of threads by torch's own setter, or in every library of the process, past torch."""
+        """Set the number of threads by torch's own setter, or directly in every library of the process; set a mode."""
         if everywhere:
             LIBRARIES.limit(limits=threads)
         else:
@@ -158,7 +158,7 @@ class Sessions(RuleBasedStateMachine):
     @rule(page_size=page_sizes, max_rows=row_sizes, seed=picks)
     @precondition(lambda self: self.known)
     def start_anew(self, page_size: int, max_rows: int, seed: int) -> None:
-        """As after a crash: nothing is left but the paths."""
+        """As after a crash: only the paths survive."""
         self.check_against_trace()
         self.engine, old = self.new_engine(page_size, max_rows, seed), self.known
         self.known, self.rejected = [], []
@@ -221,7 +221,7 @@ class Sessions(RuleBasedStateMachine):
     )
     @precondition(lambda self: len(self.open()) > 1)
     def generate_in_threads(self, picked: list[int], n: int, how: list[How], seed: int) -> None:
-        """Who comes first is the system's choice, and so are drafts and windows: what comes of that choice is dropped."""
+        """The system schedules the threads, which decides drafts and windows: results that depend on them are dropped."""
         some = list({id(one): one for one in map(self.pick_open, picked)}.values())
         pairs = list(zip(some, how, strict=False))
         with ThreadPoolExecutor(len(pairs)) as pool:
@@ -303,7 +303,7 @@ class Sessions(RuleBasedStateMachine):
                 switch(False)
 
     def check_against_trace(self) -> None:
-        """The trace of the whole session, on an engine with room for all, brings every branch back, rejected drafts too."""
+        """The trace of the whole session, on an engine with a large cache, reproduces every branch and the rejected drafts."""
         replayed = Engine(self.model, cache_tokens=4096).replay_trace(self.engine.trace)
         for one in self.known + self.rejected:
             if one.branch.id not in replayed:
@@ -320,7 +320,7 @@ class Sessions(RuleBasedStateMachine):
     # ---- helpers --------------------------------------------------------------------------------------------------
 
     def done(self, work: Callable[[], T]) -> T:
-        """What the work gives, done here or in a new Python thread."""
+        """The result of the work, done here or in a new Python thread."""
         if not self.elsewhere:
             return work()
         with ThreadPoolExecutor(1) as pool:
@@ -330,7 +330,7 @@ class Sessions(RuleBasedStateMachine):
         return self.known[number % len(self.known)]
 
     def open(self) -> list[Known]:
-        """Branches that can go on."""
+        """Branches that can continue."""
         return [one for one in self.known if not one.ended and len(one.path) < LONGEST]
 
     def pick_open(self, number: int) -> Known:
@@ -338,13 +338,13 @@ class Sessions(RuleBasedStateMachine):
         return some[number % len(some)]
 
     def welcome(self, one: Known) -> None:
-        """Let it in; the oldest leaves where there are too many."""
+        """Add the branch, and drop the oldest if there are too many."""
         self.known.append(one)
         if len(self.known) > MOST:
             self.release_one(0)
 
     def release_one(self, number: int) -> None:
-        """A known branch, with the rejected drafts that hang off it."""
+        """Release a known branch and the rejected drafts that hang off it."""
         gone = self.known.pop(number).branch
         gone.release()
         self.rejected = [one for one in self.rejected if one.branch.record.parent != gone.id]
@@ -355,7 +355,7 @@ class Sessions(RuleBasedStateMachine):
         return Known(branch, parent.path[:length], min(parent.num_prompt, length), parent.exact)
 
     def settle(self, one: Known, n: int, how: How, cancelled: bool = False) -> None:
-        """The branch has the reference's tokens, all of them unless it was cancelled; then note its rejected drafts."""
+        """Check that the branch has the reference's tokens (all of them unless cancelled), then note its rejected drafts."""
         branch, before, sampling = one.branch, len(one.path), SAMPLINGS[how.sampling]
         if one.exact:
             truth = self.truth.continuation(one.path, n, sampling, one.num_prompt)
@@ -372,7 +372,7 @@ class Sessions(RuleBasedStateMachine):
 
 
 class SessionsOnCuda(Sessions):
-    """The same on a CUDA device, where tokens are drawn, drafts compared and steps replayed from graphs."""
+    """The same on a CUDA device, which draws tokens, compares drafts and replays steps from graphs."""
 
     device = "cuda"
     reference = None

@@ -1,4 +1,4 @@
-"""The long run stops at a difference, says how to run it again, and has an exit code."""
+"""The soak test stops at a difference, prints how to reproduce it, and sets the exit code."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from tests.engine.reference import random_decoder
 
 
 def processes(monkeypatch: pytest.MonkeyPatch, *codes: int) -> list[dict[str, str]]:
-    """Each process exits with the next code, after 500 operations. Returns the environments that they are given."""
+    """Each process exits with the next code after 500 operations. Returns the environments they receive."""
     ends, environments = iter(codes), list[dict[str, str]]()
 
     def run(command: list[str], env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:

@@ -1,9 +1,9 @@
-"""`make gpu`: the tests marked gpu, in processes side by side.
+"""`make gpu`: run the tests marked gpu in parallel processes.
 
     PYTHONPATH=src python -m tests.gpu.run --processes 6
 
-Most of a test's time on a device goes into compiling kernels on the host, one after another within a process. Every process
-collects all tests and takes one that nobody has taken yet (`tests/gpu/share.py`). Needs pytest alone.
+Most of a test's time goes into compiling kernels on the host, one after another within a process. Every process collects all
+tests and takes those that no other process has taken (`tests/gpu/share.py`). Needs only pytest.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHOWN = 200
-"""last lines shown of what a failed process said"""
+"""last output lines shown for a failed process"""
 
 
 @dataclass
 class Outcome:
-    """What all processes reported together."""
+    """The reports of all processes together."""
 
     collected: dict[str, list[int]] = field(default_factory=dict)
     """test -> the processes that collected it"""
@@ -32,11 +32,11 @@ class Outcome:
     results: dict[str, str] = field(default_factory=dict)
     """test -> passed, failed or skipped"""
     crashed: list[int] = field(default_factory=list)
-    """processes that ended without saying so"""
+    """processes that ended without reporting it"""
 
     @classmethod
     def read(cls, folder: Path, processes: int) -> "Outcome":
-        """From the notes of the processes, one line of JSON each."""
+        """Reads the notes of the processes, one line of JSON each."""
         found = cls()
         for number in range(processes):
             file = folder / f"{number}.jsonl"
@@ -54,7 +54,7 @@ class Outcome:
         return found
 
     def faults(self, processes: int) -> list[str]:
-        """Why the run did not succeed; empty: it did."""
+        """Why the run failed. Empty if it succeeded."""
         faults = [f"failed: {test}" for test, result in self.results.items() if result == "failed"]
         faults += [f"process {number} crashed" for number in self.crashed]
         faults += [f"no result: {test}" for test in self.taken if test not in self.results]
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def candidates() -> list[str]:
-    """The files that can hold a test marked gpu: they, or a conftest.py of theirs, name the mark or the list of devices.
+    """The files that can hold a test marked gpu: the file or its conftest.py names the mark or the list of devices.
 
     Other files may import packages that a machine with a GPU lacks.
     """
@@ -80,17 +80,17 @@ def candidates() -> list[str]:
 
 
 def start(number: int, folder: Path, expression: str, paths: list[str]) -> "subprocess.Popen[bytes]":
-    """One pytest process that shares the tests with the others; what it says goes to a file."""
+    """Start one pytest process that shares the tests with the others. Its output goes to a file."""
     ours = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": ours, "SHARED_TESTS": str(folder), "SHARED_NUMBER": str(number)}
-    environment["PYTHONHASHSEED"] = "0"  # all processes collect the same tests in the same order
+    environment["PYTHONHASHSEED"] = "0"  # all processes must collect the same tests in the same order
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.share", "-p", "no:cacheprovider", "-m", expression]
     with (folder / f"{number}.log").open("wb") as log:
         return subprocess.Popen([*command, *paths], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
 def main() -> int:
-    """0: every selected test passed or was skipped for a reason of its own."""
+    """Returns 0 if every selected test passed or was skipped for its own reason."""
     parser = argparse.ArgumentParser(description="Run the tests marked gpu in processes side by side.")
     parser.add_argument("--processes", type=int, default=6)
     parser.add_argument("--marker", default="gpu", help="marker expression; another one tries this script without a GPU")
@@ -105,7 +105,7 @@ def main() -> int:
         outcome = Outcome.read(folder, given.processes)
         faults = outcome.faults(given.processes)
         for number, code in enumerate(codes):
-            if code not in (0, 5):  # 5: the others had taken all tests
+            if code not in (0, 5):  # 5: other processes took all tests
                 said = (folder / f"{number}.log").read_text(errors="replace").splitlines()[-SHOWN:]
                 print(f"---- process {number}, exit code {code}", *said, sep="\n")
                 faults = faults or [f"process {number} ended with exit code {code}"]

@@ -1,7 +1,7 @@
-"""A pytest plugin: several processes share the tests that each of them has collected. Every test runs in exactly one.
+"""A pytest plugin: processes that collect the same tests share them. Every test runs in exactly one process.
 
-A process takes a test by creating a file of its name, which only one can do. It notes what it collected, took and saw as lines
-of JSON, so that a process that dies leaves what it knew.
+A process takes a test by creating a file of its name, which only one process can do. It notes collected tests, taken tests
+and outcomes as lines of JSON, so that a process that dies leaves its notes behind.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 TOGETHER = 4
-"""neighbours taken at once: they share the fixtures of their module"""
+"""tests taken at once: neighbours share the fixtures of their module"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Sharing:
-    """The part of one process."""
+    """One process's part."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self.folder, self.file = folder, folder / f"{number}.jsonl"
@@ -33,7 +33,7 @@ class Sharing:
             file.write(json.dumps(facts) + "\n")
 
     def take(self, items: list[pytest.Item]) -> bool:
-        """Whether these tests are ours from now on."""
+        """Try to take these tests. Returns whether this process owns them now."""
         name = hashlib.sha256("\n".join(item.nodeid for item in items).encode()).hexdigest()
         try:
             os.close(os.open(self.folder / name, os.O_CREAT | os.O_EXCL))
@@ -42,7 +42,7 @@ class Sharing:
         return True
 
     def ours(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
-        """Tests that nobody had taken, one after the other; the next is taken when it is asked for."""
+        """Tests that no other process has taken. The next one is taken on demand."""
         for first in range(0, len(items), TOGETHER):
             some = items[first : first + TOGETHER]
             if self.take(some):
@@ -57,7 +57,7 @@ class Sharing:
         mine = self.ours(session.items)
         item = next(mine, None)
         while item is not None:
-            following = next(mine, None)  # pytest keeps the fixtures that the next test needs
+            following = next(mine, None)  # pytest keeps fixtures that the next test needs
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             item = following
         self.note(ended=True)

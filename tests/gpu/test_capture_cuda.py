@@ -1,4 +1,4 @@
-"""Capture, edits and lenses inside bursts and graphs on a CUDA device, against passes that are launched one by one."""
+"""Capture, edits and lenses inside bursts and graphs on a CUDA device equal those of passes launched one by one."""
 
 import gc
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def engine(name: str, **options: Any) -> Engine:
 
 
 def launched(name: str) -> Engine:
-    """Neither bursts nor graphs: every pass is launched from the host and every token has a pass of its own."""
+    """Without bursts and graphs: the host launches every pass, and every token has its own pass."""
     made = engine(name)
     made.loop.bursts = made.runner.graphs = None
     return made
@@ -38,7 +38,7 @@ def found(branch: Branch) -> dict[str, Any]:
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """What differs, bit for bit."""
+    """The names of what differs, bit for bit."""
     bits = lambda x: x.contiguous().view(torch.uint8)  # noqa: E731 (NaN marks a row without successor)
     assert a.keys() == b.keys()
     return [name for name in a if a[name].shape != b[name].shape or not torch.equal(bits(a[name]), bits(b[name]))]
@@ -93,7 +93,7 @@ EDITS = {
 
 @pytest.mark.parametrize("kind", EDITS)
 def test_edits_in_bursts_and_graphs_give_the_bits_of_launched_passes(pair: tuple[Engine, Engine], kind: str) -> None:
-    """Edited branches beside others, with and without capture."""
+    """Edited branches run beside unedited ones, with and without capture."""
     torch.manual_seed(1)
     edits = EDITS[kind](pair[0].config.d_model)
     outcomes = []
@@ -114,7 +114,7 @@ def test_edits_in_bursts_and_graphs_give_the_bits_of_launched_passes(pair: tuple
 
 
 def test_the_program_on_the_host_gives_the_same_edits() -> None:
-    """Edits of launched CUDA passes against the CPU's own way, in float32: the same tokens."""
+    """Edits in launched CUDA passes give the same tokens as the CPU's own implementation, in float32."""
     model = hugging_face("llama")
     edits = [Edit("S", "add", torch.linspace(-2, 2, 32), layers=[1])]
     there = Engine(weights.load(model, torch.float32).to("cuda"), cache_tokens=2048)
@@ -180,4 +180,4 @@ def test_one_long_lived_branch_does_not_keep_the_rows_of_all() -> None:
     for chunk in kept.activations.chunks:
         block = getattr(chunk.rows, "_block", None)
         assert getattr(chunk.rows, "_burst", None) is None
-        assert block is None or block._live * 4 >= block.num_rows  # the rest of a prompt may have a pass to itself
+        assert block is None or block._live * 4 >= block.num_rows  # the rest of a prompt may have its own pass

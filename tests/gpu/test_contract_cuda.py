@@ -1,4 +1,4 @@
-"""The engine's contract on a CUDA device: the same request gives the same bits however it is run."""
+"""The engine's contract on a CUDA device: a request gives the same bits however it is run."""
 
 from itertools import product
 from typing import Any
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 PROMPT = torch.randint(1, 97, (75,), generator=torch.Generator().manual_seed(5)).tolist()
 OTHERS = [torch.randint(1, 97, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 9, 10, 40, 130)]
 FILTERED, DRAWN = Sampling(temperature=0.8, top_k=40, seed=11), Sampling(temperature=0.7, seed=2**64 - 3)
-"""drawn by the host, which sees the whole distribution, and by the device"""
+"""the host draws the first, for which it needs the whole distribution; the device draws the second"""
 Outcome = tuple[list[int], torch.Tensor, dict[str, torch.Tensor]]
 
 
@@ -26,7 +26,7 @@ def engine(name: str, dtype: torch.dtype, **options: Any) -> Engine:
 
 
 def outcome(served: Engine, beside: list[list[int]] = (), **options: Any) -> Outcome:
-    """Tokens, KV and captured rows of one request, run beside others."""
+    """Tokens, KV and captured rows of one request that runs beside others."""
     branches = served.prompts([*beside, PROMPT], sites="STCZ", keep_rejected=True)
     served.generate(branches, 24, final=True, **options)
     mine = branches[-1]
@@ -39,7 +39,7 @@ def outcome(served: Engine, beside: list[list[int]] = (), **options: Any) -> Out
 
 
 def differences(a: Outcome, b: Outcome) -> list[str]:
-    """What is not the same, bit for bit."""
+    """What differs, bit for bit."""
     bits = lambda x: x.contiguous().view(torch.uint8)  # noqa: E731 (NaN marks a row without successor)
     found = [site for site in a[2] if not torch.equal(bits(a[2][site]), bits(b[2][site]))]
     return ["tokens"] * (a[0] != b[0]) + ["kv"] * (not torch.equal(a[1], b[1])) + found
@@ -48,7 +48,7 @@ def differences(a: Outcome, b: Outcome) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_depend_on_the_path_alone(name: str, dtype: torch.dtype) -> None:
-    """Batch, chunking, page size, drafter, window: none of them moves a bit."""
+    """Batch, chunking, page size, drafter and window do not change a bit."""
     served = engine(name, dtype)
     assert served.certificate.certified
     for sampling in (Sampling(), FILTERED, DRAWN):
@@ -62,7 +62,7 @@ def test_bits_depend_on_the_path_alone(name: str, dtype: torch.dtype) -> None:
 
 
 def test_the_fast_path_would_fail_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: with the library's products in place of the canonical ones, company moves bits."""
+    """Negative control: with the library's products instead of the canonical ones, other requests in the batch change bits."""
     from replaylens.engine.model.config import ModelConfig
     from replaylens.engine.model.decoder import Decoder
     from replaylens.engine.passes.runner import Runner
@@ -78,7 +78,7 @@ def test_the_fast_path_would_fail_the_contract(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_bursts_give_the_bits_of_single_passes(name: str) -> None:
-    """Decode steps replayed as CUDA graphs on the device alone, against one ordinary pass per token."""
+    """Decode steps replayed as CUDA graphs on the device equal one ordinary pass per token."""
     served = engine(name, torch.bfloat16)
     for sampling, beside in product((Sampling(), DRAWN), ([], OTHERS)):
         tokens, kv, _ = outcome(served, window=1, sampling=sampling)
@@ -94,7 +94,7 @@ def test_bursts_give_the_bits_of_single_passes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
 def test_passes_replayed_as_graphs_give_the_bits_of_launched_ones(name: str) -> None:
-    """Prefills and windows, captured and not; a shape is replayed from its second time on, so everything is run three times."""
+    """Prefills and windows, with and without capture. A shape is replayed from its second use on, so everything runs thrice."""
     launched = engine(name, torch.bfloat16)
     launched.runner.graphs = None
     served = engine(name, torch.bfloat16)

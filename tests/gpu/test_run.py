@@ -1,4 +1,4 @@
-"""`make gpu` on made-up tests: every test runs in exactly one process, and whatever goes wrong is an error."""
+"""`make gpu` on made-up tests: every test runs in exactly one process, and every failure is reported."""
 
 import os
 import re
@@ -36,7 +36,7 @@ BAD = {
 def run(folder: Path, more: str = "", marker: str = "not gpu") -> "subprocess.CompletedProcess[str]":
     (folder / "test_made.py").write_text(GOOD.format(folder=folder) + more)
     command = [sys.executable, "-m", "tests.gpu.run", "--processes", "2", "--marker", marker, str(folder)]
-    bare = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # as on a machine that has pytest alone; and it starts faster
+    bare = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # only pytest, as on a GPU machine; also starts faster
     return subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=120)
 
 

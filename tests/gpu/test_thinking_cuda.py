@@ -1,4 +1,4 @@
-"""Models that think on a CUDA device: three roads, any company, one outcome."""
+"""Models that think on a CUDA device: three code paths and any batch give one result."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def thinker(name: str) -> ThinkingEngine:
 
 
 def outcome(branch: ThinkingBranch) -> Outcome:
-    """KV, captured rows, and what the thoughts were."""
+    """KV, captured rows and thoughts."""
     found = {site: branch.activations[site].contiguous() for site in branch.activations.sites()}
     return found | {"kv": branch.kv().cpu(), "tokens": torch.tensor(branch.tokens)}
 
@@ -33,7 +33,7 @@ def differences(a: Outcome, b: Outcome) -> list[str]:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_three_roads_and_any_company(name: str) -> None:
-    """In float32: models this small give the doctor's negative controls nothing to differ in when rounded to bfloat16."""
+    """In float32: rounded to bfloat16, models this small leave the doctor's negative controls no difference to find."""
     served = thinker(name)
     truth = [outcome(served.prompt(path, sites="STCZ", guess="sequential")) for path in PROMPTS]
     for guess in GUESSES:
@@ -58,7 +58,7 @@ def test_edits_on_s_t_and_c() -> None:
 
 
 def test_a_wrong_guess_that_is_kept_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control."""
+    """Negative control: keeping a wrong guess changes the result."""
     served = thinker("rotary")
     right = outcome(served.prompt(PROMPTS[3], sites="STCZ", guess="sequential"))
     judge = Prefiller._judge
@@ -67,7 +67,7 @@ def test_a_wrong_guess_that_is_kept_would_be_seen(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_trained_model_in_bfloat16() -> None:
-    """Stories of 1 to 8 actors: three roads, alone and together."""
+    """Stories of 1 to 8 actors on three code paths, alone and in a batch."""
     served = Engine.load("coin-thinking", device="cuda")
     assert isinstance(served, ThinkingEngine)
     stories = [tasks.get("coin")(rendering="picture", flips=n).example(n).prompt for n in (1, 3, 5, 8)]

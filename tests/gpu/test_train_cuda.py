@@ -1,4 +1,4 @@
-"""Training steps replayed from CUDA graphs: deterministic, resumable, and the steps of ordinary launches."""
+"""Training steps replayed from CUDA graphs are deterministic and resumable, and equal ordinarily launched steps."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +17,7 @@ RECIPE = replace(thinking_zoo.recipe("coin-thinking"), steps=12, warmup=2, batch
 
 
 def trained(recipe: ThinkingRecipe, state: Path | None = None, stop_at: int | None = None) -> list[torch.Tensor]:
-    """Weights after the recipe, or after a run that broke off."""
+    """Weights after the whole recipe, or after an interrupted run."""
 
     class Stop(Exception):
         pass
@@ -44,7 +44,7 @@ def test_twice_the_same_bits_and_after_a_break_too(tmp_path: Path) -> None:
 
 
 def test_the_steps_are_those_of_ordinary_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to how Adam rounds a learning rate that is a tensor."""
+    """Equal up to Adam's rounding of a learning rate that is a tensor."""
     graphed = trained(RECIPE)
 
     def launched(recipe, model, inputs_at, loss_of):  # type: ignore[no-untyped-def]

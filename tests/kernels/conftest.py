@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-if not torch.cuda.is_available():  # Triton decides when it is imported
+if not torch.cuda.is_available():  # Triton reads TRITON_INTERPRET at import
     os.environ["TRITON_INTERPRET"] = "1"
     triton = sys.modules.get("triton")
     if triton is not None and type(triton.language.sum).__name__ == "JITFunction":
@@ -20,13 +20,13 @@ if not torch.cuda.is_available():  # Triton decides when it is imported
 
 @dataclass(frozen=True)
 class Case:
-    """A device and a dtype, and what the tests need to know about them."""
+    """A device and a dtype, with what the tests need to know about them."""
 
     device: str
     dtype: torch.dtype
 
     def randn(self, *shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-        """Fresh random values; the same for the same seed."""
+        """Fresh random values, the same for the same seed."""
         draw = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
         return draw.to(self.dtype).to(self.device)
 
@@ -37,7 +37,7 @@ class Case:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def poison(self, *shape: int) -> Tensor:
-        """An output to write to: an element that stays unwritten is NaN, and NaN never passes."""
+        """An output filled with NaN: an element that stays unwritten never passes."""
         return torch.full(shape, float("nan"), dtype=self.dtype, device=self.device)
 
     @property
@@ -70,7 +70,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture
 def same() -> Callable[[Tensor, Tensor], None]:
-    """Equal to the bit, with the number of differences when not."""
+    """Bitwise equality. Reports the number of differences on failure."""
 
     def check(a: Tensor, b: Tensor) -> None:
         assert a.shape == b.shape

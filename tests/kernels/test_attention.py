@@ -13,7 +13,7 @@ PAGE = 16
 
 @dataclass
 class Setting:
-    """Sequences scattered over pages, and one query row for every position of each."""
+    """Sequences scattered over pages, with one query row for every position."""
 
     q: Tensor
     k: Tensor
@@ -23,7 +23,7 @@ class Setting:
     blocks: dict[str, int]
 
     def attend(self, chosen=None, per_tile=0, **options):
-        """All rows, or those with the given numbers; tiles of up to `per_tile` rows of a sequence (0: rows alone)."""
+        """Attention of all rows, or of the given ones, in tiles of up to `per_tile` rows of a sequence (0: each row alone)."""
         index = torch.arange(len(self.sequences)) if chosen is None else torch.tensor(chosen)
         sequences = [self.sequences[i] for i in index.tolist()]
         index = index.to(self.q.device)
@@ -45,7 +45,7 @@ def setting(case, lengths, heads=4, kv_heads=2, d_head=16, seed=0):
     cache = lambda i: case.randn((sum(pages) + 1) * PAGE, kv_heads, d_head, seed=seed + i)  # noqa: E731
     k, v = cache(1), cache(2)
     k[:PAGE], v[:PAGE] = 0, 0
-    # the interpreter walks small blocks: many blocks and splits at few keys
+    # the interpreter uses small blocks, so few keys span many blocks and splits
     blocks = {} if case.gpu else {"kv_block": 8, "kv_split": 16}
     rows = PagedRows(case.tensor(sequences), case.tensor(positions), table.to(case.device))
     return Setting(case.randn(len(sequences), heads, d_head, seed=seed + 3), k, v, sequences, rows, blocks)
@@ -56,7 +56,7 @@ def lengths(case):
 
 
 def some(case):
-    """Row numbers: first and last of sequences, around block and split boundaries, in no order."""
+    """Row numbers in no order: first and last rows of sequences, and rows around block and split boundaries."""
     return [1299, 0, 511, 512, 513, 63, 64, 1300, 1308, 1309, 1908, 1024] if case.gpu else [36, 0, 31, 32, 37, 39, 48]
 
 
@@ -81,7 +81,7 @@ def test_decode_window_and_prefill_agree(case, same, softcap, window):
     for split in (False, True):
         same(s.attend(chosen, split=split, **options), full[chosen])  # decode: every row alone, in any order
     start, count = (300, 400) if case.gpu else (13, 9)
-    window_rows = list(range(start, start + count))  # a window cut anywhere
+    window_rows = list(range(start, start + count))  # a window with an arbitrary cut
     same(s.attend(window_rows, per_tile=8, tile=AttentionTile(32, 4, 1), split=True, **options), full[window_rows])
 
 
@@ -118,7 +118,7 @@ def test_pages_may_lie_anywhere(case, same):
     a = setting(case, lengths(case)[:2])
     b = setting(case, lengths(case)[:2])
     order = torch.randperm(len(b.k) // PAGE - 1, generator=torch.Generator().manual_seed(9)).to(case.device) + 1
-    move = torch.cat([order.new_zeros(1), order])  # new page of each old page; the null page stays
+    move = torch.cat([order.new_zeros(1), order])  # maps each old page to a new one; the null page stays
     b.rows = PagedRows(b.rows.sequence, b.rows.position, move[b.rows.page_table.long()].to(torch.int32))
     for cache in (b.k, b.v):
         cache.view(-1, PAGE, *cache.shape[1:])[move] = cache.clone().view(-1, PAGE, *cache.shape[1:])
@@ -127,7 +127,7 @@ def test_pages_may_lie_anywhere(case, same):
 
 
 def test_stale_slots_are_never_read(case, same):
-    """What lies after a row's position in its last page, or on pages nobody owns, does not matter, not even NaN."""
+    """Slots after a row's position in its last page, and pages without an owner, have no effect, even if they hold NaN."""
     s = setting(case, [21, 5])
     chosen = [20, 23]
     before = s.attend(chosen)
@@ -145,14 +145,14 @@ def test_empty_tiles_and_a_shared_workspace(case, same):
     tiles = plan_tiles([s.sequences[i] for i in chosen], 1, capacity=5).to(case.device)
     rows = PagedRows(s.rows.sequence[index], s.rows.position[index], s.rows.page_table, tiles)
     space = Workspace.of(5, 2, 64, 16, 16, torch.device(case.device))
-    for _ in range(2):  # the counters are back at zero after a launch
+    for _ in range(2):  # the counters return to zero after a launch
         out = attention(s.q[index], s.k, s.v, rows, 0.3, workspace=space, tile=AttentionTile(16, 4, 1), split=True, **s.blocks)
         same(out, s.attend(chosen))
     assert not space.count.any()
 
 
 def test_the_canonical_constants_matter(case):
-    """Negative controls: another block or another split is another sum."""
+    """Negative control: another block size or another split gives another sum."""
     s = setting(case, lengths(case))
     chosen = some(case)
     block, split = s.blocks.get("kv_block", KV_BLOCK), s.blocks.get("kv_split", KV_SPLIT)

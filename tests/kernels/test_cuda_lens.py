@@ -1,4 +1,4 @@
-"""Z by the lens kernel, as the engine asks for it, against the same numbers from whole distributions."""
+"""Z from the lens kernel, called as the engine calls it, equals the same numbers from whole distributions."""
 
 import pytest
 import torch

@@ -24,7 +24,7 @@ def test_every_row_does_what_its_code_says(case, same, vectors):
 
 
 def test_a_kept_row_keeps_its_bits(case, same):
-    """Adding zero would not do: it turns -0 into 0."""
+    """Adding zero is not enough: it turns -0 into 0."""
     x = -torch.zeros_like(case.randn(2, 16))
     nothing = torch.zeros(2, dtype=torch.int32, device=x.device)
     kept = edit_rows(x, nothing, nothing, torch.zeros_like(x[:1]))

@@ -10,7 +10,7 @@ from replaylens.kernels.judge import judge
 
 
 def chains(case, seed=0):
-    """Chains of 0 to 7 drafts over few tokens, so that drafts stand now and then."""
+    """Chains of 0 to 7 drafts over few tokens, so that some drafts are accepted."""
     length = case.ints(40, below=8, seed=seed, dtype=torch.int64)
     first = torch.cat([length.new_zeros(1), (length + 1).cumsum(0)[:-1]])
     chosen = case.ints(int((length + 1).sum()), below=2, seed=seed + 1, dtype=torch.int64)
@@ -36,7 +36,7 @@ def test_a_chain_does_not_know_the_others(case, same):
 
 
 def test_the_device_judges_as_the_host_does(case):
-    """Greedy and drawn chains side by side, against the host's own choices from the same logits."""
+    """Greedy and sampled chains in one batch match the host's choices from the same logits."""
     vocab, samplings = 50, [Sampling(), Sampling(temperature=0.7, seed=3), Sampling(temperature=1.3, seed=2**64 - 5)]
     questions, row = [], 0
     logits = case.randn(40, vocab, scale=3.0).float()
@@ -44,7 +44,7 @@ def test_the_device_judges_as_the_host_does(case):
     for i, drafts in enumerate(([], [4, 4], [7], [1, 2, 3, 4], [], [9] * 5)):
         sampling = samplings[i % 3]
         right = [sampling.choose(host[row + j], [0] * (20 + i + j), 20) for j in range(len(drafts))]
-        drafts = [*right[: i % 3], *drafts[i % 3 :]]  # some of them stand
+        drafts = [*right[: i % 3], *drafts[i % 3 :]]  # some are accepted
         questions.append(Question(row, drafts, sampling, 20 + i))
         row += len(drafts) + 1
     found = answers(logits, questions)
@@ -57,7 +57,7 @@ def test_the_device_judges_as_the_host_does(case):
 
 
 def test_temperature_is_the_hosts_number(case):
-    """0.7 is no float32. Where two tokens are all but alike, a rounded temperature would draw the other one."""
+    """0.7 is not a float32. Between two nearly equal tokens, a rounded temperature would draw the other one."""
     rows = 64
     noise = reference.gumbel(torch.arange(rows)[:, None], torch.tensor([[5]]), torch.arange(2)).numpy()
     logits = np.stack([np.zeros(rows), (noise[:, 0] - noise[:, 1]) * 0.7], axis=1).astype(np.float32)

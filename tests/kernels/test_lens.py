@@ -18,7 +18,7 @@ def problem(case):
 
 
 def check(case, got: LensStats, x, w, weight, targets, final, softcap):
-    """Against float64, from the normalised rows the kernel used (their rounding is the norm's business)."""
+    """Compares with float64, from the normalised rows that the kernel used (the norm has its own test of rounding)."""
     layers, rows = x.shape[:2]
     h = reference.norm(x.double(), weight.double(), None, 1e-5, "rms").to(case.dtype).double()
     z = (h @ w.double()).view(layers * rows, -1)
@@ -27,7 +27,7 @@ def check(case, got: LensStats, x, w, weight, targets, final, softcap):
     for name in ("log_sum_exp", "entropy", "kl", "top_log_probs", "target_log_probs"):
         found = getattr(got, name).double().flatten()
         torch.testing.assert_close(found, want[name].flatten(), rtol=1e-4, atol=2e-2 if case.dtype != torch.float32 else 2e-4)
-    # neighbours in the order may swap where float64 and float32 logits disagree; the sets' log-probs above may not
+    # neighbours may swap where float64 and float32 logits disagree; the sets' log-probs above may not
     agree = (got.top_ids.view(-1, K) == want["top_ids"]).float().mean()
     assert agree > (0.97 if case.gpu else 0.999)
 
@@ -65,13 +65,13 @@ def test_a_layer_does_not_know_the_others(case, same):
 
 def test_ties_are_in_order_of_token(case, same):
     x, w, weight, _ = problem(case)
-    w = torch.cat([w[:, :40]] * 5, dim=1).contiguous()  # every logit five times, in different tiles
+    w = torch.cat([w[:, :40]] * 5, dim=1).contiguous()  # every logit occurs five times, in different tiles
     ids = lens(x, w, weight, k=K).top_ids
     same(ids[..., 1:], ids[..., :1] + 40 * torch.arange(1, K, device=case.device))
 
 
 def test_the_vocabulary_tile_matters(case):
-    """Negative control: partial sums over other tiles are other sums."""
+    """Negative control: partial sums over other tiles give other bits."""
     x, w, weight, _ = problem(case)
     shape = lens_shape(case.dtype)
     smaller = replace(shape, columns=shape.columns // 2, warps=4)

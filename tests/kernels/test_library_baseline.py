@@ -1,4 +1,4 @@
-"""The baseline with the library's products and attention computes what the decoder means, as a pass and by steps."""
+"""The baseline with the library's products and attention computes the decoder's function, as a pass and step by step."""
 
 import torch
 

@@ -60,7 +60,7 @@ def test_every_tile_gives_the_same_bits(case, same):
     full = matmul(x, w)
     for tile in tiles_of(case):
         same(matmul(x, w, out=case.poison(rows, columns), tile=tile), full)
-        if case.gpu or not tile.persistent:  # the interpreter's own product of a transposed tile adds in another order
+        if case.gpu or not tile.persistent:  # the interpreter's product of a transposed tile adds in another order
             same(matmul(x, w.T.contiguous().T, tile=tile), full)
 
 
@@ -77,7 +77,7 @@ def test_fusing_moves_no_bits(case, same):
 
 
 def test_splitting_the_depth_moves_bits(case):
-    """Negative control: what libraries do at few rows is not the canonical sum."""
+    """Negative control: splitting the depth, as libraries do for few rows, is not the canonical sum."""
     x, w = problem(case, 16, 512, 64)
     halves = [matmul(x[:, s], w[s], out_dtype=torch.float32) for s in (slice(0, 256), slice(256, 512))]
     assert not torch.equal(halves[0] + halves[1], matmul(x, w, out_dtype=torch.float32))

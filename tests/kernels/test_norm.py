@@ -35,7 +35,7 @@ def test_heads_of_a_packed_product(case, same):
 
 
 def test_a_large_mean_costs_nothing(case):
-    """Squares are summed after the mean is gone."""
+    """Squares are summed after the mean is subtracted."""
     if case.dtype != torch.float32:
         pytest.skip("a large mean leaves no digits in 16 bits")
     x = case.randn(3, 512) + 1000

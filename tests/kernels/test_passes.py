@@ -1,4 +1,4 @@
-"""A pass in the arithmetic of a CUDA device, kernel by kernel: the model's function, rows and keys where they belong."""
+"""A pass in a CUDA device's arithmetic, kernel by kernel: the model's function, with rows and keys in the right place."""
 
 import torch
 
@@ -21,13 +21,13 @@ def whole(model: Decoder, path: list[int]) -> torch.Tensor:
 
 
 def test_prefill_then_one_row_each():
-    """Three branches on pages of two positions: all but the last token of each, then the last ones together."""
+    """Three branches on pages of two positions: first all tokens but the last of each, then the last ones together."""
     model = Decoder(CONFIG).initialize(0).requires_grad_(False).to(DEVICE)
     pool = PagePool(16, 2)
     cache = KVCache(CONFIG, pool, torch.float32, DEVICE)
-    cache.data = torch.zeros(2, 2, 34, 2, 8, device=DEVICE)  # the layout of a device, also in the interpreter
+    cache.data = torch.zeros(2, 2, 34, 2, 8, device=DEVICE)  # the device's layout, also in the interpreter
     tables = [PageTable() for _ in PATHS]
-    for table, path in zip(reversed(tables), reversed(PATHS), strict=True):  # page numbers that are not in order
+    for table, path in zip(reversed(tables), reversed(PATHS), strict=True):  # page numbers out of order
         pool.reserve(table, 0, len(path))
 
     def run(segments: list[Segment]) -> torch.Tensor:

@@ -12,7 +12,7 @@ def problem(case, rotary=16):
     packed = case.randn(9, HEADS + 2 * KV_HEADS, D_HEAD)
     q, k, v = packed.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
     pages = torch.zeros(4, 4, dtype=torch.int32)
-    pages[:3] = torch.randperm(12, generator=torch.Generator().manual_seed(0)).view(3, 4) + 1  # the last sequence: null page
+    pages[:3] = torch.randperm(12, generator=torch.Generator().manual_seed(0)).view(3, 4) + 1  # last sequence: null page
     sequence, position = case.tensor([0, 0, 0, 1, 1, 2, 2, 2, 3]), case.tensor([0, 3, 17, 5, 40, 2, 31, 32, 1])
     rows = PagedRows(sequence, position, pages.to(case.device))
     angle = torch.rand(64, rotary // 2, generator=torch.Generator().manual_seed(1)) * 6

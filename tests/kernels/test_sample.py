@@ -61,12 +61,12 @@ def test_greedy_takes_the_largest_and_the_smallest_id_of_a_tie(case, same, monke
     same(sample_logits(logits)[0], logits.argmax(1))
     twice = torch.cat([logits[:, :40], logits[:, :40]], dim=1).contiguous()
     assert (sample_logits(twice)[0] < 40).all()
-    monkeypatch.setattr(module, "_LOGIT_TILE", 32)  # the two of a tie in different tiles
+    monkeypatch.setattr(module, "_LOGIT_TILE", 32)  # the tied tokens are in different tiles
     assert (sample_logits(twice)[0] < 40).all()
 
 
 def test_frequencies_are_the_softmax(case):
-    """Draws from a known distribution: within five standard errors. The interpreter leaves the drawing to the reference."""
+    """Draws from a known distribution are within five standard errors. The interpreter draws with the reference."""
     rows, vocab = 4096, 16
     logits = torch.linspace(-2, 1, vocab).expand(rows, vocab).contiguous().to(case.device)
     seed, position = torch.arange(rows, device=case.device), case.tensor([7] * rows)
@@ -89,7 +89,7 @@ def test_errors_say_what_is_wrong(case):
 
 
 def test_near_ties_are_settled_in_float64(case, same):
-    """Logits that undo the noise: all scores agree to rounding, so the screen in float32 cannot tell them apart."""
+    """Logits that cancel the noise: all scores agree up to rounding, so the float32 screen cannot separate them."""
     rows, vocab = (64, 3000) if case.gpu else (5, 60)
     seed, position = torch.arange(rows, device=case.device), case.ints(rows, below=100)
     logits = -reference.gumbel(seed[:, None], position[:, None], torch.arange(vocab, device=case.device)).float()

@@ -1,4 +1,4 @@
-"""`python -m tests.mutants`: run the campaign, print a table, exit with 1 where too many mutants survive."""
+"""`python -m tests.mutants`: run the campaign, print a table, and exit with 1 if too many mutants survive."""
 
 import argparse
 import signal
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def main(arguments: Sequence[str] | None = None, mutants: Sequence[Mutant] = MUTANTS, root: Path = ROOT) -> int:
-    """The exit status: 0 good, 1 too many survivors or a mutant that could not be tried, 2 the tests fail by themselves."""
+    """The exit status. 0: success. 1: too many survivors, or a mutant that cannot be tried. 2: tests fail without mutants."""
     given = _parse(arguments, mutants)
     chosen = [mutant for mutant in mutants if not given.only or mutant.name in given.only]
     if given.list:

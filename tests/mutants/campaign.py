@@ -1,7 +1,7 @@
-"""The campaign: mutants are applied to scratch copies, one at a time, and the tests near them are run.
+"""The campaign applies mutants to scratch copies, one at a time, and runs the tests near them.
 
-A mutant counts as killed only when tests ran and failed. A run that was cut off, or that could not start, kills nothing; and
-the same tests must pass on the unchanged copy first, or a failure would mean nothing.
+A mutant is killed only if tests run and fail. A run that times out or cannot start kills nothing. The same tests must first
+pass on the unchanged copy, or a failure would mean nothing.
 """
 
 import os
@@ -29,7 +29,7 @@ LIMIT = 300.0
 PLUGIN = "tests.mutants.quick"
 _NOWHERE = ("__pycache__", ".*_cache", ".hypothesis", ".ipynb_checkpoints", "*.egg-info")
 _NOT_AT_THE_TOP = {".git", ".venv", "build", "demo", "dist", "dumps", "report", "trained"}
-"""what is not copied: caches, and what a checkout's own commands leave in it"""
+"""not copied: caches, and files that a checkout's own commands leave"""
 _FAILED = re.compile(r"^FAILED (.+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -43,25 +43,25 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one mutant."""
+    """The outcome of one mutant."""
 
     mutant: Mutant
     outcome: Outcome
     seconds: float = 0.0
     detail: str = ""
-    """the first test that failed, or why there is none"""
+    """the first failed test, or why there is none"""
 
 
 class NotSound(Exception):
-    """The tests fail without any mutant: nothing can be learnt from their failing with one."""
+    """The tests fail without any mutant, so their failing with one shows nothing."""
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """How mutants are tried.
+    """Settings of a campaign.
 
-    root   the checkout that copies are made of; it is only read
-    jobs   copies that are worked on at a time
+    root   the checkout to copy; it is only read
+    jobs   copies tested in parallel
     limit  seconds for the tests of one mutant
     """
 
@@ -71,7 +71,7 @@ class Campaign:
     _running: "set[subprocess.Popen[str]]" = field(default_factory=set, repr=False)
 
     def run(self, mutants: Sequence[Mutant], told: Callable[[Result], object] = lambda result: None) -> list[Result]:
-        """Try all of them; `told` gets each result as it comes. NotSound where their tests fail on the unchanged tree."""
+        """Try all mutants, passing each result to `told` as it comes. Raises NotSound if the unchanged tree fails its tests."""
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(self.jobs) as threads:
             copies = [self._copy(Path(folder) / str(number)) for number in range(self.jobs)]
             self._check(mutants, copies[0])
@@ -90,7 +90,7 @@ class Campaign:
 
             try:
                 return list(threads.map(one, mutants))
-            except BaseException:  # Ctrl-C reaches this process alone: the runs have sessions of their own
+            except BaseException:  # Ctrl-C reaches only this process: the runs have their own sessions
                 threads.shutdown(wait=False, cancel_futures=True)
                 for process in list(self._running):
                     _kill(process)
@@ -128,14 +128,14 @@ class Campaign:
         return Result(mutant, outcome, time.monotonic() - began, detail)
 
     def _pytest(self, tests: Sequence[str], copy: Path, limit: float) -> tuple[int | None, str]:
-        """(exit status or None where it took too long, what it said) of tests in a copy."""
+        """(exit status or None after a timeout, output) of tests in a copy."""
         options = ["-q", "-x", "-rf", "--tb=no", "--no-header", "-p", "no:cacheprovider", "-p", PLUGIN]
         own = {
             "PYTHONPATH": str(copy / "src"),
             "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # none of them is needed, and loading them takes seconds
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # not needed, and slow to import
             "OMP_NUM_THREADS": "1",
-            "REPLAYLENS_CACHE": tempfile.mkdtemp(prefix="cache-", dir=copy.parent),  # a mutant certifies nothing for others
+            "REPLAYLENS_CACHE": tempfile.mkdtemp(prefix="cache-", dir=copy.parent),  # a mutant certifies nothing for other runs
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *tests],
@@ -158,8 +158,8 @@ class Campaign:
 
 
 def _kill(process: "subprocess.Popen[str]") -> None:
-    """End a run that has not ended, and the processes that its tests started."""
-    if process.poll() is None:  # afterwards its number may be another's
+    """Kill a run that has not ended, and the processes that its tests started."""
+    if process.poll() is None:  # after that, its pid may belong to another process
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -167,7 +167,7 @@ def _kill(process: "subprocess.Popen[str]") -> None:
 
 @contextmanager
 def _planted(mutant: Mutant, copy: Path) -> Iterator[None]:
-    """The mutant is in the copy while the block runs."""
+    """Plants the mutant in the copy while the block runs."""
     path = mutant.path(copy)
     try:
         source = path.read_text()
@@ -182,6 +182,6 @@ def _planted(mutant: Mutant, copy: Path) -> Iterator[None]:
 
 
 def good_enough(results: Sequence[Result]) -> bool:
-    """Whether enough were killed, and all could be tried."""
+    """Whether enough mutants were killed, and all could be tried."""
     tried = all(result.outcome in (Outcome.KILLED, Outcome.SURVIVED) for result in results)
     return tried and sum(result.outcome is Outcome.KILLED for result in results) >= NEEDED * len(results)

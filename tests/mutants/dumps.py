@@ -1,4 +1,4 @@
-"""Faults in what a dump says of its rows, and in what holds writers apart."""
+"""Faults in what a dump records about its rows, and in what keeps writers apart."""
 
 from tests.mutants.mutant import Mutant
 
@@ -29,8 +29,8 @@ DUMPS = (
     ),
     Mutant(
         "reused-process-id",
-        "replaylens.engine.dump.lock",
-        "return started is None or started == _started(pid)",
+        "replaylens.engine.dump.owner",
+        "return self.started is None or self.started == started(self.pid)",
         "return True",
         "a lock of a process that ended is void, whoever has its number now",
         ("tests/engine/dump/test_locks.py",),
@@ -60,6 +60,14 @@ DUMPS = (
         ("tests/engine/dump/test_repair.py",),
     ),
     Mutant(
+        "shard-repaired-to-another-digest",
+        "replaylens.engine.dump.head",
+        "if before not in (None, digest):",
+        "if False:",
+        "a shard that a repair gives other bits is not written",
+        ("tests/engine/dump/test_repair.py",),
+    ),
+    Mutant(
         "shard-whole-by-its-size",
         "replaylens.engine.dump.writer",
         "== entry.bytes and self.store.sha256(name) == entry.sha256",
@@ -78,8 +86,8 @@ DUMPS = (
     Mutant(
         "manifest-without-its-seal",
         "replaylens.engine.dump.manifest",
-        "reader.need(seal == _seal(raw), ",
-        "reader.need(isinstance(seal, str), ",
+        "checks.need(seal == _seal(raw), ",
+        "checks.need(isinstance(seal, str), ",
         "a manifest edited by hand is refused",
         ("tests/engine/dump/test_verify.py::test_an_edited_manifest",),
     ),
@@ -114,5 +122,37 @@ DUMPS = (
         "False",
         "rejected branches are verified, whoever drafted them",
         ("tests/engine/dump/test_verify.py::test_rejected_branches_are_checked_whoever_drafted",),
+    ),
+    Mutant(
+        "lease-that-never-expires",
+        "replaylens.engine.dump.lease",
+        "if now != owner:",
+        "if True:",
+        "a lock of another host that is not renewed is void",
+        ("tests/engine/dump/test_locks.py",),
+    ),
+    Mutant(
+        "claim-of-the-dead-respected",
+        "replaylens.engine.dump.lock",
+        "if claimant.mark != self.owner.mark and is_live(self.store, name, claimant):",
+        "if claimant.mark != self.owner.mark:",
+        "a kill during a takeover blocks nobody",
+        ("tests/engine/dump/test_locks.py",),
+    ),
+    Mutant(
+        "unknown-fields-ignored",
+        "replaylens.engine.records",
+        "if (unknown := _unknown(made, raw)) is not None:",
+        "if (unknown := _unknown(made, raw)) == 0:",
+        "a file with a field that nobody knows is refused",
+        ("tests/engine/dump/test_malformed.py::test_malformed_manifest",),
+    ),
+    Mutant(
+        "salvaged-without-a-hash",
+        "replaylens.engine.dump.salvage",
+        "return self.store.sha256(name).encode() in self.raw",
+        "return self.store.exists(name)",
+        "a damaged manifest is rebuilt from shards that it still vouches for, and no others",
+        ("tests/engine/dump/test_repair.py",),
     ),
 )

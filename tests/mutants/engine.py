@@ -1,4 +1,4 @@
-"""Faults in what a pass computes, what a turn commits and what a trace records."""
+"""Faults in what a pass computes, a turn commits and a trace records."""
 
 from tests.mutants.mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Holes that were found and closed, opened again: what passed for certified before their tests were there."""
+"""Fixed holes, opened again: faults that were certified before their tests existed."""
 
 from tests.mutants.mutant import Mutant
 

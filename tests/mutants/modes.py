@@ -1,4 +1,4 @@
-"""Faults in how threads and other modes of the library are certified and held."""
+"""Faults in how threads and other library modes are certified and held."""
 
 from tests.mutants.mutant import Mutant
 

@@ -11,7 +11,7 @@ class CannotApply(Exception):
 
 @dataclass(frozen=True)
 class Mutant:
-    """A piece of source, what replaces it, and who must notice."""
+    """A piece of source, its replacement, and the tests that must fail."""
 
     name: str
     module: str
@@ -20,7 +20,7 @@ class Mutant:
     """occurs exactly once in the module's source"""
     after: str
     breaks: str
-    """the promise that does not hold any more"""
+    """the promise that the fault breaks"""
     tests: tuple[str, ...]
     """files or node ids for pytest; at least one test among them must fail"""
 
@@ -29,7 +29,7 @@ class Mutant:
         return root / "src" / f"{self.module.replace('.', '/')}.py"
 
     def applied(self, source: str) -> str:
-        """The source with the fault in it. CannotApply where the table is out of date, or the fault is none."""
+        """The source with the fault. Raises CannotApply if the table is out of date or the fault changes nothing."""
         count = source.count(self.before)
         if count != 1:
             raise CannotApply(f"the text occurs {count} times in {self.module}, not once")

@@ -1,4 +1,4 @@
-"""Faults in what a probe's score is held against."""
+"""Faults in what a probe's score is compared with."""
 
 from tests.mutants.mutant import Mutant
 

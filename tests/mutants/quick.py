@@ -1,6 +1,6 @@
-"""A plugin for the campaign's test runs: Hypothesis draws the same examples every time, and does not look for smaller ones.
+"""A plugin for the campaign's test runs: Hypothesis draws the same examples every time and does not shrink failures.
 
-Whether a test fails is all that counts; shrinking a failure of a state machine takes a minute.
+Only whether a test fails matters, and shrinking a failure of a state machine takes a minute.
 """
 
 from hypothesis import Phase, settings

@@ -1,4 +1,4 @@
-"""The campaign tells a deadly fault from a harmless one, and takes nothing else for a kill."""
+"""The campaign tells a deadly fault from a harmless one, and counts nothing else as a kill."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +39,7 @@ ENDLESS = planted("endless", "x = -x", "x = x - 1")
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A tree with one module, one test, and things that are not copied."""
+    """A tree with one module, one test, and files that are not copied."""
     root = tmp_path / "checkout"
     for folder in ("src/replaylens", "tests/mutants", "tests/dumps", "dumps", ".venv"):
         (root / folder).mkdir(parents=True)
@@ -50,7 +50,7 @@ def checkout(tmp_path: Path) -> Path:
     (root / "tests/dumps/test_kept.py").write_text(TESTS)
     (root / "dumps/test_not_copied.py").write_text(TESTS)
     (root / ".venv/large").touch()
-    (root / "tests/mutants/quick.py").touch()  # nothing to set: no Hypothesis here
+    (root / "tests/mutants/quick.py").touch()  # nothing to configure: no Hypothesis here
     return root
 
 
@@ -59,7 +59,7 @@ def everything(root: Path) -> dict[str, bytes]:
 
 
 def test_outcomes(checkout: Path) -> None:
-    """One after the other in the same copy; the checkout is as it was."""
+    """Mutants run one after the other in the same copy. The checkout does not change."""
     before = everything(checkout)
     results = Campaign(checkout).run([DEADLY, HARMLESS, STALE, LOST])
     assert [result.outcome for result in results] == [
@@ -103,7 +103,7 @@ def test_how_many_must_be_killed(killed: int, survived: int, not_applied: int, g
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its exit status and what it prints; the outcomes are given."""
+    """The command's exit status and output for given outcomes."""
     outcomes = {"deadly": Outcome.KILLED, "harmless": Outcome.SURVIVED}
 
     def run(self: Campaign, mutants: list[Mutant], told: Callable[[Result], object]) -> list[Result]:

@@ -1,4 +1,4 @@
-"""The table fits the sources: it cannot rot unnoticed between two campaigns."""
+"""The table matches the sources, so it cannot become outdated unnoticed between campaigns."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ ROOMS = ("engine.loop", "engine.memory", "engine.passes", "engine.request", "eng
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_mutant_can_be_planted(mutant: Mutant) -> None:
-    """Its text occurs once, the changed source compiles and does something else, and its tests are there."""
+    """The mutant's text occurs once, the changed source compiles to different code, and its tests exist."""
     mutant.applied(mutant.path(ROOT).read_text())
     assert mutant.breaks
     assert mutant.tests
@@ -41,7 +41,7 @@ def test_the_table_covers_what_carries_promises() -> None:
     ],
 )
 def test_a_mutant_that_is_out_of_date_is_named(before: str, after: str, says: str) -> None:
-    """The negative control of the check above."""
+    """Negative control: an outdated mutant is named."""
     mutant = Mutant("planted", "replaylens.nothing", before, after, "nothing", ("tests",))
     with pytest.raises(CannotApply, match=says):
         mutant.applied("x = 1\ny = 1\n")

@@ -1,4 +1,4 @@
-"""Faults in what a model that thinks is said to have thought."""
+"""Faults in the recorded thoughts of a model that thinks."""
 
 from tests.mutants.mutant import Mutant
 

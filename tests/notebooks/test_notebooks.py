@@ -1,4 +1,4 @@
-"""The notebooks run from their sources, say what the committed ones say they say, and are fit to be committed."""
+"""The notebooks run from their sources, give the committed outputs, and are fit to commit."""
 
 import os
 import re
@@ -17,12 +17,12 @@ NAMES = [source.stem for source in sorted(FOLDER.glob("[0-9]_*.py"))]
 REAL = "5_real_model"
 MAX_BYTES = 600_000
 CACHE = smollm2.model_folder().parent
-"""the user's; other tests point the variable elsewhere later"""
+"""the user's cache; other tests change its environment variable later"""
 LOCAL = re.compile(r"/(home|root|tmp|work|Users)/")
 
 
 def load_build() -> Any:
-    """notebooks/build.py: a script beside the notebooks, not a module of the package."""
+    """notebooks/build.py, a script next to the notebooks and not a module of the package."""
     spec = spec_from_file_location("notebooks_build", FOLDER / "build.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
@@ -42,7 +42,7 @@ def code(notebook: Any) -> list[Any]:
 
 
 def texts(notebook: Any) -> list[str]:
-    """Everything that a notebook shows, pictures aside."""
+    """Everything that a notebook shows, except pictures."""
     shown = [output for cell in code(notebook) for output in cell.outputs]
     return [str(o.get("text", "")) for o in shown] + [str(v) for o in shown for v in o.get("data", {}).values()]
 
@@ -56,7 +56,7 @@ def test_all_six_are_there() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_committed_notebook_is_its_source_run_once(name: str) -> None:
-    """Same cells as the source; every code cell ran, in order, without an error or a warning; small enough for git."""
+    """Same cells as the source. Every code cell ran in order, without errors or warnings. Small enough for git."""
     made, source = committed(name), build.read(FOLDER / f"{name}.py")
     nbformat.validate(made)
     assert [(c.cell_type, c.source, c.id) for c in made.cells] == [(c.cell_type, c.source, c.id) for c in source.cells]
@@ -93,7 +93,7 @@ CLAIMS = {
     "5_real_model": ["states equal: [True, True, True]", "KV equal:     [True, True, True]", "verified: 6 examples"],
     "6_coming_from_transformerlens": ["121 of 121 names", "edit: ", "as captured: True", "gradients: False"],
 }
-"""what the words around the cells rely on, on any machine"""
+"""what the text around the cells relies on, on any machine"""
 
 
 def run(name: str, **environment: str) -> Any:
@@ -109,7 +109,7 @@ def check(name: str, notebook: Any) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != REAL])
 def test_notebook_runs(name: str, tmp_path: Path) -> None:
-    """In a fresh kernel, with a cache folder of its own: nothing is fetched, certificates are made anew."""
+    """In a fresh kernel with its own cache folder: nothing is downloaded, and certificates are made anew."""
     check(name, run(name, REPLAYLENS_CACHE=str(tmp_path)))
 
 
@@ -122,7 +122,7 @@ def test_real_model_runs() -> None:
 def test_without_the_real_model_its_notebook_says_what_to_do_and_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No traceback for the user, and the build leaves the committed file alone."""
+    """The user sees no traceback, and the build does not touch the committed file."""
     monkeypatch.setenv("REPLAYLENS_CACHE", str(tmp_path))
     before = (FOLDER / f"{REAL}.ipynb").read_bytes()
     build.main([REAL])
@@ -135,14 +135,14 @@ def test_without_the_real_model_its_notebook_says_what_to_do_and_stops(
 
 
 def test_a_failing_cell_fails_the_build(tmp_path: Path) -> None:
-    """Negative control: an assertion in a cell is an error here, not an output."""
+    """Negative control: a failed assertion in a cell fails the build instead of becoming an output."""
     (tmp_path / "1_bad.py").write_text("# %%\nassert 1 + 1 == 3\n\n# %%\nprint('not reached')\n")
     with pytest.raises(CellExecutionError, match="AssertionError"):
         build.execute(build.read(tmp_path / "1_bad.py"))
 
 
 def test_progress_bars_are_dropped_and_prints_joined(tmp_path: Path) -> None:
-    """Equal sources give equal files, whatever arrived in how many pieces."""
+    """Equal sources give equal files, however many pieces the output arrives in."""
     source = tmp_path / "1_noisy.py"
     source.write_text("# %%\nfrom tqdm.auto import tqdm\nfor i in tqdm(range(3)):\n    print(i, flush=True)\n")
     files = [nbformat.writes(build.execute(build.read(source))) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Rows made to order: what can be read off them is known exactly."""
+"""Synthetic rows in which the content of every layer is known exactly."""
 
 import hashlib
 from typing import Any
@@ -17,10 +17,11 @@ WIDTH = 16
 def rows_of(
     roots: int = 100, per_root: int = 2, seed: int = 0, effect: float = 3.0, width: int = WIDTH, **columns: Any
 ) -> ProbeRows:
-    """Rows of the coin's shape, `per_root` steps each.
+    """Rows shaped like those of the coin task, `per_root` steps per root.
 
-    S has three layers: 0 is noise that roots share, 1 holds `face` along `direction(seed)`, 2 holds it except along that
-    direction (so that nothing is left). `face` is a fair coin per row, `shuffled` one per root, `next_action` one per row.
+    S has three layers. Layer 0 is noise that the rows of a root share. Layer 1 holds `face` along `direction(seed)`. Layer 2 is
+    layer 1 with that direction removed, so it holds nothing. `face` is a fair coin per row, `shuffled` one per root,
+    `next_action` one per row.
     """
     generator = np.random.default_rng(seed)
     n = roots * per_root
@@ -60,6 +61,6 @@ def rows_of(
 
 
 def direction(seed: int = 0, width: int = WIDTH) -> np.ndarray:
-    """The unit vector along which `rows_of` plants the face."""
+    """The unit vector along which `rows_of` plants `face`."""
     way = np.random.default_rng([seed, 7]).normal(size=width)
     return way / np.linalg.norm(way)

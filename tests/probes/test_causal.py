@@ -1,4 +1,4 @@
-"""Causal tests: what the model uses moves its answer, what it does not use does not; saved probes; DAS."""
+"""Causal tests: only directions that the model uses move its answer. Also saved probes and DAS."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ N = 24
 
 @pytest.fixture(scope="module")
 def fresh(coin_dump: Dump) -> list[Example]:
-    """Prompts that no probe was fitted on."""
+    """Prompts on which no probe was fitted."""
     seen = set(coin_dump.index["root"])
     task = tasks.get("coin")(flips=(2, 5))
     return [e for e in task.examples(range(80, 400)) if e.root not in seen][:N]
@@ -42,11 +42,11 @@ def line(report: Report, what: str) -> dict[str, float]:
 
 
 def test_steering_flips_the_answer(engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]) -> None:
-    """Along the mass-mean direction the answer follows; along random ones of the same length it does not."""
+    """Steering along the mass-mean direction flips the answer. Random directions of the same length do not."""
     report = steer(engine, probe, fresh, untrained=placebo_probes(coin_dump, probe, 16))
     assert line(report, "steer: probe")["accuracy"] > 0.9
     assert line(report, "steer: random direction")["accuracy"] < 0.1
-    placebo = 0.025 ** (1 / 8)  # eight random directions that flip nothing may come from a kind of which some do
+    placebo = 0.025 ** (1 / 8)  # eight random directions without a flip leave room for a population in which some flip
     assert line(report, "steer: probe minus random direction")["low"] == pytest.approx(0.025 ** (1 / N) - (1 - placebo))
     assert line(report, "steer: probe minus untrained probe")["low"] > 0
     assert json.dumps(report.to_json()) == json.dumps(
@@ -57,8 +57,8 @@ def test_steering_flips_the_answer(engine: Engine, coin_dump: Dump, probe: Linea
 def test_intervals_know_that_placebos_are_a_sample(
     engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]
 ) -> None:
-    """An untrained probe flips all prompts or none: few of them carry no verdict, and no interval has width zero."""
-    few = [-1, 1, 1, 1]  # three placebos like the probe itself, one against it
+    """An untrained probe flips all prompts or none: few of them give no verdict, and no interval has width zero."""
+    few = [-1, 1, 1, 1]  # three placebos equal to the probe, one with its sign reversed
     untrained = [replace(probe, weight=sign * probe.weight) for sign in few]
     report = steer(engine, probe, fresh, untrained=untrained, placebos=2)
     difference = line(report, "steer: probe minus untrained probe")
@@ -72,7 +72,7 @@ def test_intervals_know_that_placebos_are_a_sample(
 
 
 def test_prompts_that_the_probe_knows(engine: Engine, probe: LinearProbe, fresh: list[Example], tmp_path: Path) -> None:
-    """A note says how many prompts are not held out, also of a loaded probe; of an older file, that nobody knows."""
+    """A note counts the prompts that are not held out, also for a loaded probe. For older files it says that it cannot know."""
     known = tasks.get("coin")(flips=(2, 5)).examples(3)
     loaded = LinearProbe.load(probe.save(tmp_path / "face"))
     for each in (probe, loaded):
@@ -90,7 +90,7 @@ def test_a_probe_is_one_line(probe: LinearProbe) -> None:
 
 @pytest.mark.parametrize("kept", ["dump", "run"])
 def test_layers_that_are_not_there(engine: Engine, coin_dump: Dump, kept: str) -> None:
-    """The message names those that are; counting from the end is for none of the commands."""
+    """The message lists the available layers. No command accepts negative layers."""
     given = coin_dump if kept == "dump" else engine.replay(tasks.get("coin")(flips=(2, 5)).examples(12), sites="SZ")
     for layer, message in ((99, "No layer 99. S"), (-1, "No layer -1. S"), (None, "needs a layer")):
         with pytest.raises(UnknownSite, match=f"{message}.*0, 1, 2, 3, 4"):
@@ -104,13 +104,13 @@ def test_layers_that_are_not_there(engine: Engine, coin_dump: Dump, kept: str) -
 
 
 def test_no_step_no_effect(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
-    """Negative control: of length zero, every direction leaves every answer and every margin exactly as they were."""
+    """Negative control: steps of length zero leave every answer and every margin exactly unchanged."""
     report = steer(engine, probe, fresh, factor=0.0, placebos=1)
     assert all(each["accuracy"] == 0 and each["nats"] == 0 for each in report.lines)
 
 
 def test_steering_back_is_no_flip(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
-    """Away from the other class the answer only grows surer: the sign of a direction counts."""
+    """Steering away from the other class makes the answer more certain: the sign of a direction matters."""
     report = steer(engine, probe, fresh, factor=-1.0, placebos=1)
     assert line(report, "steer: probe")["accuracy"] == 0
 
@@ -124,7 +124,7 @@ def test_ablation_and_refit(engine: Engine, probe: LinearProbe, fresh: list[Exam
 
 
 def test_interchange(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
-    """The component along the direction carries the answer; a whole row carries it for sure."""
+    """Exchanging the component along the direction changes the answer; exchanging the whole row always does."""
     report = interchange(engine, probe, fresh, placebos=2)
     assert line(report, "interchange: whole row")["accuracy"] > 0.9
     assert line(report, "interchange: probe")["accuracy"] > 0.8
@@ -133,7 +133,7 @@ def test_interchange(engine: Engine, probe: LinearProbe, fresh: list[Example]) -
 
 
 def test_stage_reads_the_model_itself(engine: Engine, fresh: list[Example]) -> None:
-    """Without a change the answers are the model's own, and rows are those of a replay; the engine is left clean."""
+    """Without an edit the stage gives the model's own answers and the rows of a replay, and leaves the engine clean."""
     stage = Stage(engine, fresh[:4], "blocks.2.hook_in", "face", "step")
     words = fresh[0].maker.answers()
     for subject in stage.subjects:
@@ -150,7 +150,7 @@ def test_stage_reads_the_model_itself(engine: Engine, fresh: list[Example]) -> N
 
 
 def test_what_fails_leaves_nothing_behind(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
-    """Refused edits, labels and continuations: no branch stays, no page stays taken."""
+    """Refused edits, labels and continuations leave no branch and no allocated page behind."""
     before = len(engine.loop.lanes), engine.runner.pool.num_free
     with pytest.raises(BadEdit):
         steer(engine, probe, fresh[:4], factor=1e39, placebos=1)
@@ -169,7 +169,7 @@ def _refuse(subject: Subject) -> np.ndarray:
 
 
 def test_saved_probe(probe: LinearProbe, coin_dump: Dump, tmp_path: Path) -> None:
-    """It comes back with the same bits and the dump's digest, and without executing anything; damage is refused."""
+    """A saved probe loads with the same bits and the dump's digest, and executes nothing. A damaged file is refused."""
     path = probe.save(tmp_path / "face")
     loaded = LinearProbe.load(path)
     assert np.array_equal(loaded.weight, probe.weight) and loaded.classes == probe.classes and loaded.cell == probe.cell
@@ -203,7 +203,7 @@ def test_what_cannot_be_tested(engine: Engine, coin_dump: Dump, probe: LinearPro
 
 
 def test_three_classes_have_directions() -> None:
-    """From one class to another: the difference of their lines; predictions are the highest score."""
+    """The direction between two classes is the difference of their weight rows. The class of the highest score is predicted."""
     weight = np.eye(3)
     rest = dict(label="x", site="s", cell=None, position="all", estimator="ridge", source={})
     probe = LinearProbe(weight, np.zeros(3), weight, ("a", "b", "c"), **rest)  # type: ignore[arg-type]
@@ -213,7 +213,7 @@ def test_three_classes_have_directions() -> None:
 
 @pytest.mark.slow  # importing TransformerLens takes ten seconds
 def test_direction_found_by_transformer_lens(engine: Engine) -> None:
-    """DAS on a bridge of the same weights gives a direction whose exchange flips our engine's answers."""
+    """DAS on a bridge with the same weights finds a direction; exchanging along it flips our engine's answers."""
     from benchmarks.dump import bridge, hugging_face
     from replaylens.probes.das import find_direction
 

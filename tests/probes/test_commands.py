@@ -20,7 +20,7 @@ def call(*words: str) -> Any:
 
 
 def test_probe_and_steer(coin_dump: Dump, tmp_path: Path) -> None:
-    """A sweep with a report and a saved probe; the probe tested causally on prompts that are not in the dump."""
+    """A sweep writes a report and a saved probe. The probe is then tested causally on prompts that are not in the dump."""
     folder, probes = tmp_path / "report", tmp_path / "probes"
     where = ("--label", "state", "--sites", "S", "--positions", "query", "--layers", "0,3")
     done = call("probe", coin_dump.url, *where, "--quiet", "--out", str(folder), "--save-probes", str(probes))
@@ -63,7 +63,7 @@ def test_bad_input_is_one_line(coin_dump: Dump, words: tuple[str, ...], message:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are short, and run from nothing to their reports."""
+    """The scripts are short, and run from scratch to their reports."""
     path = ROOT / "docs" / "examples" / f"{name}.py"
     assert len(path.read_text().splitlines()) < 60
     runpy.run_path(str(path))["main"](tmp_path, 40)

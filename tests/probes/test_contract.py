@@ -1,4 +1,4 @@
-"""One suite over all estimators of ours: scikit-learn's own checks, and a few promises of ours."""
+"""One suite over all our estimators: scikit-learn's own checks, and a few promises of ours."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ X[:, 2] += 4 * (Y - 0.5)
 @pytest.mark.parametrize("estimator", OURS, ids=str)
 @pytest.mark.filterwarnings("ignore")
 def test_scikit_learn_accepts_it(estimator: Any) -> None:
-    """Every check of scikit-learn's passes. CcsProbe is not among these: its rows are pairs, of an even width only."""
+    """Every scikit-learn check passes. CcsProbe is left out: its rows are pairs, so their width must be even."""
     results = check_estimator(estimator, on_fail=None)
     assert [r["check_name"] for r in results if r["status"] == "failed"] == []
     assert sum(r["status"] == "passed" for r in results) > 40
@@ -34,7 +34,7 @@ def test_scikit_learn_accepts_it(estimator: Any) -> None:
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_same_data_same_bits(name: str) -> None:
-    """Fitting twice gives the same answers to the last bit, and what was given is not changed."""
+    """Fitting twice gives bit-identical predictions and does not change the input."""
     rows, values = X.copy(), Y.astype(str)
     first, second = (clone(get(name).make()).fit(rows, values) for _ in range(2))
     answer = "transform" if hasattr(first, "transform") and not hasattr(first, "predict") else "predict"
@@ -45,7 +45,7 @@ def test_same_data_same_bits(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, each in ESTIMATORS.items() if name not in ("ccs", "leace", "inlp")])
 @pytest.mark.parametrize("classes", [2, 3])
 def test_reads_what_is_there(name: str, classes: int) -> None:
-    """Text classes, two or three, come back as text; well separated ones are found."""
+    """Two or three text classes are predicted as text, and well-separated classes are found."""
     values = np.array(["a", "b", "c"])[GENERATOR.integers(classes, size=300)]
     rows = np.random.default_rng(1).normal(size=(300, 6)) + 5 * (values[:, None] == np.array(["a", "b", "c", "", "", ""]))
     fitted = clone(get(name).make()).fit(rows, values)
@@ -60,7 +60,7 @@ def test_one_class_is_refused(estimator: Any) -> None:
 
 
 def test_contrast_pairs_need_no_labels() -> None:
-    """CCS finds the direction of truth; with labels turned over only the sign moves."""
+    """CCS finds the truth direction. Flipping the labels changes only its sign."""
     truth = GENERATOR.integers(2, size=300)
     base = GENERATOR.normal(size=(300, 10)) * 0.3
     way = np.eye(10)[4] * 3
@@ -74,11 +74,11 @@ def test_contrast_pairs_need_no_labels() -> None:
 
 
 def test_attention_finds_the_position() -> None:
-    """Of four positions one holds the label: the attention goes there. Absent positions get none."""
+    """One of four positions holds the label, and the attention goes there. Absent positions get none."""
     x = GENERATOR.normal(size=(400, 4, 5))
     y = GENERATOR.integers(2, size=400)
     x[:, 2, 0] += 4 * (y - 0.5)
-    x[:, 2, 1] += 3  # how the position can be told from the others
+    x[:, 2, 1] += 3  # marks the position, so that attention can find it
     x[:50, 0] = 0
     fitted = AttentiveProbe(positions=4).fit(x.reshape(400, -1), y)
     weights = fitted.attention(x.reshape(400, -1))
@@ -87,7 +87,7 @@ def test_attention_finds_the_position() -> None:
 
 
 def test_sparse_probe_chooses_as_transformer_lens_does() -> None:
-    """The coordinates are those of the same score: the absolute difference of class means."""
+    """Coordinates are chosen by TransformerLens's score: the absolute difference of class means."""
     chosen = SparseProbe(k=3).fit(X, Y).selected_
     score = np.abs(X[Y == 1].mean(0) - X[Y == 0].mean(0))
     assert list(chosen) == list(np.argsort(-score)[:3]) and chosen[0] == 2
@@ -95,7 +95,7 @@ def test_sparse_probe_chooses_as_transformer_lens_does() -> None:
 
 @pytest.mark.slow  # importing TransformerLens takes ten seconds
 def test_sparse_probe_against_transformer_lens() -> None:
-    """On the rows that TransformerLens held in for training, both choose the same coordinates and answer alike."""
+    """On TransformerLens's training rows, both choose the same coordinates and give the same answers."""
     import torch
     from transformer_lens.tools.analysis.sparse_probing import fit_sparse_probe
 
@@ -108,7 +108,7 @@ def test_sparse_probe_against_transformer_lens() -> None:
 
 
 def test_calibration_keeps_roots_together() -> None:
-    """A calibrated probe is no worse calibrated than the plain one, and folds hold whole roots."""
+    """Calibrated probabilities have the right shape and sum to 1, and folds hold whole roots."""
     roots = np.repeat([f"r{i}" for i in range(50)], 4)
     fitted = calibrated("logistic", X, Y, roots)
     probabilities = fitted.predict_proba(X)

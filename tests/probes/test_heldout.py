@@ -1,4 +1,4 @@
-"""What a probe says of a held-out row depends on the rows it was fitted on and on that row alone."""
+"""The prediction for a held-out row depends only on that row and the rows the probe was fitted on."""
 
 from dataclasses import replace
 
@@ -24,14 +24,17 @@ def face() -> Goal:
 
 
 def same(after: Held, before: Held, rows: np.ndarray) -> bool:
-    """Whether the same is said of some rows, and as surely as an iterative solver whose folds share a preconditioner can."""
+    """Whether predictions agree on some rows.
+
+    Confidences agree up to the error of an iterative solver whose folds share a preconditioner.
+    """
     sure = np.allclose(after.confidence[0, 0, rows], before.confidence[0, 0, rows], atol=1e-3, equal_nan=True)
     return sure and np.array_equal(after.predicted[0, 0, rows], before.predicted[0, 0, rows])
 
 
 @pytest.mark.parametrize("name", SWEPT)
 def test_labels_of_tested_rows_are_not_looked_at(name: str) -> None:
-    """In one fold after the other, all tested rows get the other class: what is said of them stays."""
+    """Flipping the labels of all tested rows, fold by fold, does not change their predictions."""
     goal = face()
     before = held_out(name, X, [goal], SPLIT.train, SPLIT.test)
     for train, test in SPLIT:
@@ -44,7 +47,7 @@ def test_labels_of_tested_rows_are_not_looked_at(name: str) -> None:
 @pytest.mark.parametrize("nuisance", [False, True])
 @pytest.mark.parametrize("name", SWEPT)
 def test_tested_rows_do_not_see_each_other(name: str, nuisance: bool) -> None:
-    """All tested rows of a fold but one move far away: what is said of that one stays. So with a nuisance taken out."""
+    """Moving all tested rows of a fold but one leaves that row's prediction unchanged, also with a nuisance removed."""
     goal = face()
     place = np.random.default_rng(0).normal(size=(len(ROWS), 1)) if nuisance else None
     before = held_out(name, X, [goal], SPLIT.train, SPLIT.test, nuisance=place)

@@ -1,4 +1,4 @@
-"""Streaming moments: the same bits in whatever pieces the rows come, and right against float64."""
+"""Streaming moments: the same bits however the rows are split into chunks, and correct against float64."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_pieces_do_not_move_a_bit(pieces: list[int]) -> None:
 
 
 def test_order_is_part_of_the_result() -> None:
-    """Negative control: the comparison above has teeth."""
+    """Negative control: another order of rows gives other bits."""
     whole, flipped = moments([]), moments([], ROWS.flip(0))
     assert not (torch.equal(whole[0], flipped[0]) and torch.equal(whole[1], flipped[1]))
 

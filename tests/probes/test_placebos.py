@@ -1,4 +1,4 @@
-"""Placebos move rows exactly as far as the probe does: otherwise a smaller effect would only show a smaller step."""
+"""Placebos move rows exactly as far as the probe does: otherwise a smaller effect could just mean a smaller step."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ def fresh(coin_dump: Dump) -> list[Example]:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
-    """Will hold, of each variant played, how far it moves the last row of every subject."""
+    """Collects, for each variant played, how far it moves the last row of every subject."""
     found: list[np.ndarray] = []
     play = Stage.play
 
@@ -54,7 +54,7 @@ def test_every_direction_is_steered_equally_far(
 def test_every_direction_is_exchanged_equally_far(
     engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example], steps: list[np.ndarray]
 ) -> None:
-    """As far as the probe's own component differs; the whole row, a ceiling, goes farther."""
+    """Placebos exchange as much as the probe's own component differs. The whole row, the ceiling, moves farther."""
     interchange(engine, probe, fresh, untrained=placebo_probes(coin_dump, probe, 2), placebos=2)
     own, *placebos, ceiling = steps
     assert len(placebos) == 4 and (own > 0).all() and (ceiling > own).all()

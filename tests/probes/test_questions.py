@@ -1,4 +1,4 @@
-"""Branch questions on the embedded model: each gives a report, refuses what it cannot answer, and has teeth."""
+"""Branch questions on the embedded model: each gives a report and refuses what it cannot answer."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def width(scored: dict[str, Any]) -> float:
 
 
 def test_transfer(steps_dump: Dump) -> None:
-    """What the text implies transfers to rejected branches; the truth, which their text has left, does much less."""
+    """Probes of the implied state transfer to rejected branches. Probes of the truth, which their text left, do much less."""
     implied, truth = (transfer(steps_dump, label, layers=[1]) for label in ("implied", "face"))
     assert line(implied, "S1: accepted to rejected")["accuracy"] > 0.8
     assert line(truth, "S1: accepted to rejected")["accuracy"] < line(implied, "S1: accepted to rejected")["accuracy"] - 0.1
@@ -47,7 +47,7 @@ def test_transfer_needs_both_kinds(steps_dump: Dump) -> None:
 
 
 def test_text_or_truth(engine: Engine) -> None:
-    """Probes are right on truthful chains; after a lie they agree with text or truth, never with both."""
+    """Probes are right on truthful chains. After a lie they follow either the text or the truth, never both."""
     report = text_or_truth(engine, coin(flips=(3, 4), rendering="steps").examples(80), layers=[1, 4])
     for layer in (1, 4):
         text, truth = (line(report, f"S{layer}: after the lie, follows the {name}") for name in ("text", "truth"))
@@ -60,7 +60,7 @@ def test_text_or_truth(engine: Engine) -> None:
 
 
 def test_forced_lie_parts_text_and_truth(engine: Engine) -> None:
-    """Labels of a forced path: after the wrong face the text implies the other one than is true."""
+    """Labels of a forced path: after a wrong face, the implied face differs from the true one."""
     (example,) = [e for e in coin(flips=2, rendering="steps").examples(1)]
     pieces = example.completion.split(".")
     face = pieces[0].rsplit(" ", 1)[1]
@@ -73,7 +73,7 @@ def test_forced_lie_parts_text_and_truth(engine: Engine) -> None:
 
 
 def test_forced_answers_are_judged_as_replayed_ones(engine: Engine) -> None:
-    """Right where the model's own answer would be, with its full stop or without, and whatever it adds."""
+    """A forced answer is correct if the replayed one would be, with or without a full stop, whatever follows."""
     examples = coin(flips=2).examples(4)
     run = engine.replay(examples, drafter="ngram")
     assert all(result.correct for result in run.results), "coin-plain answers short prompts rightly"
@@ -86,7 +86,7 @@ def test_forced_answers_are_judged_as_replayed_ones(engine: Engine) -> None:
 
 
 def test_outcomes(coin_dump: Dump) -> None:
-    """The target is the task's exact probability of the text so far; baselines and layers are all there."""
+    """The target is the task's exact outcome probability given the text so far. The report has all baselines and layers."""
     rows = ProbeRows.of(coin_dump).accepted()
     target = outcome_target(rows, "query")
     now = rows.at("query").frame["face"]
@@ -104,7 +104,7 @@ def test_outcomes(coin_dump: Dump) -> None:
 
 
 def test_judge(coin_dump: Dump) -> None:
-    """Areas lie between chance and one, and the verdict is against all baselines together."""
+    """Areas lie between 0 and 1. The verdict compares against all baselines together."""
     report = judge(coin_dump, draft_layer=2, layers=[3])
     for what in ("kl alone", "kl, entropy, logprob, token", "judge at S3"):
         assert 0 <= line(report, what)["accuracy"] <= 1
@@ -129,7 +129,7 @@ def test_judge_needs_the_lens(steps_dump: Dump) -> None:
 
 
 def test_viable_branch(engine: Engine, coin_dump: Dump) -> None:
-    """Prompts longer than the model learned are answered wrongly; there the probe of right answers reads less of the truth."""
+    """The model answers prompts beyond its training length wrongly. There, the probe of right answers reads less truth."""
     run = engine.replay(coin(flips=(8, 12)).examples(100), sites=["blocks.3.hook_out"], drafter="ngram", rejected=False)
     report = viable_branch(run, sites=["blocks.3.hook_out"], positions=["query"])
     right, wrong = report.lines
@@ -139,7 +139,7 @@ def test_viable_branch(engine: Engine, coin_dump: Dump) -> None:
 
 
 def test_wrong_answers_are_read_by_probes_of_other_roots() -> None:
-    """A right and a wrong run of the same prompts, whose rows are noise: a probe that had seen the prompt would know it."""
+    """A right and a wrong run share prompts, and rows are noise: only a probe that saw the prompt could beat chance."""
     right = rows_of(roots=80, per_root=1, width=128)
     wrong = ProbeRows(right.frame.assign(correct=False), right.source, right.numbers)
     report = viable_branch(ProbeRows.join(greedy=right, sampled=wrong), layers=[0], positions=["all"])
@@ -148,7 +148,7 @@ def test_wrong_answers_are_read_by_probes_of_other_roots() -> None:
 
 
 def test_steering_reach(engine: Engine, coin_dump: Dump) -> None:
-    """At the query, late, steering works; the report says so for every place."""
+    """Steering works at the query in a late layer. The report has a finding for every place."""
     examples = coin(flips=3, seed=3).examples(12)
     report = steering_reach(engine, coin_dump, examples, "face", layers=[3])
     assert line(report, "S3 at query: steer: probe")["accuracy"] > 0.8

@@ -1,4 +1,4 @@
-"""Rows from dumps and from runs are the same rows; positions mean what they say; roots stay on one side."""
+"""Rows from dumps equal rows from runs, positions are the documented ones, and each root stays on one side of a split."""
 
 import copy
 
@@ -27,7 +27,7 @@ def rows(coin_dump: Dump) -> ProbeRows:
 
 
 def test_run_and_dump_give_the_same_rows(engine: Engine, rows: ProbeRows) -> None:
-    """Bit for bit, index included: what is fitted in a notebook is what is fitted from disk."""
+    """Rows and index are equal bit for bit, so fitting in a notebook equals fitting from disk."""
     run = engine.replay(tasks.get("coin")(flips=(2, 5)).examples(20), sites="SZ", drafter="lens")
     made = ProbeRows.of(run)
     some = rows.where(rows.frame["example"] < 20)
@@ -37,7 +37,7 @@ def test_run_and_dump_give_the_same_rows(engine: Engine, rows: ProbeRows) -> Non
 
 
 def test_positions_of_a_text(rows: ProbeRows) -> None:
-    """Read off the words: a step is decided at 'flips' or 'does'; the prompt ends with ':'; the answer follows."""
+    """Positions follow from the words: a step is decided at 'flips' or 'does', the prompt ends with ':', the answer follows."""
     main = rows.accepted()
     words = {spec: set(main.at(spec).frame["text"]) for spec in ("step", "query", "query+1", "query-1", "0")}
     assert words["step"] == {" flips", " does"} and words["query"] == {":"} and words["query+1"] == {" heads", " tails"}
@@ -51,7 +51,7 @@ def test_positions_of_a_text(rows: ProbeRows) -> None:
 
 
 def test_query_of_padded_prompts() -> None:
-    """A model that reads whole chunks fills prompts up: the query is the last word, the answer is next, padding is neither."""
+    """A model that reads whole chunks pads its prompts. The query is the last word, the answer is next, padding is neither."""
     thinker, task = Engine.load("coin-thinking"), tasks.get("coin")(rendering="picture")
     rows = ProbeRows.of(thinker.replay(task.examples(8), sites="S")).accepted()
     prompts = rows.frame[rows.frame["token_state"] == "prompt"].groupby("example")
@@ -65,7 +65,7 @@ def test_query_of_padded_prompts() -> None:
 
 
 def test_steps_of_rejected_branches(steps_dump: Dump) -> None:
-    """A rejected branch's steps are counted along its whole path: one step at most between two deciding words."""
+    """Steps of a rejected branch are counted along its whole path: at most one step between two deciding words."""
     rejected = ProbeRows.of(steps_dump).rejected()
     at_steps = rejected.at("step").frame
     assert len(at_steps) > 20 and set(at_steps["text"]) == {" flips", " does"}
@@ -80,7 +80,7 @@ def test_bad_positions(spec: str) -> None:
 
 
 def test_targets() -> None:
-    """Text, booleans and few numbers are classes; many numbers and fractions are numbers; missing values are marked."""
+    """Text, booleans and few numbers are classes. Many numbers and fractions are numeric. Missing values are marked."""
     assert make_target("a", ["x", None, "y"]).present.tolist() == [True, False, True]
     assert make_target("a", [True, False]).classes.tolist() == ["False", "True"]
     assert make_target("a", pd.Series([1, 2, None], dtype="Int64")).kind == "class"
@@ -117,14 +117,14 @@ def test_no_root_on_both_sides(rows: ProbeRows) -> None:
 
 
 def test_a_split_across_branches_is_refused(rows: ProbeRows) -> None:
-    """Accepted against rejected rows, roots ignored: the mistake that leaks."""
+    """A split of accepted against rejected rows that ignores roots leaks, and is refused."""
     accepted = rows.frame["accepted"].to_numpy()
     with pytest.raises(RootOnBothSides, match="Branches of a prompt share its tokens"):
         splits.by_mask(rows, "naive", accepted, ~accepted)
 
 
 def test_folds_do_not_depend_on_the_rows(rows: ProbeRows) -> None:
-    """A root has one fold at every position of a sweep, whatever the order of rows; another seed gives another."""
+    """A root has the same fold at every position of a sweep, whatever the order of rows. Another seed gives another fold."""
     roots = rows.roots
     fold = dict(zip(roots, splits.fold_of_roots(roots, 5), strict=True))
     again = dict(zip(roots[::-1], splits.fold_of_roots(roots[::-1], 5), strict=True))
@@ -133,7 +133,7 @@ def test_folds_do_not_depend_on_the_rows(rows: ProbeRows) -> None:
 
 
 def test_parts_and_shifts(engine: Engine) -> None:
-    """Two dumps joined: fitted on one wording, tested on the other, and every root on the tasks' own side."""
+    """Two dumps joined: fitted on one wording, tested on the other, and every root is on its task's own side."""
     made = {}
     for name, knobs in {"plain": {}, "idle": {"phrasing": "idle"}, "rare": {"p": 0.9}}.items():
         run = engine.replay(tasks.get("coin")(flips=(2, 3), **knobs).examples(40), sites=["blocks.2.hook_in"], drafter="lens")
@@ -157,7 +157,7 @@ def test_names_held_out() -> None:
 @pytest.mark.parametrize("position", ["step:1", "query"])
 @pytest.mark.parametrize("kind", ["names", "phrase"])
 def test_what_prompts_hold_is_read_off_all_of_them(rows: ProbeRows, kind: str, position: str) -> None:
-    """A sweep asks for the split of one position's rows; words elsewhere in a prompt still keep it out of the fit."""
+    """A sweep splits the rows of one position; a held-out word elsewhere in the prompt still keeps it out of the fit."""
     frame = rows.frame
     held = set(sorted(frame["name"].dropna().unique())[::2])
     has = frame["name"].isin(held) if kind == "names" else frame["text"] == " not"
@@ -182,7 +182,7 @@ def test_held_out_words_need_whole_paths(coin_dump: Dump) -> None:
             make()
 
 
-# What cannot be
+# Refused
 
 
 def test_bad_rows_and_labels(rows: ProbeRows) -> None:
@@ -212,7 +212,7 @@ def test_rows_of_another_engine(rows: ProbeRows) -> None:
 
 
 def test_rows_of_two_models_are_not_joined(engine: Engine) -> None:
-    """One weight changed is another model; the same engine's rows are joined."""
+    """Models that differ in one weight are different models. Rows of the same engine can be joined."""
     model = copy.deepcopy(engine.model)
     model.blocks[0].mlp.down.weight.data.mul_(1.5)
     other = Engine(model, engine.text)

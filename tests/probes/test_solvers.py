@@ -1,4 +1,4 @@
-"""Many probes solved together are the probes that scikit-learn fits one by one."""
+"""Probes solved in one batch equal the probes that scikit-learn fits one by one."""
 
 import numpy as np
 import pytest
@@ -29,12 +29,12 @@ def problem(classes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.nda
     codes = np.stack([scores.argmax(1), generator.integers(classes, size=ROWS)])
     fold = generator.integers(FOLDS, size=ROWS)
     train = np.repeat((np.arange(FOLDS)[:, None] != fold)[None], 2, 0)
-    train[1, :, generator.integers(ROWS, size=20)] = False  # the second label is missing here and there
+    train[1, :, generator.integers(ROWS, size=20)] = False  # some rows lack the second label
     return x, codes, train
 
 
 def spread(weight: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Without what all classes have in common, which changes no answer."""
+    """Coefficients without the part common to all classes, which changes no prediction."""
     if len(weight) == 1:
         return weight, bias
     return weight - weight.mean(0), bias - bias.mean()
@@ -43,7 +43,7 @@ def spread(weight: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray
 @pytest.mark.parametrize("kind", SKLEARN)
 @pytest.mark.parametrize("classes", [2, 4])
 def test_batched_is_scikit_learn(kind: str, classes: int) -> None:
-    """Coefficients within 1e-6 of a fit one by one, for every cell, label and fold."""
+    """Coefficients are within 1e-6 of one-by-one fits, for every cell, label and fold."""
     x, codes, train = problem(classes)
     solution = solve(kind, torch.from_numpy(x), one_hot(codes, classes), train, tolerance=1e-10)
     for cell in range(CELLS):
@@ -58,7 +58,7 @@ def test_batched_is_scikit_learn(kind: str, classes: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_same_answers_on_bad_data(dtype: torch.dtype) -> None:
-    """Separable classes, repeated and constant columns, columns of very different size: the same class is chosen."""
+    """Separable classes, repeated or constant columns, and columns of very different scale: the predicted class is the same."""
     generator = np.random.default_rng(3)
     codes = generator.integers(2, size=ROWS)
     x = generator.normal(size=(1, ROWS, WIDTH))
@@ -73,7 +73,7 @@ def test_same_answers_on_bad_data(dtype: torch.dtype) -> None:
 
 
 def test_cells_and_tasks_do_not_see_each_other() -> None:
-    """A cell solved alone has the very bits that it has among others; a label, the coefficients to rounding of the products."""
+    """A cell solved alone has the same bits as in a batch; a label solved alone, the same coefficients up to rounding."""
     x, codes, train = problem(2)
     targets = one_hot(codes, 2)
     both = solve("logistic", torch.from_numpy(x), targets, train, tolerance=1e-10)
@@ -89,7 +89,7 @@ def test_same_call_same_bits() -> None:
 
 
 def test_atoms_add_up() -> None:
-    """The second moments of overlapping sets are those of the sets computed one by one."""
+    """The second moments of overlapping sets equal those computed set by set."""
     x, _, train = problem(2)
     sets = train.reshape(-1, ROWS)
     grams = Grams(torch.from_numpy(x), sets)

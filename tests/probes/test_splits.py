@@ -1,4 +1,4 @@
-"""Splits: every fold is looked at for roots on both sides; held-out names and words are held out everywhere."""
+"""Splits: every fold is checked for roots on both sides; held-out names and words are held out everywhere."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ FOLDS = 3
 
 
 def masks(roots: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Three folds over six roots of two rows each, two roots tested in each: (train, test)."""
+    """Three folds over six roots of two rows each, with two roots tested per fold: (train, test)."""
     fold = np.array([int(root) // 2 for root in roots])
     test = np.arange(FOLDS)[:, None] == fold
     return ~test, test
@@ -21,7 +21,7 @@ def masks(roots: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("fold", range(FOLDS))
 def test_a_root_on_both_sides_is_found_in_every_fold(fold: int) -> None:
-    """One row of one tested root is fitted on, in one fold only."""
+    """One row of one tested root is in the training set of a single fold."""
     roots = [str(i // 2) for i in range(12)]
     train, test = masks(roots)
     assert len(Split("sound", train, test, np.array(roots))) == FOLDS
@@ -57,7 +57,7 @@ NAMES = [("Ann", "Bob"), ("Cid", "Cid"), ("Ann", "Cid"), ("Cid", "Dan"), ("Dan",
 
 
 def test_prompts_with_held_out_and_other_names_are_on_neither_side() -> None:
-    """Held-out names are tested on prompts that have no others: elsewhere a known name could be what is read."""
+    """Held-out names are tested only on prompts without other names: elsewhere the probe could read a known name."""
     rows = rows_of(roots=len(NAMES), name=np.array(NAMES).ravel())
     split = splits.by_names(rows, {"Cid", "Dan"})
     held = {"Cid", "Dan"}
@@ -76,7 +76,7 @@ WORD = " not"
 
 
 def branching(accepted_has: list[bool], rejected_has: list[bool]) -> ProbeRows:
-    """Prompts of two tokens, the second of which was also drafted otherwise; whether the word is in one or the other."""
+    """Prompts of two tokens, the second with a rejected draft. The flags say whether the accepted or rejected one is WORD."""
     texts = [
         [" x", WORD if accepted else " x", WORD if rejected else " y"]
         for accepted, rejected in zip(accepted_has, rejected_has, strict=True)
@@ -95,7 +95,7 @@ def branching(accepted_has: list[bool], rejected_has: list[bool]) -> ProbeRows:
 
 
 def test_a_word_on_a_rejected_branch_keeps_its_prompt_out_of_the_fit() -> None:
-    """The probe is fitted on rows of rejected branches, too: a word there is a word that it has seen."""
+    """The probe is also fitted on rows of rejected branches, so it has seen a word there."""
     kinds = [(False, False), (True, False), (False, True), (True, True)] * 3
     rows = branching(*map(list, zip(*kinds, strict=True)))
     by_root = dict(zip(rows.roots[::3], kinds, strict=True))

@@ -1,4 +1,4 @@
-"""Intervals cover, permutations respect roots, corrections correct; all of it the same twice."""
+"""Intervals cover, permutations respect roots, corrections correct, and everything is reproducible."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ ROOTS, PER_ROOT = 60, 5
 
 
 def clusters(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Right or wrong rows whose rate varies from root to root (its mean is 0.7), and their roots."""
+    """Right and wrong rows whose rate varies by root (mean 0.7), and their roots."""
     generator = np.random.default_rng(seed)
     rate = generator.beta(1.4, 0.6, size=ROOTS)
     return generator.random((ROOTS, PER_ROOT)).ravel() < np.repeat(rate, PER_ROOT), np.repeat(
@@ -33,7 +33,7 @@ def clusters(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_interval_covers_on_clusters() -> None:
-    """95 % intervals hold the true rate in 90 to 98 of 100 simulations; taking rows for independent, they would not."""
+    """95 % intervals hold the true rate in 90 to 98 of 100 simulations. Treating rows as independent would not achieve this."""
     hits, naive = 0, 0
     for seed in range(300):
         right, roots = clusters(seed)
@@ -45,7 +45,7 @@ def test_interval_covers_on_clusters() -> None:
 
 
 def test_interval_where_all_agree() -> None:
-    """Thirty roots all right say that the rate may still be 88 %; resampling alone would say 100 %."""
+    """Thirty roots, all right, are compatible with a rate of 88 %. Resampling alone would give 100 %."""
     roots = np.arange(30).astype(str)
     estimate = bootstrap(np.ones((1, 30)), np.ones(30), roots)[0]
     assert estimate.value == estimate.high == 1 and estimate.low == pytest.approx(0.025 ** (1 / 30))
@@ -57,7 +57,7 @@ def test_interval_where_all_agree() -> None:
 
 @pytest.mark.parametrize("placebos, rate", [(4, 0.5), (8, 0.25), (8, 0.5), (8, 0.8)])
 def test_interval_covers_over_placebos(placebos: int, rate: float) -> None:
-    """Placebos that flip every prompt or none: intervals hold the rate of such directions; over prompts alone they do not."""
+    """Each placebo flips every prompt or none: intervals hold the rate over directions. Intervals over prompts alone do not."""
     roots, hits, naive = np.arange(30).astype(str), 0, 0
     for seed in range(150):
         flips = np.random.default_rng(seed).random(placebos) < rate
@@ -68,7 +68,7 @@ def test_interval_covers_over_placebos(placebos: int, rate: float) -> None:
 
 
 def test_interval_over_placebos_where_all_agree() -> None:
-    """Eight directions that flip nothing may still come from a kind of which a third does; a thousand prompts do not help."""
+    """Eight directions without a flip are compatible with a third of directions flipping. A thousand prompts do not help."""
     doubt = 1 - 0.025 ** (1 / 8)
     for roots in (np.arange(8).astype(str), np.arange(1000).astype(str)):
         none = mean_over_placebos(np.zeros((8, len(roots))), roots, share=True)
@@ -78,7 +78,7 @@ def test_interval_over_placebos_where_all_agree() -> None:
 
 
 def test_intervals_end_where_scores_end() -> None:
-    """Two of sixty rows right, widened for five folds: the share is at least 0. An r2 may be below."""
+    """Two of sixty rows are right, widened for five folds: a share stays at or above 0. An r2 may be negative."""
     roots = np.repeat(np.arange(30).astype(str), 2)
     few = (np.arange(60) < 2)[None]
     assert bootstrap(few, np.ones(60), roots, folds=5)[0].low == 0
@@ -95,7 +95,7 @@ def test_differences_are_widened_for_folds_too() -> None:
 
 
 def test_the_best_of_many_differences() -> None:
-    """Twenty differences that are none: some interval misses 0 in most simulations; those for all together in one of twenty."""
+    """Twenty null differences: single intervals often miss 0 somewhere, simultaneous ones in one of twenty simulations."""
     roots = np.arange(40).astype(str)
     apart = together = 0
     for seed in range(40):
@@ -113,7 +113,7 @@ def test_sums_by_root() -> None:
 
 
 def test_permutations_move_labels_between_roots() -> None:
-    """Constant labels are exchanged between roots; sequences move whole, among roots with equally many rows."""
+    """Constant labels are exchanged between roots. Sequences move whole, among roots with the same number of rows."""
     roots = np.repeat(["a", "b", "c", "d", "e"], [2, 2, 3, 3, 1])
     constant = np.repeat([0, 1, 0, 1, 1], [2, 2, 3, 3, 1])
     for order in root_permutations(constant, roots, 20):
@@ -129,7 +129,7 @@ def test_permutations_move_labels_between_roots() -> None:
 
 
 def test_p_values_are_small_only_where_something_is() -> None:
-    """On held-out predictions that know nothing, p is below 5 % in about 5 % of cases; on good ones always."""
+    """On uninformative held-out predictions, p is below 5 % in about 5 % of cases; on good ones it always is."""
     generator = np.random.default_rng(0)
     roots = np.repeat(np.arange(40).astype(str), 3)
     small = 0
@@ -142,7 +142,7 @@ def test_p_values_are_small_only_where_something_is() -> None:
 
 
 def test_max_statistic_pays_for_looking_often() -> None:
-    """The best of many null cells is significant by itself, not over the family; a real one is, over both."""
+    """The best of many null cells is significant on its own but not over the family. A real effect is significant in both."""
     generator = np.random.default_rng(1)
     labels = generator.integers(2, size=100)
     roots = np.arange(100).astype(str)
@@ -157,7 +157,7 @@ def test_max_statistic_pays_for_looking_often() -> None:
 
 
 def test_max_statistic_runs_over_all_families() -> None:
-    """Two positions: the cells of the first look good by themselves, not beside the many of the second. By the definition."""
+    """A cell of the first position is significant alone, but not beside the many of the second. Checked by the definition."""
     generator = np.random.default_rng(2)
     few = Null(np.array([2.2]), generator.normal(size=(199, 1)))
     many = Null(np.array([0.0, 3.0, 1.0] + [0.0] * 37), generator.normal(size=(199, 40)) * 2)
@@ -178,7 +178,7 @@ def test_a_cell_that_never_varies_is_never_significant() -> None:
 
 
 def test_refitted_permutations() -> None:
-    """The exact test finds a planted label and none in noise."""
+    """The exact test finds a planted label, and nothing in noise."""
     rows = rows_of(roots=60)
     found = permutation_test(rows, "face", layer=1, position="all", permutations=39)
     absent = permutation_test(rows, "face", layer=0, position="all", permutations=39)
@@ -187,7 +187,7 @@ def test_refitted_permutations() -> None:
 
 
 def test_information() -> None:
-    """A coin known for sure is one bit; a probe that only knows the shares has none; an even code costs one bit."""
+    """A coin known for certain is one bit. A probe that knows only the class shares has none. An even code costs one bit."""
     null = np.full(100, np.log(2))
     assert v_information(np.zeros(100), null) == pytest.approx(1)
     assert v_information(null, null) == 0
@@ -196,7 +196,7 @@ def test_information() -> None:
 
 
 def test_code_blocks_are_nested() -> None:
-    """Each block is coded by a probe of all roots before it and of none after; every root but the first is coded once."""
+    """Each block is coded by a probe of all earlier roots and no later ones. Every root but the first is coded once."""
     roots = np.repeat(np.arange(200).astype(str), 2)
     train, test = code_blocks(roots)
     assert not (train & test).any() and (test.sum(0) <= 1).all() and test.any(0).mean() > 0.9
@@ -206,7 +206,7 @@ def test_code_blocks_are_nested() -> None:
 
 
 def test_calibration_error() -> None:
-    """Right as often as said: none. Always sure and right half the time: one half."""
+    """Probabilities that match frequencies have error 0. Full confidence that is right half the time has error one half."""
     generator = np.random.default_rng(0)
     said = generator.uniform(0.5, 1, size=20000)
     assert calibration_error(said, generator.random(20000) < said) < 0.02

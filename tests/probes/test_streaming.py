@@ -1,4 +1,4 @@
-"""Probes fitted while capturing are those fitted from the dump, to the last bit."""
+"""Probes fitted during capture equal those fitted from the dump, bit for bit."""
 
 import numpy as np
 import pytest
@@ -37,12 +37,12 @@ def test_pieces_do_not_move_a_bit(cuts: list[int]) -> None:
 
 
 def test_order_is_part_of_the_bits() -> None:
-    """Negative control: the comparison above has teeth."""
+    """Negative control: another order of rows gives other bits."""
     assert not torch.equal(streamed([]).covariance, streamed([], X.flip(0), Y[::-1]).covariance)
 
 
 def test_moments_are_right() -> None:
-    """Against numpy in double precision: class means, covariance within classes."""
+    """Class means and within-class covariance match numpy in double precision."""
     moments = streamed([100, 33])
     rows = X.numpy()
     means = np.stack([rows[name == Y].mean(0) for name in "ab"])
@@ -53,7 +53,7 @@ def test_moments_are_right() -> None:
 
 @pytest.mark.parametrize("batch, backwards", [(7, False), (80, False), (32, True)])
 def test_fitted_while_capturing(engine: Engine, coin_dump: Dump, batch: int, backwards: bool) -> None:
-    """Mass-mean, whitened and LEACE, from a replay in any batches and any order and from the dump: the same bits."""
+    """Mass-mean, whitened and LEACE fits have the same bits from a replay, in any batches and any order, and from the dump."""
     examples = tasks.get("coin")(flips=(2, 5)).examples(80)
     if backwards:
         examples = examples[::-1]

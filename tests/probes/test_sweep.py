@@ -1,4 +1,4 @@
-"""Sweeps: the same report twice, resumed or not; controls that do what they say; every bad setting a named error."""
+"""Sweeps: the report is reproducible, resumed or not; controls work as documented; every bad setting raises a named error."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def body(report: Report) -> str:
 
 
 def test_coin_model_tracks_the_face(coin_dump: Dump, engine: Engine) -> None:
-    """On the real model the face is shown late, not in the embedding; known zeros are not; the untrained model knows less."""
+    """The real model shows the face late, not in the embedding. Known zeros are not shown. The untrained model knows less."""
     report = sweep(coin_dump, ["face", "parity"], engine=engine, **(QUICK | {"positions": ["query", "step"]}))
     at_query = report.table.query("label == 'face' and position == 'query'").set_index("layer")
     assert at_query.loc[4, "accuracy"] > 0.95 and at_query.loc[4, "p_family"] <= 0.05
@@ -53,7 +53,7 @@ def test_coin_model_tracks_the_face(coin_dump: Dump, engine: Engine) -> None:
 
 
 def test_same_report_twice(coin_dump: Dump, tmp_path: Path) -> None:
-    """Byte for byte, PNGs included."""
+    """Reports are equal byte for byte, including the PNGs."""
     for name in ("a", "b"):
         sweep(coin_dump, "face", **QUICK, code_length=True).save(tmp_path / name)
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
@@ -65,7 +65,7 @@ def test_same_report_twice(coin_dump: Dump, tmp_path: Path) -> None:
 
 
 def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut short after some parts, it goes on from them: the same bytes, and finished parts are not computed again."""
+    """An interrupted sweep resumes from its finished parts without recomputing them, and gives the same bytes."""
     whole = sweep(coin_dump, "face", **(QUICK | {"positions": ["query", "query-1"]}))
     real, calls = sweeping.held_out, [0]
 
@@ -87,7 +87,7 @@ def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch:
 
 
 def test_parts_of_another_split_are_not_used(tmp_path: Path) -> None:
-    """Two splits of one name, as lambdas are: the second is computed, the first still found."""
+    """Two splits share a name, as lambdas do. The second is computed, and the first is still found."""
     settings = QUICK | {"positions": "all", "controls": False}
     makes: list[MakeSplit] = [lambda rows: by_root(rows, 2, 0), lambda rows: by_root(rows, 5, 7)]
     fresh = [body(sweep(rows_of(), "face", split=make, **settings)) for make in makes]
@@ -97,7 +97,7 @@ def test_parts_of_another_split_are_not_used(tmp_path: Path) -> None:
 
 
 def test_batches_change_nothing_that_counts(coin_dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells solved one at a time, or all together: the same predictions, hence the same scores, intervals and tests."""
+    """Cells solved one at a time or all together give the same predictions, hence the same scores, intervals and tests."""
     together = sweep(coin_dump, "face", **QUICK).table
     monkeypatch.setattr(sweeping, "MEMORY_MB", 0)
     alone = sweep(coin_dump, "face", **QUICK).table
@@ -105,7 +105,7 @@ def test_batches_change_nothing_that_counts(coin_dump: Dump, monkeypatch: pytest
 
 
 def test_estimators_fitted_apart() -> None:
-    """lda and sparse, one after the other or in two threads: the same lines, and the planted layer is found."""
+    """lda and sparse give the same lines, run in sequence or in two threads, and find the planted layer."""
     settings = QUICK | {"positions": "all", "estimators": ["lda", "sparse"]}
     report = sweep(rows_of(), "face", **settings)
     assert body(sweep(rows_of(), "face", jobs=2, backend="threading", **settings)) == body(report)
@@ -116,7 +116,7 @@ def test_estimators_fitted_apart() -> None:
 
 @pytest.mark.slow
 def test_ray_backend_changes_nothing() -> None:
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # on a busy machine the default of 60 s is too short
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # the default of 60 s is too short on a busy machine
     ray = pytest.importorskip("ray")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     plain = sweep(rows_of(roots=40), "face", estimators="lda", **(QUICK | {"positions": "all"}))
@@ -128,7 +128,7 @@ def test_ray_backend_changes_nothing() -> None:
 
 
 def test_numbers_are_regressed_on() -> None:
-    """A number planted in the rows has r2 near 1 there and near 0 in noise; classifiers refuse it."""
+    """A number planted in the rows has r2 near 1 there and near 0 in noise. Classifiers refuse it."""
     rows = rows_of()
     value = rows.matrix("S", 1)[:, 2] + 0.1 * np.random.default_rng(0).normal(size=len(rows))
     rows = ProbeRows(rows.frame.assign(height=value), rows.source, rows.numbers)
@@ -140,14 +140,14 @@ def test_numbers_are_regressed_on() -> None:
 
 
 def test_length_generalisation(coin_dump: Dump) -> None:
-    """Fitted on short prompts, tested on longer ones: one fold, and the sizes say so."""
+    """Fitted on short prompts and tested on longer ones: there is one fold, and the sizes match."""
     table = sweep(coin_dump, "face", split="length:3", **QUICK).table.query("label == 'face'")
     rows = ProbeRows.of(coin_dump).accepted().at("query")
     assert set(table["rows"]) == {int(by_length(rows, 3).test.sum())}
 
 
 def test_splits_by_branch(steps_dump: Dump) -> None:
-    """Accepted to rejected, back, and by depth: rejected rows are there without being asked for, on other roots."""
+    """Splits from accepted to rejected, back, and by depth include rejected rows by default, on other roots."""
     settings = QUICK | {"positions": "step", "layers": [1], "controls": False}
     rejected = len(ProbeRows.of(steps_dump).rejected().at("step"))
     for split in ("accepted-rejected", "depth:0"):
@@ -157,7 +157,7 @@ def test_splits_by_branch(steps_dump: Dump) -> None:
 
 
 def test_untrained_rows_of_some_examples(coin_dump: Dump, engine: Engine) -> None:
-    """Rows that are a part of a dump: the untrained model reads the same paths, and lines stay those without it."""
+    """On part of a dump the untrained model reads the same paths, and the report's lines equal those without it."""
     rows = ProbeRows.of(coin_dump)
     some = rows.where(rows.frame["example"] >= 30)
     with_it, without = (sweep(some, "face", engine=e, **QUICK).table for e in (engine, None))
@@ -174,7 +174,7 @@ def path_mask(rows: ProbeRows, path: pd.DataFrame) -> np.ndarray:
 
 
 def test_code_length_and_information(coin_dump: Dump) -> None:
-    """Where the face is plain, its labels compress; where it is not, they do not."""
+    """Labels compress where the face is linearly readable, and not elsewhere."""
     table = sweep(coin_dump, "face", code_length=True, **QUICK).table.query("label == 'face'").set_index("layer")
     assert table.loc[4, "compression"] > 1.5 > 1.1 > table.loc[0, "compression"]
     assert table.loc[4, "v_information"] > 0.8 and abs(table.loc[0, "v_information"]) < 0.1
@@ -182,7 +182,7 @@ def test_code_length_and_information(coin_dump: Dump) -> None:
 
 
 def test_residualised_rows_lose_the_nuisance() -> None:
-    """A layer that shows the label only through the row's position shows nothing once position is taken out."""
+    """A layer that shows the label only through the row's position shows nothing once position is removed."""
     rows = rows_of(per_root=2)
     place = rows.frame["position"].to_numpy(dtype=float)
     target = make_goal(rows.target("actions"))
@@ -201,7 +201,7 @@ def test_residualised_rows_lose_the_nuisance() -> None:
 
 
 def test_majority_is_no_worse_than_a_constant() -> None:
-    """Each row held out, the others have more of the other class: guessing by them is always wrong, a coin is not."""
+    """With a row held out, the rest hold more of the other class: a majority guess is always wrong, a constant is not."""
     codes, alone = np.array([0, 1] * 5), np.eye(10, dtype=bool)
     assert (controls.token_identity(codes, np.zeros(10, int), ~alone, alone) != codes).all()
     assert controls.majority(codes, ~alone, alone) == 0.5
@@ -211,7 +211,7 @@ def test_majority_is_no_worse_than_a_constant() -> None:
 
 
 def test_bags_count_the_path(steps_dump: Dump) -> None:
-    """Token counts of a row, rejected or not, are those of the tokens on its own path."""
+    """The token counts of a row, rejected or not, cover exactly the tokens on its own path."""
     every = ProbeRows.of(steps_dump)
     chosen = every.rejected().at("step")
     paths = controls.histories(chosen)
@@ -228,7 +228,7 @@ def test_bags_count_the_path(steps_dump: Dump) -> None:
 
 
 def test_control_task_is_a_function_of_the_context(coin_dump: Dump) -> None:
-    """Equal contexts have equal control labels; classes are about as frequent as the real ones."""
+    """Equal contexts have equal control labels. Their classes are about as frequent as the real ones."""
     every = ProbeRows.of(coin_dump)
     here = every.accepted().at("step")
     types, length = controls.contexts(controls.histories(here) or []) or (np.zeros(0), 0)
@@ -240,9 +240,9 @@ def test_control_task_is_a_function_of_the_context(coin_dump: Dump) -> None:
 
 
 def test_controls_of_the_path_need_the_whole_path(coin_dump: Dump) -> None:
-    """A dump of steps only does not tell what stood between them: two controls are left out and said to be; the others stay.
+    """A dump of step rows lacks the tokens in between: controls that need the path are skipped with a note, the others run.
 
-    Rows that were narrowed from a whole dump still know their paths.
+    Rows selected from a whole dump still know their paths.
     """
     every = ProbeRows.of(coin_dump).accepted()
     narrow = every.at("step")
@@ -260,7 +260,7 @@ def test_controls_of_the_path_need_the_whole_path(coin_dump: Dump) -> None:
 
 
 def test_controls_of_joined_rows(coin_dump: Dump) -> None:
-    """Parts number their examples alike; their paths are read apart."""
+    """Parts use the same example numbers, but their paths are kept apart."""
     rows = ProbeRows.of(coin_dump)
     alone = controls.histories(rows.at("query"))
     for both in (ProbeRows.join(a=rows, b=rows).at("query"), ProbeRows.join(a=rows.at("query"), b=rows.at("query"))):
@@ -271,13 +271,13 @@ def test_controls_of_joined_rows(coin_dump: Dump) -> None:
 
 
 def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
-    """The start face, read off the very token that states it: perfect, and not shown, since token identity does as well."""
+    """The start face, probed at the token that states it, is read perfectly but not shown: token identity does as well."""
     report = sweep(coin_dump, "start", **(QUICK | {"positions": "4"}))
     assert report.best("start")["accuracy"] == 1 and report.best("start")["token_identity"] == 1
     assert report.text().startswith("Not shown: start at 4")
 
 
-# What cannot be
+# Refused
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_engine_of_another_dump(coin_dump: Dump) -> None:
 
 
 def test_report_on_disk(coin_dump: Dump, report_folder: Path) -> None:
-    """It loads as it was saved; anything else is refused by name."""
+    """A report loads as it was saved. Anything else raises a named error."""
     report = sweep(coin_dump, "face", **QUICK)
     report.save(report_folder)
     loaded = Report.load(report_folder)

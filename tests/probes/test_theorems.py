@@ -1,4 +1,4 @@
-"""What a probe must find, and what it must not: theorems as tests."""
+"""Theorems as tests: what a probe must find, and what it must not."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ SEEDS = 100
 
 
 def test_planted_direction_is_found_and_noise_is_not() -> None:
-    """The one layer that holds the label is shown; noise and the layer without that direction are not."""
+    """The layer that holds the label is shown. Noise, and the layer with that direction removed, are not."""
     table = sweep(rows_of(), "face", sites="S", positions="all", estimators=["logistic", "mass-mean", "ridge"]).table
     main = table[~table["known_zero"]]
     planted, rest = main[main["layer"] == 1], main[main["layer"] != 1]
@@ -30,7 +30,7 @@ def test_planted_direction_is_found_and_noise_is_not() -> None:
 
 @pytest.mark.parametrize("estimator", ["logistic", "mass-mean", "mass-mean-whitened", "ridge", "lda"])
 def test_direction_is_the_planted_one(estimator: str) -> None:
-    """Up to the bend that a finite sample gives it. Negative control: labels exchanged between roots point elsewhere."""
+    """The direction is the planted one up to sampling error. Negative control: labels permuted between roots give another."""
     rows = rows_of(roots=400)
     found = fit_probe(rows, "face", layer=1, position="all", estimator=estimator)
     lost = fit_probe(rows, "face", layer=1, position="all", estimator=estimator, shuffled=True)
@@ -39,7 +39,7 @@ def test_direction_is_the_planted_one(estimator: str) -> None:
 
 
 def inside(rows: ProbeRows, labels: list[str], chance: float, seed: int) -> list[bool]:
-    """For each label, whether the interval of a cross-validated probe holds the chance."""
+    """For each label, whether the interval of a cross-validated probe contains chance."""
     goals, split = [make_goal(rows.target(label)) for label in labels], by_root(rows, seed=seed)
     x = torch.from_numpy(rows.matrix("S", 0))[None]
     said = held_out("logistic", x, goals, split.train, split.test).predicted[0]
@@ -48,14 +48,14 @@ def inside(rows: ProbeRows, labels: list[str], chance: float, seed: int) -> list
 
 
 def test_known_zeros_sit_at_chance() -> None:
-    """In at least 95 of 100 seeds the interval holds 1/2, the exact accuracy of guessing, for each of two labels."""
+    """In at least 95 of 100 seeds the interval contains 1/2, the exact accuracy of guessing, for each of two labels."""
     labels = ["shuffled", "next_action"]
     held = [inside(rows_of(roots=150, per_root=1, seed=seed, width=32), labels, 0.5, seed) for seed in range(SEEDS)]
     assert (np.sum(held, axis=0) >= 95).all()
 
 
 def test_intervals_have_teeth() -> None:
-    """Negative control of the above: where the label is there, chance is in no interval."""
+    """Negative control: where the label is present, no interval contains chance."""
     rows = rows_of(roots=150, per_root=1)
     goal, split = make_goal(rows.target("face")), by_root(rows)
     said = held_out("logistic", torch.from_numpy(rows.matrix("S", 1))[None], [goal], split.train, split.test).predicted[0, 0]
@@ -63,7 +63,7 @@ def test_intervals_have_teeth() -> None:
 
 
 def test_erased_rows_cannot_be_learned() -> None:
-    """After LEACE every class has the same mean, so that no linear classifier beats the majority on these rows."""
+    """After LEACE every class has the same mean, so no linear classifier beats the majority on these rows."""
     rows = rows_of(roots=200)
     X, y = rows.matrix("S", 1), rows.target("face").values
     erased = Leace().fit_transform(X, y)
@@ -75,7 +75,7 @@ def test_erased_rows_cannot_be_learned() -> None:
 
 
 def test_leace_is_concept_erasure() -> None:
-    """Against the authors' own: the same rows come out."""
+    """LEACE gives the same rows as the authors' implementation."""
     from concept_erasure import LeaceFitter
 
     generator = np.random.default_rng(0)
@@ -89,7 +89,7 @@ def test_leace_is_concept_erasure() -> None:
 
 
 def test_leace_changes_least() -> None:
-    """Projecting the difference of means out erases too, but moves the rows farther in their own metric."""
+    """Projecting out the difference of means erases too, but moves the rows farther in their own metric."""
     rows = rows_of(roots=200)
     X, y = rows.matrix("S", 1), rows.target("face").values
     way = MassMeanProbe().fit(X, y).coef_[0]
@@ -111,7 +111,7 @@ def test_nullspace_projection_erases_a_planted_direction() -> None:
 
 
 def test_nullspace_projection_takes_one_direction_less_than_classes() -> None:
-    """Three classes along two directions: these go, and nothing else does, whatever the scale of the rows."""
+    """Three classes along two directions: those two are removed and nothing else, whatever the scale of the rows."""
     generator = np.random.default_rng(0)
     y = generator.integers(3, size=600)
     for scale in (1.0, 1e5):

@@ -1,4 +1,4 @@
-"""Scores of cross-validated predictions have wider intervals, in every report: `statistics.interval` says why."""
+"""Every report widens the intervals of cross-validated scores. `statistics.interval` gives the reason."""
 
 import math
 from collections import Counter
@@ -25,7 +25,7 @@ from tests.probes.synthetic import rows_of
 
 @pytest.mark.parametrize("folds, factor", [(1, 1.0), (2, math.sqrt(3)), (5, 1.5), (10, math.sqrt(1 + 10 / 9))])
 def test_intervals_by_their_definition(folds: int, factor: float) -> None:
-    """Percentiles of resampled roots, their distances from the value times sqrt(1 + folds / (folds - 1))."""
+    """Intervals are percentiles over resampled roots, with distances from the value scaled by sqrt(1 + folds / (folds - 1))."""
     generator = np.random.default_rng(3)
     right, roots = generator.random(80) < 0.6, np.repeat(np.arange(40).astype(str), 2)
     sums = np.array([right[roots == root].sum() for root in np.unique(roots)])
@@ -70,7 +70,7 @@ REPORTS: dict[str, tuple[Callable[[Engine, Dump, Dump], Report], Callable[[list[
     ),
     "judge": (
         lambda engine, coin, steps: judge(coin, draft_layer=2, layers=[3], folds=4),
-        lambda lines: Counter(1 if what.endswith("alone") else 4 for what in lines),  # one number alone is not fitted
+        lambda lines: Counter(1 if what.endswith("alone") else 4 for what in lines),  # a single number needs no fit
     ),
     "ablate": (
         lambda engine, coin, steps: ablated(engine, coin),
@@ -94,6 +94,6 @@ def test_reports_widen_what_was_cross_validated(
     monkeypatch.setattr(statistics, "_widening", watched)
     make, wanted = REPORTS[name]
     report = make(engine, coin_dump, steps_dump)
-    if name == "ablate":  # rates of flips are of no fitted predictions
+    if name == "ablate":  # flip rates involve no fitted predictions
         asked.pop(1, None)
     assert asked == wanted([line.get("what", "") for line in report.lines])

@@ -1,4 +1,4 @@
-"""Task variants that every general test runs over, and a way to wander through any task's grammar."""
+"""Task variants shared by the general tests, and random walks through a task's grammar."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,7 +56,7 @@ Wander = Callable[[AnyTask, Callable[[Sequence[str]], str], int], str]
 
 @pytest.fixture(scope="session")
 def wander() -> Wander:
-    """Any text the task's grammar allows, true or not: at each place `choose` takes one of the pieces on offer."""
+    """A text that the task's grammar allows, true or false: `choose` picks one of the possible pieces at each place."""
 
     def walk(task: AnyTask, choose: Callable[[Sequence[str]], str], pieces: int) -> str:
         script = task.scene().script()

@@ -1,4 +1,4 @@
-"""The coin's own promises: exact outcome probabilities, the majority rate, and its reader on any path."""
+"""Promises of the coin task: exact outcome probabilities, the majority rate, and a reader for any path."""
 
 from itertools import product
 
@@ -32,7 +32,7 @@ def story(start: str, flips: tuple[bool, ...], rendering: str) -> str:
 @pytest.mark.parametrize("rendering", ["picture", "states", "wei", "symbols", "steps"])
 @pytest.mark.parametrize(("least", "most", "p"), [(1, 3, 0.5), (1, 3, 0.3), (2, 4, 0.9), (3, 3, 0.25)])
 def test_outcomes_are_exact_at_every_token(rendering: str, least: int, most: int, p: float) -> None:
-    """Against enumeration: every story with its probability, kept if it begins like the text so far."""
+    """Outcomes equal an enumeration: every story with its probability, kept if it starts with the text so far."""
     task = Coin(rendering=rendering, flips=(least, most), p=p)
     tokenizer = WordTokenizer(Coin.vocabulary())
     worlds: list[tuple[str, str, float]] = []
@@ -57,8 +57,8 @@ def test_outcomes_of_a_known_start_and_of_a_text_longer_than_the_knobs() -> None
     ("told", "actors", "certain"),
     [
         ("Alice flips", 1, 1),
-        ("Alice flips, tails", 1, 1),  # the comma announced a face, no actor
-        ("Alice flips, heads", 1, 1),  # a wrong one: the truth does not move
+        ("Alice flips, tails", 1, 1),  # the comma introduced a face, not an actor
+        ("Alice flips, heads", 1, 1),  # a wrong face does not change the truth
         ("Alice flips, tails, then", 1, 2),
         ("Alice flips, tails, then Bob", 1, 2),
         ("Alice flips, tails, then Bob flips, heads", 2, 2),
@@ -66,7 +66,7 @@ def test_outcomes_of_a_known_start_and_of_a_text_longer_than_the_knobs() -> None
     ],
 )
 def test_outcomes_after_a_stated_face(told: str, actors: int, certain: int) -> None:
-    """A face that the text states announces no further actor. Every number of actors from `certain` on is as likely."""
+    """A stated face does not introduce another actor. Every number of actors from `certain` on is equally likely."""
     p, most = 0.25, 3
     task = Coin(flips=(1, most), p=p)
     same = [(1 + (1 - 2 * p) ** (n - actors)) / 2 for n in range(certain, most + 1)]

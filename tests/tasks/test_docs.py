@@ -1,4 +1,4 @@
-"""docs/tasks.md against the code: its samples are readable and true, its labels and knobs are all there."""
+"""docs/tasks.md matches the code: samples parse and are true, and all labels and knobs are listed."""
 
 from dataclasses import fields
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Draws: pure, pinned, even, and independent of each other."""
+"""Draws are pure, pinned, uniform and independent of each other."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Examples are pure functions of (task, knobs, seed, index): the same anywhere, in any order."""
+"""Examples are pure functions of (task, knobs, seed, index): the same everywhere and in any order."""
 
 import json
 import os
@@ -12,8 +12,8 @@ from replaylens import tasks
 from replaylens.tasks.errors import BadIndex
 from replaylens.tasks.task import AnyTask
 
-# Digests over the whole example, labels included. A change here is a change of every dump and checkpoint made with
-# the task: never repin without saying so in the change log.
+# Digests over the whole example, labels included. A change here changes every dump and checkpoint made with the task: never
+# repin without an entry in the change log.
 PINNED: dict[str, list[str]] = {
     "coin": ["9928d666e7e8adff", "9b9e956b9f7de294", "0fce40d840827097"],
     "coins": ["f41b321f83f641f2", "6ee526eec30b1d7c", "6b48f24ecfd69c3c"],

@@ -1,4 +1,4 @@
-"""The answer and the running state, worked out again from the bare text by other means than the reader's."""
+"""The answer and the running state, recomputed from the bare text without the reader."""
 
 import re
 from itertools import permutations
@@ -88,7 +88,7 @@ def test_words_in_a5_and_z60() -> None:
 
     fives = [p for p in permutations(range(5)) if is_even(p)]
     for example in tasks.get("words")(group="A5").examples(COUNT):
-        points = list(range(5))  # where each point has been carried to
+        points = list(range(5))  # where each point has moved
         for number in re.findall(r"g(\d\d)", example.prompt):
             points = [fives[int(number)][point] for point in points]
         assert example.answer == f" g{fives.index(tuple(points)):02}"

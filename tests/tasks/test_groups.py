@@ -1,4 +1,4 @@
-"""The three groups satisfy the axioms and are the ones they claim to be."""
+"""The three groups satisfy the axioms and are the groups they claim to be."""
 
 from collections import Counter
 from itertools import product
@@ -37,5 +37,5 @@ def test_axioms(name: str) -> None:
     ],
 )
 def test_orders_of_elements(name: str, orders: dict[int, int]) -> None:
-    """The textbook counts; no other group of order 60 has them."""
+    """The counts match the textbook. No other group of order 60 has them."""
     assert Counter(order_of(group(name), a) for a in range(ORDER)) == orders

@@ -1,4 +1,4 @@
-"""Knobs: what is unknown or impossible is an error that says what to do."""
+"""Unknown or impossible knobs raise errors that say what to do."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Known zeros: nothing in the text tells them, so no guess beats the stated chance. Fixed seeds, fixed outcome."""
+"""Known zeros: the text does not determine them, so no guess beats the stated chance. Seeds and outcomes are fixed."""
 
 from collections import Counter, defaultdict
 from math import sqrt
@@ -12,7 +12,7 @@ from replaylens.tasks.task import AnyTask, Example
 
 COUNT = 400
 SIGMAS = 4.5
-ALARM = 1e-8  # about 2,000 groups below, up to 60 values in each: a true zero raises it once in a thousand seeds
+ALARM = 1e-8  # about 2,000 groups below with up to 60 values each: a true zero raises a false alarm for one seed in a thousand
 FEATURES = {"no feature", "last_action", "actions", "last words", "empty boxes", SHUFFLED}
 
 
@@ -21,13 +21,13 @@ def chance_of(task: AnyTask, label: str) -> float:
 
 
 def assert_at_chance(values: list[object], chance: float) -> None:
-    """Exact: no value comes up more often than one of probability `chance` could."""
+    """Exact test: no value occurs more often than one of probability `chance` could."""
     value, top = Counter(values).most_common(1)[0]
     assert binom.sf(top - 1, len(values), chance) > ALARM, (value, top, len(values), chance)
 
 
 def places_of(example: Example, state: str) -> list[dict[str, object]]:
-    """The labels just before each step is told, with what a cheap predictor could go by."""
+    """The labels just before the text reveals each step, with features that a cheap predictor could use."""
     places = []
     for step in example.steps:
         labels = example.reading.labels_after(step.reveals)
@@ -37,9 +37,10 @@ def places_of(example: Example, state: str) -> list[dict[str, object]]:
 
 
 def test_next_action_and_shuffled_sit_at_chance(task: AnyTask) -> None:
-    """Over all, and within each value of what a predictor could go by.
+    """Both sit at chance, overall and within each value of a feature that a predictor could use.
 
-    Actions are independent of each other, so every place counts; `shuffled` is drawn once per example, and so is read.
+    Actions are independent of each other, so every place counts. `shuffled` is drawn once per example, so one place per example
+    counts.
     """
     examples = [places_of(example, task.state_label) for example in task.examples(COUNT)]
     rows = {
@@ -66,7 +67,7 @@ def test_next_action_and_shuffled_sit_at_chance(task: AnyTask) -> None:
 
 
 def test_chance_is_reached(plain_task: AnyTask) -> None:
-    """The stated chance is the exact accuracy of the best guess, not merely a bound."""
+    """The stated chance is the exact accuracy of the best guess, not just a bound."""
     if plain_task.name == "words":
         plain_task = plain_task.with_knobs(length=16)
     values = []
@@ -97,7 +98,7 @@ RESETS = [
 
 @pytest.mark.parametrize(("p", "reset", "likeliest", "chance"), RESETS)
 def test_chance_follows_p_and_resets(p: float, reset: float, likeliest: tuple[str, ...], chance: float) -> None:
-    """Whichever of flip, keep and the two sets is likeliest; and that is how often the texts tell it."""
+    """Chance is the probability of the likeliest of flip, keep and the two sets, and matches its frequency in the texts."""
     task = tasks.get("coin-resets")(p=p, reset=reset, flips=8)
     assert chance_of(task, NEXT_ACTION) == pytest.approx(chance)
     actions = Counter(event.action for example in task.examples(100) for event in example.events)
@@ -113,7 +114,7 @@ def test_next_action_tells_the_action_that_comes() -> None:
 
 
 def test_no_next_action_in_a_chain_of_thought() -> None:
-    """There the prompt has told it already."""
+    """In a chain of thought, the prompt has already stated the next action."""
     for example in tasks.get("coin")(rendering="steps").examples(20):
         start = example.steps[-1].reveals + 1
         assert all(example.reading.labels_after(count)[NEXT_ACTION] is None for count in range(start, len(example.text) + 1))

@@ -1,4 +1,4 @@
-"""Labels through other tokenizers: a byte-level BPE that cuts words, and token paths that cut them otherwise."""
+"""Labels under other tokenizers: a byte-level BPE that splits words, and token paths that split them differently."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -10,7 +10,7 @@ from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets
 
 @pytest.fixture(scope="module")
 def bpe():
-    """A small byte-level BPE, trained here, with a token at the beginning as Llama's has."""
+    """A small byte-level BPE trained here, with a start token like Llama's."""
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
@@ -66,7 +66,7 @@ def test_path_offsets_of_a_path_cut_otherwise(bpe) -> None:
 
 
 def test_a_character_in_pieces_is_there_with_its_last_one(bpe) -> None:
-    """A token path may end, or be looked at, in the middle of a character: what is not complete adds nothing."""
+    """A token path may end, or be read, in the middle of a character. An incomplete character adds nothing."""
     ids = [bpe.convert_tokens_to_ids(piece) for piece in bpe.tokenize("Zoé’s")]
     text, offsets = path_offsets(bpe, ids)
     assert text == "Zoé’s" and len(ids) > len(text), "the control: characters are in pieces"
@@ -78,13 +78,13 @@ def test_a_character_in_pieces_is_there_with_its_last_one(bpe) -> None:
 
 
 def bytes_of(bpe, ids) -> bytes:
-    """The bytes of a path, one token after the other: byte-level tokens spell a byte by a letter of their own."""
+    """The bytes of a path, token by token: byte-level tokens spell each byte as a letter."""
     spelled = {letter: byte for byte, letter in bytes_to_unicode().items()}
     return bytes(spelled[letter] for token in ids for letter in bpe.convert_ids_to_tokens(token))
 
 
 def bytes_to_unicode() -> dict[int, str]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for letters from 256 on, in order."""
+    """GPT-2's alphabet: printable bytes stand for themselves, all others for the letters from 256 on, in order."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(others)}

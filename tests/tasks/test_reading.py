@@ -1,4 +1,4 @@
-"""The reader: labels at every token, texts that lie, break off or turn to babble, and causality."""
+"""The reader: labels at every token, for texts that lie, break off or turn into nonsense; and causality."""
 
 import random
 from itertools import pairwise
@@ -13,7 +13,7 @@ from replaylens.tasks.task import AnyTask
 
 
 def column(task: AnyTask, reading: Reading, label: str) -> list[object]:
-    """One label at every word token of the readable part."""
+    """The values of one label at every word token of the readable part."""
     tokenizer = tasks.WordTokenizer(task.vocabulary())
     return reading.labels_at(tasks.offsets_of(tokenizer, reading.text), [label])[label]
 
@@ -164,7 +164,7 @@ def test_unknown_label() -> None:
 
 
 def assert_causal(task: AnyTask, text: str) -> None:
-    """Whatever comes after a character changes no label at it, save for the one that looks ahead."""
+    """Text after a character changes no label at that character, except for the label that looks ahead."""
 
     def known(reading: Reading, count: int) -> dict[str, object]:
         return {name: value for name, value in reading.labels_after(count).items() if name != NEXT_ACTION}

@@ -1,4 +1,4 @@
-"""Splits: sides that never share a prompt, and that differ in what they say they differ in."""
+"""Splits: the sides share no prompt, and differ exactly as documented."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_sides_are_disjoint_by_root(split: TaskSplit) -> None:
 def test_equal_prompts_stay_on_one_side() -> None:
     split = splits.iid(coin(flips=3, rendering="symbols"), train=60, test=20)
     train, test = split.train.examples(), split.tests["iid"].examples()
-    assert len({example.prompt for example in train}) < len(train)  # prompts do repeat here
+    assert len({example.prompt for example in train}) < len(train)  # some prompts occur more than once
     assert not {example.prompt for example in train} & {example.prompt for example in test}
 
 
@@ -88,6 +88,6 @@ def test_a_hand_made_split_is_checked() -> None:
 
 
 def test_too_few_prompts_is_an_error_not_a_hang() -> None:
-    """This task has four prompts, and all four happen to be train roots."""
+    """This task has only four prompts, and all four are train roots."""
     with pytest.raises(BadSplit, match=r"Only 0 of 2 examples found.*too few different prompts"):
         Side(coin(flips=1, rendering="symbols"), 2, test=True).examples()

@@ -1,4 +1,4 @@
-"""The word tokenizer: lossless, closed over the tasks' texts, checked on load."""
+"""The word tokenizer is lossless, covers all task texts, and is checked on load."""
 
 import json
 import random
@@ -20,11 +20,11 @@ def test_vocabulary_closes_over_500_examples(plain_task: AnyTask) -> None:
         assert tokenizer.decode(ids) == example.text
         assert [example.text[start:end] for start, end in offsets] == [tokenizer.token(token) for token in ids]
         prompt = tokenizer.encode(example.prompt)
-        assert ids[: len(prompt)] == prompt  # the prompt ends on a token border
+        assert ids[: len(prompt)] == prompt  # the prompt ends at a token boundary
 
 
 def test_vocabulary_closes_over_every_variant(task: AnyTask, wander) -> None:
-    """All knobs and all paths of the grammar, thoughts and answers too."""
+    """The vocabulary covers all knobs and all paths of the grammar, including thoughts and answers."""
     dice = random.Random(1)
     tokenizer = WordTokenizer(task.vocabulary())
     for example in task.examples(60):

@@ -1,4 +1,4 @@
-"""The variables' own promises: every word's labels, any program read right, and what a text's length counts."""
+"""Promises of the variables task: labels at every word, correct reading of any program, and the meaning of a text's length."""
 
 import operator
 
@@ -46,13 +46,13 @@ programs = st.lists(st.tuples(st.sampled_from(NAMES[:4]), st.sampled_from(["", "
 @settings(max_examples=80, deadline=None)
 @given(start=st.tuples(*[st.integers(0, 6)] * 4), program=programs, asked=st.sampled_from(NAMES[:4]))
 def test_any_program_is_read_right(start: tuple[int, ...], program: list[tuple[str, str, str]], asked: str) -> None:
-    """Against arithmetic without a modulus until the end: sums may be taken first."""
+    """The reader agrees with arithmetic that takes the modulus only at the end."""
     values = dict(zip(NAMES, start, strict=False))
     text = "Modulo 7:" + "".join(f" {name} = {value}." for name, value in values.items())
     thoughts = []
     for target, sign, operand in program:
         if operand == target:
-            continue  # no text says a = a, or a = a + a
+            continue  # no text contains a = a or a = a + a
         number = values[operand] if operand in values else int(operand)
         values[target] = {"": lambda _, y: y, "+": operator.add, "-": operator.sub}[sign](values[target], number)
         text += f" {target} = {target} {sign} {operand}." if sign else f" {target} = {operand}."

@@ -1,4 +1,4 @@
-"""What every view must keep: tags that nest, nothing loaded from anywhere, and text that stays text."""
+"""What every view must satisfy: tags nest, nothing is loaded from elsewhere, and text stays text."""
 
 import re
 from html.parser import HTMLParser
@@ -7,7 +7,7 @@ VOID = {"meta", "input", "br", "img", "link", "hr"}
 
 
 class _Nesting(HTMLParser):
-    """Collects the tags, the text and the attributes; complains of tags that do not nest."""
+    """Collects tags, text and attributes, and reports tags that do not nest."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -35,7 +35,7 @@ class _Nesting(HTMLParser):
 
 
 def parsed(html: str) -> _Nesting:
-    """The page as a parser sees it; fails where tags do not nest."""
+    """The page as a parser sees it. Fails if tags do not nest."""
     parser = _Nesting()
     parser.feed(html)
     parser.close()
@@ -44,7 +44,7 @@ def parsed(html: str) -> _Nesting:
 
 
 def assert_harmless(html: str, scripts: int) -> _Nesting:
-    """Only our own scripts, no handlers, nothing that a browser would fetch."""
+    """The page has only our own scripts, no handlers, and nothing that a browser would fetch."""
     found = parsed(html)
     assert found.tags.count("script") == scripts
     assert not {"img", "iframe", "object", "embed", "link", "base", "form"} & set(found.tags)

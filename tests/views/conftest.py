@@ -1,4 +1,4 @@
-"""Fixtures of the views' tests: a tiny model that speaks markup, whose drafts are often rejected; runs and dumps of it."""
+"""Fixtures for the view tests: a tiny model that emits markup and whose drafts are often rejected, with its runs and dumps."""
 
 from collections.abc import Iterable
 
@@ -22,11 +22,11 @@ HOSTILE = (
     "]]>",
     "\ufffd",
 )
-"""what a tokenizer might come up with"""
+"""tokens that a hostile tokenizer might produce"""
 
 
 class HostileTokenizer(WordTokenizer):
-    """Reads the coin's names as markup."""
+    """A tokenizer that decodes the coin's names as markup."""
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.reads(i) for i in ids)
@@ -45,7 +45,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="session")
 def run(engine: Engine) -> Run:
-    """Twelve examples with S and Z of every row. Nobody may change it."""
+    """Twelve examples with S and Z of every row. Tests must not change it."""
     made = engine.replay(tasks.get("coin")(flips=(1, 3)).examples(12), sites="SZ", drafter="lens", window=4, max_new=9)
     assert isinstance(made, Run) and any(result.rejected for result in made), "the model must have drafts rejected"
     return made
@@ -53,5 +53,5 @@ def run(engine: Engine) -> Run:
 
 @pytest.fixture(scope="session")
 def dump(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Dump:
-    """The same run on disk. Nobody may change it."""
+    """The same run on disk. Tests must not change it."""
     return run.save(tmp_path_factory.mktemp("dump"), examples_per_shard=5)

@@ -1,4 +1,4 @@
-"""The report and the notebook views in a real browser: clicked through, without a request, an error or a script of others."""
+"""The report and the notebook views in a real browser, without requests, errors or foreign scripts."""
 
 import os
 import shutil
@@ -16,11 +16,11 @@ from replaylens.engine.run import Run
 from replaylens.views.report import ReportPage
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.xdist_group("browser")  # one browser serves them all
+pytestmark = pytest.mark.xdist_group("browser")  # all tests share one browser
 
 
 def lacks(what: str) -> None:
-    """Skip where a user runs the tests; fail in CI, which installs a browser so that these tests are seen to pass."""
+    """Skips on a user's machine and fails in CI, which installs a browser so that these tests run."""
     (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(what)
 
 
@@ -48,7 +48,7 @@ def test_ci_fails_without_a_browser(ci: str, outcome: str, monkeypatch: pytest.M
 
 @pytest.fixture
 def tab(browser: Any) -> Iterator[Any]:
-    """A tab that must see no error, no request but for the page itself, and no dialogue."""
+    """A tab that must see no error, no dialogue, and no request except for the page itself."""
     context = browser.new_context(viewport={"width": 1100, "height": 800}, color_scheme="light")
     page, faults, requests = context.new_page(), [], []
     page.on("pageerror", lambda error: faults.append(str(error)))
@@ -87,7 +87,7 @@ def test_report(tab: Any, report: Path, run: Run) -> None:
 
 
 def test_cards(tab: Any, report: Path) -> None:
-    """Hovering a token and a cell of the heatmap shows what is known; leaving hides it; so does Escape after Tab."""
+    """Hovering over a token or a heatmap cell shows its card. Leaving hides it, and so does Escape after Tab."""
     tab.goto(report.as_uri())
     tab.wait_for_selector("#rl-explorer .rl-token")
     tab.locator("#rl-explorer .rl-grid .rl-accepted").first.hover()
@@ -103,7 +103,7 @@ def test_cards(tab: Any, report: Path) -> None:
 
 
 def test_a_resting_mouse_leaves_the_keyboard_alone(tab: Any, report: Path) -> None:
-    """Focus scrolls the page, so that something else comes to lie below the mouse; it gets its card when the mouse moves."""
+    """Focus scrolls the page under a resting mouse. The element now under the mouse gets its card only when the mouse moves."""
     tab.goto(report.as_uri())
     tab.wait_for_selector("#rl-explorer .rl-token")
     tab.locator("#lens .rl-cell").first.hover()
@@ -134,7 +134,7 @@ def test_light_and_dark(tab: Any, report: Path) -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_thoughts(tab: Any, tmp_path: Path, theme: str) -> None:
-    """The picture of a model that thinks, in the explorer: cards on thoughts, also on those that were rolled back."""
+    """The picture of a model that thinks, in the explorer: thoughts have cards, including rolled-back ones."""
     engine = Engine.load("coin-thinking")
     made = engine.replay(tasks.get("coin")(rendering="picture", flips=3).examples(2), sites="SZ", drafter="lens")
     assert isinstance(made, Run)
@@ -158,7 +158,7 @@ def test_a_place_in_the_report_can_be_linked(tab: Any, report: Path) -> None:
 
 
 def test_timeline_steps(tab: Any, run: Run, tmp_path: Path) -> None:
-    """Buttons, slider and play show one frame at a time; a second copy of the script does no harm."""
+    """Buttons, slider and play show one frame at a time. A second copy of the script is harmless."""
     told = run.timeline(next(i for i, result in enumerate(run) if result.rejected))
     page = tmp_path / "timeline.html"
     page.write_text(f"<!DOCTYPE html><meta charset=utf-8>{told._repr_html_()}{run.tree(0)._repr_html_()}")
@@ -180,7 +180,7 @@ def test_timeline_steps(tab: Any, run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("light, page", [("true", "rgb(255, 255, 255)"), ("false", "rgb(20, 23, 26)")])
 def test_a_notebook_decides_on_light_and_dark(tab: Any, run: Run, tmp_path: Path, light: str, page: str) -> None:
-    """Jupyter's theme counts, whatever the system's is; its style for tables and lists does not reach in."""
+    """Jupyter's theme takes precedence over the system's. Its styles for tables and lists do not apply inside the view."""
     style = "<style>.nb td,.nb th{text-align:right}.nb tbody tr:nth-child(odd){background:red}.nb dl{display:block}</style>"
     file = tmp_path / "notebook.html"
     inside = f"<div class=nb style='transform:translateX(40px);contain:layout'>{run._repr_html_()}</div>"
@@ -197,7 +197,7 @@ def test_a_notebook_decides_on_light_and_dark(tab: Any, run: Run, tmp_path: Path
 
 
 def test_without_scripts_everything_is_there(browser: Any, run: Run, tmp_path: Path) -> None:
-    """Where a page strips scripts, all frames stand below one another and titles tell what cards would."""
+    """If a page strips scripts, all frames are listed in order and titles replace the cards."""
     told = run.timeline(0)
     page = tmp_path / "still.html"
     page.write_text(f"<!DOCTYPE html><meta charset=utf-8>{told._repr_html_()}{run.tree(0)._repr_html_()}")
@@ -210,7 +210,7 @@ def test_without_scripts_everything_is_there(browser: Any, run: Run, tmp_path: P
 
 
 def test_a_script_that_slipped_through_would_not_run(browser: Any, report: Path, tmp_path: Path) -> None:
-    """The policy's own control: a planted handler and script stay dead, and the browser says so."""
+    """Negative control of the policy: a planted handler and script do not run, and the browser reports them."""
     planted = report.read_text().replace("<main>", "<main><script>document.title='owned'</script><b onclick=\"x()\">y</b>", 1)
     (tmp_path / "planted.html").write_text(planted)
     tab, refused = browser.new_page(), []

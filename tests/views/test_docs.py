@@ -1,4 +1,4 @@
-"""The snippets of docs/views.md run as they stand, and its pictures are there."""
+"""The snippets of docs/views.md run as written, and its pictures exist."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_snippets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All code blocks in one go; then the last lines of each are what the page says they are."""
+    """All code blocks run in sequence. The last lines of each match the page."""
     monkeypatch.chdir(tmp_path)
     text = (DOCS / "views.md").read_text()
     names: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""The report page of a model that thinks: the picture comes out of the files as the live run draws it."""
+"""The report page of a model that thinks: the picture drawn from files equals that of the live run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +59,7 @@ def pictures(dump: Dump, engine: ThinkingEngine) -> list[Thinking]:
 
 @pytest.mark.parametrize("guess", GUESSES)
 def test_a_dumped_picture_is_the_live_one(guess: Guess, tmp_path: Path) -> None:
-    """Chunks, words, probabilities, states and rounds; of rolled-back suffixes, the thoughts that they had."""
+    """Chunks, words, probabilities, states and rounds are equal, and so are the thoughts of rolled-back suffixes."""
     run = replayed(guess)
     found = pictures(run.save(tmp_path), run.engine)  # type: ignore[arg-type]
     assert len(found) == len(run) and any(chunk.thinks for picture in found for chunk in picture.chunks)
@@ -69,7 +69,7 @@ def test_a_dumped_picture_is_the_live_one(guess: Guess, tmp_path: Path) -> None:
         assert [len(chunk.tokens) for chunk in picture.chunks[:-1]] == [CHUNK] * len(result.thoughts.chunks)
         for mine, other in zip(picture.chunks, live.chunks, strict=True):
             assert (mine.tokens, mine.thought, mine.facts) == (other.tokens, other.thought, other.facts)
-            if mine.thought:  # an answer may be shorter than the state that it is given
+            if mine.thought:  # an answer may be shorter than the state it receives
                 assert mine.state == pytest.approx(other.state, rel=1e-6)
         assert [replace(each, dropped=()) for each in picture.rounds] == list(live.rounds)
         rolled_back = [path for path in result.rejected if path.fork_position < result.num_prompt]
@@ -84,7 +84,7 @@ def test_a_dumped_picture_is_the_live_one(guess: Guess, tmp_path: Path) -> None:
 
 
 def test_thoughts_of_other_rows_give_another_picture(thinking_dump: Dump) -> None:
-    """Negative control: the rows of thoughts, one place further down."""
+    """Negative control: thought rows shifted by one give another picture."""
     frame = thinking_dump.files.frame(0)
     rows = frame[frame["example"] == 0]
     example = next(dumped.examples(thinking_dump))
@@ -95,7 +95,7 @@ def test_thoughts_of_other_rows_give_another_picture(thinking_dump: Dump) -> Non
 
 
 def test_the_page_shows_it(thinking_dump: Dump) -> None:
-    """A column a chunk, struck-through thoughts of rolled-back rounds, the tree below; whatever the words read like."""
+    """The page has one column per chunk, rolled-back thoughts struck through, and the tree below, whatever the words are."""
     html = ReportPage(thinking_dump).html()
     fragments = blocks_of(html)
     assert_harmless(html, 2 + html.count('class="rl-block"'))
@@ -107,7 +107,7 @@ def test_the_page_shows_it(thinking_dump: Dump) -> None:
         dropped = sum(len(each.dropped) for each in picture.rounds)
         assert classes.count("rl-thinking") == classes.count("rl-tree") == 1
         assert classes.count("rl-chunk") == len(picture.chunks)
-        asked = sum(bool(chunk.thought) for chunk in picture.chunks)  # of what was generated, T was not
+        asked = sum(bool(chunk.thought) for chunk in picture.chunks)  # T is not run on generated tokens
         assert classes.count("rl-blocks") == asked and 0 < len(picture.chunks) - asked <= 1
         assert sum(c.startswith("rl-thought") for c in classes) == asked + dropped
         assert dropped and "rl-bar rl-rejected" not in classes, "every rolled-back chunk tells its thought"
@@ -125,7 +125,7 @@ def test_a_plain_model_has_none(dump: Dump) -> None:
     [({"sites": "Z"}, True), ({"rejected": False}, True), ({"sites": "S"}, False), ({"positions": "generated"}, False)],
 )
 def test_dumps_that_hold_less(options: dict[str, Any], shown: bool, tmp_path: Path) -> None:
-    """What was not kept is said or left out, never made up."""
+    """The page says that data is missing or leaves it out, and never invents it."""
     engine = thinker()
     dump = write_dump(engine, make_plan(engine, COIN, 2, max_new=4, **options), tmp_path)
     assert dump is not None
@@ -147,7 +147,7 @@ def test_rounds_are_told_with_their_thoughts(thinking_dump: Dump) -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """The embedded model is found by its weights; its words are the picture's."""
+    """The command finds the embedded model by its weights, and the picture shows its words."""
     shell, folder, page = CliRunner(), str(tmp_path / "dump"), tmp_path / "a.html"
     made = ["dump", "--model", "coin-thinking", "--n", "2", "--knob", "rendering=picture", "--out", folder, "--quiet"]
     assert shell.invoke(app, made).exit_code == 0

@@ -1,4 +1,4 @@
-"""The report page: one file, whole and harmless, that says what the dump says."""
+"""The report page is one complete, harmless file that agrees with the dump."""
 
 import base64
 import gzip
@@ -37,7 +37,7 @@ ONE_SCRIPT_AND_THE_ROWS = 2
 
 
 def blocks_of(html: str) -> list[str]:
-    """The trees that a page holds, unpacked."""
+    """The trees of a page, unpacked."""
     packed = re.findall(r'<script type="text/plain" class="rl-block" data-count="\d+">([^<]*)</script>', html)
     return [fragment for block in packed for fragment in json.loads(gzip.decompress(base64.b64decode(block)))]
 
@@ -62,7 +62,7 @@ def test_the_page_is_whole_and_harmless(html: str, dump: Dump) -> None:
 
 
 def test_only_our_own_script_may_run(html: str) -> None:
-    """The policy names the hash of the page's one script; nothing may be loaded."""
+    """The content security policy names the hash of the page's only script. Nothing may be loaded."""
     (policy,) = [value or "" for name, value in parsed(html).attributes if name == "content" and "-src" in (value or "")]
     (code,) = re.findall(r"<script>(.*?)</script>", html, re.S)
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
@@ -78,7 +78,7 @@ def test_the_table_says_what_the_run_said(html: str, run: Run) -> None:
 
 
 def test_a_dumped_tree_is_the_live_tree(run: Run, dump: Dump) -> None:
-    """Log-probs, entropies and lens come out of the files as they were; labels are added."""
+    """Log-probs, entropies and lens values read from the files equal the live ones. Labels are added."""
     decode = lambda token: word(run.engine.text, token)  # noqa: E731
     for example, result in zip(dumped.examples(dump, decode), run, strict=True):
         (mine, *_), (live, *_) = example.tree.paths, run.tree(run.results.index(result)).paths
@@ -103,7 +103,7 @@ def test_certificate(html: str, dump: Dump, engine: Engine) -> None:
 
 
 def test_a_mismatch_is_shown_as_one(dump: Dump, engine: Engine, tmp_path: Path) -> None:
-    """Negative control: one flipped bit in a shard, and the page says so in red."""
+    """Negative control: after one flipped bit in a shard, the page shows a mismatch in red."""
     for name in dump.files.store.sizes():
         (tmp_path / name).write_bytes(Path(dump.url, name).read_bytes())
     shard = tmp_path / "shard-00000.safetensors"
@@ -123,7 +123,7 @@ def test_the_same_dump_gives_the_same_bytes(dump: Dump, tmp_path: Path) -> None:
 
 
 def test_lens_averages(run: Run, dump: Dump) -> None:
-    """A cell is the mean over roots; two examples with one prompt count once."""
+    """A cell is the mean over roots. Two examples with the same prompt count once."""
     (emitted, entropy, kl) = lens_map.averages(dumped.examples(dump)).maps()
     column = emitted.columns.index("+0")
     by_root: dict[str, list[float]] = {}
@@ -137,7 +137,7 @@ def test_lens_averages(run: Run, dump: Dump) -> None:
 
 @pytest.mark.parametrize("options", [{"sites": "S"}, {"positions": "generated"}, {"positions": "last"}, {"rejected": False}])
 def test_dumps_that_hold_less(engine: Engine, tmp_path: Path, options: dict[str, Any]) -> None:
-    """Without Z, without prompts, without rejected branches: what is there is shown, what is not is said."""
+    """Without Z, prompts or rejected branches, the page shows the rest and says what is missing."""
     plan = make_plan(engine, tasks.get("coin")(flips=(1, 2)), 3, max_new=6, window=4, **options)
     dump = write_dump(engine, plan, tmp_path)
     assert dump is not None
@@ -148,7 +148,7 @@ def test_dumps_that_hold_less(engine: Engine, tmp_path: Path, options: dict[str,
 
 
 def test_thousands_of_rows(engine: Engine, tmp_path: Path) -> None:
-    """The page stays small: trees are packed, and the table holds the texts only."""
+    """The page stays small: trees are packed, and the table holds only the texts."""
     plan = make_plan(engine, tasks.get("coin")(flips=(1, 2)), 150, sites="SZ", max_new=6, window=4)
     dump = write_dump(engine, plan, tmp_path)
     assert dump is not None and dump.manifest.rows > 3000
@@ -161,7 +161,7 @@ def test_thousands_of_rows(engine: Engine, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def plain_dump(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Dump:
-    """With an honest tokenizer: of markup no task can read labels."""
+    """A dump with an honest tokenizer: no task can read labels from markup."""
     plain = Engine(engine.model, WordTokenizer(tasks.get("coin").vocabulary()))
     plan = make_plan(plain, tasks.get("coin")(flips=(1, 3)), 24, sites="S", max_new=3, window=4)
     made = write_dump(plain, plan, tmp_path_factory.mktemp("plain"))
@@ -175,7 +175,7 @@ def sweep(plain_dump: Dump) -> Report:
 
 
 def test_a_sweep_is_drawn_with_intervals_and_controls(plain_dump: Dump, sweep: Report) -> None:
-    """Every cell with its score and interval; every control that was run; the words of the report."""
+    """The page shows every cell with its score and interval, every control that ran, and the report's text."""
     html = ReportPage(plain_dump, (sweep,)).html()
     found = assert_harmless(html, ONE_SCRIPT_AND_THE_ROWS + html.count('class="rl-block"'))
     texts, titles = "|".join(found.texts), [value or "" for name, value in found.attributes if name == "title"]
@@ -196,7 +196,7 @@ def test_a_report_about_other_rows_is_said_to_be(dump: Dump, plain_dump: Dump, s
 
 
 def test_probes_alone(sweep: Report, tmp_path: Path) -> None:
-    """A page without a dump; hostile names in a branch question's lines stay text."""
+    """A page without a dump. Hostile names in the lines of a branch question stay text."""
     told = Report(
         "transfer", [{"what": text, "accuracy": 0.5, "low": 0.4, "high": 0.7, "n": 3} for text in HOSTILE], sweep.source, {}
     )
@@ -216,7 +216,7 @@ def call(*arguments: object) -> Any:
 
 @pytest.fixture(scope="module")
 def saved_model(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model on disk, where its tokenizer is an honest one."""
+    """The model on disk, with an honest tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     zoo.save(engine.model, engine.text.tokenizer, folder)
     return folder
@@ -232,7 +232,7 @@ def test_command(saved_model: Path, tmp_path: Path) -> None:
 
 
 def test_command_on_a_mismatch(dump: Dump, saved_model: Path, tmp_path: Path) -> None:
-    """Negative control: with the honest tokenizer other texts come out. The page is written, and says so."""
+    """Negative control: the honest tokenizer gives other texts. The page is still written, and reports the mismatch."""
     done = call(dump.url, "--out", tmp_path / "a.html", "--model", saved_model)
     assert done.exit_code == 1 and "mismatch" in done.output
     assert 'data-status="mismatch"' in (tmp_path / "a.html").read_text()
@@ -267,7 +267,7 @@ def test_a_folder_is_no_page(dump: Dump, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_damaged_index_is_named(dump: Dump, tmp_path: Path) -> None:
-    """By its hash; and one whose hash was corrected, by what it says."""
+    """A damaged index is detected by its hash, and one with a corrected hash by its content."""
     copy = tmp_path / "copy"
     shutil.copytree(dump.url, copy)
     forge_index(copy, "token_state", 2, "proUpt")

@@ -1,6 +1,6 @@
 """`replaylens dump`, `replay`, `inspect`, `verify`, `diff`: reproducible activation dumps from the shell.
 
-Exit codes: 0 done, 1 a mismatch was found, 2 bad input or a failure explained on stderr, 130 interrupted.
+Exit codes: 0 done, 1 a mismatch was found, 2 bad input, 3 store or cluster out of reach, 130 Ctrl-C, 143 SIGTERM.
 """
 
 import json
@@ -311,7 +311,8 @@ def diff(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Find the first row, site and layer at which two dumps differ. Exit codes: 0 same content, 1 different, 2 damaged."""
+    """Find the first row, site and layer at which two dumps differ. Exit codes: 0 same content, 1 different, 2 damaged,
+    3 out of reach."""
     with reporting():
         found = diff_dumps(a, b, accepted=accepted, progress=not quiet)
     typer.echo(json.dumps({"same": bool(found), **asdict(found)}, indent=1) if as_json else str(found))

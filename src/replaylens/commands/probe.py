@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 TESTS = ("steer", "ablate", "interchange")
 DumpArgument = Annotated[str | None, typer.Argument(metavar="DUMP", help="A dump's folder.")]
 OutOption = Annotated[str | None, typer.Option("--out", help="Folder for report.json, summary, table and figures.")]
+CheckOption = Annotated[
+    bool, typer.Option("--check/--no-check", help="Hash each shard of a local dump when it is first opened.")
+]
 ProbeSeedOption = Annotated[int, typer.Option(min=0, help="Seed of folds, resamples, permutations and placebos.")]
 
 
@@ -52,6 +55,7 @@ def probe(
     resume: Annotated[str | None, typer.Option(help="Folder for finished parts; a later run continues from it.")] = None,
     save_probes: Annotated[str | None, typer.Option(help="Folder for the best linear probe of each label.")] = None,
     seed: ProbeSeedOption = 0,
+    check: CheckOption = True,
     out: OutOption = None,
     listed: Annotated[bool, typer.Option("--list", help="List the estimators.")] = False,
     as_json: JsonOption = False,
@@ -64,7 +68,7 @@ def probe(
     with reporting(lambda: "the same command" if resume else None):
         from replaylens.probes.sweeping import sweep
 
-        found = _open(path)
+        found = _open(path, check)
         options: dict[str, Any] = {
             "layers": None if layers is None else _numbers(layers),
             "folds": folds,
@@ -110,6 +114,7 @@ def steer(
     model: MakerOption = None,
     device: DeviceOption = "cpu",
     seed: ProbeSeedOption = 0,
+    check: CheckOption = True,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -120,7 +125,7 @@ def steer(
 
         if test not in TESTS:
             raise BadRequest(f"Unknown --test {test}. Use one of {', '.join(TESTS)}.")
-        found = _open(path)
+        found = _open(path, check)
         engine = engine_that_made(found, device) if model is None else Engine.load(model, device=device)
         if engine is None:
             raise BadRequest("No embedded model made this dump. Name its model with --model.")
@@ -147,10 +152,10 @@ def _list(as_json: bool) -> None:
         typer.echo(f"{each.name:<20} {each.about}{'' if each.swept != 'no' else '  (from Python only)'}")
 
 
-def _open(path: str | None) -> Dump:
+def _open(path: str | None, check: bool) -> Dump:
     if path is None:
         raise BadRequest("No dump given. Name its folder; `replaylens dump` makes one.")
-    return Dump.open(path)
+    return Dump.open(path, check=None if check else False)
 
 
 def _unseen(dump: Dump, n: int) -> "list[Example]":

@@ -1,6 +1,7 @@
 """`replaylens report`: a dump and its probe reports as one HTML file.
 
-Exit codes: 0 done, 1 the verification found a mismatch (the page is written and says so), 2 bad input, 130 interrupted.
+Exit codes: 0 done, 1 the verification found a mismatch (the page is written and says so), 2 bad input, 3 the dump's store is
+out of reach, 130 Ctrl-C, 143 SIGTERM.
 """
 
 import json

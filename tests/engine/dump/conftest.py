@@ -1,4 +1,4 @@
-"""Fixtures of the dumps' tests: a tiny random model over the coin's words, whose drafts are often rejected."""
+"""Fixtures for the dump tests: a tiny random model over the coin's vocabulary, whose drafts are often rejected."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.own_certificates import own_certificates  # noqa: F401
 from tests.toy_model import random_model
 
 EXAMPLES, PER_SHARD, NEW = 10, 4, 7
-"""so that there are three shards, the last of them smaller"""
+"""gives three shards, the last one smaller"""
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def model(tokenizer: WordTokenizer) -> Decoder:
 
 @pytest.fixture(scope="session")
 def engine(model: Decoder, tokenizer: WordTokenizer) -> Engine:
-    """Shared by all tests; making a dump leaves it as it was."""
+    """Shared by all tests. Writing a dump does not change it."""
     draft = random_model(seed=3, vocab_size=tokenizer.vocab_size, num_layers=1)
     return Engine(model, tokenizer, draft_model=draft, record=True)
 
@@ -66,7 +66,7 @@ def planned(engine: Engine, coin: AnyTask) -> Callable[..., DumpPlan]:
 
 @pytest.fixture(scope="session")
 def reference(engine: Engine, planned: Callable[..., DumpPlan], tmp_path_factory: pytest.TempPathFactory) -> Dump:
-    """The dump that others are compared with. Nobody may change it."""
+    """The dump that other dumps are compared with. Tests must not change it."""
     dump = write_dump(engine, planned(), tmp_path_factory.mktemp("reference"))
     assert dump is not None and dump.manifest.accepted_rows < dump.manifest.rows, "the model must have drafts rejected"
     return dump
@@ -74,7 +74,7 @@ def reference(engine: Engine, planned: Callable[..., DumpPlan], tmp_path_factory
 
 @pytest.fixture
 def copy(reference: Dump, tmp_path: Path) -> Path:
-    """A copy of the reference dump, to be damaged."""
+    """A copy of the reference dump, to damage."""
     folder = tmp_path / "copy"
     folder.mkdir()
     for name in reference.files.store.sizes():

@@ -1,4 +1,4 @@
-"""Ways to damage a dump, from clumsy to careful: a careful one corrects every hash it breaks."""
+"""Ways to damage a dump, from careless to careful: a careful one corrects every hash it breaks."""
 
 import hashlib
 import json
@@ -18,14 +18,14 @@ from replaylens.engine.dump.store import Store
 
 
 def flip_bit(path: Path, place: int = -100) -> None:
-    """One bit of a file."""
+    """Flip one bit of a file."""
     raw = bytearray(path.read_bytes())
     raw[place] ^= 1
     path.write_bytes(bytes(raw))
 
 
 def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object], sealed: bool = True) -> None:
-    """Change the manifest; `sealed`: with a seal that fits again."""
+    """Change the manifest. `sealed`: also correct its seal."""
     path = folder / "manifest.json"
     raw = json.loads(path.read_text())
     raw.pop("seal")
@@ -35,7 +35,7 @@ def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object], seal
 
 
 def forge_shard(folder: Path, number: int, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change a shard's tensors, and correct its hash in the manifest and the seal; digests stay as they were."""
+    """Change a shard's tensors, and correct its hash in the manifest and the seal. Digests stay unchanged."""
     name = shard_name(number)
     tensors = load_file(folder / name)
     change(tensors)
@@ -67,7 +67,7 @@ def forge_index(folder: Path, column: str, row: int, value: Any) -> None:
 
 
 def forge_digests(folder: Path) -> None:
-    """The most careful of all: every digest is corrected too. Only a replay can tell."""
+    """The most careful damage: every digest is corrected too, so only a replay can detect it."""
     from replaylens.engine.dump.content import combine
 
     def note(raw: dict[str, Any]) -> None:

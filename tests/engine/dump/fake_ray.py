@@ -1,15 +1,19 @@
-"""A stand-in for the ray module: actors are objects of this process, and die when told to."""
+"""A stand-in for the ray module: actors are objects of this process, and die on request."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 
-class ActorDied(Exception):
+class RayError(Exception):
+    """The base of Ray's errors."""
+
+
+class ActorDied(RayError):
     """What Ray raises for a call to an actor whose process is gone."""
 
 
-class TaskFailed(Exception):
+class TaskFailed(RayError):
     """What Ray wraps an error in that a method raised."""
 
     def __init__(self, cause: Exception) -> None:
@@ -18,13 +22,13 @@ class TaskFailed(Exception):
 
 
 class FakeRay:
-    """As much of Ray as a dump needs.
+    """The part of Ray that a dump needs.
 
     dies   (actor number, method, arguments) -> whether the call kills its actor
-    slots  actors after the first so many find no place, ever: their calls are not answered
+    slots  the number of actors that can be placed; calls to later ones are never answered
     """
 
-    exceptions = SimpleNamespace(RayActorError=ActorDied, RayTaskError=TaskFailed)
+    exceptions = SimpleNamespace(RayActorError=ActorDied, RayTaskError=TaskFailed, RayError=RayError)
 
     def __init__(self, cpus: int, dies: Callable[[int, str, tuple[Any, ...]], bool], slots: int = 1000) -> None:
         self.cpus, self.dies, self.slots, self.started, self.waits = cpus, dies, slots, 0, 0
@@ -43,7 +47,7 @@ class FakeRay:
         return call.result()
 
     def wait(self, calls: list["_Call"], num_returns: int) -> tuple[list["_Call"], list["_Call"]]:
-        """Not always the oldest: the order in which shards come back is of no consequence."""
+        """Not always the oldest: the order in which shards come back does not matter."""
         self.waits += 1
         placed = [call for call in calls if call.actor.number <= self.slots]
         assert placed, "nobody will ever answer"

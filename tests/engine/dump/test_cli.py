@@ -1,4 +1,4 @@
-"""The commands: what they print, what they leave, and how they end."""
+"""The commands: their output, their files and their exit codes."""
 
 import json
 import os
@@ -27,7 +27,7 @@ SAME = ["--n", "10", "--knob", "flips=1,3", "--max-new", "7", "--shard-examples"
 
 
 def run(*words: Any) -> tuple[int, str, str]:
-    """Exit code, what was printed, and the errors."""
+    """Exit code, stdout and stderr."""
     done = CliRunner().invoke(app, [str(word) for word in words])
     return done.exit_code, done.stdout, done.stderr
 
@@ -104,7 +104,7 @@ def test_a_corrected_command_can_follow_one_that_failed_at_once(model_folder: Pa
 
 
 def test_workers_are_used(dump_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also without --ray: then they are on this machine."""
+    """Workers are used also without --ray; they then run on this machine."""
     asked: dict[str, Any] = {}
     monkeypatch.setattr("replaylens.engine.cluster.dump_on_cluster", lambda *_, **options: asked.update(options))
     code, _, _ = run(*dump_words, "--out", tmp_path, "--workers", 1)
@@ -176,7 +176,7 @@ def test_verify_with_another_model(reference: Dump, model_folder: Path, tmp_path
 
 
 def test_the_embedded_model_that_made_a_dump_is_found(tmp_path: Path, reference: Dump, copy: Path) -> None:
-    """Also one that thinks. Where it is none of ours, --model is asked for, and the files are looked at all the same."""
+    """Finds also a model that thinks. If the model is not embedded, the command asks for --model but still checks the files."""
     words = ["dump", "--model", "coin-thinking", "--n", 2, "--knob", "flips=1", "--sites", "S", "--quiet"]
     assert run(*words, "--out", tmp_path / "thinking")[0] == 0
     code, out, _ = run("verify", tmp_path / "thinking", "--all", "--quiet")
@@ -201,7 +201,7 @@ def test_diff(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
 
 
 def test_interrupt_leaves_a_resumable_dump(dump_words: list[str], model_folder: Path, tmp_path: Path) -> None:
-    """Ctrl-C in a real process: exit code 130, no lock left, and --resume completes it."""
+    """Ctrl-C in a real process: exit code 130, no lock remains, and --resume completes the dump."""
     words = [*dump_words, "--out", str(tmp_path / "d"), "--n", "100000", "--shard-examples", "2", "--quiet"]
     code = f"import sys; from tests.engine.dump.test_cli import app; sys.argv[1:] = {words!r}; app()"
     child = subprocess.Popen(
@@ -209,7 +209,7 @@ def test_interrupt_leaves_a_resumable_dump(dump_words: list[str], model_folder: 
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore SIGINT
     )
     deadline = time.monotonic() + 90
     while not list((tmp_path / "d").glob("part-*.json")) and time.monotonic() < deadline and child.poll() is None:

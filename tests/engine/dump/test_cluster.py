@@ -1,4 +1,4 @@
-"""Ray: the same digest on one worker, on two, and when workers die. Two tests on a real cluster, the rest on a stand-in."""
+"""Ray: the same digest on one worker, on two, and when workers die. Two tests use a real cluster, the rest a stand-in."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.tasks.task import AnyTask
 from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
-from tests.engine.dump.fake_ray import FakeRay
+from tests.engine.dump.fake_ray import FakeRay, RayError
 
 pytestmark = pytest.mark.xdist_group("ray")
 OPTIONS: dict[str, Any] = {"knobs": {"flips": [1, 3]}, "max_new": NEW, "examples_per_shard": PER_SHARD}
@@ -35,7 +35,7 @@ Dies = Callable[[int, str, tuple[Any, ...]], bool]
 
 
 def same_bytes(folder: Path, reference: Dump) -> bool:
-    """Whether all files are those of the reference, and there are no others."""
+    """Whether the files are exactly those of the reference."""
     names = reference.files.store.sizes()
     theirs = {name: Path(reference.url, name).read_bytes() for name in names}
     return {path.name: path.read_bytes() for path in folder.iterdir()} == theirs
@@ -47,7 +47,7 @@ def same_bytes(folder: Path, reference: Dump) -> bool:
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
     """A cluster of two slots on this machine; starting one takes seconds."""
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # on a busy machine the default of 60 s is too short
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # the default of 60 s is too short on a busy machine
     ray = pytest.importorskip("ray")
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
     ray.init(address="local", num_cpus=2, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}, **quiet)
@@ -63,7 +63,7 @@ def test_one_worker(model_folder: Path, reference: Dump, tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("local_ray")
 def test_two_workers_of_which_one_is_killed(model_folder: Path, reference: Dump, tmp_path: Path) -> None:
-    """SIGKILL on a worker once the dump has begun: its shard is done again, by another, to the same bytes."""
+    """SIGKILL on a worker once the dump has begun: another worker redoes its shard, to the same bytes."""
     psutil = pytest.importorskip("psutil")
     killed: list[int] = []
 
@@ -90,7 +90,7 @@ def test_two_workers_of_which_one_is_killed(model_folder: Path, reference: Dump,
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRay]:
-    """Put a stand-in in Ray's place."""
+    """Replace Ray by a stand-in."""
 
     def install(dies: Dies = lambda *call: False, cpus: int = 2, **more: Any) -> FakeRay:
         ray = FakeRay(cpus, dies, **more)
@@ -107,7 +107,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRay]:
 
 @pytest.mark.parametrize("workers", [None, 1, 3, 7])
 def test_any_number_of_workers(fake: Any, model_folder: Path, reference: Dump, tmp_path: Path, workers: int | None) -> None:
-    """One per slot unless told; never more than there are shards."""
+    """One worker per slot by default, and never more than there are shards."""
     ray = fake()
     dump = dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=workers, **OPTIONS)
     assert dump is not None and dump.digest == reference.digest and same_bytes(tmp_path, reference)
@@ -115,7 +115,7 @@ def test_any_number_of_workers(fake: Any, model_folder: Path, reference: Dump, t
 
 
 def test_more_workers_than_slots(fake: Any, model_folder: Path, reference: Dump, tmp_path: Path) -> None:
-    """Those without a place are given nothing: one worker writes all shards, instead of waiting for others for ever."""
+    """Workers without a slot get no shards: one worker writes all of them instead of waiting forever."""
     ray = fake(cpus=1, slots=1)
     dump = dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=3, **OPTIONS)
     assert dump is not None and same_bytes(tmp_path, reference) and ray.started == 3
@@ -142,7 +142,7 @@ def test_dead_workers_are_replaced(fake: Any, model_folder: Path, reference: Dum
 
 
 def test_a_shard_that_kills_its_workers(fake: Any, model_folder: Path, reference: Dump, tmp_path: Path) -> None:
-    """It is given up after a few attempts; the other shards are kept, and the dump can be resumed."""
+    """The shard is abandoned after a few attempts. The other shards are kept, and the dump can be resumed."""
     fake(lambda actor, method, args: method == "write" and args[2] == 1)
     with pytest.raises(ClusterFailed, match=f"Shard 1: its worker died, {cluster.ATTEMPTS} times"):
         dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=1, **OPTIONS)
@@ -150,6 +150,17 @@ def test_a_shard_that_kills_its_workers(fake: Any, model_folder: Path, reference
     ray = fake()
     dump = dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=1, resume=True, **OPTIONS)
     assert dump is not None and same_bytes(tmp_path, reference) and ray.started == 1
+
+
+def test_an_error_of_rays_own_is_named(fake: Any, model_folder: Path, tmp_path: Path) -> None:
+    """No worker died and none raised: the cluster could not do its part."""
+
+    def lost(actor: int, method: str, args: tuple[Any, ...]) -> bool:
+        raise RayError("the object store is full")
+
+    fake(lost)
+    with pytest.raises(ClusterFailed, match="RayError: the object store is full"):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", 2, **OPTIONS)
 
 
 def test_a_cluster_that_cannot_even_plan(fake: Any, model_folder: Path, tmp_path: Path) -> None:
@@ -172,7 +183,7 @@ def test_errors_come_out_as_they_are(fake: Any, model_folder: Path, tmp_path: Pa
 def test_all_options_of_a_plan_reach_the_workers(
     fake: Any, engine: Engine, coin: AnyTask, model_folder: Path, tmp_path: Path
 ) -> None:
-    """Sampling and edits too: the same dump as without workers."""
+    """All options, including sampling and edits, give the same dump as without workers."""
     fake()
     options: dict[str, Any] = {
         "sampling": Sampling(temperature=0.7, seed=5, stop=("tails",), stop_tokens=(3,), logit_bias={4: 0.5}),
@@ -200,7 +211,7 @@ def test_what_cannot_be_sent_is_named(fake: Any, tmp_path: Path, options: dict[s
 
 
 def test_a_worker_with_other_bits_is_refused(model_folder: Path, reference: Dump, tmp_path: Path) -> None:
-    """On a mixed cluster a machine that would give other bits names itself instead of giving them."""
+    """On a mixed cluster, a machine that would give other bits is refused by name."""
     manifest = reference.manifest
     other = {**vars(manifest.fingerprint), "device": "another processor"}
     worker = cluster.ShardWorker(str(model_folder), "{}")
@@ -216,7 +227,7 @@ def test_the_folder_is_locked(fake: Any, model_folder: Path, tmp_path: Path) -> 
 
 
 def test_no_cluster_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address where nobody answers is a named error, not a traceback of Ray's; so is another than we are part of."""
+    """An address without a cluster is a named error, not a Ray traceback. So is an address other than the current cluster's."""
     ray = pytest.importorskip("ray")
 
     def nobody(**options: Any) -> None:
@@ -224,7 +235,14 @@ def test_no_cluster_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ray, "init", nobody)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(ClusterFailed, match="No Ray cluster found at nowhere:1: nobody"), cluster._connected("nowhere:1"):
+    with pytest.raises(ClusterFailed, match="not found at nowhere:1: ConnectionError: nobody"), cluster._connected("nowhere:1"):
+        pass
+
+    def too_slow(**options: Any) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray does
+
+    monkeypatch.setattr(ray, "init", too_slow)
+    with pytest.raises(ClusterFailed, match=r"could not be started on this machine: .* timed out"), cluster._connected("local"):
         pass
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:1"))
@@ -232,3 +250,14 @@ def test_no_cluster_there(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     with cluster._connected("local") as found:
         assert found is ray
+
+
+def test_connecting_keeps_the_handler_of_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray puts one of its own there, which would end the process without giving back a lock."""
+    ray = pytest.importorskip("ray")
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(ray, "init", lambda **options: signal.signal(signal.SIGTERM, lambda *given: None))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with cluster._connected("local"):
+        assert signal.getsignal(signal.SIGTERM) == before

@@ -1,4 +1,4 @@
-"""What the digest covers, and what it does not; where two contents differ."""
+"""What the digest covers, what it does not, and where two contents differ."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def test_every_column_counts(content: Content, name: str) -> None:
 
 
 def test_one_bit_changes_the_digest(content: Content) -> None:
-    """In an accepted row both digests change, in a rejected row the accepted one does not."""
+    """In an accepted row both digests change. In a rejected row the accepted digest does not."""
     for accepted in (True, False):
         row = accepted_row(content, accepted)
         x = content.tensors["blocks.1.hook_in"].clone()
@@ -82,7 +82,7 @@ def test_minus_zero_is_not_zero() -> None:
     ids=["whole", "flag", "text", "number"],
 )
 def test_a_missing_value_is_none_that_is_there(values: tuple[list[object], ...]) -> None:
-    """Neither zero nor an empty text passes for it, and it counts where it is missing."""
+    """A missing value differs from zero and from an empty text, and its position matters."""
     keys = {"accepted": [True] * 3, "example": [0] * 3, "branch": [0] * 3, "position": [0, 1, 2]}
     contents = [Content({}, pa.table({**keys, "label": pa.array(column)})) for column in values]
     assert len({content.digests() for content in contents}) == len(contents)
@@ -103,7 +103,7 @@ def test_order_counts(content: Content) -> None:
 
 
 def test_layout_does_not_count(content: Content) -> None:
-    """The digest is of values: chunks, dictionaries, number widths and the order of columns are not in it."""
+    """The digest covers values. Chunks, dictionaries, number widths and column order do not change it."""
     index = pa.concat_tables([content.index.slice(0, 3), content.index.slice(3)])
     index = index.set_column(1, "root", pc.dictionary_encode(index.column("root")).cast(pa.string()))
     index = index.set_column(2, "branch", index.column("branch").cast(pa.int64()))
@@ -123,7 +123,7 @@ def test_names_dtypes_and_shapes_count(content: Content) -> None:
 
 
 def test_a_column_without_values_is_of_no_kind() -> None:
-    """Whether some other shard of a dump holds text in a column must not change this shard's digest."""
+    """Text in the same column of another shard must not change this shard's digest."""
     rest = {"accepted": [True, False], "example": [0, 0], "branch": [0, 1], "position": [0, 1]}
     digests = {
         Content({}, pa.table({**rest, "label": pa.array([None, None], kind)})).digests()

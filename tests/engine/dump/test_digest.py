@@ -1,4 +1,4 @@
-"""One plan, one digest: whatever the batch, the order of arrival, the drafter, the engine's past, or the store."""
+"""One plan gives one digest, whatever the batch, the order of arrival, the drafter, the engine's history or the store."""
 
 import random
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def written(engine: Engine, plan: DumpPlan, path: Any, **options: Any) -> Dump:
 
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_batch_changes_nothing(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, batch: int) -> None:
-    """Not a byte of any file: shards are cut by example, not by when they came."""
+    """No byte of any file changes: shards are cut by example, not by arrival."""
     dump = written(engine, planned(), tmp_path / "d", batch=batch)
     assert (dump.digest, dump.accepted_digest) == (reference.digest, reference.accepted_digest)
     for name in reference.files.store.sizes():
@@ -41,7 +41,7 @@ def test_batch_changes_nothing(engine: Engine, planned: Planned, reference: Dump
 
 
 def test_arrival_order_changes_nothing(engine: Engine, coin: AnyTask, reference: Dump, tmp_path: Path) -> None:
-    """A run whose examples came shuffled, saved, is the dump that was streamed in order."""
+    """A run whose examples arrive shuffled is saved as the same dump as one streamed in order."""
     examples = coin.examples(EXAMPLES)
     random.Random(5).shuffle(examples)
     run = engine.replay(examples, sites="STCZ", drafter="lens", max_new=NEW, batch=3)
@@ -52,7 +52,7 @@ def test_arrival_order_changes_nothing(engine: Engine, coin: AnyTask, reference:
 def test_engine_and_its_past_change_nothing(
     model: Decoder, tokenizer: WordTokenizer, planned: Planned, reference: Dump, tmp_path: Path
 ) -> None:
-    """Other pages, a cache so small that requests are preempted, and branches left alive by earlier work."""
+    """Other page sizes, a cache so small that requests are preempted, and live branches from earlier work."""
     engine = Engine(model, tokenizer, page_size=4, cache_tokens=160, max_rows=48, record=True)
     kept = engine.prompt("A coin's state is heads. Alice flips.", sites="S").fork(2)
     kept[0].generate(9, drafter="tree")
@@ -67,7 +67,7 @@ def test_engine_and_its_past_change_nothing(
 def test_accepted_rows_do_not_depend_on_the_drafter(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, drafter: str
 ) -> None:
-    """Rejected branches are the drafter's own; accepted rows, their labels and probabilities are everybody's."""
+    """Rejected branches depend on the drafter. Accepted rows, their labels and probabilities do not."""
     dump = written(engine, planned(drafter=drafter, window=5), tmp_path / "d")
     assert dump.accepted_digest == reference.accepted_digest
     assert dump.manifest.accepted_rows == reference.manifest.accepted_rows
@@ -85,7 +85,7 @@ def test_without_rejected_branches(engine: Engine, planned: Planned, reference: 
 
 
 def test_sampled_paths(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """Seeded draws are as reproducible as greedy ones; another seed gives another dump."""
+    """Seeded draws are as reproducible as greedy decoding. Another seed gives another dump."""
     hot = {"sampling": Sampling(temperature=1.5, seed=4), "sites": "S"}
     one = written(engine, planned(**hot), tmp_path / "a", batch=1)
     two = written(engine, planned(**hot), tmp_path / "b", batch=9)
@@ -94,7 +94,7 @@ def test_sampled_paths(engine: Engine, planned: Planned, reference: Dump, tmp_pa
 
 
 def test_memory_store(engine: Engine, planned: Planned, reference: Dump) -> None:
-    """Any store that fsspec knows: same digest, same bytes, and readable."""
+    """Any fsspec store gives the same digest and the same bytes, and can be read."""
     dump = written(engine, planned(), "memory://dumps/digest")
     assert dump.digest == reference.digest
     assert dump.files.store.sizes() == reference.files.store.sizes()
@@ -103,7 +103,7 @@ def test_memory_store(engine: Engine, planned: Planned, reference: Dump) -> None
 
 
 def test_indices_need_not_be_a_range(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """Any set of examples, in any order; each example's rows are the same as in a dump of all."""
+    """Any set of examples in any order. Each example's rows equal those in a dump of all examples."""
     dump = written(engine, planned(examples=[8, 1, 5, 2, 9]), tmp_path / "d")
     assert list(dump.manifest.plan.examples) == [1, 2, 5, 8, 9]
     for site in reference.sites:
@@ -113,7 +113,7 @@ def test_indices_need_not_be_a_range(engine: Engine, planned: Planned, reference
 
 
 def test_examples_per_shard_are_in_the_plan(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """How a dump is cut is part of its digest; its rows are the same."""
+    """The shard size is part of the digest. The rows do not depend on it."""
     dump = written(engine, planned(examples_per_shard=3), tmp_path / "d")
     assert dump.digest != reference.digest and len(dump.manifest.shards) == 4
     assert torch.equal(dump.to_torch("S", 2), reference.to_torch("S", 2))
@@ -121,7 +121,7 @@ def test_examples_per_shard_are_in_the_plan(engine: Engine, planned: Planned, re
 
 @pytest.mark.parametrize("name", tasks.names())
 def test_every_task(tmp_path: Path, name: str) -> None:
-    """Each task's labels and knobs survive the way into a dump and back."""
+    """The labels and knobs of each task survive a round trip through a dump."""
     from tests.toy_model import random_model
 
     task = tasks.get(name)()
@@ -134,13 +134,13 @@ def test_every_task(tmp_path: Path, name: str) -> None:
     assert set(dump.labels) == set(task.label_names)
     index = dump.where(token_state="prompt", example=1).index
     expected = task.example(1).read("").labels_at(words.encode_with_offsets(task.example(1).prompt)[1])
-    for label in set(task.label_names) - {"next_action"}:  # it looks ahead, into what the model wrote
+    for label in set(task.label_names) - {"next_action"}:  # the label looks ahead, into the model's output
         found = [None if missing else value for value, missing in zip(index[label], index[label].isna(), strict=True)]
         assert found == expected[label], label
 
 
 def test_fast_path_is_refused(engine: Engine, coin: AnyTask, tmp_path: Path) -> None:
-    """Negative control: rows from outside the canonical arithmetic never get into a dump."""
+    """Negative control: rows from non-canonical arithmetic never enter a dump."""
     run = engine.replay(coin.examples(2), sites="S", max_new=3, deterministic=False)
     assert isinstance(run, Run) and not any(result.certified for result in run)
     with pytest.raises(NotCertified, match="fast path"):
@@ -160,7 +160,7 @@ def test_runs_that_cannot_be_saved(engine: Engine, coin: AnyTask, tmp_path: Path
 
 
 def test_run_that_kept_only_z(engine: Engine, planned: Planned, coin: AnyTask, tmp_path: Path) -> None:
-    """What the index needs and the run lacks is computed again, to the same bits."""
+    """What the index needs and the run lacks is recomputed, to the same bits."""
     run = engine.replay(coin.examples(4), sites="Z", drafter="lens", max_new=NEW)
     assert isinstance(run, Run)
     saved = run.save(tmp_path / "a")
@@ -168,7 +168,7 @@ def test_run_that_kept_only_z(engine: Engine, planned: Planned, coin: AnyTask, t
 
 
 def test_coin_plain(tmp_path: Path) -> None:
-    """The embedded model: the same digest for two batches and for every drafter's accepted rows."""
+    """The embedded model: the same digest for two batch sizes, and for the accepted rows of every drafter."""
     engine = Engine.load("coin-plain")
     task = tasks.get("coin")()
     dumps = {

@@ -1,4 +1,4 @@
-"""Dumps of edited runs: the plan holds the interventions, so they resume, verify and differ like everything else."""
+"""Dumps of edited runs: the plan holds the interventions, so these dumps resume, verify and diff like any other."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_it_is_verified_from_its_own_plan(engine: Engine, edited: Dump) -> None:
 def test_rejected_paths_are_recomputed_under_the_edits(
     engine: Engine, model: Decoder, tokenizer: WordTokenizer, planned: Planned, edits: list[Edit], tmp_path: Path
 ) -> None:
-    """A judge without that drafter takes the rejected paths from the dump; edits from before the prompt's end reach them."""
+    """A verifier without that drafter takes rejected paths from the dump. Edits before the end of the prompt affect them."""
     dump = write_dump(engine, planned(edits=edits, drafter="model", window=5, examples=4), tmp_path)
     assert dump is not None and dump.manifest.accepted_rows < dump.manifest.rows, "the test needs rejected rows"
     verdict = verify(tmp_path, Engine(model, tokenizer), sample="all")

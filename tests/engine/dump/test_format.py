@@ -1,4 +1,4 @@
-"""docs/dump_format.md is enough: digests and seal, computed from the page alone, are those of our own code."""
+"""docs/dump_format.md is sufficient: digests and seal computed from the page alone equal those of our code."""
 
 import hashlib
 import json
@@ -70,7 +70,7 @@ def test_the_page_names_every_column_and_field(reference: Dump) -> None:
 
 @pytest.mark.parametrize("name", ["shard-00000.safetensors", "shard-00002.safetensors"])
 def test_shards_have_no_metadata(reference: Dump, name: str) -> None:
-    """Two or more keys there would make the bytes vary from save to save."""
+    """Two or more metadata keys would make the bytes vary between saves."""
     raw = Path(reference.url, name).read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     assert "__metadata__" not in header and list(header) == sorted(header)

@@ -1,4 +1,4 @@
-"""A layer is a layer of the model, also where only some are stored: in dumps, in runs, and in what probes are told."""
+"""A layer number is that of the model, even if only some layers are stored: in dumps, runs and probe reports."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_a_dump_of_some_layers(dump: Dump) -> None:
 
 @pytest.mark.parametrize("kind", ["dump", "run"])
 def test_probes_of_some_layers(dump: Dump, run: Run, kind: str) -> None:
-    """Tables and figures name the layers by these cells."""
+    """Tables and figures label the layers with these cells."""
     rows = ProbeRows.of(dump if kind == "dump" else run)
     assert [str(cell) for cell in rows.cells("ST")] == ["S1", "S2", "T1"]
     assert [str(cell) for cell in rows.cells("ST", layers=[2])] == ["S2"]

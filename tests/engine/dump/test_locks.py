@@ -1,4 +1,4 @@
-"""Locks of a dump: one holder at a time, on a local disk and elsewhere; what the dead left is taken over by one."""
+"""Locks of a dump: one holder at a time, on a local disk and elsewhere. Exactly one writer takes over a dead process's lock."""
 
 import fcntl
 import json
@@ -7,15 +7,21 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from replaylens.engine.dump import lease as dump_lease
 from replaylens.engine.dump import lock as dump_lock
+from replaylens.engine.dump import owner as dump_owner
+from replaylens.engine.dump.lease import Lease
 from replaylens.engine.dump.lock import DumpLock, lock_name
+from replaylens.engine.dump.owner import LockOwner
 from replaylens.engine.dump.store import Store
-from replaylens.engine.errors import DumpLocked
+from replaylens.engine.errors import DumpLocked, StoreFailed
 
 NAME = "lock-0-of-1"
 DEAD = json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "started": "1"}).encode()
@@ -42,22 +48,179 @@ def test_parts_clash_when_they_share_shards(
     assert store.sizes() == {}
 
 
-def test_lock_files_of_the_dead_and_the_distant(tmp_path: Path) -> None:
-    """A lock of a dead process here is void; one of another machine is respected, and the text says what to do."""
-    for store in (Store(tmp_path), Store("memory://stale")):
+@pytest.fixture
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that is renewed every 20 ms and expires after half a second."""
+    monkeypatch.setattr(dump_lease, "LEASE", 0.5)
+    monkeypatch.setattr(dump_lease, "RENEW", 0.02)
+
+
+def stores(tmp_path: Path, name: str) -> list[Store]:
+    found = [Store(tmp_path / name), Store(f"memory://{name}")]
+    for store in found:
         store.make()
+    return found
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch, store: Store) -> DumpLock:
+    """A lock whose owner is of another host: nobody here can look at its process."""
+    lock = DumpLock(store, NAME)
+    lock.owner = replace(lock.owner, host="elsewhere")
+    if store.local:  # as on a shared disk whose flock does not reach that host
+        monkeypatch.setattr(lock, "_take_local", lambda: _write_only(lock))
+    return lock
+
+
+def _write_only(lock: DumpLock) -> None:
+    lock._handle = os.open(lock.store.path(lock.name), os.O_RDWR | os.O_CREAT, 0o644)
+    os.pwrite(lock._handle, lock.owner.to_bytes(), 0)
+
+
+def test_the_lock_of_a_dead_process_is_void(tmp_path: Path) -> None:
+    for store in stores(tmp_path, "stale"):
         store.write(NAME, DEAD)
         with DumpLock(store, NAME):
             assert str(os.getpid()).encode() in store.read(NAME, 4096)
+        assert store.sizes() == {}
+
+
+@pytest.mark.usefixtures("short_lease")
+def test_the_lock_of_another_host_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not renewed for so long, by the clock of whoever waits: it is taken over. The time of day is not looked at."""
+    monkeypatch.setattr(time, "time", lambda: pytest.fail("clocks of two hosts differ"))
+    for store in stores(tmp_path, "expired"):
         store.write(NAME, DISTANT)
-        with pytest.raises(DumpLocked, match=r"another folder.*delete the file lock-0-of-1"), DumpLock(store, NAME):
-            pass
-        store.remove(NAME)
+        began = time.monotonic()
+        with DumpLock(store, NAME):
+            assert time.monotonic() - began >= 0.5 and store.exists(NAME)
+        assert store.sizes() == {}
+
+
+@pytest.mark.usefixtures("short_lease")
+def test_the_lock_of_another_host_holds_while_it_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for store in stores(tmp_path, "renewed"):
+        with elsewhere(monkeypatch, store):
+            for name in (NAME, lock_name((1, 3))):
+                began = time.monotonic()
+                with pytest.raises(DumpLocked, match=r"on elsewhere \(lock-0-of-1\).*another folder"), DumpLock(store, name):
+                    pytest.fail("its holder lives")
+                assert time.monotonic() - began < 0.5, "one renewal is enough"
+            time.sleep(0.1)
+            assert json.loads(store.read(NAME, 4096))["renewals"] > 1
+        assert store.sizes() == {}, "its holder gave it back, and nobody else did"
+
+
+@pytest.mark.usefixtures("short_lease")
+def test_an_owner_that_slept_too_long_leaves_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suspended beyond its lease, it wakes up while another holds the lock: it does not renew or remove it, and says so."""
+    for store in stores(tmp_path, "asleep"):
+        with pytest.raises(DumpLocked, match="took lock-0-of-1 over"), elsewhere(monkeypatch, store) as slow:
+            assert slow._lease is not None
+            slow._lease.end()
+            with DumpLock(store, NAME):
+                slow._lease = Lease(store, NAME, slow.owner, slow._handle)
+                time.sleep(0.1)
+                slow._lease.end()
+                assert slow._lease.lost and json.loads(store.read(NAME, 4096))["pid"] == os.getpid()
+                assert LockOwner.parse(store.read(NAME, 4096)).host == socket.gethostname()
+        assert store.sizes() == {}
+
+
+@pytest.mark.usefixtures("short_lease")
+def test_a_renewal_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, failures, write = Store("memory://shaky"), [], Store.write
+
+    def shaky(self: Store, name: str, data: bytes) -> None:
+        if len(failures) < 3:
+            failures.append(name)
+            raise StoreFailed("out of reach")
+        write(self, name, data)
+
+    with DumpLock(store, NAME) as lock:
+        monkeypatch.setattr(Store, "write", shaky)
+        time.sleep(0.3)
+        assert lock._lease is not None and not lock._lease.lost
+        assert len(failures) == 3 and json.loads(store.read(NAME, 4096))["renewals"] > 3
+    assert store.sizes() == {}
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: what comes after it, in `finally` too, reaches the store no more."""
+
+
+class DyingStore(Store):
+    """A store as a process sees it that is killed before its n-th change."""
+
+    def __init__(self, url: str, changes: int) -> None:
+        super().__init__(url)
+        self.left = changes
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+
+    def create(self, name: str, data: bytes) -> bool:
+        self._count()
+        return super().create(name, data)
+
+    def remove(self, name: str) -> None:
+        self._count()
+        super().remove(name)
+
+
+def die(url: str, changes: int) -> bool:
+    """Take the lock as a process that is killed on the way; whether it was."""
+    store = DyingStore(url, changes)
+    lock = DumpLock(store, NAME)
+    lock.owner = replace(lock.owner, pid=2**22 + 1, started="1")
+    try:
+        lock._take_remote()
+    except Killed:
+        return True
+    return False
+
+
+def test_a_kill_anywhere_in_a_takeover_blocks_nobody() -> None:
+    """The claim of a process that died in the middle is claimed by the next; also when that one dies, at any step."""
+    store = Store("memory://killed")
+    for first in range(10):
+        for second in range(10):
+            store.write(NAME, DEAD)
+            killed = die(store.url, first), die(store.url, second)
+            with DumpLock(store, NAME):
+                assert LockOwner.parse(store.read(NAME, 4096)).pid == os.getpid()
+                dump_lock.sweep(store)
+                assert list(store.sizes()) == [NAME], "no claim is left"
+            assert store.sizes() == {}
+            if not killed[1]:
+                break
+    assert first == 9 and second > 3
+
+
+def test_a_claim_of_a_live_process_is_respected() -> None:
+    """Negative control: two chains of dead claimants end in one live one, which alone may remove the lock."""
+    store = Store("memory://claimed")
+    store.write(NAME, DEAD)
+    assert die(store.url, 2), "killed with its claim in place"
+    (claim,) = [name for name in store.sizes() if name.startswith("takeover-")]
+    live = DumpLock(store, NAME)
+    held = list[str]()
+    live._claim(LockOwner.parse(DEAD), held)
+    for _ in range(2):
+        with pytest.raises(DumpLocked, match=f"process {os.getpid()}"), DumpLock(store, NAME):
+            pytest.fail("the other may remove the lock at any moment")
+        assert store.exists(claim) and store.read(NAME, 4096) == DEAD, "who is refused changes nothing"
+        dump_lock._sweep_claims(store)
+    for name in held:
+        store.remove(name)
+    with DumpLock(store, NAME):
+        assert list(store.sizes()) == [NAME]
 
 
 def test_a_process_id_that_was_given_again_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that took the lock has ended, and a later one has its number: only who began then could be the holder."""
-    monkeypatch.setattr(dump_lock, "_started", lambda pid: "900")
+    monkeypatch.setattr(dump_owner, "started", lambda pid: "900")
     store, owner = Store("memory://reused"), {"host": socket.gethostname(), "pid": os.getpid()}
     store.write(NAME, json.dumps({**owner, "started": "100"}).encode())
     with DumpLock(store, NAME):
@@ -70,22 +233,22 @@ def test_a_process_id_that_was_given_again_holds_nothing(monkeypatch: pytest.Mon
 
 
 def test_when_a_process_began_is_known_here() -> None:
-    """Ours is a number that stays the same; a child's is another process's."""
+    """The start time of this process is a constant number. A child's is different."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        mine = dump_lock._started(os.getpid())
-        assert mine is not None and mine.isdigit() and dump_lock._started(os.getpid()) == mine
-        assert dump_lock._started(child.pid) not in (None, mine)
+        mine = dump_owner.started(os.getpid())
+        assert mine is not None and mine.isdigit() and dump_owner.started(os.getpid()) == mine
+        assert dump_owner.started(child.pid) not in (None, mine)
     finally:
         child.communicate(b"\n")
-    assert dump_lock._started(child.pid) is None, "it is gone"
+    assert dump_owner.started(child.pid) is None, "it is gone"
 
 
 def test_one_of_two_takes_over_what_the_dead_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have seen that the owner is dead; the second goes on only when the first has the lock already."""
+    """Both writers see that the owner is dead. The second one continues only after the first has taken the lock."""
     store = Store("memory://takeover")
     store.write(NAME, DEAD)
-    first, looked, original = DumpLock(store, NAME), list[bool](), dump_lock._is_held
+    first, looked, original = DumpLock(store, NAME), list[bool](), dump_lock.is_live
 
     def slow(*given: Any) -> bool:
         held = original(*given)
@@ -94,7 +257,7 @@ def test_one_of_two_takes_over_what_the_dead_left(monkeypatch: pytest.MonkeyPatc
             first.__enter__()
         return held
 
-    monkeypatch.setattr(dump_lock, "_is_held", slow)
+    monkeypatch.setattr(dump_lock, "is_live", slow)
     with pytest.raises(DumpLocked, match=f"process {os.getpid()}"), DumpLock(store, NAME):
         pytest.fail("two hold one lock")
     assert store.exists(NAME), "the loser did not remove the winner's"
@@ -102,16 +265,8 @@ def test_one_of_two_takes_over_what_the_dead_left(monkeypatch: pytest.MonkeyPatc
     assert store.sizes() == {}
 
 
-def test_a_half_done_takeover_is_named() -> None:
-    store = Store("memory://half")
-    for name in (NAME, f"takeover-{NAME}"):
-        store.write(name, DEAD)
-    with pytest.raises(DumpLocked, match="delete the file takeover-lock-0-of-1"), DumpLock(store, NAME):
-        pass
-
-
 def test_who_only_looks_does_not_keep_the_writer_out(tmp_path: Path) -> None:
-    """Whether a lock is held is found out by locking it for a moment: the writer who comes then waits that moment."""
+    """Checking whether a lock is held locks it briefly. A writer that comes at that moment waits."""
     store = Store(tmp_path)
     store.write(NAME, b"")
     handle = os.open(store.path(NAME), os.O_RDWR)

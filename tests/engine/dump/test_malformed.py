@@ -1,4 +1,4 @@
-"""Malformed dumps are refused by name, before anything of theirs is executed or allocated."""
+"""Malformed dumps raise named errors before any of their content is executed or allocated."""
 
 import ast
 import json
@@ -40,29 +40,36 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a hash that is none": (first_shard(sha256="0"), "sha256"),
     "more accepted rows than rows": (first_shard(accepted_rows=10**6), "planned examples"),
     "other examples": (first_shard(last_example=77), "planned examples"),
-    "an unknown field": (first_shard(url="http://x"), "malformed"),
+    "an unknown field": (first_shard(url="http://x"), r"unknown field - at `\$.shards\[0\].url`"),
     "a missing shard entry": (lambda raw: raw["shards"].pop(), "shards, but"),
-    "shards that are no list": (lambda raw: raw.update(shards={}), "not a list"),
-    "sites that are no table": (lambda raw: raw.update(sites=[]), "not an object"),
-    "an absurd shape": (first_site(shape=[1 << 40]), "out of range"),
+    "shards that are no list": (lambda raw: raw.update(shards={}), r"Expected `array`, got `object` - at `\$.shards`"),
+    "sites that are no table": (lambda raw: raw.update(sites=[]), r"Expected `object`, got `array` - at `\$.sites`"),
+    "an absurd shape": (first_site(shape=[1 << 40]), r"site blocks.0.hook_in is invalid: .* - at `\$.shape\[0\]`"),
     "a product too large": (first_site(shape=[1 << 20, 1 << 20]), "out of range"),
-    "an empty dimension": (first_site(shape=[0]), "out of range"),
-    "too many dimensions": (first_site(shape=[1] * 9), "out of range"),
-    "an unknown dtype": (first_site(dtype="object"), "dtype 'object'"),
+    "an empty dimension": (first_site(shape=[0]), ">= 1 - at"),
+    "too many dimensions": (first_site(shape=[1] * 9), "length <= 4"),
+    "an unknown dtype": (first_site(dtype="object"), r"float32.* - at `\$.dtype`"),
     "aliases that are none": (first_site(aliases=[1]), "aliases"),
     "a letter that is none": (first_site(letter="Q"), "letter"),
     "a negative layer": (first_site(layer=-1), "layer"),
-    "an unknown label type": (lambda raw: raw["labels"].update(face="pickle"), "label types"),
+    "an unknown label type": (lambda raw: raw["labels"].update(face="pickle"), r"int64.* - at `\$.labels"),
     "a digest of something else": (lambda raw: raw.update(digest="0" * 64), "field 'digest' does not match"),
+    "sites that are not stored": (lambda raw: raw["plan"].update(sites=["blocks.9.hook_in"]), "does not store"),
     "another number of rows": (lambda raw: raw.update(rows=1), "field 'rows' does not match"),
     "an index of another length": (lambda raw: raw["index"].update(rows=1), "different numbers of rows"),
-    "absurd examples": (lambda raw: raw["plan"].update(examples={"start": 0, "stop": 10**30}), "out of range"),
+    "absurd examples": (lambda raw: raw["plan"].update(examples={"start": 0, "stop": 10**30}), r"at `\$.examples.stop`"),
     "examples that are none": (lambda raw: raw["plan"].update(examples={"indices": ["a"]}), "plan"),
     "no examples": (lambda raw: raw["plan"].update(examples={"indices": []}), "no examples"),
-    "an unknown option": (lambda raw: raw["plan"].update(hook="os.system"), "plan"),
+    "an unknown option": (
+        lambda raw: raw["plan"].update(hook="os.system"),
+        r"The plan is invalid: unknown field - at `\$.hook`",
+    ),
     "a missing option": (lambda raw: raw["plan"].pop("task"), "plan"),
     "an option of another type": (lambda raw: raw["plan"].update(examples_per_shard="many"), "plan"),
-    "sites that are numbers": (lambda raw: raw["plan"].update(sites=[1, 2]), "does not store"),
+    "sites that are numbers": (
+        lambda raw: raw["plan"].update(sites=[1, 2]),
+        r"The plan is invalid: Expected `str`, got `int` - at `\$.sites\[0\]`",
+    ),
     "sampling that is none": (lambda raw: raw["plan"].update(sampling=3), "plan"),
     "another fingerprint's fields": (lambda raw: raw["fingerprint"].update(extra="x"), "fingerprint"),
     "a fingerprint of numbers": (lambda raw: raw["fingerprint"].update(torch=2), "fingerprint"),
@@ -71,10 +78,10 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_malformed_manifest(copy: Path, name: str) -> None:
-    """Sealed again after the edit, so that each complaint is of the fault itself."""
+    """The manifest is sealed again after the edit, so the error names the fault and not the seal."""
     change, complaint = MANIFESTS[name]
     edit_manifest(copy, change)
-    with pytest.raises(BadDump, match=complaint.replace("(", r"\(")):
+    with pytest.raises(BadDump, match=complaint):
         Dump.open(copy)
 
 
@@ -94,7 +101,7 @@ def test_not_a_manifest(tmp_path: Path, content: bytes) -> None:
 
 
 def test_manifest_of_absurd_size(tmp_path: Path) -> None:
-    """A sparse file of a terabyte: refused by its size, not read."""
+    """A sparse file of a terabyte is refused by its size without being read."""
     with open(tmp_path / "manifest.json", "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(BadDump, match="more than the limit"):
@@ -108,7 +115,7 @@ def test_no_dump_at_all(tmp_path: Path) -> None:
 
 
 def test_refusal_allocates_nothing(copy: Path) -> None:
-    """Claims of exabytes cost no more than reading the manifest does."""
+    """A manifest that claims exabytes costs no more memory than reading it."""
     edit_manifest(copy, first_site(shape=[1 << 24, 1 << 24, 1 << 24, 1 << 24]))
     tracemalloc.start()
     with pytest.raises(BadDump):
@@ -122,7 +129,7 @@ def shard_bytes(header: bytes, data: bytes = b"") -> bytes:
 
 
 SHARDS: dict[str, Callable[[bytes], bytes]] = {
-    "cut short": lambda raw: raw[:-9] + b"\0" * 9,  # the size is checked before: see below
+    "cut short": lambda raw: raw[:-9] + b"\0" * 9,  # the size is checked earlier: see below
     "not safetensors": lambda raw: b"\x80\x04" + raw[2:],
     "a header of exabytes": lambda raw: struct.pack("<Q", 1 << 60) + raw[8:],
     "a header longer than the file": lambda raw: struct.pack("<Q", len(raw)) + raw[8:],
@@ -134,7 +141,7 @@ SHARDS: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("name", [name for name in SHARDS if name != "cut short"])
 @pytest.mark.parametrize("remote", [False, True])
 def test_malformed_shard(copy: Path, name: str, remote: bool) -> None:
-    """Of the right size, so that only its content is wrong; read through the disk and through a remote store."""
+    """The shard has the right size, so only its content is wrong. Read from disk and from a remote store."""
     path = copy / "shard-00000.safetensors"
     path.write_bytes(SHARDS[name](path.read_bytes()))
     dump = Dump.open(to_memory(copy) if remote else copy)
@@ -160,7 +167,7 @@ def test_cut_shard(copy: Path) -> None:
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_shard_of_other_shapes(copy: Path, remote: bool) -> None:
-    """Tensors that are not those of the manifest: a site more, rows of another width."""
+    """Tensors that differ from the manifest: an extra site, or rows of another width."""
 
     def swap(tensors: dict[str, Any]) -> None:
         x, y = tensors["blocks.0.hook_in"], tensors["blocks.1.hook_in"]
@@ -173,7 +180,7 @@ def test_shard_of_other_shapes(copy: Path, remote: bool) -> None:
 
 
 def test_shard_whose_rows_lie_elsewhere(copy: Path) -> None:
-    """A remote header whose offsets point at other bytes than the tensor's own."""
+    """A remote header whose offsets point at bytes other than the tensor's own."""
     path = copy / "shard-00000.safetensors"
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
@@ -201,7 +208,7 @@ def test_every_error_is_ours() -> None:
 
 
 def test_no_pickle_anywhere() -> None:
-    """Nothing that reads or writes dumps can execute what it reads."""
+    """No module that reads or writes dumps can execute what it reads."""
     for file in [*(ROOT / "engine").glob("dump*.py"), ROOT / "src/replaylens/commands/dump.py"]:
         tree = ast.parse(file.read_text())
         for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""The order of branches in a dump follows from their tokens, not from when the engine came by them."""
+"""The order of branches in a dump follows from their tokens, not from the order in which the engine found them."""
 
 from collections import Counter
 from dataclasses import replace
@@ -20,12 +20,12 @@ OPTIONS: dict[str, Any] = dict(sites="SZ", drafter="tree", window=4, max_new=NEW
 
 @pytest.fixture(scope="module")
 def run(engine: Engine, coin: AnyTask) -> Run:
-    """Drafted by the tree: several siblings are rejected at one position."""
+    """A run with the tree drafter: several siblings are rejected at one position."""
     return engine.replay(coin.examples(6), **OPTIONS)
 
 
 def crowded(run: Run) -> Result:
-    """A result with at least three rejected branches, two of which left at one position."""
+    """A result with at least three rejected branches, two of which fork at the same position."""
     for result in run:
         forks = Counter(path.fork_position for path in result.rejected)
         if len(result.rejected) >= 3 and max(forks.values(), default=0) >= 2:
@@ -34,7 +34,7 @@ def crowded(run: Run) -> Result:
 
 
 def test_the_order_of_arrival_does_not_show(engine: Engine, coin: AnyTask, run: Run) -> None:
-    """Every order of the rejected branches, and one of them reported twice, gives the same content."""
+    """Any order of the rejected branches, and a branch reported twice, give the same content."""
     result = crowded(run)
     plan = make_plan(engine, coin, [result.example.index], **OPTIONS)
     digests = {

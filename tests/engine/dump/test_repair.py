@@ -1,4 +1,4 @@
-"""A damaged dump is repaired to the digest that it had, or not at all."""
+"""A damaged dump is repaired to its original digest or not at all."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +9,11 @@ import torch
 
 from replaylens import Engine
 from replaylens.engine.dump.content import Content
+from replaylens.engine.dump.head import Head
 from replaylens.engine.dump.maker import ShardMaker, write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.errors import ReplayMismatch, UnfinishedDump
+from replaylens.engine.errors import BadDump, ReplayMismatch, UnfinishedDump
 from tests.engine.dump.damage import flip_bit
 
 Planned = Callable[..., DumpPlan]
@@ -30,22 +31,114 @@ def test_a_repair_gives_the_digest_that_was(engine: Engine, planned: Planned, re
 def test_a_repair_that_gives_other_bits_is_refused(
     engine: Engine, planned: Planned, reference: Dump, copy: Path, monkeypatch: pytest.MonkeyPatch, row: int
 ) -> None:
-    """One bit of one row comes out otherwise: the dump is not finished under another digest, and the error names both."""
+    """One bit of one row comes out otherwise: the dump is not finished under another digest, and the error names both.
+
+    The wrong shard does not count as done: once the bits are right again, resuming gives the dump that was.
+    """
     flip_bit(copy / DAMAGED)
     with monkeypatch.context() as patch:
         patch.setattr(ShardMaker, "make", _with_a_flipped_bit(ShardMaker.make, row))
+        with pytest.raises(ReplayMismatch, match=f"shard 1 .* before, it was {reference.manifest.shards[1].digest}"):
+            write_dump(engine, planned(), copy, resume=True)
+    assert not (copy / "manifest.json").exists() and not (copy / "part-00001.json").exists()
+    with pytest.raises(UnfinishedDump):
+        Dump.open(copy)
+    repaired = write_dump(engine, planned(), copy, resume=True)
+    assert repaired is not None and repaired.digest == reference.digest
+
+
+def test_a_repair_begun_without_digests_of_shards(
+    engine: Engine, planned: Planned, reference: Dump, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """plan.json of an older version names the digest of the whole only: no shard of a wrong whole counts as done."""
+    flip_bit(copy / DAMAGED)
+    rewrite = Head.rewrite
+    with monkeypatch.context() as patch:
+        patch.setattr(Head, "rewrite", lambda self, digest, shards: rewrite(self, digest))
+        patch.setattr(ShardMaker, "make", _with_a_flipped_bit(ShardMaker.make, 0))
         with pytest.raises(ReplayMismatch, match=f"before, it was {reference.digest}"):
             write_dump(engine, planned(), copy, resume=True)
     assert not (copy / "manifest.json").exists()
-    with pytest.raises(UnfinishedDump):
+    repaired = write_dump(engine, planned(), copy, resume=True)
+    assert repaired is not None and repaired.digest == reference.digest
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], list[int]]] = {
+    "a broken seal": (lambda raw: raw.replace(b'"seal": "', b'"seal": "0', 1), []),
+    "a flipped bit in a shard's entry": (lambda raw: _flip(raw, b'"sha256": "', 1), [0]),
+    "a flipped bit in a digest": (lambda raw: _flip(raw, b'"digest": "', 0), []),
+    "another number of rows": (lambda raw: _flip(raw, b'"rows": ', 0), []),
+    "a site gone": (lambda raw: raw.replace(b'"blocks.0.hook_in": {', b'"blocks.0.hook_on": {'), []),
+    "no JSON": (lambda raw: raw.replace(b'"labels": {', b'"labels": '), []),
+    "cut in the shards": (lambda raw: raw[: raw.index(b"shard-00001")], [1, 2]),
+    "cut before the shards": (lambda raw: raw[: raw.index(b'"shards"')], [0, 1, 2]),
+    "a flipped bit in the index's hash": (lambda raw: _flip(raw, b'"sha256": "', 0), [0, 1, 2]),
+}
+
+
+def _flip(raw: bytes, after: bytes, times: int) -> bytes:
+    """Change the character after the n-th occurrence of some text to another."""
+    place = -1
+    for _ in range(times + 1):
+        place = raw.index(after, place + 1)
+    place += len(after)
+    return raw[:place] + (b"1" if raw[place : place + 1] != b"1" else b"2") + raw[place + 1 :]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_manifest_is_rebuilt(
+    engine: Engine, planned: Planned, reference: Dump, copy: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """From the shards that it still vouches for; the others are made again. Every file comes out as it was."""
+    change, again = DAMAGES[damage]
+    (copy / "manifest.json").write_bytes(change((copy / "manifest.json").read_bytes()))
+    with pytest.raises(BadDump):
         Dump.open(copy)
+    made, original = list[int](), ShardMaker.make
+
+    def counting(self: ShardMaker, number: int, *given: Any) -> Content:
+        made.append(number)
+        return original(self, number, *given)
+
+    monkeypatch.setattr(ShardMaker, "make", counting)
+    repaired = write_dump(engine, planned(), copy, resume=True)
+    assert repaired is not None and repaired.digest == reference.digest and made == again
+    for name in reference.files.store.sizes():
+        assert (copy / name).read_bytes() == Path(reference.url, name).read_bytes(), name
+    assert sorted(path.name for path in copy.iterdir()) == sorted(reference.files.store.sizes())
+
+
+def test_a_damaged_manifest_and_a_damaged_shard(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
+    """Negative control: a shard whose hash the manifest does not hold is not believed."""
+    flip_bit(copy / DAMAGED)
+    (copy / "manifest.json").write_bytes((copy / "manifest.json").read_bytes()[:-20])
+    repaired = write_dump(engine, planned(), copy, resume=True)
+    assert repaired is not None and repaired.digest == reference.digest
+
+
+@pytest.mark.parametrize("left", [b"", b"{", b"plan"])
+def test_a_manifest_without_its_plan_is_not_rebuilt(engine: Engine, planned: Planned, copy: Path, left: bytes) -> None:
+    """Shards of other options must not be taken for these; the way out is named, and works."""
+    before = (copy / DAMAGED).read_bytes()
+    (copy / "manifest.json").write_bytes(left)
+    with pytest.raises(BadDump, match=r"does not name this plan.*delete manifest\.json"):
+        write_dump(engine, planned(), copy, resume=True)
+    assert (copy / DAMAGED).read_bytes() == before and (copy / "manifest.json").read_bytes() == left
+    (copy / "manifest.json").unlink()
+    assert write_dump(engine, planned(), copy, resume=True) is not None
+
+
+def test_other_options_do_not_rebuild_a_manifest(engine: Engine, planned: Planned, copy: Path) -> None:
+    (copy / "manifest.json").write_bytes((copy / "manifest.json").read_bytes()[:-20])
+    with pytest.raises(BadDump, match="Resume with the dump's own options"):
+        write_dump(engine, planned(max_new=5), copy, resume=True)
 
 
 @pytest.mark.parametrize("name", ["part-00000.parquet", "shard-00000.safetensors", "part-00000.json"])
 def test_a_shard_of_an_unfinished_dump_counts_only_whole(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Tensors, index or note of a finished shard are damaged before the dump is: the shard is made again, no other is."""
+    """The tensors, index or note of a finished shard are damaged before the dump is finished: only that shard is rewritten."""
     folder, made, original = tmp_path / "unfinished", list[int](), ShardMaker.make
 
     def interrupted(self: ShardMaker, number: int, *given: Any) -> Content:

@@ -1,13 +1,15 @@
-"""A dump that was cut short anywhere is resumed to the same bits; two writers never write the same shard."""
+"""A dump interrupted anywhere resumes to the same bits. Two writers never write the same shard."""
 
 import errno
 import json
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from replaylens.engine.dump import store as dump_store
 from replaylens.engine.dump import writer as dump_writer
 from replaylens.engine.dump.lock import DumpLock, lock_name
 from replaylens.engine.dump.maker import ShardMaker, write_dump
+from replaylens.engine.dump.owner import LockOwner
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import HashingFile, Store
@@ -39,7 +42,7 @@ Planned = Callable[..., DumpPlan]
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Run in a forked process; its wait status. Nothing of the child's ending reaches pytest."""
+    """Run in a forked process and return its wait status. The child's exit does not affect pytest."""
     child = os.fork()
     if not child:
         try:
@@ -51,7 +54,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def count_steps(at: Callable[[int], None]) -> None:
-    """From now on call `at(n)` before the n-th step that touches the store, in this process."""
+    """From now on, call `at(n)` before the n-th step of this process that touches the store."""
     done = 0
 
     def counted(original: Callable[..., Any], counts: Callable[..., bool] = lambda *given: True) -> Callable[..., Any]:
@@ -65,7 +68,7 @@ def count_steps(at: Callable[[int], None]) -> None:
         return step
 
     def at_the_beginning(file: HashingFile, data: Any) -> bool:
-        """The first two writes of a file; a parquet file has dozens, and they are all alike."""
+        """The first two writes of a file. A parquet file has dozens of similar ones."""
         file.num_writes = getattr(file, "num_writes", 0) + 1  # type: ignore[attr-defined]
         return bool(file.num_writes <= 2)  # type: ignore[attr-defined]
 
@@ -76,10 +79,10 @@ def count_steps(at: Callable[[int], None]) -> None:
 
 
 def test_killed_at_every_step(engine: Engine, planned: Planned, tmp_path: Path) -> None:
-    """SIGKILL before each write, flush, rename and removal in turn; what is left is refused, then resumed to the same."""
+    """SIGKILL before each write, flush, rename and removal. The partial dump is refused, then resumed to the same bytes."""
     plan = planned(examples=2, examples_per_shard=1, max_new=2, sites="S")
     maker = ShardMaker(engine, plan)
-    made = [maker.make(number) for number in range(2)]  # beforehand: the test is about files
+    made = [maker.make(number) for number in range(2)]  # done beforehand: the test is about files
 
     def write(folder: Path, resume: bool = False) -> Dump | None:
         writer = dump_writer.DumpWriter(folder, plan, engine.fingerprint)
@@ -109,7 +112,7 @@ def test_killed_at_every_step(engine: Engine, planned: Planned, tmp_path: Path) 
 
 
 def test_whole_shards_are_kept(engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resuming redoes what is missing and nothing else."""
+    """Resuming redoes only what is missing."""
     made: list[int] = []
     original = ShardMaker.make
 
@@ -134,7 +137,7 @@ def test_whole_shards_are_kept(engine: Engine, planned: Planned, tmp_path: Path,
 def test_disk_full(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    """A clear error, no half file under its own name, and a dump that resumes once there is room."""
+    """A full disk raises a clear error and leaves no partial file under its final name. With free space the dump resumes."""
     left = room
     original = HashingFile.write
 
@@ -158,7 +161,7 @@ def test_disk_full(
 
 
 def test_real_limit_on_files(engine: Engine, planned: Planned, tmp_path: Path) -> None:
-    """The kernel itself refuses to write on: the same clear error."""
+    """The kernel itself refuses further writes: the same clear error."""
     import resource
 
     def work() -> None:
@@ -185,7 +188,7 @@ def test_existing_dumps_are_not_overwritten(engine: Engine, planned: Planned, co
 def test_a_failure_before_the_first_shard_leaves_nothing(
     engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
 ) -> None:
-    """So that the corrected plan can be written to the same place. A file of the user's stays."""
+    """The corrected plan can then be written to the same place. A user's file stays."""
 
     def fail(*_: object) -> None:
         raise BadRequest("too long")
@@ -204,7 +207,7 @@ def test_a_failure_before_the_first_shard_leaves_nothing(
 def test_a_failure_after_the_first_shard_leaves_it(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: what is whole is kept, and so is the plan that it belongs to."""
+    """Negative control: complete shards are kept, and so is their plan."""
     make = ShardMaker.make
 
     def fail_at_two(maker: ShardMaker, number: int, *rest: Any) -> Any:
@@ -225,7 +228,7 @@ def test_a_failure_after_the_first_shard_leaves_it(
 def test_a_failed_repair_keeps_the_digest(
     engine: Engine, planned: Planned, reference: Dump, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dump of which no shard is whole was still a dump: what it must come out as is not forgotten."""
+    """A finished dump without a single intact shard keeps its digest, which the repair must reproduce."""
     for number in range(3):
         flip_bit(copy / f"shard-{number:05d}.safetensors")
 
@@ -241,7 +244,7 @@ def test_a_failed_repair_keeps_the_digest(
 def test_resume_with_other_options_or_weights(
     engine: Engine, model: Decoder, tokenizer: WordTokenizer, planned: Planned, tmp_path: Path
 ) -> None:
-    """An unfinished dump goes on with its own plan and its own weights only."""
+    """An unfinished dump resumes only with its own plan and weights."""
     assert write_dump(engine, planned(), tmp_path, part=(0, 2)) is None
     with pytest.raises(DumpExists, match="an unfinished dump"):
         write_dump(engine, planned(), tmp_path)
@@ -263,7 +266,7 @@ def test_damaged_plan(engine: Engine, planned: Planned, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["shard-00001.safetensors", "index.parquet"])
 def test_resume_repairs_a_finished_dump(engine: Engine, planned: Planned, reference: Dump, copy: Path, lost: str) -> None:
-    """A lost or damaged file of a finished dump is made again; the digest must be the old one."""
+    """A lost or damaged file of a finished dump is rewritten. The digest must not change."""
     (copy / lost).unlink()
     with pytest.raises(BadDump, match=f"{lost} is missing"):
         Dump.open(copy)
@@ -274,14 +277,14 @@ def test_resume_repairs_a_finished_dump(engine: Engine, planned: Planned, refere
 
 
 def test_two_repair_one_dump(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
-    """One has seen the damage; before it does anything about it, another repairs the dump and finishes it."""
+    """One writer sees the damage. Before it acts, another writer repairs and finishes the dump."""
     flip_bit(copy / "shard-00000.safetensors")
     maker, repaired = ShardMaker(engine, planned()), list[Dump | None]()
 
     class Slow(dump_writer.DumpWriter):
         def _is_whole(self, name: str, entry: Any) -> bool:
             whole = super()._is_whole(name, entry)
-            if name == "index.parquet" and not repaired:  # the last that is looked at
+            if name == "index.parquet" and not repaired:  # the last file that is checked
                 repaired.append(write_dump(engine, planned(), copy, part=(0, 2), resume=True))
             return whole
 
@@ -294,7 +297,7 @@ def test_two_repair_one_dump(engine: Engine, planned: Planned, reference: Dump, 
 
 
 def test_one_reopens_and_both_repair(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
-    """The dump is damaged in both parts' shards: the second finds it reopened, does its own, and finishes."""
+    """Shards of both parts are damaged: the second writer finds the dump reopened, rewrites its own shards, and finishes."""
     for number in (0, 1):
         flip_bit(copy / f"shard-{number:05d}.safetensors")
     assert write_dump(engine, planned(), copy, part=(0, 2), resume=True) is None
@@ -305,7 +308,7 @@ def test_one_reopens_and_both_repair(engine: Engine, planned: Planned, reference
 def test_who_finds_another_finishing_waits_for_the_dump(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None would say that shards are missing; none are. Both writers get the dump."""
+    """Both writers get the dump. None would mean that shards are missing."""
     assert write_dump(engine, planned(), tmp_path, part=(0, 2)) is None
     with monkeypatch.context() as patch:
         patch.setattr(dump_writer.DumpWriter, "finish", lambda self: None)
@@ -338,7 +341,7 @@ def test_resume_of_a_whole_dump_does_nothing(engine: Engine, planned: Planned, r
 
 
 def test_second_writer_is_refused(engine: Engine, planned: Planned, tmp_path: Path) -> None:
-    """While one process writes, another is told who it is; when the first is killed, its lock is void."""
+    """While one process writes, another one gets an error that names it. Once the first is killed, its lock is void."""
     ready, go_on = multiprocessing.Pipe()
     child = os.fork()
     if not child:
@@ -362,7 +365,7 @@ def test_second_writer_is_refused(engine: Engine, planned: Planned, tmp_path: Pa
 
 
 def test_race_for_one_folder(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """Many start at once: one writes the dump, the others are refused by name, nothing is spoilt."""
+    """Many writers start at once: one writes the dump, the others are refused by name, and no file is damaged."""
     children = []
     for _ in range(5):
         child = os.fork()
@@ -381,7 +384,7 @@ def test_race_for_one_folder(engine: Engine, planned: Planned, reference: Dump, 
 
 
 def test_parts_make_one_dump(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """Whoever writes the last shard finishes the dump; more parts than shards are fine; late comers find it done."""
+    """The writer of the last shard finishes the dump. There may be more parts than shards. Late writers find it finished."""
     for i in (2, 0, 3):
         assert write_dump(engine, planned(), tmp_path, part=(i, 4), batch=i + 1) is None
     last = write_dump(engine, planned(), tmp_path, part=(1, 4))
@@ -392,7 +395,7 @@ def test_parts_make_one_dump(engine: Engine, planned: Planned, reference: Dump, 
 
 
 def test_resume_finishes_what_parts_left(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """All shards there, the finish missing: `resume` does it without computing anything."""
+    """All shards exist but the dump is not finished: `resume` finishes it without computing anything."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dump_writer.DumpWriter, "finish", lambda self: None)
         for i in range(2):
@@ -410,7 +413,7 @@ def test_impossible_parts(engine: Engine, planned: Planned, tmp_path: Path, part
 
 
 def test_three_processes(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """Three parts at the same time, of which one is killed on the way and begun again: one of them finishes the dump."""
+    """Three parts run at the same time. One is killed and restarted. One of them finishes the dump."""
 
     def begin(i: int) -> int:
         child = os.fork()
@@ -468,5 +471,51 @@ def test_unwritable_folder(engine: Engine, planned: Planned, tmp_path: Path) -> 
 
 def test_temporary_suffix_is_what_clean_up_looks_for(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), Store(tmp_path).writing("index.parquet"):
-        assert [path.name for path in tmp_path.iterdir()] == ["index.parquet" + dump_store.TEMPORARY]
+        (hidden,) = tmp_path.iterdir()
+        assert hidden.name.startswith("index.parquet.") and hidden.name.endswith(dump_store.TEMPORARY)
         raise RuntimeError
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:
+    """One was given up for dead while it wrote: neither writes into the other's file, nor takes it away."""
+    store, name = Store(tmp_path), "shard-00000.safetensors"
+    with store.writing(name) as slow:
+        slow.write(b"sl")
+        with store.writing(name) as quick:
+            quick.write(b"quick")
+        assert (tmp_path / name).read_bytes() == b"quick"
+        slow.write(b"ow")
+    assert (tmp_path / name).read_bytes() == b"slow" and [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_what_killed_writers_left_incomplete_is_removed(engine: Engine, planned: Planned, tmp_path: Path) -> None:
+    """When their part is begun again. Files of other parts stay: their writer may live."""
+    for name in ("shard-00000.safetensors.77-ab.tmp", "part-00001.json.77-ab.tmp", "part-00002.parquet.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    with dump_writer.DumpWriter(tmp_path, planned(), engine.fingerprint).writing((0, 2), resume=False):
+        assert [path.name for path in tmp_path.glob("*.tmp")] == ["part-00001.json.77-ab.tmp"]
+
+
+# ---- locks that nobody holds ----------------------------------------------------------------------------------------
+
+
+def test_a_finish_that_was_killed_in_a_takeover_is_done_by_the_next(engine: Engine, planned: Planned, reference: Dump) -> None:
+    """On a store without flock: the lock is a dead process's, and so are claims on it, of this protocol and of the last."""
+    store = Store("memory://killed-finish")
+    dead = LockOwner(host=socket.gethostname(), pid=2**22 + 1, started="1", nonce="a")
+    claimant = replace(dead, nonce="b")
+    store.write("lock-finish", dead.to_bytes())
+    store.write("takeover-lock-finish", dead.to_bytes())
+    store.write(f"takeover-{dead.mark}", claimant.to_bytes())
+    done = write_dump(engine, planned(), store.url)
+    assert done is not None and done.digest == reference.digest
+    assert sorted(store.sizes()) == sorted(reference.files.store.sizes())
+
+
+def test_a_finish_that_cannot_be_had_is_an_error(engine: Engine, planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None would say that shards are missing, and the command would end as if all were well."""
+    monkeypatch.setattr(dump_writer, "_PATIENCE", 0.1)
+    store = Store("memory://held-finish")
+    with DumpLock(store, "lock-finish"), pytest.raises(DumpLocked, match="lock-finish"):
+        write_dump(engine, planned(examples=2), store.url)

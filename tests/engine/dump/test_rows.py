@@ -1,4 +1,4 @@
-"""What a row says: positions kept, dtypes, probabilities, branch numbers, labels of right and wrong paths."""
+"""The content of a row: kept positions, dtypes, probabilities, branch numbers, and labels of right and wrong paths."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def written(engine: Engine, plan: DumpPlan, path: Any, **options: Any) -> Dump:
 
 
 def test_positions(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """Each selector keeps the rows it names, bit for bit those of the full dump."""
+    """Each selector keeps exactly its rows, bit for bit those of the full dump."""
     full = reference.index
     last = full.groupby(["example", "branch"])["position"].transform("max") == full["position"]
     prompt = full["token_state"] == "prompt"
@@ -64,7 +64,7 @@ def check_positions(dump: Dump, reference: Dump, mask: np.ndarray) -> None:
 
 
 def test_step_ends(engine: Engine, coin: AnyTask, planned: Planned, tmp_path: Path) -> None:
-    """One row per event of the prompt: the token with which it can be inferred; labels tell the state from there on."""
+    """One row per event of the prompt: the token from which the event can be inferred. Labels give the state from there on."""
     dump = written(engine, planned(positions="steps", sites="S"), tmp_path)
     for number in range(EXAMPLES):
         example, rows = coin.example(number), dump.where(example=number, branch=0).index
@@ -82,7 +82,7 @@ def test_impossible_positions(engine: Engine, planned: Planned, tmp_path: Path) 
 
 
 def test_no_rows_at_all(engine: Engine, planned: Planned, tmp_path: Path) -> None:
-    """A selector that keeps nothing, in one shard or in all, gives a valid dump."""
+    """A selector that keeps no rows, in one shard or in all, gives a valid dump."""
     none = written(engine, planned(positions=lambda path: []), tmp_path / "none")
     assert len(none) == 0 and len(none.index) == 0 and none.to_torch("S", 0).shape == (0, 32)
     assert none.to_torch("Z.top_ids").shape == (0, 3, 8) and len(none.where(accepted=True).matrix("S", 0).X) == 0
@@ -101,7 +101,7 @@ def test_no_rows_at_all(engine: Engine, planned: Planned, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtypes(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, dtype: torch.dtype) -> None:
-    """Sites are rounded to nearest even, in one way only; bfloat16 stays bfloat16 on disk; Z and index stay as they are."""
+    """Sites are rounded to nearest even. bfloat16 stays bfloat16 on disk. Z and the index are not converted."""
     name = str(dtype).removeprefix("torch.")
     dump = written(engine, planned(dtype=name), tmp_path / "a")
     assert dump.digest == written(engine, planned(dtype=name), tmp_path / "b", batch=3).digest
@@ -128,7 +128,7 @@ def test_values_too_large_for_float16(model: Decoder, tokenizer: WordTokenizer, 
 
 
 def test_probabilities_are_those_of_z(reference: Dump) -> None:
-    """A token's log-probability is what Z's last entry said of it one row before; the entropy is that of its own row."""
+    """A token's log-probability is the last entry of Z one row earlier. The entropy is that of its own row."""
     rows = reference.where(branch=0)
     index, emitted = rows.index, rows.to_torch("Z.emitted")[:, -1].numpy()
     follows = index["position"].to_numpy()[1:] > 0
@@ -143,7 +143,7 @@ def test_probabilities_without_z(engine: Engine, planned: Planned, reference: Du
 
 
 def test_first_rejected_token_has_the_probability_that_the_model_gave_it(engine: Engine, reference: Dump) -> None:
-    """It was judged by the last accepted row before it: greedy, so it is less likely than the token that stood."""
+    """The last accepted row before it judges the token: under greedy decoding it is less likely than the accepted token."""
     heads = reference.where(depth=1).index
     assert len(heads) and heads["logprob"].notna().all()
     accepted = reference.where(branch=0).index.set_index(["example", "position"])
@@ -163,7 +163,7 @@ def test_first_rejected_token_has_the_probability_that_the_model_gave_it(engine:
 
 
 def test_order_and_numbers_of_branches(reference: Dump) -> None:
-    """Rows by (example, branch, position); the accepted path is branch 0; rejected ones by fork position, then tokens."""
+    """Rows by (example, branch, position). The accepted path is branch 0. Rejected ones follow by fork position and tokens."""
     index = reference.index
     keys = list(zip(index["example"], index["branch"], index["position"], strict=True))
     assert keys == sorted(keys) and len(set(keys)) == len(keys)
@@ -188,7 +188,7 @@ def test_same_rejected_path_twice_is_one_branch(engine: Engine, coin: AnyTask, t
 
 
 def test_labels_follow_each_branch(tokenizer: WordTokenizer, tmp_path: Path) -> None:
-    """A model that lies: on the accepted path the text claims the wrong face, on the rejected one the right face."""
+    """The model lies: the accepted path claims the wrong face, the rejected one the right face."""
     ids = tokenizer.id
     lie = {ids(" A"): ids(":"), ids(":"): ids(" tails"), ids(" tails"): ids("."), ids(" heads"): ids(".")}
     model = scripted_model(lie, vocab=tokenizer.vocab_size, d_model=128)
@@ -240,7 +240,7 @@ def test_plan_spells_out_what_rejected_branches_depend_on(engine: Engine, planne
 
 
 def test_other_sites(engine: Engine, planned: Planned, tmp_path: Path) -> None:
-    """Any site of the table, by its name or an old one; what a head computes has a shape of its own."""
+    """Any site of the table, by its name or an alias. Per-head sites have their own shape."""
     plan = planned(sites=["blocks.0.hook_resid_mid", "blocks.1.attn.hook_q", "unembed.hook_out"], examples=3)
     dump = written(engine, plan, tmp_path)
     assert set(dump.sites) == {"blocks.0.ln2.hook_in", "blocks.1.attn.q.hook_out", "unembed.hook_out"}
@@ -249,7 +249,7 @@ def test_other_sites(engine: Engine, planned: Planned, tmp_path: Path) -> None:
 
 
 def test_tuned_lens(model: Decoder, tokenizer: WordTokenizer, coin: AnyTask, tmp_path: Path) -> None:
-    """Z read through a tuned lens: the plan names the lens, the bits do not depend on the batch, others need it too."""
+    """Z through a tuned lens: the plan names the lens, the bits do not depend on the batch, other engines need it too."""
     made = torch.Generator().manual_seed(0)
     lens = TunedLens(torch.randn(2, 32, 32, generator=made) / 9, torch.randn(2, 32, generator=made), unembed_hash(model))
     engine = Engine(model, tokenizer)
@@ -269,7 +269,7 @@ def test_tuned_lens(model: Decoder, tokenizer: WordTokenizer, coin: AnyTask, tmp
 
 
 def test_memory_does_not_grow_with_the_dump(model: Decoder, tokenizer: WordTokenizer, planned: Planned, tmp_path: Path) -> None:
-    """After each shard the engine holds no branch, no lane, no trace of it."""
+    """After each shard the engine holds no branch, no lane and no trace of it."""
     engine = Engine(model, tokenizer, record=True)
     written(engine, planned(engine=engine, drafter="tree", sites="S"), tmp_path)
     assert (len(engine.tree), engine.loop.lanes, engine.trace.events) == (0, {}, [])

@@ -1,4 +1,4 @@
-"""`verify` finds every tampering, and claims no mismatch where it cannot know; `diff` names the first differing row."""
+"""`verify` finds every tampering and claims no mismatch if it cannot decide. `diff` names the first differing row."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +44,7 @@ def test_the_sample_is_drawn_by_its_seed(engine: Engine, reference: Dump, monkey
 def test_rejected_branches_are_checked_whoever_drafted(
     engine: Engine, model: Decoder, tokenizer: WordTokenizer, planned: Planned, tmp_path: Path, drafter: str
 ) -> None:
-    """Drafts that cannot be made again (by the clock; an engine without that drafter) are taken from the dump as paths."""
+    """Drafts that cannot be reproduced (timed windows, or an engine without that drafter) are taken from the dump as paths."""
     write_dump(engine, planned(drafter=drafter, window=5, examples=4), tmp_path)
     other = Engine(model, tokenizer, tree_width=2)
     for judge in (engine, other):
@@ -95,7 +95,7 @@ def test_an_edited_manifest(engine: Engine, copy: Path) -> None:
 
 
 def test_an_edited_and_sealed_manifest(engine: Engine, copy: Path) -> None:
-    """Other knobs than those it was made with: the examples do not say what the rows say."""
+    """The manifest has other knobs than the run: its examples contradict the rows."""
     edit_manifest(copy, lambda raw: raw["plan"]["knobs"].update(seed=1))
     verdict = verify(copy, engine, sample="all")
     assert verdict.status == MISMATCH and verdict.difference is not None and verdict.difference.example == 0
@@ -122,7 +122,7 @@ FORGERIES: dict[str, tuple[Callable[[Path], object], str, int | None]] = {
 @pytest.mark.parametrize("name", FORGERIES)
 @pytest.mark.parametrize("careful", [False, True])
 def test_forged_content(engine: Engine, copy: Path, name: str, careful: bool) -> None:
-    """Hashes were corrected, so files look untouched: digests tell; were they corrected too, the replay tells, and where."""
+    """With corrected hashes the files look untouched, but digests differ. With corrected digests, the replay finds the row."""
     forge, what, row = FORGERIES[name]
     forge(copy)
     if not careful:
@@ -137,7 +137,7 @@ def test_forged_content(engine: Engine, copy: Path, name: str, careful: bool) ->
 
 
 def test_a_forged_rejected_row_that_is_not_replayed(engine: Engine, copy: Path) -> None:
-    """Its example is not in the sample, another of its shard is: the digest of the shard covers rejected rows, too."""
+    """The sample includes another example of the shard but not the forged one: the shard's digest covers rejected rows too."""
     dump = Dump.open(copy)
     rejected = dump.where(accepted=False, shard=0).index
     row, example = int(rejected["row"].iloc[0]), int(rejected["example"].iloc[0])
@@ -150,7 +150,7 @@ def test_a_forged_rejected_row_that_is_not_replayed(engine: Engine, copy: Path) 
 
 
 def test_no_dump_is_no_mismatch(engine: Engine, copy: Path, tmp_path: Path) -> None:
-    """No folder, an empty one, one without its manifest, one that is not finished: there is nothing to verify."""
+    """A missing folder, an empty one, one without a manifest and an unfinished dump leave nothing to verify."""
     (tmp_path / "empty").mkdir()
     (copy / "manifest.json").unlink()
     for path in (tmp_path / "nowhere", tmp_path / "empty", copy):
@@ -162,7 +162,7 @@ def test_no_dump_is_no_mismatch(engine: Engine, copy: Path, tmp_path: Path) -> N
 
 
 def test_a_manifest_that_is_cut(engine: Engine, copy: Path) -> None:
-    """Negative control of the above: what is there but damaged stays a mismatch."""
+    """Negative control: a damaged manifest is a mismatch."""
     whole = (copy / "manifest.json").read_bytes()
     for damaged in (b"", whole[: len(whole) // 2]):
         (copy / "manifest.json").write_bytes(damaged)
@@ -186,7 +186,7 @@ def test_weights_that_differ_by_one_bit(model: Decoder, tokenizer: WordTokenizer
 
 
 def test_another_torch_version(engine: Engine, reference: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No mismatch is claimed: these bits were never promised here."""
+    """No mismatch is claimed: equal bits are not promised across versions."""
     monkeypatch.setattr(engine, "fingerprint", replace(engine.fingerprint, torch="2.99.0"))
     verdict = verify(reference.url, engine, sample="all")
     assert verdict.status == OTHER and verdict.problems[1] == f"torch: 2.99.0 here, {torch.__version__} there"
@@ -219,7 +219,7 @@ def test_custom_positions_need_their_function(engine: Engine, planned: Planned, 
 
 
 def test_diff_of_equal_dumps(engine: Engine, planned: Planned, reference: Dump, copy: Path, tmp_path: Path) -> None:
-    """Equal content, however it is cut; the plans' differences are remarks."""
+    """Dumps with equal content are equal, whatever their shard size. Differences between plans are remarks."""
     assert diff(reference, copy) and diff(reference, copy).remarks == ()
     recut = write_dump(engine, planned(examples_per_shard=3), tmp_path / "recut")
     assert recut is not None
@@ -229,7 +229,7 @@ def test_diff_of_equal_dumps(engine: Engine, planned: Planned, reference: Dump, 
 
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "index.parquet"])
 def test_diff_of_a_damaged_dump(reference: Dump, copy: Path, name: str) -> None:
-    """Its manifest still has the digests of the whole one: equality is not claimed by them alone."""
+    """The manifest of a damaged dump still has the original digests: these alone do not make it equal."""
     flip_bit(copy / name)
     for pair in ((reference, copy), (copy, reference), (copy, copy)):
         with pytest.raises(BadDump, match=f"copy is damaged: {name} was changed"):
@@ -245,7 +245,7 @@ def test_a_damaged_index_is_not_read(copy: Path) -> None:
 
 
 def test_diff_across_fingerprints(reference: Dump, copy: Path) -> None:
-    """It is said how they differ; where the rows part is found all the same."""
+    """The report names the differing fingerprints, and still finds the first differing row."""
     edit_manifest(copy, lambda raw: raw["fingerprint"].update(torch="2.99.0"))
     found = diff(reference, copy)
     assert found and found.remarks == (f"fingerprint: torch: {torch.__version__} here, 2.99.0 there",)
@@ -271,7 +271,7 @@ def test_diff_in_z_names_the_layer(reference: Dump, copy: Path) -> None:
 
 
 def test_diff_of_accepted_rows(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """Two drafters' dumps differ in what was rejected, and in nothing else."""
+    """Dumps of two drafters differ only in rejected rows."""
     other = write_dump(engine, planned(drafter="tree"), tmp_path)
     assert other is not None
     assert not diff(reference, other) and diff(reference, other, accepted=True)

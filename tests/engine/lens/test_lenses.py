@@ -1,4 +1,4 @@
-"""Tuned lenses have one home: a lens that was not made known has one error, on plain models and on models that think."""
+"""Unregistered tuned lenses raise the same error on plain models and on models that think."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def lens_for(subject: Engine) -> TunedLens:
 
 @models
 def test_a_lens_that_was_not_made_known_is_named(name: str) -> None:
-    """Before anything is computed; nothing is left of the prompt, and the engine goes on."""
+    """The error comes before anything is computed. Nothing of the prompt remains, and the engine stays usable."""
     knows, subject = Engine.load(name), Engine.load(name, record=True)
     capture = knows.capture_spec("Z", lens=lens_for(knows))
     free, events = subject.runner.pool.num_free, len(subject.trace.events)
@@ -70,7 +70,7 @@ def test_a_lens_of_another_model_is_refused_and_not_kept() -> None:
 
 
 def test_a_single_row_has_the_statistics_that_it_has_among_others() -> None:
-    """On two threads the library would split the sum of a single row, and round otherwise."""
+    """On two threads the library would split the sum of a single row, and round it differently."""
     log_p = (torch.randn(24, 1, 49152, generator=torch.Generator().manual_seed(0)) * 3).log_softmax(-1)
     spec, threads = LensSpec((), top_k=1), torch.get_num_threads()
     try:

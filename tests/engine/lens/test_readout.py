@@ -1,4 +1,4 @@
-"""Z against float64 written here: the engine's own reference reads Z with the same code, so it cannot see a fault in it."""
+"""Z against float64 code in this file: the engine's reference computes Z with the same code and cannot catch its faults."""
 
 import math
 
@@ -23,7 +23,7 @@ def log_softmax(logits: list[float]) -> list[float]:
 
 
 def test_statistics_of_single_distributions() -> None:
-    """Each number by its definition, one distribution at a time."""
+    """Each number follows its definition, one distribution at a time."""
     logits = torch.randn(5, 3, 11, generator=torch.Generator().manual_seed(0)) * 2
     emitted = [4, 0, 10, -1, 7]
     read = readout.statistics(LensSpec((), top_k=3, targets=(2, 9), full=True), logits.log_softmax(-1), emitted)
@@ -32,7 +32,7 @@ def test_statistics_of_single_distributions() -> None:
         for layer in range(3):
             log_p = log_softmax(logits[row, layer].tolist())
             order = sorted(range(11), key=lambda token: -log_p[token])[:3]
-            # how much the final layer's word would cost if it were coded by this layer's: the final one is the true one
+            # KL(final || layer): the final layer is the true distribution
             divergence = math.fsum(math.exp(q) * (q - p) for p, q in zip(log_p, final, strict=True))
             assert float(read["Z.kl"][row, layer]) == pytest.approx(divergence, abs=1e-5)
             assert float(read["Z.entropy"][row, layer]) == pytest.approx(-math.fsum(math.exp(p) * p for p in log_p), abs=1e-5)
@@ -45,7 +45,7 @@ def test_statistics_of_single_distributions() -> None:
 
 
 def test_the_divergence_is_not_symmetric() -> None:
-    """Final: half and half. Layer: nearly sure. One direction is several times the other, so neither passes for it."""
+    """Final: half and half. Layer: nearly certain. One direction is several times the other, so swapping them shows."""
     layer, final = [0.99, 0.01], [0.5, 0.5]
     read = readout.statistics(LensSpec((), top_k=1), torch.tensor([[layer, final]]).log(), [0])
     forward = 0.5 * math.log(0.5 / 0.99) + 0.5 * math.log(0.5 / 0.01)
@@ -55,7 +55,7 @@ def test_the_divergence_is_not_symmetric() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_every_layer_of_a_branch_against_hugging_face(name: str) -> None:
-    """The residual streams through the library's own final norm and unembedding, in float64."""
+    """The residual streams through Hugging Face's own final norm and unembedding, in float64."""
     model = hugging_face(name)
     served = Engine(weights.load(model, torch.float32))
     branch = served.prompt(TOKENS, sites="SZ", full=True, targets=[5, 6]).generate(6, final=True)
@@ -74,7 +74,7 @@ def test_every_layer_of_a_branch_against_hugging_face(name: str) -> None:
 
 
 def test_a_row_whose_successor_changed_is_read_again() -> None:
-    """Rolled back, a path goes on with another token: Z of the row before says how likely that one was."""
+    """After a rollback a path continues with another token. Z of the row before gives that token's log-prob."""
     branch = toy_engine().prompt([1, 2, 3, 4], sites="SZ").generate(6)
     first = branch.activations["Z.emitted"].clone()
     branch.rollback(7).force([(branch.tokens[6] + 1) % 61, 9]).generate(2)
@@ -85,7 +85,7 @@ def test_a_row_whose_successor_changed_is_read_again() -> None:
 
 
 def _lens(model: object, residual: Tensor) -> Tensor:
-    """Log-probabilities [rows, vocab] of a residual stream, by the modules of a Hugging Face model."""
+    """Log-probabilities [rows, vocab] of a residual stream, from the modules of a Hugging Face model."""
     from copy import deepcopy
 
     whole = deepcopy(model).double()

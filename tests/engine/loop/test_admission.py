@@ -24,7 +24,7 @@ def test_a_fault_in_the_admission_ends_the_jobs_and_not_the_engine(served: Engin
 
 
 def test_drafts_behind_the_end_are_not_rejected(served: Engine) -> None:
-    """They are what the model would have said, had it been asked to go on."""
+    """Drafts after the end are what the model would have said if asked to continue."""
     free = served.prompt(PROMPT).generate(6, sampling=Sampling(ignore_eos=True)).generated
     branch = served.prompt(PROMPT, sites="S", keep_rejected=True)
     ending = Sampling(ignore_eos=True, stop_tokens=(free[1],))

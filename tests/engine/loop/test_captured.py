@@ -1,4 +1,4 @@
-"""Z read for all turns of a pass together, before it is known where they end."""
+"""Z is computed for all turns of a pass together, before their ends are known."""
 
 import torch
 
@@ -10,7 +10,7 @@ TEXT = "A coin's state is heads. Alice flips. What's the state? A:"
 
 
 def test_a_path_that_ends_at_a_draft_has_no_next_token() -> None:
-    """A forced chain goes beyond the end: the last row was read as if a draft followed, and is read again."""
+    """A forced chain goes beyond the end: Z of the last row, computed as if a draft followed, is recomputed."""
     engine = Engine.load("coin-plain")
     free = engine.prompt(TEXT).generate(6, sampling=Sampling(ignore_eos=True)).generated
     end = free[2]

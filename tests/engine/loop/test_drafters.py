@@ -1,4 +1,4 @@
-"""Drafters: none of them changes a token or a bit; what they gain adds up; all but `self` draft by the path alone."""
+"""Drafters change no token and no bit, their statistics add up, and all but `self` depend only on the path."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ HOT = Sampling(temperature=0.9, seed=21, repetition_penalty=1.1)
 
 @pytest.fixture(scope="module")
 def small() -> Decoder:
-    """The draft model: other weights, one layer."""
+    """The draft model, with other weights and one layer."""
     return random_model(1, num_layers=1)
 
 
@@ -33,7 +33,7 @@ def subject_with(small: Decoder, **options: object) -> Engine:
 
 
 def watch_drafts(subject: Engine) -> dict[int, list[tuple[int, Chains]]]:
-    """Will hold, per branch, where it drafted what."""
+    """Collects, per branch, where it drafted what."""
     drafts: dict[int, list[tuple[int, Chains]]] = {}
 
     def listen(event: dict[str, object]) -> None:
@@ -59,7 +59,7 @@ def assert_adds_up(statistics: Statistics, tokens: int) -> None:
 @pytest.mark.parametrize("sampling", [Sampling(), HOT], ids=["greedy", "hot"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_no_drafter_and_no_window_changes_anything(small: Decoder, drafter: str, sampling: Sampling) -> None:
-    """Tokens, KV and statistics for windows from 1 to more than is wanted."""
+    """Tokens, KV and statistics for windows from 1 to more than the request needs."""
     prompt = [4, 5, 6, 4, 5]
     truth = continuation(toy(), prompt, 14, sampling)
     kv = Reference(toy(), prompt + truth).kv
@@ -90,7 +90,7 @@ def test_requests_with_different_drafters_run_together(small: Decoder) -> None:
 
 
 def test_statistics_add_up_over_calls_and_rejected_branches(small: Decoder) -> None:
-    """A branch counts all its calls; each rejected draft token stands on exactly one rejected branch."""
+    """A branch counts all its calls. Each rejected draft token is on exactly one rejected branch."""
     subject = subject_with(small)
     for drafter in ("lens", "tree", "model"):
         branch = subject.prompt([1, 2, 3], sites="S", keep_rejected=True)
@@ -101,11 +101,11 @@ def test_statistics_add_up_over_calls_and_rejected_branches(small: Decoder) -> N
         assert sum(left) == branch.statistics.rejected > 0
 
 
-# ---- who is accepted -------------------------------------------------------------------------------------------------
+# ---- acceptance ------------------------------------------------------------------------------------------------------
 
 
 def test_self_drafts_are_nearly_all_accepted() -> None:
-    """The fast path rounds differently and says the same: that is the premise of verified speculation."""
+    """The fast path rounds differently but predicts the same tokens, which is the premise of verified speculation."""
     model = random_model(3, num_layers=4, d_model=128, num_heads=4, num_kv_heads=4, d_head=32, d_mlp=256, rotary_dim=32)
     branches = engine(model, page_size=16).prompts([[i, 2 * i % VOCAB, 5] for i in range(4)])
     branches[0].engine.generate(branches, 60, window=8)
@@ -114,7 +114,7 @@ def test_self_drafts_are_nearly_all_accepted() -> None:
 
 
 def test_ngram_drafts_are_accepted_on_repetitive_text() -> None:
-    """The model walks round 1 2 3 4 5; once it has been round, its own past is a perfect guess."""
+    """The model cycles through 1 2 3 4 5. After one cycle, its own history is a perfect draft."""
     subject = engine(scripted_model({5: 1}))
     branch = subject.prompt([1, 2, 3, 4, 5, 1, 2]).generate(40, drafter="ngram", window=5)
     assert branch.statistics.acceptance == 1.0 and branch.statistics.passes == 40 // 5
@@ -152,7 +152,7 @@ def test_right_forced_drafts_are_all_accepted_and_wrong_ones_not() -> None:
 
 
 def test_tree_follows_a_sibling() -> None:
-    """Where the early exit's second or third choice is right, the pass still gains more than one token."""
+    """If the early exit's second or third choice is right, the pass still gains more than one token."""
     subject = engine(tree_width=3)
     drafts = watch_drafts(subject)
     verdicts: list[dict[str, object]] = []
@@ -169,7 +169,7 @@ def test_tree_follows_a_sibling() -> None:
 @settings(deadline=None)
 @given(data=st.data())
 def test_judge_accepts_the_longest_right_beginning(data: st.DataObject) -> None:
-    """For any truth and any siblings with different first tokens."""
+    """Holds for any truth and any siblings with different first tokens."""
     truth = data.draw(st.lists(st.integers(0, 3), min_size=6, max_size=6))
     chains = data.draw(
         st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=3, unique_by=lambda chain: chain[0])
@@ -192,7 +192,7 @@ def test_judge_accepts_the_longest_right_beginning(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("drafter", REPRODUCIBLE)
 def test_a_reproducible_drafter_proposes_the_same_in_any_batch(small: Decoder, drafter: str) -> None:
-    """Hence the rejected branches are functions of the path, too."""
+    """Hence rejected branches are functions of the path, too."""
     prompts = [[1, 2, 3, 1, 2], [9, 8, 7], [4] * 9, [5, 6]]
 
     def run(together: bool, **options: object) -> list[list[tuple[int, Chains]]]:
@@ -221,7 +221,7 @@ def fresh(small: Decoder, num_pages: int = 64) -> ModelDrafter:
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_the_model_drafter_stays_in_step(small: Decoder, data: st.DataObject) -> None:
-    """After any history of forks, rollbacks and other branches it drafts what a fresh one drafts, with few pages too."""
+    """After any history of forks, rollbacks and other branches it drafts what a fresh one drafts, also with few pages."""
     kept = fresh(small, num_pages=data.draw(st.sampled_from([8, 12, 64])))
     paths = {0: [1, 2, 3], 1: [1, 2, 3, 4, 5]}
     for _ in range(data.draw(st.integers(1, 8))):
@@ -247,7 +247,7 @@ def test_the_model_drafter_stays_in_step(small: Decoder, data: st.DataObject) ->
 
 
 def test_the_model_drafter_after_rollbacks_and_forks_of_branches(small: Decoder) -> None:
-    """The same through the engine: what it drafts on a rolled-back branch and on forks is what a fresh one drafts."""
+    """The same through the engine: on a rolled-back branch and on forks, it drafts what a fresh drafter does."""
     subject = subject_with(small)
     drafts = watch_drafts(subject)
 
@@ -270,7 +270,7 @@ def test_the_model_drafter_after_rollbacks_and_forks_of_branches(small: Decoder)
 
 
 def test_the_model_drafter_has_room_for_fewer_branches_than_the_engine(small: Decoder) -> None:
-    """Forks share the prefix's pages in the engine, but not in the draft model's cache: it drafts for some at a time."""
+    """Forks share the prefix's pages in the engine, but not in the draft model's cache: it drafts for a few at a time."""
     subject = subject_with(small, cache_tokens=128)
     prefix = [(5 * i) % VOCAB for i in range(60)]
     forks = subject.prompt(prefix).fork(8)
@@ -287,7 +287,7 @@ def test_the_model_drafter_has_room_for_fewer_branches_than_the_engine(small: De
 
 @pytest.mark.parametrize("longest", [8, 9, 10, 11, 12, 16])
 def test_a_draft_model_with_fewer_positions(longest: int) -> None:
-    """Beyond its last position it proposes nothing, and the request goes on."""
+    """Beyond its last position the draft model proposes nothing, and the request continues."""
     short = random_model(1, num_layers=1, max_positions=longest)
     subject = engine(draft_model=short)
     drafts = watch_drafts(subject)
@@ -315,7 +315,7 @@ def test_a_draft_model_with_nan() -> None:
 
 
 def test_a_drafter_that_proposes_what_is_no_token() -> None:
-    """Somebody else's drafter: what comes before the first such token is verified, the rest is not."""
+    """A custom drafter: drafts before the first invalid token are verified, the rest is dropped."""
 
     class Wild:
         reproducible, width = True, 1
@@ -333,7 +333,7 @@ def test_a_drafter_that_proposes_what_is_no_token() -> None:
 
 @pytest.mark.parametrize("drafter", ["tree", "lens", "self", "model"])
 def test_drafts_that_do_not_fit_into_the_cache(small: Decoder, drafter: str) -> None:
-    """A cache with room for the path, but not for its window and siblings: slower, and the same tokens."""
+    """The cache has room for the path but not for its window and siblings: slower, with the same tokens."""
     subject = subject_with(small, cache_tokens=12, tree_width=4)
     branch = subject.prompt([1, 2, 3]).generate(9, drafter=drafter, window=8)
     assert branch.generated == continuation(toy(), [1, 2, 3], 9)

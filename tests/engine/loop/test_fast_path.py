@@ -1,7 +1,7 @@
-"""The fast path may compute anything: nothing of it reaches a request with the promise.
+"""The fast path may compute anything: none of it reaches a deterministic request.
 
-Here it computes something else on purpose, so that the tests do not depend on whether this machine's library happens to
-round both paths alike.
+Here the fast path is wrong on purpose, so that the tests do not depend on whether this machine's library rounds both paths
+alike.
 """
 
 from collections.abc import Iterator
@@ -30,13 +30,13 @@ def visibly_different(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_fast_path_is_different_here() -> None:
-    """The control: KV of the fast path is not the canonical one."""
+    """Negative control: KV of the fast path is not canonical."""
     fast = engine().prompt(PROMPT).generate(20, deterministic=False)
     assert not torch.equal(fast.kv(), Reference(toy(), fast.tokens).kv[: fast.lane.computed])
 
 
 def test_kv_of_the_fast_path_is_not_shared() -> None:
-    """A prompt that repeats what the fast path generated is computed from the first position that is not canonical."""
+    """A prompt that repeats tokens of the fast path is computed from the first non-canonical position on."""
     subject = engine()
     fast = subject.prompt(PROMPT).generate(20, deterministic=False)
     assert not fast.certified
@@ -47,7 +47,7 @@ def test_kv_of_the_fast_path_is_not_shared() -> None:
 
 
 def test_once_on_the_fast_path_a_branch_stays_uncertified() -> None:
-    """Canonical tokens after fast ones read KV that is not: neither the branch nor its forks are certified or shared."""
+    """Canonical tokens after fast ones read non-canonical KV: neither the branch nor its forks are certified or shared."""
     subject = engine()
     branch = subject.prompt(PROMPT).generate(6, deterministic=False).generate(10)
     (fork,) = branch.fork()

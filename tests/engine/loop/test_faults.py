@@ -1,7 +1,7 @@
-"""Planted faults: each is found and named, in the pass that would have read it or in the next recount; none is served.
+"""Planted faults: each is found and named, in the pass that would read it or in the next integrity check. None is served.
 
-Every fault is planted into the same session, and the same session without it runs to the reference's bits: so what is
-found is the fault, and nothing else.
+All faults are planted into the same session. Without a fault the session gives the reference's bits, so the check finds the
+fault and nothing else.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ PAGE = 4
 
 @dataclass
 class Session:
-    """An engine in debug mode: a captured branch, a plain one, and a former prompt that only the prefix index holds."""
+    """An engine in debug mode with a captured branch, a plain one, and a former prompt that only the prefix index holds."""
 
     engine: Engine
     branch: Branch
@@ -44,12 +44,12 @@ class Session:
         return self.pool.slot(self.branch.lane.table, position)
 
     def flip(self, position: int, layer: int = 0, kind: int = 0) -> None:
-        """Turn the lowest bit of one number: the smallest change that there is."""
+        """Flip the lowest bit of one number, the smallest possible change."""
         entry = self.engine.runner.cache.data[layer, kind, 0, self.slot(position)]
         entry.view(torch.int32)[0] ^= 1
 
     def go_on(self) -> None:
-        """More work on both branches, and the former prompt once more."""
+        """More work on both branches, and the former prompt again."""
         for branch in (self.branch, self.plain):
             branch.force([1, 2, 3])
             branch.generate(3, drafter="lens", window=3, final=True)
@@ -65,7 +65,7 @@ FORMER = tuple((5 * i + 1) % 97 for i in range(13))
 @pytest.fixture
 def session() -> Session:
     engine = Engine(decoder(FAMILY), page_size=PAGE, cache_tokens=256, canary=True)
-    engine.prompt(FORMER).release()  # its pages live on in the prefix index
+    engine.prompt(FORMER).release()  # its pages stay in the prefix index
     branch = engine.prompt(PROMPT, sites="STCZ", keep_rejected=True)
     plain = engine.prompt(PROMPT[::-1])
     for one in (branch, plain):
@@ -75,7 +75,7 @@ def session() -> Session:
 
 
 Fault = Callable[[Session], str]
-"""plants itself and returns what the error must say"""
+"""plants the fault and returns what the error must say"""
 
 
 def flipped_first_key(s: Session) -> str:
@@ -99,20 +99,20 @@ def foreign_entry(s: Session) -> str:
 
 
 def entry_with_another_past(s: Session) -> str:
-    """The same tokens at the same positions, but of a prompt that begins otherwise."""
+    """The same tokens at the same positions, but of a prompt with another beginning."""
     other = s.engine.prompt((PROMPT[0] ^ 1, *PROMPT[1:13]))
     s.pages[2] = other.lane.table.pages[2]
     return rf"Slot {s.slot(8)} \(page {s.pages[2]}\) does not hold position 8, token {PROMPT[8]}"
 
 
 def forgotten_rollback(s: Session) -> str:
-    """The tokens are cut, but what was computed for them still counts as the branch's."""
+    """The tokens are cut, but their rows still count as computed."""
     s.engine.tree.rollback(s.plain.id, 26)
     return rf"Slot {s.pool.slot(s.plain.lane.table, 26)} \(page \d+\) does not hold position 26, token 1 of this path"
 
 
 def overwritten_prefix(s: Session) -> str:
-    """Somebody wrote to a page that the prefix index promises to be the beginning of an earlier prompt."""
+    """A write to a page that the prefix index holds for an earlier prompt."""
     page = s.engine.prefix.match(FORMER)[1]
     slots = [page * PAGE + i for i in range(PAGE)]
     s.engine.runner.cache.chain[slots[0]] = 0  # type: ignore[index]
@@ -182,7 +182,7 @@ def entry_of_another_branch(s: Session) -> str:
 
 
 def computed_beyond_the_tokens(s: Session) -> str:
-    """A rollback that forgot the KV."""
+    """A rollback that does not cut the KV."""
     s.engine.tree.rollback(s.branch.id, 24)
     return rf"Branch {s.branch.id}: 28 computed positions"
 
@@ -281,7 +281,7 @@ def test_rejected_drafts_that_stay_in_the_cache_are_found(monkeypatch: pytest.Mo
 
 
 class Vandal:
-    """Writes KV where a drafter may not: `distance` positions before the last token."""
+    """Writes KV where a drafter must not: `distance` positions before the last token."""
 
     width, reproducible = 1, True
 
@@ -330,7 +330,7 @@ ADVERSARIES: dict[str, Callable[[list[int], DraftCall], Chains]] = {
 
 
 class Adversary:
-    """Knows what comes next, and says something else."""
+    """Knows the next token, and proposes another one."""
 
     width, reproducible = 1, True
 

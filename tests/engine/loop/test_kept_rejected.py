@@ -1,4 +1,4 @@
-"""Forks of rejected drafts: tokens, KV and captured rows are those of the same path forced on a fresh engine."""
+"""Forks of rejected drafts: tokens, KV and captured rows equal those of the same path forced on a fresh engine."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def rejected_of(subject: Engine, rows: bool, **options: Any) -> tuple[Branch, li
 
 
 def assert_like_forced(fork: Branch, at: int, sites: str) -> None:
-    """Everything as if the path up to `at` had been forced, and then gone on from."""
+    """Everything equals a branch on which the path up to `at` is forced and then continued."""
     fresh = engine().prompt(PROMPT, sites=sites)
     fresh.force(fork.tokens[len(PROMPT) : at]).generate(fork.length - at)
     assert fork.tokens == fresh.tokens and fork.certified
@@ -55,7 +55,7 @@ def test_also_after_the_path_it_was_cut_from_went_elsewhere() -> None:
 
 
 def test_rows_that_nobody_asked_for_are_not_there() -> None:
-    """The rejected branch itself has no rows without keep_rejected at the prompt, and says how to get them."""
+    """Without keep_rejected at the prompt, the rejected branch has no rows, and the error says how to get them."""
     _, rejected = rejected_of(engine(), False, sites="S")
     with pytest.raises(BadRequest, match="Nothing was captured"):
         _ = rejected[0].activations

@@ -1,4 +1,4 @@
-"""Decode - verify - rollback, phase by phase: the two worked examples of the protocol, with page contents and token states."""
+"""Decode - verify - rollback, phase by phase: both worked examples of the protocol, with page contents and token states."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ SITES = ("blocks.0.hook_in", "blocks.1.attn.hook_out", "blocks.1.mlp.hook_out")
 
 @pytest.fixture(scope="module")
 def t() -> list[int]:
-    """T0, T1, ...: what follows the prompt, each from its whole path computed anew."""
+    """T0, T1, ...: the tokens after the prompt, each from its whole path computed from scratch."""
     return continuation(toy(), P, 8)
 
 
 def other(token: int) -> int:
-    """Some token that is not this one."""
+    """A token other than this one."""
     return (token + 1) % VOCAB
 
 
@@ -48,7 +48,7 @@ class Stage:
         self.passes = watch_passes(self.engine)
 
     def t0(self) -> None:
-        """Decode T0: the step that the prefill ends with."""
+        """Decode T0, the last step of the prefill."""
         self.verify(self.engine.loop.draft(self.engine.loop.admit()))
 
     def admit(self) -> list[Turn]:
@@ -72,7 +72,7 @@ class Stage:
 
 
 def assert_canonical(branch: Branch, num_rows: int) -> None:
-    """The pages hold `num_rows` rows, bit for bit those of a fresh engine and of the path computed in one pass."""
+    """The pages hold `num_rows` rows, equal bit for bit to those of a fresh engine and of the path computed in one pass."""
     assert branch.lane.computed == branch.lane.table.length == num_rows
     assert torch.equal(branch.kv(), Reference(toy(), branch.tokens[:num_rows]).kv)
     assert torch.equal(branch.kv(), engine(page_size=16).prompt(branch.tokens[:num_rows]).kv())
@@ -110,7 +110,7 @@ def test_drafts_stand_in_reserved_slots_and_nothing_is_promised_yet(t: list[int]
 
 def test_the_fast_path_drafts_into_the_slots_that_verification_overwrites(t: list[int]) -> None:
     stage = Stage([], drafter="self")
-    stage.t0()  # the window starts at once: T0 to T2 are drafted
+    stage.t0()  # the window starts immediately: T0 to T2 are drafted
     turns = stage.draft(stage.admit())
     drafted = stage.engine.runner.cache.rows(stage.slots()[N:])
     assert drafted[:-1].abs().amax((1, 2, 3, 4)).min() > 0, "yellow: the draft step wrote KV (but for its last token)"
@@ -131,7 +131,7 @@ def test_one_pass_verifies_t0_and_the_drafts_beside_everybody_else(t: list[int])
 
 
 def test_all_match(t: list[int]) -> None:
-    """Seed 001: T1 T2 T3 are accepted, T4 comes free and is pending; the cache holds the prompt and T0 to T3."""
+    """Seed 001: T1 T2 T3 are accepted, and T4 is the bonus token, still pending. The cache holds the prompt and T0 to T3."""
     stage = Stage([t[1:4]])
     stage.to_the_verdict()
     assert stage.branch.tokens == P + t[:5]
@@ -161,7 +161,7 @@ def test_a_mismatch_rolls_back_to_the_last_accepted_token(t: list[int], keep_pag
     assert rejected.states == [PROMPT] * N + [ACCEPTED] * 2 + [REJECTED] * 2
     assert rejected.status is BranchStatus.REJECTED
     assert stage.engine.tree.branch(rejected.id).fork_position == N + 2
-    assert_captured(rejected, range(N + 2, N + 4))  # with canonical rows of its own
+    assert_captured(rejected, range(N + 2, N + 4))  # with its own canonical rows
     if keep_pages:
         assert torch.equal(rejected.kv(), Reference(toy(), rejected.tokens).kv)
     else:
@@ -169,7 +169,7 @@ def test_a_mismatch_rolls_back_to_the_last_accepted_token(t: list[int], keep_pag
 
 
 def test_pages_of_the_rejected_part_are_free_again(t: list[int]) -> None:
-    """With a mismatch at T1' only T0 stays; the page that T1' to T3' began goes back to the pool."""
+    """With a mismatch at T1', only T0 is accepted. The page that T1' to T3' started returns to the pool."""
     stage = Stage([[other(t[1]), t[2], t[3]]])
     stage.t0()
     pages = list(stage.branch.lane.table.pages)
@@ -209,7 +209,7 @@ def test_siblings_are_verified_in_one_pass_and_the_right_one_is_followed(t: list
 
 @pytest.mark.parametrize("draft", ["right", "wrong"])
 def test_the_others_are_untouched(t: list[int], draft: str) -> None:
-    """Whatever happens to one request, its neighbours have the tokens, states and KV that they have alone."""
+    """Whatever happens to one request, its neighbours have the tokens, states and KV that they would have alone."""
     stage = Stage([t[1:4] if draft == "right" else [t[1], other(t[2]), t[3]]])
     stage.to_the_verdict()
     prompt = [2, 7, 1, 8, 2]
@@ -225,7 +225,7 @@ def test_the_others_are_untouched(t: list[int], draft: str) -> None:
 
 
 def test_with_the_fast_path_for_a_verifier_the_page_contents_differ(t: list[int]) -> None:
-    """Control: `assert_canonical` finds out, even where the tokens are the same."""
+    """Negative control: `assert_canonical` detects the difference, even if the tokens are equal."""
     subject = engine()
     branch = subject.prompt(P)
     runner = subject.runner
@@ -244,7 +244,7 @@ def shared() -> Engine:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_every_pass_gains_at_least_one_token(shared: Engine, t: list[int], data: st.DataObject) -> None:
-    """Whatever is drafted, each pass adds a token, and the tokens are the same."""
+    """Whatever the drafts, each pass adds at least one token, and the tokens are the same."""
     token = st.sampled_from(t) | st.integers(0, VOCAB - 1)
     chains = st.lists(st.lists(token, max_size=6), min_size=1, max_size=3, unique_by=lambda chain: chain[0] if chain else None)
     drafts = data.draw(st.fixed_dictionaries({at: chains for at in range(N, N + 8)}))

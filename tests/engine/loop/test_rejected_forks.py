@@ -1,4 +1,4 @@
-"""A fork of a rejected draft: its rows are those of its own path, none of them the main path's."""
+"""A fork of a rejected draft has the rows of its own path and none of the main path's."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def assert_own_rows(branch: Branch) -> None:
 @pytest.mark.parametrize("stood", [0, 1, 3])
 @pytest.mark.parametrize("keeps_pages", [False, True])
 def test_rows_after_the_fork_are_not_the_main_paths(stood: int, keeps_pages: bool) -> None:
-    """The main path is captured well beyond the position where the draft left it."""
+    """The main path is captured well beyond the position where the draft forks."""
     truth = continuation(toy(), PROMPT, 12)
     wrong = [*truth[:stood], *((token + 1) % VOCAB for token in truth[stood : stood + 4])]
     subject = engine()

@@ -1,4 +1,4 @@
-"""Rollbacks: what is left of rejected drafts, ends of text and interrupts."""
+"""Rollbacks: what remains of rejected drafts, ends of text and interrupts."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.toy_model import VOCAB, continuation, engine, scripted_model, toy
 
 
 def test_finish_reason_not_cleared_after_rollback() -> None:
-    """The finish goes with the token that caused it, and comes back with it."""
+    """The finish reason goes with the token that caused it, and comes back with it."""
     subject, sampling = engine(scripted_model({6: 40})), Sampling(stop_tokens=(40,))
     branch = subject.prompt([1, 2, 3]).generate(20, sampling=sampling, window=4)
     assert (branch.generated, branch.finish_reason) == ([4, 5, 6, 40], "eos")
@@ -17,13 +17,13 @@ def test_finish_reason_not_cleared_after_rollback() -> None:
     assert branch.finish_reason is None and branch.status is BranchStatus.OPEN
     branch.generate(20, sampling=sampling, window=2)
     assert (branch.generated, branch.finish_reason) == ([4, 5, 6, 40], "eos")
-    branch.rollback(branch.length).generate(3)  # reopened where it stands: nothing cut, but the finish derived anew
+    branch.rollback(branch.length).generate(3)  # reopened in place: nothing is cut, but the finish reason is derived again
     assert branch.generated == [4, 5, 6, 40, 41, 42, 43] and branch.finish_reason is None
 
 
 @pytest.mark.parametrize("chain", [[40], [5, 40], [9, 40], [5, 6, 40]])
 def test_eos_inside_the_rejected_part(chain: list[int]) -> None:
-    """An EOS that was only drafted ends nothing."""
+    """A drafted EOS that is rejected ends nothing."""
     branch = engine(scripted_model({})).prompt([1, 2, 3])
     drafts = {4: [chain]}
     branch.generate(8, sampling=Sampling(stop_tokens=(40,)), drafter="forced", drafts=drafts)
@@ -34,7 +34,7 @@ def test_eos_inside_the_rejected_part(chain: list[int]) -> None:
 @pytest.mark.parametrize("final", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 8])
 def test_drafts_after_an_accepted_eos(window: int, final: bool) -> None:
-    """What was drafted after the end is rejected, even though the verifier would have said the same."""
+    """Drafts after the end are rejected, even if the verifier would have said the same."""
     branch = engine(scripted_model({6: 40})).prompt([1, 2, 3], sites=SITES)
     drafts = {3: [[4, 5, 6, 40, 41, 42, 43][: window - 1]]}
     branch.generate(20, sampling=Sampling(stop_tokens=(40,)), drafter="forced", drafts=drafts, final=final)
@@ -44,7 +44,7 @@ def test_drafts_after_an_accepted_eos(window: int, final: bool) -> None:
 
 
 def test_a_rejected_stop_string() -> None:
-    """A stop string completed by a draft stops only if the draft stands; then nothing stays after it."""
+    """A stop string completed by a draft ends the request only if the draft is accepted. Nothing after it remains."""
     subject, sampling = engine(scripted_model({})), Sampling(stop=("7 50", "8 9"))
     branch = subject.prompt([1, 2, 3])
     branch.generate(20, sampling=sampling, drafter="forced", drafts={6: [[7, 50, 51]]})
@@ -54,7 +54,7 @@ def test_a_rejected_stop_string() -> None:
 
 
 def test_a_rolled_back_bonus_token_leaving_its_kv() -> None:
-    """T4 came free, was computed, and is rolled back: its slot is gone with it, and another token there has its own KV."""
+    """The bonus token T4 is computed and rolled back: its slot is freed, and another token at that position has its own KV."""
     branch = engine().prompt([1, 2, 3], sites=SITES)
     truth = continuation(toy(), [1, 2, 3], 6)
     branch.generate(5, drafter="forced", drafts={4: [truth[1:4]]}, final=True)
@@ -70,7 +70,7 @@ def test_a_rolled_back_bonus_token_leaving_its_kv() -> None:
 
 
 def test_an_interrupt_leaving_drafts_behind() -> None:
-    """Drafts are in the tree while a pass runs; interrupted there, they must not pass for tokens later on."""
+    """Drafts are in the tree during a pass. If the pass is interrupted, they must not count as tokens later."""
     subject = engine()
     branch, waiting = subject.prompts([[1, 2, 3], [4, 5, 6]])
     exact = subject.runner.exact
@@ -90,7 +90,7 @@ def test_an_interrupt_leaving_drafts_behind() -> None:
 
 
 def test_a_stop_string_in_forced_text_ending_the_generation() -> None:
-    """Only what the model says can stop it; a stop string may begin in forced text, but must end after it."""
+    """Only the model's own text can stop it. A stop string may begin in forced text, but must end after it."""
     subject = engine(scripted_model({}))
     branch = subject.prompt([1, 2, 3]).force([20, 21, 22])
     branch.generate(4, sampling=Sampling(stop=("20 21",)))

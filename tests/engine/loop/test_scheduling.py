@@ -1,4 +1,4 @@
-"""Scheduling: who runs when, with how many rows and pages. Whatever the answer, the bits are the same."""
+"""Scheduling: who runs when, with how many rows and pages. The bits are always the same."""
 
 import random
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def assert_right(branch: Branch, prompt: list[int], n: int, sampling: Sampling |
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_requests_come_and_go_at_any_step(data: st.DataObject) -> None:
-    """Continuous admission: each request's tokens and KV are its own, whenever it came and whoever ran beside it."""
+    """Continuous admission: each request has its own tokens and KV, whenever it arrives and whatever runs beside it."""
     subject = engine(max_rows=data.draw(st.sampled_from([16, 40, 512])), canary=True)
     running: list[tuple[Branch, list[int], int, Job]] = []
     for number in range(data.draw(st.integers(2, 6))):
@@ -62,7 +62,7 @@ def test_requests_come_and_go_at_any_step(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("max_rows", [16, 17, 32, 100])
 def test_prefills_are_cut_into_chunks_beside_decoding_requests(max_rows: int) -> None:
-    """No pass has more than `max_rows` rows; a long prompt does not hold up who waits for one token."""
+    """No pass has more than `max_rows` rows. A long prompt does not delay a request that waits for one token."""
     subject = engine(max_rows=max_rows)
     decoding = subject.prompt([1, 2, 3])
     long = path(90)
@@ -93,7 +93,7 @@ def test_no_pass_has_more_rows_than_allowed(drafter: str) -> None:
 
 
 def test_no_request_starves_in_a_stream_of_short_ones() -> None:
-    """Newcomers that decode would take every row there is; the long prompt before them still gets its turns."""
+    """Decoding newcomers would take every row. The long prompt before them still gets its turns."""
     subject = engine(max_rows=16)
     root = subject.prompt([1, 2, 3])
     old = submit(planted(subject, path(100)), 4, window=1)
@@ -110,7 +110,7 @@ def test_no_request_starves_in_a_stream_of_short_ones() -> None:
 
 
 def test_equal_requests_are_served_in_the_order_they_came() -> None:
-    """With room for two windows at a time nobody waits longer than for those before it."""
+    """With room for two windows at a time, no request waits longer than for those before it."""
     subject = engine(max_rows=16)
     branches = subject.prompts([[i] for i in range(8)])
     jobs = [submit(branch, 8, window=8, drafter="forced", forced_drafts={}) for branch in branches]
@@ -153,7 +153,7 @@ def test_when_pages_run_out_requests_wait_or_are_computed_again_to_the_same_bits
 
 
 def test_pages_are_taken_from_the_idle_and_then_from_the_youngest() -> None:
-    """Cached prefixes go first, then branches that nobody works on, then the last to come; the oldest runs on."""
+    """Cached prefixes go first, then idle branches, then the newest request. The oldest keeps running."""
     subject = engine(cache_tokens=64)  # 16 pages
     idle = subject.prompt(path(12))
     branches = subject.prompts([[i, i + 1, i + 2] for i in range(3)])
@@ -172,7 +172,7 @@ def test_pages_are_taken_from_the_idle_and_then_from_the_youngest() -> None:
 
 
 def test_a_window_that_can_never_fit_does_not_hold_up_the_others() -> None:
-    """The older one's window is larger than the cache. It goes without drafts, and the younger one's prefill gets through."""
+    """The older request's window exceeds the cache. It runs without drafts, and the younger one's prefill gets through."""
     subject = engine(cache_tokens=64, page_size=16, max_rows=16)
     older, younger = path(31), path(30, 5)
     branches = [planted(subject, older), planted(subject, younger)]
@@ -185,7 +185,7 @@ def test_a_window_that_can_never_fit_does_not_hold_up_the_others() -> None:
 
 
 def test_memory_is_the_prefix_and_the_tails() -> None:
-    """64 forks of a prefix of 30 tokens in pages of 4: 8 pages for the prefix, and each fork's own tail."""
+    """64 forks of a prefix of 30 tokens in pages of 4: 8 pages for the prefix, and a tail for each fork."""
     subject = engine()
     pool = subject.runner.pool
     root = subject.prompt(path(30))
@@ -197,7 +197,7 @@ def test_memory_is_the_prefix_and_the_tails() -> None:
         fork.force([i % VOCAB, i // VOCAB])
     assert used() == 8 + 64, "positions 28 to 31: the page that the prefix does not fill, once for each"
     subject.generate(forks, 4)
-    subject.prefix.evict(pool.num_pages)  # pages that nobody but the index holds are free for the asking
+    subject.prefix.evict(pool.num_pages)  # pages that only the index holds can be reclaimed
     assert used() == 8 + 64 * 2, "positions 32 to 34 (the last token's row is pending)"
     for fork in forks:
         assert fork.lane.table.pages[:7] == root.lane.table.pages[:7]
@@ -209,7 +209,7 @@ def test_memory_is_the_prefix_and_the_tails() -> None:
 
 
 def test_a_fork_of_4000_tokens_copies_no_full_page() -> None:
-    """Nothing at the fork; at its first own token the one page that is not full."""
+    """The fork copies nothing. Its first own token copies the one page that is not full."""
     model = random_model(num_layers=1, d_model=16, num_heads=2, num_kv_heads=1, d_mlp=16, max_positions=4096)
     subject = engine(model, page_size=16, cache_tokens=2 * 4096)
     root = subject.prompt([i % VOCAB for i in range(4001)])
@@ -229,7 +229,7 @@ def test_a_fork_of_4000_tokens_copies_no_full_page() -> None:
 
 @pytest.mark.parametrize("drafter", ["self", "lens", "tree"])
 def test_a_cancel_at_any_step_keeps_what_was_committed(drafter: str) -> None:
-    """Cancelled after k steps it has a beginning of the right tokens, and can go on from there."""
+    """A request cancelled after k steps has a prefix of the right tokens, and can continue from there."""
     truth = continuation(toy(), path(20), 12)
     for k in (0, 1, 2, 3, 5):
         subject = engine(max_rows=16)
@@ -254,7 +254,7 @@ def test_a_cancel_at_any_step_keeps_what_was_committed(drafter: str) -> None:
 
 @pytest.mark.parametrize("drafter", ["self", "lens", "tree"])
 def test_a_stream_yields_committed_tokens_in_order(drafter: str) -> None:
-    """Each token once, in order, never one that is taken back: `lens` and `tree` guess wrong most of the time."""
+    """Each token comes once, in order, and is never taken back: `lens` and `tree` guess wrong most of the time."""
     subject = engine()
     branch = subject.prompt([1, 2, 3])
     truth = continuation(toy(), [1, 2, 3], 20)
@@ -290,7 +290,7 @@ def test_a_stream_serves_submitted_work_beside_it() -> None:
 
 
 def test_streams_lose_nothing_when_others_step_the_loop() -> None:
-    """Two streams read in turn, work of others before the first token and between two: every token comes out."""
+    """Two streams are read in turn, with other work before the first token and between tokens: every token comes out."""
     subject = engine()
     first, second = subject.prompts([[1, 2, 3], [4, 5]])
     streams = [first.stream(12, window=3), second.stream(12, window=4)]
@@ -306,7 +306,7 @@ def test_streams_lose_nothing_when_others_step_the_loop() -> None:
 
 
 def test_ordinary_requests_beside_deterministic_ones() -> None:
-    """They take the fast path's tokens at once and are marked; the deterministic ones do not notice them."""
+    """Ordinary requests take the fast path's tokens immediately and are marked. Deterministic ones are not affected."""
     subject = engine()
     exact, ordinary = subject.prompts([[1, 2, 3], [1, 2, 3]])
     jobs = [submit(exact, 20, drafter="lens", window=4), submit(ordinary, 20, exact=False)]
@@ -339,7 +339,7 @@ def test_the_planners_choice_never_changes_tokens(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """A clock that the test moves."""
+    """A clock that the test controls."""
     now = [0.0]
     monkeypatch.setattr("replaylens.engine.loop.planner.time.perf_counter", lambda: now[0])
 

@@ -1,4 +1,4 @@
-"""Sibling chains: each is judged on its own path, whichever of them is right."""
+"""Sibling chains: each is judged on its own path, whichever is right."""
 
 import pytest
 import torch
@@ -16,8 +16,10 @@ PENALISED = {
 
 @pytest.mark.parametrize("name", PENALISED)
 def test_the_second_chain_is_judged_on_its_own_path(name: str) -> None:
-    """Chain 0 begins with the token that is right only after chain 1's first one. Judged on chain 0's path, the penalty
-    would fall on the wrong token."""
+    """Chain 0 starts with the token that is right only after chain 1's first one.
+
+    Judged on chain 0's path, the penalty would fall on the wrong token.
+    """
     sampling, told_apart = PENALISED[name], 0
     for prompt in PROMPTS:
         truth = continuation(toy(), prompt, 8, sampling)
@@ -35,7 +37,7 @@ def test_the_second_chain_is_judged_on_its_own_path(name: str) -> None:
 
 @pytest.mark.parametrize("right", [0, 1, 2])
 def test_whichever_sibling_is_right_is_followed(right: int) -> None:
-    """Tokens, KV and captured rows are those of the path, and the wrong siblings are filed as rejected."""
+    """Tokens, KV and captured rows are those of the path. Wrong siblings are recorded as rejected."""
     prompt = PROMPTS[0]
     truth = continuation(toy(), prompt, 8)
     wrong = [[(truth[0] + k) % VOCAB, truth[1], truth[2]] for k in (1, 2)]

@@ -1,4 +1,4 @@
-"""Which requests and how many rows go into a verification."""
+"""Which requests and how many rows a verification contains."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.toy_model import VOCAB, Reference, continuation, engine, toy, watch_p
 
 
 def test_off_by_one_lengths_of_requests_that_were_not_rolled_back() -> None:
-    """Some requests of a pass lose drafts, others lose none: every length is right after every step."""
+    """Some requests of a pass lose drafts and others do not. Every length is right after every step."""
     subject = engine()
     prompts = [[5, 6, 7], [8, 9], [1, 2, 3, 4], [30, 31, 32]]
     truths = [continuation(toy(), p, 10) for p in prompts]
@@ -29,7 +29,7 @@ def test_off_by_one_lengths_of_requests_that_were_not_rolled_back() -> None:
 
 
 def test_cancelled_requests_still_in_a_verify_batch() -> None:
-    """After a cancel no pass touches the request's pages, and others may have them."""
+    """After a cancel no pass touches the request's pages, and other requests may take them."""
     subject = engine()
     gone, stays = subject.prompts([[1, 2, 3], [4, 5, 6]])
     cancelled, job = submit(gone, 20, drafter="lens", window=4), submit(stays, 20, drafter="lens", window=4)
@@ -37,7 +37,7 @@ def test_cancelled_requests_still_in_a_verify_batch() -> None:
     passes = watch_passes(subject)
     subject.cancel(cancelled)
     tokens, table = gone.tokens, gone.lane.table
-    assert_canonical(gone)  # what it committed stays
+    assert_canonical(gone)  # committed tokens stay
     subject.loop.step()
     assert passes and all(segment.table is not table for segments in passes for segment in segments)
     assert gone.tokens == tokens and DRAFT not in gone.states
@@ -49,8 +49,8 @@ def test_cancelled_requests_still_in_a_verify_batch() -> None:
 
 
 def test_preempted_requests_still_in_a_verify_batch() -> None:
-    """Who lost its pages is in no pass before it has others, and is computed again to the same bits."""
-    subject = engine(cache_tokens=48)  # 12 pages; each request needs 8 in the end
+    """A preempted request is in no pass until it has pages again, and is recomputed to the same bits."""
+    subject = engine(cache_tokens=48)  # 12 pages; each request ends up needing 8
     prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     branches = subject.prompts(prompts)
     preempted: list[int] = []
@@ -70,7 +70,7 @@ def test_preempted_requests_still_in_a_verify_batch() -> None:
 
 @pytest.mark.parametrize("drafter", ["self", "lens", "ngram", "tree", "forced"])
 def test_more_unverified_tokens_than_the_window(drafter: str) -> None:
-    """Between drafting and verifying there are at most window - 1 drafts, and never more than are still wanted."""
+    """Between drafting and verifying there are at most window - 1 drafts, and never more than the request still needs."""
     subject = engine()
     branch = subject.prompt([1, 2, 1, 2, 1, 2])
     truth = continuation(toy(), branch.tokens, 7)

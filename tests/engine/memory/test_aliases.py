@@ -1,4 +1,4 @@
-"""What an engine hands out is the caller's own: whatever is done to it, nothing committed changes."""
+"""What an engine returns is the caller's own: changing it changes nothing that is committed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +18,12 @@ SITE = "blocks.1.hook_in"
 
 
 def captured(subject: Engine) -> Branch:
-    """A branch of one chunk of rows, the shape in which an alias shows."""
+    """A branch whose rows are in one chunk, the case in which an alias shows."""
     return subject.prompt([1, 2, 3, 4, 5], sites="STCZ", keep_rejected=True)
 
 
 def spoil(x: Tensor) -> None:
-    """Centre the rows in place, as everybody does before a probe."""
+    """Centre the rows in place, as is usual before fitting a probe."""
     x -= x.float().mean(0).to(x.dtype) + 1
 
 
@@ -52,7 +52,7 @@ def test_rows_of_a_site_do_not_keep_the_other_sites_in_memory() -> None:
 
 
 def test_the_checker_finds_an_alias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: rows handed out as they lie are changed by their reader."""
+    """Negative control: rows returned without a copy are changed by their reader."""
     monkeypatch.setattr(Recording, "__getitem__", Recording.peek)
     branch = captured(engine())
     truth = branch.activations[SITE].clone()
@@ -80,7 +80,7 @@ def test_rejected_paths_are_copies() -> None:
 
 
 def test_results_of_a_run_and_its_dump_are_copies(tmp_path: Any) -> None:
-    """A run that somebody centred in place is saved, and read back, as it was computed."""
+    """A run centred in place is saved, and read back, as it was computed."""
     subject = Engine.load("coin-plain")
     examples = get("coin")(flips=2).examples(3)
     run, untouched = (subject.replay(examples, sites="SZ", drafter="lens", window=4) for _ in range(2))
@@ -116,7 +116,7 @@ def test_results_of_a_run_and_its_dump_are_copies(tmp_path: Any) -> None:
 
 
 def test_thoughts_are_copies() -> None:
-    """A state that a reader zeroes is still handed on by the next chunk, as it was thought."""
+    """A state that a reader zeroes is still passed to the next chunk as it was thought."""
     subject, fresh = (Engine.load("coin-thinking") for _ in range(2))
     text = "A coin's state is heads. Alice flips, then Bob does not flip."
     branch, truth = subject.prompt(text, sites="STCZ"), fresh.prompt(text, sites="STCZ")

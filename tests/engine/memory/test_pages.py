@@ -1,4 +1,4 @@
-"""`PagePool` against a naive model that writes real contents into simulated pages, and each fault found by name."""
+"""`PagePool` against a naive model that writes real contents into simulated pages. Each fault is found by name."""
 
 import statistics
 import time
@@ -16,7 +16,7 @@ ZERO, POISON = 0, -1
 
 
 class Memory:
-    """The slots of all pages. A free page is poisoned, so that reading one that was freed too early shows."""
+    """The slots of all pages. Free pages are poisoned, so that reading a page freed too early shows."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -43,7 +43,7 @@ class Memory:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Every table must read back exactly what was written through it, whatever the others do."""
+    """Every table reads back exactly what was written through it, whatever other tables do."""
 
     @initialize(num_pages=st.integers(1, 12), page_size=st.integers(1, 4))
     def begin(self, num_pages: int, page_size: int) -> None:
@@ -177,7 +177,7 @@ def filled(pool: PagePool, length: int) -> PageTable:
     return table
 
 
-# What `reserve` asks to be copied
+# Copies that `reserve` requests
 
 
 def test_a_fresh_table_takes_the_lowest_pages_and_copies_nothing() -> None:
@@ -222,7 +222,7 @@ def test_an_empty_range_touches_nothing() -> None:
 def test_lengths_always_fit_the_pages() -> None:
     pool = PagePool(4, 4)
     table = filled(pool, 5)
-    pool.truncate(table, 4)  # exactly at a page's end: the second page goes
+    pool.truncate(table, 4)  # exactly at the end of a page: the second page is freed
     assert (table.pages, pool.num_free) == ([1], 3)
     pool.truncate(table, 0)
     assert (table.pages, table.length, table.closed, pool.num_free) == ([], 0, False, 4)
@@ -271,7 +271,7 @@ def test_share_must_fit() -> None:
             pool.share(table.pages, length)
 
 
-# Bugs that others hit
+# Known bugs of other engines
 
 
 def test_a_zeroed_table_entry_never_looks_like_a_page() -> None:
@@ -284,7 +284,7 @@ def test_a_zeroed_table_entry_never_looks_like_a_page() -> None:
     with pytest.raises(IntegrityError, match="Table 0: entry 1 is page 0"):
         pool.check_integrity([table])
     table.pages[1] = 2
-    pool.check_integrity([table])  # nothing was freed on the way
+    pool.check_integrity([table])  # nothing was freed meanwhile
     assert NULL_PAGE not in filled(pool, 2).pages
 
 
@@ -304,7 +304,7 @@ def test_the_others_keep_their_length_when_one_is_rolled_back() -> None:
     pool = PagePool(20, 4)
     tables = [filled(pool, length) for length in (7, 8, 9)]
     pool.truncate(tables[1], 5)
-    pool.truncate(tables[2], 9)  # all accepted: nothing to cut, not even one
+    pool.truncate(tables[2], 9)  # all accepted: nothing to cut
     assert [table.length for table in tables] == [7, 5, 9]
     assert [len(table.pages) for table in tables] == [2, 2, 3]
     pool.check_integrity(tables)
@@ -318,10 +318,10 @@ def test_a_rolled_back_bonus_token_leaves_no_kv() -> None:
     assert (len(table.pages), pool.num_free) == (2, 4)
     with pytest.raises(BadRange):
         pool.slot(table, 8)
-    pool.truncate(table, 7)  # now one in the middle of a page
+    pool.truncate(table, 7)  # now one within a page
     child = pool.fork(table)
     [copy] = pool.reserve(child, 7, 8)
-    assert copy.num_slots == 3  # what was rolled back is not carried along
+    assert copy.num_slots == 3  # rolled-back positions are not copied
 
 
 def test_a_page_cannot_be_freed_twice() -> None:
@@ -340,7 +340,7 @@ def test_a_page_cannot_be_freed_twice() -> None:
     )
 
 
-# Faults of our own are found and named
+# Our own bugs are found and named
 
 
 def faulty(pool: PagePool, table: PageTable, fault: str) -> None:
@@ -418,5 +418,5 @@ def test_fork_of_4k_positions_copies_no_page_and_is_quick() -> None:
     assert pool.num_free == num_free
     assert all(child.pages == table.pages for child in children)
     assert statistics.median(seconds) < 0.005
-    [copy] = pool.reserve(children[0], 4101, 4102)  # only the tail page, when it is written to
+    [copy] = pool.reserve(children[0], 4101, 4102)  # only the tail page, on its first write
     assert copy.num_slots == 5

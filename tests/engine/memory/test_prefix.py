@@ -1,4 +1,4 @@
-"""`PrefixIndex`: the right pages or none, whatever the hash does; eviction that frees; faults found by name."""
+"""`PrefixIndex`: the right pages or none, whatever the hash; eviction frees pages; faults are found by name."""
 
 import hypothesis.strategies as st
 import pytest
@@ -15,13 +15,13 @@ Path = tuple[tuple[tuple[int, ...], bytes], ...]
 
 
 def path_of(tokens: list[int], edit_keys: list[bytes] | None, num_pages: int) -> Path:
-    """All that the bits of page num_pages - 1 depend on."""
+    """Everything that the bits of page num_pages - 1 depend on."""
     keys = edit_keys or [b""] * num_pages
     return tuple((tuple(tokens[i * SIZE : (i + 1) * SIZE]), keys[i]) for i in range(num_pages))
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """Requests come and go. `contents` says for which path each page was really computed."""
+    """Requests come and go. `contents` maps each page to the path it was computed for."""
 
     hash_bytes = 32
 
@@ -59,7 +59,7 @@ class PrefixMachine(RuleBasedStateMachine):
         cut=st.integers(0, 3),
     )
     def request(self, tokens: list[int], edits: list[bytes] | None, cut: int) -> None:
-        """Adopt what there is, compute the rest, offer it: what the engine does with a prompt."""
+        """Adopt cached pages, compute the rest and offer it, as the engine does with a prompt."""
         table = self.index.adopt(tokens, edits, limit=len(tokens) - 1)
         num_adopted = self.expected(tokens, edits, len(tokens) - 1)
         assert [self.contents[page] for page in table.pages] == [
@@ -93,7 +93,7 @@ class PrefixMachine(RuleBasedStateMachine):
         page_of = {self.contents[page]: page for page in self.index.pages()}
         num_freed = self.index.evict(num_pages)
         assert self.pool.num_free - before == num_freed <= max(0, num_pages)
-        if num_freed < num_pages:  # nothing is left that could be freed
+        if num_freed < num_pages:  # nothing left to free
             assert all(entry.page in held or entry.num_children for entry in self.index._entries.values())
         if self.hash_bytes == 32:
             for _ in range(num_freed):
@@ -140,7 +140,7 @@ TestOneBitHash.settings = TestNoHash.settings = settings(max_examples=40, statef
 
 
 def indexed(index: PrefixIndex, tokens: list[int], edit_keys: list[bytes] | None = None, keep: bool = False) -> PageTable:
-    """Offer freshly computed pages of `tokens`; release the table unless told to keep it."""
+    """Offer freshly computed pages of `tokens`, and release the table unless `keep` is set."""
     table = PageTable()
     index.pool.reserve(table, 0, len(tokens))
     index.offer(table, tokens, len(tokens), edit_keys)
@@ -156,7 +156,7 @@ def test_whole_pages_within_the_limit() -> None:
     assert index.match(list(range(8)), limit=7) == [1]
     assert index.match([0, 1, 2, 3, 4, 5, 6, 99, 8]) == [1]
     assert index.match([1, 2, 3, 4]) == index.match([]) == index.match(list(range(8)), limit=0) == []
-    assert index.match([4, 5, 6, 7]) == []  # the same tokens, but not at the beginning
+    assert index.match([4, 5, 6, 7]) == []  # the same tokens, but not at the start
     assert str(index.check_integrity()) == ("prefix index: 2 pages on 1 paths, 2 not used elsewhere, 0 shared with tables")
 
 
@@ -168,7 +168,7 @@ def test_adopted_pages_are_shared_and_never_written() -> None:
     assert (table.pages, table.length, pool.refcount(1)) == ([1, 2], 8, 2)
     assert pool.reserve(table, 8, 9) == []
     pool.truncate(table, 6)
-    [copy] = pool.reserve(table, 6, 8)  # going back into a shared page takes a copy
+    [copy] = pool.reserve(table, 6, 8)  # rolling back into a shared page takes a copy
     assert copy.source == 2 and index.match(list(range(8))) == [1, 2]
     pool.check_integrity([table], retained=index.pages())
 
@@ -222,10 +222,10 @@ def test_a_planted_collision_does_not_match(monkeypatch: pytest.MonkeyPatch, con
     index = PrefixIndex(pool, b"salt")
     indexed(index, [1, 2, 1, 2])
     assert index.match([1, 2]) == [1]
-    assert index.match([1, 2, 1, 2]) == [1]  # the second page has the same hash and tokens, yet another past
+    assert index.match([1, 2, 1, 2]) == [1]  # the second page has the same hash and tokens, but another prefix
     assert index.match([3, 4]) == index.match([1, 2], [b"edit"]) == []
     assert index.adopt([3, 4]).pages == []
-    indexed(index, [3, 4])  # finds the place taken
+    indexed(index, [3, 4])  # the place is already taken
     assert index.match([3, 4]) == [] and len(index) == 1
     pool.check_integrity([], retained=index.pages())
     index.check_integrity()
@@ -235,7 +235,7 @@ def test_eviction_takes_the_least_recently_used_leaf_and_never_a_parent() -> Non
     pool = PagePool(10, 2)
     index = PrefixIndex(pool, b"salt")
     indexed(index, [1, 1, 2, 2, 3, 3])  # pages 1 2 3
-    indexed(index, [1, 1, 4, 4])  # page 1 again, and a leaf of its own
+    indexed(index, [1, 1, 4, 4])  # page 1 again, and its own leaf
     indexed(index, [5, 5])
     pool.release(index.adopt([1, 1, 2, 2, 3, 3]))
     free = pool.num_free

@@ -8,7 +8,7 @@ from tests.toy_model import VOCAB, continuation, engine, toy
 
 
 def test_captures_keyed_by_slot_when_accepted_kv_is_moved() -> None:
-    """A sibling chain that stands brings its own pages; captured rows go by position and do not notice."""
+    """An accepted sibling chain brings its own pages. Captured rows go by position and are not affected."""
     subject = engine()
     branch = subject.prompt([1, 2, 3], sites=SITES, keep_rejected=True)
     truth = continuation(toy(), [1, 2, 3], 9)
@@ -38,7 +38,7 @@ def test_captures_survive_that_their_kv_is_dropped_and_computed_again() -> None:
 
 
 def test_a_prefix_cache_hit_changing_bits() -> None:
-    """A request that finds its beginning in the index has the tokens and KV of one that computes it."""
+    """A request whose prefix is cached has the tokens and KV of one that computes it."""
     path = [(3 * i) % VOCAB for i in range(37)]
     subject = engine()
     subject.prompt(path).generate(5)
@@ -54,8 +54,10 @@ def test_a_prefix_cache_hit_changing_bits() -> None:
 
 
 def test_a_private_copy_of_a_page_without_its_last_row() -> None:
-    """A turn copies the shared page whose last row it will write anew, then has to wait and is cancelled: the row
-    was never written, so it does not count as computed."""
+    """A turn copies the shared page whose last row it will rewrite, then has to wait and is cancelled.
+
+    The row was never written, so it does not count as computed.
+    """
     subject = engine(cache_tokens=32)  # 8 pages
     root = subject.prompt([1, 2, 3, 4, 5, 6])
     (fork,) = root.fork()

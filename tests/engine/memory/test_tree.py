@@ -25,7 +25,7 @@ def letters(branch: BranchRecord) -> str:
 
 
 def legal(text: str) -> bool:
-    """The order of states, written differently from the tree's own."""
+    """The order of states, implemented differently from the tree's own."""
     return "".join(sorted(text, key="PA~DR".index)) == text and text.count("~") <= 1
 
 
@@ -48,7 +48,7 @@ class Naive:
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """The tree and the naive model do the same things, or refuse the same things and change nothing."""
+    """The tree and the naive model do the same, or refuse the same and change nothing."""
 
     @initialize()
     def begin(self) -> None:
@@ -58,7 +58,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.gone: list[int] = []
 
     def pick(self, data: st.DataObject, *statuses: str) -> tuple[int, Naive, bool]:
-        branch_id = data.draw(st.sampled_from(sorted(self.model)[-5:]))  # few, so that deep histories happen
+        branch_id = data.draw(st.sampled_from(sorted(self.model)[-5:]))  # few, so that histories become deep
         return branch_id, self.model[branch_id], self.model[branch_id].status in statuses
 
     def made(self, branch_id: int | None, record: Naive) -> None:
@@ -159,13 +159,13 @@ class TreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
-        """Nobody looks at a branch any more: once released, it goes, but for what others still need of it."""
+        """Drop the handle of a branch: once released, the branch goes, except for what other branches still need."""
         _, record, _ = self.pick(data)
         record.held = None
         self.drop()
 
     def drop(self) -> None:
-        """The naive model of who keeps whom, to a fixed point."""
+        """The naive model of which branches keep which, to a fixed point."""
         kept = {i for i, record in self.model.items() if record.held or record.status != "released"}
         while True:
             above = {self.model[i].parent for i in kept if "R" not in self.model[i].text}
@@ -242,13 +242,13 @@ def test_a_mismatch_restores_to_the_last_accepted_token() -> None:
     )
 
 
-# Bugs that others hit
+# Known bugs of other engines
 
 
 def test_finish_reason_is_cleared_by_a_rollback() -> None:
     tree = BranchTree()
     root = tree.plant([1])
-    tree.append(root, [2, 99], DRAFT)  # 99: end of text, in what will be rejected
+    tree.append(root, [2, 99], DRAFT)  # 99: end of text, in the part that is rejected
     tree.finish(root, "eos")
     child = tree.fork(root)
     tree.rollback(root, 2)
@@ -280,7 +280,7 @@ def test_rollback_of_a_parent_below_a_fork_does_not_hurt_the_child() -> None:
     assert tree.path(child) == [1, 2, 3, 4] and tree.branch(child).fork_position == 4
     assert tree.common_prefix(root, child) == 3
     assert tree.common_prefix(child, child) == 4
-    tree.rollback(child, 3)  # the child itself goes below: it now leaves there
+    tree.rollback(child, 3)  # the child itself goes below: it now forks there
     assert tree.branch(child).fork_position == 3
     tree.check_integrity()
 
@@ -359,21 +359,21 @@ def test_closed_and_unknown_branches() -> None:
         tree.append(rejected, [3], DRAFT)
     held = tree.branch(root)
     tree.release(root)
-    for closed in (root, rejected):  # what was cut from it goes with it
+    for closed in (root, rejected):  # its rejected part goes with it
         with pytest.raises(ClosedBranch, match="released"):
             tree.fork(closed)
     assert tree.path(root) == held.tokens == [1] and tree.children(root) == [rejected]
     del held
     with pytest.raises(UnknownBranch, match=r"No branch 0\. 0 branches are known, with ids below 2"):
         tree.path(root)
-    assert tree.plant([1]) == 2  # ids are never used again
+    assert tree.plant([1]) == 2  # ids are never reused
 
 
-# Who keeps a record
+# What keeps a record alive
 
 
 def test_a_fork_keeps_those_above_it() -> None:
-    """Also where it was forked from what was cut from them; they go with it."""
+    """A fork keeps its ancestors, also if it was forked from their rejected part. They go with it."""
     tree, root, _, _ = drafted()
     rejected = tree.rollback(root, 5, keep=True)
     assert rejected is not None
@@ -414,7 +414,7 @@ def test_a_discarded_branch_is_gone() -> None:
     assert tree.children(root) == [] and len(tree) == 1
 
 
-# Faults of our own are found and named
+# Our own bugs are found and named
 
 
 def corrupt(tree: BranchTree, fault: str) -> None:

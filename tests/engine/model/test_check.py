@@ -1,4 +1,4 @@
-"""A loaded model is the model that it was loaded from. Each silent difference, planted, is found by the check alone."""
+"""A loaded model equals its source. The check alone finds each planted silent difference."""
 
 import copy
 import re
@@ -41,7 +41,7 @@ def theirs(model: Any, tokens: Tensor = TOKENS) -> Tensor:
 
 
 def own(name: str) -> Any:
-    """A copy of the family's model, to spoil."""
+    """A copy of the family's model, to modify."""
     return copy.deepcopy(hugging_face(name))
 
 
@@ -54,12 +54,12 @@ def folder(tmp_path: Path) -> Callable[[str], Path]:
     return made
 
 
-# Right ones pass
+# Correct models pass
 
 
 @families
 def test_every_family_is_its_source(name: str, folder: Callable[[str], Path]) -> None:
-    """In memory, as a folder and behind a TransformerBridge; and the bits are those that loading without the check gives."""
+    """In memory, as a folder and behind a TransformerBridge. The bits equal those of loading without the check."""
     plain = weights_hash(load(hugging_face(name)))
     for each in (hugging_face(name), folder(name), bridge(name)):
         assert weights_hash(load(each, check=True)) == plain
@@ -73,7 +73,7 @@ def test_a_gguf_file_is_its_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_weights_in_other_types_are_compared_in_float32(name: str, dtype: torch.dtype, folder: Callable[[str], Path]) -> None:
-    """As `from_pretrained(dtype=...)` gives them; what the engine keeps is in yet another type."""
+    """Weights as `from_pretrained(dtype=...)` gives them, while the engine stores another dtype."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder(name), dtype=dtype)
@@ -85,7 +85,7 @@ def test_weights_in_other_types_are_compared_in_float32(name: str, dtype: torch.
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2", "gemma2"])
 def test_a_model_without_its_head_is_compared_up_to_the_final_norm(name: str) -> None:
-    """Tied, so that the embedding is the head."""
+    """The embeddings are tied, so the embedding is the head."""
     model = own(name).base_model
     assert weights_hash(load(model, check=True)) == weights_hash(load(hugging_face(name)))
     norm = next(m for key, m in model.named_modules() if key in ("norm", "ln_f"))
@@ -96,7 +96,7 @@ def test_a_model_without_its_head_is_compared_up_to_the_final_norm(name: str) ->
 
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_the_source_is_left_as_it_was(spoilt: bool) -> None:
-    """Its modes, its kind of attention, its weights and its hooks, whether it passes or not."""
+    """Modes, attention implementation, weights and hooks of the source stay the same, whether the check passes or not."""
     model = own("gemma2").train()
     model.model.layers[1].eval()
     model.config._attn_implementation = "sdpa"
@@ -120,7 +120,7 @@ def _num_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-# What a live model computes and its weights do not show
+# What a live model computes beyond its weights
 
 
 def _replace_head(model: Any) -> None:
@@ -158,7 +158,7 @@ LIVE: dict[str, tuple[str, Callable[[Any], object], str]] = {
 
 @pytest.mark.parametrize("plant", LIVE)
 def test_what_the_weights_do_not_show_is_found(plant: str) -> None:
-    """By default where a model in memory is loaded; the error names the part where it begins."""
+    """The check is the default for a model in memory. The error names the first part that differs."""
     name, change, stage = LIVE[plant]
     model = own(name)
     change(model)
@@ -170,7 +170,7 @@ def test_what_the_weights_do_not_show_is_found(plant: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_behind_a_bridge_too(dtype: torch.dtype) -> None:
-    """A bridge looks at its modules' types to convert what it hands them: these must be those that are computed with."""
+    """A bridge converts inputs to its modules' dtypes: these must be the dtypes of the computation."""
     spoilt = bridge.__wrapped__("qwen2")
     frequencies = spoilt.original_model.model.rotary_emb.inv_freq.clone()
     spoilt.original_model.to(dtype)
@@ -183,7 +183,7 @@ def test_behind_a_bridge_too(dtype: torch.dtype) -> None:
         Engine.load(spoilt)
 
 
-# What a translation could miss
+# What a conversion could miss
 
 
 TRANSLATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -218,7 +218,7 @@ def test_a_wrong_translation_of_a_config_is_found(
 
     monkeypatch.setattr(weights, "_with_its_head", wrong)
     for each in (hugging_face(name), folder(name)):
-        load(each)  # the control: nothing else notices
+        load(each)  # the control: no other check notices
         with pytest.raises(OtherModel, match=stage):
             load(each, check=True)
 
@@ -233,7 +233,7 @@ def test_a_head_that_is_taken_for_the_embedding_is_found(monkeypatch: pytest.Mon
 
 
 def test_whole_numbers_that_are_taken_for_weights_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the values of an int8 tensor passed for weights: they are a scale away from them."""
+    """The values of an int8 tensor, taken for weights, are off by a scale."""
     model = own("llama")
     name = "model.layers.1.mlp.down_proj.weight"
     state = {**model.state_dict(), name: (model.state_dict()[name] * 100).round()}
@@ -243,7 +243,7 @@ def test_whole_numbers_that_are_taken_for_weights_are_found(monkeypatch: pytest.
         load(model, check=True)
 
 
-# Fields that a family does not compute with
+# Fields that a family ignores
 
 
 IGNORED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -278,7 +278,7 @@ IGNORED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("field", IGNORED)
 def test_a_field_that_is_not_computed_with_is_named(field: str, folder: Callable[[str], Path]) -> None:
-    """Transformers ignores it; a model that the config does not describe is not served."""
+    """Transformers ignores the field. A model that its config does not describe is refused."""
     name, changes = IGNORED[field]
     at = folder(name)
     load(at)
@@ -311,7 +311,7 @@ NEUTRAL = {
 
 @pytest.mark.parametrize("name", NEUTRAL)
 def test_a_field_that_says_what_is_done_anyway_is_taken(name: str, folder: Callable[[str], Path]) -> None:
-    """The control: such a config loads, to the same bits, and the check agrees."""
+    """Negative control: a config with neutral fields loads to the same bits, and the check passes."""
     at = folder(name)
     edit_json(at / "config.json", **NEUTRAL[name])
     assert weights_hash(load(at, check=True)) == weights_hash(load(hugging_face(name)))
@@ -322,7 +322,7 @@ def test_a_field_that_says_what_is_done_anyway_is_taken(name: str, folder: Calla
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2", "gemma2", "gemma3"])
 def test_a_head_of_its_own_unties_a_tied_config(name: str, folder: Callable[[str], Path]) -> None:
-    """In memory and in a folder, as in transformers; a head that is the embedding stays tied."""
+    """In memory and in a folder, as in transformers. A head that is the embedding stays tied."""
     import transformers
 
     at = folder(name)
@@ -388,11 +388,11 @@ def test_a_model_without_values_is_named() -> None:
         load(empty)
 
 
-# Folders of which one could read two models
+# Ambiguous folders
 
 
 def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
-    """A shard left over from an earlier save: whichever was read last would win."""
+    """A shard left over from an earlier save: the last one read would win."""
     hugging_face("llama").save_pretrained(tmp_path, max_shard_size="20KB")
     first, second = sorted(tmp_path.glob("model-*.safetensors"))[:2]
     name, stale = next(iter(load_file(second).items()))
@@ -402,7 +402,7 @@ def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
 
 
 def test_one_file_beside_an_index_of_shards_is_named(tmp_path: Path) -> None:
-    """Transformers reads the one file, others the shards: they may be two models."""
+    """Transformers reads the single file, other tools the shards: they may be two models."""
     hugging_face("llama").save_pretrained(tmp_path, max_shard_size="20KB")
     hugging_face("qwen2").save_pretrained(tmp_path / "other")
     shutil.copy(tmp_path / "other" / WEIGHTS_FILE, tmp_path)
@@ -411,7 +411,7 @@ def test_one_file_beside_an_index_of_shards_is_named(tmp_path: Path) -> None:
 
 
 def test_an_adapter_beside_the_weights_is_named(folder: Callable[[str], Path]) -> None:
-    """Transformers would apply it without a word."""
+    """Transformers would apply the adapter silently."""
     at = folder("llama")
     (at / "adapter_config.json").write_text("{}")
     with pytest.raises(UnsupportedModel, match=r"adapter.*Merge it"):
@@ -447,7 +447,7 @@ def test_the_text_part_of_a_live_multimodal_model_is_that_of_its_folder(tmp_path
 
 
 def test_the_whole_says_whether_a_multimodal_head_is_tied(tmp_path: Path) -> None:
-    """The text part's own flag is not asked: transformers goes by that of the whole."""
+    """The text part's own flag is ignored: transformers uses that of the whole model."""
     model = multimodal(tie_word_embeddings=False)
     model.config.text_config.tie_word_embeddings = True
     model.save_pretrained(tmp_path)
@@ -456,7 +456,7 @@ def test_the_whole_says_whether_a_multimodal_head_is_tied(tmp_path: Path) -> Non
         assert not loaded.config.tied_embeddings and torch.allclose(ours(loaded), theirs(model), atol=2e-5)
 
 
-# When it runs
+# When the check runs
 
 
 def test_folders_are_compared_when_asked(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,7 +479,7 @@ def test_check_is_yes_or_no(given: Any) -> None:
 
 
 def test_nothing_to_compare_with_is_named(tmp_path: Path) -> None:
-    """No silent pass where there is no counterpart."""
+    """Without a counterpart, the check does not pass silently."""
     model = load(hugging_face("llama"))
     save(model, tmp_path)
     for each in ("coin-plain", "coin-thinking", model, tmp_path):

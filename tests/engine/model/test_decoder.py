@@ -1,4 +1,4 @@
-"""The decoder computes what Hugging Face computes, and the comparison would notice if it did not."""
+"""The decoder computes what Hugging Face computes, and the comparison detects any deviation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +16,13 @@ from tests.engine.passes.packed import RAGGED, alone, logits, pack, sequences, w
 from tests.families import NAMES, hugging_face
 
 TOLERANCE = 2e-5
-"""of float32 logits against Hugging Face, relative"""
+"""relative tolerance of float32 logits against Hugging Face"""
 families = pytest.mark.parametrize("name", NAMES)
 
 
 @contextmanager
 def float32_means_float64(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hugging Face takes norms, softmax and rotary angles in float32 whatever the model's dtype. Here it does not."""
+    """Lets Hugging Face compute norms, softmax and rotary angles, which are float32 in a model of any dtype, in float64."""
     with patch.context() as inside:
         inside.setattr(torch, "float32", torch.float64)
         inside.setattr(torch, "float", torch.float64)
@@ -31,7 +31,7 @@ def float32_means_float64(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def in_float64(name: str) -> Any:
-    """The family's Hugging Face model rebuilt in float64, its tables of angles included."""
+    """The family's Hugging Face model rebuilt in float64, including its rotary tables."""
     model = hugging_face(name)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -45,7 +45,7 @@ def in_float64(name: str) -> Any:
 
 @families
 def test_ragged_batch_gives_hugging_face_logits(name: str) -> None:
-    """Sequences of all lengths in one packed pass: each gets the logits that Hugging Face gives it alone."""
+    """Sequences of all lengths in one packed pass each get the logits that Hugging Face gives them alone."""
     tokens = sequences()
     ours, theirs = logits(load(hugging_face(name)), tokens), alone(hugging_face(name), tokens)
     assert worst(ours, theirs) < TOLERANCE
@@ -55,14 +55,14 @@ def test_ragged_batch_gives_hugging_face_logits(name: str) -> None:
 
 @families
 def test_equal_lengths_give_hugging_face_logits(name: str) -> None:
-    """The batched road, taken when all lengths are equal, means the same as the ragged one."""
+    """The batched code path, used when all lengths are equal, computes the same as the ragged one."""
     tokens = sequences((17, 17, 17))
     assert worst(logits(load(hugging_face(name)), tokens), alone(hugging_face(name), tokens)) < TOLERANCE
 
 
 @families
 def test_float64_agrees_to_rounding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all rounding to float32 lifted on both sides, only float64 rounding is left: the formulas are the same."""
+    """With float32 rounding lifted on both sides, only float64 rounding is left: the formulas are the same."""
     tokens = sequences()
     with float32_means_float64(monkeypatch):
         model = in_float64(name)
@@ -71,7 +71,7 @@ def test_float64_agrees_to_rounding(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_float64_control_without_lifting() -> None:
-    """The control of the test above: left to itself, Hugging Face's float64 model is not float64."""
+    """Negative control: by default, Hugging Face's float64 model is not float64 throughout."""
     model, tokens = in_float64("llama"), sequences()
     assert worst(logits(load(model, torch.float64), tokens), alone(model, tokens)) > 1e-10
 
@@ -100,7 +100,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_oracle_notices_a_feature_left_out(feature: str) -> None:
-    """Negative control: with one feature off or wrong, the logits leave the tolerance by far."""
+    """Negative control: with one feature off or wrong, the logits are far outside the tolerance."""
     name, change = FEATURES[feature]
     right = load(hugging_face(name))
     assert any(getattr(right.config, field) != value for field, value in change.items())
@@ -111,7 +111,7 @@ def test_oracle_notices_a_feature_left_out(feature: str) -> None:
 
 @families
 def test_oracle_notices_every_tensor(name: str) -> None:
-    """Negative control: change any one tensor of the model by a tenth, and the logits leave the tolerance."""
+    """Negative control: changing any tensor of the model by a tenth moves the logits outside the tolerance."""
     model, tokens = load(hugging_face(name)), sequences((5, 16))
     right = logits(model, tokens)
     generator = torch.Generator().manual_seed(1)
@@ -127,7 +127,7 @@ def test_oracle_notices_every_tensor(name: str) -> None:
 
 @families
 def test_packed_sequences_do_not_see_each_other(name: str) -> None:
-    """Replace one sequence of a pack: the bits of all others stay; its own rows change from the changed token on."""
+    """Replacing one sequence of a pack leaves the bits of all others. Its own rows change from the changed token on."""
     model, tokens = load(hugging_face(name)), sequences()
     changed = [x.clone() for x in tokens]
     changed[1][5] = (changed[1][5] + 1) % 97
@@ -141,7 +141,7 @@ def test_packed_sequences_do_not_see_each_other(name: str) -> None:
 @families
 @torch.no_grad()
 def test_stop_at_layer_is_a_cut(name: str) -> None:
-    """Stopping at layer l and going on from there gives the bits of the whole pass, for every l."""
+    """Stopping at layer l and continuing from there gives the bits of the whole pass, for every l."""
     model = load(hugging_face(name))
     rows, positions = pack(sequences())
     ops = SequenceOps(RAGGED)
@@ -173,7 +173,7 @@ def plain(**changes: Any) -> ModelConfig:
 
 
 def test_initialize_is_a_function_of_the_seed() -> None:
-    """Same seed, same bits, whatever was in memory and whatever the global generator's state; it is left alone."""
+    """The same seed gives the same bits, whatever the memory and the global generator held. The generator is not used."""
     first = Decoder(plain()).initialize(3)
     torch.manual_seed(99)
     state = torch.get_rng_state()
@@ -190,7 +190,7 @@ def test_initialize_is_a_function_of_the_seed() -> None:
 
 
 def test_initialized_model_predicts_the_uniform_distribution_nearly() -> None:
-    """Fresh weights know nothing: the loss is close to that of a uniform guess, so training starts sanely."""
+    """The loss of fresh weights is close to that of a uniform guess, so training starts sanely."""
     config = plain()
     model = Decoder(config).initialize(0).requires_grad_(False)
     out = torch.cat(logits(model, sequences((64,) * 4, config.vocab_size)))

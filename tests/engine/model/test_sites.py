@@ -1,4 +1,4 @@
-"""Every site is the tensor that TransformerLens gives under the same name; taps see it, and may replace it."""
+"""Every site is TransformerLens's tensor of the same name. Taps see it, and may replace it."""
 
 from functools import cache
 from typing import Any
@@ -18,10 +18,10 @@ from tests.families import NAMES, hugging_face
 
 TOLERANCE = 1e-5
 SEQUENCES, LENGTH = 2, 19
-"""longer than the windows; of equal lengths, since a pattern of ragged sequences is no tensor"""
+"""longer than the windows; of equal lengths, since the pattern of ragged sequences is not a tensor"""
 families = pytest.mark.parametrize("name", NAMES)
 NOT_IN_BRIDGE = {("neox", "hook_rot_q"), ("neox", "hook_rot_k")}
-"""(family, end of the site's name) that the bridge does not offer; checked through the pattern instead"""
+"""(family, end of the site's name) that the bridge lacks; checked through the pattern instead"""
 
 
 class Capture:
@@ -120,7 +120,7 @@ def test_letters_are_what_the_bridge_calls_them(name: str, letter: str, legacy: 
 
 @families
 def test_oracle_tells_the_sites_apart(name: str) -> None:
-    """Negative control: no S, T or C site would pass for another one of them."""
+    """Negative control: no S, T or C site equals another one."""
     sites = table(decoder(name).config)
     names = [*sites.letter("S"), *sites.letter("T"), *sites.letter("C")]
     for a in names:
@@ -129,7 +129,7 @@ def test_oracle_tells_the_sites_apart(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama3", "qwen2", "qwen3", "neox", "neox-sequential"])
 def test_rotated_q_and_k_give_the_bridges_pattern(name: str) -> None:
-    """Where the bridge has no rotated q and k (GPT-NeoX) they are checked by what follows: the pattern."""
+    """The bridge has no rotated q and k for GPT-NeoX, so they are checked through the pattern."""
     config = decoder(name).config
     assert config.rotary_dim and not config.windows and not config.attn_softcap  # the formula below has neither
     for layer in range(config.num_layers):
@@ -145,7 +145,7 @@ def test_rotated_q_and_k_give_the_bridges_pattern(name: str) -> None:
 
 @families
 def test_table_lists_what_a_pass_comes_by(name: str) -> None:
-    """The sites of the table, in its order, are those that a tap is shown, with the shapes that it says."""
+    """The table lists the sites that a tap sees, in the same order and with the same shapes."""
     sites = table(decoder(name).config)
     assert sorted(sites.in_order()) == sorted(sites.sites) == sorted(captured(name))
     names, lens = sites.select(list(captured(name)))
@@ -159,7 +159,7 @@ def test_table_lists_what_a_pass_comes_by(name: str) -> None:
 
 @families
 def test_letters_come_in_the_order_of_the_pass(name: str) -> None:
-    """What select gives is in the order in which a pass comes by."""
+    """`select` returns sites in the order of the pass."""
     names, _ = table(decoder(name).config).select("STC")
     seen = list(captured(name))
     assert list(names) == sorted(names, key=seen.index)
@@ -170,7 +170,7 @@ def llama() -> SiteTable:
 
 
 def test_select_reads_all_spellings() -> None:
-    """Letters together or apart, names, aliases, strings and lists: the same sites, each once; Z is told apart."""
+    """Letters together or apart, names, aliases, strings and lists give the same sites, each once. Z is kept apart."""
     sites = llama()
     assert sites.select("STCZ") == (sites.select("STC")[0], True)
     assert sites.select("S,T") == sites.select("S T") == sites.select(["S", "T"]) == sites.select(("TS",))
@@ -203,7 +203,7 @@ def test_gemma_writes_what_its_post_norms_give() -> None:
     ],
 )
 def test_unknown_name_lists_the_nearest(wrong: str, near: str) -> None:
-    """A misspelt name is a KeyError whose text, not its repr, offers what was meant."""
+    """A misspelt name raises a KeyError whose text, not its repr, suggests the nearest names."""
     for ask in (llama().resolve, llama().select):
         with pytest.raises(KeyError) as caught:
             ask(wrong)
@@ -214,7 +214,7 @@ def test_unknown_name_lists_the_nearest(wrong: str, near: str) -> None:
 @pytest.mark.parametrize("letter", "STCZ")
 @pytest.mark.parametrize("thinks", [False, True])
 def test_a_letter_names_what_it_selects(letter: str, thinks: bool) -> None:
-    """`letter` and `select` agree for both kinds of model; thoughts have sites beside the layers' own."""
+    """`letter` and `select` agree for both kinds of model. Thoughts have sites beside those of the layers."""
     table = ThinkingSites(llama().config) if thinks else llama()
     assert set(table.select(letter)[0]) == set(table.letter(letter))
     thoughts = [name for name in table.letter(letter) if "thinking." in name or "compress." in name]
@@ -225,7 +225,7 @@ def test_a_letter_names_what_it_selects(letter: str, thinks: bool) -> None:
 
 @pytest.mark.parametrize("word", ["X", "s", "STX", "STCZX"])
 def test_unknown_letter_is_refused(word: str) -> None:
-    """A letter that there is not, also among letters that there are; letters are capital."""
+    """An unknown letter is refused, also among known ones. Letters are capital."""
     with pytest.raises(UnknownSite, match="Letters: STCZ"):
         llama().select(word)
     with pytest.raises(UnknownSite, match="Known: S, T, C, Z"):
@@ -243,7 +243,7 @@ def test_unknown_letter_is_refused(word: str) -> None:
     ],
 )
 def test_sites_of_other_families_are_unknown(name: str, absent: str) -> None:
-    """A model has no site for a part that it does not have."""
+    """A model has no site for a part that it lacks."""
     with pytest.raises(UnknownSite):
         table(decoder(name).config).resolve(absent)
 
@@ -255,7 +255,7 @@ def test_sites_of_other_families_are_unknown(name: str, absent: str) -> None:
 def test_watching_changes_no_bits(name: str) -> None:
     """Capturing sites, one by one, leaves the logits' bits alone.
 
-    The pattern is the exception that the ops allow: to show it, attention is computed in the open.
+    The pattern is the one exception: to show it, attention is computed explicitly.
     """
     plain = logits(decoder(name), tokens())
     for site in table(decoder(name).config).sites:
@@ -282,7 +282,7 @@ def test_replacing_a_site_reaches_everything_after_it(name: str) -> None:
 
 
 class ReplaceAndWatch(Capture):
-    """Adds noise at one site, and keeps what it is shown everywhere."""
+    """Adds noise at one site, and records every site."""
 
     def __init__(self, site: str) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class ReplaceAndWatch(Capture):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "neox"])
 @torch.no_grad()
 def test_replacing_is_what_the_bridge_does(name: str) -> None:
-    """The same edit at the same name gives the bridge's logits, so that edits mean the same in both."""
+    """The same edit at the same name gives the bridge's logits, so edits mean the same in both."""
     sites = table(decoder(name).config)
     for site in (sites.letter("S")[1], sites.letter("T")[1], sites.letter("C")[1], "unembed.hook_out"):
         ours = torch.stack(logits(decoder(name), tokens(), Replace(site)))
@@ -308,6 +308,6 @@ def test_replacing_is_what_the_bridge_does(name: str) -> None:
 
 
 def test_pattern_of_ragged_sequences_is_refused() -> None:
-    """Ragged patterns are no tensor; the error says so instead of padding."""
+    """The pattern of ragged sequences is not a tensor. The error says so instead of padding."""
     with pytest.raises(ValueError, match="ragged"):
         logits(decoder("llama"), sequences((3, 5)), Capture("blocks.0.attn.hook_pattern"))

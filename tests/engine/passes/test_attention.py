@@ -1,6 +1,6 @@
-"""Attention over several key blocks, against float64 written here and against Hugging Face.
+"""Attention over several key blocks, against float64 code in this file and against Hugging Face.
 
-The engine's own reference runs the same blocks, so it cannot see a fault in them.
+The engine's own reference runs the same blocks, so it cannot detect their faults.
 """
 
 import math
@@ -25,7 +25,7 @@ def values(*shape: int) -> Tensor:
 
 
 def plain_attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """Softmax over the keys that are seen, one query and one head at a time, in float64."""
+    """Softmax over the visible keys, one query and one head at a time, in float64."""
     q, keys, values = q.double(), keys.double(), values.double()
     pieces, rows, heads, d = q.shape
     kv_heads = len(keys)
@@ -65,7 +65,7 @@ def test_blocks_against_float64(window: int, cap: float) -> None:
 
 @pytest.mark.parametrize("key", [0, KV_BLOCK - 1, KV_BLOCK, 2 * KV_BLOCK - 1, 2 * KV_BLOCK, LENGTH - 1])
 def test_every_key_counts(key: int) -> None:
-    """One key far ahead of all others takes the whole pattern, wherever in its block it is."""
+    """A key with a dominant score takes the whole pattern, wherever it is in its block."""
     n = 3 * KV_BLOCK
     q, keys, vs = torch.ones(1, 1, 1, 4), torch.zeros(1, n, 4), values(1, n, 4)
     keys[0, key] = 20.0
@@ -79,7 +79,7 @@ def test_every_key_counts(key: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_engine_against_hugging_face_at_150_tokens(name: str) -> None:
-    """Logits of every position, in one pass and in uneven pieces, against the library in float64."""
+    """Logits of every position, in one pass and in uneven chunks, against Hugging Face in float64."""
     model = hugging_face(name)
     tokens = torch.randint(3, 97, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist()
     with torch.no_grad():

@@ -19,7 +19,7 @@ from tests.toy_model import VOCAB, Reference, continuation, engine, random_model
 
 @pytest.mark.parametrize("offset", [0, 1, 7, 15, 63])
 def test_verifier_attention_choosing_its_own_split(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum over keys is cut at fixed positions, however the rows are cut into windows."""
+    """The sum over keys is split at fixed positions, however the rows are split into windows."""
     path = [(7 * i) % VOCAB for i in range(150)]
     truth = Reference(toy(), path)
 
@@ -39,7 +39,7 @@ def test_verifier_attention_choosing_its_own_split(offset: int, monkeypatch: pyt
 
 
 def test_zeroed_page_table_entries() -> None:
-    """Page 0 belongs to nobody: a zeroed entry is an error, is never freed into the pool, and padding reads zeros."""
+    """No branch owns page 0: a zeroed entry is an error and is never freed into the pool, and padding reads zeros."""
     subject = engine(cache_tokens=64, canary=True)
     branches = subject.prompts([[1, 2, 3], [4, 5, 6, 7, 8]])
     subject.generate(branches, 12, drafter="tree", window=4)
@@ -61,7 +61,7 @@ def test_zeroed_page_table_entries() -> None:
 
 
 def test_page_table_and_write_index_disagreeing() -> None:
-    """A position is read from the slot it was written to, also after copy on write and in pages out of order."""
+    """A position is read from the slot it was written to, also after copy on write and with pages out of order."""
     pool = PagePool(16, 4)
     first, second = PageTable(), PageTable()
     for i in range(3):  # interleaved, so that neither table's pages are consecutive
@@ -100,7 +100,7 @@ def test_an_unrelated_prefill_of_9_or_10_tokens_changing_a_neighbours_bits() -> 
 
 
 def test_a_scale_over_co_batched_tokens() -> None:
-    """Neighbours with huge activations do not move a row's bits; with a scale over the whole batch they would."""
+    """Neighbours with huge activations do not change a row's bits. With a scale over the whole batch they would."""
     model = random_model()
     model.embed[60] *= 1e4
 
@@ -110,7 +110,7 @@ def test_a_scale_over_co_batched_tokens() -> None:
             runner.reserve(table, 0, 4)
 
         class Scaled:
-            """A per-tensor scale, as 8-bit formats have it: rows are rounded to a grid that the largest of them sets."""
+            """A per-tensor scale as in 8-bit formats: the largest row sets the grid to which all rows are rounded."""
 
             def wants(self, site: str) -> bool:
                 return per_tensor_scale and site.endswith(".hook_in")
@@ -128,7 +128,7 @@ def test_a_scale_over_co_batched_tokens() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 31, 32, 33, 47])
 def test_padding_overrunning_a_captured_buffer(n: int) -> None:
-    """A pass is padded to whole tiles; what is captured is the request's rows, all of them and no others."""
+    """A pass is padded to whole tiles. Exactly the request's rows are captured."""
     subject = engine()
     path = [(11 * i + 1) % VOCAB for i in range(n)]
     branch, beside = subject.prompts([path, [4, 5]], sites=SITES)

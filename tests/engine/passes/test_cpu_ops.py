@@ -1,4 +1,4 @@
-"""The CPU's own ways of doing to rows what `TorchOps` does: the same bits."""
+"""The CPU's own implementations of row operations give the bits of `TorchOps`."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def values(*shape: int) -> torch.Tensor:
 def test_norms(kind: str, width: int) -> None:
     norm = Norm(width, kind, 1e-5)  # type: ignore[arg-type]
     with torch.no_grad():
-        for parameter in norm.parameters():  # they are not initialised
+        for parameter in norm.parameters():  # uninitialised memory
             parameter.copy_(values(width))
         for rows in ROWS:
             for shape in ((rows, width), (rows, 3, width)):
@@ -33,7 +33,7 @@ def test_rotary(rotary_dim: int) -> None:
     for rows in ROWS:
         rotary = Rotary(table, torch.arange(rows) + 5)
         qkv = values(rows, 9, 16)
-        for heads in (qkv[:, :5], qkv[:, 5:7]):  # as they come: views of one product
+        for heads in (qkv[:, :5], qkv[:, 5:7]):  # as in a pass: views of one product
             assert torch.equal(CpuOps().rotate(heads, rotary), TorchOps().rotate(heads, rotary))
 
 

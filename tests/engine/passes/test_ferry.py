@@ -1,4 +1,4 @@
-"""The way of captured rows to the host. Without a device, the copy into the ring is an ordinary one; the rest is the same."""
+"""Transfer of captured rows to the host. Without a device, the copy into the ring is an ordinary one; the rest is the same."""
 
 import gc
 import threading
@@ -29,7 +29,7 @@ def test_everything_arrives_through_a_ring_that_is_smaller():
 
 
 def test_sending_waits_while_the_ring_is_full(monkeypatch):
-    """Back-pressure: with the carriers held up, no more than the ring is under way, and nothing is lost."""
+    """Back-pressure: while the carriers are held up, at most one ring of rows is in flight, and nothing is lost."""
     go_on = threading.Event()
     carry = ferries._carry
     monkeypatch.setattr(ferries, "_carry", lambda *args: (go_on.wait(), carry(*args)))
@@ -53,7 +53,7 @@ def test_what_goes_wrong_on_the_way_is_raised_where_rows_are_read(monkeypatch):
         block = ferry.send(groups(0))
         with pytest.raises(MemoryError, match="no room for rows"):
             block["a"]
-    assert torch.equal(ferry.send(groups(1))["a"], groups(1)[0][1][0])  # the next rows arrive all the same
+    assert torch.equal(ferry.send(groups(1))["a"], groups(1)[0][1][0])  # later rows still arrive
 
 
 def test_the_threads_end_with_the_ferry():
@@ -85,7 +85,7 @@ def test_a_ring_gives_out_every_place_once():
     assert (first.start, second.start) == (0, 40)
     waited = threading.Thread(target=lambda: ring.wait(30))
     waited.start()
-    ring.give_back(second)  # not free yet: an earlier place is in use
+    ring.give_back(second)  # not free yet: an earlier slot is in use
     waited.join(timeout=0.1)
     assert waited.is_alive() and ring.in_use == 80
     ring.give_back(first)
@@ -101,7 +101,7 @@ def test_memory_is_used_again_up_to_its_limit():
     place = first.data_ptr()
     view = first[10:]
     del first
-    assert memory.like(like).data_ptr() != place  # somebody still looks at it
+    assert memory.like(like).data_ptr() != place  # still referenced
     del view
     assert memory.like(like).data_ptr() == place
     many = [memory.like(like) for _ in range(9)]

@@ -1,4 +1,4 @@
-"""NaN and infinity are never committed, whichever row of a pass they are in and whether or not it has logits."""
+"""NaN and infinity are never committed, in whichever row of a pass they occur and whether or not it has logits."""
 
 import pytest
 import torch
@@ -24,8 +24,10 @@ def poisoned() -> Engine:
 @pytest.mark.parametrize("sites", ["S", "SZ"])
 @pytest.mark.parametrize("forced", [[BAD], [8, BAD], [8, 9, 10, BAD], [BAD, 8, 9]])
 def test_forced_tokens_that_overflow(poisoned: Engine, forced: list[int], sites: str) -> None:
-    """A pass without logits: the rows themselves are looked at, the first, the last and the only one. With Z, the row at
-    the tip is computed once more in that pass, and what it writes beside NaN does not count either."""
+    """A pass without logits: the rows themselves are checked, the first, the last and the only one.
+
+    With Z, the row at the tip is computed again in that pass, and what it writes beside NaN does not count either.
+    """
     branch = poisoned.prompt([1, 2, 3], sites=sites)
     before = branch.kv()
     with pytest.raises(NonFinite, match="Nothing of this pass was committed"):
@@ -40,7 +42,7 @@ def test_forced_tokens_that_overflow(poisoned: Engine, forced: list[int], sites:
 
 @pytest.mark.parametrize("prompt", [[BAD], [1, BAD], [1, 2, 3, 4, 5, 6, 7, 8]])
 def test_prompts_that_overflow(poisoned: Engine, prompt: list[int]) -> None:
-    """Nothing stays behind: no branch, no page, nothing in the prefix index."""
+    """No branch, page or entry in the prefix index remains."""
     free = poisoned.runner.pool.num_free
     with pytest.raises(NonFinite):
         poisoned.prompt(prompt)
@@ -48,7 +50,7 @@ def test_prompts_that_overflow(poisoned: Engine, prompt: list[int]) -> None:
 
 
 def test_a_neighbour_of_one_row_fails_alone(poisoned: Engine) -> None:
-    """Two one-row requests in one pass: the bad one is named, the good one goes on to its own bits."""
+    """Two one-row requests share a pass: the error names the bad one, and the good one continues to its own bits."""
     good, bad = poisoned.prompts([[1, 2, 3], [4, 5, 6]])
     with pytest.raises(NonFinite):
         poisoned.force_all([good, bad], [[8], [BAD]])
@@ -78,7 +80,7 @@ def test_a_draft_with_nan_failing_its_request(poisoned: Engine) -> None:
 
 
 def test_nan_in_a_prompt_reaching_the_prefix_index(poisoned: Engine) -> None:
-    """Rows before the NaN in the same pass are spoiled too, and their page has a key that others ask for."""
+    """Rows before the NaN in the same pass are spoiled too, and other requests look up the key of their page."""
     with pytest.raises(NonFinite):
         poisoned.prompt([1, 2, 3, 4, 7])
     branch = poisoned.prompt([1, 2, 3, 4, 9])

@@ -1,4 +1,4 @@
-"""All variants of a canonical product give the bits of one tile on one thread; one that does not is not certified."""
+"""All variants of a canonical product give the bits of one tile on one thread. A variant that does not is not certified."""
 
 from pathlib import Path
 
@@ -55,16 +55,16 @@ def test_the_tile_is_the_meaning() -> None:
     ("threads", "rows", "calls"),
     [
         (1, 112, [(64, 1), (16, 1), (16, 1), (16, 1)]),
-        (2, 112, [(64, 2), (16, 1), (16, 1), (16, 1)]),  # on two threads, 64 rows are all that is certified
+        (2, 112, [(64, 2), (16, 1), (16, 1), (16, 1)]),  # on two threads, only 64 rows are certified
         (2, 128, [(64, 2), (64, 2)]),
         (2, 48, [(16, 1), (16, 1), (16, 1)]),
-        (3, 112, [(64, 1), (16, 1), (16, 1), (16, 1)]),  # no certificate: everything on one
+        (3, 112, [(64, 1), (16, 1), (16, 1), (16, 1)]),  # no certificate: everything runs on one thread
     ],
 )
 def test_only_certified_products_reach_the_library(
     threads: int, rows: int, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row counts and threads of each call, whatever bits this machine's library would give at others."""
+    """Row counts and threads of each call, whatever bits this machine's library gives at other counts."""
     seen: list[tuple[int, int]] = []
     product = torch.mm
 
@@ -92,7 +92,7 @@ def test_single_rows_of_a_certified_model_are_not_padded() -> None:
 
 @needs_mkl
 def test_a_packed_weight_with_other_bits_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: as if the library summed single rows in another order."""
+    """Negative control: a library that sums single rows in another order."""
     right = products.packed_product
 
     def wrong(x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Canonical bits are those of one thread: on any number of threads, whoever sets it and when.
+"""Canonical bits are those of one thread, on any number of threads, however and whenever it is set.
 
-Where the library's own products do not depend on the number of threads, a product that does takes their place: MKL splits
-the sum of a product of few rows when there are many threads. The last tests run the real library in processes with 1, 2,
+If the library's own products do not depend on the number of threads, a product that does replaces them: MKL splits the sum
+of a product of few rows when there are many threads. The last tests run the real library in processes with 1, 2,
 3, 8 and 16 threads and compare digests.
 """
 
@@ -41,7 +41,7 @@ SITES = ["S", "Z", PATTERN]
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Decoder:
-    """A small model that runs on all threads it is given, on a machine of eight cores, without certificates."""
+    """A small model that runs on all given threads of an eight-core machine, without certificates."""
     monkeypatch.setattr(modes, "available_cores", lambda: 8)
     monkeypatch.setattr(runner, "_WORTH_THREADS", 0)
     monkeypatch.setattr(certificates, "_EXAMINED", {})
@@ -57,12 +57,12 @@ def the_users_threads() -> Iterator[None]:
 
 
 def right(a: Tensor, b: Tensor) -> Tensor:
-    """The product, rounded once: on any machine the same for any number of rows and threads."""
+    """The product, rounded once: the same on any machine for any number of rows and threads."""
     return (a.double() @ b.double()).float()
 
 
 def split(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of a product in two halves: what a library does that gives each half to a thread."""
+    """A product summed in two halves, as in a library that gives each half to a thread."""
     half = a.shape[1] // 2
     return right(a[:, :half], b[:half]) + right(a[:, half:], b[half:])
 
@@ -72,7 +72,7 @@ def never(threads: int, rows: int) -> bool:
 
 
 def plant(patch: pytest.MonkeyPatch, when: Callable[[int, int], bool]) -> None:
-    """Products that split their sums where `when(threads, rows)`, in place of the library's, the packed ones included."""
+    """Replaces the library's products, packed ones included, by ones that split their sums where `when(threads, rows)`."""
 
     def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
         value = split(a, b) if when(torch.get_num_threads(), len(a)) else right(a, b)
@@ -96,11 +96,11 @@ def different(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
     return [name for name in theirs if not torch.equal(ours[name], theirs[name])]
 
 
-# ---- finding a number of threads that gives the bits of one -----------------------------------------------------------
+# ---- finding a number of threads with the bits of one thread ----------------------------------------------------------
 
 
 def test_products_that_split_on_eight_threads_are_no_reason_to_refuse(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As MKL does with few rows: on eight threads only large row counts are used, and the rest runs on one."""
+    """As in MKL with few rows: on eight threads only large row counts are used, and the rest runs on one thread."""
     plant(monkeypatch, lambda threads, rows: threads >= 8 and rows < 256)
     torch.set_num_threads(1)
     truth = rows_of(Engine(model))
@@ -160,11 +160,11 @@ def test_which_counts_are_examined(cores: int, counts: tuple[int, ...], monkeypa
     assert modes.thread_counts() == counts
 
 
-# ---- holding it around every pass --------------------------------------------------------------------------------------
+# ---- holding it during every pass --------------------------------------------------------------------------------------
 
 
 def few_rows_split(threads: int, rows: int) -> bool:
-    """As MKL does on two threads at 1536 x 576: row counts from 32 to 128 are split, smaller and larger ones are not."""
+    """As in MKL on two threads at 1536 x 576: row counts from 32 to 128 are split, smaller and larger ones are not."""
     return threads >= 2 and 32 <= rows <= 128
 
 
@@ -181,7 +181,7 @@ def test_the_number_of_threads_may_change_after_loading(later: int, model: Decod
 
 
 def test_without_the_hold_the_bits_move(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the same comparison, with passes on whatever number of threads there is and the one-thread certificate."""
+    """Negative control: the same comparison without the hold, under the one-thread certificate, finds other bits."""
     plant(monkeypatch, few_rows_split)
     torch.set_num_threads(1)
     one = Engine(model)
@@ -195,7 +195,7 @@ def test_without_the_hold_the_bits_move(model: Decoder, monkeypatch: pytest.Monk
 
 
 def test_every_pass_is_held_and_given_back(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill, drafts, verification, head sites and lens: all products and sums see certified numbers of threads."""
+    """In prefill, drafts, verification, head sites and lens, all products and sums see certified numbers of threads."""
     seen: set[int] = set()
 
     def note(threads: int, rows: int) -> bool:
@@ -217,7 +217,7 @@ def test_every_pass_is_held_and_given_back(model: Decoder, monkeypatch: pytest.M
         branch.generate(4, drafter="model", window=3)
         branch.generate(4, drafter="lens", window=3)
         assert torch.get_num_threads() == count
-    assert seen == {2, 4}  # below 3, and below 5 and 64: on eight threads these products are not as on one
+    assert seen == {2, 4}  # 2 for 3 threads, 4 for 5 and 64: on eight threads these products differ from one thread's
 
 
 def test_the_users_threads_come_back_after_an_error(model: Decoder) -> None:
@@ -246,7 +246,7 @@ def test_a_hook_that_changes_the_threads_fails_alone(model: Decoder) -> None:
 
 
 def test_another_python_thread_computes_the_same_bits(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread begins with the process's number of threads, and may set its own."""
+    """A new thread starts with the process's number of threads, and may set its own."""
     plant(monkeypatch, few_rows_split)
     truth, found = rows_of(Engine(model)), []
 
@@ -313,7 +313,7 @@ MODES: dict[str, Callable[[], Any]] = {
 
 @cache
 def wide_enough() -> Decoder:
-    """A tied table of 1536 x 576, which oneDNN multiplies on aarch64; and scores whose softmax has denormal numbers."""
+    """A tied table of 1536 x 576, which oneDNN multiplies on aarch64, and scores whose softmax has denormal numbers."""
     model = random_model(
         d_model=1536, d_mlp=32, num_heads=2, num_kv_heads=1, vocab_size=576, num_layers=1, tied_embeddings=True
     )
@@ -340,7 +340,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def test_without_the_hold_modes_do_move_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control. Which others do depends on the CPU: oneDNN on aarch64, medium precision where there is bfloat16."""
+    """Negative control. Other modes depend on the CPU: oneDNN on aarch64, medium precision where there is bfloat16."""
     truth, engine = in_default_modes(), Engine(wide_enough())
     monkeypatch.setattr(runner.modes, "canonical", lambda count=1: nullcontext())
     with flushing():
@@ -356,7 +356,7 @@ def set_precision(value: str) -> None:
 
 
 def elsewhere(work: Callable[..., None], *arguments: object) -> None:
-    """In another Python thread, while this one waits."""
+    """Run in another Python thread, and wait for it."""
     thread = threading.Thread(target=work, args=arguments)
     thread.start()
     thread.join()
@@ -410,7 +410,7 @@ def test_the_last_of_several_passes_gives_the_modes_back() -> None:
 
 
 def test_workers_that_flush_denormal_numbers_are_not_used() -> None:
-    """Workers keep the mode of the thread that started them; here of one whose workers are its own."""
+    """Workers keep the mode of the thread that started them. Here that thread has its own workers."""
     found: list[tuple[int, bool]] = []
 
     def work() -> None:
@@ -444,7 +444,7 @@ def test_variables_that_choose_other_kernels_are_part_of_the_fingerprint(name: s
 
 
 def digests(count: int, folder: Path) -> dict[str, Any]:
-    """What `thread_digests` prints, in a process that begins with so many threads."""
+    """The output of `thread_digests` in a process that starts with this number of threads."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "MKL_", "KMP_"))}
     environment |= {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count), "MKL_DYNAMIC": "FALSE"}
     environment |= {"REPLAYLENS_CACHE": str(folder.parent / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -462,7 +462,7 @@ def digests(count: int, folder: Path) -> dict[str, Any]:
 
 
 def test_digests_are_the_same_on_any_number_of_threads(tmp_path: Path) -> None:
-    """A dump, the doctor's findings, and a contract subset with products of up to 14336 terms, under one certificate."""
+    """A dump, the doctor's findings, and part of the contract with products of up to 14336 terms, under one certificate."""
     found = {count: digests(count, tmp_path / str(count)) for count in THREADS}
     assert {count: each.pop("threads") for count, each in found.items()} == {count: count for count in THREADS}
     assert all(each["different"] == [] for each in found.values())

@@ -1,7 +1,7 @@
 """`python -m tests.engine.passes.thread_digests FOLDER`: digests of what must not depend on the number of threads, as JSON.
 
-A dump of coin stories, what the doctor finds, and models with long sums: rows of a path computed at once, in company, and in
-pieces between which the number of threads changes.
+A dump of coin stories, the doctor's findings, and models with long sums: rows of a path computed at once, in a batch, and in
+chunks between which the number of threads changes.
 """
 
 import hashlib
@@ -39,14 +39,14 @@ def main(folder: Path) -> dict[str, Any]:
 
 
 def dump(engine: Engine, folder: Path) -> str:
-    """What `replaylens demo` writes, of fewer stories."""
+    """A dump as `replaylens demo` writes it, with fewer stories."""
     stories = tasks.get("coin")(flips=(1, 6), rendering="steps").examples(6)
     run = engine.replay(stories, sites="STCZ", drafter="model", window=4, progress=False)
     return str(run.save(folder / "dump").digest)
 
 
 def rows(model: Decoder, different: list[str]) -> str:
-    """The digest of KV, S, T, C and Z of a path; `different` gets what was not the same in other circumstances."""
+    """The digest of KV, S, T, C and Z of a path. `different` collects what changes under other conditions."""
     truth, before = digest(Engine(model).prompt(PATH, sites="STCZ")), torch.get_num_threads()
     company = Engine(model, max_rows=65).prompts([PATH[::-1], PATH, PATH[:7]], sites="STCZ")[1]
     pieces = Engine(model, page_size=4).prompt(PATH[:20], sites="STCZ")

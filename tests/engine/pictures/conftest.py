@@ -1,3 +1,3 @@
-"""The views' model, which speaks markup, and its run."""
+"""The view tests' model, which emits markup, and its run."""
 
 from tests.views.conftest import engine, run  # noqa: F401

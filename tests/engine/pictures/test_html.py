@@ -1,4 +1,4 @@
-"""Whatever is not markup already gets escaped, wherever it goes."""
+"""Everything that is not markup yet is escaped, wherever it is inserted."""
 
 import json
 
@@ -12,7 +12,7 @@ from tests.views.conftest import HOSTILE
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_text_stays_text(text: str) -> None:
-    """As content, as attribute and as data for a script it comes back as it was, and opens no element."""
+    """As content, attribute and script data, text round-trips unchanged and opens no element."""
     found = parsed(tag("p", text, title=text))
     assert found.tags == ["p"] and found.attributes == [("title", text)]
     assert "".join(found.texts) == text
@@ -21,7 +21,7 @@ def test_text_stays_text(text: str) -> None:
 
 
 def test_escaping_is_what_does_it() -> None:
-    """Negative control: text that is called markup is an element."""
+    """Negative control: text declared as markup becomes an element."""
     assert parsed(tag("p", Markup(HOSTILE[1].removeprefix('">')))).tags == ["p", "img"]
     with pytest.raises(AssertionError):
         assert_harmless(tag("p", Markup('<b onclick="x">')), 0)
@@ -36,7 +36,7 @@ def test_attributes() -> None:
 
 
 def test_markup_is_escaped_in_an_attribute() -> None:
-    """Safe as content is not safe between quotes."""
+    """Markup that is safe as content is not safe between quotes."""
     hostile = tag("b", "x", title='"')
     assert parsed(tag("p", title=hostile)).attributes == [("title", str(hostile))]
 

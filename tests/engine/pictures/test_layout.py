@@ -1,4 +1,4 @@
-"""Branches share rows where there is room; no token lies on another, and no line on a token."""
+"""Branches share rows where there is room. No token covers another, and no line covers a token."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ def path(branch: int, parent: int | None, fork: int, count: int) -> DrawnPath:
 
 @st.composite
 def trees(draw: st.DrawFn) -> Tree:
-    """Branches that leave within their parent's own tokens, as the views draw them."""
+    """Branches that fork within their parent's own tokens, as the views draw them."""
     paths = [path(0, None, 0, draw(st.integers(1, 12)))]
     for branch in range(1, draw(st.integers(1, 14))):
         parent = draw(st.sampled_from(paths))
@@ -48,7 +48,7 @@ def test_nothing_lies_on_anything_else(tree: Tree) -> None:
 
 
 def test_branches_share_a_row() -> None:
-    """Two short branches far apart need one row; overlapping ones need two, the later fork first."""
+    """Two short branches far apart need one row. Overlapping ones need two, the later fork first."""
     far = Tree((path(0, None, 0, 20), path(1, 0, 3, 2), path(2, 0, 12, 2)))
     assert {place.path.branch: place.row for place in arrange(far)} == {0: 0, 1: 1, 2: 1}
     near = Tree((path(0, None, 0, 20), path(1, 0, 3, 9), path(2, 0, 8, 2)))

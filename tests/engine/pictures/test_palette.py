@@ -1,4 +1,4 @@
-"""Token states keep apart for every common kind of colour blindness, and their text can be read."""
+"""Token states stay distinguishable under every common kind of colour blindness, and their text is legible."""
 
 from itertools import combinations
 
@@ -8,7 +8,7 @@ import pytest
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.palette import CHECK, INK, LOOKS, PAGES, css_variables, svg_style
 
-# Machado, Oliveira and Fernandes (2009), severity 1: what linear RGB turns into.
+# Machado, Oliveira and Fernandes (2009), severity 1: how linear RGB is perceived
 BLINDNESS = {
     "none": np.eye(3),
     "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
@@ -26,7 +26,7 @@ TO_OKLAB = [
     [0.0259040371, 0.7827717662, -0.8086757660],
 ]
 APART = 0.1
-"""Oklab distance; about five times what can just be told apart"""
+"""Oklab distance; about five times the just noticeable difference"""
 
 
 def linear(colour: str) -> np.ndarray:
@@ -44,20 +44,20 @@ def distance(a: str, b: str, blindness: str) -> float:
 
 
 def contrast(a: str, b: str) -> float:
-    """As the web's accessibility guidelines count it."""
+    """Contrast as defined by the Web Content Accessibility Guidelines."""
     low, high = sorted(float(linear(c) @ [0.2126, 0.7152, 0.0722]) for c in (a, b))
     return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize("blindness", BLINDNESS)
 def test_states_keep_apart(blindness: str) -> None:
-    """Pending is a pattern, so the other four must differ by colour."""
+    """Pending has a pattern, so the other four states must differ by colour."""
     fills = [LOOKS[state].fill for state in TokenState if state is not TokenState.PENDING]
     assert min(distance(a, b, blindness) for a, b in combinations(fills, 2)) > APART
 
 
 def test_a_careless_palette_would_fail() -> None:
-    """Negative control: a middling red and green are one colour to some."""
+    """Negative control: a medium red and green look the same to some readers."""
     assert distance("#b0402a", "#7b7018", "none") > APART > distance("#b0402a", "#7b7018", "deuteranopia")
 
 

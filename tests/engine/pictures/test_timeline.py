@@ -1,4 +1,4 @@
-"""The timeline tells what the engine did: its frames are compared with the engine's own state at every event."""
+"""The timeline shows what the engine did: its frames equal the engine's own state at every event."""
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ P = [3, 1, 4, 1, 5, 9]
 
 @pytest.fixture(scope="module")
 def t() -> list[int]:
-    """T0, T1, ...: what follows the prompt."""
+    """T0, T1, ...: the tokens after the prompt."""
     return continuation(toy(), P, 8)
 
 
@@ -41,7 +41,7 @@ def shown(frame: Frame) -> list[tuple[str, TokenState]]:
 
 
 def test_all_drafts_stand(t: list[int]) -> None:
-    """The picture without a rollback: T1 to T3 are accepted, T4 comes free and is pending."""
+    """The picture without a rollback: T1 to T3 are accepted, and T4 is the bonus token, still pending."""
     frames = frames_of({len(P) + 1: [t[1:4]]}, 5)
     assert [frame.phase for frame in frames] == [Phase.PREFILL, Phase.DIRECT, Phase.DECODE, Phase.VERIFY, Phase.ACCEPT]
     prefill, t0, decode, verify, accept = frames
@@ -57,7 +57,7 @@ def test_all_drafts_stand(t: list[int]) -> None:
 
 
 def test_a_draft_is_rejected(t: list[int]) -> None:
-    """The other picture: T1 stands, the verifier's own T2 replaces the drafted one, the cache goes back behind T1."""
+    """The picture with a rollback: T1 is accepted, the verifier's T2 replaces the draft, and the cache is cut after T1."""
     wrong = (t[2] + 1) % 61
     frames = frames_of({len(P) + 1: [[t[1], wrong, t[3]]]}, 5)
     decode, verify, rollback = frames[2:5]
@@ -80,7 +80,7 @@ def test_siblings(t: list[int]) -> None:
 
 
 def test_frames_agree_with_the_engine(engine: Engine) -> None:
-    """A listener notes tokens, states and committed KV at every event; the timeline must say the same, with neighbours."""
+    """A listener notes tokens, states and committed KV at every event. The timeline agrees, also with other requests."""
     branches = engine.prompts(["A coin's state is heads.", "A coin's state is tails. What's the state?"])
     first = branches[0]
     noted: list[tuple[str, list[int], list[TokenState], int]] = []
@@ -148,7 +148,7 @@ def test_forks_forced_tokens_and_rollbacks() -> None:
 
 
 def elements(document: str) -> Sequence[ElementTree.Element]:
-    """The picture as an XML reader sees it."""
+    """The picture as an XML parser sees it."""
     return list(ElementTree.fromstring(document).iter())
 
 
@@ -163,7 +163,7 @@ def test_stills_are_files_of_their_own(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_cylinder_shows_the_fill(t: list[int]) -> None:
-    """Its sections are as high as the cache has positions of that state."""
+    """The height of each section is the number of cached positions in that state."""
     decode = frames_of({len(P) + 1: [t[1:4]]}, 5)[2]
     sections = [e for e in elements(svg.document([decode], 10)) if e.get("class", "") in ("prompt edge", "draft edge")]
     heights = {}

@@ -1,4 +1,4 @@
-"""Trees of live branches: every fact that a view shows is the engine's own."""
+"""Trees of live branches: every value that a view shows is the engine's own."""
 
 import io
 
@@ -19,7 +19,7 @@ from tests.views.conftest import HOSTILE
 
 
 def test_a_tree_tells_what_was_recorded(run: Run) -> None:
-    """Tokens, states, log-probs, entropies and lens, of the accepted path and of every rejected one."""
+    """Tokens, states, log-probs, entropies and lens values match, on the accepted path and on every rejected one."""
     for index, result in enumerate(run):
         tree = run.tree(index)
         assert isinstance(tree, Tree)
@@ -46,7 +46,7 @@ def test_a_tree_tells_what_was_recorded(run: Run) -> None:
 
 
 def test_a_rejected_draft_was_judged_by_the_row_before(run: Run) -> None:
-    """Its first token's log-prob comes from the accepted path, and is below that of the token that was chosen."""
+    """The log-prob of its first token comes from the accepted path, and is below that of the chosen token."""
     judged = 0
     for index in range(len(run)):
         tree = run.tree(index)
@@ -73,7 +73,7 @@ def test_without_z_there_is_still_a_tree(engine: Engine) -> None:
 
 
 def test_a_fork_hangs_where_it_left(engine: Engine) -> None:
-    """Also one that left its parent before the parent's own first token: it hangs off the one above."""
+    """A fork before its parent's own first token hangs off the grandparent."""
     root = engine.prompt("A coin's state is heads.")
     (child,) = root.fork(1)
     child.force(" heads flips")
@@ -87,7 +87,7 @@ def test_a_fork_hangs_where_it_left(engine: Engine) -> None:
 
 
 def test_numbers_keep_apart_where_there_is_no_tokenizer() -> None:
-    """In trees and timelines as in the branch's own text."""
+    """Token numbers stay separated in trees and timelines, as in the branch's own text."""
     engine = Engine(random_model(), record=True)
     branch = engine.prompt([60, 10, 9]).force([1, 19])
     assert branch.text == "60 10 9 1 19"
@@ -124,7 +124,7 @@ def in_terminal(tree: Tree, **options: object) -> str:
 
 
 def test_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Coloured where there are colours; markers and counts say the same without."""
+    """Colours appear where the terminal has them. Markers and counts carry the same information without colours."""
     i = next(i for i, result in enumerate(run) if result.rejected)
     tree = run.tree(i)
     plain = in_terminal(tree)
@@ -137,7 +137,7 @@ def test_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_html_is_whole_and_harmless(run: Run) -> None:
-    """Names read as markup here: they must come out as text, all of them."""
+    """Names decode to markup here. All of them must appear as text."""
     for i, result in enumerate(run):
         html = run.tree(i)._repr_html_()
         found = assert_harmless(html, scripts=1)

@@ -1,4 +1,4 @@
-"""The doctor: certifies what is canonical, finds what is not and names it, and lets nobody past without a certificate."""
+"""The doctor certifies canonical arithmetic, names whatever is not, and admits no model without a certificate."""
 
 import json
 import sys
@@ -32,13 +32,13 @@ SHAPES = {"llama": {(32, 64), (32, 32), (32, 128), (64, 32), (32, 97)}}
 
 @pytest.fixture
 def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No certificate in the process, and an empty folder for those on disk."""
+    """No certificate in the process, and an empty folder for certificates on disk."""
     monkeypatch.setattr(certificates, "_EXAMINED", {})
     monkeypatch.setattr(certificates, "cache_folder", lambda: tmp_path)
     return tmp_path / "certificates"
 
 
-# ---- what is canonical is certified ----------------------------------------------------------------------------------
+# ---- canonical arithmetic is certified -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -65,10 +65,10 @@ def test_a_model_that_can_still_be_trained_is_examined_all_the_same() -> None:
     assert doctor.examine(model).certified
 
 
-# ---- what is not is found, and named ---------------------------------------------------------------------------------
+# ---- other arithmetic is found and named -----------------------------------------------------------------------------
 
 Plant = Callable[[pytest.MonkeyPatch], str]
-"""puts a wrong op in the right one's place and returns the name that the doctor must give"""
+"""replaces the right op by a wrong one and returns the name that the doctor must give"""
 
 
 def silu_as_a_product_on_odd_row_counts(patch: pytest.MonkeyPatch) -> str:
@@ -82,7 +82,7 @@ def silu_as_a_product_on_odd_row_counts(patch: pytest.MonkeyPatch) -> str:
 
 
 def product_of_single_rows(patch: pytest.MonkeyPatch) -> str:
-    """One row after the other, where the tile has only one that is not zero."""
+    """Multiplies row by row if all rows of the tile but the first are zero."""
     right = Products.linear
 
     def wrong(self: Products, x: Tensor, linear: Linear) -> Tensor:
@@ -95,7 +95,7 @@ def product_of_single_rows(patch: pytest.MonkeyPatch) -> str:
 
 
 def product_split_in_k(rows: int) -> Plant:
-    """Half of the terms, then the other half, at one number of rows."""
+    """Sums one half of the terms, then the other, at one row count."""
 
     def plant(patch: pytest.MonkeyPatch) -> str:
         right = Products.linear
@@ -190,11 +190,11 @@ def test_a_planted_op_is_found_and_named_and_no_engine_runs_on_it(
     with pytest.raises(NotCertified, match=said) as refused:
         Engine(decoder(FAMILY))
     assert "on one thread" in str(refused.value) and "MKL_CBWR=AVX2,STRICT" in str(refused.value)  # and what to try
-    assert not no_cache.exists()  # what was not certified is not kept
+    assert not no_cache.exists()  # no certificate is stored
 
 
 def test_a_comparison_without_teeth_proves_nothing(monkeypatch: pytest.MonkeyPatch, no_cache: Path) -> None:
-    """Where even the controls agree, the doctor must not say that all is well."""
+    """If even the negative controls agree, the doctor must not certify."""
     certificate = doctor.examine(decoder(FAMILY))
     blunt = replace(certificate, findings=tuple(replace(f, equal=True) for f in certificate.findings))
     assert blunt.failures == [] and not blunt.has_teeth and not blunt.certified
@@ -204,7 +204,7 @@ def test_a_comparison_without_teeth_proves_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_row_counts_that_give_other_bits_are_left_out_and_not_used(monkeypatch: pytest.MonkeyPatch, no_cache: Path) -> None:
-    """As where a library splits K from 256 rows on: smaller counts still serve, and the engine stays below."""
+    """If a library splits K from 256 rows on, smaller row counts are still used and larger ones are not."""
     right, used = torch.mm, set()
 
     def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -317,7 +317,7 @@ def test_the_command_prints_every_comparison_and_the_verdict(folder: str) -> Non
 
 
 def test_the_command_examines_afresh(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A certificate that lies in the cache says nothing about what the doctor finds now."""
+    """A cached certificate does not influence what the doctor finds now."""
     certificates.certificate_for(decoder(FAMILY))
     attention_by_neighbours(monkeypatch)
     result = invoke(folder)

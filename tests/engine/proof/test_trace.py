@@ -1,6 +1,6 @@
-"""Traces: a fresh engine, in another process, comes to every committed and rejected row again, bit for bit.
+"""Traces: a fresh engine in another process reproduces every committed and rejected row, bit for bit.
 
-Run as a program with the path of a trace, it prints the digests of what a replay gives.
+Run as a program with the path of a trace, this file prints the digests of its replay.
 """
 
 import copy
@@ -30,9 +30,9 @@ SITES = ("blocks.0.hook_in", "blocks.1.mlp.hook_out")
 
 
 def digest(branch: Branch) -> str:
-    """Of everything about a branch: tokens, their states, KV, captured rows with their positions.
+    """The digest of a branch: tokens, their states, KV, and captured rows with their positions.
 
-    Of an ordinary request's branch only the tokens are promised.
+    For the branch of an ordinary request, only the tokens are promised.
     """
     lane, h = branch.lane, hashlib.sha256(repr((branch.tokens, branch.certified)).encode())
     if not branch.certified:
@@ -47,7 +47,7 @@ def digest(branch: Branch) -> str:
 
 
 def digests(branches: dict[int, Branch]) -> dict[str, str]:
-    """Of the branches that are still there."""
+    """The digests of all live branches."""
     return {str(number): digest(b) for number, b in sorted(branches.items()) if b.id in b.engine.loop.lanes}
 
 
@@ -56,7 +56,7 @@ def alive(subject: Engine) -> dict[int, Branch]:
 
 
 def story(subject: Engine) -> None:
-    """A bit of everything: forks, forced tokens, rollbacks, a cancel, a rejected branch continued, draws, a release."""
+    """A session with forks, forced tokens, rollbacks, a cancel, a continued rejected branch, draws and a release."""
     root, other = subject.prompts([[1, 2, 3, 4, 5], [6, 7, 8]], sites="STCZ", keep_rejected=True)
     subject.generate([root, other], 9, drafter="lens", window=4, keep_rejected=True)
     right, wrong, gone = root.fork(3, at=8)
@@ -82,7 +82,7 @@ def story(subject: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """The story's trace, and the digests of its branches."""
+    """The trace of the story, and the digests of its branches."""
     subject = engine(record=True)
     story(subject)
     file = tmp_path_factory.mktemp("trace") / "story.jsonl"
@@ -106,17 +106,17 @@ def test_a_fresh_process_comes_to_every_row_again(told: tuple[Path, dict[str, st
     "options", [{"page_size": 16}, {"max_rows": 32, "cache_tokens": 512}, {"page_size": 1, "lens_layer": 2}]
 )
 def test_an_engine_of_another_shape_does_too(told: tuple[Path, dict[str, str]], options: dict[str, Any]) -> None:
-    """Pages, rows per pass and its own drafters are not in the trace: nothing depends on them."""
+    """Page size, rows per pass and drafters are not in the trace, since no bit depends on them."""
     file, expected = told
     subject = engine(**options)
-    subject.prompt([30, 31]).generate(2)  # and it need not be fresh
+    subject.prompt([30, 31]).generate(2)  # the engine need not be fresh
     replayed = digests(subject.replay_trace(Trace.load(file)))
     assert replayed == expected
     subject.check_integrity()
 
 
 def test_the_digests_have_teeth(told: tuple[Path, dict[str, str]]) -> None:
-    """Control: the same story with the fast path for a verifier comes to other rows."""
+    """Negative control: the same story with the fast path as verifier gives other rows."""
     subject = engine()
     exact, fast = subject.runner.exact, subject.runner.fast
 
@@ -154,7 +154,7 @@ def test_saving_and_loading_gives_the_same_trace_and_the_same_bytes(told: tuple[
 
 
 def test_the_same_story_gives_the_same_bytes(told: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    """No times, no batches, no page numbers; another page size makes no difference."""
+    """The file has no times, batches or page numbers. Another page size makes no difference."""
     subject = engine(page_size=8, cache_tokens=4096, record=True)
     story(subject)
     subject.trace.save(tmp_path / "trace.jsonl")
@@ -223,7 +223,7 @@ def test_no_byte_of_the_file_can_change_unnoticed(
         Trace.load(broken)
 
 
-# ---- what was recorded, changed --------------------------------------------------------------------------------------
+# ---- tampered traces -------------------------------------------------------------------------------------------------
 
 
 def first(trace: Trace, kind: str, fits: Callable[[dict[str, Any]], bool] = lambda event: True) -> dict[str, Any]:
@@ -273,7 +273,7 @@ TAMPERINGS: dict[str, Callable[[Trace], object]] = {
 
 @pytest.mark.parametrize("tampering", TAMPERINGS)
 def test_a_tampered_trace_is_found_out(told: tuple[Path, dict[str, str]], tampering: str) -> None:
-    """The closing line guards the file; changed in memory, a trace contradicts what comes out of it."""
+    """The closing line protects the file. A trace changed in memory contradicts its replay."""
     trace = Trace.load(told[0])
     TAMPERINGS[tampering](trace)
     subject = engine()
@@ -285,7 +285,7 @@ def test_a_tampered_trace_is_found_out(told: tuple[Path, dict[str, str]], tamper
 
 
 def test_a_recorded_path_that_ends_otherwise_is_found_out() -> None:
-    """Token by token there are no verdicts to contradict: the digest of the whole path, last token included, tells."""
+    """Token-by-token decoding has no verdicts to contradict. The digest of the whole path, last token included, differs."""
     for place in (-1, -2, 3, 0):
         subject = engine(record=True)
         branch = subject.prompt([1, 2, 3]).generate(5, window=1)
@@ -300,7 +300,7 @@ def test_a_recorded_path_that_ends_otherwise_is_found_out() -> None:
 
 
 def test_path_digests_tell_paths_apart() -> None:
-    """No two of: nothing, every beginning of a path, the path with one token changed, and two numbers run together."""
+    """The empty path, every prefix, a path with one changed token, and two numbers run together all have different digests."""
     path = [3, 1, 4, 1, 5, 9, 2, 6]
     others = [path[:end] for end in range(len(path) + 1)]
     others += [[*path[:i], path[i] + 1, *path[i + 1 :]] for i in range(len(path))]
@@ -309,7 +309,7 @@ def test_path_digests_tell_paths_apart() -> None:
     assert path_digest(tuple(path)) == path_digest(path)
 
 
-# ---- ends of all kinds -----------------------------------------------------------------------------------------------
+# ---- how requests end ------------------------------------------------------------------------------------------------
 
 
 def assert_replays(subject: Engine, tmp_path: Path, **options: Any) -> None:
@@ -320,7 +320,7 @@ def assert_replays(subject: Engine, tmp_path: Path, **options: Any) -> None:
 
 @pytest.mark.parametrize("drafter", ["self", "lens", "tree"])
 def test_requests_cancelled_anywhere(tmp_path: Path, drafter: str) -> None:
-    """The last window was cut by the cancel, not by the number of tokens: its rejected part comes out as well."""
+    """A cancel, not the number of tokens, cuts the last window. Its rejected part is reproduced as well."""
     subject = engine(record=True)
     for n in range(1, 6):
         branch = subject.prompt([n, 1], sites=SITES, keep_rejected=True)
@@ -332,7 +332,7 @@ def test_requests_cancelled_anywhere(tmp_path: Path, drafter: str) -> None:
 
 
 def test_requests_that_failed(tmp_path: Path) -> None:
-    """Out of pages or not finite: what they committed comes out, also where the pages would now suffice."""
+    """Requests that ran out of pages or became non-finite: their commits are reproduced, even if the pages now suffice."""
     subject = engine(cache_tokens=16, record=True)
     branch = subject.prompt([1, 2, 3])
     for call in (lambda: branch.generate(40, drafter="lens", window=3), lambda: branch.force([1] * 9)):
@@ -352,7 +352,7 @@ def test_requests_that_failed(tmp_path: Path) -> None:
 
 
 def test_requests_side_by_side_and_refused_ones(tmp_path: Path) -> None:
-    """Events of several requests stand between each other; a refused one leaves no mark but its end."""
+    """Events of several requests interleave. A refused request leaves only its end."""
     subject = engine(record=True)
     branches = subject.prompts([[1, 2], [3, 4], [5, 6]], sites=SITES, keep_rejected=True)
     subject.generate(branches, 8, drafter="lens", window=3)
@@ -365,7 +365,7 @@ def test_requests_side_by_side_and_refused_ones(tmp_path: Path) -> None:
 
 
 def test_a_trace_saved_while_a_request_runs(tmp_path: Path) -> None:
-    """It is replayed to its end: every row that was there comes out, and those that were to come."""
+    """The replay runs the request to its end. It reproduces every row, also those not yet computed when the trace was saved."""
     subject = engine(record=True)
     branch = subject.prompt([1, 2, 3], sites=SITES)
     stream = branch.stream(12, drafter="lens", window=4)

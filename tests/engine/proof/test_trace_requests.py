@@ -11,7 +11,7 @@ from tests.engine.coin_engine import PROMPT, fresh
 
 @pytest.mark.parametrize("meanwhile", ["generate", "force"])
 def test_a_request_that_was_refused_is_not_in_the_trace(served: Engine, meanwhile: str) -> None:
-    """It used to end the stream's own request in the replay."""
+    """A refused request must not end the stream's own request in the replay."""
     branch = served.prompt(PROMPT)
     stream = branch.stream(6, drafter="ngram", window=2)
     next(stream)

@@ -1,4 +1,4 @@
-"""TransformerBridges around the tiny models. The first import of transformer_lens takes seconds: only on demand."""
+"""TransformerBridges around the tiny models. Imports transformer_lens on demand, since the first import takes seconds."""
 
 import copy
 import tempfile
@@ -12,10 +12,10 @@ from tests.families import hugging_face
 
 @cache
 def bridge(name: str) -> Any:
-    """A bridge around a copy of the family's model, booted from a folder with a tokenizer, as it asks."""
+    """A bridge around a copy of the family's model, booted from a folder with a tokenizer, as TransformerLens requires."""
     from transformer_lens.model_bridge import TransformerBridge
 
-    model = copy.deepcopy(hugging_face(name))  # a bridge rearranges the model that it wraps
+    model = copy.deepcopy(hugging_face(name))  # a bridge modifies the model that it wraps
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         return TransformerBridge.boot_transformers(
@@ -24,7 +24,7 @@ def bridge(name: str) -> Any:
 
 
 def _tokenizer(folder: str) -> Any:
-    """A tokenizer of 97 made-up words, written to the folder and read back."""
+    """A tokenizer of 97 made-up words, saved to the folder and loaded again."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import AutoTokenizer, PreTrainedTokenizerFast

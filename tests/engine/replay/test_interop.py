@@ -1,4 +1,4 @@
-"""TransformerLens' verbs on our engine, against TransformerLens itself; and the tuned lens."""
+"""TransformerLens's methods on our engine against TransformerLens itself; and the tuned lens."""
 
 from pathlib import Path
 
@@ -37,9 +37,9 @@ def test_run_with_cache_gives_transformer_lens_values_and_names(name: str) -> No
 
 
 def test_cached_decode_has_the_bits_of_a_full_forward_here_and_not_there() -> None:
-    """The residual stream and the logits of a path, token by token over the KV cache and all at once.
+    """The residual stream and the logits of a path are equal token by token over the KV cache and in one pass.
 
-    TransformerLens runs the same weights through the library's products, whose bits depend on the number of rows.
+    In TransformerLens they differ: the bits of the library's products depend on the number of rows.
     """
     path, sites = TOKENS[:1], ["blocks.2.hook_out", "unembed.hook_out"]
     lens, seen = bridge("llama"), []
@@ -62,7 +62,7 @@ def test_cached_decode_has_the_bits_of_a_full_forward_here_and_not_there() -> No
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_every_site_has_the_shape_that_transformer_lens_gives_it(name: str) -> None:
-    """Prompts from one token on, shorter and longer than a head is wide (8 or 16) and than a block of keys."""
+    """Prompts of one token and more, shorter and longer than a head's width (8 or 16) and a block of keys."""
     subject = Engine(weights.load(hugging_face(name)))
     for length in range(1, 41):
         tokens = torch.arange(length)[None] % 90 + 3
@@ -72,7 +72,7 @@ def test_every_site_has_the_shape_that_transformer_lens_gives_it(name: str) -> N
         both = [key for key, _ in cache.items() if key in theirs.cache_dict]
         assert len(both) > 40
         assert {key: cache[key].shape for key in both} == {key: theirs[key].shape for key in both}, length
-        for key, site in subject.sites.sites.items():  # those that TransformerLens does not have, too
+        for key, site in subject.sites.sites.items():  # including sites that TransformerLens lacks
             keys = [subject.config.num_heads, length, length] if key.endswith("hook_pattern") else [length, *site.shape]
             assert list(cache[key].shape) == [1, *keys], key
 
@@ -98,7 +98,7 @@ def test_filters_and_slices(served: Engine) -> None:
 
 
 def test_cached_values_are_the_committed_ones(served: Engine) -> None:
-    """`run_with_cache`, a replayed path and a fork give one and the same bits."""
+    """`run_with_cache`, a replayed path and a fork give the same bits."""
     branch = served.prompt(TOKENS[0, :9].tolist(), sites="STC")
     branch.generate(8, final=True)
     _, cache = served.run_with_cache(branch.tokens)
@@ -107,7 +107,7 @@ def test_cached_values_are_the_committed_ones(served: Engine) -> None:
 
 
 def test_last_lens_is_the_model_itself(served: Engine) -> None:
-    """The identity check of the logit lens, on bits: the last entry of Z is the distribution that tokens are drawn from."""
+    """Identity check of the logit lens, on bits: the last entry of Z is the distribution that tokens are drawn from."""
     branch = served.prompt(TOKENS[0].tolist(), sites=["Z", "unembed.hook_out"], full=True)
     own = branch.activations["unembed.hook_out"].log_softmax(-1)
     z = branch.activations["Z.full"]

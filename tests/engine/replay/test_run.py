@@ -1,4 +1,4 @@
-"""Replaying task examples: results in order, the same bits in any batch, rejected paths with rows of their own."""
+"""Replaying task examples: results in order, the same bits in any batch, and rejected paths with their own rows."""
 
 import math
 from typing import Any
@@ -47,7 +47,7 @@ def replay(model: Any, words: WordTokenizer, examples: list[Example], engine_opt
 
 
 def assert_same(one: Result, other: Result) -> None:
-    """Everything that was computed about an example; not which branch number it had."""
+    """Everything computed for an example is equal, except for branch numbers."""
     assert (one.example, one.tokens, one.text, one.finish_reason) == (
         other.example,
         other.tokens,
@@ -86,7 +86,7 @@ def test_results_come_in_the_order_of_the_examples(model: Any, words: WordTokeni
 def test_the_batch_does_not_change_a_bit(
     model: Any, words: WordTokenizer, examples: list[Example], drafter: str, sampling: Sampling | None
 ) -> None:
-    """One at a time, three at a time, all at once, in small passes and with few pages."""
+    """One at a time, three at a time, all at once, in small passes, and with few pages."""
     options: dict[str, Any] = dict(sites="STCZ", drafter=drafter, sampling=sampling, max_new=6)
     alone = replay(model, words, examples, batch=1, **options)
     others = [
@@ -145,7 +145,7 @@ def test_the_drafter_changes_no_result(
 
 
 def test_each_example_draws_from_its_own_stream(model: Any, words: WordTokenizer) -> None:
-    """By its index, not by its place: the same prompt drawn under two indices differs, a subset draws as the whole."""
+    """Draws depend on the index, not the place: one prompt differs under two indices, and a subset draws like the whole."""
     task = rl.tasks.get("coin")(flips=3, seed=1)
     some = [task.example(i) for i in range(5)]
     whole = replay(model, words, some, sampling=HOT, seed=9, max_new=8)
@@ -221,11 +221,11 @@ def test_the_tree_shows_a_path_and_its_rejected_drafts(model: Any, words: WordTo
         )
 
 
-# ---- what a run leaves behind, and what it refuses -------------------------------------------------------------------
+# ---- what a run leaves behind and refuses ----------------------------------------------------------------------------
 
 
 def test_a_run_gives_all_its_pages_back(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
-    """The results keep their rows; the engine keeps neither branches nor pages, but for its prefix index."""
+    """The results keep their rows. The engine keeps no branches, and no pages except for its prefix index."""
     run = replay(model, words, examples, drafter="tree", sites="S", max_new=6)
     subject = run.engine
     assert subject.loop.lanes == {}

@@ -13,7 +13,7 @@ from tests.engine.coin_engine import PROMPT
 
 @pytest.mark.parametrize("wrong", [lambda x, hook: x[:, :1], lambda x, hook: x[0], lambda x, hook: x.numpy()])
 def test_a_hook_function_that_gives_something_else_is_refused(served: Engine, wrong: Any) -> None:
-    """A single row used to be written over all positions."""
+    """A single row must not be broadcast to all positions."""
     (child,) = served.prompt(PROMPT).fork(hooks=[("blocks.1.hook_in", wrong)])
     with pytest.raises(BadEdit, match=r"The hook function on blocks\.1\.hook_in returned a"):
         child.generate(2)

@@ -1,4 +1,4 @@
-"""Edits: what another library computes for the same intervention, and the same bits on every road."""
+"""Edits: equal to another library's result of the same intervention, with the same bits on every code path."""
 
 import struct
 from typing import Any
@@ -86,7 +86,7 @@ def test_edits_are_what_transformer_lens_hooks_do(name: str, case: str, site: st
 
 
 def test_hook_functions_work_and_are_not_certified() -> None:
-    """A TransformerLens-style function gives what the edit gives; nothing is promised about it, nothing is shared."""
+    """A TransformerLens-style function gives the edit's result. It is not certified, and nothing of it is shared."""
     served = engine()
     root = served.prompt(TOKENS, sites="S")
     (hooked,) = root.fork(hooks=[("blocks.1.hook_resid_pre", add)])
@@ -108,7 +108,7 @@ EDITS = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "neox", "gemma2"])
 def test_edited_bits_do_not_depend_on_the_road(name: str, device: str) -> None:
-    """Direct, verified with any drafter, forked or planted, alone or beside others: one result."""
+    """Direct or verified with any drafter, forked or planted, alone or beside other requests: one result."""
     served = engine(name, device, lens_layer=2)
     (reference,) = served.prompt(TOKENS, sites="STCZ").fork(edits=EDITS)
     reference.generate(14, window=1, final=True)
@@ -147,7 +147,7 @@ def test_pages_are_shared_up_to_the_first_edited_position(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("place", [0, 2, 3])  # the first and the last position of a page, and one between them
 def test_prefixes_are_shared_only_under_the_same_edits(place: int, device: str) -> None:
-    """Two requests with one prompt share KV if and only if the edits of that part are the same, by content."""
+    """Two requests with one prompt share KV if and only if their edits of that part have equal content."""
     served = engine(device=device, page_size=4)
     early = Edit("blocks.0.hook_out", "add", VECTOR, positions=[place])
     same = Edit("blocks.0.hook_out", "add", VECTOR.clone(), positions=[place])
@@ -162,7 +162,7 @@ def test_prefixes_are_shared_only_under_the_same_edits(place: int, device: str) 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_prefixes_of_different_draws_are_not_shared(device: str) -> None:
-    """Two edits that differ in their seed alone put other rows in place: the second request has its own KV."""
+    """Two edits that differ only in their seed insert other rows: the second request has its own KV."""
     served = engine(device=device, page_size=4)
     drawn = [Edit("blocks.0.hook_out", "resample", ROWS, positions=slice(0, 20), seed=seed) for seed in (0, 1)]
     first, second = (served.prompt(TOKENS, edits=[edit]) for edit in drawn)
@@ -173,7 +173,7 @@ def test_prefixes_of_different_draws_are_not_shared(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_interchange_reproduces_the_source(device: str) -> None:
-    """With the whole residual stream of another path put in, everything after it is that path's."""
+    """After the whole residual stream of another path is inserted, everything that follows is that path's."""
     served = engine(device=device)
     source = served.prompt(TOKENS[::-1], sites="S")
     site = "blocks.1.hook_in"
@@ -197,7 +197,7 @@ def test_edits_survive_a_trace(device: str) -> None:
 
 
 def test_content_hash_sees_every_part_of_an_edit() -> None:
-    """Every field moves the key, to the last bit of the value; an equal edit has an equal key."""
+    """Every field changes the key, down to the last bit of the value. Equal edits have equal keys."""
     table = engine().sites
     nudged = VECTOR.clone()
     nudged[0] = struct.unpack("f", struct.pack("I", struct.unpack("I", struct.pack("f", float(VECTOR[0])))[0] ^ 1))[0]

@@ -1,4 +1,4 @@
-"""Which positions are captured: the slices against Python's own."""
+"""Which positions are captured: slices agree with Python's own."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Sampling: a pure function of logits, path and parameters, so that a rollback has nothing to restore."""
+"""Sampling is a pure function of logits, path and parameters, so a rollback has nothing to restore."""
 
 import math
 from collections import Counter
@@ -58,7 +58,7 @@ def test_the_logits_are_not_changed() -> None:
 
 
 def test_hash_bits_are_pinned() -> None:
-    """Integer arithmetic: a platform on which these differ would draw other tokens from the same seed."""
+    """Integer arithmetic: a platform where these bits differ would draw other tokens from the same seed."""
     ids = np.arange(3, dtype=np.uint64)
     assert [hex(x) for x in hash_bits(0, 0, ids)] == ["0x33fe8bd4f9c57863", "0x568a9b0b1a2c05ec", "0x44e5b8b147ef718b"]
     assert [hex(x) for x in hash_bits(2**64 - 1, 12345, ids)] == [
@@ -76,18 +76,18 @@ def test_draws_are_pinned() -> None:
 
 @given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 10**6))
 def test_the_noise_is_that_of_the_kernels(seed: int, position: int) -> None:
-    """One hash, and u on the same midpoints: a draw on a GPU and one on a CPU are the same draw."""
+    """The same hash, and u at the same midpoints: a GPU and a CPU make the same draw."""
     signed = torch.tensor([seed - 2**64 if seed >= 2**63 else seed])
     theirs = kernels.hash64(signed, torch.tensor([position]), torch.arange(9))
     mine = hash_bits(seed, position, np.arange(9, dtype=np.uint64))
     assert [x % 2**64 for x in theirs.tolist()] == mine.tolist()
     noise = kernels.gumbel(signed, torch.tensor([position]), torch.arange(9)).numpy()
-    np.testing.assert_allclose(gumbel(seed, position, 9), noise, rtol=1e-12)  # the logarithms are two libraries'
+    np.testing.assert_allclose(gumbel(seed, position, 9), noise, rtol=1e-12)  # the two libraries' logarithms differ
 
 
 @given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 10**6))
 def test_the_noise_of_a_token_depends_on_seed_position_and_id_alone(seed: int, position: int) -> None:
-    """Not on the size of the vocabulary, hence not on its place in any sorted or filtered list."""
+    """The noise does not depend on the vocabulary size, nor on the token's place in a sorted or filtered list."""
     assert np.array_equal(gumbel(seed, position, 50)[:7], gumbel(seed, position, 7))
     assert not np.array_equal(gumbel(seed, position, 7), gumbel(seed, position + 1, 7))
     assert not np.array_equal(gumbel(seed, position, 7), gumbel((seed + 1) % 2**64, position, 7))
@@ -96,14 +96,14 @@ def test_the_noise_of_a_token_depends_on_seed_position_and_id_alone(seed: int, p
 
 @pytest.mark.parametrize("bits", [0, 2**64 - 1, 2**63, 2**12 - 1])
 def test_the_noise_is_finite_whatever_the_hash(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """u = 0 or u = 1 would be infinite, and an infinite score wins whatever the logits say."""
+    """u = 0 or u = 1 would give infinity, and an infinite score wins whatever the logits."""
     monkeypatch.setattr(module, "hash_bits", lambda seed, position, ids: np.full(len(ids), bits, dtype=np.uint64))
     assert np.isfinite(gumbel(0, 0, 4)).all()
 
 
 @given(data=st.data())
 def test_near_ties_may_swap_ranks_without_changing_the_draw(data: st.DataObject) -> None:
-    """Only the winner's margin counts: what happens among the others moves nothing."""
+    """Only the winner's margin matters: swaps among other tokens change nothing."""
     logits = np.asarray(data.draw(st.lists(st.floats(-3, 3, width=32), min_size=6, max_size=12)), dtype=np.float32)
     sampling, path = Sampling(temperature=0.9, seed=data.draw(st.integers(0, 1000))), [0] * data.draw(st.integers(1, 50))
     drawn = sampling.choose(logits, path, 1)
@@ -116,7 +116,7 @@ def test_near_ties_may_swap_ranks_without_changing_the_draw(data: st.DataObject)
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_are_distributed_like_the_softmax(temperature: float) -> None:
-    """Over positions of one seed, and over seeds of one position. Fixed seeds: the p-value is a constant."""
+    """Over positions of one seed, and over seeds of one position. The seeds are fixed, so the p-value is a constant."""
     logits = np.asarray([0.3, -1.0, 1.2, 0.0, 0.9, -0.4], dtype=np.float32)
     expected = np.asarray(softmax([float(x) for x in logits], temperature)) * 4000
     over_positions = Counter(Sampling(temperature=temperature, seed=3).choose(logits, [0] * n, 0) for n in range(4000))
@@ -128,7 +128,7 @@ def test_draws_are_distributed_like_the_softmax(temperature: float) -> None:
 
 
 def test_successive_draws_are_independent() -> None:
-    """Pairs of neighbouring positions fill the square evenly."""
+    """Pairs of neighbouring positions fill the unit square evenly."""
     logits = np.zeros(4, dtype=np.float32)
     drawn = [Sampling(temperature=1.0, seed=8).choose(logits, [0] * n, 0) for n in range(4001)]
     pairs = Counter(pairwise(drawn))
@@ -139,7 +139,7 @@ def test_successive_draws_are_independent() -> None:
 
 
 def plain_choice(s: Sampling, logits: Sequence[float], path: Sequence[int], num_prompt: int) -> int:
-    """What `Sampling.choose` means, one token at a time."""
+    """The definition of `Sampling.choose`, one token at a time."""
     scores = [float(x) for x in logits]
     for token in set(path):
         if s.repetition_penalty != 1.0:
@@ -156,7 +156,7 @@ def plain_choice(s: Sampling, logits: Sequence[float], path: Sequence[int], num_
     kept = order[: s.top_k] if s.top_k else order
     kept = [token for token in kept if probabilities[token] >= s.min_p * probabilities[order[0]]]
     nucleus: list[int] = []
-    for token in kept:  # until they reach top_p of what the other filters left
+    for token in kept:  # until they reach top_p of the mass that the other filters leave
         if nucleus and math.fsum(probabilities[t] for t in nucleus) >= s.top_p * math.fsum(probabilities[t] for t in kept):
             break
         nucleus.append(token)
@@ -188,7 +188,7 @@ def test_every_parameter_means_what_it_says(data: st.DataObject) -> None:
 
 
 def drawable(sampling: Sampling, logits: Sequence[float]) -> set[int]:
-    """All tokens that some seed draws."""
+    """All tokens that are drawn by some seed."""
     values = np.asarray(logits, dtype=np.float32)
     seeds = range(600)
     return {Sampling(**{**vars(sampling), "seed": seed}).choose(values, [0], 1) for seed in seeds}
@@ -206,7 +206,7 @@ def test_filters_keep_exactly_what_they_should() -> None:
 
 
 def test_top_p_is_a_share_of_what_the_other_filters_left() -> None:
-    """Of 0.4, 0.3, ... the first two are left: 4/7 and 3/7. Half of that is reached by the first alone."""
+    """Of 0.4, 0.3, ... the first two are left: 4/7 and 3/7. The first alone reaches half of that."""
     logits = np.log([0.4, 0.3, 0.2, 0.06, 0.04])
     assert drawable(Sampling(temperature=1.0, top_k=2, top_p=0.5), logits) == {0}
     assert drawable(Sampling(temperature=1.0, top_k=2, top_p=0.6), logits) == {0, 1}
@@ -222,7 +222,7 @@ def test_top_p_is_a_share_of_what_the_other_filters_left() -> None:
     "sampling", [Sampling(), Sampling(temperature=1.0, seed=4), EVERYTHING], ids=["greedy", "plain", "all"]
 )
 def test_generation_follows_choose_and_survives_rollback(sampling: Sampling) -> None:
-    """Generate, roll back, generate again, in other steps and with other drafters: the same tokens."""
+    """Generate, roll back and generate again, in other steps and with other drafters: the same tokens."""
     truth = continuation(toy(), [5, 6, 7], 12, sampling)
     subject = engine()
     branch = subject.prompt([5, 6, 7])
@@ -238,7 +238,7 @@ def test_generation_follows_choose_and_survives_rollback(sampling: Sampling) -> 
 
 
 def test_another_seed_gives_another_continuation() -> None:
-    """Control for the test above: the draws do matter."""
+    """Negative control: draws depend on the seed."""
     hot = [continuation(toy(), [5, 6, 7], 12, Sampling(temperature=1.0, seed=s)) for s in range(4)]
     assert len({tuple(tokens) for tokens in hot}) == 4
 
@@ -247,7 +247,7 @@ def test_another_seed_gives_another_continuation() -> None:
 
 
 class Pieces:
-    """A tokenizer in the manner of byte-level ones: token i is a piece of bytes, which need not be whole characters."""
+    """A byte-level tokenizer: token i is a piece of bytes, which need not be whole characters."""
 
     eos_token_id = 9
 
@@ -296,7 +296,7 @@ def test_a_stop_string_in_the_prompt_does_not_count() -> None:
 @pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize("stop", ["d", "cd", "bcd", "abcd"])
 def test_a_stop_string_that_ends_with_forced_text_does_not_count(stop: str, window: int) -> None:
-    """The model has said none of it. One character later it has."""
+    """The model has generated no part of such a stop string. With one generated character more, the string counts."""
     subject = engine(scripted_model({}), tokenizer=Pieces(b"?", b"ab", b"cd", b"e", b"f", b"g", b"h"))
     branch = subject.prompt([0]).force([1, 2]).generate(3, sampling=Sampling(stop=(stop,)), window=window)
     assert (branch.text, branch.finish_reason) == ("?abcdefg", None)
@@ -316,7 +316,7 @@ def test_eos_ends_a_branch_unless_it_is_ignored(window: int) -> None:
 
 
 def test_generating_in_pieces_is_generating_at_once() -> None:
-    """Stop strings, penalties and draws look at the path, not at the call."""
+    """Stop strings, penalties and draws depend on the path, not on the call."""
     sampling = Sampling(temperature=0.8, seed=2, presence_penalty=0.5, stop=("5 1",))
     at_once = engine().prompt([1, 2]).generate(20, sampling=sampling)
     pieces = engine().prompt([1, 2])

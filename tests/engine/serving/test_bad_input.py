@@ -1,4 +1,4 @@
-"""Bad input: a named error that says what to do, nothing committed is lost, and the engine goes on as before."""
+"""Bad input raises a named error that says what to do. Nothing committed is lost, and the engine stays usable."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from tests.toy_model import VOCAB, Reference, continuation, engine, random_model
 
 
 class Subject:
-    """An engine with some work done, which must stand unchanged whatever is asked of it afterwards."""
+    """An engine with some work done, which no later request may change."""
 
     def __init__(self, **options: Any) -> None:
         self.engine: Engine = engine(**options)
@@ -185,7 +185,7 @@ def test_after_any_bad_calls_the_engine_gives_the_same_bits(subject: Subject, na
     subject.assert_unharmed()
 
 
-# ---- engines that cannot be ------------------------------------------------------------------------------------------
+# ---- impossible engines ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_sampling_parameter_that_cannot_be(bad: tuple[str, Any]) -> None:
 def test_a_sampling_parameter_that_can_be_draws_a_token(
     temperature: float, top_p: float, min_p: float, seed: int, penalty: float, bias: float
 ) -> None:
-    """To the edges of what is allowed, some token comes out, without a warning on the way."""
+    """Up to the limits of the allowed range, a token is drawn without a warning."""
     sampling = Sampling(temperature, 3, top_p, min_p, penalty, bias, {0: bias}, seed)
     logits = torch.tensor([3e38, -3e38, 0.0, 1.0]).numpy()
     assert 0 <= sampling.choose(logits, [1, 2, 3], 1) < 4
@@ -278,7 +278,7 @@ def test_a_prompt_that_failed_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("drafter", ["self", "lens", "tree"])
 def test_a_request_that_outgrows_the_cache_keeps_what_it_had(drafter: str) -> None:
-    """It gets as far as the pages go; what was committed is right and stays; then there is an error with the numbers."""
+    """The request gets as far as the pages allow. Its committed tokens are right and stay; then an error gives the numbers."""
     subject = engine(cache_tokens=16)
     branch = subject.prompt([1, 2, 3])
     with refused(OutOfPages, r"A path of 17 tokens can never fit: .* the cache has 4\. Use .* cache_tokens=44 or more"):
@@ -322,7 +322,7 @@ def _submitted(branch: Branch, n: int) -> Job:
 
 
 def test_a_branch_that_is_being_streamed_is_left_alone() -> None:
-    """Cutting, forcing or generating elsewhere on it is refused; a fork is fine; closing the stream frees it."""
+    """Cutting, forcing or generating on it elsewhere is refused. Forking is allowed. Closing the stream frees it."""
     subject = engine()
     branch = subject.prompt([1, 2, 3])
     stream = branch.stream(20, window=4)
@@ -356,7 +356,7 @@ def test_releasing_a_streamed_branch_ends_its_stream() -> None:
 @pytest.mark.parametrize("drafter", ["self", "lens", "tree", "ngram"])
 @pytest.mark.parametrize("window", [1, 4])
 def test_logits_that_overflow(drafter: str, window: int) -> None:
-    """NonFinite; the branch stands where it stood; what needs no logits still works."""
+    """Raises NonFinite. The branch does not change, and what needs no logits still works."""
     model = random_model()
     assert model.unembed is not None
     model.unembed.weight.copy_(model.unembed.weight.sign() * 3e38)
@@ -381,7 +381,7 @@ def test_weights_that_are_not_finite() -> None:
 
 
 def test_one_token_that_overflows_leaves_the_engine_usable() -> None:
-    """Layer norm of a huge embedding is NaN; whoever says that token fails alone, and can be cut back and go on."""
+    """Layer norm of a huge embedding is NaN. Only the request with that token fails, and can be rolled back and continued."""
     model = scripted_model({8: 30}, norm="layer")
     model.embed[30] = 3e38
     subject = engine(model)

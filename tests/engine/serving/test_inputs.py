@@ -1,4 +1,4 @@
-"""What users hand in: scalars of every library are numbers, what is no such thing is refused by name and changes nothing."""
+"""User input: scalars of every library are numbers. Anything else is refused by name and changes nothing."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ def branch(served: Engine) -> Branch:
 
 
 def state(e: Engine, branch: Branch) -> tuple[Any, ...]:
-    """All that a call could change."""
+    """Everything that a call could change."""
     kv = branch.kv()
     pool, tree = e.runner.pool, e.tree
     return (
@@ -94,7 +94,7 @@ def test_arrays_tensors_tuples_and_ranges_are_tokens(tokens: Any, served: Engine
     assert [b.tokens for b in served.prompts(iter([tokens, tokens]))] == [[1, 2, 3]] * 2
 
 
-# What is refused, by which name, and that nothing was changed
+# What is refused, with which error, and without any change
 
 Case = tuple[Callable[[Engine, Branch], Any], type[EngineError], str]
 TOKENS: dict[str, Any] = {
@@ -207,7 +207,7 @@ def test_an_engine_of_wrong_options_is_refused(options: dict[str, Any], saying: 
 
 
 def test_an_unknown_option_is_refused(served: Engine) -> None:
-    """By Python itself: every signature is spelled out."""
+    """Python itself refuses it: every signature is spelled out."""
     for call in (served.prompt, served.prompts):
         with pytest.raises(TypeError, match="unexpected keyword argument 'site'"):
             call([[1]], site="S")  # type: ignore[operator]
@@ -266,7 +266,7 @@ def test_a_bias_that_would_drown_the_logits_is_refused(bias: Any) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.7, 1e6])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_the_largest_biases_choose_among_the_biased_by_their_logits(temperature: float, filters: dict[str, Any]) -> None:
-    """Two tokens at the largest bias: one of them is chosen, and without a draw the likelier one."""
+    """With two tokens at the largest bias, one of them is chosen, and under greedy decoding the likelier one."""
     logits = np.array([3.0, 1.0, 1.0 + 1e-3, 2.0], dtype=np.float32)
     sampling = Sampling(temperature=temperature, logit_bias={1: 1e9, 2: 1e9}, **filters)
     chosen = {Sampling(**{**sampling.to_json(), "seed": seed}).choose(logits, [0], 1) for seed in range(40)}

@@ -1,4 +1,4 @@
-"""`Branch.kv()`: the KV of every committed token, whoever took the branch's pages meanwhile."""
+"""`Branch.kv()` is the KV of every committed token, even if other requests have taken the branch's pages."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def crowd_out(subject: Engine, branch: Branch) -> None:
-    """Fill the cache until the idle branch has lost its pages."""
+    """Fill the cache until the idle branch loses its pages."""
     for first in range(10, 40, 10):
         subject.prompt([(first + i) % 50 for i in range(24)]).release()
     subject.prompt([(3 * i) % 50 for i in range(subject.runner.pool.num_pages * 4 - 1)]).release()
@@ -33,7 +33,7 @@ def test_kv_of_a_preempted_branch_is_computed_again() -> None:
 
 
 def test_a_pending_token_stays_pending() -> None:
-    """As many rows as before: the last generated token has none until something follows it."""
+    """The number of rows stays the same: the last generated token has none until another one follows."""
     subject = engine(cache_tokens=32)
     branch = subject.prompt(PROMPT, sites="SZ").generate(5)
     truth, states = branch.kv(), branch.states
@@ -57,7 +57,7 @@ def test_kv_of_a_preempted_rejected_draft() -> None:
 
 
 def test_kv_of_a_fork_that_computed_nothing_yet() -> None:
-    """Under an edit a fork shares what lies before it; the rest is computed when somebody asks."""
+    """An edited fork shares the KV before the edit. The rest is computed on demand."""
     subject = engine()
     branch = subject.prompt(PROMPT)
     edit = Edit("blocks.0.hook_in", "add", torch.linspace(-1, 1, 32), positions=4)

@@ -1,4 +1,4 @@
-"""An engine that serves for ever does not grow: what nobody holds is gone. A trace grows, and is kept on request only."""
+"""A long-running engine does not grow: what nothing holds is freed. A trace grows, and is recorded only on request."""
 
 import gc
 import random
@@ -34,7 +34,7 @@ def plain(subject: Engine, draw: random.Random) -> None:
 
 
 def everything(subject: Engine, draw: random.Random) -> None:
-    """Edits, captures, forks, rejected drafts that are kept, rollbacks, streams left alone, pictures, and a bad request."""
+    """Edits, captures, forks, kept rejected drafts, rollbacks, abandoned streams, pictures, and a bad request."""
     edit = Edit("blocks.0.hook_in", "add", torch.randn(200, 32), positions=range(200))
     root = subject.prompt(prompt_of(draw), sites="SZ", keep_rejected=True, edits=[edit])
     (fork,) = root.fork(at=3)
@@ -51,7 +51,7 @@ def everything(subject: Engine, draw: random.Random) -> None:
 
 
 def held() -> tuple[int, int]:
-    """Objects that the interpreter tracks, and bytes of all tensors."""
+    """Objects tracked by the interpreter, and bytes of all tensors."""
     gc.collect()
     objects = gc.get_objects()
     tensors = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in objects if type(x) is Tensor}
@@ -61,7 +61,7 @@ def held() -> tuple[int, int]:
 def growth(subject: Engine, cycle: Cycle, count: int, warm_up: int = 60) -> tuple[float, float]:
     """Objects and bytes of tensors that a cycle leaves behind, once pages, index and caches are full.
 
-    The least of two halves: what leaks leaks in both, while a module that some other thread loads is counted once.
+    The minimum over two halves: a leak shows in both, while a module loaded by another thread shows in only one.
     """
     draw = random.Random(0)
     for _ in range(warm_up):
@@ -91,7 +91,7 @@ def test_whatever_was_done_with_them() -> None:
 
 
 def test_a_recorded_trace_grows() -> None:
-    """The negative control, and why it is asked for: every event stays, and every value of an edit."""
+    """Negative control, and why a trace is opt-in: every event stays, with every value of an edit."""
     subject = engine(small(), cache_tokens=128, draft_model=random_model(3, num_layers=1), record=True)
     objects, _ = growth(subject, everything, 10, warm_up=5)
     assert objects > 20
@@ -119,7 +119,7 @@ def test_forks_of_a_branch_that_stays() -> None:
 
 
 def test_a_branch_that_goes_to_and_fro() -> None:
-    """Drafts that were rejected hang off it until it is rolled back before them."""
+    """Rejected drafts hang off the branch until it is rolled back before them."""
     subject = engine(cache_tokens=256)
     root = subject.prompt([1, 2, 3])
 
@@ -171,7 +171,7 @@ def test_runs_that_are_dropped() -> None:
     assert len(subject.tree) == 0 and subject.loop.lanes == {}
 
 
-# ---- what is held can be looked at -----------------------------------------------------------------------------------
+# ---- held objects stay readable --------------------------------------------------------------------------------------
 
 
 def test_a_handle_keeps_its_record() -> None:

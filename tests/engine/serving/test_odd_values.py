@@ -1,4 +1,4 @@
-"""Odd values for every parameter of the public API: a named error or an answer, never a bare one, and no harm is done."""
+"""Odd values for every parameter of the public API give a named error or an answer, never a bare error, and do no harm."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ from tests.toy_model import engine, toy
 
 
 class Odd:
-    """Of no use to anybody."""
+    """An object that no parameter accepts."""
 
     def __repr__(self) -> str:
         return "Odd()"
@@ -80,7 +80,7 @@ Call = Callable[[Any], Any]
 
 
 def asked(call: Call) -> int:
-    """Call it with every odd value, and with one that can be gone through only once. How many were refused."""
+    """Call it with every odd value and with an iterator. Returns how many were refused."""
     refused = 0
     for value in (*ODD, iter([1, 2])):
         with contextlib.redirect_stdout(io.StringIO()):  # print is among the values
@@ -113,11 +113,11 @@ def dump(run: Run) -> Dump:
 
 
 def assert_unharmed(subject: Engine) -> None:
-    """Also drops the branches that the calls made."""
+    """Checks the engine, and drops the branches that the calls made."""
     subject.check_integrity()
     assert subject.loop.jobs == []
     for branch in list(subject.loop.lanes):
-        if branch in subject.loop.lanes:  # rejected drafts go with the branch that they hang off
+        if branch in subject.loop.lanes:  # rejected drafts go with their parent branch
             subject.forest.release(subject.loop.lanes[branch])
     assert subject.loop.lanes == {} and subject.check_integrity()
 
@@ -258,7 +258,7 @@ def test_odd_values_for_a_model_that_thinks(name: str, thinking: Engine) -> None
 
 
 def run_calls(run: Run, folder: Path) -> dict[str, Call]:
-    """`run[i]` is not among them: it raises what a list raises, as a sequence must."""
+    """Leaves out `run[i]`, which raises what a list raises, as a sequence must."""
     names = ("sites", "drafter", "window", "seed", "sampling", "edits", "rejected", "deterministic", "batch", "progress")
     replayed: Callable[..., Run] = lambda **o: run.engine.replay([r.example for r in run], **{"max_new": 1, **o})  # type: ignore[attr-defined]  # noqa: E731
     return {
@@ -266,7 +266,7 @@ def run_calls(run: Run, folder: Path) -> dict[str, Call]:
         "tree.index": lambda v: run.tree(v),
         "timeline.index": lambda v: run.timeline(v),
         "picture.index": lambda v: run.picture(v),
-        "save.path": lambda v: None if isinstance(v, str | Path) and str(v) else run.save(v),  # others are folders
+        "save.path": lambda v: None if isinstance(v, str | Path) and str(v) else run.save(v),  # any other is a valid folder
         "save.positions": lambda v: run.save(f"memory://odd-{id(v)}", positions=v),
         "save.dtype": lambda v: run.save(f"memory://odd-{id(v)}", dtype=v),
         "save.examples_per_shard": lambda v: run.save(f"memory://odd-{id(v)}", examples_per_shard=v),
@@ -337,7 +337,7 @@ def test_a_closed_branch_is_named(name: str, served: Engine) -> None:
 
 
 def test_the_net_is_not_too_wide(served: Engine) -> None:
-    """Negative control: a bare error passes through, and what can be served is served."""
+    """Negative control: a bare error passes through, and valid values are served."""
     with pytest.raises(ZeroDivisionError):
         asked(lambda v: 1 / 0)
     assert asked(lambda v: v) == 0

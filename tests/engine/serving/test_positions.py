@@ -1,4 +1,4 @@
-"""Capture of chosen positions: the rows are those of a full capture, and the others are not kept."""
+"""Capture of chosen positions: the rows equal those of a full capture, and no others are kept."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Threads that share an engine: each gets the bits that it would get alone, whoever drives, fails or is interrupted."""
+"""Threads that share an engine each get the bits they would get alone, whichever thread drives, fails or is interrupted."""
 
 import gc
 import random
@@ -30,14 +30,14 @@ from replaylens.tasks import WordTokenizer
 from tests.toy_model import VOCAB, continuation, engine, random_model, toy, watch_passes
 
 SECONDS = 120
-"""after which a thread that has not ended hangs"""
+"""a thread still running after this time hangs"""
 Seen = list[tuple[str, Any]]
-"""what a story saw, with names"""
+"""what a story observes, by name"""
 
 
 @pytest.fixture(autouse=True)
 def restless() -> Iterator[None]:
-    """Threads take turns a thousand times as often as usual."""
+    """Threads switch a thousand times as often as usual."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-6)
     yield
@@ -52,7 +52,7 @@ def ctrl_c() -> Iterator[None]:
 
 
 def all_at_once(*works: Callable[[], Any]) -> list[Any]:
-    """What each work gave, or the exception that it raised, all begun together in threads of their own."""
+    """The result or exception of each work, all started together in their own threads."""
     ready, out = threading.Barrier(len(works)), [None] * len(works)
 
     def run(i: int) -> None:
@@ -76,7 +76,7 @@ def rows_of(branch: Branch) -> dict[str, Tensor]:
 
 
 def story(subject: Engine, seed: int) -> Seen:
-    """A user's session: prompts, requests of all kinds, forks, rollbacks, streams, and looks at everything between."""
+    """A user's session: prompts, requests of all kinds, forks, rollbacks and streams, with reads of everything in between."""
     draw, seen = random.Random(seed), []
     for turn in range(3):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.choice((3, 9, 17)))]
@@ -101,7 +101,7 @@ def story(subject: Engine, seed: int) -> Seen:
 
 
 def differences(seen: Any, truth: Seen) -> list[str]:
-    """Names of what differs; an exception counts as one."""
+    """Names of what differs. An exception counts as a difference."""
     if isinstance(seen, BaseException):
         return [f"{type(seen).__name__}: {seen}"]
     if [name for name, _ in seen] != [name for name, _ in truth]:
@@ -117,7 +117,7 @@ def differences(seen: Any, truth: Seen) -> list[str]:
 def test_every_thread_gets_what_it_would_get_alone(options: dict[str, Any]) -> None:
     truths = [story(engine(), seed) for seed in range(6)]
     subject = engine(canary=True, **options)
-    for again in range(2):  # the second time, prefixes are found that the first one left
+    for again in range(2):  # the second run finds prefixes that the first one left
         seen = all_at_once(*(lambda seed=seed: story(subject, seed) for seed in range(6)))
         assert [differences(mine, truth) for mine, truth in zip(seen, truths, strict=True)] == [[]] * 6, again
         assert subject.loop.jobs == [] and subject.loop.lanes == {}
@@ -127,12 +127,12 @@ def test_every_thread_gets_what_it_would_get_alone(options: dict[str, Any]) -> N
 
 
 def test_without_the_lock_the_checker_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: two threads within a step at once, made to be there by a barrier."""
+    """Negative control: a barrier puts two threads inside a step at once."""
     both, admit = threading.Barrier(2), Loop.admit
 
     def together(loop: Loop) -> Any:
         turns = admit(loop)
-        with suppress(threading.BrokenBarrierError):  # the other one is done
+        with suppress(threading.BrokenBarrierError):  # the other thread is done
             both.wait(5)
         return turns
 
@@ -152,7 +152,7 @@ def test_without_the_lock_the_checker_finds_wrong_results(monkeypatch: pytest.Mo
 
 
 def test_requests_of_two_threads_share_a_pass() -> None:
-    """The second thread comes while the first one is within a pass; the next pass is for both."""
+    """The second thread arrives while the first is inside a pass. The next pass serves both."""
     subject = engine()
     first, second = subject.prompts([[1, 2, 3], [4, 5, 6]])
     other = threading.Thread(target=second.generate, args=(6,), kwargs={"window": 1}, daemon=True)
@@ -173,7 +173,7 @@ def test_requests_of_two_threads_share_a_pass() -> None:
 
 
 def in_line(subject: Engine) -> bool:
-    """Whether a thread waits for the step under way to end."""
+    """Whether a thread waits for the current step to end."""
     free = subject.lock._next.acquire(blocking=False)
     if free:
         subject.lock._next.release()
@@ -190,7 +190,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_progress_is_shown_by_the_thread_that_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever drives: the bar of a waiting thread moves in its own thread, and to the end."""
+    """The bar of a waiting thread advances in its own thread, and to the end, whichever thread drives."""
     subject = engine()
     branches = subject.prompts([[1, 2, 3], [4, 5, 6]])
     shown: dict[int, list[float]] = {}
@@ -206,7 +206,7 @@ def test_progress_is_shown_by_the_thread_that_asked_for_it(monkeypatch: pytest.M
 
 
 def test_nobody_sees_the_middle_of_a_step() -> None:
-    """A thread that reads while a pass verifies drafts gets the tokens after it; the record itself has drafts then."""
+    """A thread that reads while a pass verifies drafts gets the tokens after the pass, although the record holds drafts."""
     subject = engine()
     branch = subject.prompt([1, 2, 3])
     seen: list[Any] = []
@@ -231,7 +231,7 @@ def test_nobody_sees_the_middle_of_a_step() -> None:
 
 
 def test_an_interrupted_driver_is_followed_by_another() -> None:
-    """Its own request is cancelled, with what it committed; the others' go on, in a thread of theirs."""
+    """The driver's own request is cancelled and keeps its commits. The other requests continue in one of their own threads."""
     subject = engine()
     mine, other = subject.prompts([[1, 2, 3], [4, 5, 6]])
     exact, count = subject.runner.exact, 0
@@ -313,7 +313,7 @@ def test_a_hook_that_raises_fails_its_own_request_alone(where: str) -> None:
 
 
 def test_a_hook_cannot_run_its_own_engine() -> None:
-    """It may read; asked to work, the engine refuses instead of waiting for itself."""
+    """A hook may read. If it requests work, the engine refuses instead of waiting for itself."""
     subject = engine()
     branch = subject.prompt([1, 2, 3])
     found: list[Any] = []
@@ -355,7 +355,7 @@ def test_a_branch_released_under_a_request_says_so() -> None:
 
 
 class At:
-    """A tracer that presses Ctrl-C at the n-th line that the main thread runs in the engine's loop and serving."""
+    """A tracer that raises Ctrl-C at the n-th line that the main thread runs in the engine's loop and serving code."""
 
     ROOMS = (str(Path("engine", "loop")), str(Path("engine", "serving")), str(Path("engine", "interrupts.py")))
 
@@ -373,7 +373,7 @@ class At:
 
 
 def interrupted_at(n: int) -> tuple[int, bool]:
-    """A request of the main thread with Ctrl-C at line n, beside another thread's. Lines run, and whether it was there."""
+    """Runs a request with Ctrl-C at line n beside another thread's. Returns the lines run, and whether it was interrupted."""
     subject = engine()
     mine, other = subject.prompts([[1, 2, 3], [4, 5, 6]])
     answers: list[list[int]] = []
@@ -419,7 +419,7 @@ def test_streams_and_requests_side_by_side() -> None:
 
 
 def test_a_stream_dropped_anywhere_is_cancelled() -> None:
-    """Its finalizer may run within a step, or in a thread that waits: it leaves the work to whoever comes next."""
+    """Its finalizer may run inside a step or in a waiting thread, so the next caller does the work."""
     subject = engine()
     first, second = subject.prompts([[1, 2, 3], [4, 5, 6]])
     streams = [first.stream(20, window=1)]
@@ -441,7 +441,7 @@ def test_a_stream_dropped_anywhere_is_cancelled() -> None:
 
 
 def test_a_trace_of_threads_replays() -> None:
-    """Events of many threads stand between each other; on one thread they come to the same rows."""
+    """Events of many threads interleave. Replayed on one thread, they give the same rows."""
     subject = engine(record=True)
 
     def work(first: int) -> list[Branch]:
@@ -460,7 +460,7 @@ def test_a_trace_of_threads_replays() -> None:
 
 
 def test_traces_dumps_and_caches_in_threads_of_their_own() -> None:
-    """A replay that stops where it was cancelled, a dump and TransformerLens' verb, beside generating threads."""
+    """A replay that ends at its cancel, a dump and TransformerLens's method, beside generating threads."""
     coin = tasks.get("coin")(flips=(1, 2))
     words = WordTokenizer(tasks.get("coin").vocabulary())
     model = random_model(vocab_size=words.vocab_size)

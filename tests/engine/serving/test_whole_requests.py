@@ -1,4 +1,4 @@
-"""A request is refused as a whole, before anything has changed: tokens, KV and rows of all branches are what they were."""
+"""A request is refused as a whole, before any change: tokens, KV and rows of all branches stay the same."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ SITE = "blocks.1.hook_in"
 
 @dataclass
 class Desk:
-    """An engine with branches of all kinds on it: a, b and c are fine."""
+    """An engine with branches of all kinds. Branches a, b and c are fine."""
 
     engine: Engine = field(default_factory=lambda: engine(record=True))
 
@@ -39,7 +39,7 @@ class Desk:
         self.foreign = engine().prompt([1, 2, 3])
 
     def look(self) -> list[tuple[list[int], list[Any], Tensor, Tensor | None, str | None]]:
-        """All there is to see of every branch."""
+        """Everything visible of every branch."""
         branches = [self.a, self.b, self.c, self.rejecting, self.finished, self.streamed, self.rejected]
         return [(b.tokens, b.states, self.engine.forest.held_kv(b.lane), self._rows(b), b.finish_reason) for b in branches]
 
@@ -47,7 +47,7 @@ class Desk:
         return branch.activations[SITE] if branch.lane.recording is not None else None
 
     def numbers(self) -> tuple[Any, ...]:
-        """What must not grow, either: branches, jobs, pages in use, events of the trace."""
+        """Numbers that must not grow: branches, jobs, pages in use, events of the trace."""
         loop, pool = self.engine.loop, self.engine.runner.pool
         return len(self.engine.tree), list(loop.lanes), list(loop.jobs), pool.num_free, len(self.engine.trace.events)
 
@@ -134,7 +134,7 @@ def test_afterwards_everything_goes_on() -> None:
 
 
 def test_cancelling_a_job_that_ended_changes_nothing() -> None:
-    """It used to lose its error, and to end a second time."""
+    """A finished job keeps its result and does not end a second time."""
     subject = engine()
     branch = subject.prompt([1, 2, 3])
     stream = branch.stream(4)
@@ -146,7 +146,7 @@ def test_cancelling_a_job_that_ended_changes_nothing() -> None:
 
 
 def test_a_replay_that_fails_takes_its_branches_along() -> None:
-    """Two branches and a request that replay well, then an event that cannot be."""
+    """Two branches and a request replay well, then an impossible event follows."""
     recorded, subject = engine(record=True), engine()
     recorded.prompt([1, 2]).generate(3)
     recorded.prompt([3, 4]).fork()
@@ -160,7 +160,7 @@ def test_a_replay_that_fails_takes_its_branches_along() -> None:
 
 @pytest.mark.parametrize("name", ["generate twice", "generate a streamed one", "force twice"])
 def test_the_checker_finds_a_request_that_is_half_done(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The negative control: without the check of the whole, the others have changed when one is refused."""
+    """Negative control: without the check of the whole request, other branches have changed when one is refused."""
     desk = Desk()
     monkeypatch.setattr(Forest, "require", lambda forest, jobs: None)
     before = desk.look()

@@ -1,4 +1,4 @@
-"""A pretrained model as others publish it, but tiny: random weights, and a Hugging Face tokenizer that cuts words up."""
+"""A tiny model in the format of published pretrained ones: random weights, and a Hugging Face tokenizer that splits words."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ MERGES = 160
 
 
 def hugging_face_tokenizer(begins: bool = False, **specials: str | None) -> Any:
-    """Byte pairs of the coin task's texts. `begins`: a prompt is given a token to begin with."""
+    """A BPE tokenizer trained on the coin task's texts. `begins`: a prompt starts with a special token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +35,7 @@ def hugging_face_tokenizer(begins: bool = False, **specials: str | None) -> Any:
 
 
 def write_backbone(folder: Path, **tokenizer: Any) -> Path:
-    """A model folder: three random layers, and the tokenizer."""
+    """A model folder with three random layers and the tokenizer."""
     own = hugging_face_tokenizer(**tokenizer)
     config = ModelConfig(
         num_layers=3, d_model=32, num_heads=2, num_kv_heads=1, d_head=16, d_mlp=48, vocab_size=len(own), max_positions=512,
@@ -44,7 +44,7 @@ def write_backbone(folder: Path, **tokenizer: Any) -> Path:
     model = Decoder(config).initialize(0)
     with torch.no_grad():
         for x in model.parameters():
-            x.mul_(2 if x.ndim == 2 else 1)  # as the trainer does from scratch: it learns within a hundred steps
+            x.mul_(2 if x.ndim == 2 else 1)  # as in the trainer's own initialisation: learns within a hundred steps
     weights.save(model, folder)
     PretrainedTokenizer(own).save(folder / "tokenizer.json")
     return folder

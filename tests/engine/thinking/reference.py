@@ -1,6 +1,6 @@
-"""The slow truth of a model that thinks: chunk after chunk, every row of the backbone, of T and of C in a pass of its own.
+"""The slow reference of a model that thinks: chunk by chunk, each row of the backbone, T and C in its own pass.
 
-No guesses, no rounds, no batches, no rollbacks. Whatever the engine did on the way, what it commits must have these bits.
+No guesses, rounds, batches or rollbacks. However the engine gets there, what it commits must have these bits.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ SHAPES: dict[str, ModelConfig] = {
 
 
 def thinking_model(config: ModelConfig = BASE, chunk: int = 3, seed: int = 0, **others: Any) -> ThinkingDecoder:
-    """Random weights; it thinks something in some chunks and nothing in others."""
+    """Random weights. Some chunks have a thought, and others have none."""
     thinks = ThinkingConfig.for_backbone(config, chunk, EOS, PAD, **{"max_thought": 4, **others})
     made = ThinkingDecoder.around(random_decoder(config, seed), thinks)
     generator = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ def random_prompt(chunks: int, chunk: int = 3, seed: int = 0, vocab: int = 29) -
 
 @dataclass(frozen=True)
 class Truth:
-    """A prompt as it must come out."""
+    """The expected result of a prompt."""
 
     kv: Tensor
     """[positions, layers, 2, kv_heads, d_head]"""
@@ -69,13 +69,13 @@ class Truth:
     logits: Tensor
     """[positions, vocab]"""
     thoughts: list[Thought]
-    """their distributions whole, under `thinking.full`"""
+    """their whole distributions, under `thinking.full`"""
     states: dict[int, Tensor]
-    """[c, d_model] by the chunk that receives it"""
+    """[c, d_model], keyed by the chunk that receives it"""
 
 
 class ThinkingReference:
-    """Prompts of one model, computed the slow way."""
+    """Prompts of one model, computed slowly."""
 
     def __init__(self, model: ThinkingDecoder) -> None:
         self.model, self.config = model, model.thinking
@@ -84,7 +84,7 @@ class ThinkingReference:
 
     @torch.inference_mode()
     def run(self, path: Sequence[int], states: dict[int, Tensor] | None = None) -> Truth:
-        """`states`: received as given instead of thought, by chunk; thoughts are then what T makes of it."""
+        """`states` maps chunks to states they receive instead of thought ones. Thoughts are T's output given those states."""
         c, table, given = self.config.chunk, PageTable(), states is not None
         received: dict[int, Tensor] = dict(states or {})
         rows: list[Rows] = []
@@ -140,7 +140,7 @@ class ThinkingReference:
 
 
 class _OneRow:
-    """A single block over rows that come one by one, each in a pass and on a page of its own."""
+    """A single block over rows that arrive one by one, each in its own pass and on its own page."""
 
     def __init__(self, model: ThinkingDecoder, runner: Runner) -> None:
         self.model, self.runner, self.table = model, runner, PageTable()
@@ -167,13 +167,13 @@ class _OneRow:
 
 
 def differences(branch: Any, truth: Truth) -> list[str]:
-    """Everything on a prompt's branch, captured with sites="STCZ" and full=True, that is not as it must be."""
+    """What differs on a prompt's branch, captured with sites="STCZ" and full=True, from the expected result."""
     found = [] if same_bits(branch.kv(), truth.kv[: branch.lane.computed]) else ["KV"]
     return found + row_differences(branch, truth)
 
 
 def row_differences(branch: Any, truth: Truth) -> list[str]:
-    """The same of captured rows and thoughts alone: a rejected suffix has no KV any more."""
+    """The same for captured rows and thoughts only: a rejected suffix no longer has KV."""
     rows, start, end = branch.activations, branch.activations.base, min(branch.activations.end, len(truth.logits))
     found = [site for site, x in truth.sites.items() if not same_bits(rows[site][: end - start], x[start:end])]
     log_p = truth.logits[start:end].log_softmax(-1)

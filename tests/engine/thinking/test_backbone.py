@@ -1,4 +1,4 @@
-"""Thinking States around a pretrained backbone: its own tokenizer, its own precision, the same promises."""
+"""Thinking States around a pretrained backbone: its own tokenizer, its own precision, and the same promises."""
 
 import json
 from dataclasses import replace
@@ -145,7 +145,7 @@ def test_both_precisions_agree_on_the_loss(recipe: ThinkingRecipe) -> None:
 
 @pytest.fixture(scope="module")
 def trained(recipe: ThinkingRecipe) -> dict[Method, trainer.Model]:
-    """Long enough to say something; not always the right thing."""
+    """Trained long enough to give answers, but not always right ones."""
     recipe = replace(recipe, steps=100, longest=2, precision="fp32")
     return {method: trainer.train(replace(recipe, method=method)) for method in METHODS}
 
@@ -201,7 +201,7 @@ def test_it_is_replayed_with_its_own_tokenizer(
 
 
 def test_its_answers_are_judged_without_their_end(trained: dict[Method, trainer.Model], recipe: ThinkingRecipe) -> None:
-    """A Hugging Face tokenizer has a text for <EOS>; it is no part of the answer."""
+    """A Hugging Face tokenizer has a text for <EOS>, which is not part of the answer."""
     model, tokenizer = trained["thinking"], recipe.tokenizer()
     assert isinstance(model, ThinkingDecoder) and isinstance(tokenizer, PretrainedTokenizer)
     engine = ThinkingEngine(model, tokenizer.tokenizer)

@@ -1,4 +1,4 @@
-"""The table around a pretrained backbone: the backbone travels in pieces without loss, and the job leaves what it says."""
+"""The table around a pretrained backbone: the backbone is transferred in pieces without loss, and the job writes its files."""
 
 import json
 import time
@@ -16,7 +16,7 @@ from tests.engine.thinking.pretrained import write_backbone
 
 
 def quantised(folder: Path) -> dict[str, torch.Tensor]:
-    """A folder with matrices as 4-bit and 8-bit files hold them, a block of zeros and a block of one value among them."""
+    """A folder with matrices as stored in 4-bit and 8-bit files, including a block of zeros and a constant block."""
     random, shape = torch.Generator().manual_seed(0), (6, 4, BLOCK)
     scale, low = (torch.randn(6, 4, 1, generator=random).half().float() for _ in range(2))
     nibbles, bytes_ = torch.randint(16, shape, generator=random), torch.randint(-127, 128, shape, generator=random)

@@ -34,7 +34,7 @@ COIN = tasks.get("coin")(flips=(1, 4), seed=3)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with random weights, and the coin's words."""
+    """A model with random weights and the coin's vocabulary."""
     where = tmp_path_factory.mktemp("model")
     thinking_zoo.save(thinking_model(SHAPE, chunk=2), WordTokenizer(tasks.get("coin").vocabulary()), where)
     return where

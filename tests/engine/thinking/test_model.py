@@ -1,4 +1,4 @@
-"""The model that thinks: what it computes, how it starts, how it is saved, and what it refuses."""
+"""The model that thinks: what it computes, how it is initialised and saved, and what it refuses."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ def text(chunks: int) -> torch.Tensor:
     return torch.tensor(random_prompt(chunks)).view(chunks, 3)
 
 
-# What it computes
+# What the model computes
 
 
 def test_without_thoughts_it_is_its_backbone() -> None:
@@ -71,7 +71,7 @@ def test_a_state_reaches_the_next_chunk_and_no_earlier_one() -> None:
 
 @pytest.mark.parametrize("length", [2, 3, 4, 6])
 def test_a_thought_is_compressed_to_the_last_real_positions(length: int) -> None:
-    """Filling up and batch padding change nothing: a long thought's state comes from its own last c positions."""
+    """Fill tokens and batch padding change nothing: the state of a long thought comes from its own last c positions."""
     made = thinking_model(max_thought=8)
     words = torch.tensor([[*range(5, 5 + length - 1), EOS]])
     alone = plain.states_of(made, words)
@@ -93,7 +93,7 @@ def test_thoughts_are_cut_at_the_limit() -> None:
     assert found[:, -1].tolist() == [EOS, EOS]
 
 
-# How it starts, how it is kept
+# Initialisation and saving
 
 
 def test_t_starts_as_the_last_block_and_c_as_the_first() -> None:
@@ -115,7 +115,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert all(torch.equal(x, back.state_dict()[name]) for name, x in made.state_dict().items())
 
 
-# What it refuses
+# What the model refuses
 
 
 @pytest.mark.parametrize(

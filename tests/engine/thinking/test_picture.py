@@ -1,4 +1,4 @@
-"""The embedded model runs the fifth picture's own sentence, and tracks longer stories than it was trained on."""
+"""The embedded model runs the sentence of the fifth picture, and tracks stories longer than those in training."""
 
 from functools import cache
 
@@ -39,7 +39,7 @@ def test_the_pictures_sentence(guess: Guess) -> None:
 
 
 def test_another_state_in_its_place_turns_thought_and_answer() -> None:
-    """The state after the first flip, taken from a story that began with tails."""
+    """The replacement is the state after the first flip of a story that begins with tails."""
     root = engine().prompt(SENTENCE, sites="S")
     other = engine().prompt(SENTENCE.replace("heads", "tails"), sites="S")
     swapped = Edit.interchange("thinking.state", other.activations["thinking.state"][8:10], slice(8, 10))

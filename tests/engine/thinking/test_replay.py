@@ -1,7 +1,7 @@
-"""The contract of models that think: three roads, one outcome, whatever happens around a prompt.
+"""The contract of models that think: three code paths give one result, whatever happens around a prompt.
 
-Every theorem holds KV, S, T, C, Z, thoughts, their distributions and the states received against the slow reference, byte by
-byte. The last one shows that the comparison has teeth: accept a wrong guess, and it fails.
+Every theorem compares KV, S, T, C, Z, thoughts, their distributions and the received states with the slow reference, byte by
+byte. The last theorem is the negative control: with a wrong guess accepted, the comparison fails.
 """
 
 import random
@@ -36,12 +36,12 @@ from tests.engine.thinking.reference import (
 )
 
 CHUNKS = (1, 4, 7, 25)
-"""of the prompts; the last is beyond the first block of keys"""
+"""lengths of the prompts; the last one exceeds the first block of keys"""
 KEPT: dict[str, Any] = {"sites": "STCZ", "keep_rejected": True, "full": True}
 
 
 class Subject:
-    """A model under test with its slow truth."""
+    """A model under test with its slow reference."""
 
     def __init__(self, name: str, device: str) -> None:
         self.model = thinking_model(SHAPES[name]).to(device)
@@ -65,7 +65,7 @@ def subject_of(name: str, device: str) -> Subject:
 
 @pytest.fixture(params=with_devices(tuple(SHAPES)))
 def subject(request: pytest.FixtureRequest) -> Subject:
-    """Backbones of every kind."""
+    """A subject for each kind of backbone."""
     return subject_of(*request.param)
 
 
@@ -84,7 +84,7 @@ def test_the_subjects_think_here_and_there(subject: Subject) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_certificate_covers_t_and_c(name: str) -> None:
-    """Every product of T and C has a shape, and its weight a layout, that was examined on the backbone."""
+    """Every product of T and C has a shape, and its weight a layout, that the doctor examined on the backbone."""
     subject = subject_of(name, "cpu")
     engine, model = subject.engine(), subject.model
     own = [m.weight for block in (model.think, model.compress) for m in block.modules() if isinstance(m, Linear)]
@@ -140,7 +140,7 @@ def test_a_dropped_suffix_has_the_rows_of_its_guessed_states(subject: Subject, g
 
 
 def test_what_is_generated_follows_from_prompt_and_states(subject: Subject) -> None:
-    """Greedy tokens, and KV and rows of all of them: the first answer chunk has the last state, later ones none."""
+    """Greedy tokens with their KV and rows: the first answer chunk receives the last state, later chunks none."""
     path = random_prompt(5, seed=5)
     states = subject.truth(tuple(path)).states
     for drafter in ("self", "lens", "tree"):
@@ -174,7 +174,7 @@ def test_forks_and_rollbacks_leave_no_mark(plain: Subject) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_past_leaves_the_bits_of_path_and_edits_alone(plain: Subject, seed: int) -> None:
-    """Forks, edits, extensions, answers and rollbacks at random; each branch against a prompt on a fresh engine."""
+    """Random forks, edits, extensions, answers and rollbacks: each branch equals a prompt on a fresh engine."""
     draw = random.Random(seed)
     engine = plain.engine(page_size=4, cache_tokens=1024)
     live: list[tuple[ThinkingBranch, list[Edit]]] = [(engine.prompt(random_prompt(6, seed=seed), sites="STCZ"), [])]
@@ -202,7 +202,7 @@ def test_any_past_leaves_the_bits_of_path_and_edits_alone(plain: Subject, seed: 
 def assert_as_fresh(plain: Subject, branch: ThinkingBranch, edits: list[Edit]) -> None:
     along = branch._thought_along(branch.length)
     if not along:
-        return  # nothing thought yet: an ordinary branch
+        return  # no thought yet: an ordinary branch
     fresh = plain.engine(guess="sequential").prompt(branch.tokens[:along], sites="STCZ", edits=edits)
     if along < branch.length:
         fresh.force(branch.tokens[along:])
@@ -225,7 +225,7 @@ def test_an_extended_prompt_is_the_whole_prompt(plain: Subject) -> None:
 
 
 def test_preemption_leaves_no_mark(plain: Subject) -> None:
-    """A cache for a prompt and a half: pages are taken in the middle of rounds, and rows computed again."""
+    """The cache holds one and a half prompts: pages are taken in the middle of rounds, and rows are recomputed."""
     for guess in GUESSES:
         engine = plain.engine(cache_tokens=112, page_size=4, guess=guess, max_rows=32)
         branches = engine.prompts([*plain.prompts(), *plain.prompts()[::-1]], **KEPT)
@@ -236,7 +236,7 @@ def test_preemption_leaves_no_mark(plain: Subject) -> None:
 
 
 def test_a_replayed_trace_needs_no_thoughts(plain: Subject, tmp_path: Path) -> None:
-    """States are edits, so a trace has the bits of every branch, dropped suffixes included, without thinking."""
+    """States are edits, so a trace reproduces the bits of every branch without thinking, including dropped suffixes."""
     engine, path = plain.engine(record=True), random_prompt(7, seed=7)
     branch = engine.prompt(path, **KEPT).generate(4, drafter="lens", window=3)
     (child,) = branch.fork(at=10)
@@ -258,7 +258,7 @@ def test_a_replayed_trace_needs_no_thoughts(plain: Subject, tmp_path: Path) -> N
 
 
 def edits_of(engine: ThinkingEngine) -> dict[str, Edit]:
-    """One on S, T and C each, and one on the backbone, all about chunk 2, which thinks, or the state that comes of it."""
+    """One edit each on S, T, C and the backbone, all on chunk 2, which thinks, or on the state made from its thought."""
     generator = torch.Generator().manual_seed(5)
     value = 3 * torch.randn(32, generator=generator)
     steps = [engine.thought_place("thinking.hook_out", 2, step) for step in range(3)]

@@ -1,4 +1,4 @@
-"""The paper's tables: what the benchmark promises of its texts, its rows and its published numbers, for every task of them."""
+"""The paper's tables: the benchmark's promises on its texts, rows and published numbers, for every task."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.parametrize("task", TASKS)
 
 
 def test_a_hundred_operations_fit_at_trained_positions(task: str) -> None:
-    """Also for the chain of thought, which is the longest."""
+    """They fit also for the chain of thought, which is the longest."""
     plan = Plan(1.0, "cpu", task)
     recipe = plan.recipe("cot", 10, 0)
     examples = zoo.held_out(plan.table_task.part, max(plan.beyond), 20)
@@ -38,7 +38,7 @@ def test_every_step_has_the_same_shapes(task: str, method: str) -> None:
     texts = thinking_train.texts_of(recipe, "cpu")
     shapes = {tuple(tuple(x.shape) for x in vars(texts.batch(step)).values()) for step in (0, 7, recipe.steps - 1)}
     assert len(shapes) == 1
-    loose = thinking_train.texts_of(replace(recipe, width=None), "cpu")  # without a width they differ
+    loose = thinking_train.texts_of(replace(recipe, width=None), "cpu")  # without a fixed width they differ
     assert len({loose.batch(step).tokens.shape for step in range(recipe.steps)}) > 1
 
 

@@ -1,4 +1,4 @@
-"""Gold thoughts stand at the chunk with the earliest token that decides them; prompts and completions never share a chunk."""
+"""Gold thoughts belong to the chunk with the earliest token that decides them. Prompts and completions share no chunk."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def coin(**knobs: object) -> tuple[WordTokenizer, list[Example]]:
 
 
 def picture() -> tuple[WordTokenizer, Example]:
-    """The fifth picture's own sentence, as an example of the task."""
+    """The sentence of the fifth picture, as an example of the task."""
     task = tasks.get("coin")()
     example = replace(task.example(0), prompt=PICTURE, completion=" heads.", answer=" heads")
     return WordTokenizer(task.vocabulary()), example

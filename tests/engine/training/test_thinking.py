@@ -1,4 +1,4 @@
-"""Training of models that think: the same bits twice and after an interruption, for all methods; and it learns."""
+"""Training of models that think is deterministic and resumable for all methods, and the models learn."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -68,12 +68,12 @@ def test_every_part_gets_a_gradient() -> None:
 
 
 def test_a_cut_text_goes_on_from_its_state() -> None:
-    """Chunks that are left out reach the loss through their states, and through nothing else."""
+    """Skipped chunks affect the loss only through their states."""
     recipe = replace(TINY, width=64, cut=True)
     assert {trainer.left_out(step, 32) > 0 for step in range(0, 40, 2)} == {False}
     assert all(0 < trainer.left_out(step, 32) <= 16 for step in range(1, 40, 2))
     model, batch = trainer.initial(recipe), trainer.texts_of(recipe, "cpu").batch(1)
-    first = 3 + int(batch.continues[0, 3:].nonzero()[0])  # a chunk that goes on from the one before it
+    first = 3 + int(batch.continues[0, 3:].nonzero()[0])  # a chunk that continues the one before it
     one, other = (replace(batch, **{name: x.clone()}) for name, x in (("tokens", batch.tokens), ("thoughts", batch.thoughts)))
     one.tokens[:, :first] = 5
     other.thoughts[:, first - 1] = torch.tensor([7, 1])[: other.thoughts.shape[-1]]
@@ -97,7 +97,7 @@ def test_from_a_trained_backbone() -> None:
 
 
 def test_scores_count_only_what_the_model_itself_says() -> None:
-    """An untrained model is scored 0 on its thoughts, whatever gold thoughts its scoring began with."""
+    """An untrained model scores 0 on its thoughts, whatever gold thoughts the scoring starts from."""
     examples = zoo.held_out(PICTURE, 2, 6)
     found = score(trainer.initial(TINY), "thinking", TINY.thinking, TINY.tokenizer(), examples)  # type: ignore[arg-type]
     assert not any(s.thought for s in found)

@@ -1,4 +1,4 @@
-"""The trainer: the same bits twice, and after an interruption; nothing held out is trained on; bad recipes are named."""
+"""The trainer is deterministic and resumable, trains on nothing held out, and names what is wrong with a recipe."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -74,7 +74,7 @@ def test_it_learns(trained: Decoder) -> None:
 
 @pytest.mark.parametrize("stop", [1, 5, 6, 11, 12])
 def test_a_resumed_run_gives_the_uninterrupted_bits(trained: Decoder, tmp_path: Path, stop: int) -> None:
-    """Stopped before the first save, on a save, between two, and after the last step."""
+    """Interrupted before the first save, on a save, between two saves, and after the last step."""
     state = tmp_path / "run" / "training.safetensors"
     with pytest.raises(Interrupted):
         trainer.train(TINY, state=state, save_every=3, after_step=interrupt_at(stop))
@@ -86,7 +86,7 @@ def test_a_resumed_run_gives_the_uninterrupted_bits(trained: Decoder, tmp_path: 
 
 
 def interrupted_loss(at: int) -> Callable[..., torch.Tensor]:
-    """The loss; in the middle of step number `at`, counted from 1, somebody presses Ctrl-C."""
+    """The loss function, with a Ctrl-C in the middle of step `at` (counted from 1)."""
     real, calls = trainer.weighted_loss, count(1)
 
     def loss(*given: Any) -> torch.Tensor:
@@ -99,7 +99,7 @@ def interrupted_loss(at: int) -> Callable[..., torch.Tensor]:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Ctrl-C does what it does in a terminal; in the background of a shell it is ignored."""
+    """Makes Ctrl-C work as in a terminal: a shell's background jobs ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -107,7 +107,7 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_saves_a_whole_step(trained: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is held back to the end of the step, which is saved; resumed, the bits are those of an uninterrupted run."""
+    """Ctrl-C takes effect at the end of the step, which is saved. The resumed run has the bits of an uninterrupted one."""
     state, before = tmp_path / "training.safetensors", signal.getsignal(signal.SIGINT)
     steps: list[int] = []
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -159,7 +159,7 @@ def test_the_setting_of_pytorch_is_put_back() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-# Saved runs that do not fit
+# Saved runs that do not match
 
 
 def test_a_save_of_another_recipe_is_refused(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_batches_follow_shares_and_curriculum() -> None:
     then = tokenizer.id(" then")
     for step in range(40):
         (picture, _), (steps, _) = texts.batch(step)
-        assert (len(picture), len(steps)) == (8, 2)  # 7.5 and 2.5, cut where the running sum rounds to
+        assert (len(picture), len(steps)) == (8, 2)  # 7.5 and 2.5, cut at the rounded running sum
         assert int((picture == then).sum(1).max()) < trainer.longest_at(recipe, step)
     assert [trainer.longest_at(recipe, step) for step in (0, 4, 5, 10, 15, 20, 39)] == [1, 1, 2, 3, 4, 4, 4]
 
@@ -218,7 +218,7 @@ def test_completion_tokens_weigh_more_and_padding_nothing() -> None:
 
 
 def test_loss_is_that_of_each_text_alone() -> None:
-    """Neither padding nor neighbours matter. In float64, against one text at a time."""
+    """Neither padding nor neighbours matter. Compared in float64 with one text at a time."""
     model = trainer.initial(TINY).double()
     batch = [(tokens, weights.double()) for tokens, weights in Texts(TINY, torch.device("cpu")).batch(11)]
     total, count = torch.zeros((), dtype=torch.float64), 0.0
@@ -282,7 +282,7 @@ def test_texts_longer_than_the_model_are_named() -> None:
 
 @pytest.fixture
 def small_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`replaylens train coin-draft` with a recipe, and a card, of a second."""
+    """`replaylens train coin-draft` with a recipe and a card that take a second."""
     monkeypatch.setitem(zoo.RECIPES, "coin-draft", TINY)
     monkeypatch.setattr(command, "CARD_EXAMPLES", 4)
     monkeypatch.setattr(command, "CARD_LENGTHS", (1, 3))
@@ -317,7 +317,7 @@ def test_command_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_command", "ctrl_c")
 def test_command_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C long before the first regular save: the run is kept, and the line says how to go on."""
+    """Ctrl-C long before the first regular save: the run is saved, and the message says how to resume."""
     asked = ["train", "coin-draft", "--out", str(tmp_path / "run")]
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "weighted_loss", interrupted_loss(at=5))
@@ -341,7 +341,7 @@ def test_command_interrupted_before_the_first_step(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.usefixtures("small_command")
 def test_command_killed_in_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights are there, the card is not: --resume makes it without another step."""
+    """The weights exist but the card does not: --resume writes the card without another step."""
     asked = ["train", "coin-draft", "--out", str(tmp_path)]
 
     def die(*_: object) -> None:
@@ -381,5 +381,5 @@ def test_command_refuses_a_device_it_does_not_have(tmp_path: Path) -> None:
 
 
 def _flat(output: str) -> str:
-    """The words of an error box, without its frame and line breaks."""
+    """The text of an error box, without its frame and line breaks."""
     return " ".join(output.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""`replaylens train coin-thinking --task variables`: another task than the recipe's own, with every method."""
+"""`replaylens train coin-thinking --task variables`: a task other than the recipe's own, with every method."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ TINY = ThinkingRecipe(
 
 
 def test_no_chunk_of_four_words_ends_two_operations() -> None:
-    """So each operation can go on from the thoughts of all before it: there is one of two words a chunk, or none."""
+    """A chunk has a thought of two words or none, so each operation can continue from the thoughts of all earlier ones."""
     table = trainer.texts_of(replace(TINY, longest=12), "cpu").table
     tokens, _, thoughts, thinks, _ = table.columns
     assert thoughts.shape[1] == 3 and tokens.shape[1] == 4

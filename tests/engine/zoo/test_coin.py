@@ -1,4 +1,4 @@
-"""The embedded models: there, small, as good as their cards say; and the lens on them."""
+"""The embedded models ship, are small, and are as good as their cards say; and the lens on them."""
 
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ def examples(test: str, length: int, number: int) -> list[Example]:
 
 
 def accuracy(name: str, test: str, lengths: range, number: int) -> float:
-    """Over `number` examples of each length."""
+    """Accuracy over `number` examples of each length."""
     return zoo.accuracy(*embedded(name), [x for length in lengths for x in examples(test, length, number)])
 
 
@@ -55,7 +55,7 @@ def test_checkpoint_is_whole_and_small(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpoint_is_of_the_recipe(name: str) -> None:
-    """Fails when the words of the task change: then the models must be trained anew."""
+    """Fails if the task's words change: the models must then be retrained."""
     model, tokenizer = embedded(name)
     assert model.config == zoo.recipe(name).config
     assert tokenizer == zoo.recipe(name).tokenizer()
@@ -66,7 +66,7 @@ def test_both_models_have_one_tokenizer() -> None:
     assert embedded("coin-plain")[1] == embedded("coin-draft")[1]
 
 
-# How good they are
+# Accuracy
 
 
 @pytest.mark.parametrize("test", FACES)
@@ -88,13 +88,13 @@ def test_draft_is_clearly_worse() -> None:
 
 @pytest.mark.parametrize("test", zoo.TESTS)
 def test_draft_agrees_on_most_tokens(test: str) -> None:
-    """Otherwise it would be useless as a drafter."""
+    """A drafter that disagrees on most tokens would be useless."""
     same = torch.cat([_greedy(embedded("coin-plain"), x) == _greedy(embedded("coin-draft"), x) for x in examples(test, 4, 30)])
     assert same.float().mean() > 0.7
 
 
 def _greedy(embedded: tuple[Decoder, WordTokenizer], example: Example) -> torch.Tensor:
-    """The likeliest next token at every position of the completion."""
+    """The most likely next token at every position of the completion."""
     model, tokenizer = embedded
     ids = tokenizer.encode(example.text)
     ops = SequenceOps([len(ids)])
@@ -105,7 +105,7 @@ def _greedy(embedded: tuple[Decoder, WordTokenizer], example: Example) -> torch.
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("test", ["picture, from tails", "steps", "wei"])
 def test_solved_is_what_greedy_decoding_gives(name: str, test: str) -> None:
-    """`solved` reads one pass over the right text; here every token is really fed back. 5 actors, and 9: too many."""
+    """`solved` reads one pass over the right text; here every token is fed back. 5 actors, and 9, which are too many."""
     model, tokenizer = embedded(name)
     some = [*examples(test, 5, 3), *examples(test, 9, 3)]
     decoded = []
@@ -156,7 +156,7 @@ def test_card_promises_enough(test: str) -> None:
     ],
 )
 def test_card_numbers_can_be_measured_again(name: str, test: str, length: int) -> None:
-    """On the same 500 examples. Another machine's rounding may turn a tie: two examples are allowed to differ."""
+    """On the same 500 examples. Rounding on another machine may change a tie, so two examples may differ."""
     measured = zoo.accuracy(*embedded(name), examples(test, length, 500))
     assert abs(measured - card_accuracy(name, test, length)) <= 2 / 500 + 1e-9
 

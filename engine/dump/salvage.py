@@ -1,0 +1,82 @@
+"""`Salvage`: what a damaged manifest still vouches for. Shards that it does not vouch for are made again.
+
+A manifest is text, and damage rarely reaches all of it. A file is intact if the manifest still contains its SHA-256. A plan is
+the dump's if the manifest still contains it. The shards' entries are computed again from the shards and the index.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import safetensors.torch
+
+from replaylens.engine.dump.content import LOCATORS, Content, count_accepted
+from replaylens.engine.dump.manifest import INDEX, MANIFEST, ShardEntry, SiteEntry, shard_name
+from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.store import Store
+from replaylens.engine.errors import BadDump
+from replaylens.engine.proof.fingerprint import Fingerprint
+
+Describe = Callable[[Content], dict[str, SiteEntry]]
+_LENS = ("Z.entropy", "Z.kl", "Z.emitted", "Z.top_ids", "Z.top_logprobs", "Z.targets", "Z.full")
+Salvaged = tuple[int, ShardEntry, pa.Table, dict[str, SiteEntry]]
+"""number, entry, index lines and sites of an intact shard"""
+
+
+class Salvage:
+    """A damaged manifest, compared with the plan and the fingerprint of a writer. BadDump if it does not show that they are
+    the dump's: shards of another plan must not be taken for this one's, nor be overwritten."""
+
+    def __init__(self, store: Store, raw: bytes, plan: DumpPlan, fingerprint: Fingerprint) -> None:
+        self.store, self.raw, self.plan = store, raw, plan
+        for name, value in (("plan", plan.to_json()), ("fingerprint", asdict(fingerprint))):
+            if not self._states(name, value):
+                raise BadDump(
+                    f"{store.url}: {MANIFEST} is damaged, and what is left of it does not name this {name}. Resume with the "
+                    f"dump's own options and model. To compute all shards again instead, delete {MANIFEST} first."
+                )
+
+    def _states(self, name: str, value: Any) -> bool:
+        return json.dumps({name: value}, indent=1)[2:-2].encode() in self.raw
+
+    def _is_intact(self, name: str) -> bool:
+        try:
+            return self.store.sha256(name).encode() in self.raw
+        except FileNotFoundError:
+            return False
+
+    def shards(self, describe: Describe) -> Iterator[Salvaged]:
+        """The intact shards, one at a time. None if the index is not intact."""
+        if not self._is_intact(INDEX):
+            return
+        with self.store.open(INDEX) as file:
+            index = pq.ParquetFile(file)
+            for group in range(index.num_row_groups):
+                lines = index.read_row_group(group)
+                number = lines.column("shard")[0].as_py()
+                if self._is_intact(shard_name(number)):
+                    yield number, *self._entry(number, lines, describe)
+
+    def _entry(self, number: int, lines: pa.Table, describe: Describe) -> tuple[ShardEntry, pa.Table, dict[str, SiteEntry]]:
+        name, indices = shard_name(number), self.plan.indices(number)
+        with self.store.open(name) as file:
+            tensors = safetensors.torch.load(file.read())
+        order = [*self.plan.sites, *_LENS, *sorted(tensors)]  # as they were captured; the file has them by name
+        tensors = {site: tensors[site] for site in dict.fromkeys(order) if site in tensors}
+        content = Content(tensors, lines.drop_columns(list(LOCATORS)))
+        digest, accepted_digest = content.digests()
+        entry = ShardEntry(
+            name=name,
+            first_example=indices[0],
+            last_example=indices[-1],
+            rows=len(content),
+            accepted_rows=count_accepted(content.index),
+            bytes=self.store.size(name),
+            sha256=self.store.sha256(name),
+            digest=digest,
+            accepted_digest=accepted_digest,
+        )
+        return entry, lines, describe(content)

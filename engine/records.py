@@ -1,0 +1,67 @@
+"""JSON records, read strictly into dataclasses: every value has its annotated type, and no field is missing or unknown.
+
+Nothing is coerced: 4.0 and true are no whole numbers, NaN and Infinity are no JSON. Limits are annotations, too.
+"""
+
+from dataclasses import is_dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from replaylens.engine.errors import EngineError
+
+T = TypeVar("T")
+Count = Annotated[int, Meta(ge=0, le=1 << 48)]
+"""a number of rows or examples, or the index of one"""
+Positive = Annotated[int, Meta(ge=1, le=1 << 48)]
+Natural = Annotated[int, Meta(ge=0)]
+Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+def one_of(*names: str) -> Meta:
+    """The constraint that a string is one of these."""
+    return Meta(pattern=rf"^({'|'.join(names)})\Z")
+
+
+def parse(content: bytes | str, what: str, error: type[EngineError]) -> Any:
+    """The JSON value of a file, in plain Python values. `what` names the file in the error."""
+    try:
+        return msgspec.json.decode(content)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as problem:
+        raise error(f"{what} is not JSON ({str(problem)[:100]}).") from None
+
+
+def build(kind: type[T], raw: Any, what: str, error: type[EngineError]) -> T:
+    """A dataclass from plain values. The error names the offending field by its path from `$`, the record itself."""
+    try:
+        made = msgspec.convert(raw, kind, str_keys=True)
+    except (msgspec.ValidationError, RecursionError) as problem:
+        raise error(f"{what} is invalid: {str(problem)[:300]}.") from None
+    if (unknown := _unknown(made, raw)) is not None:
+        raise error(f"{what} is invalid: unknown field - at `${unknown[:200]}`.")
+    return made
+
+
+def read(kind: type[T], content: bytes | str, what: str, error: type[EngineError]) -> T:
+    """A dataclass from the JSON of a file."""
+    return build(kind, parse(content, what, error), what, error)
+
+
+def _unknown(made: Any, raw: Any) -> str | None:
+    """The path of the first field that its dataclass does not have, which msgspec ignores."""
+    if is_dataclass(made) and isinstance(raw, dict):
+        for name, value in raw.items():
+            if name not in made.__dataclass_fields__:
+                return f".{name}"
+            if isinstance(value, dict | list) and (inner := _unknown(getattr(made, name), value)) is not None:
+                return f".{name}{inner}"
+    elif made is not raw and isinstance(raw, dict) and isinstance(made, dict):
+        for (name, value), item in zip(raw.items(), made.values(), strict=True):
+            if isinstance(value, dict | list) and (inner := _unknown(item, value)) is not None:
+                return f".{name}{inner}"
+    elif made is not raw and isinstance(raw, list) and isinstance(made, list | tuple):
+        for place, (value, item) in enumerate(zip(raw, made, strict=True)):
+            if isinstance(value, dict | list) and (inner := _unknown(item, value)) is not None:
+                return f"[{place}]{inner}"
+    return None
