@@ -1,6 +1,8 @@
 """`KVCache`: the key and value tensors that page tables refer to."""
 
 import hashlib
+import math
+import mmap
 import os
 
 import torch
@@ -30,7 +32,7 @@ class KVCache:
         self.slot_dim = 3 if device == "cpu" else 2
         inner = (config.num_kv_heads, slots) if device == "cpu" else (slots, config.num_kv_heads)
         self.pool, self.num_heads = pool, config.num_heads
-        self.data = torch.zeros(config.num_layers, 2, *inner, config.d_head, dtype=dtype, device=device)
+        self.data = _zeros((config.num_layers, 2, *inner, config.d_head), dtype, device)
         self.chain: dict[int, int] | None = {} if canary else None
         self.digest: dict[int, bytes] = {}
 
@@ -38,10 +40,14 @@ class KVCache:
     def num_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write k and v [rows, kv_heads, d_head] to `slots` [rows]. CPU only: on CUDA a kernel writes."""
-        self.data[layer, 0].index_copy_(1, slots, k.transpose(0, 1))
-        self.data[layer, 1].index_copy_(1, slots, v.transpose(0, 1))
+    def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+        """Write keys and values, [rows, 2 kv_heads, d_head], to `slots` [rows]. CPU only: on CUDA a kernel writes."""
+        self.data[layer].flatten(0, 1).index_copy_(1, slots, kv.transpose(0, 1))
+
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and of the values in `slots`: [kv_heads, slots, d_head] each. CPU only."""
+        keys, values = self.data[layer].flatten(0, 1).index_select(1, slots).chunk(2)
+        return keys, values
 
     def copy(self, copies: list[PageCopy]) -> None:
         """Make the page copies that `PagePool.reserve` returned. Mutates the cache."""
@@ -94,6 +100,16 @@ class KVCache:
 
 def _next_link(previous: int, token: int, position: int) -> int:
     return ((previous ^ (token + 1)) * _MIX + position + 1) & (2**64 - 1)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Zeros. On a CPU they take memory only where something is written; `torch.zeros` writes all of them."""
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # each head has slots of its own, so the first token would touch every huge page
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def require_memory(config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -39,7 +39,10 @@ class Attention(nn.Module):
         super().__init__()
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.d_head
         self.heads, self.kv_heads, self.width = heads, kv_heads, width
-        self.site = f"blocks.{layer}.attn."
+        site = f"blocks.{layer}.attn."
+        self.q_site, self.k_site, self.v_site = (f"{site}{part}.hook_out" for part in "qkv")
+        self.rotated_q_site, self.rotated_k_site = site + "hook_rot_q", site + "hook_rot_k"
+        self.pattern_site, self.z_site = site + "hook_pattern", site + "o.hook_in"
         self.spec = AttentionSpec.of(config, layer)
         self.qkv = Linear(config.d_model, (heads + 2 * kv_heads) * width, config.qkv_bias)
         self.o = Linear(heads * width, config.d_model, config.out_bias)
@@ -50,21 +53,22 @@ class Attention(nn.Module):
         """x [rows, d_model], normed -> the heads' outputs, [rows, heads * d_head]"""
         qkv = ops.linear(x, self.qkv).view(len(x), -1, self.width)  # [rows, heads + 2 kv_heads, d_head]
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        q = tapped(tap, self.site + "q.hook_out", q)
-        k = tapped(tap, self.site + "k.hook_out", k)
-        v = tapped(tap, self.site + "v.hook_out", v)
+        joined: Tensor | None = qkv
+        if wanted(tap, self.q_site, self.k_site, self.v_site):
+            q, k, v = tapped(tap, self.q_site, q), tapped(tap, self.k_site, k), tapped(tap, self.v_site, v)
+            joined = None
         if self.q_norm is not None and self.k_norm is not None:
             q, k = ops.norm(q, self.q_norm), ops.norm(k, self.k_norm)
-        if rotary is not None and wanted(tap, self.site + "hook_rot_q", self.site + "hook_rot_k"):
-            q = tapped(tap, self.site + "hook_rot_q", ops.rotate(q, rotary))
-            k = tapped(tap, self.site + "hook_rot_k", ops.rotate(k, rotary))
-            rotary = None
-        pattern_site = self.site + "hook_pattern"
+            joined = None
+        if rotary is not None and wanted(tap, self.rotated_q_site, self.rotated_k_site):
+            q = tapped(tap, self.rotated_q_site, ops.rotate(q, rotary))
+            k = tapped(tap, self.rotated_k_site, ops.rotate(k, rotary))
+            rotary = joined = None
         observe: Observer | None = None
-        if tap is not None and tap.wants(pattern_site):
-            observe = lambda pattern: tap(pattern_site, pattern)  # noqa: E731
-        z = ops.attend(Heads(q, k, v, rotary), self.spec, observe)
-        return tapped(tap, self.site + "o.hook_in", z).reshape(len(x), -1)
+        if tap is not None and tap.wants(self.pattern_site):
+            observe = lambda pattern: tap(self.pattern_site, pattern)  # noqa: E731
+        z = ops.attend(Heads(q, k, v, rotary, joined), self.spec, observe)
+        return tapped(tap, self.z_site, z).reshape(x.shape[0], -1)
 
 
 class Mlp(nn.Module):
@@ -73,22 +77,22 @@ class Mlp(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.gated, self.kind, self.d_mlp = config.gated_mlp, config.activation, config.d_mlp
-        self.site = f"blocks.{layer}.mlp."
+        site = f"blocks.{layer}.mlp."
+        self.gate_site, self.up_site, self.post_site = site + "gate.hook_out", site + "in.hook_out", site + "out.hook_in"
         self.up = Linear(config.d_model, config.d_mlp * (2 if config.gated_mlp else 1), config.mlp_bias)
         self.down = Linear(config.d_mlp, config.d_model, config.mlp_bias)
 
     def forward(self, x: Tensor, ops: RowOps, tap: Tap | None) -> Tensor:
         """x [rows, d_model], normed -> [rows, d_mlp]"""
-        gate_site, up_site = self.site + "gate.hook_out", self.site + "in.hook_out"
-        if not wanted(tap, gate_site, up_site):
+        if not wanted(tap, self.gate_site, self.up_site):
             post = ops.linear_activate(x, self.up, self.kind, self.gated)
         elif self.gated:
             gate, up = ops.linear(x, self.up).split(self.d_mlp, dim=-1)
-            pre = torch.cat([tapped(tap, gate_site, gate), tapped(tap, up_site, up)], dim=-1)
+            pre = torch.cat([tapped(tap, self.gate_site, gate), tapped(tap, self.up_site, up)], dim=-1)
             post = ops.activate(pre, self.kind, gated=True)
         else:
-            post = ops.activate(tapped(tap, up_site, ops.linear(x, self.up)), self.kind, gated=False)
-        return tapped(tap, self.site + "out.hook_in", post)
+            post = ops.activate(tapped(tap, self.up_site, ops.linear(x, self.up)), self.kind, gated=False)
+        return tapped(tap, self.post_site, post)
 
 
 class Block(nn.Module):
@@ -98,28 +102,32 @@ class Block(nn.Module):
         super().__init__()
         norm = lambda: Norm(config.d_model, config.norm, config.norm_eps)  # noqa: E731
         self.parallel = config.parallel_residual
-        self.site = f"blocks.{layer}."
+        site = f"blocks.{layer}."
+        self.in_site, self.ln1_site, self.middle_site = site + "hook_in", site + "ln1.hook_out", site + "ln2.hook_in"
+        self.ln2_site, self.out_site = site + "ln2.hook_out", site + "hook_out"
+        self.attn_sites = site + "attn.hook_out", site + "ln1_post.hook_out"
+        self.mlp_sites = site + "mlp.hook_out", site + "ln2_post.hook_out"
         self.ln1, self.attn = norm(), Attention(config, layer)
         self.ln2, self.mlp = norm(), Mlp(config, layer)
         self.ln1_post = norm() if config.post_norms else None
         self.ln2_post = norm() if config.post_norms else None
 
     def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
-        site = self.site
-        x = tapped(tap, site + "hook_in", x)
-        z = self.attn(tapped(tap, site + "ln1.hook_out", ops.norm(x, self.ln1)), rotary, ops, tap)
-        middle = _write(x, z, self.attn.o, site + "attn.hook_out", self.ln1_post, site + "ln1_post.hook_out", ops, tap)
+        x = tapped(tap, self.in_site, x)
+        z = self.attn(tapped(tap, self.ln1_site, ops.norm(x, self.ln1)), rotary, ops, tap)
+        middle = _write(x, z, self.attn.o, self.ln1_post, self.attn_sites, ops, tap)
         if not self.parallel:
-            middle = x = tapped(tap, site + "ln2.hook_in", middle)
-        post = self.mlp(tapped(tap, site + "ln2.hook_out", ops.norm(x, self.ln2)), ops, tap)
-        out = _write(middle, post, self.mlp.down, site + "mlp.hook_out", self.ln2_post, site + "ln2_post.hook_out", ops, tap)
-        return tapped(tap, site + "hook_out", out)
+            middle = x = tapped(tap, self.middle_site, middle)
+        post = self.mlp(tapped(tap, self.ln2_site, ops.norm(x, self.ln2)), ops, tap)
+        out = _write(middle, post, self.mlp.down, self.ln2_post, self.mlp_sites, ops, tap)
+        return tapped(tap, self.out_site, out)
 
 
 def _write(
-    residual: Tensor, x: Tensor, linear: Linear, site: str, post: Norm | None, post_site: str, ops: RowOps, tap: Tap | None
+    residual: Tensor, x: Tensor, linear: Linear, post: Norm | None, sites: tuple[str, str], ops: RowOps, tap: Tap | None
 ) -> Tensor:
-    """The residual stream [rows, d_model] plus the product of x, normed if `post` is given."""
+    """The residual stream [rows, d_model] plus the product of x, normed if `post` is given. `sites`: of product and norm."""
+    site, post_site = sites
     if post is None and not wanted(tap, site):
         return ops.linear_add(x, linear, residual)
     wrote = tapped(tap, site, ops.linear(x, linear))

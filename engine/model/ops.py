@@ -71,6 +71,9 @@ class Heads:
     """[rows, kv_heads, d_head]"""
     rotary: Rotary | None = None
     """the rotation to apply to queries and keys; None: none, or already applied"""
+    joined: Tensor | None = None
+    """[rows, heads + 2 kv_heads, d_head], whose parts q, k and v are, if nobody else holds it: attention may change it in
+    place. None: they are tensors of their own"""
 
 
 class RowOps(Protocol):

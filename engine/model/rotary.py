@@ -21,6 +21,12 @@ class Rotary:
         """cos and sin of every row: [rows, 2, rotary_dim / 2]"""
         return self.table[self.positions]
 
+    @cached_property
+    def turns(self) -> tuple[Tensor, Tensor]:
+        """(cos, cos) and (-sin, sin) of every row, over the rotated dimensions of a head: [rows, 1, rotary_dim] each"""
+        cos, sin = self.rows[:, None].unbind(2)
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
 
 def inverse_frequencies(rope: Rope, rotary_dim: int) -> Tensor:
     """Angle per position for each pair of rotated dimensions: [rotary_dim / 2], float32."""

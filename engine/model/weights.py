@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, UnsupportedModel
 from replaylens.engine.model.check import require_same
@@ -85,7 +85,10 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> Decoder:
-    """A decoder with these tensors (our names), checked; BadWeights names the tensors at fault."""
+    """A decoder with these tensors (our names), checked; BadWeights names the tensors at fault.
+
+    Mutates: takes each tensor out of `tensors` as it is copied, so that the weights are in memory only once.
+    """
     with torch.device("meta"):
         model = Decoder(config)
     wanted = {name: tuple(x.shape) for name, x in model.state_dict().items()}
@@ -101,9 +104,13 @@ def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype) -> Decoder:
     if faults:
         shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
         raise BadWeights(f"The weights do not fit the config: {shown}. Check that config and weights belong together.")
-    model = in_dtype(Decoder(config), dtype)
-    model.load_state_dict({name: x.to(dtype) for name, x in tensors.items()})
+    model.load_state_dict({name: _owned(tensors.pop(name), dtype) for name in wanted}, assign=True)
     return model.requires_grad_(False).eval()
+
+
+def _owned(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous copy on the CPU: the source may be a file or a model that changes later."""
+    return x.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def in_dtype(model: M, dtype: torch.dtype) -> M:
@@ -138,7 +145,7 @@ def from_hugging_face(
             f"The checkpoint holds {len(extra)} tensors that a {config.family} model does not have, such as "
             f"{', '.join(extra[:4])}. Leaving them out would change what it computes. Is the config the right one?"
         )
-    model = build(config, tensors, dtype)
+    model = build(config, tensors if reference is None else dict(tensors), dtype)
     if reference is not None:
         require_same(config, tensors, reference())
     return model

@@ -1,5 +1,6 @@
 """`Batch`: rows of any number of branches, packed for one pass."""
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -53,14 +54,17 @@ class AttentionGroup:
     num_keys: int
     """per piece, a multiple of KV_BLOCK"""
     masks: dict[int, Tensor]
-    """window -> [pieces, query rows, 1, last keys], True for hidden keys"""
+    """window -> what `ceiling` returns"""
 
-    def hidden(self, window: int) -> Tensor:
-        """Mask of the last keys, True if a query must not see them. All queries see the earlier keys. Cached per window."""
+    def ceiling(self, window: int) -> Tensor:
+        """The `ceiling` of the scores of the last keys: [pieces, query rows, 1, last keys]. All queries see the earlier keys.
+
+        Cached per window.
+        """
         if window not in self.masks:
             seen = visible(self.positions.view(-1), self.num_keys, window)
             first = 0 if window else int(self.positions.min()) + 1
-            self.masks[window] = ~seen.view(*self.positions.shape, 1, self.num_keys)[..., first:]
+            self.masks[window] = ceiling(seen.view(*self.positions.shape, 1, self.num_keys)[..., first:])
         return self.masks[window]
 
 
@@ -77,6 +81,11 @@ class Piece(NamedTuple):
     segment: Segment
     position: int
     """of the first row"""
+
+
+def ceiling(seen: Tensor) -> Tensor:
+    """Upper bounds of scores: infinity where a query sees the key, minus infinity where it does not."""
+    return torch.where(seen, math.inf, -math.inf)
 
 
 class Batch:
@@ -108,6 +117,19 @@ class Batch:
     def groups(self) -> list[AttentionGroup]:
         """The attention groups, used on a CPU only."""
         return self._attention_groups(self.pool, self.query_rows)
+
+    @cached_property
+    def queries(self) -> list[Tensor]:
+        """For each group, the packed row of every query; padding takes row 0, and its result is dropped. [pieces * rows]"""
+        return [group.rows.view(-1) * (group.rows.view(-1) < self.padded) for group in self.groups]
+
+    @cached_property
+    def query_of_row(self) -> Tensor:
+        """Of every padded row, its place among the queries of all groups; padding rows take the first. [padded rows]"""
+        places = torch.zeros(self.padded + 1, dtype=torch.int64)
+        rows = torch.cat([group.rows.view(-1) for group in self.groups])
+        places[rows] = torch.arange(rows.shape[0])
+        return places[:-1]
 
     def row(self, segment: int, position: int) -> int:
         """The packed row of a position of a segment."""

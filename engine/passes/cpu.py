@@ -19,6 +19,7 @@ from replaylens.engine.model.config import Activation
 from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, TorchOps, softcap
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import KV_BLOCK, Batch
+from replaylens.engine.passes.batched import BatchedProduct, by_torch
 from replaylens.engine.passes.products import Products
 
 
@@ -33,14 +34,7 @@ class CpuOps(TorchOps):
         return (x * scale).mul_(norm.weight)
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
-        half = rotary.table.shape[-1]
-        cos, sin = rotary.rows[:, None].unbind(2)  # [rows, 1, half]
-        a, b, rest = x.tensor_split((half, 2 * half), dim=-1)
-        out = torch.empty(x.shape, dtype=x.dtype)
-        torch.sub(a * cos, b * sin, out=out[..., :half])
-        torch.add(b * cos, a * sin, out=out[..., half : 2 * half])
-        out[..., 2 * half :] = rest
-        return out
+        return rotate_(x.clone(memory_format=torch.contiguous_format), rotary)
 
     def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
         if not gated:
@@ -55,28 +49,43 @@ class CpuOps(TorchOps):
 class CachedOps(CpuOps):
     """Attention through the paged cache. Subclasses define the products."""
 
-    def __init__(self, batch: Batch, cache: KVCache) -> None:
-        self.batch, self.cache = batch, cache
+    def __init__(self, batch: Batch, cache: KVCache, product: BatchedProduct) -> None:
+        """product  gives the bits of `by_torch`"""
+        self.batch, self.cache, self.product = batch, cache, product
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
-        q, k, v = self.turned(heads)
-        batch, data = self.batch, self.cache.data[spec.layer]
-        self.cache.write(spec.layer, batch.write_slots, k[: batch.num_rows], v[: batch.num_rows])
-        out = torch.zeros(batch.padded + 1, *q.shape[1:], dtype=q.dtype)  # the extra row takes padding queries
-        scaled = torch.zeros_like(out)
-        torch.mul(q, spec.scale, out=scaled[:-1])
-        patterns = []
-        for group in batch.groups:
-            keys = data[0].index_select(1, group.slots)
-            values = data[1].index_select(1, group.slots)
+        q, kv = self._queries_and_kv(heads)
+        batch = self.batch
+        self.cache.write(spec.layer, batch.write_slots, kv[: batch.num_rows])
+        outs, patterns = [], []
+        for group, rows in zip(batch.groups, batch.queries, strict=True):
+            keys, values = self.cache.gather(spec.layer, group.slots)
+            queries = q.index_select(0, rows).view(*group.rows.shape, *q.shape[1:])
             z, pattern = attend_blocks(
-                scaled[group.rows], keys, values, group.hidden(spec.window), spec.softcap, observe is not None
+                queries,
+                keys,
+                values,
+                group.ceiling(spec.window),
+                spec.softcap,
+                observe is not None,
+                spec.scale,
+                self.product,
             )
-            out[group.rows] = z
+            outs.append(z.flatten(0, 1))
             patterns.append(pattern)
         if observe is not None:
             observe(self._assemble(patterns, q.shape[1]))
-        return out[:-1]
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, batch.query_of_row)
+
+    def _queries_and_kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        """Queries [rows, heads, d_head], and keys and values [rows, 2 kv_heads, d_head], with the pending rotation applied."""
+        if heads.joined is None:
+            q, k, v = self.turned(heads)
+            return q, torch.cat([k, v], dim=1)
+        num_queries = heads.q.shape[1]
+        if heads.rotary is not None:
+            rotate_(heads.joined[:, : num_queries + heads.k.shape[1]], heads.rotary)
+        return heads.q, heads.joined[:, num_queries:]
 
     def _assemble(self, patterns: list[Tensor], heads: int) -> Tensor:
         """One pattern tensor [padded rows, heads, largest number of keys] from the groups' pieces."""
@@ -87,31 +96,50 @@ class CachedOps(CpuOps):
         return out[:-1]
 
 
-def attend_blocks(
-    q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, cap: float, want_pattern: bool
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention of scaled queries over gathered keys.
+def rotate_(x: Tensor, rotary: Rotary) -> Tensor:
+    """Mutates and returns x [rows, heads, d_head]: pairs (a, b) of its dimensions become (a cos - b sin, b cos + a sin)."""
+    cos, sin = rotary.turns  # sin with the sign of its term: a cos + b (-sin) has the bits of a cos - b sin
+    pairs = x[..., : cos.shape[-1]]
+    swapped = pairs.roll(cos.shape[-1] // 2, -1).mul_(sin)
+    pairs.mul_(cos).add_(swapped)
+    return x
 
-    q [pieces, rows, heads, d], keys and values [kv_heads, pieces * n, d], hidden [pieces, rows, 1, the last keys]
+
+def attend_blocks(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ceiling: Tensor,
+    cap: float,
+    want_pattern: bool,
+    scale: float = 1.0,
+    product: BatchedProduct = by_torch,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of queries, times `scale`, over gathered keys.
+
+    q [pieces, rows, heads, d], keys and values [kv_heads, pieces * n, d], ceiling [pieces, rows, 1, the last keys]
     -> ([pieces, rows, heads, d], pattern [pieces, rows, heads, n] or an empty tensor)
     """
     pieces, rows, heads, d = q.shape
-    kv_heads = len(keys)
+    kv_heads = keys.shape[0]
     group, n = heads // kv_heads, keys.shape[1] // pieces
-    folded = q.view(pieces, rows, kv_heads, group, d).permute(2, 0, 1, 3, 4).reshape(kv_heads * pieces, rows * group, d)
+    by_head = q.view(pieces, rows, kv_heads, group, d).permute(2, 0, 1, 3, 4)
+    folded = torch.mul(by_head, scale, out=q.new_empty(by_head.shape)).view(kv_heads * pieces, rows * group, d)
     keys, values = keys.view(kv_heads * pieces, n, d), values.view(kv_heads * pieces, n, d)
-    scores = softcap(torch.bmm(folded, keys.transpose(1, 2)), cap)
-    scores.view(kv_heads, pieces, rows, group, n)[..., n - hidden.shape[-1] :].masked_fill_(hidden, -math.inf)
+    scores = softcap(product(folded, keys.transpose(1, 2)), cap)
+    last = scores.view(kv_heads, pieces, rows, group, n)[..., n - ceiling.shape[-1] :]
+    torch.minimum(last, ceiling, out=last)
     weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     total = weights[..., :KV_BLOCK].sum(-1, keepdim=True)
-    out = torch.bmm(weights[..., :KV_BLOCK], values[:, :KV_BLOCK])
+    out = product(weights[..., :KV_BLOCK], values[:, :KV_BLOCK])
     for first in range(KV_BLOCK, n, KV_BLOCK):  # this order defines the bits
         block = weights[..., first : first + KV_BLOCK]
         total += block.sum(-1, keepdim=True)
-        out += torch.bmm(block, values[:, first : first + KV_BLOCK])
-    out /= total
-    back = lambda x: x.view(kv_heads, pieces, rows, group, -1).permute(1, 2, 0, 3, 4).reshape(pieces, rows, heads, -1)  # noqa: E731
-    return back(out), back(weights / total) if want_pattern else out.new_empty(0)
+        out += product(block, values[:, first : first + KV_BLOCK])
+    back = lambda x: x.view(kv_heads, pieces, rows, group, -1).permute(1, 2, 0, 3, 4)  # noqa: E731
+    z = torch.div(back(out), back(total), out=out.new_empty(pieces, rows, kv_heads, group, d)).view(q.shape)
+    pattern = back(weights / total).reshape(pieces, rows, heads, n) if want_pattern else out.new_empty(0)
+    return z, pattern
 
 
 class CanonicalRowOps(CpuOps):
@@ -130,9 +158,9 @@ class CanonicalRowOps(CpuOps):
 class CanonicalCpuOps(CanonicalRowOps, CachedOps):
     """The arithmetic of committed rows."""
 
-    def __init__(self, batch: Batch, cache: KVCache, products: Products) -> None:
+    def __init__(self, batch: Batch, cache: KVCache, products: Products, product: BatchedProduct) -> None:
         CanonicalRowOps.__init__(self, products)
-        CachedOps.__init__(self, batch, cache)
+        CachedOps.__init__(self, batch, cache, product)
 
 
 class FastCpuOps(CachedOps):

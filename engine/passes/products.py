@@ -14,6 +14,7 @@ copy of the weights in memory.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -45,17 +46,28 @@ class Allowed:
 
 def tiled(x: Tensor, out: Tensor, counts: tuple[int, ...], product: Callable[[Tensor, Tensor], object]) -> Tensor:
     """Call `product(rows of x, rows of out)` on pieces that cover x. Their sizes are in `counts`, largest first."""
-    done = 0
-    while done < len(x):
-        count = next(c for c in counts if c <= len(x) - done)
-        product(x[done : done + count], out[done : done + count])
-        done += count
+    for first, end in _pieces(x.shape[0], counts):
+        product(x[first:end], out[first:end])
     return out
+
+
+@lru_cache(maxsize=1024)
+def _pieces(rows: int, counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """[first, end) of pieces that cover `rows` rows."""
+    found, done = [], 0
+    while done < rows:
+        count = next(c for c in counts if c <= rows - done)
+        found.append((done, done + count))
+        done += count
+    return tuple(found)
 
 
 def tile_product(x: Tensor, weight: Tensor, counts: tuple[int, ...] = (TILE,)) -> Tensor:
     """x [rows, inputs], rows a multiple of 16, times weight [inputs, outputs] -> [rows, outputs]. Defines the bits."""
-    return tiled(x, x.new_empty(len(x), weight.shape[1]), counts, lambda a, b: torch.mm(a, weight, out=b))
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    if x.shape[0] in counts:
+        return torch.mm(x, weight, out=out)
+    return tiled(x, out, counts, lambda a, b: torch.mm(a, weight, out=b))
 
 
 def can_pack(weight: Tensor) -> bool:

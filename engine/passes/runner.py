@@ -15,6 +15,7 @@ from replaylens.engine.model import modes, sites
 from replaylens.engine.model.decoder import Decoder, Tap
 from replaylens.engine.model.ops import Ops, RowOps, TorchOps
 from replaylens.engine.passes.batch import Batch, Segment
+from replaylens.engine.passes.batched import batched_product
 from replaylens.engine.passes.certificate import Certificate
 from replaylens.engine.passes.cpu import CanonicalCpuOps, CanonicalRowOps, FastCpuOps
 from replaylens.engine.passes.ferry import RING_BYTES, Ferry, Shipment
@@ -173,7 +174,9 @@ class Runner:
     def ops(self, batch: Batch, cache: KVCache, exact: bool = True) -> Ops:
         """The arithmetic of a pass over a batch with pages in `cache`: the runner's cache, or another of the same layout."""
         if self.device == "cpu":
-            return CanonicalCpuOps(batch, cache, self.products) if exact else FastCpuOps(batch, cache)
+            c = self.model.config
+            product = batched_product(_ANY_SIZE, c.num_heads // c.num_kv_heads, c.d_head)
+            return CanonicalCpuOps(batch, cache, self.products, product) if exact else FastCpuOps(batch, cache, product)
         from replaylens.engine.passes import cuda  # its kernels need triton, which a CPU machine may lack
 
         rows = cuda.device_rows(batch, cache)
@@ -218,7 +221,9 @@ class Runner:
         return self.program([(s.start, len(s.tokens), s.edits) for s in batch.segments])
 
     def _edited(self, batch: Batch, tap: Tap | None) -> Tap | None:
-        """The tap, behind the edits and hooks of the batch."""
+        """The tap, behind the edits and hooks of the batch. None if nothing is kept or edited."""
+        if isinstance(tap, PassTap) and not tap.wanted:
+            tap = None
         if not any(s.edits or s.hooks for s in batch.segments):
             return tap
         if self.device == "cpu":

@@ -19,7 +19,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import Norm, visible
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes import cpu
-from replaylens.engine.passes.batch import KV_BLOCK, TILE
+from replaylens.engine.passes.batch import KV_BLOCK, TILE, ceiling
 from replaylens.engine.passes.certificate import Certificate
 from replaylens.engine.proof.doctor_products import examine_products
 from replaylens.engine.proof.examination import Examination
@@ -107,13 +107,13 @@ def _examine_attention(model: Decoder, seen: Examination) -> tuple[int, ...]:
         out = []
         room = torch.zeros(c.num_kv_heads, padded - keys, c.d_head, dtype=k.dtype)
         for at in range(first, length - size + 1, size):
-            hidden = ~visible(positions[at : at + size], padded, 0)[None, :, None, :]
+            bounds = ceiling(visible(positions[at : at + size], padded, 0)[None, :, None, :])
             out.append(
                 cpu.attend_blocks(
                     q[None, at : at + size],
                     torch.cat([k, room], 1),
                     torch.cat([v, room], 1),
-                    hidden,
+                    bounds,
                     c.attn_softcap,
                     False,
                 )[0][0]
@@ -144,9 +144,9 @@ def _several_sequences(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cap: 
     """The first `size` queries, computed as the second of three sequences."""
     others = [torch.flip(x, (1,)) for x in (k, v)]
     keys, values = (torch.cat([o, x, o], dim=1) for o, x in zip(others, (k, v), strict=True))
-    hidden = ~visible(positions[:size], k.shape[1], 0)[None, :, None, :].expand(3, -1, -1, -1)
+    bounds = ceiling(visible(positions[:size], k.shape[1], 0)[None, :, None, :].expand(3, -1, -1, -1))
     queries = torch.stack([q[-size:], q[:size], q[:size]])
-    return cpu.attend_blocks(queries, keys, values, hidden, cap, False)[0][1]
+    return cpu.attend_blocks(queries, keys, values, bounds, cap, False)[0][1]
 
 
 def _unblocked(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cap: float) -> Tensor:

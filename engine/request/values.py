@@ -97,6 +97,8 @@ def token_ids(name: str, value: Any) -> list[Any]:
     if isinstance(value, Tensor) and value.device.type == "meta":
         value = None  # it has no values
     found = items(name, value, "text, or token ids as a list, or as an array or a tensor of one dimension")
+    if set(map(type, found)) == {int}:  # the usual case
+        return found
     return [each if (plain := integer(each)) is None else plain for each in _listed(found)]
 
 

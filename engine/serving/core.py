@@ -427,7 +427,9 @@ class Core(Uncopied):
         """The ids; BadRequest if there are none, too many, or some outside the vocabulary."""
         if not ids:
             raise BadRequest("The prompt is empty. Give at least one token.")
-        if bad := [t for t in ids if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.config.vocab_size]:
+        usual = set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.config.vocab_size
+        wrong = lambda t: isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.config.vocab_size  # noqa: E731
+        if bad := [] if usual else [t for t in ids if wrong(t)]:
             raise BadRequest(f"Token {shown(bad[0])} is not in the vocabulary of {self.config.vocab_size} tokens.")
         if before + len(ids) > self.config.max_positions:
             raise BadRequest(f"{before + len(ids)} tokens exceed the model's {self.config.max_positions} positions.")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from replaylens.engine.errors import BadConfig, BadWeights, EngineError, UnsupportedModel
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.weights import CONFIG_FILE, WEIGHTS_FILE, load, save, weights_hash
+from replaylens.engine.model.weights import CONFIG_FILE, WEIGHTS_FILE, build, load, save, weights_hash
 from tests.engine.passes.packed import logits, sequences
 from tests.engine.replay.bridges import bridge
 from tests.families import NAMES, hugging_face
@@ -460,3 +460,23 @@ def test_paths_that_hold_no_model_are_refused(tmp_path: Path) -> None:
         load(tmp_path / "none")
     with pytest.raises(UnsupportedModel, match=r"holds neither replaylens\.json nor config\.json"):
         load(tmp_path)
+
+
+def test_build_moves_the_tensors_out_so_that_weights_are_in_memory_once() -> None:
+    source = load(hugging_face("llama"))
+    tensors = dict(source.state_dict())
+    built = build(source.config, tensors, torch.float32)
+    assert tensors == {}
+    assert_same(built, source)
+    theirs = {x.data_ptr() for x in source.state_dict().values()}
+    assert all(x.is_contiguous() and x.data_ptr() not in theirs for x in built.state_dict().values())
+
+
+def test_a_checked_load_leaves_the_source_and_owns_its_weights() -> None:
+    model = copy.deepcopy(hugging_face("llama"))
+    loaded = load(model, check=True)
+    before = weights_hash(loaded)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert weights_hash(loaded) == before

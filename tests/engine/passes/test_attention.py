@@ -12,7 +12,7 @@ from torch import Tensor
 
 from replaylens import Engine
 from replaylens.engine.model import weights
-from replaylens.engine.passes.batch import KV_BLOCK
+from replaylens.engine.passes.batch import KV_BLOCK, ceiling
 from replaylens.engine.passes.cpu import attend_blocks
 from tests.families import NAMES, hugging_face
 
@@ -55,11 +55,11 @@ def test_blocks_against_float64(window: int, cap: float) -> None:
     at = torch.arange(n)
     seen = at <= positions[..., None]
     seen = seen & (at > positions[..., None] - window) if window else seen
-    ours, pattern = attend_blocks(q.clone(), keys, vs, ~seen[:, :, None], cap, want_pattern=True)
+    ours, pattern = attend_blocks(q.clone(), keys, vs, ceiling(seen[:, :, None]), cap, want_pattern=True)
     theirs, shares = plain_attention(q, keys, vs, seen, cap)
     assert torch.allclose(ours.double(), theirs, atol=1e-6)
     assert torch.allclose(pattern.double(), shares, atol=1e-6)
-    without = attend_blocks(q.clone(), keys, vs, ~seen[:, :, None], cap, want_pattern=False)[0]
+    without = attend_blocks(q.clone(), keys, vs, ceiling(seen[:, :, None]), cap, want_pattern=False)[0]
     assert torch.equal(without, ours), "looking changes no bit"
 
 
@@ -69,10 +69,10 @@ def test_every_key_counts(key: int) -> None:
     n = 3 * KV_BLOCK
     q, keys, vs = torch.ones(1, 1, 1, 4), torch.zeros(1, n, 4), values(1, n, 4)
     keys[0, key] = 20.0
-    hidden = torch.arange(n)[None, None, None] >= LENGTH
-    out, pattern = attend_blocks(q, keys, vs, hidden, 0.0, want_pattern=True)
+    first = ceiling(torch.arange(n)[None, None, None] < LENGTH)
+    out, pattern = attend_blocks(q, keys, vs, first, 0.0, want_pattern=True)
     assert pattern[0, 0, 0, key] == 1 and torch.equal(out[0, 0, 0], vs[0, key])
-    even, shares = attend_blocks(q, torch.zeros(1, n, 4), vs, hidden, 0.0, want_pattern=True)
+    even, shares = attend_blocks(q, torch.zeros(1, n, 4), vs, first, 0.0, want_pattern=True)
     assert torch.allclose(shares[0, 0, 0, :LENGTH], torch.full((LENGTH,), 1 / LENGTH), rtol=1e-6)
     assert torch.allclose(even[0, 0, 0], vs[0, :LENGTH].mean(0), atol=1e-6)
 
@@ -98,3 +98,19 @@ def test_the_engine_against_hugging_face_at_150_tokens(name: str) -> None:
 
 def _capped(logits: Tensor, cap: float) -> Tensor:
     return torch.tanh(logits / cap) * cap if cap else logits
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "neox", "gpt2"])
+def test_looking_at_heads_changes_no_bit_and_shows_them_before_their_rotation(name: str) -> None:
+    """Queries and keys nobody looks at are rotated in place, within the product that they come from."""
+    served = Engine(weights.load(hugging_face(name), torch.float32))
+    tokens = torch.randint(3, 97, (90,), generator=torch.Generator().manual_seed(6)).tolist()
+    plain = served.prompt(tokens, sites="S")
+    for parts in (("q",), ("k",), ("v",), ("q", "k", "v")):
+        seen = served.prompt(tokens, sites=["S", *(f"blocks.1.attn.{part}.hook_out" for part in parts)])
+        assert torch.equal(seen.kv(), plain.kv())
+        assert all(torch.equal(seen.activations[site], plain.activations[site]) for site in plain.activations)
+    if served.config.rotary_dim and not served.config.qk_norm:
+        rotated = served.prompt(tokens, sites=["blocks.1.attn.hook_rot_q"]).activations["blocks.1.attn.hook_rot_q"]
+        before = seen.activations["blocks.1.attn.q.hook_out"]
+        assert torch.equal(rotated[0], before[0]) and not torch.equal(rotated, before)

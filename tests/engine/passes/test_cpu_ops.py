@@ -37,6 +37,16 @@ def test_rotary(rotary_dim: int) -> None:
             assert torch.equal(CpuOps().rotate(heads, rotary), TorchOps().rotate(heads, rotary))
 
 
+def test_rotary_keeps_the_sign_of_zero() -> None:
+    rotary = Rotary(rotary_table(Rope(), 8, 40), torch.arange(32))
+    heads = torch.zeros(32, 2, 12)
+    heads[:, 1] = -0.0
+    heads[::3, :, ::2] = 1.0
+    ours, theirs = CpuOps().rotate(heads, rotary), TorchOps().rotate(heads, rotary)
+    assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+    assert (ours.view(torch.int32) == -(2**31)).any(), "control: there are negative zeros"
+
+
 def test_products_that_are_added() -> None:
     linear = Linear(24, 40, bias=True)
     with torch.no_grad():

@@ -27,6 +27,7 @@ from replaylens.engine.lens import readout
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes import cpu, runner
+from replaylens.engine.passes.batched import by_torch
 from replaylens.engine.proof import certificates, doctor, fingerprint
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import random_model
@@ -345,6 +346,7 @@ def test_without_the_hold_modes_do_move_bits(monkeypatch: pytest.MonkeyPatch) ->
     with flushing():
         branch = engine.prompt(PATH, sites=SITES)
     assert not same(branch.activations[PATTERN], truth.activations[PATTERN])
+    monkeypatch.setattr(runner, "batched_product", lambda *_: by_torch)  # NumPy's products know no autocast
     with MODES["autocast"](), pytest.raises(RuntimeError, match="BFloat16"):
         Engine(wide_enough()).prompt(PATH, sites=SITES)
 
