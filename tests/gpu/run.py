@@ -9,6 +9,7 @@ tests and takes those that no other process has taken (`tests/gpu/share.py`). Ne
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -89,11 +90,25 @@ def start(number: int, folder: Path, expression: str, paths: list[str]) -> "subp
         return subprocess.Popen([*command, *paths], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
+def ended(process: "subprocess.Popen[bytes]", begin: float, seconds: float | None) -> int:
+    """The exit code of a process. One that is not done in time is interrupted, as by Ctrl-C."""
+    try:
+        return process.wait(None if seconds is None else max(0.0, begin + seconds - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
 def main() -> int:
     """Returns 0 if every selected test passed or was skipped for its own reason."""
     parser = argparse.ArgumentParser(description="Run the tests marked gpu in processes side by side.")
     parser.add_argument("--processes", type=int, default=6)
     parser.add_argument("--marker", default="gpu", help="marker expression; another one tries this script without a GPU")
+    parser.add_argument("--seconds", type=float, help="stop after so long, and report what ran until then")
     parser.add_argument("paths", nargs="*", help="files or folders; default: all that name the marker gpu")
     given = parser.parse_args()
     begin = time.monotonic()
@@ -101,7 +116,7 @@ def main() -> int:
         folder = Path(name)
         paths = given.paths or candidates()
         running = [start(number, folder, given.marker, paths) for number in range(given.processes)]
-        codes = [process.wait() for process in running]
+        codes = [ended(process, begin, given.seconds) for process in running]
         outcome = Outcome.read(folder, given.processes)
         faults = outcome.faults(given.processes)
         for number, code in enumerate(codes):
