@@ -206,7 +206,7 @@ def no_such(kind: str, name: str, known: Iterable[str]) -> str:
     return f"Unknown {kind} {name!r}{hint}. Known: {', '.join(known)}."
 
 
-class UnknownWord(BadRequest, tasks.UnknownWord):
+class UnknownPromptWord(BadRequest, tasks.UnknownWord):
     """The tokenizer's vocabulary lacks a word of the text. `word` and `offset` say which."""
 
 

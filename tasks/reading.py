@@ -52,7 +52,7 @@ class Span:
     labels: Mapping[str, Label]
 
 
-class Mark(NamedTuple):
+class ReadingMark(NamedTuple):
     """What holds once `read` characters are read: the end of a piece of the grammar."""
 
     read: int
@@ -73,7 +73,7 @@ class Reading:
     """
 
     text: str
-    marks: tuple[Mark, ...] = field(repr=False)
+    marks: tuple[ReadingMark, ...] = field(repr=False)
     steps: tuple[Step, ...]
     readable_until: int
     complete: bool
@@ -109,17 +109,17 @@ class Reading:
     def _reads(self) -> list[int]:
         return [mark.read for mark in self.marks]
 
-    def _mark(self, count: int) -> Mark | None:
+    def _mark(self, count: int) -> ReadingMark | None:
         """The last mark within the first `count` characters; None at 0 and past `readable_until`."""
         if not 0 < count <= self.readable_until:
             return None
         return self.marks[bisect_right(self._reads, count) - 1]
 
-    def _upcoming(self, mark: Mark) -> Step | None:
+    def _upcoming(self, mark: ReadingMark) -> Step | None:
         """The step whose action is `next_action` at a mark, up to the first word that reveals it."""
         return self.steps[mark.steps] if mark.next_action_open and mark.steps < len(self.steps) else None
 
-    def _next_action(self, mark: Mark | None, count: int) -> Label:
+    def _next_action(self, mark: ReadingMark | None, count: int) -> Label:
         """It has a value only before the first word that reveals it; from there on it is None."""
         ahead = None if mark is None else self._upcoming(mark)
         return ahead.event.action if ahead is not None and count <= ahead.reveals else None

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from itertools import pairwise
 
 from replaylens.tasks.errors import UnreadableText
-from replaylens.tasks.reading import NEXT_ACTION, SHUFFLED, Event, Label, Mark, Reading, Step
+from replaylens.tasks.reading import NEXT_ACTION, SHUFFLED, Event, Label, Reading, ReadingMark, Step
 
 Script = Generator[Sequence[str], str, None]
 
@@ -51,7 +51,7 @@ def read_script(scene: Scene, text: str, task: str, shuffled: Label = None, know
     offered: Sequence[str] = next(script)
     starts: list[int] = []
     steps: list[Step] = []
-    marks = [Mark(0, scene.labels(), scene.next_action_open(), 0)]
+    marks = [ReadingMark(0, scene.labels(), scene.next_action_open(), 0)]
     position, told = 0, scene.told
     for piece, mark in _shared(known, text):
         starts.append(position)
@@ -71,7 +71,7 @@ def read_script(scene: Scene, text: str, task: str, shuffled: Label = None, know
         offered = _send(script, piece)
         if len(told) > len(steps):
             steps.append(_step(scene, text, starts, position))
-        marks.append(Mark(position, scene.labels(), scene.next_action_open(), len(steps)))
+        marks.append(ReadingMark(position, scene.labels(), scene.next_action_open(), len(steps)))
     until = position + max((_common(piece, text, position) for piece in offered), default=0)
     if not starts and until < len(text):
         raise UnreadableText(task, text, offered)
@@ -79,7 +79,7 @@ def read_script(scene: Scene, text: str, task: str, shuffled: Label = None, know
     return Reading(text, tuple(marks), tuple(steps), until, not offered, names, shuffled)
 
 
-def _shared(known: Reading | None, text: str) -> Iterator[tuple[str, Mark]]:
+def _shared(known: Reading | None, text: str) -> Iterator[tuple[str, ReadingMark]]:
     """The known pieces that the text begins with, and the marks at their ends."""
     if known is not None:
         for before, mark in pairwise(known.marks):

@@ -31,7 +31,7 @@ _GAP_BYTES = 1 << 20
 """rows of a remote shard that lie closer than this are fetched with what is between them: a request costs more"""
 
 
-class Run(NamedTuple):
+class AdjacentRows(NamedTuple):
     """Adjacent rows of one shard, among the rows asked for."""
 
     shard: int
@@ -70,11 +70,11 @@ class Located:
         """Whether picking the rows one by one is faster than copying runs of adjacent rows."""
         return len(self.rows) < _RUN_ROWS * len(self._begins)
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[AdjacentRows]:
         """The rows as runs of adjacent ones."""
         ats = self._begins
         columns = self.shards[ats], self.rows[ats], np.diff(np.append(ats, len(self.rows))), ats
-        return [Run(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
+        return [AdjacentRows(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def shard_starts(files: DumpFiles) -> np.ndarray:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replaylens.engine.errors import BadRequest, UnknownWord
+from replaylens.engine.errors import BadRequest, UnknownPromptWord
 from replaylens.tasks import errors as tasks
 from replaylens.tasks.tokenizer import WordTokenizer
 
@@ -34,7 +34,7 @@ class Text:
             try:
                 return list(self.tokenizer.encode(text))
             except tasks.UnknownWord as e:
-                raise UnknownWord(e.word, e.offset) from None
+                raise UnknownPromptWord(e.word, e.offset) from None
         try:
             return list(self.tokenizer.encode(text, add_special_tokens=special))
         except (TypeError, UnicodeError) as e:  # half a surrogate pair

@@ -225,7 +225,8 @@ def _text_config(config: Any) -> dict[str, Any]:
 
 
 def _load_live(model: nn.Module, dtype: torch.dtype, check: bool) -> Decoder:
-    if getattr(model, "get_output_embeddings", lambda: model)() is None:
+    headless = getattr(model, "get_output_embeddings", lambda: model)() is None
+    if headless and not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         raise UnsupportedModel(
             f"{type(model).__name__} has no language-modelling head. Give the whole model, as "
             "AutoModelForCausalLM.from_pretrained returns it."

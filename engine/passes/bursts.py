@@ -167,7 +167,8 @@ class DecodeGraph:
             for _ in range(2):  # compiles the kernels; writes go to the spare page
                 self._step()
         stream.synchronize()
-        with torch.cuda.graph(self.graph):
+        # thread_local: other threads wait for captured rows meanwhile, which a global capture would take for an error
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.staged = self._step()
 
     def _step(self) -> list[SiteGroup]:

@@ -75,7 +75,8 @@ class PassGraph:
                 for _ in range(2):  # compiles the kernels; writes go to the spare page
                     self._pass()
             stream.synchronize()
-            with torch.cuda.graph(self.graph, pool=pool):
+            # thread_local: other threads wait for captured rows meanwhile, which a global capture would take for an error
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
                 self.residual, self.values = self._pass()
 
     def _pass(self) -> tuple[Tensor, dict[str, Tensor]]:

@@ -257,8 +257,10 @@ class Runner:
         tap.sent[keep] = (sent, None if len(packed) == num_rows else {row: i for i, row in enumerate(packed)})
 
     def kept(self, rows: Rows, keep: Keep) -> Mapping[str, Tensor]:
-        """Rows on the model's device -> the same where they are kept, possibly still on their way."""
-        if self.device == "cpu" or keep == "device":
+        """Rows -> the same where they are kept, possibly still on their way. What the host computed is there."""
+        if keep == "device":
+            return {site: x.to(self.device) for site, x in rows.items()}
+        if not next(iter(rows.values())).is_cuda:
             return rows
         count = len(next(iter(rows.values())))
         return self.ferry.send([((site,), x[None]) for site, x in rows.items()]).view(rows, 0, count)

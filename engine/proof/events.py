@@ -74,6 +74,7 @@ class _Finish(_Event):
 @dataclass(frozen=True)
 class _Rollback(_Event):
     to: Count
+    pending: bool = False
 
 
 _KINDS: dict[str, type[_Event]] = {

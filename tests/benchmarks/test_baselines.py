@@ -33,7 +33,7 @@ def test_all_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     count = {
         word: sum(word in what for what in found) for word in ("before", "prompts,", "capture", "host", "mixed", "Hugging")
     }
-    assert count == {"before": 2, "prompts,": 2 + 5 + 2, "capture": 2, "host": 4, "mixed": 10, "Hugging": 4}
+    assert count == {"before": 2, "prompts,": 2 + 6 + 2, "capture": 2, "host": 6, "mixed": 10, "Hugging": 4}
     printed = capsys.readouterr().out.splitlines()
     assert [line[: len(what)] for line, what in zip(printed[-len(found) :], found, strict=True)] == found, (
         "the table comes last"

@@ -14,8 +14,8 @@ MEMORY = (
     Mutant(
         "page-of-two-written",
         "replaylens.engine.memory.pages",
-        "if self._refcounts[table.pages[index]] > 1]",
-        "if self._refcounts[table.pages[index]] > 2]",
+        "if self._refcounts[page] > 1]",
+        "if self._refcounts[page] > 2]",
         "nobody writes into a page that another branch reads",
         ("tests/engine/memory/test_pages.py",),
     ),

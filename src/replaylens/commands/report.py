@@ -68,7 +68,7 @@ def _open(sources: list[str]) -> "tuple[Dump | None, tuple[Report, ...]]":
         raise BadRequest(f"{gone[0]} does not exist. Give a dump's folder, or a probe report's.")
     if len(dumps) > 1:
         raise BadRequest(f"Several dumps given: {', '.join(dumps)}. Make one page per dump; a probe report has a {FILE}.")
-    return (Dump.open(dumps[0]) if dumps else None), tuple(map(Report.load, probes))
+    return (Dump.open(dumps[0], check=False) if dumps else None), tuple(map(Report.load, probes))
 
 
 def _verify(dump: Dump, engine: Engine | None, share: float, quiet: bool) -> Verification | None:

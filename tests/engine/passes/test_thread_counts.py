@@ -30,6 +30,7 @@ from replaylens.engine.passes import cpu, runner
 from replaylens.engine.passes.batched import by_torch
 from replaylens.engine.proof import certificates, doctor, fingerprint
 from replaylens.engine.serving.branch import Branch
+from tests.engine.reference import same_bits
 from tests.toy_model import random_model
 
 ROOT = Path(__file__).parents[3]
@@ -93,7 +94,7 @@ def rows_of(engine: Engine, cuts: tuple[int, ...] = (150,)) -> dict[str, Tensor]
 
 
 def different(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    return [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    return [name for name in theirs if not same_bits(ours[name], theirs[name])]
 
 
 # ---- finding a number of threads with the bits of one thread ----------------------------------------------------------

@@ -23,7 +23,7 @@ def test_a_hook_function_that_gives_something_else_is_refused(served: Engine, wr
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (lambda: Edit("blocks.1.hook_in", "add", [1.0, 2.0]), r"Invalid value for .*=\[1.0, 2.0\]. Give a tensor"),  # type: ignore[arg-type]
+        (lambda: Edit("blocks.1.hook_in", "add", ["a"]), r"Invalid value for .*=\['a'\]. Give a tensor"),  # type: ignore[list-item]
         (lambda: Edit("blocks.1.hook_in", "add", torch.ones(3)), r"expected \(128,\)"),
         (lambda: Edit("blocks.1.hook_in", "zero", positions=1.5), "positions=1.5. Give whole numbers"),  # type: ignore[arg-type]
         (lambda: Edit("blocks.1.hook_in", "project_out", torch.zeros(128)), "are zero or linearly dependent"),

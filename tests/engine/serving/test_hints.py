@@ -89,10 +89,10 @@ def test_older_names_of_a_model_that_thinks() -> None:
 
 
 def test_an_unknown_word_is_an_error_of_the_engine() -> None:
-    for error in (rl.errors.UnknownWord, EngineError, TaskError, rl.tasks.errors.UnknownWord, ValueError):
+    for error in (rl.errors.UnknownPromptWord, EngineError, TaskError, rl.tasks.errors.UnknownWord, ValueError):
         with pytest.raises(error, match="zebra"):
             fresh().prompt("A zebra")
-    with pytest.raises(rl.errors.UnknownWord) as caught:
+    with pytest.raises(rl.errors.UnknownPromptWord) as caught:
         fresh().prompt(TEXT).force(" zebra")
     assert caught.value.word == " zebra" and caught.value.offset == 0
 
