@@ -26,12 +26,12 @@ def invoke(out: Path) -> Result:
     return CliRunner().invoke(app, ["demo", "--examples", str(EXAMPLES), "--out", str(out), "--quiet"])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("demo")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shown(out: Path) -> Iterator[str]:
     """The output of one run. Tests must not change its files."""
     result = invoke(out)

@@ -44,7 +44,7 @@ def same_bytes(folder: Path, reference: Dump) -> bool:
 # ---- a real cluster -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
     """A cluster of two slots on this machine; starting one takes seconds."""
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # the default of 60 s is too short on a busy machine

@@ -124,7 +124,7 @@ def test_a_backbone_of_ours_keeps_the_recipe() -> None:
 # ---- training and scoring ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [METHODS[0], *(pytest.param(method, marks=pytest.mark.slow) for method in METHODS[1:])])
 def test_reduced_precision_is_repeatable_and_leaves_the_weights_in_float32(recipe: ThinkingRecipe, method: Method) -> None:
     recipe = replace(recipe, method=method)
     once = trainer.train(recipe)
@@ -236,6 +236,7 @@ def test_the_command(method: Method, backbone: str, tmp_path: Path, monkeypatch:
     assert engine.prompt("The coin starts at state heads.").generate(1).tokens
 
 
+@pytest.mark.slow
 def test_the_command_for_another_task(backbone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY)
     monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 2)

@@ -57,6 +57,7 @@ def test_what_cannot_be_packed_or_unpacked(tmp_path: Path) -> None:
         pack(tmp_path / "whole", tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_the_job(tmp_path: Path) -> None:
     backbone, out = str(write_backbone(tmp_path / "backbone")), tmp_path / "out"
     out.mkdir()
