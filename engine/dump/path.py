@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from replaylens.engine.request.capture import Recording
+from replaylens.engine.request.recording import Recording
 from replaylens.tasks import Example, Reading, path_offsets
 
 

@@ -21,7 +21,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest
 from replaylens.engine.replay.examples import RejectedPath, Result
-from replaylens.engine.request.capture import Recording
+from replaylens.engine.request.recording import Recording
 from replaylens.engine.serving.core import Core
 from replaylens.tasks.task import AnyTask
 

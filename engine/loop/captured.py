@@ -13,7 +13,8 @@ from replaylens.engine.loop.turn import Turn
 from replaylens.engine.loop.verify import Verdict
 from replaylens.engine.memory.tree import BranchTree
 from replaylens.engine.passes.runner import Keep, PassResult, Runner
-from replaylens.engine.request.capture import HEAD_SITES, Chunk, Joined, LensSpec, PassTap, RowSlice
+from replaylens.engine.request.capture import HEAD_SITES, LensSpec, PassTap
+from replaylens.engine.request.recording import Chunk, Joined, RowSlice
 
 SiteRows = Mapping[str, Tensor]
 

@@ -14,7 +14,7 @@ from replaylens.engine.loop.turn import Turn
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.passes.runner import Runner
-from replaylens.engine.request.capture import Chunk
+from replaylens.engine.request.recording import Chunk
 
 
 @dataclass(frozen=True)

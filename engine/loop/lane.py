@@ -9,8 +9,9 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.past import Mark
 from replaylens.engine.memory.prefix import Trail
-from replaylens.engine.request.capture import CaptureSpec, Recording
+from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Hook, PlacedEdit
+from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.sampling import Sampling
 
 

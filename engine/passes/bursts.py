@@ -17,9 +17,9 @@ from replaylens.engine.errors import EngineBug
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.passes.choice import seeds, temperatures
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers
-from replaylens.engine.passes.ferry import Shipment, SiteGroup
 from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, rows_of
 from replaylens.engine.passes.runner import Keep, Runner
+from replaylens.engine.passes.shipment import Shipment, SiteGroup
 from replaylens.engine.request.capture import CaptureSpec, LensSpec, PassTap, Rows
 from replaylens.engine.request.edits import PlacedEdit
 from replaylens.engine.request.sampling import Sampling

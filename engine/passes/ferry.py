@@ -9,8 +9,7 @@ nothing is lost.
 import queue
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +18,8 @@ from torch import Tensor
 
 from replaylens.engine.errors import EngineBug
 from replaylens.engine.interrupts import held_interrupt
+from replaylens.engine.passes.ring import Memory, Ring, RingPlace
+from replaylens.engine.passes.shipment import Shipment, SiteGroup
 
 RING_BYTES = 1 << 30
 """default size of the ring"""
@@ -27,204 +28,8 @@ _SHARE = 32
 """a piece fills at most this part of the ring, so that the device fills one piece while others are carried on"""
 _CARRIERS = 12
 """threads that carry pieces; one alone reaches a twentieth of the bus's speed, since fresh memory must be mapped first"""
-_LEAST = 1 << 21
-"""bytes of a piece that are worth a carrier of their own"""
-_GRAIN = 1 << 21
-"""sizes of recycled memory are multiples of this; smaller pieces are not worth it"""
 _ALIGNED = 256
 """ring positions are multiples of this, so that a piece can have any dtype"""
-
-_counting = threading.Lock()
-
-SiteGroup = tuple[tuple[str, ...], Tensor]
-"""names of sites, and their stacked rows [sites, rows, ...]"""
-
-
-@dataclass(eq=False)
-class _Taken:
-    start: int
-    end: int
-    free: bool = False
-
-
-class Ring:
-    """Places in a buffer that is given out in order. A place is free again when it and all before it were given back.
-
-    Threads: one takes, any give back.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._taken: deque[_Taken] = deque()
-        self._changed = threading.Condition()
-
-    def wait(self, count: int, alive: Callable[[], object] = lambda: None) -> None:
-        """Return when `count` bytes in a row are free. `alive` is called meanwhile and may raise."""
-        if count > self.size:
-            raise EngineBug(f"A piece of {count} bytes cannot go into a ring of {self.size}.")
-        with self._changed:
-            while self._free(count) is None:
-                self._changed.wait(timeout=1.0)
-                alive()
-
-    def wait_empty(self, alive: Callable[[], object] = lambda: None) -> None:
-        """Return when everything was given back."""
-        with self._changed:
-            while self._taken:
-                self._changed.wait(timeout=1.0)
-                alive()
-
-    def take(self, count: int) -> _Taken:
-        """A place of `count` free bytes. Precondition: `wait` has returned for them."""
-        with self._changed:
-            start = self._free(count)
-            assert start is not None
-            self._taken.append(_Taken(start, start + count))
-            return self._taken[-1]
-
-    def give_back(self, place: _Taken) -> None:
-        with self._changed:
-            place.free = True
-            while self._taken and self._taken[0].free:
-                self._taken.popleft()
-            self._changed.notify_all()
-
-    def _free(self, count: int) -> int | None:
-        if not self._taken:
-            return 0
-        first, last = self._taken[0].start, self._taken[-1].end
-        if last > first:  # free: behind the last place, and before the first
-            return last if last + count <= self.size else 0 if count <= first else None
-        return last if last + count <= first else None
-
-    @property
-    def in_use(self) -> int:
-        """Bytes that are taken."""
-        with self._changed:
-            return sum(place.end - place.start for place in self._taken)
-
-
-class Memory:
-    """Ordinary memory for rows. What is freed is kept for the next rows, up to a limit: mapping fresh pages takes longer than
-    filling them."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._free: dict[int, list[np.ndarray]] = {}
-        self._kept, self._lock = 0, threading.RLock()  # memory may come back while it is held
-
-    def like(self, x: Tensor) -> Tensor:
-        """Uninitialised memory of the shape and dtype of x. It comes back by itself when nobody refers to it."""
-        count = x.numel() * x.element_size()
-        size = -(-count // _GRAIN) * _GRAIN if count >= _GRAIN else count
-        buffer = self._take(size)
-        outer = np.frombuffer(buffer, dtype=np.uint8, count=count)
-        if size >= _GRAIN:
-            weakref.finalize(outer, self._give_back, buffer).atexit = False
-        return torch.from_numpy(outer).view(x.dtype).view(x.shape)
-
-    def _take(self, size: int) -> np.ndarray:
-        with self._lock:
-            if known := self._free.get(size):
-                self._kept -= size
-                return known.pop()
-        return np.empty(size, dtype=np.uint8)  # from numpy, which asks for huge pages: they are mapped several times as fast
-
-    def _give_back(self, buffer: np.ndarray) -> None:
-        with self._lock:
-            if self._kept + len(buffer) <= self.limit:
-                self._kept += len(buffer)
-                self._free.setdefault(len(buffer), []).append(buffer)
-
-
-class Shipment:
-    """Rows of several sites, possibly still on their way. Reading one waits for it."""
-
-    def __init__(
-        self, groups: Iterable[SiteGroup], pieces: int, sparse: Callable[["Shipment"], object] = lambda block: None
-    ) -> None:
-        self._groups = list(groups)
-        self._at = {name: (x, i) for names, x in self._groups for i, name in enumerate(names)}
-        self.num_rows = self._groups[0][1].shape[1] if self._groups else 0
-        self._waiting, self._landed = pieces, threading.Event()
-        self._error: BaseException | None = None
-        self._views: weakref.WeakSet[View] = weakref.WeakSet()
-        self._live, self._sparse = 0, sparse
-        if not pieces:
-            self._landed.set()
-
-    def __getitem__(self, site: str) -> Tensor:
-        """All rows of a site: [rows, ...]. The caller must not change it."""
-        self.wait()
-        stacked, i = self._at[site]
-        return stacked[i]
-
-    def wait(self) -> None:
-        """Return when all rows are there; raises what went wrong on their way."""
-        self._landed.wait()
-        if self._error is not None:
-            raise self._error
-
-    def landed(self, error: BaseException | None = None) -> None:
-        """Mutates: one more piece has arrived, or is lost."""
-        with _counting:
-            self._waiting -= 1
-            self._error = self._error or error
-            if not self._waiting:
-                self._landed.set()
-
-    def view(self, sites: Iterable[str], first: int, end: int) -> "View":
-        """Rows [first, end) of some sites."""
-        view = View(self, tuple(sites), first, end)
-        self._views.add(view)
-        self._live += end - first
-        return view
-
-    def dropped(self, count: int) -> None:
-        """Mutates: nobody needs `count` of the rows any more. If few are left, they move out, so that the rest can be freed."""
-        before, self._live = self._live, self._live - count
-        if self._live * 4 < self.num_rows <= before * 4 and self._live:
-            self._sparse(self)
-
-    def compact(self) -> None:
-        """Mutates: every view takes a copy of its rows and lets go of the block."""
-        for view in list(self._views):
-            view.own()
-
-
-class View(Mapping[str, Tensor]):
-    """Some rows of a block, by site."""
-
-    def __init__(self, block: Shipment, sites: tuple[str, ...], first: int, end: int) -> None:
-        self._block: Shipment | None = block
-        self._sites, self._first, self._end = sites, first, end
-        self._rows: dict[str, Tensor] = {}
-
-    def __getitem__(self, site: str) -> Tensor:
-        block = self._block  # read once: another thread may be in `own`
-        return self._rows[site] if block is None else block[site][self._first : self._end]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sites)
-
-    def __len__(self) -> int:
-        return len(self._sites)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def own(self) -> None:
-        """Mutates: copies the rows and lets go of the block."""
-        if self._block is not None:
-            self._rows = {site: self[site].clone() for site in self._sites}
-            self._block = None
-
-    def __del__(self) -> None:
-        if self._block is not None:
-            self._block.dropped(self._end - self._first)
 
 
 @dataclass(frozen=True)
@@ -232,7 +37,7 @@ class _Piece:
     """One copy under way: from the device into the ring, then to `target`."""
 
     block: Shipment
-    place: _Taken
+    place: RingPlace
     arrived: Callable[[], object]
     """returns once the rows are in the ring"""
     source: Tensor
@@ -283,9 +88,8 @@ class Ferry:
         self.ring.wait_empty(self._alive)
 
     def _cut(self, x: Tensor) -> Iterator[tuple[int, int]]:
-        """Ranges of bytes that fit into a share of the ring, and one for every carrier if they are worth it."""
-        count = x.numel() * x.element_size()
-        most = min(self.ring.size // _SHARE, max(_LEAST, -(-count // _CARRIERS))) // _ALIGNED * _ALIGNED
+        """Ranges of bytes that fit into a share of the ring."""
+        count, most = x.numel() * x.element_size(), self.ring.size // _SHARE // _ALIGNED * _ALIGNED
         return ((start, min(start + most, count)) for start in range(0, count, most))
 
     def _send(self, block: Shipment, source: Tensor, target: Tensor) -> None:

@@ -18,9 +18,10 @@ from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.batched import batched_product
 from replaylens.engine.passes.certificate import Certificate
 from replaylens.engine.passes.cpu import CanonicalCpuOps, CanonicalRowOps, FastCpuOps
-from replaylens.engine.passes.ferry import RING_BYTES, Ferry, Shipment
+from replaylens.engine.passes.ferry import RING_BYTES, Ferry
 from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.products import Products
+from replaylens.engine.passes.shipment import Shipment
 from replaylens.engine.passes.taps import EditTap
 from replaylens.engine.request.capture import PassTap, Rows
 from replaylens.engine.request.edits import PlacedEdit

@@ -8,7 +8,7 @@ from replaylens.engine.model.text import Text
 from replaylens.engine.pictures.paths import DrawnPath, Token
 from replaylens.engine.pictures.readings import Readings, word
 from replaylens.engine.pictures.tree import Tree
-from replaylens.engine.request.capture import Recording
+from replaylens.engine.request.recording import Recording
 
 MAX_BRANCHES = 200
 """limit per tree"""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from replaylens.engine.model.text import Text
-from replaylens.engine.request.capture import Recording
+from replaylens.engine.request.recording import Recording
 
 GUESSES = 3
 """tokens shown per layer"""

@@ -8,8 +8,8 @@ from tqdm.auto import tqdm
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.loop.lane import Statistics
 from replaylens.engine.memory.tree import BranchRecord
-from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit, listed
+from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, whole
 from replaylens.engine.serving.branch import Branch

@@ -20,8 +20,9 @@ from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.model import sites
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.request.capture import CaptureSpec, Recording
+from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Hook, PlacedEdit, page_keys
+from replaylens.engine.request.recording import Recording
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 
 Edits = tuple[PlacedEdit, ...]

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.loop.lane import Lane
-from replaylens.engine.request.capture import Recording, Rows
+from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.request.recording import Recording
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingConfig
 
 TOP_K = 8

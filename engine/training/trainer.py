@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -202,9 +202,11 @@ class LaunchedSteps(Generic[M]):
         return descend(self.model, self.optimizer, self.loss_at(self.model, step))
 
 
-def adam(model: nn.Module, lr: float | Tensor, **options: Any) -> torch.optim.Optimizer:
-    """The optimizer of every recipe."""
-    return torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True, **options)
+def adam(model: nn.Module, lr: float | Tensor, capturable: bool = False) -> torch.optim.Optimizer:
+    """The optimizer of every recipe. `capturable`: its step can be captured as a CUDA graph."""
+    return torch.optim.AdamW(
+        model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True, capturable=capturable
+    )
 
 
 def descend(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:

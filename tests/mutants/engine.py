@@ -69,7 +69,7 @@ ENGINE = (
     ),
     Mutant(
         "place-in-the-ring-freed-early",
-        "replaylens.engine.passes.ferry",
+        "replaylens.engine.passes.ring",
         "while self._taken and self._taken[0].free:",
         "while self._taken:",
         "rows under way are not overwritten",
@@ -237,7 +237,7 @@ ENGINE = (
     ),
     Mutant(
         "rows-after-a-rollback",
-        "replaylens.engine.request.capture",
+        "replaylens.engine.request.recording",
         "return num_tokens if self.open_end and self.end <= num_tokens else num_tokens - lag",
         "return num_tokens",
         "captured rows roll back with their tokens and successors",

@@ -37,7 +37,7 @@ HOLES = (
     ),
     Mutant(
         "rows-not-copied",
-        "replaylens.engine.request.capture",
+        "replaylens.engine.request.recording",
         "return pieces[0].clone() if len(pieces) == 1",
         "return pieces[0] if len(pieces) == 1",
         "changing captured rows in place changes no branch",

@@ -9,7 +9,8 @@ import torch
 
 from replaylens.engine.errors import EngineBug
 from replaylens.engine.passes import ferry as ferries
-from replaylens.engine.passes.ferry import SMALLEST_RING, Ferry, Memory, Ring
+from replaylens.engine.passes.ferry import SMALLEST_RING, Ferry
+from replaylens.engine.passes.ring import Memory, Ring
 
 
 def groups(seed: int, rows: int = 5):

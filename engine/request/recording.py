@@ -1,0 +1,220 @@
+"""`Recording`: the captured rows of one branch, committed together with its tokens and KV."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import IntegrityError, UnknownSite
+from replaylens.engine.request.positions import before
+
+
+@dataclass
+class Chunk:
+    """Captured rows of the positions [start, end), possibly not of all of them."""
+
+    start: int
+    end: int
+    positions: Sequence[int]
+    """those that have a row, in order"""
+    rows: Mapping[str, Tensor]
+    """may still be on their way to the host: looking at a tensor waits for it"""
+    first: int = 0
+    """the row of the first of the positions"""
+
+    def piece(self, site: str) -> Tensor:
+        """The rows of a site: [positions, ...]."""
+        rows, count = self.rows[site], len(self.positions)
+        return rows if rows.shape[0] == count else rows[self.first : self.first + count]
+
+    def upto(self, length: int) -> "Chunk":
+        """The part before position `length`."""
+        return replace(self, end=min(self.end, length), positions=self.positions[: before(self.positions, length)])
+
+    def since(self, length: int) -> "Chunk":
+        """The part from position `length` on."""
+        skipped = before(self.positions, length)
+        return replace(self, start=length, positions=self.positions[skipped:], first=self.first + skipped)
+
+
+class Recording:
+    """The captured rows of one branch, by position. Rolls back with the branch; forks share their common rows.
+
+    Reads like a dictionary from sites to tensors; sites may be called by their older names.
+    """
+
+    aliases: Mapping[str, str] = {}
+    """older names of sites"""
+
+    def __init__(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> None:
+        self.base = base
+        """the first position to capture"""
+        self.chunks = list(chunks)
+        self.open_end = open_end
+        """whether the last row was read before its next token was known: Z.emitted is NaN, and once the token is known the row
+        is read again"""
+
+    @property
+    def end(self) -> int:
+        """Positions [base, end) are captured."""
+        return self.chunks[-1].end if self.chunks else self.base
+
+    def append(self, start: int, rows: Mapping[str, Tensor], open_end: bool = False) -> None:
+        """Mutates: rows of positions [start, ...) replace those already there. A recomputed row has the same bits."""
+        end = start + len(next(iter(rows.values())))
+        self.add(Chunk(start, end, range(start, end), rows), open_end)
+
+    def add(self, chunk: Chunk, open_end: bool = False) -> None:
+        """Mutates: as `append`, with rows of some of the positions."""
+        if chunk.end <= self.base:
+            return
+        if chunk.start < self.end:
+            self.chunks = _cut(self.chunks, chunk.start)
+        self.chunks.append(chunk if chunk.start >= self.base else chunk.since(self.base))
+        self.open_end = open_end
+
+    def take_over(self, other: "Recording") -> None:
+        """Mutates: holds the rows of `other`, which has all of these rows and more."""
+        self.chunks, self.open_end = list(other.chunks), other.open_end
+
+    def num_valid(self, num_tokens: int, lag: int) -> int:
+        """How many positions keep their rows on a path of which only the first `num_tokens` tokens stay. A row that knows its
+        next token goes with that token."""
+        return num_tokens if self.open_end and self.end <= num_tokens else num_tokens - lag
+
+    def truncate(self, length: int) -> None:
+        """Mutates: drops positions from `length` on."""
+        self.open_end = self.open_end and length >= self.end
+        self.chunks = _cut(self.chunks, length)
+
+    def fork(self, length: int) -> "Recording":
+        """A recording of the first `length` positions that shares their tensors. Of a suffix (base > 0), it is empty."""
+        if self.base:
+            return self.like()
+        return self.like(self.base, _cut(self.chunks, length), self.open_end and length >= self.end)
+
+    def like(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> "Recording":
+        """A recording of the same kind, with these rows."""
+        made = self._empty(base)
+        made.chunks, made.open_end, made.aliases = list(chunks), open_end, self.aliases
+        return made
+
+    def _empty(self, base: int) -> "Recording":
+        return Recording(base)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError naming the first captured row that is missing. Changes nothing."""
+        expected = self.base
+        for chunk in self.chunks:
+            if chunk.start != expected:
+                raise IntegrityError(f"Captured rows: position {chunk.start} follows {expected - 1}; expected {expected}.")
+            for site in chunk.rows:
+                if (count := len(chunk.piece(site))) != len(chunk.positions):
+                    raise IntegrityError(f"Captured rows of {site}: {count} rows for positions [{chunk.start}, {chunk.end}).")
+            expected = chunk.end
+
+    def sites(self) -> list[str]:
+        return next((list(chunk.rows) for chunk in self.chunks if chunk.rows), [])
+
+    def keys(self) -> list[str]:
+        """The sites, as in a dictionary."""
+        return self.sites()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sites())
+
+    def __len__(self) -> int:
+        """The number of sites, as in a dictionary."""
+        return len(self.sites())
+
+    def __bool__(self) -> bool:
+        return True  # also before its first row
+
+    def __contains__(self, site: object) -> bool:
+        return isinstance(site, str) and self.aliases.get(site, site) in self.sites()
+
+    def get(self, site: str) -> Tensor | None:
+        """A copy of all rows of a site; None if it was not captured."""
+        if site not in self:
+            return None
+        return self[site]
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Sites with all their rows, as in a dictionary."""
+        return ((site, self[site]) for site in self.sites())
+
+    def __repr__(self) -> str:
+        return f"Recording(positions {self.base} to {self.end - 1}, {len(self.sites())} sites)"
+
+    def positions(self) -> list[int]:
+        """The positions that have rows, in order."""
+        return [p for chunk in self.chunks for p in chunk.positions]
+
+    def __getitem__(self, site: str) -> Tensor:
+        """A copy of all rows of a site, in order of position: [rows, ...]. The rows themselves are shared with forks."""
+        pieces = self.pieces(site)
+        return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
+
+    def peek(self, site: str) -> Tensor:
+        """As `recording[site]`, but possibly without a copy. The caller must not change it."""
+        pieces = self.pieces(site)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def pieces(self, site: str) -> list[Tensor]:
+        """The rows of a site, chunk by chunk and without a copy. The caller must not change them."""
+        return self._pieces(self._named(site))
+
+    def _named(self, site: str) -> str:
+        """The current name of a captured site; UnknownSite if it was not captured."""
+        if site not in self:
+            raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(self.sites()) or 'nothing'}.")
+        return self.aliases.get(site, site)
+
+    def _pieces(self, site: str) -> list[Tensor]:
+        """The rows of a captured site, chunk by chunk."""
+        pieces = [chunk.piece(site) for chunk in self.chunks if chunk.rows]
+        if len(pieces) > 1 and len({piece.shape[1:] for piece in pieces}) > 1:  # patterns: later rows have room for more keys
+            most = max(piece.shape[-1] for piece in pieces)
+            pieces = [torch.nn.functional.pad(piece, (0, most - piece.shape[-1])) for piece in pieces]
+        return pieces
+
+
+def _cut(chunks: list[Chunk], length: int) -> list[Chunk]:
+    kept = chunks[: bisect_left(chunks, length, key=lambda chunk: chunk.start)]
+    if kept and kept[-1].end > length:
+        kept[-1] = kept[-1].upto(length)
+    return kept
+
+
+class Joined(Mapping[str, Tensor]):
+    """Several mappings as one, read only when somebody looks."""
+
+    def __init__(self, parts: Iterable[Mapping[str, Tensor]]) -> None:
+        self._source = {site: part for part in parts for site in part}
+
+    def __getitem__(self, site: str) -> Tensor:
+        return self._source[site][site]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+
+class RowSlice(Mapping[str, Tensor]):
+    """Some consecutive rows of a mapping, read only when somebody looks."""
+
+    def __init__(self, rows: Mapping[str, Tensor], first: int, end: int) -> None:
+        self._rows, self._first, self._end = rows, first, end
+
+    def __getitem__(self, site: str) -> Tensor:
+        return self._rows[site][self._first : self._end]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
