@@ -107,7 +107,13 @@ def check(name: str, notebook: Any) -> None:
     assert [len(cell.outputs) for cell in code(notebook)] == [len(cell.outputs) for cell in code(committed(name))]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != REAL])
+LONG = ("2_determinism", "3_branches", "4_thinking_states")
+"""half a minute each"""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in NAMES if name != REAL]
+)
 def test_notebook_runs(name: str, tmp_path: Path) -> None:
     """In a fresh kernel with its own cache folder: nothing is downloaded, and certificates are made anew."""
     check(name, run(name, REPLAYLENS_CACHE=str(tmp_path)))

@@ -61,6 +61,7 @@ def test_one_worker(model_folder: Path, reference: Dump, tmp_path: Path) -> None
     assert dump is not None and dump.digest == reference.digest and same_bytes(tmp_path, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_two_workers_of_which_one_is_killed(model_folder: Path, reference: Dump, tmp_path: Path) -> None:
     """SIGKILL on a worker once the dump has begun: another worker redoes its shard, to the same bytes."""

@@ -124,7 +124,8 @@ def test_a_backbone_of_ours_keeps_the_recipe() -> None:
 # ---- training and scoring ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [METHODS[0], *(pytest.param(method, marks=pytest.mark.slow) for method in METHODS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_reduced_precision_is_repeatable_and_leaves_the_weights_in_float32(recipe: ThinkingRecipe, method: Method) -> None:
     recipe = replace(recipe, method=method)
     once = trainer.train(recipe)
@@ -221,7 +222,7 @@ def test_a_foreign_tokenizer_is_refused(trained: dict[Method, trainer.Model]) ->
         ThinkingEngine(model, hugging_face_tokenizer(eos_token="<|text|>"))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*(pytest.param(method, marks=pytest.mark.slow) for method in METHODS[:2]), METHODS[2]])
 def test_the_command(method: Method, backbone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY)
     monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 2)
