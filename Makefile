@@ -9,9 +9,8 @@ STAMP  := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/replaylens demo
 
-# three processes on two cores: some tests wait for other processes
 test: $(STAMP) lint type
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
