@@ -77,6 +77,7 @@ def test_page_is_there_and_holds_everything(shown: str, out: Path) -> None:
     assert not re.search(r"(src|href)=[\"']https?:", text)
 
 
+@pytest.mark.slow
 def test_a_damaged_dump_is_found_and_a_second_run_repairs_it(shown: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: one bit is flipped between writing and verifying. Exit code 1, and the page shows the mismatch."""
     digest = Dump.open(out / f"coin-{EXAMPLES}").digest

@@ -31,6 +31,8 @@ LONGEST = 75
 WINDOWS = (1, 2, 3, 8, 16)
 DRAFTERS = ("self", "model", "lens", "ngram", "tree")
 REPRODUCIBLE = ("model", "lens", "ngram", "tree", "forced")
+WIRED_ALIKE = ("mistral", "qwen2", "llama3", "neox-sequential")
+"""families whose wiring others cover"""
 ALL_PAIRS = ("llama", "gemma3")
 """these run every drafter in every window; the others cover every drafter and every window"""
 CUTS = {
@@ -114,7 +116,7 @@ def subject_of(family: str, device: str) -> Subject:
     return Subject(family, model, perturbed(model), reference_of(family, device))
 
 
-@pytest.fixture(scope="module", params=with_devices((*NAMES, "coin-plain")))
+@pytest.fixture(scope="module", params=with_devices((*NAMES, "coin-plain"), slow=WIRED_ALIKE))
 def subject(request: pytest.FixtureRequest) -> Subject:
     """Every family with random weights, and a trained model."""
     name, device = request.param

@@ -55,6 +55,7 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_one_worker(model_folder: Path, reference: Dump, tmp_path: Path) -> None:
     dump = dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=1, batch=3, **OPTIONS)
