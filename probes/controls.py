@@ -52,8 +52,10 @@ def token_identity(codes: np.ndarray, tokens: np.ndarray, train: np.ndarray, tes
 
 
 def histories(rows: ProbeRows) -> list[np.ndarray] | None:
-    """For each row, the tokens of its path up to and including it. None if the dump or run does not have all positions."""
+    """For each row, the tokens of its path up to and including it. None if they are unknown: see `why_no_histories`."""
     every = rows.whole
+    if not every.has_tokens:
+        return None
     token, place = every.frame["token"].to_numpy(), {number: i for i, number in enumerate(rows.numbers)}
     found: dict[int, np.ndarray] = {}
     for path in row_paths(every.frame):
@@ -64,6 +66,15 @@ def histories(rows: ProbeRows) -> list[np.ndarray] | None:
                     return None
                 found[place[number]] = tokens[: end + 1]
     return [found[i] for i in range(len(rows))]
+
+
+def why_no_histories(rows: ProbeRows) -> str:
+    """The reason why `histories` gives none, with what to do."""
+    if rows.about.task is not None:
+        return "the paths have holes; dump all positions"
+    if not rows.whole.has_tokens:
+        return "these rows have no tokens; give tokens= and positions="
+    return "not every token of the prompts is there; give the rows of all positions, with positions="
 
 
 def bags(paths: Sequence[np.ndarray]) -> np.ndarray:

@@ -75,7 +75,7 @@ def goals_at(
     skipped: list[tuple[str, str]] = []
     context = controls.contexts(paths) if with_controls and paths is not None else None
     if with_controls and paths is None:
-        skipped.append(("bag of tokens and control task", "the paths have holes; dump all positions"))
+        skipped.append(("bag of tokens and control task", controls.why_no_histories(here)))
     elif with_controls and context is None:
         skipped.append(("control task", "the contexts have too few types"))
     for label in labels:
@@ -87,7 +87,9 @@ def goals_at(
             if context is not None and goal.kind == "class":
                 codes = controls.control_labels(context[0], goal.codes, seed)
                 goals.append(Goal(label, CONTROL, "class", goal.classes, codes, goal.present))
-    if with_controls:
+    if with_controls and here.about.task is None:
+        skipped.append(("known zeros", "rows from arrays have no task"))
+    elif with_controls:
         for zero in here.about.make_task().known_zero:
             if zero.label in labels or zero.label not in here.frame:
                 continue

@@ -1,15 +1,16 @@
-"""`ProbeRows`: labelled activation rows for probes, from a dump or from runs in memory.
+"""`ProbeRows`: labelled activation rows for probes, from a dump, from runs in memory, or from arrays computed elsewhere.
 
 rows = ProbeRows.of(Dump.open("dumps/coin"))
 here = rows.accepted().at("step")
 X, y, roots = here.matrix("S", 2), here.target("face").values, here.roots
 """
 
+import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -24,9 +25,17 @@ from replaylens.engine.errors import OtherFingerprint, UnknownSite, no_such
 from replaylens.engine.replay.examples import Result
 from replaylens.engine.run import Run
 from replaylens.engine.serving.core import Core
-from replaylens.probes.errors import BadRows, MissingLabel, ProbeError
+from replaylens.probes import tables
+from replaylens.probes.arrays import read_arrays
+from replaylens.probes.caches import read_cache
+from replaylens.probes.columns import OWN, make_index
+from replaylens.probes.errors import BadRows, MissingLabel, NoTask, ProbeError
 from replaylens.probes.positions import Position, add_places
 from replaylens.probes.sources import LETTERS, About, DumpSource, JoinedSource, MemorySource, RowSource, Subset
+from replaylens.tasks.splits import is_test_root
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 MAX_CLASSES = 64
 """an integer label with more values than this is a number to regress on, not classes"""
@@ -84,6 +93,7 @@ class ProbeRows:
             return given
         if not isinstance(given, Dump | Run):
             hint = f" Open the dump first: Dump.open({given!r})." if isinstance(given, str | Path) else ""
+            hint = hint or " Of activations from elsewhere, make rows with ProbeRows.of_arrays."
             raise ProbeError(f"Cannot probe a {type(given).__name__}. Give a Dump, a Run or ProbeRows.{hint}")
         if isinstance(given, Dump):
             if given.filters:
@@ -101,6 +111,110 @@ class ProbeRows:
         about = About(plan.task, plan.knobs, "", engine.fingerprint)
         letters = {letter: engine.sites.per_layer(letter) for letter in LETTERS}
         return cls._placed(frame, MemorySource(content.tensors, letters, about), plan.positions in ("all", "steps"))
+
+    @classmethod
+    def of_arrays(
+        cls,
+        X: np.ndarray | torch.Tensor | Mapping[Any, Any],
+        labels: Any,
+        groups: Any = None,
+        *,
+        prompts: Any = None,
+        positions: Any = None,
+        tokens: Any = None,
+        keys: Any = None,
+    ) -> "ProbeRows":
+        """From activations computed elsewhere. Such rows have no task; docs/probes.md says what works without one.
+
+        X          NumPy array or tensor [rows, d] of any dtype and device, or a dict of these by site: a name, or (site,
+                   layer). TransformerLens names are also S, T and C. Not copied: leave the arrays as they are
+        labels     one array (its name is then `label`), a dict of arrays, or a DataFrame, in the order of the rows. None and
+                   NaN are missing values. Text, booleans and few whole numbers are classes, fractions are numbers
+        groups     one id per row: rows of one prompt or document, or of anything that makes rows alike. Required
+        prompts    one id per row, if a group has several prompts; default: the groups
+        positions  of each row's token in its prompt, from 0 on: for `at(7)`, `at("last")`, and token controls
+        tokens     of each row, ids or text: for the controls by tokens
+        keys       one id per row: rows with equal keys are the same observation
+
+        Raises BadRows for arrays that do not fit together or are not finite, MissingGroups without groups.
+
+        >>> import numpy as np
+        >>> from replaylens.probes import ProbeRows
+        >>> y = np.arange(60) % 2
+        >>> X = np.random.default_rng(0).normal(size=(60, 8)) + 4 * y[:, None]
+        >>> rows = ProbeRows.of_arrays(X, y, groups=np.arange(60) // 3)
+        >>> rows, rows.source.sites()
+        (ProbeRows(60 rows of 20 roots, no task), ['X'])
+        """
+        source = read_arrays(X)
+        rows = len(next(iter(source.arrays.values())))
+        frame = make_index(rows, labels, groups, prompts=prompts, positions=positions, tokens=tokens, keys=keys)
+        return cls(frame, source, np.arange(rows))
+
+    @classmethod
+    def of_pandas(
+        cls,
+        frame: pd.DataFrame,
+        features: tables.Features,
+        labels: str | Sequence[str],
+        group: str | None = None,
+        *,
+        prompt: str | None = None,
+        position: str | None = None,
+        token: str | None = None,
+        key: str | None = None,
+    ) -> "ProbeRows":
+        """From the columns of a frame, one line per row; as `of_arrays`, with names of columns.
+
+        features  one column of vectors, several columns of numbers, or a dict of either by site
+        """
+        pick = lambda name: tables.columns(frame, name)  # noqa: E731
+        more: dict[str, Any] = dict(prompts=pick(prompt), positions=pick(position), tokens=pick(token), keys=pick(key))
+        return cls.of_arrays(tables.activations(frame, features), pick(labels), pick(group), **more)
+
+    @classmethod
+    def of_dataset(
+        cls,
+        dataset: "Dataset",
+        features: tables.Features,
+        labels: str | Sequence[str],
+        group: str | None = None,
+        *,
+        prompt: str | None = None,
+        position: str | None = None,
+        token: str | None = None,
+        key: str | None = None,
+    ) -> "ProbeRows":
+        """From the columns of a Hugging Face dataset; as `of_pandas`. Class labels are read as their names.
+
+        Raises MissingPackage without the package `datasets`.
+        """
+        names = [labels] if isinstance(labels, str) else list(labels)
+        others = [name for name in (group, prompt, position, token, key) if name is not None]
+        frame = tables.dataset_frame(dataset, features, [*names, *others])
+        return cls.of_pandas(frame, features, labels, group, prompt=prompt, position=position, token=token, key=key)
+
+    @classmethod
+    def of_cache(
+        cls,
+        cache: Any,
+        tokens: Any,
+        labels: Any,
+        groups: Any = None,
+        *,
+        sites: str | Sequence[str] | None = None,
+        mask: Any = None,
+    ) -> "ProbeRows":
+        """From a TransformerLens `ActivationCache`, or a dict of tensors [batch, positions, ...] by hook name; a row per token.
+
+        tokens  [batch, positions]
+        labels  as in `of_arrays`; each [batch], the same at every position, or [batch, positions]
+        groups  [batch] or [batch, positions]; default: every prompt is a group of its own
+        sites   letters or hook names; default: S, T and C as far as the cache has them. Heads are laid side by side
+        mask    [batch, positions], False for padding, which gives no rows; positions count from the first token that counts
+        """
+        frame, source = read_cache(cache, tokens, labels, groups, sites=sites, mask=mask)
+        return cls(frame, source, np.arange(len(frame)))
 
     @classmethod
     def _placed(cls, frame: pd.DataFrame, source: RowSource, knows_steps: bool) -> "ProbeRows":
@@ -133,7 +247,8 @@ class ProbeRows:
         return len(self.numbers)
 
     def __repr__(self) -> str:
-        return f"ProbeRows({len(self)} rows of {self.frame['root'].nunique()} roots, task {self.about.task})"
+        task = "no task" if self.about.task is None else f"task {self.about.task}"
+        return f"ProbeRows({len(self)} rows of {self.frame['root'].nunique()} roots, {task})"
 
     @property
     def about(self) -> About:
@@ -149,8 +264,37 @@ class ProbeRows:
         """The root prompt of each row."""
         return self.frame["root"].to_numpy(dtype=str)
 
+    @property
+    def default_positions(self) -> tuple[str, ...]:
+        """Where a sweep looks unless told: steps and query of a task, else every row."""
+        return ("all",) if self.about.task is None else ("step", "query")
+
+    @property
+    def default_sites(self) -> tuple[str, ...]:
+        """What a sweep looks at unless told: S, T and C of a model, else every site."""
+        return tuple(self.source.sites()) if self.about.task is None else ("STC",)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether every row has a token."""
+        return bool(self.frame["token"].notna().all())
+
+    @property
+    def in_test_side(self) -> np.ndarray:
+        """[rows] bool: whether the row's root is on the test side of its task; without a task, of a hash of its group."""
+        sides = {root: is_test_root(root if self.about.task else _hex(root)) for root in np.unique(self.roots)}
+        return np.array([sides[root] for root in self.roots])
+
+    def known(self, column: str) -> pd.Series:
+        """A column of the index. Raises MissingLabel if no row has a value."""
+        if self.frame[column].isna().all():
+            raise MissingLabel(f"No row has {column!r}. Rows from arrays know it if it is among their labels.")
+        return self.frame[column]
+
     def require(self, engine: Core) -> None:
-        """Raise OtherFingerprint if another engine computed the rows."""
+        """Raise OtherFingerprint if another engine computed the rows, NoTask if they come from arrays."""
+        if self.about.task is None:
+            raise NoTask("These rows come from arrays: no engine is known to have computed them. Leave out the engine.")
         mine = self.about.fingerprint
         if mine is not None and mine != engine.fingerprint:
             lines = "; ".join(engine.fingerprint.differences(mine))
@@ -180,22 +324,23 @@ class ProbeRows:
     # ---- input of estimators ------------------------------------------------------------------------------------
 
     def cells(self, sites: str | Sequence[str], layers: Sequence[int] | None = None) -> list[Cell]:
-        """Every cell of the sites: letters S, T, C with all their layers (or those given), or stored names."""
+        """Every cell of the sites: letters and others with layers, at all layers or those given; or stored names."""
         words = re.split(r"[,\s]+", sites) if isinstance(sites, str) else list(sites)
         cells: list[Cell] = []
         known: set[int] = set()
         where: dict[str, str] = {}
         for word in filter(None, words):
-            if not set(word) <= set(LETTERS):
-                cells.append(Cell(word, None))
-                continue
-            for letter in word:
-                stored = self.source.letters(letter)
-                if not stored:
-                    raise UnknownSite(f"Site {letter} was not captured. Dump or replay with sites that include it.")
+            for site in word if set(word) <= set(LETTERS) else [word]:
+                stored = self.source.letters(site)
+                if not stored and site in LETTERS:
+                    has = ", ".join(self.source.sites())
+                    raise UnknownSite(
+                        f"Site {site} was not captured. Dump or replay with sites that include it. There are {has}."
+                    )
                 known |= stored.keys()
-                where[letter] = ", ".join(map(str, stored))
-                cells += [Cell(letter, n) for n in stored if layers is None or n in layers]
+                if stored:
+                    where[site] = ", ".join(map(str, stored))
+                cells += [Cell(site, n) for n in stored if layers is None or n in layers] if stored else [Cell(site, None)]
         if known and (missing := sorted(set(layers or ()) - known)):
             listed = "; ".join(f"{letter} is stored at layers {numbers}" for letter, numbers in where.items())
             raise UnknownSite(f"No layer {missing[0]}. {listed}. Give one of these: sweeps do not count from the end.")
@@ -228,6 +373,9 @@ class ProbeRows:
         kind  class, number, or auto: text and booleans are classes, integers too if they take few values
         """
         name = label
+        if self.about.task is None and label not in self.frame:
+            extra = " The state is a task's, and rows from arrays have no task." if label == "state" else ""
+            raise MissingLabel(no_such("label", label, [n for n in self.frame if n not in OWN]) + extra)
         if label == "state" and label not in self.frame:
             name = self.about.make_task().state_label
         if name not in self.frame:
@@ -254,3 +402,7 @@ def make_target(name: str, values: Any, kind: str = "auto") -> Target:
 
 def _class_name(value: Any) -> str:
     return "" if pd.isna(value) else str(value)
+
+
+def _hex(group: str) -> str:
+    return hashlib.sha256(group.encode()).hexdigest()

@@ -42,8 +42,8 @@ def sweep(
     given: Dump | Run | ProbeRows,
     label: str | Sequence[str] = "state",
     *,
-    sites: str | Sequence[str] = "STC",
-    positions: str | Sequence[str | int] = ("step", "query"),
+    sites: str | Sequence[str] | None = None,
+    positions: str | Sequence[str | int] | None = None,
     estimators: str | Sequence[str] = ("logistic",),
     split: str | MakeSplit = "root",
     engine: Engine | None = None,
@@ -65,6 +65,8 @@ def sweep(
 ) -> Report:
     """Fit and test every combination. Equal rows and settings give equal reports, bit for bit.
 
+    sites    default: S, T and C; of rows from arrays, every site
+    positions  default: steps and query; of rows from arrays, all
     split    root (cross-validation over roots), another value of `SweepSettings.split`, or a function from rows to a `Split`
     engine   the engine that computed the rows: adds an untrained model as a control. Raises OtherFingerprint for another one
     resume   a folder for finished parts, from which an interrupted sweep resumes
@@ -83,6 +85,8 @@ def sweep(
     if engine is not None:
         rows.require(engine)
         rows = rows.renumbered()  # rows of the untrained model are numbered from 0 on
+    sites = rows.default_sites if sites is None else sites
+    positions = rows.default_positions if positions is None else positions
     settings = SweepSettings(
         labels=_words(label),
         sites=_words(sites),

@@ -157,11 +157,10 @@ def _shared_controls(place: SweepPosition, goal: Goal) -> dict[str, Any]:
     if goal.kind == "number":
         return {"majority": 0.0}  # the mean explains nothing
     train, test, tested = place.split.train & goal.present, place.split.test, place.tested(goal)
-    tokens = place.rows.frame["token"].to_numpy()
-    found = {
-        "majority": controls.majority(goal.codes, train, test),
-        "token_identity": _score(goal, controls.token_identity(goal.codes, tokens, train, test), tested),
-    }
+    found = {"majority": controls.majority(goal.codes, train, test)}
+    if place.rows.has_tokens:
+        tokens = place.rows.frame["token"].to_numpy()
+        found["token_identity"] = _score(goal, controls.token_identity(goal.codes, tokens, train, test), tested)
     if place.bags is not None:
         said = held_out("logistic", place.bags, [goal], place.split.train, test).predicted[0, 0]
         found["bag_of_tokens"] = _score(goal, said, tested)
