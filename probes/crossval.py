@@ -1,4 +1,4 @@
-"""`cross_validate`: one probe on plain arrays, held out by group, with its interval. What a sweep does to one cell, without controls."""
+"""`cross_validate`: one probe on plain arrays, held out by group, with its interval: one cell of a sweep, without controls."""
 
 from dataclasses import dataclass
 from typing import Any
