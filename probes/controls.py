@@ -51,23 +51,8 @@ def token_identity(codes: np.ndarray, tokens: np.ndarray, train: np.ndarray, tes
     return out
 
 
-def histories(rows: ProbeRows) -> list[np.ndarray] | None:
-    """For each row, the tokens of its path up to and including it. None if the dump or run does not have all positions."""
-    every = rows.whole
-    token, place = every.frame["token"].to_numpy(), {number: i for i, number in enumerate(rows.numbers)}
-    found: dict[int, np.ndarray] = {}
-    for path in row_paths(every.frame):
-        tokens, before = token[path.rows], len(path.rows) - path.num_own
-        for end, number in enumerate(every.numbers[path.own], before):
-            if number in place:
-                if not path.whole[end]:
-                    return None
-                found[place[number]] = tokens[: end + 1]
-    return [found[i] for i in range(len(rows))]
-
-
 def bags(paths: Sequence[np.ndarray]) -> np.ndarray:
-    """[rows, distinct tokens]: token counts of each row's path, as given by `histories`."""
+    """[rows, distinct tokens]: token counts of each row's path, as given by `groups.histories`."""
     tokens = np.unique(np.concatenate(paths))
     return np.stack([np.bincount(np.searchsorted(tokens, path), minlength=len(tokens)) for path in paths]).astype(np.float32)
 

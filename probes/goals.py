@@ -68,7 +68,7 @@ def goals_at(
 ) -> tuple[list[Goal], list[tuple[str, str]]]:
     """(goals at one position, controls that are skipped there: name and reason).
 
-    paths  of the rows, as given by `controls.histories`
+    paths  of the rows, as given by `groups.histories`
     train  [folds, rows]
     """
     goals: list[Goal] = []

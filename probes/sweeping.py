@@ -20,7 +20,7 @@ from replaylens.engine.errors import no_such
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.run import Run
 from replaylens.probes import splits
-from replaylens.probes.controls import histories, untrained_rows
+from replaylens.probes.controls import untrained_rows
 from replaylens.probes.errors import BadRows, MissingLabel, OneClass, ProbeError
 from replaylens.probes.goals import LABEL, Goal, goals_at
 from replaylens.probes.heldout import Held, held_out
