@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from replaylens.probes.errors import OtherSweep
 from replaylens.probes.heldout import Held
 
 _KEY = "sweep.key"
+_ARRAYS = tuple(field.name for field in fields(Held))
 
 
 class Parts:
@@ -27,17 +29,21 @@ class Parts:
         noted.write_text(key)
 
     def get(self, name: str, make: Callable[[], Held]) -> Held:
-        """The stored part, or else a newly computed one. A part whose file was not fully written is computed again."""
+        """The stored part, or else a newly computed one.
+
+        A part whose file was not fully written, or that an earlier version wrote without scores, is computed again.
+        """
         if self.folder is None:
             return make()
         path = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.npz"
         if path.exists():
             with np.load(path, allow_pickle=False) as kept:
-                return Held(kept["predicted"], kept["log_loss"], kept["confidence"])
+                if all(name in kept for name in _ARRAYS):
+                    return Held(**{name: kept[name] for name in _ARRAYS})
         held = make()
         temporary = path.with_suffix(".tmp")
         with temporary.open("wb") as file:
-            np.savez(file, predicted=held.predicted, log_loss=held.log_loss, confidence=held.confidence)
+            np.savez(file, **{name: getattr(held, name) for name in _ARRAYS})
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)

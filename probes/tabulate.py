@@ -66,10 +66,7 @@ class SweepPosition:
 
 
 def _by_cell(batch: Sequence[Cell], held: Held) -> dict[Cell, Held]:
-    return {
-        cell: Held(held.predicted[i : i + 1], held.log_loss[i : i + 1], held.confidence[i : i + 1])
-        for i, cell in enumerate(batch)
-    }
+    return {cell: held.cell(i) for i, cell in enumerate(batch)}
 
 
 def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettings) -> Report:
