@@ -11,7 +11,7 @@ is tested on rows that it has seen.
 `independent` prepares rows for a probe: every observation once, in at least `MIN_GROUPS` groups where possible.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -65,8 +65,12 @@ def _deepest(rows: ProbeRows) -> np.ndarray:
 def groups_of(rows: ProbeRows, keys: np.ndarray | None = None) -> np.ndarray:
     """[rows] str: the group of each row, named after the first of its roots.
 
+    Rows of `independent` keep the groups that they had before repeated rows were left out, in the column `group`.
+
     keys  of the rows, as given by `path_keys`, if they are known already
     """
+    if "group" in rows.frame:
+        return rows.frame["group"].to_numpy(dtype=str)
     keys = path_keys(rows) if keys is None else keys
     names, root = np.unique(rows.roots, return_inverse=True)
     found, key = np.unique(keys, return_inverse=True)
@@ -95,12 +99,19 @@ class Independent:
     """Rows for a probe: every observation once, with its group."""
 
     rows: ProbeRows
-    keys: np.ndarray
-    groups: np.ndarray
+    """with the columns `key` and `group`"""
     num_given: int
     """rows before repeated ones and shared beginnings were left out"""
     begins_at: int
     """token position before which rows are left out, because too many prompts share them; 0: none are"""
+
+    @property
+    def keys(self) -> np.ndarray:
+        return path_keys(self.rows)
+
+    @property
+    def groups(self) -> np.ndarray:
+        return groups_of(self.rows)
 
     @property
     def note(self) -> str | None:
@@ -108,8 +119,8 @@ class Independent:
         if not self.begins_at:
             return None
         return (
-            f"rows before token {self.begins_at} are left out: prompts share them, so that they would leave fewer than "
-            f"{MIN_GROUPS} independent groups ({len(np.unique(self.groups))} groups remain)"
+            f"prompts share the rows before token {self.begins_at}, with which there are fewer than {MIN_GROUPS} independent "
+            f"groups; {len(np.unique(self.groups))} groups remain"
         )
 
 
@@ -120,17 +131,17 @@ def independent(given: ProbeRows) -> Independent:
     few as possible for `MIN_GROUPS` groups, or for as many groups as there can be.
     """
     keys = path_keys(given)
-    first = _first(given, keys)
-    rows, keys = given.where(first), keys[first]
-    groups, begin = groups_of(rows, keys), 0
-    most = len(np.unique(groups))
-    position = rows.frame["position"].to_numpy()
+    groups, begin = groups_of(given, keys), 0
+    most, enough = len(np.unique(groups)), min(MIN_GROUPS, len(np.unique(given.roots)))
+    position = given.frame["position"].to_numpy()
     for start in np.unique(position)[1:]:
-        if most >= min(MIN_GROUPS, len(np.unique(rows.roots))):
+        if most >= enough:
             break
         later = position >= start
-        found = groups_of(rows.where(later), keys[later])
+        found = groups_of(given.where(later), keys[later])
         if len(np.unique(found)) > most:
-            groups, begin, most = found, int(start), len(np.unique(found))
-    kept = position >= begin
-    return Independent(rows.where(kept), keys[kept], groups, len(given), begin)
+            begin, most = int(start), len(np.unique(found))
+            groups = np.full(len(given), "", dtype=found.dtype)
+            groups[later] = found
+    named = replace(given, frame=given.frame.assign(key=keys, group=groups))
+    return Independent(named.where(_first(given, keys) & (position >= begin)), len(given), begin)

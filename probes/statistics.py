@@ -111,20 +111,24 @@ def _share(value: float, error: float, groups: int, rows: int, level: float) -> 
     return Estimate(float(value), float(min(low, value)), float(max(high, value)), level)
 
 
-def mean_over_roots(values: np.ndarray, groups: np.ndarray, *, folds: int = 1) -> Estimate:
+def mean_over_roots(values: np.ndarray, groups: np.ndarray, *, folds: int = 1, extra: float = 0.0) -> Estimate:
     """The mean of values [rows] with its interval over groups.
+
+    extra  variance of the mean that does not come from the groups
 
     Zeros and ones are a share. If all values are equal and none beyond 1, the interval still allows for what that many groups
     can miss: it is never a point.
     """
     values = np.asarray(values, dtype=np.float64)
-    share = bool(np.isin(values, (0, 1)).all())
-    estimate = bootstrap(values[None], np.ones(len(values)), groups, folds=folds, least=0.0 if share else -np.inf)[0]
-    if share or np.ptp(values) > 0 or abs(values[0]) > 1:
-        reach = estimate.value - estimate.low
-        return estimate if share else Estimate(estimate.value, estimate.low, estimate.value + reach)
-    doubt = _doubt(len(np.unique(groups)))
-    return Estimate(estimate.value, max(estimate.value - doubt, -1.0), min(estimate.value + doubt, 1.0))
+    if np.isin(values, (0, 1)).all() and not extra:
+        return bootstrap(values[None], np.ones(len(values)), groups, folds=folds)[0]
+    above, below = root_sums(values[None], groups), root_sums(np.ones((1, len(values))), groups)
+    value, size = values.mean(), above.shape[1]
+    reach = stats.t.ppf((1 + LEVEL) / 2, size - 1) * np.sqrt(_errors(above, below, np.array([value]), folds)[0] ** 2 + extra)
+    if np.ptp(values) > 0 or abs(value) > 1:
+        return Estimate(float(value), float(value - reach), float(value + reach))
+    doubt = max(_doubt(size), reach)
+    return Estimate(float(value), float(max(value - doubt, -1.0)), float(min(value + doubt, 1.0)))
 
 
 def _doubt(observations: int, level: float = LEVEL) -> float:
@@ -182,12 +186,22 @@ def means_over_roots(values: np.ndarray, groups: np.ndarray, *, seed: int = 0, f
 
 
 def lower_bounds(
-    values: np.ndarray, groups: np.ndarray, *, level: float = LEVEL, seed: int = 0, folds: int = 1
+    values: np.ndarray,
+    groups: np.ndarray,
+    *,
+    level: float = LEVEL,
+    seed: int = 0,
+    folds: int = 1,
+    extra: np.ndarray | float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(means, one-sided lower bounds) of each line of values [cells, rows]; the bounds hold for all cells jointly."""
+    """(means, one-sided lower bounds) of each line of values [cells, rows]; the bounds hold for all cells jointly.
+
+    extra  variance of each mean that does not come from the groups
+    """
     value, draws = _means(values, groups, seed)
     above, below = root_sums(values, groups), root_sums(np.ones((1, len(groups))), groups)
-    error, spread = _errors(above, np.broadcast_to(below, above.shape), value, folds), draws.std(0)
+    error = np.sqrt(_errors(above, np.broadcast_to(below, above.shape), value, folds) ** 2 + extra)
+    spread = draws.std(0)
     farthest = ((draws - value) / np.where(spread > 0, spread, np.inf)).max(1)
     size = above.shape[1]
     one_sided = stats.t.ppf(level, size - 1) / stats.norm.ppf(level)
@@ -284,7 +298,7 @@ def corrected_p(gains: np.ndarray, groups: np.ndarray, folds: int) -> np.ndarray
     error = _errors(above, np.broadcast_to(below, above.shape), value, folds)
     with np.errstate(divide="ignore", invalid="ignore"):
         t = np.where(error > 0, value / error, np.where(value > 0, np.inf, -np.inf))
-    return np.asarray(stats.t.sf(t, above.shape[1] - 1))
+    return np.maximum(stats.t.sf(t, above.shape[1] - 1), 0.5 ** above.shape[1])  # no test over groups can say more
 
 
 def false_discovery(p: np.ndarray) -> np.ndarray:

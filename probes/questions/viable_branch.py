@@ -60,7 +60,7 @@ def viable_branch(
 def _balanced(hit: np.ndarray, codes: np.ndarray, roots: np.ndarray, folds: int, seed: int) -> Estimate:
     """The mean over classes of the share of rows that are predicted correctly."""
     weight = 1 / np.bincount(codes)[codes]  # every class has the same weight
-    return bootstrap((weight * hit)[None], weight, roots, seed=seed, folds=folds)[0]
+    return bootstrap((weight * hit)[None], weight, roots, folds=folds)[0]
 
 
 def _say(lines: list[dict[str, Any]]) -> list[str]:
