@@ -87,7 +87,7 @@ def _ranks(score: np.ndarray, good: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def area(score: np.ndarray, good: np.ndarray, groups: np.ndarray, *, folds: int = 1, level: float = LEVEL) -> Estimate:
-    """The area of a score with its interval over groups; folds as for `statistics.interval`.
+    """The area of a score with its interval over groups; folds as for `statistics.cross_validation`.
 
     >>> import numpy as np
     >>> good = np.repeat([True, False], 10)

@@ -47,7 +47,7 @@ def balanced_accuracy(
 ) -> Estimate:
     """The mean over the classes of codes [rows] of the share of right [rows], with its interval over groups.
 
-    folds  as for `statistics.interval`
+    folds  as for `statistics.cross_validation`
 
     >>> import numpy as np
     >>> print(balanced_accuracy(np.ones(12), np.repeat([0, 1], 6), np.arange(12).astype(str)))
