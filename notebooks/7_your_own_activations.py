@@ -21,7 +21,12 @@ import tempfile
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
+from transformer_lens.model_bridge import TransformerBridge
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 import replaylens as rl
 from replaylens.probes import ProbeRows, cross_validate, fit_probe, sweep
@@ -134,12 +139,6 @@ except rl.probes.errors.MissingGroups as error:
 # label is read off the residual stream, and the token itself says as much.
 
 # %%
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformer_lens.model_bridge import TransformerBridge
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging
-
 logging.disable_progress_bar()
 folder = tempfile.mkdtemp()
 vocabulary = Tokenizer(WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))

@@ -13,7 +13,7 @@ from replaylens.probes.positions import PLACES
 
 LABEL = "label"
 """the name of a label that is given without one"""
-OWN = (*CORE.names, *PLACES, "shard", "row", "depth", "part", "key", "since_last")
+OWN = (*CORE.names, *PLACES, "shard", "row", "depth", "part", "key", "group", "since_last")
 """columns of the index, which labels must not replace"""
 GIVEN = ("correct", "steps")
 """of these, what a caller may know: whether the answer is right (`by_answer`), the prompt's length in steps (`by_length`)"""

@@ -228,6 +228,8 @@ class ProbeRows:
         """
         if len({rows.about.task for rows in parts.values()}) != 1:
             raise ProbeError("The rows come from different tasks, whose labels differ. Join rows of one task.")
+        if len({"key" in rows.frame for rows in parts.values()}) != 1:
+            raise ProbeError("The rows cannot be told apart: only some parts have keys. Give keys= to all of them, or to none.")
         made = {name: rows.about.fingerprint for name, rows in parts.items() if rows.about.fingerprint is not None}
         for name, other in made.items():
             first = next(iter(made))

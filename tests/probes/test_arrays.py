@@ -26,9 +26,11 @@ from replaylens.probes.errors import (
     NoTask,
     OtherSweep,
     ProbeError,
+    SharedRows,
     TooFewRoots,
     UnknownEstimator,
 )
+from replaylens.probes.groups import independent
 from replaylens.probes.probe import LinearProbe, fit_probe
 from replaylens.probes.questions.judge import judge
 from replaylens.probes.questions.outcome_at_fork import outcome_at_fork
@@ -41,7 +43,7 @@ from replaylens.probes.solvers import solve
 from replaylens.probes.sweeping import sweep
 from replaylens.views.report import ReportPage
 
-QUICK: dict[str, Any] = dict(resamples=100, permutations=19)
+QUICK: dict[str, Any] = dict(permutations=19)
 GROUPS, EACH, WIDTH = 40, 3, 6
 N = GROUPS * EACH
 RANDOM = np.random.default_rng(0)
@@ -501,7 +503,12 @@ def test_the_natural_call(tmp_path: Path) -> None:
     assert report.best("label")["layer"] == 1 and report.best("label")["accuracy"] > 0.95
     assert {line["position"] for line in report.lines} == {"all"} and not any(line["known_zero"] for line in report.lines)
     said = report.text()
-    for part in ("Shown: label at all", "token_identity, bag_of_tokens, untrained", "Skipped known zeros", "have no tokens"):
+    for part in (
+        "Shown: label at all",
+        "Controls not run: token_identity, bag_of_tokens",
+        "Skipped known zeros",
+        "have no tokens",
+    ):
         assert part in said
     again = Report.load(report.save(tmp_path / "report"))
     assert again.lines == report.to_json()["rows"] and again.source["task"] is None
@@ -560,6 +567,37 @@ def test_splits_of_arrays() -> None:
     assert np.array_equal(joined.where(test).matrix("X"), np.concatenate([X, X + 1])[test])
     report = sweep(joined, "label", split="part:a:b", estimators="ridge", **QUICK)
     assert report.best("label")["accuracy"] > 0.9
+
+
+def test_rows_that_are_the_same_observation() -> None:
+    """By key; by path, whatever the last bits; else by the bits of all sites. Their groups are one, and one of them counts."""
+    fresh = independent(of_arrays({"a": X, "b": X[:, :1]}))
+    assert len(fresh.rows) == N and len(np.unique(fresh.groups)) == GROUPS
+    copied = X.copy()
+    copied[EACH] = copied[0]  # the first row of group 1 is that of group 0
+    for rows in (
+        of_arrays(copied),
+        of_arrays(X, keys=[0 if i == EACH else i for i in range(N)]),
+        of_arrays(X, positions=P, tokens=np.where(np.arange(N) == EACH, 1, np.arange(N) + 1)),
+    ):
+        found = independent(rows)
+        assert found.rows.numbers.tolist() == [i for i in range(N) if i != EACH]
+        assert len(np.unique(found.groups)) == GROUPS - 1
+        for train, test in splits.by_root(rows):
+            assert train[0] == train[EACH] and test[0] == test[EACH]
+        with pytest.raises(SharedRows, match="row 0 .* row 3 "):
+            splits.by_mask(rows, "leak", G == 0, G == 1)
+    assert len(independent(of_arrays({"a": copied, "b": X})).rows) == N, "another site tells them apart"
+    assert cross_validate(copied, Y, G).rows.tolist() == [i for i in range(N) if i != EACH]
+
+
+def test_parts_of_different_models_are_different_observations() -> None:
+    """The same texts through two models: equal paths, other activations."""
+    told: dict[str, Any] = dict(positions=P, tokens=np.arange(N))
+    joined = ProbeRows.join(a=of_arrays(X, **told), b=of_arrays(X + 1, **told))
+    assert len(independent(joined).rows) == 2 * N and len(np.unique(independent(joined).groups)) == GROUPS
+    with pytest.raises(ProbeError, match="only some parts have keys"):
+        ProbeRows.join(a=of_arrays(keys=range(N)), b=of_arrays(X + 1))
 
 
 def test_groups_are_what_makes_a_score_honest() -> None:
