@@ -7,10 +7,10 @@ X, y, roots = here.matrix("S", 2), here.target("face").values, here.roots
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,17 +25,13 @@ from replaylens.engine.errors import OtherFingerprint, UnknownSite, no_such
 from replaylens.engine.replay.examples import Result
 from replaylens.engine.run import Run
 from replaylens.engine.serving.core import Core
-from replaylens.probes import tables
-from replaylens.probes.arrays import read_arrays
-from replaylens.probes.caches import read_cache
-from replaylens.probes.columns import OWN, make_index
+from replaylens.probes.arrays import ArraySource
+from replaylens.probes.columns import OWN
 from replaylens.probes.errors import BadRows, MissingLabel, NoTask, ProbeError
+from replaylens.probes.from_arrays import FromArrays
 from replaylens.probes.positions import Position, add_places
 from replaylens.probes.sources import LETTERS, About, DumpSource, JoinedSource, MemorySource, RowSource, Subset
 from replaylens.tasks.splits import is_test_root
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 MAX_CLASSES = 64
 """an integer label with more values than this is a number to regress on, not classes"""
@@ -73,7 +69,7 @@ class Target:
 
 
 @dataclass(frozen=True, eq=False)
-class ProbeRows:
+class ProbeRows(FromArrays):
     """Rows with their index. Immutable: `at`, `where` and the like return a narrower view."""
 
     frame: pd.DataFrame
@@ -113,107 +109,7 @@ class ProbeRows:
         return cls._placed(frame, MemorySource(content.tensors, letters, about), plan.positions in ("all", "steps"))
 
     @classmethod
-    def of_arrays(
-        cls,
-        X: np.ndarray | torch.Tensor | Mapping[Any, Any],
-        labels: Any,
-        groups: Any = None,
-        *,
-        prompts: Any = None,
-        positions: Any = None,
-        tokens: Any = None,
-        keys: Any = None,
-    ) -> "ProbeRows":
-        """From activations computed elsewhere. Such rows have no task; docs/probes.md says what works without one.
-
-        X          NumPy array or tensor [rows, d] of any dtype and device, or a dict of these by site: a name, or (site,
-                   layer). TransformerLens names are also S, T and C. Not copied: leave the arrays as they are
-        labels     one array (its name is then `label`), a dict of arrays, or a DataFrame, in the order of the rows. None and
-                   NaN are missing values. Text, booleans and few whole numbers are classes, fractions are numbers
-        groups     one id per row: rows of one prompt or document, or of anything that makes rows alike. Required
-        prompts    one id per row, if a group has several prompts; default: the groups
-        positions  of each row's token in its prompt, from 0 on: for `at(7)`, `at("last")`, and token controls
-        tokens     of each row, ids or text: for the controls by tokens
-        keys       one id per row: rows with equal keys are the same observation
-
-        Raises BadRows for arrays that do not fit together or are not finite, MissingGroups without groups.
-
-        >>> import numpy as np
-        >>> from replaylens.probes import ProbeRows
-        >>> y = np.arange(60) % 2
-        >>> X = np.random.default_rng(0).normal(size=(60, 8)) + 4 * y[:, None]
-        >>> rows = ProbeRows.of_arrays(X, y, groups=np.arange(60) // 3)
-        >>> rows, rows.source.sites()
-        (ProbeRows(60 rows of 20 roots, no task), ['X'])
-        """
-        source = read_arrays(X)
-        rows = len(next(iter(source.arrays.values())))
-        frame = make_index(rows, labels, groups, prompts=prompts, positions=positions, tokens=tokens, keys=keys)
-        return cls(frame, source, np.arange(rows))
-
-    @classmethod
-    def of_pandas(
-        cls,
-        frame: pd.DataFrame,
-        features: tables.Features,
-        labels: str | Sequence[str],
-        group: str | None = None,
-        *,
-        prompt: str | None = None,
-        position: str | None = None,
-        token: str | None = None,
-        key: str | None = None,
-    ) -> "ProbeRows":
-        """From the columns of a frame, one line per row; as `of_arrays`, with names of columns.
-
-        features  one column of vectors, several columns of numbers, or a dict of either by site
-        """
-        pick = lambda name: tables.columns(frame, name)  # noqa: E731
-        more: dict[str, Any] = dict(prompts=pick(prompt), positions=pick(position), tokens=pick(token), keys=pick(key))
-        return cls.of_arrays(tables.activations(frame, features), pick(labels), pick(group), **more)
-
-    @classmethod
-    def of_dataset(
-        cls,
-        dataset: "Dataset",
-        features: tables.Features,
-        labels: str | Sequence[str],
-        group: str | None = None,
-        *,
-        prompt: str | None = None,
-        position: str | None = None,
-        token: str | None = None,
-        key: str | None = None,
-    ) -> "ProbeRows":
-        """From the columns of a Hugging Face dataset; as `of_pandas`. Class labels are read as their names.
-
-        Raises MissingPackage without the package `datasets`.
-        """
-        names = [labels] if isinstance(labels, str) else list(labels)
-        others = [name for name in (group, prompt, position, token, key) if name is not None]
-        frame = tables.dataset_frame(dataset, features, [*names, *others])
-        return cls.of_pandas(frame, features, labels, group, prompt=prompt, position=position, token=token, key=key)
-
-    @classmethod
-    def of_cache(
-        cls,
-        cache: Any,
-        tokens: Any,
-        labels: Any,
-        groups: Any = None,
-        *,
-        sites: str | Sequence[str] | None = None,
-        mask: Any = None,
-    ) -> "ProbeRows":
-        """From a TransformerLens `ActivationCache`, or a dict of tensors [batch, positions, ...] by hook name; a row per token.
-
-        tokens  [batch, positions]
-        labels  as in `of_arrays`; each [batch], the same at every position, or [batch, positions]
-        groups  [batch], if prompts belong together; default: every prompt is a group of its own
-        sites   letters or hook names; default: S, T and C as far as the cache has them. Heads are laid side by side
-        mask    [batch, positions], False for padding, which gives no rows; positions count from the first token that counts
-        """
-        frame, source = read_cache(cache, tokens, labels, groups, sites=sites, mask=mask)
+    def _from_arrays(cls, frame: pd.DataFrame, source: ArraySource) -> "ProbeRows":
         return cls(frame, source, np.arange(len(frame)))
 
     @classmethod

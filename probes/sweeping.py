@@ -70,8 +70,8 @@ def sweep(
     Rows with the same path are one observation and count once; roots that share one are one group (see `groups`). A label or
     position without usable rows is skipped, and the report's notes say so; an error is raised only if nothing is left.
 
-    sites      default: S, T and C; of rows from arrays, every site
-    positions  default: steps and query; of rows from arrays, every row
+    sites, positions
+             default: S, T and C at steps and query; of rows from arrays, every site at every row
     split    root (cross-validation over groups of roots), another value of `SweepSettings.split`, or a function from rows to
              a `Split`
     engine   the engine that computed the rows: adds an untrained model as a control. Raises OtherFingerprint for another one

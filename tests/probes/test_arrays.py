@@ -585,7 +585,7 @@ def test_rows_that_are_the_same_observation() -> None:
         assert len(np.unique(found.groups)) == GROUPS - 1
         for train, test in splits.by_root(rows):
             assert train[0] == train[EACH] and test[0] == test[EACH]
-        with pytest.raises(SharedRows, match="row 0 .* row 3 "):
+        with pytest.raises(SharedRows, match=r"row 0 .* row 3 "):
             splits.by_mask(rows, "leak", G == 0, G == 1)
     assert len(independent(of_arrays({"a": copied, "b": X})).rows) == N, "another site tells them apart"
     assert cross_validate(copied, Y, G).rows.tolist() == [i for i in range(N) if i != EACH]
