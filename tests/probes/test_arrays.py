@@ -540,9 +540,25 @@ def test_what_needs_a_task_says_so(case: str) -> None:
         ask(of_arrays())
 
 
-def test_untrained_model_needs_an_engine_that_made_the_rows(engine: Engine) -> None:
+def test_untrained_model(engine: Engine, tmp_path: Path) -> None:
+    """Its rows are given, since no engine made these. They count as the control, and other rows are refused."""
+    how: dict[str, Any] = dict(estimators="ridge", resume=tmp_path, **QUICK)
+    blank = of_arrays(np.random.default_rng(5).normal(size=(N, 4)))
+    known, unknown = (
+        sweep(of_arrays(), "label", untrained=blank, **how),
+        sweep(of_arrays(), "label", untrained=of_arrays(), **QUICK),
+    )
+    assert known.best("label")["untrained"] < 0.7 and "Shown" in known.text() and "not run: token_identity" in known.text()
+    assert unknown.best("label")["untrained"] == unknown.best("label")["accuracy"] and "Not shown" in unknown.text()
+    with pytest.raises(OtherSweep):
+        sweep(of_arrays(), "label", untrained=of_arrays(), **how)
+    for other in (of_arrays(groups=G[::-1]), of_arrays(X[:-1], Y[:-1], G[:-1]), of_arrays(positions=P), blank.where(Y == 1)):
+        with pytest.raises(BadRows, match="not the 120 rows to probe"):
+            sweep(of_arrays(), "label", untrained=other)
     with pytest.raises(NoTask, match="Leave out the engine"):
         sweep(of_arrays(), "label", engine=engine)
+    with pytest.raises(ProbeError, match="Give one of them"):
+        sweep(of_arrays(), "label", engine=engine, untrained=blank)
 
 
 def test_rows_of_a_task_end_with_the_query(dumped: ProbeRows) -> None:
