@@ -80,7 +80,9 @@ def _rows(name: str, value: Any, shape: tuple[int, ...], kept: Tensor, batched: 
 def _named(labels: Any) -> dict[Any, Any]:
     if isinstance(labels, pd.DataFrame):
         return {name: labels[name] for name in labels.columns}
-    return dict(labels) if isinstance(labels, Mapping) else {LABEL: labels}
+    if isinstance(labels, Mapping):
+        return dict(labels)
+    return {labels.name if isinstance(labels, pd.Series) and labels.name is not None else LABEL: labels}
 
 
 def _spread(what: str, values: Any, kept: np.ndarray) -> np.ndarray:

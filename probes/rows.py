@@ -186,7 +186,7 @@ class ProbeRows(FromArrays):
     def known(self, column: str) -> pd.Series:
         """A column of the index. Raises MissingLabel if no row has a value."""
         if self.frame[column].isna().all():
-            raise MissingLabel(f"No row has {column!r}. Rows from arrays know it if it is among their labels.")
+            raise MissingLabel(f"No row has {column!r}. Give it among the labels of rows from arrays; text comes with tokens=.")
         return self.frame[column]
 
     def require(self, engine: Core) -> None:

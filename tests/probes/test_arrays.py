@@ -347,6 +347,7 @@ def test_cache() -> None:
     assert np.array_equal(rows.target("big").values == "True", (tokens > 25).reshape(-1))
     assert rows.frame["position"].tolist() == list(range(5)) * 4 and rows.frame["token"].tolist() == tokens.reshape(-1).tolist()
     assert len(np.unique(rows.roots)) == 4
+    assert len(ProbeRows.of_cache(cache, tokens, pd.Series([0, 1, 0, 1], name="odd")).target("odd").values) == 20
     rows = ProbeRows.of_cache(cache, tokens, [0, 1, 0, 1], [7, 7, 8, 8], sites="C,blocks.1.attn.hook_z")
     assert rows.source.sites() == ["C", "blocks.1.attn.hook_z"] and rows.matrix("blocks.1.attn.hook_z").shape == (20, 6)
     assert sorted(set(rows.roots)) == ["7", "8"] and rows.frame["example"].nunique() == 4
