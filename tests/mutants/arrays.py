@@ -12,7 +12,7 @@ ARRAYS = (
         "bad = ~torch.isfinite(part).all(1)",
         "bad = ~torch.isfinite(part).any(1)",
         "a row with one NaN is refused",
-        (f"{TESTS}test_refused[NaN]",),
+        (f"{TESTS}test_refused",),
     ),
     Mutant(
         "arrays-digest-of-the-first-site",
@@ -20,7 +20,7 @@ ARRAYS = (
         "for name in sorted(arrays):",
         "for name in sorted(arrays)[:1]:",
         "every site is checked",
-        (f"{TESTS}test_tables",),
+        (f"{TESTS}test_digest_names_the_arrays",),
     ),
     Mutant(
         "arrays-lose-bits",
@@ -60,7 +60,7 @@ ARRAYS = (
         "wrong = np.flatnonzero(root != root[first][example])",
         "wrong = np.flatnonzero(root != root)",
         "rows of one prompt are in one group",
-        (f"{TESTS}test_refused[a prompt in two groups]",),
+        (f"{TESTS}test_refused",),
     ),
     Mutant(
         "cache-positions-count-padding",

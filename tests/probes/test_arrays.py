@@ -196,7 +196,7 @@ def test_digest_names_the_arrays() -> None:
     """One changed bit, another name or another shape is another digest, so parts of a sweep are never mixed up."""
     other = X.copy()
     other[5, 1] = np.nextafter(other[5, 1], np.float32(9))
-    given = [X, other, {"Y": X}, X.reshape(N, WIDTH)[:, :-1], torch.from_numpy(X).double()]
+    given: list[Any] = [X, other, {"Y": X}, X[:, :-1], torch.from_numpy(X).double(), {"a": X, "b": X}, {"a": X, "b": other}]
     assert len({of_arrays(x).about.digest for x in given}) == len(given)
 
 
@@ -392,6 +392,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[EngineError], str]] = {
     "no groups": (lambda: ProbeRows.of_arrays(X, Y), MissingGroups, "not independent.*Give groups="),
     "NaN": (lambda: of_arrays(spoilt(np.nan)), BadRows, "'X': row 7 contains NaN or infinity"),
     "infinity": (lambda: of_arrays({("S", 1): spoilt(np.inf)}), BadRows, "'S1': row 7"),
+    "NaN in another site": (lambda: of_arrays({"a": X, "b": spoilt(np.nan)}), BadRows, "'b': row 7"),
     "one dimension": (lambda: of_arrays(X[:, 0]), BadRows, r"shape \[120\]"),
     "three dimensions": (lambda: of_arrays(X[:, None]), BadRows, "of_cache"),
     "scalar": (lambda: of_arrays(3.0), BadRows, r"shape \[\]"),
