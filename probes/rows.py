@@ -122,6 +122,8 @@ class ProbeRows(FromArrays):
 
         Raises OtherFingerprint for different engines: their difference would look like one between the parts.
         """
+        if len({rows.about.task is None for rows in parts.values()}) != 1:
+            raise ProbeError("Some of the rows come from arrays, others from a task. Join rows of one kind.")
         if len({rows.about.task for rows in parts.values()}) != 1:
             raise ProbeError("The rows come from different tasks, whose labels differ. Join rows of one task.")
         if len({"key" in rows.frame for rows in parts.values()}) != 1:

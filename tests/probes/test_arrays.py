@@ -563,6 +563,11 @@ def test_untrained_model(engine: Engine, tmp_path: Path) -> None:
         sweep(of_arrays(), "label", engine=engine, untrained=blank)
 
 
+def test_rows_of_a_task_and_of_arrays_are_not_joined(dumped: ProbeRows) -> None:
+    with pytest.raises(ProbeError, match="Some of the rows come from arrays"):
+        ProbeRows.join(a=dumped, b=of_arrays())
+
+
 def test_rows_of_a_task_end_with_the_query(dumped: ProbeRows) -> None:
     with pytest.raises(BadPosition, match="Use query"):
         dumped.at("last")
