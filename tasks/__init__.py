@@ -2,8 +2,9 @@
 
 from replaylens.tasks.errors import TaskError
 from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets
+from replaylens.tasks.loading import load
 from replaylens.tasks.reading import Event, Reading, Span, Step
-from replaylens.tasks.registry import get, names
+from replaylens.tasks.registry import get, names, register
 from replaylens.tasks.splits import Side, TaskSplit
 from replaylens.tasks.task import Example, KnownZero, Task
 from replaylens.tasks.tokenizer import WordTokenizer
@@ -22,7 +23,9 @@ __all__ = [
     "WordTokenizer",
     "get",
     "label_tokens",
+    "load",
     "names",
     "offsets_of",
     "path_offsets",
+    "register",
 ]

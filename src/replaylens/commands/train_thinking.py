@@ -16,12 +16,15 @@ from replaylens.engine.training.thinking import Model, ThinkingRecipe
 from replaylens.engine.training.tokenizer import backbone_folder, load_tokenizer
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
-from replaylens.tasks import WordTokenizer
+from replaylens.tasks import Example, WordTokenizer
+from replaylens.tasks.errors import TooFewPrompts
 
 CARD_FILE = "card.md"
 CARD_LENGTHS = range(1, 17)
 OTHER_CHUNK, OTHER_THOUGHT = 4, 16
 """chunk size and longest thought for a task without its own recipe"""
+NONE_HELD_OUT = "none held out"
+"""a card's cell for a length whose prompts are all trained on, as happens to tasks with few prompts"""
 PRETRAINED_CHUNK = 8
 """chunk size for a pretrained backbone, whose tokens are shorter than words"""
 
@@ -117,6 +120,14 @@ def card(name: str, recipe: ThinkingRecipe, model: Model, made: str, examples: i
     )
 
 
+def tested(part: Part, length: int, number: int) -> list[Example]:
+    """Held-out examples for one cell of a card; empty if the task has no held-out prompt of this length."""
+    try:
+        return zoo.held_out(part, length, number)
+    except TooFewPrompts:
+        return []
+
+
 def accuracies(recipe: ThinkingRecipe, model: Model, examples: int, progress: bool = False) -> list[str]:
     """One line per number of steps: share of right answers, and of examples with all thoughts right."""
     coin = all(part.task == "coin" for part in recipe.parts)
@@ -132,7 +143,9 @@ def accuracies(recipe: ThinkingRecipe, model: Model, examples: int, progress: bo
     for length in scoring(CARD_LENGTHS if coin else range(1, recipe.longest + 1), progress):
         cells = []
         for part in tests.values():
-            test = zoo.held_out(part, length, examples)
+            if not (test := tested(part, length, examples)):
+                cells.append(NONE_HELD_OUT)
+                continue
             found = score(model, recipe.method, recipe.thinking, tokenizer, test, precision=recipe.precision)
             shares = sum(s.answered for s in found) / examples, sum(s.thought for s in found) / examples
             cells.append(f"{shares[0]:.1%} / {shares[1]:.1%}")
