@@ -31,7 +31,7 @@ def load(reference: str) -> type[AnyTask]:
     found: Any = getattr(module, attribute, None)
     if found is None:
         raise CannotImport(f"{source} has no {attribute!r}. Give the name of a task class in it.")
-    return register(found)  # type: ignore[no-any-return]
+    return register(found)
 
 
 def _file(path: Path) -> ModuleType:
