@@ -1,5 +1,6 @@
 """Tasks with exact ground truth: texts, their events, and labels at every token of any path."""
 
+from replaylens.tasks.conformance import Finding, check
 from replaylens.tasks.errors import TaskError
 from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets
 from replaylens.tasks.loading import load
@@ -12,6 +13,7 @@ from replaylens.tasks.tokenizer import WordTokenizer
 __all__ = [
     "Event",
     "Example",
+    "Finding",
     "KnownZero",
     "Reading",
     "Side",
@@ -21,6 +23,7 @@ __all__ = [
     "TaskError",
     "TaskSplit",
     "WordTokenizer",
+    "check",
     "get",
     "label_tokens",
     "load",

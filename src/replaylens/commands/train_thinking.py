@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from replaylens import tasks
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import weights
 from replaylens.engine.model.decoder import Decoder
@@ -48,7 +49,9 @@ def changed(recipe: ThinkingRecipe, changes: Changes) -> ThinkingRecipe:
     """The recipe with another task, method, length or chunk."""
     longest = changes.longest or recipe.longest
     if changes.task is not None:
-        recipe = thinking_zoo.for_task(recipe, changes.task, longest, changes.chunk or OTHER_CHUNK, OTHER_THOUGHT)
+        recipe = thinking_zoo.for_task(
+            recipe, tasks.load(changes.task).name, longest, changes.chunk or OTHER_CHUNK, OTHER_THOUGHT
+        )
     elif changes.chunk is not None:
         recipe = replace(recipe, thinking=replace(recipe.thinking, chunk=changes.chunk, max_thought=OTHER_THOUGHT))
     if changes.backbone is not None:
@@ -87,7 +90,7 @@ def save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
 
 def card(name: str, recipe: ThinkingRecipe, model: Model, made: str, examples: int, progress: bool = False) -> str:
     """The model card as Markdown: model, training (`made`), and accuracy, which is measured here."""
-    c, t, tasks = recipe.config, recipe.thinking, ", ".join(sorted({part.task for part in recipe.parts}))
+    c, t, named = recipe.config, recipe.thinking, ", ".join(sorted({part.task for part in recipe.parts}))
     shares = [f"{dict(part.knobs).get('rendering', part.task)} {part.weight:g}" for part in recipe.parts]
     size = sum(x.numel() for x in model.parameters())
     origin = "from scratch" if recipe.backbone is None else f"pretrained: `{recipe.backbone}`"
@@ -96,7 +99,7 @@ def card(name: str, recipe: ThinkingRecipe, model: Model, made: str, examples: i
         f"{c.d_mlp}, rotary positions, RMSNorm, tied embeddings; {size:,} weights with T and C, float32 |",
         f"| method | {recipe.method}; chunks of {t.chunk} tokens, state added after block {t.write_layer}, T reads block "
         f"{t.read_layer}, thoughts of up to {t.max_thought} tokens |",
-        f"| data | {tasks}: {', '.join(shares)}; 1 to {recipe.longest} steps, {recipe.pool} examples per part and length |",
+        f"| data | {named}: {', '.join(shares)}; 1 to {recipe.longest} steps, {recipe.pool} examples per part and length |",
         "| held out | every eighth prompt, by its hash, for every seed |",
         f"| loss | next token (after the prompt: weight {recipe.completion_weight:g}) + tokens of the gold thoughts |",
         f"| run | {recipe.steps} steps of {recipe.batch} rows, seed {recipe.seed}; AdamW, peak rate {recipe.lr:g}, cosine, "
