@@ -9,7 +9,7 @@ from replaylens.tasks.reading import NEXT_ACTION
 from replaylens.tasks.task import AnyTask, Example
 from replaylens.tasks.tokenizer import WordTokenizer
 
-FEW = 5
+FEW = 3
 """examples that are cut at every character"""
 SIGMA = 5
 """standard errors by which the share of the most frequent next action may miss its declared chance"""
