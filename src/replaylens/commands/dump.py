@@ -107,9 +107,7 @@ def dump(
             if shard is not None:
                 raise BadRequest("--shard does not work with Ray. Give either --shard, or --ray and --workers.")
             if ":" in task:
-                raise BadRequest(
-                    f"--task {task} does not work with Ray, whose workers find tasks by name. Install it (entry point)."
-                )
+                raise BadRequest(f"--task {task} does not work with Ray: workers find tasks by name. Install its entry point.")
             if writers is not None:
                 raise BadRequest("--writers does not work with Ray, whose workers write one shard each. Give more --workers.")
             from replaylens.engine.cluster import dump_on_cluster
