@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from replaylens.tasks.definition import check_definition
-from replaylens.tasks.errors import BrokenPlugin, TaskError, TaskNameTaken
+from replaylens.tasks.errors import BrokenPlugin, TaskNameTaken
 from replaylens.tasks.task import AnyTask
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def load(name: str) -> type[AnyTask]:
         raise BrokenPlugin(name, distribution(entry), entry.value, f"{type(error).__name__}: {error}.") from error
     try:
         check_definition(task)
-    except TaskError as error:
-        raise BrokenPlugin(name, distribution(entry), entry.value, error) from error
+    except Exception as error:  # making the task's labels runs its code
+        raise BrokenPlugin(name, distribution(entry), entry.value, f"{type(error).__name__}: {error}") from error
     if task.name != name:
         problem = f"the class is named {task.name!r}, and its entry point {name!r}."
         raise BrokenPlugin(name, distribution(entry), entry.value, problem)

@@ -39,10 +39,10 @@ def own() -> Own:
         parts = (Part("square", 1),)
         shape = dict(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_head=16, d_mlp=64, rotary_dim=16)
         config = ModelConfig(**shape, vocab_size=words_of(parts).vocab_size, max_positions=64)
-        recipe = Recipe(config=config, parts=parts, longest=2, steps=160, batch=32, lr=3e-3, seed=0, warmup=16, pool=64)
+        recipe = Recipe(config=config, parts=parts, longest=2, steps=100, batch=24, lr=4e-3, seed=0, warmup=10, pool=64)
         model, tokenizer = trainer.train(recipe), recipe.tokenizer()
     engine = Engine.load(model, tokenizer=tokenizer)
-    return Own(square, engine, engine.replay(square(moves=(1, 3)).examples(80), sites="SZ", drafter="lens"))
+    return Own(square, engine, engine.replay(square(moves=(1, 3)).examples(60), sites="SZ", drafter="lens"))
 
 
 @pytest.fixture(autouse=True)

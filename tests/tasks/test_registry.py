@@ -141,6 +141,13 @@ def test_an_installed_task_is_loaded_on_first_use(install: Install) -> None:
     assert tasks.names() == (*BUILT_IN, "square")
 
 
+def test_commands_know_installed_tasks(install: Install) -> None:
+    install("squares", "square", "squares_k", file_of_page("square.py"))
+    done = CliRunner().invoke(app, ["tasks", "show", "square", "--n", "1"])
+    assert done.exit_code == 0 and "square 0" in done.stdout
+    assert "square" in CliRunner().invoke(app, ["tasks", "list"]).stdout
+
+
 def test_an_installed_task_needs_no_decorator(install: Install) -> None:
     install("squares", "square", "squares_b", file_of_page("square.py").replace("@register\n", ""))
     assert tasks.get("square") is tasks.get("square") is sys.modules["squares_b"].Square
@@ -152,6 +159,10 @@ BROKEN = {
     "an exit": ("raise SystemExit(3)", "SystemExit: 3"),
     "no such class": ("", "AttributeError"),
     "not a task": ("Square = dict", "Give a subclass of"),
+    "a scene that fails": (
+        file_of_page("square.py").replace("return SquareScene()", "return 1 / 0").replace("@register\n", ""),
+        "ZeroDivisionError: division by zero",
+    ),
 }
 
 
