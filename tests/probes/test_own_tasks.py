@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from replaylens import Dump, Engine, Run, probes, tasks
+from replaylens import Dump, Engine, Run, Sampling, probes, tasks
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.training import trainer
@@ -23,7 +23,7 @@ HOW: dict[str, Any] = {"sites": "S", "layers": [2]}
 
 @dataclass(frozen=True)
 class Own:
-    """A model that half knows the task, and a run of it."""
+    """A model of the task, and a run of it."""
 
     kind: Any
     engine: Engine
@@ -32,7 +32,8 @@ class Own:
 
 @pytest.fixture(scope="module")
 def own() -> Own:
-    """The task is registered for the training only, which takes a second; the model answers about half of the questions."""
+    """The task is registered for the training only. Sampled answers of a model that has only learned how texts go are right
+    and wrong, and many drafts are rejected."""
     square = square_module().Square
     with own_registry():
         tasks.register(square)
@@ -42,7 +43,8 @@ def own() -> Own:
         recipe = Recipe(config=config, parts=parts, longest=2, steps=100, batch=24, lr=4e-3, seed=0, warmup=10, pool=64)
         model, tokenizer = trainer.train(recipe), recipe.tokenizer()
     engine = Engine.load(model, tokenizer=tokenizer)
-    return Own(square, engine, engine.replay(square(moves=(1, 3)).examples(60), sites="SZ", drafter="lens"))
+    examples = square(moves=(1, 3)).examples(60)
+    return Own(square, engine, engine.replay(examples, sites="SZ", drafter="lens", sampling=Sampling(temperature=1.0)))
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +55,7 @@ def unregistered() -> Iterator[None]:
 
 def test_the_task_is_not_registered(own: Own) -> None:
     """The control: nothing below can go through the registry."""
-    assert "square" not in tasks.names() and 0.1 < own.run.accuracy < 0.9
+    assert "square" not in tasks.names() and 0.02 < own.run.accuracy < 0.9
     assert ProbeRows.of(own.run).about.make_task() is own.run[0].example.maker
 
 
