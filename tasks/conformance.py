@@ -117,6 +117,9 @@ def _reads_without_looking_ahead(task: AnyTask, examples: Sequence[Example]) -> 
         script, read = task.scene().script(), 0
         offered = next(script)
         while read < len(example.text):
+            if "" in offered:
+                yield f"After {example.text[:read]!r}, an empty piece is on offer. Leave it out."
+                return
             for piece in offered:
                 if others := [other for other in offered if other is not piece and other.startswith(piece)]:
                     yield f"After {example.text[:read]!r}, {piece!r} and {others[0]!r} are both on offer. Split the longer one."

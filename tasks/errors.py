@@ -38,7 +38,8 @@ class BrokenPlugin(TaskError):
     def __init__(self, name: str, distribution: str, value: str, problem: object) -> None:
         self.distribution = distribution
         super().__init__(
-            f"Task {name!r} of {distribution} cannot be loaded from {value!r}: {problem} Update or uninstall that distribution."
+            f"Task {name!r} of {distribution} cannot be loaded from {value!r}: {str(problem).rstrip('.')}. Update or uninstall "
+            f"that distribution."
         )
 
 

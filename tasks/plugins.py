@@ -47,13 +47,13 @@ def load(name: str) -> type[AnyTask]:
     try:
         task: Any = entry.load()
     except (Exception, SystemExit) as error:
-        raise BrokenPlugin(name, distribution(entry), entry.value, f"{type(error).__name__}: {error}.") from error
+        raise BrokenPlugin(name, distribution(entry), entry.value, f"{type(error).__name__}: {error}") from error
     try:
         check_definition(task)
     except Exception as error:  # making the task's labels runs its code
         raise BrokenPlugin(name, distribution(entry), entry.value, f"{type(error).__name__}: {error}") from error
     if task.name != name:
-        problem = f"the class is named {task.name!r}, and its entry point {name!r}."
+        problem = f"the class is named {task.name!r}, and its entry point {name!r}"
         raise BrokenPlugin(name, distribution(entry), entry.value, problem)
     return task
 

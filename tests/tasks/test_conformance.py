@@ -13,8 +13,10 @@ from replaylens.cli import app
 from replaylens.tasks import Event
 from replaylens.tasks.conformance import PROMISES
 from replaylens.tasks.draws import Draws
+from replaylens.tasks.errors import BadTask
 from replaylens.tasks.task import AnyTask, Story
 from tests.tasks.square import file_of_page, own_registry, square_module
+from tests.time_limit import time_limit
 
 PAGE = square_module()
 Square, SquareScene = PAGE.Square, PAGE.SquareScene
@@ -159,6 +161,22 @@ def test_a_task_that_makes_no_examples() -> None:
             raise KeyError("nothing")
 
     assert broken(Mute()) == {"examples can be made": "KeyError: 'nothing'"}
+
+
+def test_an_empty_piece_is_an_error_not_a_hang() -> None:
+    """A script that offers "" for ever would be read for ever."""
+
+    class Scene(SquareScene):
+        def script(self) -> Iterator[Any]:
+            yield ("The square reads",)
+            while True:
+                yield ("", " Turn")
+
+    endless = type("Endless", (Square,), {"scene": lambda self: Scene()})()
+    with time_limit(20), pytest.raises(BadTask, match="offers an empty piece after 'The square reads'"):
+        endless.read("The square reads ABCD.")
+    with time_limit(20):
+        assert "BadTask" in broken(endless)["the reader finds the events in the text"]
 
 
 # The command
