@@ -9,7 +9,10 @@ from typing import Any
 from replaylens.engine.errors import BadConfig
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.records import Natural, Positive, build, parse
+from replaylens.engine.thinking.model import ThinkingConfig
+from replaylens.engine.training.chunks import Method
 from replaylens.engine.training.recipe import BadRecipe, Part, Recipe, words_of
+from replaylens.engine.training.thinking import ThinkingRecipe
 from replaylens.tasks import TaskError
 
 SUFFIXES = (".toml", ".json")
@@ -41,6 +44,17 @@ class PartRecord:
 
 
 @dataclass(frozen=True)
+class ThinkingRecord:
+    """The table `thinking`: the model is one that thinks, or a baseline of it. Fields of `ThinkingRecipe` and its config."""
+
+    chunk: Positive
+    max_thought: Positive = ThinkingConfig.max_thought
+    method: Method = ThinkingRecipe.method
+    width: Positive | None = None
+    cut: bool = False
+
+
+@dataclass(frozen=True)
 class RecipeRecord:
     """A recipe as a file spells it. The fields are those of `Recipe`; the vocabulary follows from the tasks."""
 
@@ -57,6 +71,7 @@ class RecipeRecord:
     completion_weight: float = Recipe.completion_weight
     init_scale: float = Recipe.init_scale
     pool: Positive = Recipe.pool
+    thinking: ThinkingRecord | None = None
 
 
 def read_recipe(path: str | Path) -> Recipe:
@@ -88,13 +103,18 @@ def _values(path: Path, content: bytes) -> Any:
 
 
 def recipe_of(record: RecipeRecord) -> Recipe:
-    """The recipe of a record, with defaults filled in and checked."""
+    """The recipe of a record, with defaults filled in and checked; a `ThinkingRecipe` if it has the table `thinking`."""
     parts = tuple(Part(part.task, part.weight, _knobs(part)) for part in record.parts)
     given = {spec.name: getattr(record, spec.name) for spec in fields(record)}
-    del given["model"]
+    del given["model"], given["thinking"]
     if record.warmup is None:
         given["warmup"] = min(Recipe.warmup, record.steps // 10)
-    return Recipe(**{**given, "parts": parts, "config": _config(record.model, parts)})
+    config, words = _config(record.model, parts), words_of(parts)
+    given |= {"parts": parts, "config": config}
+    if (thinks := record.thinking) is None:
+        return Recipe(**given)
+    how = ThinkingConfig.for_backbone(config, thinks.chunk, words.eos_id, words.pad_id, max_thought=thinks.max_thought)
+    return ThinkingRecipe(**given, thinking=how, method=thinks.method, width=thinks.width, cut=thinks.cut)
 
 
 def _knobs(part: PartRecord) -> tuple[tuple[str, Any], ...]:
@@ -115,5 +135,9 @@ def recipe_text(recipe: Recipe) -> str:
     """The JSON file of a recipe that `read_recipe` gave: reading it gives the recipe again."""
     shape = {spec.name: getattr(recipe.config, spec.name) for spec in fields(ModelRecord)}
     parts = [{"task": part.task, "weight": part.weight, "knobs": dict(part.knobs)} for part in recipe.parts]
-    rest = {spec.name: getattr(recipe, spec.name) for spec in fields(RecipeRecord) if spec.name not in ("model", "parts")}
-    return json.dumps({"model": shape, "parts": parts, **rest}, indent=1) + "\n"
+    tables: dict[str, Any] = {"model": shape, "parts": parts}
+    if isinstance(recipe, ThinkingRecipe):
+        how = {"chunk": recipe.thinking.chunk, "max_thought": recipe.thinking.max_thought}
+        tables["thinking"] = {**how, "method": recipe.method, "width": recipe.width, "cut": recipe.cut}
+    plain = {spec.name for spec in fields(RecipeRecord)} & {spec.name for spec in fields(Recipe)} - {"parts"}
+    return json.dumps({**tables, **{name: getattr(recipe, name) for name in sorted(plain)}}, indent=1) + "\n"

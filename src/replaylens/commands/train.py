@@ -24,7 +24,7 @@ from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Recipe
 from replaylens.engine.training.recipe_file import SUFFIXES, recipe_text
-from replaylens.engine.training.thinking import Model
+from replaylens.engine.training.thinking import Model, ThinkingRecipe
 from replaylens.engine.training.trainer import RunExists
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
@@ -71,7 +71,7 @@ def train(
         check_device(device)
         check_folder(folder, resume)
         if own is not None:
-            model: Model = _train_own(own, task, steps, seed, device, folder, quiet)
+            model = _train_own(own, task, steps, seed, device, folder, quiet)
         elif name in thinking_zoo.names():
             model = _train_thinking(name, changes, steps, seed, device, folder, quiet)
         else:
@@ -81,16 +81,13 @@ def train(
 
 def _train_own(
     path: Path, task: str | None, steps: int | None, seed: int | None, device: str, folder: Path, quiet: bool
-) -> Decoder:
+) -> Model:
     recipe = changed(train_recipe.read(path, task), steps, seed)
-    state = folder / STATE_FILE
-    train = partial(trainer.train, recipe, device, state)
-    model, spent = run(recipe, lambda show: train(after_step=show), state, path.stem, quiet)
-    zoo.save(model, recipe.tokenizer(), folder)
+    given = path.name if task is None else f"{path.name} --task {task}"
+    if isinstance(recipe, ThinkingRecipe):
+        return _follow_thinking(path.stem, recipe, given, device, folder, quiet, own=True)
+    model, made = _follow_plain(path.stem, recipe, given, device, folder, quiet)
     (folder / train_recipe.RECIPE_FILE).write_text(recipe_text(recipe), encoding="utf-8")
-    code = "" if task is None else f" --task {task}"
-    command = f"replaylens train {path.name}{code} --steps {recipe.steps} --seed {recipe.seed} --device {device}"
-    made = f"`{command}`, {spent} on {machine(device)}"
     _finish(folder, train_recipe.card(path.stem, recipe, model, made, CARD_EXAMPLES, progress=not quiet))
     return model
 
@@ -99,25 +96,41 @@ def _train_thinking(
     name: str, changes: Changes, steps: int | None, seed: int | None, device: str, folder: Path, quiet: bool
 ) -> Model:
     recipe = changed(train_thinking.changed(thinking_zoo.recipe(name), changes), steps, seed)
-    state = folder / STATE_FILE
-    train = partial(thinking_train.train, recipe, device, state)
-    model, spent = run(recipe, lambda show: train(after_step=show), state, f"{name} ({recipe.method})", quiet)
-    train_thinking.save(model, recipe, folder)
-    given = " ".join([name, *changes.given(), f"--steps {recipe.steps} --seed {recipe.seed} --device {device}"])
-    made = f"`replaylens train {given}`, {spent} on {machine(device)}"
-    _finish(folder, train_thinking.card(name, recipe, model.to(device), made, CARD_EXAMPLES, progress=not quiet))
-    return model
+    return _follow_thinking(name, recipe, " ".join([name, *changes.given()]), device, folder, quiet, own=False)
 
 
 def _train_plain(name: str, steps: int | None, seed: int | None, device: str, folder: Path, quiet: bool) -> Decoder:
     recipe = changed(zoo.recipe(name), steps, seed)
+    model, made = _follow_plain(name, recipe, name, device, folder, quiet)
+    _finish(folder, card(name, recipe, model, made, progress=not quiet))
+    return model
+
+
+def _follow_plain(name: str, recipe: Recipe, given: str, device: str, folder: Path, quiet: bool) -> tuple[Decoder, str]:
+    """Train and save. Returns the model, and how it was made. `given`: the words of the command that choose the recipe."""
     state = folder / STATE_FILE
     train = partial(trainer.train, recipe, device, state)
     model, spent = run(recipe, lambda show: train(after_step=show), state, name, quiet)
     zoo.save(model, recipe.tokenizer(), folder)
-    command = f"replaylens train {name} --steps {recipe.steps} --seed {recipe.seed} --device {device}"
-    _finish(folder, card(name, recipe, model, f"`{command}`, {spent} on {machine(device)}", progress=not quiet))
+    return model, _made(recipe, given, device, spent)
+
+
+def _follow_thinking(name: str, recipe: ThinkingRecipe, given: str, device: str, folder: Path, quiet: bool, own: bool) -> Model:
+    """Train, save and write the card; `own`: with the recipe beside it."""
+    state = folder / STATE_FILE
+    train = partial(thinking_train.train, recipe, device, state)
+    model, spent = run(recipe, lambda show: train(after_step=show), state, f"{name} ({recipe.method})", quiet)
+    train_thinking.save(model, recipe, folder)
+    if own:
+        (folder / train_recipe.RECIPE_FILE).write_text(recipe_text(recipe), encoding="utf-8")
+    made = _made(recipe, given, device, spent)
+    _finish(folder, train_thinking.card(name, recipe, model.to(device), made, CARD_EXAMPLES, progress=not quiet))
     return model
+
+
+def _made(recipe: Recipe, given: str, device: str, spent: str) -> str:
+    command = f"replaylens train {given} --steps {recipe.steps} --seed {recipe.seed} --device {device}"
+    return f"`{command}`, {spent} on {machine(device)}"
 
 
 def _finish(folder: Path, text: str) -> None:

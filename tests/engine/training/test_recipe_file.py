@@ -13,10 +13,20 @@ from typer.testing import CliRunner
 from replaylens import Engine, tasks
 from replaylens.cli import app
 from replaylens.commands import train as command
+from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.model.weights import weights_hash
+from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import BadRecipe
-from replaylens.engine.training.recipe_file import ModelRecord, PartRecord, RecipeRecord, read_recipe, recipe_text
+from replaylens.engine.training.recipe_file import (
+    ModelRecord,
+    PartRecord,
+    RecipeRecord,
+    ThinkingRecord,
+    read_recipe,
+    recipe_text,
+)
+from replaylens.engine.training.thinking import ThinkingRecipe
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import registry
 from replaylens.tasks.errors import TooFewPrompts
@@ -25,6 +35,7 @@ from tests.interrupted import Interrupted
 from tests.tasks.square import own_registry, square_module, write_files
 
 SHAPE = {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_mlp": 24, "max_positions": 64}
+DEEPER = {**SHAPE, "num_layers": 3}
 VALUES: dict[str, Any] = {
     "model": SHAPE, "parts": [{"task": "square"}], "longest": 2, "steps": 6, "batch": 8, "lr": 0.01, "pool": 8
 }  # fmt: skip
@@ -106,6 +117,15 @@ def test_the_text_of_a_recipe_gives_it_again(tmp_path: Path) -> None:
         ({"model": {**SHAPE, "num_heads": 3}}, "d_model 16 is no multiple of num_heads 3. Give d_head"),
         ({"model": {**SHAPE, "num_kv_heads": 3}}, "num_heads 2 is not a multiple of num_kv_heads 3"),
         ({"model": {**SHAPE, "d_head": 5}}, "must be even"),
+        ({"thinking": {}}, "missing required field `chunk` - at `$.thinking`"),
+        ({"thinking": {"chunk": 2, "method": "guess"}}, "Invalid enum value 'guess' - at `$.thinking.method`"),
+        ({"thinking": {"chunk": 2, "backbone": "x"}}, "unknown field - at `$.thinking.backbone`"),
+        ({"thinking": {"chunk": 2}}, "With the defaults a backbone needs at least 3 blocks"),
+        (
+            {"thinking": {"chunk": 2, "method": "cot", "cut": True}, "model": {**SHAPE, "num_layers": 3}},
+            "The baseline 'cot' has no states",
+        ),
+        ({"thinking": {"chunk": 40}, "model": DEEPER}, "Chunks of 40 tokens are too large"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, change: dict[str, Any], said: str) -> None:
@@ -141,7 +161,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 def test_every_field_is_documented() -> None:
     section = (ROOT / "docs/training.md").read_text(encoding="utf-8").split("## A recipe of your own")[1].split("\n## ")[0]
-    names = [spec.name for kind in (RecipeRecord, PartRecord) for spec in fields(kind) if spec.name != "model"]
+    names = [spec.name for kind in (RecipeRecord, PartRecord, ThinkingRecord) for spec in fields(kind) if spec.name != "model"]
     names += [f"model.{spec.name}" for spec in fields(ModelRecord)]
     assert [name for name in names if f"`{name}`" not in section] == []
 
@@ -201,6 +221,19 @@ def test_an_interrupted_run_resumes(small: Path, monkeypatch: pytest.MonkeyPatch
     assert train("own.json")[0] == 2, "an unfinished run is not trained over"
     assert train("own.json", "--resume")[0] == 0
     assert weights_hash(zoo.load(small / "trained/own")[0]) == weights_hash(trainer.train(read_recipe("own.json")))
+
+
+@pytest.mark.parametrize("method", ["thinking", "cot"])
+def test_train_a_model_that_thinks(small: Path, method: str) -> None:
+    written(small, thinking={"chunk": 2, "max_thought": 4, "method": method}, model=DEEPER)
+    code, said = train("own.json", "--task", "square.py:Square")
+    assert code == 0, said
+    recipe = read_recipe("own.json")
+    assert isinstance(recipe, ThinkingRecipe) and recipe.method == method
+    assert recipe == read_recipe("trained/own/recipe.json")
+    assert weights_hash(thinking_train.train(recipe)) in said
+    assert f"| method | {method}; chunks of 2 tokens" in (small / "trained/own/card.md").read_text()
+    assert isinstance(Engine.load("trained/own"), ThinkingEngine) == (method == "thinking")
 
 
 @pytest.mark.parametrize(
