@@ -1,7 +1,7 @@
 """Sources of rows: a dump on disk, tensors in memory, several sources joined, or a subset of one."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,12 +30,14 @@ class About:
     digest: str
     """of the dump, or of the arrays; empty for the rows of a run"""
     fingerprint: Fingerprint | None
+    maker: AnyTask | None = field(default=None, compare=False, repr=False)
+    """the task itself, which the rows of a run have; a dump knows its task by name only"""
 
     def make_task(self) -> AnyTask:
-        """Raises NoTask for rows from arrays."""
+        """The task of the rows. Raises NoTask for rows from arrays, UnknownTask if no task of a dump's name is registered."""
         if self.task is None:
             raise NoTask("These rows come from arrays and have no task. Give a dump or a run, or ask what needs no task.")
-        return tasks.get(self.task)(**self.knobs)
+        return tasks.get(self.task)(**self.knobs) if self.maker is None else self.maker
 
 
 class RowSource(Protocol):
