@@ -13,6 +13,7 @@ from torch import Tensor
 from replaylens.probes import registry, solvers
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.goals import Goal
+from replaylens.probes.information import smoothed
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,7 @@ class Held:
     predicted: np.ndarray
     """[cells, goals, rows]: class numbers, or numbers"""
     log_loss: np.ndarray
-    """[cells, goals, rows]: of the true class, in nats; NaN if the estimator gives no probabilities"""
+    """[cells, goals, rows]: of the true class, in nats, smoothed as `information` says; NaN without probabilities"""
     confidence: np.ndarray
     """[cells, goals, rows]: probability of the predicted class; NaN as above"""
     score: np.ndarray
@@ -98,7 +99,7 @@ def _fill(
             raise ProbeError(f"{spec.name} is a classifier, but label {same[0].label!r} is a number. Use ridge.")
         if spec.swept == "together":
             scores = _together(spec.name, x, same, train)
-            _read(kind, outputs, scores, same, which, test, out, spec.name == "logistic")
+            _read(kind, outputs, scores, same, which, train, test, out, spec.name == "logistic")
         else:
             _apart(spec, x, same, which, train, test, out, jobs)
 
@@ -113,7 +114,15 @@ def _together(name: str, x: Tensor, goals: list[Goal], train: np.ndarray) -> np.
 
 
 def _read(
-    kind: str, outputs: int, scores: np.ndarray, goals: list[Goal], which: list[int], test: np.ndarray, out: Held, proper: bool
+    kind: str,
+    outputs: int,
+    scores: np.ndarray,
+    goals: list[Goal],
+    which: list[int],
+    train: np.ndarray,
+    test: np.ndarray,
+    out: Held,
+    proper: bool,
 ) -> None:
     """Mutates `out`: predictions, and for `proper` scores (log-odds) the losses."""
     for i, goal in enumerate(goals):
@@ -131,7 +140,8 @@ def _read(
                 if outputs > 1:
                     out.score[(*at, slice(outputs))] = log_p
                 truth = np.clip(goal.codes[rows], 0, None)
-                out.log_loss[at] = -np.take_along_axis(log_p, truth[None, :, None], -1)[..., 0]
+                smooth = smoothed(log_p, int((train[fold] & goal.present).sum()))
+                out.log_loss[at] = -np.take_along_axis(smooth, truth[None, :, None], -1)[..., 0]
                 out.confidence[at] = np.exp(log_p.max(-1))
 
 
@@ -164,7 +174,8 @@ def _apart(
         out.predicted[at] = predicted
         out.score[(*at, slice(goals[i].outputs))] = score
         truth = np.clip(goals[i].codes[test[f]], 0, None)
-        out.log_loss[at] = -np.take_along_axis(log_p, truth[:, None], -1)[:, 0]
+        smooth = smoothed(log_p, int((train[f] & goals[i].present).sum()))
+        out.log_loss[at] = -np.take_along_axis(smooth, truth[:, None], -1)[:, 0]
         out.confidence[at] = np.exp(log_p.max(-1))
 
 

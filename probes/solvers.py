@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from replaylens.probes.grams import Grams
+from replaylens.probes.mass_mean import whitened
 from replaylens.probes.quasi_newton import QuasiNewton
 
 
@@ -112,9 +113,7 @@ def _mass_mean(grams: Grams, y: Tensor, where: Tensor, whiten: bool) -> tuple[Te
         from_mean = means - grams.means[:, where][:, :, :, None]
         between = torch.einsum("tfk,btfkd,btfke->btfde", counts, from_mean, from_mean)
         within = (grams.second[:, where] - between) / train.sum(-1)[:, :, None, None]
-        scale = within.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(y.dtype).tiny)
-        eye = torch.eye(within.shape[-1], dtype=y.dtype, device=y.device)
-        weight = torch.linalg.solve(within + 1e-6 * scale[..., None, None] * eye, means.mT).mT
+        weight = whitened(means, within, grams.deviations[:, where])
     bias = torch.where(counts > 0, -0.5 * (weight * means).sum(-1), -torch.inf)  # a class without rows is never nearest
     if y.shape[-1] == 1:
         weight, bias = weight[..., 1:, :] - weight[..., :1, :], bias[..., 1:] - bias[..., :1]

@@ -190,7 +190,7 @@ def _information(place: SweepPosition, number: int, estimator: str, c: int, test
     held = place.held[estimator][place.cells[c]]
     loss = held.log_loss[0, number][tested]
     if goal.kind == "class" and not np.isnan(loss).any():
-        null = _null_loss(goal, place.split)[tested]
+        null = information.null_log_loss(goal.codes, place.split.train, place.split.test, len(goal.classes))[tested]
         correct = held.predicted[0, number][tested] == goal.codes[tested]
         confidence = held.confidence[0, number][tested].astype(np.float64)
         found["v_information"] = information.v_information(loss.astype(np.float64), null)
@@ -198,13 +198,3 @@ def _information(place: SweepPosition, number: int, estimator: str, c: int, test
     if (place.cells[c], goal.label) in place.codes and estimator == "logistic":
         found["code_bits"], found["compression"] = place.codes[place.cells[c], goal.label]
     return found
-
-
-def _null_loss(goal: Goal, split: Split) -> np.ndarray:
-    """Log-loss of each held-out row under the class frequencies of the rows that its probe was fitted on."""
-    out = np.zeros(len(goal.codes))
-    for train, test in split:
-        counts = np.bincount(goal.codes[train & goal.present], minlength=len(goal.classes))
-        shares = np.maximum(counts, 0.5) / np.maximum(counts, 0.5).sum()
-        out[test] = -np.log(shares[np.clip(goal.codes[test], 0, None)])
-    return out
