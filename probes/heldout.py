@@ -11,6 +11,7 @@ from sklearn.base import clone
 from torch import Tensor
 
 from replaylens.probes import registry, solvers
+from replaylens.probes.chosen import solve_chosen
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.goals import Goal
 from replaylens.probes.information import smoothed
@@ -50,6 +51,7 @@ def held_out(
     test: np.ndarray,
     *,
     nuisance: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
     jobs: int = 1,
 ) -> Held:
     """Fit and predict.
@@ -57,18 +59,23 @@ def held_out(
     x         [cells, rows, d]; its dtype and device are those of the arithmetic
     train     [folds, rows] bool; a goal is fitted on the rows that have its label
     test      [folds, rows] bool, disjoint
+    groups    [rows]: what the inner folds of `logistic-cv` and `ridge-cv` keep together, such as roots
     nuisance  [rows, m]: columns whose linear effect is first removed from x, with coefficients of the training rows
     """
     spec = registry.get(estimator)
     if spec.swept == "no":
         raise ProbeError(f"{estimator} does not take rows of one position. See docs/probes.md for its input.")
+    if spec.inner and groups is None:
+        raise ProbeError(
+            f"{estimator} chooses its regularisation by inner folds over groups. Give the group of each row (groups=)."
+        )
     out = Held.empty(len(x), len(goals), x.shape[1], max((goal.outputs for goal in goals), default=1))
     if nuisance is not None:  # then every fold has its own rows
         for fit, held in zip(train, test, strict=True):
             clean = residualised(x, nuisance, fit)
-            _fill(spec, clean, goals, fit[None], held[None], out, jobs)
+            _fill(spec, clean, goals, fit[None], held[None], groups, out, jobs)
     else:
-        _fill(spec, x, goals, train, test, out, jobs)
+        _fill(spec, x, goals, train, test, groups, out, jobs)
     return out
 
 
@@ -88,6 +95,7 @@ def _fill(
     goals: Sequence[Goal],
     train: np.ndarray,
     test: np.ndarray,
+    groups: np.ndarray | None,
     out: Held,
     jobs: int,
 ) -> None:
@@ -95,21 +103,25 @@ def _fill(
     for kind, outputs in sorted({(goal.kind, goal.outputs) for goal in goals}):
         which = [i for i, goal in enumerate(goals) if (goal.kind, goal.outputs) == (kind, outputs)]
         same = [goals[i] for i in which]
-        if kind == "number" and spec.name != "ridge":
+        if kind == "number" and spec.name not in ("ridge", "ridge-cv"):
             raise ProbeError(f"{spec.name} is a classifier, but label {same[0].label!r} is a number. Use ridge.")
         if spec.swept == "together":
-            scores = _together(spec.name, x, same, train)
-            _read(kind, outputs, scores, same, which, train, test, out, spec.name == "logistic")
+            scores = _together(spec.name, x, same, train, groups)
+            _read(kind, outputs, scores, same, which, train, test, out, spec.name in ("logistic", "logistic-cv"))
         else:
             _apart(spec, x, same, which, train, test, out, jobs)
 
 
-def _together(name: str, x: Tensor, goals: list[Goal], train: np.ndarray) -> np.ndarray:
+def _together(name: str, x: Tensor, goals: list[Goal], train: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
     """[cells, goals, folds, rows, k]"""
     number = goals[0].kind == "number"
     targets = np.stack([g.codes[:, None] if number else solvers.one_hot(g.codes, len(g.classes)) for g in goals])
     masks = np.stack([train & goal.present for goal in goals])
-    solution = solvers.solve("regression" if number else name, x, targets, masks)
+    kind = "regression" if number else name.removesuffix("-cv")
+    if groups is not None and name.endswith("-cv"):
+        solution, _ = solve_chosen(kind, x, targets, masks, groups)
+    else:
+        solution = solvers.solve(kind, x, targets, masks)
     return solution.scores(x).cpu().double().numpy()
 
 

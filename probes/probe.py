@@ -171,7 +171,8 @@ def fit_probe(
     if shuffled:
         values = values[root_permutations(goal.codes, rows.roots, 1, seed)[0]]
     X = rows.matrix(site, layer).astype(np.float64)
-    weight, bias = coefficients(clone(spec.make()).fit(X, values))
+    groups: dict[str, Any] = {"groups": rows.roots} if spec.inner else {}
+    weight, bias = coefficients(clone(spec.make()).fit(X, values, **groups))
     means = np.stack([X[values == name].mean(0) for name in goal.classes])
     stored = site if layer is None else rows.source.letters(site).get(layer, site)
     return LinearProbe(

@@ -71,11 +71,11 @@ class Move:
 
 
 class QuasiNewton:
-    """`run` returns the minimiser. b cells, t tasks, f folds, n rows, k outputs (1 for two classes), d columns."""
+    """`run` finds the minimiser. b cells, t tasks, f folds, n rows, k outputs (1 for two classes), d columns."""
 
-    def __init__(self, grams: Grams, y: Tensor, where: Tensor, penalty: float, tolerance: float) -> None:
+    def __init__(self, grams: Grams, y: Tensor, where: Tensor, tolerance: float) -> None:
         """y [t, n, k]; where [t, f]: the set of `grams` that each fold trains on."""
-        self.x, self.y, self.penalty, self.tolerance = grams.x, y.mT[None, :, None], penalty, tolerance
+        self.x, self.y, self.tolerance = grams.x, y.mT[None, :, None], tolerance
         self.binary = y.shape[-1] == 1
         self.train = grams.sets[where].to(y.dtype)[None, :, :, None]  # [1, t, f, 1, n]
         self.counts = self.train.sum((3, 4))  # [1, t, f]
@@ -83,13 +83,17 @@ class QuasiNewton:
         first = where[:, 0]  # the folds of a task share a preconditioner: their rows are mostly the same
         self.gram = torch.stack([_correlation(grams, int(i)) for i in first.unique()], 1)  # [b, sets, d, d]
         self.gram = self.gram[:, first.unique(return_inverse=True)[1]]  # [b, t, d, d]
-        self.curvature = torch.full_like(self.gram[..., 0, 0], torch.inf)  # [b, t]: mean row weight of each factor
         self.factor = torch.empty_like(self.gram)
 
-    def run(self) -> tuple[Tensor, Tensor]:
-        """(weight [b, t, f, k, d], bias [b, t, f, k]) in the Grams' coordinates."""
+    def run(self, penalty: float, start: Pair | None = None) -> Pair:
+        """The minimiser on standardised columns; `start`: that of another penalty, from which few steps are left.
+
+        Mutates: the penalty and the preconditioner.
+        """
+        self.penalty = penalty
+        self.curvature = torch.full_like(self.gram[..., 0, 0], torch.inf)  # [b, t]: mean row weight of each factor
         (b, t, f, d), k = self.scale.shape, self.y.shape[3]
-        start = Pair(self.x.new_zeros(b, t, f, k, d), self.x.new_zeros(b, t, f, k))
+        start = start or Pair(self.x.new_zeros(b, t, f, k, d), self.x.new_zeros(b, t, f, k))
         here = self._look(start, self._forward(start))
         past: deque[Move] = deque(maxlen=_MEMORY)
         for _ in range(_STEPS):
@@ -106,8 +110,12 @@ class QuasiNewton:
             there = self._look(here.at.plus(length, step), here.z + length[..., None, None] * change)
             past.append(Move.between(here, there))
             here = there
-        weight = here.at.w / self.scale[:, :, :, None]
-        return weight, here.at.c - torch.einsum("btfkd,btfd->btfk", weight, self.mean)
+        return here.at
+
+    def in_rows(self, at: Pair) -> tuple[Tensor, Tensor]:
+        """(weight [b, t, f, k, d], bias [b, t, f, k]) in the Grams' coordinates."""
+        weight = at.w / self.scale[:, :, :, None]
+        return weight, at.c - torch.einsum("btfkd,btfd->btfk", weight, self.mean)
 
     def _step(self, here: Point, past: "deque[Move]") -> Pair:
         """Minus the approximate inverse Hessian times the gradient: the two loops of L-BFGS, for all problems together."""

@@ -163,7 +163,9 @@ class _Sweep:
     def _fit(self, place: SweepPosition, rows: ProbeRows, batch: list[Cell], estimator: str) -> Held:
         nuisance = _numbers(place.rows, self.settings.residualise) if self.settings.residualise else None
         masks = (place.split.train, place.split.test)
-        return held_out(estimator, self._load(rows, batch), place.goals, *masks, nuisance=nuisance, jobs=self.jobs)
+        return held_out(
+            estimator, self._load(rows, batch), place.goals, *masks, nuisance=nuisance, groups=place.split.roots, jobs=self.jobs
+        )
 
     def _extras(self, place: SweepPosition, here: ProbeRows, batch: list[Cell], parts: Parts, part: str) -> None:
         """The untrained model, and the online code."""
