@@ -188,7 +188,7 @@ def _not_held_out(stage: Stage, probe: LinearProbe) -> list[str]:
 
 
 def _line(what: str, effect: Effect, roots: np.ndarray, seed: int) -> dict[str, Any]:
-    pull = mean_over_roots(effect.pull, roots, seed=seed)
+    pull = mean_over_roots(effect.pull, roots)
     return score_line(what, "flip rate", _rate(effect, roots, seed), len(roots), **_nats(pull))
 
 
@@ -210,7 +210,7 @@ def _difference(what: str, own: Effect, placebos: list[Effect], roots: np.ndarra
 
 
 def _rate(effect: Effect, roots: np.ndarray, seed: int) -> Estimate:
-    return bootstrap(effect.flipped[None], np.ones(len(roots)), roots, seed=seed)[0]
+    return bootstrap(effect.flipped[None], np.ones(len(roots)), roots)[0]
 
 
 def _rate_of_placebos(placebos: list[Effect], roots: np.ndarray, seed: int) -> Estimate:
@@ -264,7 +264,7 @@ def _refits(stage: Stage, probe: LinearProbe, variant: Variant, seed: int) -> tu
     lines, said = [], []
     for name, X in ends.items():
         predicted = held_out("logistic", torch.from_numpy(X)[None], [goal], ~test, test).predicted[0, 0]
-        score = bootstrap((predicted == goal.codes)[None], np.ones(len(X)), stage.roots, seed=seed, folds=_FOLDS)[0]
+        score = bootstrap((predicted == goal.codes)[None], np.ones(len(X)), stage.roots, folds=_FOLDS)[0]
         lines.append(score_line(f"refit: {name}", "accuracy", score, len(X)))
         said.append(f"refit at the {name}: {percent(score.value, score.low, score.high)}.")
     return lines, said

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -29,22 +29,26 @@ class Parts:
         noted.write_text(key)
 
     def get(self, name: str, make: Callable[[], Held]) -> Held:
-        """The stored part, or else a newly computed one.
+        """The stored predictions of this name, or else newly computed ones.
 
-        A part whose file was not fully written, or that an earlier version wrote without scores, is computed again.
+        What was not fully written, or written by an earlier version without scores, is computed again.
         """
+        return Held(**self.arrays(name, lambda: {each: getattr(made, each) for made in [make()] for each in _ARRAYS}, _ARRAYS))
+
+    def arrays(self, name: str, make: Callable[[], dict[str, np.ndarray]], expected: Sequence[str]) -> dict[str, np.ndarray]:
+        """The stored arrays of this name, or else newly computed ones, stored before they are returned."""
         if self.folder is None:
             return make()
         path = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.npz"
         if path.exists():
             with np.load(path, allow_pickle=False) as kept:
-                if all(name in kept for name in _ARRAYS):
-                    return Held(**{name: kept[name] for name in _ARRAYS})
-        held = make()
+                if all(each in kept for each in expected):
+                    return {each: kept[each] for each in expected}
+        made = make()
         temporary = path.with_suffix(".tmp")
         with temporary.open("wb") as file:
-            np.savez(file, **{name: getattr(held, name) for name in _ARRAYS})
+            np.savez(file, allow_pickle=False, **{each: made[each] for each in expected})
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
-        return held
+        return made

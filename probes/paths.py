@@ -34,3 +34,9 @@ def row_paths(frame: pd.DataFrame) -> Iterator[RowPath]:
             own = rows[branch[rows] == number]
             path = own if number == 0 else np.concatenate([main[position[main] < fork[own[0]]], own])
             yield RowPath(path, len(own), np.logical_and.accumulate(position[path] == np.arange(len(path))))
+
+
+def example_keys(frame: pd.DataFrame) -> list[tuple[str, int]]:
+    """The example of each row, as (part, example): joined parts number their examples alike."""
+    part = frame["part"] if "part" in frame else [""] * len(frame)
+    return list(zip(part, frame["example"], strict=True))

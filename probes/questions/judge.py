@@ -10,13 +10,14 @@ import torch
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import UnknownSite
 from replaylens.engine.run import Run
+from replaylens.probes.areas import area, area_gains
 from replaylens.probes.errors import BadRows
 from replaylens.probes.goals import Goal, make_goal
+from replaylens.probes.paths import row_paths
 from replaylens.probes.report import Report, about_rows, score_line
 from replaylens.probes.rows import ProbeRows, make_target
 from replaylens.probes.solvers import one_hot, solve
 from replaylens.probes.splits import Split, by_root
-from replaylens.probes.statistics import Estimate, interval, root_weights, simultaneous
 
 BASELINES = ("kl", "entropy", "logprob")
 MINUS = ", minus the three and the token"
@@ -72,17 +73,23 @@ def _drafts(every: ProbeRows, draft_layer: int) -> dict[str, np.ndarray]:
         kl = every.source.take("Z.kl", None, every.numbers)[:, draft_layer].double().numpy()
     except UnknownSite:
         raise BadRows("The divergence is part of Z, which was not captured. Dump or replay with sites such as 'SZ'.") from None
-    keys = list(zip(frame["example"], frame["branch"], frame["position"], strict=True))
-    place = {key: i for i, key in enumerate(keys)}
-    fork = frame["fork_position"].to_numpy()
-    before = np.array(
-        [place.get((e, b if p - 1 >= fork[i] else 0, p - 1), -1) for i, (e, b, p) in enumerate(keys)], dtype=np.int64
-    )
+    before = _rows_before(frame)
     state, depth = frame["token_state"].to_numpy(dtype=str), frame["depth"].to_numpy()
     chosen = ((state == "accepted") | ((state == "rejected") & (depth == 1))) & (before >= 0)
     entropy = frame["entropy"].to_numpy(dtype=np.float64)
     logprob = frame["logprob"].to_numpy(dtype=np.float64)
     return {"chosen": chosen, "kl": kl[before], "entropy": entropy[before], "logprob": logprob}
+
+
+def _rows_before(frame: pd.DataFrame) -> np.ndarray:
+    """For each row, the number of the row before it on its path; -1 if there is none."""
+    before = np.full(len(frame), -1, dtype=np.int64)
+    position = frame["position"].to_numpy()
+    for path in row_paths(frame):
+        follows = np.flatnonzero(np.diff(position[path.rows]) == 1) + 1
+        own = follows[follows >= len(path.rows) - path.num_own]
+        before[path.rows[own]] = path.rows[own - 1]
+    return before
 
 
 def _held_scores(X: np.ndarray, goal: Goal, split: Split) -> np.ndarray:
@@ -96,35 +103,14 @@ def _held_scores(X: np.ndarray, goal: Goal, split: Split) -> np.ndarray:
 def _lines(scores: dict[str, np.ndarray], good: np.ndarray, rows: ProbeRows, folds: int, seed: int) -> list[dict[str, Any]]:
     """Areas with intervals over roots; differences from the joint baselines, with intervals that hold for all cells jointly."""
     size, roots = len(rows), rows.frame["root"].nunique()
-    draws = {name: _areas(score, good, rows.roots, seed) for name, score in scores.items()}
-    fitted = {name: 1 if name.endswith("alone") else folds for name in draws}
-    lines = [score_line(name, "auc", _estimate(draws[name], fitted[name]), size, roots=roots) for name in draws]
-    joint = [name for name in draws if name.endswith("and the three")]
-    gains = np.stack([draws[name] - draws[FOUR] for name in joint], axis=1)  # [1 + resamples, cells]
-    for name, gain in zip(joint, simultaneous(gains[0], gains[1:], folds=folds), strict=True):
+    fitted = {name: 1 if name.endswith("alone") else folds for name in scores}
+    found = {name: area(score, good, rows.roots, folds=fitted[name]) for name, score in scores.items()}
+    lines = [score_line(name, "auc", each, size, roots=roots) for name, each in found.items()]
+    joint = [name for name in scores if name.endswith("and the three")]
+    gains = area_gains([scores[name] for name in joint], scores[FOUR], good, rows.roots, folds=folds, seed=seed)
+    for name, gain in zip(joint, gains, strict=True):
         lines.append(score_line(f"{name}{MINUS}", "difference of auc", gain, size, roots=roots))
     return lines
-
-
-def _areas(score: np.ndarray, good: np.ndarray, roots: np.ndarray, seed: int, resamples: int = 200) -> np.ndarray:
-    """[1 + resamples]: the area, then that of resampled roots (a root drawn twice counts twice)."""
-    place = np.unique(roots, return_inverse=True)[1]
-    weights = root_weights(place.max() + 1, resamples, seed)
-    return weighted_areas(score, good, np.vstack([np.ones(len(score)), weights[:, place]]))
-
-
-def weighted_areas(score: np.ndarray, good: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Area under the ROC curve, as in scikit-learn, for all lines of row weights [lines, rows] at once."""
-    order = np.argsort(score, kind="stable")
-    starts = np.flatnonzero(np.diff(score[order], prepend=np.nan) != 0)  # rows of equal score count half
-    above, below = (np.add.reduceat(np.where(rows, weights, 0)[:, order], starts, axis=1) for rows in (good, ~good))
-    wins = above * (np.cumsum(below, axis=1) - below / 2)
-    return np.asarray(wins.sum(1) / (above.sum(1) * below.sum(1)))
-
-
-def _estimate(values: np.ndarray, folds: int) -> Estimate:
-    low, high = np.clip(interval(values[:1], values[1:, None], folds=folds), 0, 1)
-    return Estimate(float(values[0]), float(low[0]), float(high[0]))
 
 
 def _say(lines: list[dict[str, Any]], good: np.ndarray, rows: ProbeRows) -> list[str]:

@@ -11,12 +11,14 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.goals import make_goal
+from replaylens.probes.groups import groups_of
 from replaylens.probes.heldout import held_out
 from replaylens.probes.paths import row_paths
+from replaylens.probes.refit import label_orders, refitted
 from replaylens.probes.report import Report, about_rows, score_line
 from replaylens.probes.rows import Cell, ProbeRows, Target, make_target
 from replaylens.probes.splits import by_root
-from replaylens.probes.statistics import bootstrap, means_over_roots, permuted_product, root_permutations
+from replaylens.probes.statistics import PERMUTATIONS, bootstrap, means_over_roots
 
 
 def outcome_at_fork(
@@ -51,13 +53,13 @@ def outcome_at_fork(
     lines: list[dict[str, Any]] = []
     cells: dict[str, Cell | None] = dict.fromkeys(simple)
     cells |= {str(cell): cell for cell in rows.cells(sites, layers)}
-    orders = root_permutations(goal.codes, rows.roots, 199, seed)
+    orders = label_orders(goal, rows.roots, groups_of(rows), PERMUTATIONS, seed)
     for name, cell in cells.items():
         X = simple[name] if cell is None else rows.matrix(cell.site, cell.layer)
         predicted = held_out("ridge", torch.from_numpy(X).double()[None], [goal], split.train, split.test).predicted[0, 0]
         errors[name] = (goal.codes - predicted) ** 2
-        score = bootstrap((total - errors[name])[None], total, rows.roots, seed=seed, folds=folds, least=-np.inf)[0]
-        p = float(permuted_product(predicted[None], goal.codes, orders).p[0])
+        score = bootstrap((total - errors[name])[None], total, rows.roots, folds=folds, least=-np.inf)[0]
+        p = float(refitted("ridge", torch.from_numpy(X).float()[None], goal, orders, split).p[0])
         lines.append(score_line(name, "r2", score, len(rows), cell, p=p, roots=roots))
     own = {name: cell for name, cell in cells.items() if cell is not None}
     gains = np.stack([errors["state and steps"] - errors[name] for name in own]) / total.mean()

@@ -81,7 +81,7 @@ def _cell_lines(
         target = rows.target(label)
         rows, target = rows.where(target.present), target[target.present]
         right = probe.predict(rows.matrix(cell.site, cell.layer)) == target.values
-        score = bootstrap(right[None], np.ones(len(right)), rows.roots, seed=seed)[0]
+        score = bootstrap(right[None], np.ones(len(right)), rows.roots)[0]
         roots = rows.frame["root"].nunique()
         found.append(score_line(f"{cell}: {name}", "share", score, len(right), cell, roots=roots))
     return found
@@ -98,7 +98,7 @@ def _own_words(lied: ProbeRows, lie_at: int, seed: int) -> tuple[list[dict[str, 
             notes.append(f"Skipped '{name}': the model states no face.")
             continue
         truth = (chosen["claimed"] == chosen["face"]).to_numpy(dtype=float)
-        score = bootstrap(1 - truth[None], np.ones(len(truth)), chosen["root"].to_numpy(dtype=str), seed=seed)[0]
+        score = bootstrap(1 - truth[None], np.ones(len(truth)), chosen["root"].to_numpy(dtype=str))[0]
         lines.append(score_line(f"{name}: wrong", "share", score, len(truth), roots=chosen["root"].nunique()))
     return lines, notes
 

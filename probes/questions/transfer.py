@@ -58,7 +58,7 @@ def transfer(
         same = _right(estimator, x, goal, *leaky)
         lines.append(_line(f"{cell}: accepted to rejected, same roots", cell, goal, rows.roots, same, leaky, seed))
         gain = same.astype(float) - said["accepted", "rejected"]
-        leaked = mean_over_roots(gain[~accepted], rows.roots[~accepted], seed=seed, folds=folds)
+        leaked = mean_over_roots(gain[~accepted], rows.roots[~accepted], folds=folds)
         size: dict[str, Any] = dict(majority=None, roots=len(np.unique(rows.roots[~accepted])))
         lines.append(score_line(f"{cell}: leakage", "difference", leaked, int((~accepted).sum()), cell, **size))
     settings = dict(label=label, position=position, estimator=estimator, folds=folds, seed=seed)
@@ -80,7 +80,7 @@ def _line(
     what: str, cell: Cell, goal: Goal, roots: np.ndarray, right: np.ndarray, masks: tuple[np.ndarray, np.ndarray], seed: int
 ) -> dict[str, Any]:
     tested = masks[1].any(0)
-    score = bootstrap(right[tested][None], np.ones(tested.sum()), roots[tested], seed=seed, folds=len(masks[1]))[0]
+    score = bootstrap(right[tested][None], np.ones(tested.sum()), roots[tested], folds=len(masks[1]))[0]
     size: dict[str, Any] = dict(majority=majority(goal.codes, *masks), roots=len(np.unique(roots[tested])))
     return score_line(what, "accuracy", score, int(tested.sum()), cell, **size)
 

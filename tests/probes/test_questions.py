@@ -4,14 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.metrics import roc_auc_score
 
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.questions.forced import forced_rows
-from replaylens.probes.questions.judge import judge, weighted_areas
+from replaylens.probes.questions.judge import judge
 from replaylens.probes.questions.outcome_at_fork import outcome_at_fork, outcome_target
 from replaylens.probes.questions.steering_reach import steering_reach
 from replaylens.probes.questions.text_or_truth import text_or_truth
@@ -115,12 +114,16 @@ def test_judge(coin_dump: Dump) -> None:
     assert one["accuracy"] == three["accuracy"] and width(three) > 1.05 * width(one), "the best of three must lead by more"
 
 
-def test_areas_are_scikit_learns() -> None:
-    generator = np.random.default_rng(0)
-    score, good = generator.integers(20, size=300) / 7, generator.random(300) < 0.4
-    weights = generator.integers(3, size=(5, 300))
-    theirs = [roc_auc_score(good, score, sample_weight=line) for line in weights]
-    assert np.allclose(weighted_areas(score, good, weights), theirs, atol=1e-12)
+def test_joined_parts_are_judged_apart(coin_dump: Dump) -> None:
+    """Parts have examples of the same numbers. The row before a draft token is that of its own part."""
+    whole = ProbeRows.of(coin_dump)
+    odd = whole.frame["example"] % 2 == 1
+    one, two = whole.where(~odd).renumbered(), whole.where(odd).renumbered()
+    two = ProbeRows(two.frame.assign(example=two.frame["example"] - 1), two.source, two.numbers)
+    apart, joined = judge(coin_dump, draft_layer=2, layers=[3]), judge(ProbeRows.join(a=one, b=two), draft_layer=2, layers=[3])
+    for name in ("kl alone", "entropy alone", "logprob alone"):
+        assert line(joined, name)["accuracy"] == pytest.approx(line(apart, name)["accuracy"], abs=1e-12)
+    assert line(joined, "judge at S3")["rows"] == line(apart, "judge at S3")["rows"]
 
 
 def test_judge_needs_the_lens(steps_dump: Dump) -> None:
@@ -132,8 +135,9 @@ def test_viable_branch(engine: Engine, coin_dump: Dump) -> None:
     """The model answers prompts beyond its training length wrongly. There, the probe of right answers reads less truth."""
     run = engine.replay(coin(flips=(8, 12)).examples(100), sites=["blocks.3.hook_out"], drafter="ngram", rejected=False)
     report = viable_branch(run, sites=["blocks.3.hook_out"], positions=["query"])
-    right, wrong = report.lines
+    right, wrong, claim = report.lines
     assert right["accuracy"] > 0.8 > wrong["accuracy"]
+    assert claim["rows"] == wrong["rows"], "every wrong answer of the model is the other face"
     with pytest.raises(BadRows, match=r"All \d+ answers are right"):
         viable_branch(coin_dump)
 
