@@ -121,7 +121,7 @@ def test_sweep_and_probe_take_them() -> None:
     """Through a sweep, for classes and numbers, and as a saved direction."""
     rows = rows_of(roots=60)
     rows.frame["size"] = rows.matrix("S", 1)[:, 0] + 0.1
-    quick = dict(sites="S", positions="all", controls=False, permutations=19, resamples=100)
+    quick = dict(sites="S", positions="all", controls=False, permutations=19)
     table = sweep(rows, "face", layers=[0, 1], estimators=["logistic-cv", "ridge-cv"], **quick).table
     assert (table[table["layer"] == 1]["accuracy"] > 0.95).all() and (table[table["layer"] == 0]["accuracy"] < 0.7).all()
     assert table[table["estimator"] == "logistic-cv"]["v_information"].notna().all()
