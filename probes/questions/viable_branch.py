@@ -92,7 +92,7 @@ class _Scene:
             for name, wanted, side in sides or [("wrong answers", codes, wrong)]:
                 lines.append(self._line(cell, name + TOKEN, self.by_token, wanted, side))
                 gain = ((said == wanted).astype(float) - (self.by_token == wanted))[side]
-                more = mean_over_roots(gain, self.rows.roots[side], seed=self.seed, folds=len(self.split))
+                more = mean_over_roots(gain, self.rows.roots[side], folds=len(self.split))
                 lines.append(self._place(cell, f"{name}, probe minus token", "difference", more, side))
         return lines
 
