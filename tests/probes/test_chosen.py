@@ -15,6 +15,7 @@ from replaylens.probes.errors import ProbeError, TooFewRoots
 from replaylens.probes.goals import Goal
 from replaylens.probes.heldout import held_out
 from replaylens.probes.probe import fit_probe
+from replaylens.probes.refit import permutation_test
 from replaylens.probes.solvers import one_hot, solve, solve_path
 from replaylens.probes.sweeping import sweep
 from tests.probes.synthetic import rows_of
@@ -128,3 +129,9 @@ def test_sweep_and_probe_take_them() -> None:
     assert sweep(rows, "size", layers=[1], estimators="ridge-cv", **quick).table["accuracy"].iloc[0] > 0.95
     probe = fit_probe(rows, "face", layer=1, position="all", estimator="logistic-cv")
     assert np.mean(probe.predict(rows.matrix("S", 1)) == rows.target("face").values) > 0.95
+
+
+def test_refitted_permutations_take_them() -> None:
+    """A permutation test gives them their groups."""
+    rows = rows_of(roots=30)
+    assert permutation_test(rows, "face", layer=1, position="all", estimator="ridge-cv", permutations=19).p[0] == 0.05
