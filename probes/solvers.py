@@ -136,11 +136,17 @@ def _mass_mean(grams: Grams, y: Tensor, where: Tensor, whiten: bool) -> tuple[Te
     means = torch.einsum("bnd,tfnk->btfkd", grams.x, members) / counts.clamp_min(1)[..., None]
     weight = means
     if whiten:
-        from_mean = means - grams.means[:, where][:, :, :, None]
-        between = torch.einsum("tfk,btfkd,btfke->btfde", counts, from_mean, from_mean)
-        within = (grams.second[:, where] - between) / train.sum(-1)[:, :, None, None]
-        weight = whitened(means, within, grams.deviations[:, where])
+        parts = [_whitened(grams, means[:, t], counts[t], sets) for t, sets in enumerate(where)]  # one by one bounds memory
+        weight = torch.stack(parts, 1)
     bias = torch.where(counts > 0, -0.5 * (weight * means).sum(-1), -torch.inf)  # a class without rows is never nearest
     if y.shape[-1] == 1:
         weight, bias = weight[..., 1:, :] - weight[..., :1, :], bias[..., 1:] - bias[..., :1]
     return weight, bias
+
+
+def _whitened(grams: Grams, means: Tensor, counts: Tensor, sets: Tensor) -> Tensor:
+    """Weights [cells, folds, k, d] of one task, from its class means, rows per class [folds, k] and training sets [folds]."""
+    from_mean = means - grams.means[:, sets][:, :, None]
+    between = torch.einsum("fk,bfkd,bfke->bfde", counts, from_mean, from_mean)
+    within = (grams.second[:, sets] - between) / counts.sum(-1)[:, None, None]
+    return whitened(means, within, grams.deviations[:, sets])
