@@ -8,6 +8,7 @@ the label's code means something only beside that of the control task, in the sa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -22,19 +23,20 @@ from replaylens.probes.information import code_blocks, code_length
 class OnlineCode:
     """Code lengths of one cell."""
 
+    FIELDS: ClassVar = ("bits", "compression", "control_bits", "control_compression")
+
     bits: float
     """bits per row of the label"""
     compression: float
     """uniform code / online code of the label; above 1 is shorter than uniform"""
-    control_bits: float | None
-    """bits per row of the control task, mean over its draws; None without one"""
-    control_compression: float | None
+    control_bits: float
+    """bits per row of the control task, mean over its draws; NaN without one"""
+    control_compression: float
+    """NaN without a control task"""
 
     @property
-    def selectivity(self) -> float | None:
-        """Share of the uniform code that the label saves beyond what the control task saves; None without one."""
-        if self.control_compression is None:
-            return None
+    def selectivity(self) -> float:
+        """Share of the uniform code that the label saves beyond what the control task saves."""
         return 1 / self.control_compression - 1 / self.compression
 
 
@@ -49,12 +51,11 @@ def online_codes(x: Tensor, label: Goal, controls: Sequence[Goal], groups: np.nd
     if label.kind != "class":
         raise ProbeError(f"Label {label.label!r} is a number. The online code is one of classes.")
     own = _lengths(x, label, groups, seed)
-    drawn = np.array([_lengths(x, goal, groups, seed) for goal in controls])  # [draws, cells, 2]
+    drawn = [_lengths(x, goal, groups, seed) for goal in controls]
     found = []
     for cell, (bits, compression) in enumerate(own):
-        control = float(drawn[:, cell, 0].mean()) if len(drawn) else None
-        even = bits * compression
-        found.append(OnlineCode(bits, compression, control, None if control is None else even / max(control, 1e-12)))
+        control = float(np.mean([lengths[cell][0] for lengths in drawn])) if drawn else np.nan
+        found.append(OnlineCode(bits, compression, control, bits * compression / control))  # their uniform code is the same
     return found
 
 

@@ -278,7 +278,8 @@ def _shuffled(block: Block, null: Null | None, c: int) -> float | None:
 def _information(block: Block, c: int) -> dict[str, Any]:
     """Bits and calibration, for estimators that give probabilities."""
     place, goal, tested = block.place, block.goal, block.tested
-    found: dict[str, Any] = dict.fromkeys(("v_information", "calibration_error", "code_bits", "compression"))
+    names = ("v_information", "calibration_error", "code_bits", "compression", "control_code_bits", "control_compression")
+    found: dict[str, Any] = dict.fromkeys(names)
     held = place.held[block.estimator][place.cells[c]]
     loss = held.log_loss[0, block.number][tested]
     if goal.kind == "class" and not np.isnan(loss).any():
@@ -288,5 +289,7 @@ def _information(block: Block, c: int) -> dict[str, Any]:
         found["v_information"] = information.v_information(loss.astype(np.float64), null)
         found["calibration_error"] = information.calibration_error(confidence, correct)
     if (place.cells[c], goal.label) in place.codes and block.estimator == "logistic":
-        found["code_bits"], found["compression"] = place.codes[place.cells[c], goal.label]
+        code = place.codes[place.cells[c], goal.label]
+        found |= {"code_bits": code.bits, "compression": code.compression}
+        found |= {"control_code_bits": code.control_bits, "control_compression": code.control_compression}
     return found
