@@ -1,7 +1,7 @@
 """Sources of rows: a dump on disk, tensors in memory, several sources joined, or a subset of one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,9 +28,12 @@ class About:
     digest: str
     """of the dump; empty for the rows of a run"""
     fingerprint: Fingerprint | None
+    maker: AnyTask | None = field(default=None, compare=False, repr=False)
+    """the task itself, which the rows of a run have; a dump knows its task by name only"""
 
     def make_task(self) -> AnyTask:
-        return tasks.get(self.task)(**self.knobs)
+        """The task of the rows. UnknownTask if they are of a dump, and no task of its name is registered."""
+        return tasks.get(self.task)(**self.knobs) if self.maker is None else self.maker
 
 
 class RowSource(Protocol):
