@@ -209,6 +209,13 @@ def lower_bounds(
     return value, np.where(spread > 0, low, value - _doubt(size, 2 * level - 1))
 
 
+def variance_of_fits(values: np.ndarray, groups: np.ndarray, folds: int) -> np.ndarray:
+    """[cells]: the part of the variance of cross-validated means of values [cells, rows] that their groups do not show."""
+    above, below = root_sums(values, groups), root_sums(np.ones((1, len(groups))), groups)
+    shown = _errors(above, np.broadcast_to(below, above.shape), above.sum(1) / below.sum(), 1)
+    return (cross_validation(folds) ** 2 - 1) * shown**2
+
+
 def _means(values: np.ndarray, groups: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(means [cells], those of resampled groups [resamples, cells])"""
     above, below = root_sums(values, groups), root_sums(np.ones(len(groups)), groups)

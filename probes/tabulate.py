@@ -13,6 +13,7 @@ from replaylens.probes.refit import ratio, score
 from replaylens.probes.report import Report, about_rows
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.settings import SweepSettings
+from replaylens.probes.splits import Split, fold_of_roots
 from replaylens.probes.statistics import Null
 from replaylens.probes.sweep_position import SweepPosition
 
@@ -185,9 +186,11 @@ _NO_CONTROLS = dict.fromkeys(
 
 class _How(TypedDict):
     level: float
-    folds: int
+    extra: np.ndarray
 
 
+_REPEATS = 5
+"""cross-validations of cheap controls: their mean varies less, so that the lead of a probe over them is seen sooner"""
 Shared = dict[str, tuple[np.ndarray | None, float] | None]
 """control -> (gain of each tested row, score)"""
 
@@ -198,23 +201,32 @@ def _shared(block: SweepBlock, settings: SweepSettings) -> Shared:
     found: Shared = dict.fromkeys(("majority", "token_identity", "bag_of_tokens"))
     if goal.role != LABEL or not settings.controls:
         return found
-    train, test, tested = place.split.train & goal.present, place.split.test, block.tested
+    again = [place.split, *(_refolded(place, settings.seed + n) for n in range(1, _REPEATS) if block.folds > 1)]
     if goal.kind == "number":
         found["majority"] = (None, 0.0)  # the mean explains nothing
     else:
-        found["majority"] = (None, controls.majority(goal.codes, train, test))
+        found["majority"] = (None, controls.majority(goal.codes, place.split.train & goal.present, place.split.test))
         if place.rows.has_tokens:
             tokens = place.rows.frame["token"].to_numpy()
-            found["token_identity"] = _scored(block, controls.token_identity(goal.codes, tokens, train, test)[tested])
+            said = [controls.token_identity(goal.codes, tokens, each.train & goal.present, each.test) for each in again]
+            found["token_identity"] = _scored(block, np.stack(said))
     if place.bags is not None:
         simple = "logistic" if goal.kind == "class" else "ridge"
-        said = held_out(simple, place.bags, [goal], place.split.train, test).predicted[0, 0]
-        found["bag_of_tokens"] = _scored(block, said[tested])
+        said = [held_out(simple, place.bags, [goal], each.train, each.test).predicted[0, 0] for each in again]
+        found["bag_of_tokens"] = _scored(block, np.stack(said))
     return found
 
 
+def _refolded(place: SweepPosition, seed: int) -> Split:
+    """The split with its groups dealt out to folds anew."""
+    split, fold = place.split, fold_of_roots(place.groups, len(place.split), seed)
+    inside = np.arange(len(split))[:, None] == fold
+    return Split(split.name, ~inside & split.train.any(0), inside & split.test.any(0), split.roots)
+
+
 def _scored(block: SweepBlock, predicted: np.ndarray) -> tuple[np.ndarray, float]:
-    gains = block.gains(predicted[None])[0]
+    """(gains [tested rows], score), as means over predictions [repeats, rows]."""
+    gains = block.gains(predicted[:, block.tested]).mean(0)
     return gains, float(gains.mean())
 
 
@@ -223,7 +235,9 @@ def _controls(block: SweepBlock, shared: Shared, error: float) -> list[dict[str,
 
     error  that the lower bounds of all cells together may have
     """
-    own, how = block.gains(block.predicted()), _How(level=1 - error, folds=block.folds)
+    own = block.gains(block.predicted())
+    fits = statistics.variance_of_fits(own, block.groups, block.folds)  # of the probe; the control's own is small beside it
+    how = _How(level=1 - error, extra=fits)
     found: list[dict[str, Any]] = [{} for _ in own]
     bounds = {
         name: statistics.lower_bounds(own - values[0], block.groups, **how)[1]
