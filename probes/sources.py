@@ -13,6 +13,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import UnknownSite
 from replaylens.engine.model.sites import at_layer
 from replaylens.engine.proof.fingerprint import Fingerprint
+from replaylens.probes.errors import SeveralTasks
 from replaylens.tasks.task import AnyTask
 
 LETTERS = ("S", "T", "C")
@@ -30,6 +31,8 @@ class About:
     fingerprint: Fingerprint | None
 
     def make_task(self) -> AnyTask:
+        if "+" in self.task:
+            raise SeveralTasks(f"These rows come from several tasks ({self.task}). Ask this of the rows of one of them.")
         return tasks.get(self.task)(**self.knobs)
 
 
@@ -96,7 +99,10 @@ class JoinedSource:
     def __init__(self, sources: Sequence[RowSource], sizes: Sequence[int]) -> None:
         self.sources, self.starts = list(sources), np.cumsum([0, *sizes])
         digests = {source.about.digest for source in sources}
+        names = sorted({source.about.task for source in sources})
         self.about = replace(sources[0].about, digest="+".join(sorted(digests)))
+        if len(names) > 1:
+            self.about = replace(self.about, task="+".join(names), knobs={})
 
     def letters(self, letter: str) -> dict[int, str]:
         return self.sources[0].letters(letter)

@@ -118,8 +118,8 @@ def _scene(here: ProbeRows, truth: str, claim: str, position: str, folds: int, s
     notes = []
     if unknown:
         notes.append(
-            f"Skipped {unknown} of {int((~right).sum())} wrong answers at {position} in the agreement with the model's own claim: "
-            f"their rows do not record a claim that is a class of {truth!r}."
+            f"Skipped {unknown} of {int((~right).sum())} wrong answers at {position} in the agreement with the model's own "
+            f"claim: their rows do not record a claim that is a class of {truth!r}."
         )
     return _Scene(here, position, goal, split, right, claimed, _by_token(here, claim, goal, split), notes, seed)
 

@@ -1,0 +1,127 @@
+"""`transfer_across`: does a probe of one task, prompt style or run read another's rows?"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaylens.probes.balanced import balanced_accuracy
+from replaylens.probes.controls import token_identity
+from replaylens.probes.errors import BadRows, ProbeError
+from replaylens.probes.goals import Goal, make_goal
+from replaylens.probes.heldout import held_out
+from replaylens.probes.report import Report, about_rows, percent, score_line
+from replaylens.probes.rows import Cell, ProbeRows
+from replaylens.probes.splits import Split, fold_of_roots
+from replaylens.probes.statistics import Estimate, means_over_roots, root_permutations
+
+CONTROLS = ("shuffled labels", "token alone")
+_DRAWS = 4
+"""shuffled fits per cell"""
+
+
+def transfer_across(
+    rows: ProbeRows,
+    label: str,
+    *,
+    fit_on: str,
+    test_on: str,
+    sites: str | Sequence[str] = "S",
+    layers: Sequence[int] | None = None,
+    position: str = "query",
+    estimator: str = "logistic",
+    folds: int = 5,
+    seed: int = 0,
+) -> Report:
+    """Balanced accuracy of probes from one part of joined rows on another, on prompts that they were not fitted on.
+
+    The parts may be of different tasks (`ProbeRows.join(coin=a, coins=b)`) that share the label. Controls: the same way with
+    labels exchanged between prompts of the first part, and the row's token alone; ceilings: each part on itself. A direction
+    counts as common if, at some cell, the transfer is above chance and above both controls; the intervals of the differences
+    hold for all cells jointly.
+    """
+    here, goal, part = _labelled(rows, label, position, fit_on, test_on)
+    inside = np.arange(folds)[:, None] == fold_of_roots(here.roots, folds, seed)
+    ways = {(a, b): (~inside & (part == a), inside & (part == b)) for a in (fit_on, test_on) for b in (fit_on, test_on)}
+    splits = {way: Split(f"{way[0]} to {way[1]}", *masks, here.roots) for way, masks in ways.items()}
+    main = splits[fit_on, test_on]
+    for split in splits.values():
+        goal.check(split.train)
+    tested = part == test_on
+    token = token_identity(goal.codes, here.frame["token"].to_numpy(), main.train, main.test) == goal.codes
+    lines = [_line(f"token alone, {fit_on} to {test_on}", None, token[tested], goal.codes[tested], here.roots[tested], folds)]
+    gains: dict[str, list[np.ndarray]] = {name: [] for name in CONTROLS}
+    cells = here.cells(sites, layers)
+    for cell in cells:
+        x = torch.from_numpy(here.matrix(cell.site, cell.layer)).double()[None]
+        for (a, b), split in splits.items():
+            right, own = _right(estimator, x, [goal], split)[0], part == b
+            lines.append(_line(f"{cell}: {a} to {b}", cell, right[own], goal.codes[own], here.roots[own], folds))
+            if (a, b) == (fit_on, test_on):
+                mixed = _right(estimator, x, _shuffled(goal, here.roots, tested, seed), split).mean(0)
+                gains["shuffled labels"].append((right - mixed)[tested])
+                gains["token alone"].append((right.astype(float) - token)[tested])
+    for name, each in gains.items():
+        for cell, gain in zip(cells, means_over_roots(np.stack(each), here.roots[tested], seed=seed, folds=folds), strict=True):
+            what = f"{cell}: {fit_on} to {test_on} minus {name}"
+            lines.append(
+                score_line(what, "difference", gain, int(tested.sum()), cell, roots=len(np.unique(here.roots[tested])))
+            )
+    settings = dict(label=label, fit_on=fit_on, test_on=test_on, position=position, estimator=estimator, folds=folds, seed=seed)
+    return Report("transfer_across", lines, about_rows(here), settings, [], _say(lines, f"{fit_on} to {test_on}", label))
+
+
+def _labelled(rows: ProbeRows, label: str, position: str, fit_on: str, test_on: str) -> tuple[ProbeRows, Goal, np.ndarray]:
+    """Accepted rows of both parts with a class that both have, their goal, and the part of each."""
+    known = sorted(set(rows.frame.get("part", [])))
+    if fit_on not in known or test_on not in known or fit_on == test_on:
+        there = ", ".join(known) or "none; see ProbeRows.join"
+        raise ProbeError(f"No transfer from {fit_on!r} to {test_on!r}. Give two of the parts of these rows: {there}.")
+    here = rows.accepted().at(position)
+    target, part = here.target(label), here.frame["part"].to_numpy()
+    sides = [set(target.values[target.present & (part == name)]) for name in (fit_on, test_on)]
+    if target.kind != "class" or len(sides[0] & sides[1]) < 2:
+        there = ", ".join(sorted(map(str, sides[0] & sides[1]))) or "none"
+        raise BadRows(f"Label {label!r} at {position} has the common classes {there} in both parts. It needs at least two.")
+    keep = target.present & np.isin(target.values, sorted(sides[0] & sides[1])) & np.isin(part, [fit_on, test_on])
+    return here.where(keep), make_goal(target[keep]), part[keep]
+
+
+def _shuffled(goal: Goal, roots: np.ndarray, tested: np.ndarray, seed: int) -> list[Goal]:
+    """The goal with labels of the fitted part exchanged between its roots, several times. Tested rows keep theirs."""
+    fitted = np.flatnonzero(~tested)
+    found = []
+    for order in root_permutations(goal.codes[fitted], roots[fitted], _DRAWS, seed + 1):
+        codes = goal.codes.copy()
+        codes[fitted] = goal.codes[fitted][order]
+        found.append(replace(goal, codes=codes))
+    return found
+
+
+def _right(estimator: str, x: torch.Tensor, goals: list[Goal], split: Split) -> np.ndarray:
+    """[goals, rows]: whether each row is predicted correctly; rows that are not tested count for nothing."""
+    predicted = held_out(estimator, x, goals, split.train, split.test).predicted[0]
+    return np.stack([said == goal.codes for said, goal in zip(predicted, goals, strict=True)])
+
+
+def _line(what: str, cell: Cell | None, right: np.ndarray, codes: np.ndarray, roots: np.ndarray, folds: int) -> dict[str, Any]:
+    score: Estimate = balanced_accuracy(right, codes, roots, folds=folds)
+    more: dict[str, Any] = dict(chance=1 / len(np.unique(codes)), roots=len(np.unique(roots)))
+    return score_line(what, "balanced accuracy", score, len(right), cell, **more)
+
+
+def _say(lines: list[dict[str, Any]], way: str, label: str) -> list[str]:
+    named = {line["what"]: line for line in lines}
+    cells = [what.removesuffix(f": {way}") for what in named if what.endswith(f": {way}")]
+    lead = {cell: min(named[f"{cell}: {way} minus {name}"]["low"] for name in CONTROLS) for cell in cells}
+    best = max(cells, key=lambda cell: lead[cell])
+    said = [
+        f"{what}: {percent(line['accuracy'], line['low'], line['high'])}."
+        for what, line in named.items()
+        if what.startswith((f"{best}: ", "token alone"))
+    ]
+    score = named[f"{best}: {way}"]
+    verdict = "Shown" if lead[best] > 0 and score["low"] > score["chance"] else "Not shown"
+    return [*said, f"{verdict}: a probe of {label!r} reads {way}, best at {best} (chance {100 * score['chance']:.1f} %)."]

@@ -1,0 +1,72 @@
+"""`amnesic`: erasing what the model uses costs answers, erasing nothing or a known zero does not; prompts are held out."""
+
+import pytest
+
+from replaylens import tasks
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import OtherFingerprint
+from replaylens.probes.errors import BadRows, ProbeError
+from replaylens.probes.questions.amnesic import amnesic
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.unseen import unseen
+from replaylens.tasks import Example
+from tests.toy_model import engine as toy_engine
+
+
+@pytest.fixture(scope="module")
+def fresh() -> list[Example]:
+    return tasks.get("coin")(flips=(2, 5)).examples(range(100, 124))
+
+
+def test_erasing_the_state_costs_answers(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
+    report = amnesic(engine, coin_dump, fresh, "face", layers=[3], erasers=["leace"])
+    nothing, erased, random, more = report.lines[:4]
+    assert nothing["accuracy"] == 0 and nothing["nats"] == 0, "coin-plain is right on short prompts, and no edit moves no bit"
+    assert erased["accuracy"] > 0.3 > random["accuracy"] and erased["nats"] > 0.5 and erased["rank"] == 1
+    assert (more["low"] > 0 and [said[:5] for said in report.findings[1:]] == ["Shown", "Shown"]) or more["low"] <= 0
+    assert more["nats_low"] > 0
+
+
+def test_erasing_a_known_zero_costs_nothing(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
+    """`shuffled` is in no row: its eraser does no more than random ones."""
+    report = amnesic(engine, coin_dump, fresh, "shuffled", layers=[3], erasers=["leace"], placebos=4)
+    assert all(said.startswith("Not shown") for said in report.findings[1:])
+
+
+def test_both_erasers_are_compared(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
+    report = amnesic(engine, coin_dump, fresh[:12], "face", layers=[2], placebos=1)
+    assert {line["what"].split(":")[0] for line in report.lines} == {"S2 leace", "S2 inlp"}
+    assert len(report.findings) == 6
+    again = amnesic(engine, coin_dump, fresh[:12], "face", layers=[2], placebos=1)
+    assert report.to_json() == again.to_json(), "the same report twice"
+
+
+def test_rows_that_begin_a_prompt_are_left_out(engine: Engine, coin_dump: Dump) -> None:
+    """A prompt that is among the rows, and one that only shares its first step with them."""
+    rows = ProbeRows.of(coin_dump).accepted().at("step:1")
+    known = tasks.get("coin")(flips=(2, 5)).examples(4)
+    kept, notes = unseen(rows, engine, known)
+    dropped = {tuple(path) for path in _paths(rows)} - {tuple(path) for path in _paths(kept)}
+    begun = {tuple(engine.text.encode(e.prompt)[: len(path)]) for e in known for path in dropped}
+    assert dropped and dropped <= begun and len(rows) - len(kept) > 4 - 1 and "Left out" in notes[0]
+    assert not {tuple(path) for path in _paths(kept)} & dropped
+    with pytest.raises(BadRows, match="All 4 rows"):
+        unseen(rows.where(rows.frame["example"] < 4), engine, known)
+
+
+def _paths(rows: ProbeRows) -> list[list[int]]:
+    frame = rows.whole.frame
+    frame = frame[frame["branch"] == 0]
+    found = []
+    for example, position in zip(rows.frame["example"], rows.frame["position"], strict=True):
+        path = frame[(frame["example"] == example) & (frame["position"] <= position)].sort_values("position")
+        found.append(path["token"].tolist())
+    return found
+
+
+def test_what_is_refused(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
+    with pytest.raises(ProbeError, match="leace or inlp"):
+        amnesic(engine, coin_dump, fresh, "face", layers=[3], erasers=["rlace"])
+    with pytest.raises(OtherFingerprint, match="another engine"):
+        amnesic(toy_engine(), coin_dump, fresh, "face", layers=[3])
