@@ -24,8 +24,7 @@ def test_erasing_the_state_costs_answers(engine: Engine, coin_dump: Dump, fresh:
     nothing, erased, random, more = report.lines[:4]
     assert nothing["accuracy"] == 0 and nothing["nats"] == 0, "coin-plain is right on short prompts, and no edit moves no bit"
     assert erased["accuracy"] > 0.3 > random["accuracy"] and erased["nats"] > 0.5 and erased["rank"] == 1
-    assert (more["low"] > 0 and [said[:5] for said in report.findings[1:]] == ["Shown", "Shown"]) or more["low"] <= 0
-    assert more["nats_low"] > 0
+    assert more["low"] > 0 < more["nats_low"] and all(said.startswith("Shown") for said in report.findings[1:])
 
 
 def test_erasing_a_known_zero_costs_nothing(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
