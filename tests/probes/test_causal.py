@@ -247,16 +247,17 @@ def test_direction_found_by_transformer_lens(engine: Engine) -> None:
 
 @pytest.mark.slow
 def test_subspaces_at_any_position_by_transformer_lens(engine: Engine) -> None:
-    """DAS of rank 2 at a step: exchanging there flips more answers than at random. A label may have several classes."""
+    """DAS of rank 2 at the word of the first face: exchanging there flips the answer. A label may have several classes."""
     from benchmarks.dump import bridge, hugging_face
     from replaylens.probes.das import find_direction
 
     task = tasks.get("coin")(flips=2, p=1.0)
     same, theirs = task.examples(84), bridge(hugging_face(engine.model))
-    found = find_direction(engine, theirs, same[:64], "face", layer=2, position="step:2", rank=2, epochs=15)
-    assert found.basis.shape == (2, 128) and found.position == "step:2"
+    found = find_direction(engine, theirs, same[:64], "face", layer=1, position="4", rank=2, epochs=15)
+    assert found.basis.shape == (2, 128) and found.position == "4"
     report = interchange(engine, found, same[64:], placebos=4)
-    assert line(report, "interchange: probe")["accuracy"] > line(report, "interchange: random direction")["accuracy"] + 0.2
+    assert line(report, "interchange: probe")["accuracy"] > 0.8
+    assert line(report, "interchange: random direction")["accuracy"] < 0.2
     named = find_direction(engine, theirs, same[:32], "name", layer=1, position="step:1", rank=1, epochs=1)
     assert len(named.classes) > 2 and set(named.predict(named.means)) <= set(named.classes)
     with pytest.raises(BadRows, match="several rows per prompt"):
