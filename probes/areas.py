@@ -87,7 +87,7 @@ def _ranks(score: np.ndarray, good: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def area(score: np.ndarray, good: np.ndarray, groups: np.ndarray, *, folds: int = 1, level: float = LEVEL) -> Estimate:
-    """The area of a score with its interval over groups; folds as for `statistics.interval`.
+    """The area of a score with its interval over groups; folds as for `statistics.cross_validation`.
 
     >>> import numpy as np
     >>> good = np.repeat([True, False], 10)
@@ -95,7 +95,7 @@ def area(score: np.ndarray, good: np.ndarray, groups: np.ndarray, *, folds: int 
     1.000 [0.776, 1.000]
     """
     found = area_of(score, good, groups)
-    reach = _quantile(len(found.parts), level) * statistics._widening(folds)
+    reach = _quantile(len(found.parts), level) * statistics.cross_validation(folds)
     return Estimate(found.value, *found.interval(reach), level)
 
 
@@ -121,7 +121,7 @@ def area_gains(
     draws = np.random.default_rng([seed, 0xA4EA]).normal(size=(_DRAWS, count)) @ gaps.T
     farthest = (np.abs(draws) / np.where(spread > 0, spread, np.inf)).max(1)
     joint = max(float(np.quantile(farthest, level)), float(stats.norm.ppf((1 + level) / 2)))
-    reach = joint * _quantile(count, level) / float(stats.norm.ppf((1 + level) / 2)) * statistics._widening(folds)
+    reach = joint * _quantile(count, level) / float(stats.norm.ppf((1 + level) / 2)) * statistics.cross_validation(folds)
     low, high = base.interval(reach)
     found = []
     for each in own:

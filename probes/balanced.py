@@ -47,7 +47,7 @@ def balanced_accuracy(
 ) -> Estimate:
     """The mean over the classes of codes [rows] of the share of right [rows], with its interval over groups.
 
-    folds  as for `statistics.interval`
+    folds  as for `statistics.cross_validation`
 
     >>> import numpy as np
     >>> print(balanced_accuracy(np.ones(12), np.repeat([0, 1], 6), np.arange(12).astype(str)))
@@ -63,7 +63,7 @@ def balanced_accuracy(
     likely = np.mean([(each.size * each.share + _PRIOR * common) / (each.size + _PRIOR) for each in classes])
     freedom = variances.sum() ** 2 / (variances**2 / (sizes - 1 + _PRIOR)).sum()
     variance = _together(classes) * variances.sum() / len(classes) ** 2
-    reach = float(stats.t.ppf((1 + level) / 2, min(freedom, count - 1))) * statistics._widening(folds)
+    reach = float(stats.t.ppf((1 + level) / 2, min(freedom, count - 1))) * statistics.cross_validation(folds)
     return Estimate(value, *_wilson(value, float(likely * (1 - likely) / variance), reach), level)
 
 

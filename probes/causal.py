@@ -171,9 +171,9 @@ def _compare(
         many["untrained probe"] = played[1 + placebos : len(directions)]
     others = dict(zip(ceilings, played[len(directions) :], strict=True))
     lines = [
-        line_of(f"{kind}: probe", own, stage.roots, seed),
+        line_of(f"{kind}: probe", own, stage.roots),
         *(line_of_placebos(f"{kind}: {name}", each, stage.roots, seed) for name, each in many.items()),
-        *(line_of(f"{kind}: {name}", each, stage.roots, seed) for name, each in others.items()),
+        *(line_of(f"{kind}: {name}", each, stage.roots) for name, each in others.items()),
         *(difference(f"{kind}: probe minus {name}", own, each, stage.roots, seed) for name, each in many.items()),
     ]
     about = {"label": probe.label, "site": probe.site, "position": stage.position.spec, "estimator": probe.estimator}
@@ -229,13 +229,14 @@ def refits(stage: Stage, variant: Variant, seed: int) -> tuple[list[dict[str, An
     still: Variant = lambda subject: np.zeros(subject.rows.shape)  # noqa: E731
     plain, gone = stage.last_rows([still, variant], stage.final)
     ends = {"site, before": before, "site, after": after, "last layer, before": plain, "last layer, after": gone}
-    goal = make_goal(make_target(stage.label, [subject.classes[-1] for subject in stage.subjects]))
-    test = np.arange(_FOLDS)[:, None] == fold_of_roots(stage.roots, _FOLDS, seed)
+    groups, once = np.unique(stage.groups, return_index=True)  # prompts that begin alike are one row
+    goal = make_goal(make_target(stage.label, [stage.subjects[i].classes[-1] for i in once]))
+    test = np.arange(_FOLDS)[:, None] == fold_of_roots(groups, _FOLDS, seed)
     goal.check(~test)
     lines, said = [], []
     for name, X in ends.items():
-        predicted = held_out("logistic", torch.from_numpy(X)[None], [goal], ~test, test).predicted[0, 0]
-        score = bootstrap((predicted == goal.codes)[None], np.ones(len(X)), stage.roots, seed=seed, folds=_FOLDS)[0]
-        lines.append(score_line(f"refit: {name}", "accuracy", score, len(X)))
+        predicted = held_out("logistic", torch.from_numpy(X[once])[None], [goal], ~test, test).predicted[0, 0]
+        score = bootstrap((predicted == goal.codes)[None], np.ones(len(once)), groups, folds=_FOLDS)[0]
+        lines.append(score_line(f"refit: {name}", "accuracy", score, len(once)))
         said.append(f"refit at the {name}: {percent(score.value, score.low, score.high)}.")
     return lines, said

@@ -3,14 +3,13 @@
 majority        always the most frequent class, of the training rows or of the test rows, whichever scores higher
 token identity  the most frequent class of the row's own token
 bag of tokens   logistic regression on token counts of the path up to the row
-shuffled        the same probe, fitted and tested on labels exchanged between roots
-control task    the same probe on a random class per type of context (Hewitt & Liang, arXiv 1909.03368); selectivity is the
-                accuracy minus that of the control task
+shuffled        the same probe, fitted and tested on labels exchanged between groups
+control task    the same probe on a random class per type of context (Hewitt & Liang, arXiv 1909.03368), drawn `DRAWS` times;
+                selectivity is the accuracy minus the mean over these control tasks
 untrained       the same probe on a model of the same shape with random weights
 known zeros     labels of the task that the text does not determine
 """
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +22,8 @@ from replaylens.probes.paths import row_paths
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sources import MemorySource
 
+DRAWS = 5
+"""control tasks per label"""
 MIN_TYPES, MAX_CONTEXT = 10, 16
 """types of context that a control task needs; tokens that a context may grow to in order to have them"""
 
@@ -51,23 +52,8 @@ def token_identity(codes: np.ndarray, tokens: np.ndarray, train: np.ndarray, tes
     return out
 
 
-def histories(rows: ProbeRows) -> list[np.ndarray] | None:
-    """For each row, the tokens of its path up to and including it. None if the dump or run does not have all positions."""
-    every = rows.whole
-    token, place = every.frame["token"].to_numpy(), {number: i for i, number in enumerate(rows.numbers)}
-    found: dict[int, np.ndarray] = {}
-    for path in row_paths(every.frame):
-        tokens, before = token[path.rows], len(path.rows) - path.num_own
-        for end, number in enumerate(every.numbers[path.own], before):
-            if number in place:
-                if not path.whole[end]:
-                    return None
-                found[place[number]] = tokens[: end + 1]
-    return [found[i] for i in range(len(rows))]
-
-
 def bags(paths: Sequence[np.ndarray]) -> np.ndarray:
-    """[rows, distinct tokens]: token counts of each row's path, as given by `histories`."""
+    """[rows, distinct tokens]: token counts of each row's path, as given by `groups.histories`."""
     tokens = np.unique(np.concatenate(paths))
     return np.stack([np.bincount(np.searchsorted(tokens, path), minlength=len(tokens)) for path in paths]).astype(np.float32)
 
@@ -86,10 +72,18 @@ def contexts(paths: Sequence[np.ndarray]) -> tuple[np.ndarray, int] | None:
 
 
 def control_labels(types: np.ndarray, codes: np.ndarray, seed: int = 0) -> np.ndarray:
-    """[rows]: one class per type of context, drawn with the frequencies of the real classes."""
-    shares = np.cumsum(np.bincount(codes[codes >= 0])) / (codes >= 0).sum()
-    draws = [int(hashlib.sha256(f"{seed}:{t}".encode()).hexdigest()[:13], 16) / 16**13 for t in range(types.max() + 1)]
-    of_type = np.minimum(np.searchsorted(shares, draws, side="right"), len(shares) - 1)
+    """[rows]: one class per type of context, at random, with the frequencies of the real classes.
+
+    Types are drawn in random order, and each takes the class that most rows are still missing of. Independent draws would give
+    a few types unequal classes by chance, and a control task that is easier than the label.
+    """
+    left = np.bincount(codes[codes >= 0]).astype(np.float64)
+    sizes = np.bincount(types[codes >= 0], minlength=types.max() + 1)
+    order = np.random.default_rng([seed, 0xC0]).permutation(len(sizes))
+    of_type = np.zeros(len(sizes), dtype=np.int64)
+    for each in order:
+        of_type[each] = left.argmax()
+        left[of_type[each]] -= sizes[each]
     return np.where(codes >= 0, of_type[types], -1)
 
 

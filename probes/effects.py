@@ -9,10 +9,10 @@ from replaylens.probes.stage import Effect
 from replaylens.probes.statistics import Estimate, bootstrap, mean_over_placebos, mean_over_roots
 
 
-def line_of(what: str, effect: Effect, roots: np.ndarray, seed: int, metric: str = "flip rate") -> dict[str, Any]:
+def line_of(what: str, effect: Effect, roots: np.ndarray, metric: str = "flip rate") -> dict[str, Any]:
     """The share of prompts that an effect flips, and its pull in nats."""
-    pull = mean_over_roots(effect.pull, roots, seed=seed)
-    return score_line(what, metric, _rate(effect, roots, seed), len(roots), **_nats(pull))
+    pull = mean_over_roots(effect.pull, roots)
+    return score_line(what, metric, _rate(effect, roots), len(roots), **_nats(pull))
 
 
 def line_of_placebos(
@@ -32,7 +32,7 @@ def difference(
     """
     flipped = np.stack([each.flipped for each in placebos])
     if np.ptp(own.flipped) == 0 or np.ptp(flipped) == 0:
-        mine, other = _rate(own, roots, seed), _rate_of_placebos(placebos, roots, seed)
+        mine, other = _rate(own, roots), _rate_of_placebos(placebos, roots, seed)
         rate = Estimate(mine.value - other.value, mine.low - other.high, mine.high - other.low)
     else:
         rate = mean_over_placebos(own.flipped - flipped, roots, seed=seed)
@@ -40,8 +40,8 @@ def difference(
     return score_line(what, metric, rate, len(roots), **_nats(pull))
 
 
-def _rate(effect: Effect, roots: np.ndarray, seed: int) -> Estimate:
-    return bootstrap(effect.flipped[None], np.ones(len(roots)), roots, seed=seed)[0]
+def _rate(effect: Effect, roots: np.ndarray) -> Estimate:
+    return bootstrap(effect.flipped[None], np.ones(len(roots)), roots)[0]
 
 
 def _rate_of_placebos(placebos: list[Effect], roots: np.ndarray, seed: int) -> Estimate:

@@ -34,6 +34,10 @@ class RootOnBothSides(ProbeError):
     """The split would test on a prompt, or a branch of one, that it fits on."""
 
 
+class SharedRows(ProbeError):
+    """The split would test on an activation that it fits on: two rows with the same path."""
+
+
 class UnknownEstimator(ProbeError):
     """No estimator has this name."""
 

@@ -19,7 +19,7 @@ class Goal:
 
     label: str
     role: str
-    """label, shuffled (between roots), control (random class per context), or zero (a known zero)"""
+    """label, shuffled (between groups), control (random class per context, several draws), or zero (a known zero)"""
     kind: str
     """class or number"""
     classes: tuple[str, ...]
@@ -59,6 +59,7 @@ def make_goal(target: Target, role: str = LABEL, chance: float | None = None) ->
 
 def goals_at(
     here: ProbeRows,
+    groups: np.ndarray,
     paths: Sequence[np.ndarray] | None,
     labels: Sequence[str],
     train: np.ndarray,
@@ -66,9 +67,10 @@ def goals_at(
     with_controls: bool,
     seed: int,
 ) -> tuple[list[Goal], list[tuple[str, str]]]:
-    """(goals at one position, controls that are skipped there: name and reason).
+    """(goals at one position, what is skipped there: name and reason). Empty if no label can be probed there.
 
-    paths  of the rows, as given by `controls.histories`
+    groups of the rows, as given by `groups.groups_of`
+    paths  of the rows, as given by `groups.histories`
     train  [folds, rows]
     """
     goals: list[Goal] = []
@@ -79,14 +81,22 @@ def goals_at(
     elif with_controls and context is None:
         skipped.append(("control task", "the contexts have too few types"))
     for label in labels:
-        goal = make_goal(here.target(label))
-        goal.check(train)
+        target = here.target(label)
+        try:
+            goal = make_goal(target)
+            goal.check(train)
+        except (BadRows, OneClass) as error:
+            skipped.append((f"label {label!r}", str(error)))
+            continue
         goals.append(goal)
         if with_controls:
-            goals.append(_shuffled(goal, here.roots, seed))
+            goals.append(_shuffled(goal, here.roots, groups, seed))
             if context is not None and goal.kind == "class":
-                codes = controls.control_labels(context[0], goal.codes, seed)
-                goals.append(Goal(label, CONTROL, "class", goal.classes, codes, goal.present))
+                for draw in range(controls.DRAWS):
+                    codes = controls.control_labels(context[0], goal.codes, seed + draw)
+                    goals.append(Goal(label, CONTROL, "class", goal.classes, codes, goal.present))
+    if not goals:
+        return [], skipped
     if with_controls:
         for zero in here.about.make_task().known_zero:
             if zero.label in labels or zero.label not in here.frame:
@@ -100,9 +110,9 @@ def goals_at(
     return _solvable(goals, train, skipped), skipped
 
 
-def _shuffled(goal: Goal, roots: np.ndarray, seed: int) -> Goal:
+def _shuffled(goal: Goal, roots: np.ndarray, groups: np.ndarray, seed: int) -> Goal:
     rows = np.flatnonzero(goal.present)
-    order = root_permutations(goal.codes[rows], roots[rows], 1, seed + 1)[0]
+    order = root_permutations(goal.codes[rows], roots[rows], 1, seed + 1, groups[rows])[0]
     codes = goal.codes.copy()
     codes[rows] = goal.codes[rows][order]
     return Goal(goal.label, SHUFFLED, goal.kind, goal.classes, codes, goal.present)

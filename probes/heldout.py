@@ -25,11 +25,20 @@ class Held:
     """[cells, goals, rows]: of the true class, in nats; NaN if the estimator gives no probabilities"""
     confidence: np.ndarray
     """[cells, goals, rows]: probability of the predicted class; NaN as above"""
+    score: np.ndarray
+    """[cells, goals, rows, outputs]: what `metrics.auroc` ranks. Two classes: the log-odds or margin of the second, in one
+    column. More: the log-probability of each class, or else its lead over the best other class. Otherwise NaN"""
 
     @classmethod
-    def empty(cls, cells: int, goals: int, rows: int) -> "Held":
+    def empty(cls, cells: int, goals: int, rows: int, outputs: int) -> "Held":
         shape = (cells, goals, rows)
-        return cls(np.full(shape, -1.0), np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32))
+        loss, confidence = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+        return cls(np.full(shape, -1.0), loss, confidence, np.full((*shape, outputs), np.nan, np.float32))
+
+    def cell(self, number: int) -> "Held":
+        """The predictions of one cell; its axis stays."""
+        at = slice(number, number + 1)
+        return Held(self.predicted[at], self.log_loss[at], self.confidence[at], self.score[at])
 
 
 def held_out(
@@ -52,7 +61,7 @@ def held_out(
     spec = registry.get(estimator)
     if spec.swept == "no":
         raise ProbeError(f"{estimator} does not take rows of one position. See docs/probes.md for its input.")
-    out = Held.empty(len(x), len(goals), x.shape[1])
+    out = Held.empty(len(x), len(goals), x.shape[1], max((goal.outputs for goal in goals), default=1))
     if nuisance is not None:  # then every fold has its own rows
         for fit, held in zip(train, test, strict=True):
             clean = residualised(x, nuisance, fit)
@@ -114,13 +123,23 @@ def _read(
             if kind == "number":
                 out.predicted[at] = part[..., 0]
                 continue
+            out.score[(*at, slice(outputs))] = part if outputs == 1 else _leads(part)
             logits = np.concatenate([np.zeros_like(part), part], -1) if outputs == 1 else part
             out.predicted[at] = logits.argmax(-1)
             if proper:
                 log_p = logits - np.logaddexp.reduce(logits, -1, keepdims=True)
+                if outputs > 1:
+                    out.score[(*at, slice(outputs))] = log_p
                 truth = np.clip(goal.codes[rows], 0, None)
                 out.log_loss[at] = -np.take_along_axis(log_p, truth[None, :, None], -1)[..., 0]
                 out.confidence[at] = np.exp(log_p.max(-1))
+
+
+def _leads(scores: np.ndarray) -> np.ndarray:
+    """[..., k]: each score minus the best other one. What all classes of a row share, and so decides nothing, cancels."""
+    second, best = np.moveaxis(np.sort(scores, -1)[..., -2:, None], -2, 0)
+    leads: np.ndarray = scores - np.where(scores == best, second, best)
+    return leads
 
 
 def _apart(
@@ -137,22 +156,27 @@ def _apart(
     rows = x.cpu().numpy()
     work = [(c, i, f) for c in range(len(rows)) for i in range(len(goals)) for f in range(len(train))]
     done = Parallel(n_jobs=jobs)(
-        delayed(_one)(spec.make(), rows[c], goals[i].codes, train[f] & goals[i].present, test[f]) for c, i, f in work
+        delayed(_one)(spec.make(), rows[c], goals[i].codes, train[f] & goals[i].present, test[f], len(goals[i].classes))
+        for c, i, f in work
     )
-    for (c, i, f), (predicted, log_p) in zip(work, done, strict=True):
+    for (c, i, f), (predicted, score, log_p) in zip(work, done, strict=True):
         at = (c, which[i], test[f])
         out.predicted[at] = predicted
-        if log_p is not None:
-            truth = np.clip(goals[i].codes[test[f]], 0, None)
-            out.log_loss[at] = -np.take_along_axis(log_p, truth[:, None], -1)[:, 0]
-            out.confidence[at] = np.exp(log_p.max(-1))
+        out.score[(*at, slice(goals[i].outputs))] = score
+        truth = np.clip(goals[i].codes[test[f]], 0, None)
+        out.log_loss[at] = -np.take_along_axis(log_p, truth[:, None], -1)[:, 0]
+        out.confidence[at] = np.exp(log_p.max(-1))
 
 
-def _one(estimator: Any, x: np.ndarray, codes: np.ndarray, fit: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, Any]:
+def _one(
+    estimator: Any, x: np.ndarray, codes: np.ndarray, fit: np.ndarray, test: np.ndarray, classes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(predictions [rows], scores [rows, outputs] as in `Held`, log-probabilities [rows, classes]) of the rows `test`."""
     fitted = clone(estimator).fit(x[fit], codes[fit])
-    predicted = fitted.predict(x[test])
-    if not hasattr(fitted, "predict_proba"):
-        return predicted, None
-    log_p = np.full((int(test.sum()), int(codes.max()) + 1), -np.inf)
+    log_p = np.full((int(test.sum()), classes), -np.inf)
     log_p[:, fitted.classes_] = np.log(fitted.predict_proba(x[test]).clip(1e-300))
-    return predicted, log_p
+    if classes > 2:
+        return fitted.predict(x[test]), log_p, log_p
+    if hasattr(fitted, "decision_function"):  # finer than the log-odds of probabilities that round to 0 or 1
+        return fitted.predict(x[test]), fitted.decision_function(x[test])[:, None], log_p
+    return fitted.predict(x[test]), log_p[:, 1:] - log_p[:, :1], log_p

@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from replaylens.probes.errors import OtherSweep
 from replaylens.probes.heldout import Held
 
 _KEY = "sweep.key"
+_ARRAYS = tuple(field.name for field in fields(Held))
 
 
 class Parts:
@@ -27,18 +29,26 @@ class Parts:
         noted.write_text(key)
 
     def get(self, name: str, make: Callable[[], Held]) -> Held:
-        """The stored part, or else a newly computed one. A part whose file was not fully written is computed again."""
+        """The stored predictions of this name, or else newly computed ones.
+
+        What was not fully written, or written by an earlier version without scores, is computed again.
+        """
+        return Held(**self.arrays(name, lambda: {each: getattr(made, each) for made in [make()] for each in _ARRAYS}, _ARRAYS))
+
+    def arrays(self, name: str, make: Callable[[], dict[str, np.ndarray]], expected: Sequence[str]) -> dict[str, np.ndarray]:
+        """The stored arrays of this name, or else newly computed ones, stored before they are returned."""
         if self.folder is None:
             return make()
         path = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.npz"
         if path.exists():
             with np.load(path, allow_pickle=False) as kept:
-                return Held(kept["predicted"], kept["log_loss"], kept["confidence"])
-        held = make()
+                if all(each in kept for each in expected):
+                    return {each: kept[each] for each in expected}
+        made = make()
         temporary = path.with_suffix(".tmp")
         with temporary.open("wb") as file:
-            np.savez(file, predicted=held.predicted, log_loss=held.log_loss, confidence=held.confidence)
+            np.savez(file, allow_pickle=False, **{each: made[each] for each in expected})
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
-        return held
+        return made

@@ -10,7 +10,7 @@ import torch
 from replaylens.probes import registry
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.positions import Position
-from replaylens.probes.statistics import PERMUTATIONS, RESAMPLES
+from replaylens.probes.statistics import PERMUTATIONS
 
 BRANCHES = ("accepted", "rejected", "all")
 PRECISIONS = ("double", "single")
@@ -43,8 +43,8 @@ class SweepSettings:
     code_length: bool = False
     """also compute the online code of logistic probes"""
     seed: int = 0
-    resamples: int = RESAMPLES
     permutations: int = PERMUTATIONS
+    """of the labels, with a new fit for each; 0: a corrected t test instead, for large grids"""
     precision: str = "double"
     """double: agrees with scikit-learn to rounding; single: half the memory, twice as fast"""
     device: str = "cpu"
@@ -53,8 +53,9 @@ class SweepSettings:
         checks = {
             f"Unknown branches {self.branches!r}. Use one of {', '.join(BRANCHES)}.": self.branches in BRANCHES,
             f"Unknown precision {self.precision!r}. Use one of {', '.join(PRECISIONS)}.": self.precision in PRECISIONS,
-            f"{self.resamples} resamples are too few. Give at least 100.": self.resamples >= 100,
-            f"{self.permutations} permutations are too few. Give at least 19.": self.permutations >= 19,
+            f"{self.permutations} permutations are too few. Give at least 19, or 0 for a corrected t test.": self.permutations
+            >= 19
+            or self.permutations == 0,
             f"Device {self.device!r} not found. Use cpu, or cuda if torch finds a GPU.": _is_there(self.device),
             "An option is empty. Give at least one label, site, position and estimator.": all(
                 (self.labels, self.sites, self.positions, self.estimators)

@@ -1,9 +1,11 @@
-"""Splits: the rows to fit a probe on and the rows to test it on, always by root prompt.
+"""Splits: the rows to fit a probe on and the rows to test it on. Nothing that is tested has been seen.
 
-A root's fold is its rank, by a hash of its id and the seed, among the roots with rows at a position. So a root has the same
-fold at every site, layer and label, and at every position with the same roots. At a position that only some roots have
-(`step:3`), they are ranked among themselves, and a root's fold can differ. Branches of one root are never on both sides; a
-split that would separate them is rejected, not repaired.
+Folds are made of groups: roots that share a row, since prompts that begin alike have the same rows up to where they part (see
+`groups`). A group's fold is its rank, by a hash of its name and the seed, among the groups with rows at a position. So a group
+has the same fold at every site, layer and label, and at every position with the same groups.
+
+Branches of one root are never on both sides, nor are two rows with the same path. A split that would separate them is
+rejected, not repaired.
 """
 
 import hashlib
@@ -13,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, TooFewRoots
+from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, SharedRows, TooFewRoots
+from replaylens.probes.groups import groups_of, path_keys
 from replaylens.probes.paths import row_paths
 from replaylens.probes.rows import ProbeRows
 from replaylens.tasks.splits import is_test_root
@@ -21,7 +24,7 @@ from replaylens.tasks.splits import is_test_root
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Pairs of masks over rows. Raises RootOnBothSides if a pair shares a root."""
+    """Pairs of masks over rows. Raises RootOnBothSides if a pair shares a root; `check` compares it with its rows."""
 
     name: str
     train: np.ndarray
@@ -49,6 +52,31 @@ class Split:
     def __len__(self) -> int:
         return len(self.train)
 
+    def check(self, rows: ProbeRows, keys: np.ndarray | None = None) -> "Split":
+        """The split itself, if it is one of these rows. Raises RootOnBothSides or SharedRows, which names two rows.
+
+        The roots and paths are those of the rows, whatever the split says of them.
+
+        keys  of the rows, as given by `path_keys`, if they are known already
+        """
+        if self.train.shape[1:] != (len(rows),) or self.train.shape != self.test.shape:
+            raise ProbeError(
+                f"Split {self.name!r} has masks {self.train.shape}, but there are {len(rows)} rows. Give [folds, rows]."
+            )
+        Split(self.name, self.train, self.test, rows.roots)
+        keys = path_keys(rows) if keys is None else keys
+        for fold, (train, test) in enumerate(self):
+            both = np.intersect1d(keys[train], keys[test])
+            if len(both):
+                fitted, tested = (int(np.flatnonzero(side & (keys == both[0]))[0]) for side in (train, test))
+                raise SharedRows(
+                    f"Split {self.name!r}, fold {fold}: row {fitted} (root {rows.roots[fitted]}) is fitted and row "
+                    f"{tested} (root {rows.roots[tested]}) is tested, but they have the same path and so the same "
+                    f"activation; {len(both) - 1} more are like them. Split by group (by_root), or keep one of each with "
+                    f"groups.distinct."
+                )
+        return self
+
     @property
     def digest(self) -> str:
         """Hash of the masks, whatever the split's name."""
@@ -62,27 +90,31 @@ class Split:
         return Split(self.name, self.train[:, chosen], self.test[:, chosen], self.roots[chosen])
 
 
-def fold_of_roots(roots: np.ndarray, folds: int, seed: int = 0) -> np.ndarray:
-    """The fold of each row, by its root; sizes differ by at most one root. Raises TooFewRoots if a fold would be empty."""
-    different, place = np.unique(roots, return_inverse=True)
+def fold_of_roots(groups: np.ndarray, folds: int, seed: int = 0) -> np.ndarray:
+    """The fold of each row, by its group; sizes differ by at most one group. Raises TooFewRoots if a fold would be empty."""
+    different, place = np.unique(groups, return_inverse=True)
     if folds < 2 or len(different) < folds:
-        raise TooFewRoots(f"{len(different)} root prompts for {folds} folds. Give at least 2 folds, and one root for each.")
-    keys = [hashlib.sha256(f"{seed}:{root}".encode()).hexdigest() for root in different]
+        raise TooFewRoots(
+            f"{len(different)} independent groups of prompts for {folds} folds. Prompts that share a row are one group. "
+            f"Give at least 2 folds and as many groups: more prompts, or a later position."
+        )
+    keys = [hashlib.sha256(f"{seed}:{group}".encode()).hexdigest() for group in different]
     rank = np.empty(len(different), dtype=np.int64)
     rank[np.argsort(keys, kind="stable")] = np.arange(len(different))
     return rank[place] % folds
 
 
 def by_root(rows: ProbeRows, folds: int = 5, seed: int = 0) -> Split:
-    """Cross-validation over roots: every row is tested once, by a probe that never saw its prompt."""
+    """Cross-validation over groups: every row is tested once, by a probe that saw neither its prompt nor its path."""
     return _crossed("root", rows, np.ones(len(rows), bool), np.ones(len(rows), bool), folds, seed)
 
 
 def _crossed(name: str, rows: ProbeRows, fit: np.ndarray, test: np.ndarray, folds: int, seed: int) -> Split:
-    """Fit on some rows of the other folds' roots, test on some rows of this fold's."""
-    fold = fold_of_roots(rows.roots, folds, seed)
+    """Fit on some rows of the other folds' groups, test on some rows of this fold's."""
+    keys = path_keys(rows)
+    fold = fold_of_roots(groups_of(rows, keys), folds, seed)
     inside = np.arange(folds)[:, None] == fold  # [folds, rows]
-    return Split(name, ~inside & fit, inside & test, rows.roots)
+    return Split(name, ~inside & fit, inside & test, rows.roots).check(rows, keys)
 
 
 def by_acceptance(rows: ProbeRows, fit_on: str = "accepted", folds: int = 5, seed: int = 0) -> Split:
@@ -161,9 +193,9 @@ def _whole_paths(rows: ProbeRows) -> pd.DataFrame:
 
 
 def by_mask(rows: ProbeRows, name: str, fit: np.ndarray, test: np.ndarray) -> Split:
-    """A custom split. Raises RootOnBothSides if a root would be on both sides."""
+    """A custom split. Raises RootOnBothSides or SharedRows if a root or a path would be on both sides."""
     return _once(name, rows, fit, test)
 
 
 def _once(name: str, rows: ProbeRows, fit: np.ndarray, test: np.ndarray) -> Split:
-    return Split(name, np.asarray(fit, bool)[None], np.asarray(test, bool)[None], rows.roots)
+    return Split(name, np.asarray(fit, bool)[None], np.asarray(test, bool)[None], rows.roots).check(rows)

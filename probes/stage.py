@@ -4,6 +4,7 @@ A variant is a function from a subject to the change that is added to its rows. 
 before the first changed position is shared with the base branch, everything after it comes from the canonical pass.
 """
 
+import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -75,6 +76,12 @@ class Stage:
     @property
     def roots(self) -> np.ndarray:
         return np.array([subject.example.root for subject in self.subjects])
+
+    @property
+    def groups(self) -> np.ndarray:
+        """The beginning of each prompt up to its last changed row: prompts that begin alike have the same rows there."""
+        begun = [np.array(subject.tokens[: subject.positions[-1] + 1]).tobytes() for subject in self.subjects]
+        return np.array([hashlib.sha256(tokens).hexdigest()[:16] for tokens in begun])
 
     def play(self, variants: Sequence[Variant]) -> list[Effect]:
         """Apply every variant to every subject and read the answers again."""

@@ -1,7 +1,11 @@
-"""Intervals and tests that respect roots: rows of one prompt are not independent observations.
+"""Intervals and tests over groups: rows of one group are not independent observations (see `groups`).
 
-Every score here is a ratio of sums over rows (right answers over rows; explained over total squares), so a resample of roots
-is a weighting of per-root sums. All randomness is seeded: equal input gives equal bits.
+Every score here is a ratio of sums over rows: right answers over rows, explained over total squares. Its standard error comes
+from the groups' own sums (linearisation), its reference distribution has one degree of freedom less than there are groups.
+
+Cross-validated scores vary more than their groups show, because folds are fitted on each other's rows. `cross_validation`
+gives the factor; docs/probes.md has the simulation that it was chosen by. All randomness is seeded: equal input gives equal
+bits.
 """
 
 from dataclasses import dataclass
@@ -11,9 +15,7 @@ from scipy import stats
 
 from replaylens.probes.errors import TooFewRoots
 
-RESAMPLES, PERMUTATIONS, LEVEL = 1000, 999, 0.95
-_TOGETHER = 64
-"""permutations scored together; bounds memory"""
+RESAMPLES, PERMUTATIONS, LEVEL = 1000, 199, 0.95
 
 
 @dataclass(frozen=True)
@@ -32,78 +34,101 @@ class Estimate:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def root_weights(roots: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
-    """[resamples, roots]: how often each root is drawn, with replacement."""
-    if roots < 2:
-        raise TooFewRoots(f"{roots} root prompts are too few. Give at least 2 for an interval over roots.")
-    generator = np.random.default_rng([seed, 0xB007])
-    return generator.multinomial(roots, np.full(roots, 1 / roots), size=resamples)
+# ---- sums over groups -------------------------------------------------------------------------------------------------
 
 
-def root_sums(values: np.ndarray, roots: np.ndarray) -> np.ndarray:
-    """values [..., rows] -> sums per root [..., roots], roots in order of their ids."""
-    place = np.unique(roots, return_inverse=True)[1]
+def root_sums(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """values [..., rows] -> sums per group [..., groups], groups in order of their ids."""
+    place = np.unique(groups, return_inverse=True)[1]
     order = np.argsort(place, kind="stable")
     starts = np.flatnonzero(np.diff(place[order], prepend=-1))
     return np.add.reduceat(np.asarray(values, dtype=np.float64)[..., order], starts, axis=-1)
 
 
-def interval(value: np.ndarray, draws: np.ndarray, level: float = LEVEL, folds: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """(low, high) of scores [cells] from those of resampled roots [resamples, cells]: widened percentiles.
+def root_weights(groups: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """[resamples, groups]: how often each group is drawn, with replacement."""
+    if groups < 2:
+        raise TooFewRoots(f"{groups} independent groups are too few. Give prompts of at least 2 for an interval.")
+    generator = np.random.default_rng([seed, 0xB007])
+    return generator.multinomial(groups, np.full(groups, 1 / groups), size=resamples)
 
-    folds  number of cross-validation folds; 1: one held-out side. Roots of different folds help to predict each other, so
-           scores vary more than resampling shows: the interval is widened by sqrt(1 + folds / (folds - 1)), the correction
-           of Nadeau and Bengio (Machine Learning 52, 2003)
+
+def cross_validation(folds: int) -> float:
+    """The factor between the standard error of a cross-validated score and the one that its groups show; 1 without folds.
+
+    Nadeau and Bengio (Machine Learning 52, 2003) give sqrt(1 + folds / (folds - 1)) for resampled splits, which is too much for
+    disjoint folds: half of their term covers in simulations (docs/probes.md).
     """
-    tail = (1 - level) / 2
-    low, high = value + _widening(folds) * (np.quantile(draws, [tail, 1 - tail], axis=0) - value)
-    return low, high
+    return float(np.sqrt(1 + 0.5 * folds / (folds - 1))) if folds > 1 else 1.0
 
 
-def _widening(folds: int) -> float:
-    return float(np.sqrt(1 + folds / (folds - 1))) if folds > 1 else 1.0
+def _errors(above: np.ndarray, below: np.ndarray, value: np.ndarray, folds: int) -> np.ndarray:
+    """Standard errors [cells] of above.sum(1) / below.sum(1), from sums per group [cells, groups]."""
+    count = above.shape[1]
+    if count < 2:
+        raise TooFewRoots(f"{count} independent groups are too few. Give prompts of at least 2 for an interval.")
+    away = (above - value[:, None] * below) / below.sum(1)[:, None]
+    return np.asarray(cross_validation(folds) * np.sqrt(count / (count - 1) * (away**2).sum(1)))
 
 
-def simultaneous(value: np.ndarray, draws: np.ndarray, level: float = LEVEL, folds: int = 1) -> list[Estimate]:
-    """Intervals that hold for all cells jointly, so that the best cell may be picked; arguments as for `interval`.
-
-    The half-width is the cell's spread times the quantile of the largest standardised deviation over all cells.
-    """
-    spread = draws.std(0)
-    farthest = (np.abs(draws - value) / np.where(spread > 0, spread, np.inf)).max(1)  # [resamples]
-    reach = _widening(folds) * np.quantile(farthest, level) * spread
-    return [Estimate(float(v), float(v - r), float(v + r), level) for v, r in zip(value, reach, strict=True)]
+# ---- intervals --------------------------------------------------------------------------------------------------------
 
 
 def bootstrap(
     top: np.ndarray,
     bottom: np.ndarray,
-    roots: np.ndarray,
+    groups: np.ndarray,
     *,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
     level: float = LEVEL,
     folds: int = 1,
     least: float = 0.0,
 ) -> list[Estimate]:
-    """Cluster bootstrap over roots of sum(top) / sum(bottom), for each line of top [cells, rows]; bottom is one line.
+    """sum(top) / sum(bottom) for each line of top [cells, rows], with its interval over groups; bottom is one line.
 
-    Percentile intervals. If every root scores 0, or every root 1, resampling shows no spread; the end of the interval is then
-    the exact binomial one for that many roots.
-
-    folds  see `interval`
-    least  lowest possible score: 0 for a share, -inf for r2. The highest is 1
+    folds  number of cross-validation folds that the scores come from; 1: one held-out side
+    least  lowest possible score: 0 for a share, which gets the interval of `_share`; -inf for r2. The highest is 1
     """
-    above, below = root_sums(np.atleast_2d(top), roots), root_sums(np.atleast_2d(bottom), roots)
-    weights = root_weights(above.shape[1], resamples, seed).astype(np.float64)
-    draws = (weights @ above.T) / (weights @ below.T)  # [resamples, cells]
+    above, below = root_sums(np.atleast_2d(top), groups), root_sums(np.atleast_2d(bottom), groups)
     value = above.sum(1) / below.sum(1)
-    low, high = interval(value, draws, level, folds)
-    doubt = _doubt(above.shape[1], level)
-    low = np.where((value == 1) & (low == 1), 1 - doubt, low)
-    high = np.where((value == 0) & (high == 0), doubt, high)
-    low, high = np.maximum(low, least), np.minimum(high, 1.0)  # widening ignores the bounds of a score
-    return [Estimate(float(v), float(a), float(b), level) for v, a, b in zip(value, low, high, strict=True)]
+    error = _errors(above, below, value, folds)
+    size, rows = above.shape[1], len(groups)
+    if least == 0:
+        return [_share(v, e, size, rows, level) for v, e in zip(value, error, strict=True)]
+    reach = stats.t.ppf((1 + level) / 2, size - 1) * error
+    return [Estimate(float(v), float(v - r), float(min(v + r, 1.0)), level) for v, r in zip(value, reach, strict=True)]
+
+
+def _share(value: float, error: float, groups: int, rows: int, level: float) -> Estimate:
+    """A share with its interval: as many independent answers as would have this standard error (Korn and Graubard, Survey
+    Methodology 24, 1998), then Jeffreys' interval for them. If all rows agree, each group counts as one answer."""
+    spread = value * (1 - value)
+    count = spread / error**2 if error > 0 and spread > 0 else float(groups)
+    narrower = stats.t.ppf((1 + level) / 2, max(rows - 1, 1)) / stats.t.ppf((1 + level) / 2, groups - 1)
+    count = min(count, rows) * narrower**2 if spread > 0 else min(count, rows)
+    tail, right = (1 - level) / 2, value * count
+    low = stats.beta.ppf(tail, right + 0.5, count - right + 0.5) if value > 0 else 0.0
+    high = stats.beta.ppf(1 - tail, right + 0.5, count - right + 0.5) if value < 1 else 1.0
+    return Estimate(float(value), float(min(low, value)), float(max(high, value)), level)
+
+
+def mean_over_roots(values: np.ndarray, groups: np.ndarray, *, folds: int = 1, extra: float = 0.0) -> Estimate:
+    """The mean of values [rows] with its interval over groups.
+
+    extra  variance of the mean that does not come from the groups
+
+    Zeros and ones are a share. If all values are equal and none beyond 1, the interval still allows for what that many groups
+    can miss: it is never a point.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    if np.isin(values, (0, 1)).all() and not extra:
+        return bootstrap(values[None], np.ones(len(values)), groups, folds=folds)[0]
+    above, below = root_sums(values[None], groups), root_sums(np.ones((1, len(values))), groups)
+    value, size = values.mean(), above.shape[1]
+    reach = stats.t.ppf((1 + LEVEL) / 2, size - 1) * np.sqrt(_errors(above, below, np.array([value]), folds)[0] ** 2 + extra)
+    if np.ptp(values) > 0 or abs(value) > 1:
+        return Estimate(float(value), float(value - reach), float(value + reach))
+    doubt = max(_doubt(size), reach)
+    return Estimate(float(value), float(max(value - doubt, -1.0)), float(min(value + doubt, 1.0)))
 
 
 def _doubt(observations: int, level: float = LEVEL) -> float:
@@ -111,16 +136,16 @@ def _doubt(observations: int, level: float = LEVEL) -> float:
     return float(1 - ((1 - level) / 2) ** (1 / observations))
 
 
-def mean_over_placebos(values: np.ndarray, roots: np.ndarray, *, seed: int = 0, share: bool = False) -> Estimate:
-    """The mean of values [placebos, rows] with an interval over both: each resample draws roots and, independently, placebos.
+def mean_over_placebos(values: np.ndarray, groups: np.ndarray, *, seed: int = 0, share: bool = False) -> Estimate:
+    """The mean of values [placebos, rows] with an interval over both: each resample draws groups and, independently, placebos.
 
-    Placebos are a sample of directions, as roots are a sample of prompts: if a placebo does the same to every prompt, all its
+    Placebos are a sample of directions, as groups are a sample of prompts: if a placebo does the same to every prompt, all its
     rows are one observation.
 
     share  values are 0 or 1. If all are equal, resampling shows no spread; the end of the interval is then the exact
-           binomial one for the number of roots or of placebos, whichever is smaller
+           binomial one for the number of groups or of placebos, whichever is smaller
     """
-    sums, sizes = root_sums(values, roots), root_sums(np.ones(len(roots)), roots)  # [placebos, roots], [roots]
+    sums, sizes = root_sums(values, groups), root_sums(np.ones(len(groups)), groups)  # [placebos, groups], [groups]
     weights = root_weights(len(sizes), RESAMPLES, seed)
     count = len(values)
     drawn = np.random.default_rng([seed, 0xF1A7]).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
@@ -133,43 +158,84 @@ def mean_over_placebos(values: np.ndarray, roots: np.ndarray, *, seed: int = 0, 
     return Estimate(value, low, high)
 
 
-def mean_over_roots(values: np.ndarray, roots: np.ndarray, *, seed: int = 0, folds: int = 1) -> Estimate:
-    """The mean of values [rows], with its cluster-bootstrap interval over roots."""
-    value, draws = _means(values[None], roots, seed)
-    low, high = interval(value, draws, folds=folds)
-    return Estimate(float(value[0]), float(low[0]), float(high[0]))
+# ---- several cells at once --------------------------------------------------------------------------------------------
 
 
-def means_over_roots(values: np.ndarray, roots: np.ndarray, *, seed: int = 0, folds: int = 1) -> list[Estimate]:
+def simultaneous(value: np.ndarray, draws: np.ndarray, groups: int, level: float = LEVEL, folds: int = 1) -> list[Estimate]:
+    """Intervals that hold for all cells jointly, so that the best cell may be picked.
+
+    draws  [resamples, cells]: scores of resampled groups
+
+    The half-width is the cell's spread times the quantile of the largest standardised deviation over all cells, widened as a
+    t quantile is against a normal one.
+    """
+    spread = draws.std(0)
+    farthest = (np.abs(draws - value) / np.where(spread > 0, spread, np.inf)).max(1)  # [resamples]
+    reach = _wider(groups, level) * cross_validation(folds) * np.quantile(farthest, level) * spread
+    return [Estimate(float(v), float(v - r), float(v + r), level) for v, r in zip(value, reach, strict=True)]
+
+
+def _wider(groups: int, level: float) -> float:
+    return float(stats.t.ppf((1 + level) / 2, groups - 1) / stats.norm.ppf((1 + level) / 2))
+
+
+def means_over_roots(values: np.ndarray, groups: np.ndarray, *, seed: int = 0, folds: int = 1) -> list[Estimate]:
     """The mean of each line of values [cells, rows], with intervals that hold for all of them jointly."""
-    return simultaneous(*_means(values, roots, seed), folds=folds)
+    value, draws = _means(values, groups, seed)
+    return simultaneous(value, draws, len(np.unique(groups)), folds=folds)
 
 
-def _means(values: np.ndarray, roots: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(means [cells], those of resampled roots [resamples, cells])"""
-    above, below = root_sums(values, roots), root_sums(np.ones(len(roots)), roots)
+def lower_bounds(
+    values: np.ndarray,
+    groups: np.ndarray,
+    *,
+    level: float = LEVEL,
+    seed: int = 0,
+    folds: int = 1,
+    extra: np.ndarray | float = 0.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(means, one-sided lower bounds) of each line of values [cells, rows]; the bounds hold for all cells jointly.
+
+    extra  variance of each mean that does not come from the groups
+    """
+    value, draws = _means(values, groups, seed)
+    above, below = root_sums(values, groups), root_sums(np.ones((1, len(groups))), groups)
+    error = np.sqrt(_errors(above, np.broadcast_to(below, above.shape), value, folds) ** 2 + extra)
+    spread = draws.std(0)
+    farthest = ((draws - value) / np.where(spread > 0, spread, np.inf)).max(1)
+    size = above.shape[1]
+    one_sided = stats.t.ppf(level, size - 1) / stats.norm.ppf(level)
+    low = value - one_sided * np.quantile(farthest, level) * error
+    return value, np.where(spread > 0, low, value - _doubt(size, 2 * level - 1))
+
+
+def _means(values: np.ndarray, groups: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(means [cells], those of resampled groups [resamples, cells])"""
+    above, below = root_sums(values, groups), root_sums(np.ones(len(groups)), groups)
     weights = root_weights(len(below), RESAMPLES, seed)
     return above.sum(1) / below.sum(), (weights @ above.T) / (weights @ below)[:, None]
 
 
-# ---- permutation ------------------------------------------------------------------------------------------------------
+# ---- tests ------------------------------------------------------------------------------------------------------------
 
 
-def root_permutations(labels: np.ndarray, roots: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
+def root_permutations(
+    labels: np.ndarray, roots: np.ndarray, count: int, seed: int = 0, groups: np.ndarray | None = None
+) -> np.ndarray:
     """[count, rows]: for each row, the number of the row whose label it takes.
 
-    Labels move between roots, never within one. If every root has a single label, roots exchange labels freely; otherwise
-    roots with the same number of rows exchange whole sequences of labels.
+    Labels move between groups (default: roots), never within one. If every group has a single label, groups exchange labels
+    freely; otherwise roots with the same number of rows exchange whole sequences of labels.
     """
-    different, place = np.unique(roots, return_inverse=True)
-    members = [np.flatnonzero(place == i) for i in range(len(different))]
     generator = np.random.default_rng([seed, 0x5EED])
-    constant = all((labels[rows] == labels[rows[0]]).all() for rows in members)
-    if constant:
+    units = roots if groups is None else groups
+    place, members = _members(units)
+    if all((labels[rows] == labels[rows[0]]).all() for rows in members):
         first = np.array([rows[0] for rows in members])
-        return np.stack([first[generator.permutation(len(first))][place] for _ in range(count)]) if count else _none(roots)
+        drawn = [first[generator.permutation(len(first))][place] for _ in range(count)]
+        return np.stack(drawn) if count else np.empty((0, len(roots)), dtype=np.int64)
     strata: dict[int, list[np.ndarray]] = {}
-    for rows in members:
+    for rows in _members(roots)[1]:
         strata.setdefault(len(rows), []).append(rows)
     out = np.empty((count, len(roots)), dtype=np.int64)
     for size in sorted(strata):
@@ -179,13 +245,16 @@ def root_permutations(labels: np.ndarray, roots: np.ndarray, count: int, seed: i
     return out
 
 
-def _none(roots: np.ndarray) -> np.ndarray:
-    return np.empty((0, len(roots)), dtype=np.int64)
+def _members(units: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """(number of each row's unit, rows of each unit)"""
+    different, place = np.unique(units, return_inverse=True)
+    order = np.argsort(place, kind="stable")
+    return place, np.split(order, np.cumsum(np.bincount(place, minlength=len(different)))[:-1])
 
 
 @dataclass(frozen=True, eq=False)
 class Null:
-    """Scores of a family of cells, on the labels and on permuted ones."""
+    """Scores of a family of cells, on the labels and on permuted ones, with a new fit for each."""
 
     observed: np.ndarray
     """[cells]"""
@@ -198,31 +267,14 @@ class Null:
         return (1 + (self.drawn >= self.observed - 1e-12).sum(0)) / (1 + len(self.drawn))
 
     def standard(self) -> tuple[np.ndarray, np.ndarray]:
-        """Observed and drawn scores in units of each cell's own null spread, so that cells can be compared."""
-        spread = self.drawn.std(0)
-        spread = np.where(spread > 0, spread, np.inf)  # a cell whose null never varies cannot be significant
-        return (self.observed - self.drawn.mean(0)) / spread, (self.drawn - self.drawn.mean(0)) / spread
+        """Observed and drawn scores in units of each cell's own spread, so that cells can be compared.
 
-
-def permuted_accuracy(predicted: np.ndarray, labels: np.ndarray, permutations: np.ndarray) -> Null:
-    """Accuracy of held-out predictions [cells, rows] (class numbers) on labels [rows] and on permuted ones.
-
-    The probes are not refitted: the null hypothesis is that held-out predictions and labels are independent.
-    """
-    drawn, observed = np.zeros((len(permutations), len(predicted))), np.zeros(len(predicted))
-    for value in np.unique(labels):
-        says, holds = (predicted == value).astype(np.float32), (labels == value).astype(np.float32)
-        observed += says @ holds
-        for first in range(0, len(permutations), _TOGETHER):
-            drawn[first : first + _TOGETHER] += holds[permutations[first : first + _TOGETHER]] @ says.T
-    return Null(observed / len(labels), drawn / len(labels))
-
-
-def permuted_product(predicted: np.ndarray, labels: np.ndarray, permutations: np.ndarray) -> Null:
-    """The same for numbers: covariance of held-out predictions with labels."""
-    centred = predicted - predicted.mean(1, keepdims=True)
-    drawn = labels[permutations] @ centred.T / len(labels)
-    return Null(centred @ labels / len(labels), drawn)
+        Centre and spread include the observed score: it is one of the permutations, which keeps the test exact.
+        """
+        every = np.vstack([self.observed, self.drawn])
+        spread = every.std(0)
+        scaled = (every - every.mean(0)) / np.where(spread > 0, spread, np.inf)  # a cell that never varies is not significant
+        return scaled[0], scaled[1:]
 
 
 def max_statistic(nulls: list[Null]) -> list[np.ndarray]:
@@ -231,9 +283,22 @@ def max_statistic(nulls: list[Null]) -> list[np.ndarray]:
     Nulls of different rows (positions) are permuted separately, which makes the maximum larger, never smaller, than a joint
     permutation would: the correction is conservative.
     """
+    if not nulls:
+        return []
     standard = [null.standard() for null in nulls]
     most = np.max([drawn.max(1) for _, drawn in standard], axis=0)  # [permutations]
     return [(1 + (most[:, None] >= seen[None] - 1e-12).sum(0)) / (1 + len(most)) for seen, _ in standard]
+
+
+def corrected_p(gains: np.ndarray, groups: np.ndarray, folds: int) -> np.ndarray:
+    """One-sided p-values [cells] that the mean of gains [cells, rows] is at most 0: a t test over groups, its standard error
+    corrected for cross-validation. For probes that are too slow to refit for every permutation."""
+    above, below = root_sums(gains, groups), root_sums(np.ones((1, len(groups))), groups)
+    value = above.sum(1) / below.sum()
+    error = _errors(above, np.broadcast_to(below, above.shape), value, folds)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.where(error > 0, value / error, np.where(value > 0, np.inf, -np.inf))
+    return np.maximum(stats.t.sf(t, above.shape[1] - 1), 0.5 ** above.shape[1])  # no test over groups can say more
 
 
 def false_discovery(p: np.ndarray) -> np.ndarray:

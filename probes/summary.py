@@ -4,17 +4,23 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-CONTROLS = ("majority", "token_identity", "bag_of_tokens", "shuffled", "untrained")
+CONTROLS = ("majority", "token_identity", "bag_of_tokens", "shuffled", "control_task", "untrained")
 LEVEL = 0.05
 
 
 def shown(table: pd.DataFrame) -> pd.Series:
-    """Which lines count as shown: significant over the whole grid, with the interval above every control that was run."""
-    above = pd.Series(True, index=table.index)
-    for name in CONTROLS:
-        if name in table:
-            above &= (table["low"] > table[name].astype(float)) | table[name].isna()
-    return above & (table["p_family"].astype(float) <= LEVEL)
+    """Which lines count as shown: more than chance over the whole grid, and more than every control that was run.
+
+    Chance is tested by permutation (`p_family`), which keeps the frequencies of the classes, so that the majority needs no
+    further test. Other controls are tested as paired differences: `margin` is the smallest lower bound over them, at an
+    error that holds for the whole grid.
+    """
+    fine = table["p_family"].astype(float) <= LEVEL
+    if "majority" in table:
+        fine &= (table["accuracy"] > table["majority"].astype(float)) | table["majority"].isna()
+    if "margin" in table:
+        fine &= (table["margin"].astype(float) > 0) | table["margin"].isna()
+    return fine
 
 
 def summarise(table: pd.DataFrame) -> list[str]:
@@ -46,7 +52,8 @@ def _labels(main: pd.DataFrame) -> Iterator[str]:
         else:
             yield f"Not shown: {head}: none of {len(part)} cells; best {score}, p = {best['p_family']:.3f} over the grid."
         if pd.notna(best.get("selectivity")):
-            yield f"  selectivity there {best['selectivity']:.3f} (control task {best['control_task']:.3f})."
+            interval = f"[{best['selectivity_low']:.3f}, {best['selectivity_high']:.3f}]"
+            yield f"  selectivity there {best['selectivity']:.3f} {interval} (control task {best['control_task']:.3f})."
 
 
 def _zeros(zeros: pd.DataFrame) -> Iterator[str]:

@@ -19,19 +19,22 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import no_such
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.run import Run
-from replaylens.probes import splits
-from replaylens.probes.controls import histories, untrained_rows
-from replaylens.probes.errors import BadRows, MissingLabel, OneClass, ProbeError
+from replaylens.probes import registry, splits
+from replaylens.probes.controls import untrained_rows
+from replaylens.probes.errors import BadRows, MissingLabel, ProbeError
 from replaylens.probes.goals import LABEL, Goal, goals_at
+from replaylens.probes.groups import histories, independent
 from replaylens.probes.heldout import Held, held_out
 from replaylens.probes.information import code_blocks
 from replaylens.probes.parts import Parts
+from replaylens.probes.refit import exchanged, label_orders, refitted
 from replaylens.probes.report import Report
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.settings import SweepSettings
 from replaylens.probes.splits import Split
-from replaylens.probes.statistics import PERMUTATIONS, RESAMPLES
-from replaylens.probes.tabulate import SweepPosition, tabulate
+from replaylens.probes.statistics import PERMUTATIONS, Null
+from replaylens.probes.sweep_position import SweepPosition
+from replaylens.probes.tabulate import tabulate
 
 MEMORY_MB = 1024
 """of rows loaded together; on a CPU its value changes no bit"""
@@ -58,14 +61,17 @@ def sweep(
     residualise: Sequence[str] = (),
     code_length: bool = False,
     seed: int = 0,
-    resamples: int = RESAMPLES,
     permutations: int = PERMUTATIONS,
     precision: str = "double",
     device: str = "cpu",
 ) -> Report:
     """Fit and test every combination. Equal rows and settings give equal reports, bit for bit.
 
-    split    root (cross-validation over roots), another value of `SweepSettings.split`, or a function from rows to a `Split`
+    Rows with the same path are one observation and count once; roots that share one are one group (see `groups`). A label or
+    position without usable rows is skipped, and the report's notes say so; an error is raised only if nothing is left.
+
+    split    root (cross-validation over groups of roots), another value of `SweepSettings.split`, or a function from rows to
+             a `Split`
     engine   the engine that computed the rows: adds an untrained model as a control. Raises OtherFingerprint for another one
     resume   a folder for finished parts, from which an interrupted sweep resumes
     jobs     number of processes for estimators that are fitted one by one; -1: one per core
@@ -97,7 +103,6 @@ def sweep(
         residualise=_words(residualise),
         code_length=code_length,
         seed=seed,
-        resamples=resamples,
         permutations=permutations,
         precision=precision,
         device=device,
@@ -126,9 +131,23 @@ class _Sweep:
         chosen = self._branches(self.rows)
         cells = chosen.cells(self.settings.sites, self.settings.layers)
         parts = Parts(self.resume, self.settings.key(_digest(self.rows)))
-        with tqdm(total=len(self.settings.positions) * len(cells), unit="cell", disable=not self.progress) as bar:
-            places = [self._place(chosen, cells, position, parts, bar) for position in self.settings.positions]
-        return tabulate(places, self.rows, self.settings)
+        places, notes = self._places(chosen, cells)
+        with tqdm(total=len(places) * len(cells), unit="cell", disable=not self.progress) as bar:
+            for place in places:
+                self._fill(place, parts, bar)
+        return tabulate(places, self.rows, self.settings, notes)
+
+    def _places(self, chosen: ProbeRows, cells: list[Cell]) -> tuple[list[SweepPosition], list[str]]:
+        """(positions that can be probed, notes on the others). Everything is checked before the first fit."""
+        places, notes = [], []
+        for position in self.settings.positions:
+            place = self._place(chosen, cells, position)
+            if place.goals:
+                places.append(place)
+            notes += [f"Skipped {what} at position {position!r}: {why.removesuffix('.')}." for what, why in place.skipped]
+        if not places:
+            raise BadRows("No label can be probed at any position. " + " ".join(notes))
+        return places, notes
 
     def _branches(self, rows: ProbeRows) -> ProbeRows:
         match self.settings.branches:
@@ -138,32 +157,60 @@ class _Sweep:
                 return rows.rejected()
         return rows
 
-    def _place(self, chosen: ProbeRows, cells: list[Cell], position: str, parts: Parts, bar: Any) -> SweepPosition:
-        """Everything at one position: goals, then one part per batch of cells."""
-        here = chosen.at(position)
-        if not len(here):
-            raise BadRows(f"No row at position {position!r}. Dump that position, or choose another.")
-        split, settings = self.make_split(here), self.settings
-        paths = histories(here) if settings.controls else None
+    def _place(self, chosen: ProbeRows, cells: list[Cell], position: str) -> SweepPosition:
+        """The rows, groups, split and goals of one position; without goals if none can be probed there."""
+        settings, found = self.settings, chosen.at(position)
+        if not len(found):
+            return SweepPosition.nothing(position, found, "there is no row; dump that position, or choose another")
+        here = independent(found)
+        split = self.make_split(here.rows).check(here.rows, here.keys)
+        paths = histories(here.rows) if settings.controls else None
         how: dict[str, Any] = dict(with_controls=settings.controls, seed=settings.seed)
-        try:
-            goals, skipped = goals_at(here, paths, settings.labels, split.train, **how)
-        except OneClass as error:
-            raise OneClass(f"At position {position!r}: {error}") from None
-        place = SweepPosition(position, here, split, goals, cells, skipped, paths)
-        part = f"{position}/{split.digest}"  # a custom split is identified by its masks alone
-        for batch in _batches(here, cells):
-            for estimator in settings.estimators:
+        goals, skipped = goals_at(here.rows, here.groups, paths, settings.labels, split.train, **how)
+        skipped += [("the beginning", here.note)] if here.note else []
+        given = {goal.label: int(found.target(goal.label).present.sum()) for goal in goals}
+        return SweepPosition(position, here.rows, here.groups, split, goals, cells, skipped, paths, given)
+
+    def _fill(self, place: SweepPosition, parts: Parts, bar: Any) -> None:
+        """Mutates `place`: predictions and permutation tests, one part per batch of cells."""
+        part = f"{place.position}/{place.split.digest}"  # a custom split is identified by its masks alone
+        for batch in _batches(place.rows, place.cells):
+            for estimator in self.settings.estimators:
                 name = f"{part}/{estimator}/{batch[0]}"
-                place.add(estimator, batch, parts.get(name, partial(self._fit, place, here, batch, estimator)))
-            self._extras(place, here, batch, parts, part)
+                held = parts.get(name, partial(self._fit, place, place.rows, batch, estimator))
+                place.add(estimator, batch, held)
+                for number, goal in enumerate(place.goals):
+                    if goal.role == LABEL and self.settings.permutations:
+                        self._test(place, batch, estimator, number, held, parts, f"{name}/{goal.label}/permuted")
+            self._extras(place, place.rows, batch, parts, part)
             bar.update(len(batch))
-        return place
 
     def _fit(self, place: SweepPosition, rows: ProbeRows, batch: list[Cell], estimator: str) -> Held:
-        nuisance = _numbers(place.rows, self.settings.residualise) if self.settings.residualise else None
         masks = (place.split.train, place.split.test)
-        return held_out(estimator, self._load(rows, batch), place.goals, *masks, nuisance=nuisance, jobs=self.jobs)
+        x = self._load(rows, batch)
+        return held_out(estimator, x, place.goals, *masks, nuisance=self._nuisance(place), jobs=self.jobs)
+
+    def _nuisance(self, place: SweepPosition) -> np.ndarray | None:
+        return _numbers(place.rows, self.settings.residualise) if self.settings.residualise else None
+
+    def _test(
+        self, place: SweepPosition, batch: list[Cell], estimator: str, number: int, held: Held, parts: Parts, name: str
+    ) -> None:
+        """Mutates `place`: adds the scores on permuted labels, where the estimator can be fitted often enough."""
+        goal, settings = place.goals[number], self.settings
+        roots, groups = place.rows.roots, place.groups
+        if len(place.split) == 1:  # the labels of the tested rows took no part in any fit
+            how = (roots, groups, place.tested(goal), settings.permutations, settings.seed)
+            place.add_null(estimator, goal, batch, exchanged(held.predicted[:, number], goal, *how))
+        elif registry.get(estimator).swept == "together":
+            orders = label_orders(goal, roots, groups, settings.permutations, settings.seed)
+
+            def make() -> dict[str, np.ndarray]:
+                x = self._load(place.rows, batch).float()  # a test is as exact in single precision, and twice as fast
+                null = refitted(estimator, x, goal, orders, place.split, nuisance=self._nuisance(place))
+                return {"observed": null.observed, "drawn": null.drawn}
+
+            place.add_null(estimator, goal, batch, Null(**parts.arrays(name, make, ("observed", "drawn"))))
 
     def _extras(self, place: SweepPosition, here: ProbeRows, batch: list[Cell], parts: Parts, part: str) -> None:
         """The untrained model, and the online code."""
@@ -176,7 +223,7 @@ class _Sweep:
                 place.add_untrained(estimator, batch, made)
         if settings.code_length and "logistic" in settings.estimators:
             goals = [goal for goal in place.goals if goal.role == LABEL and goal.kind == "class"]
-            train, test = _with_two_classes(goals, *code_blocks(here.roots, settings.seed))
+            train, test = _with_two_classes(goals, *code_blocks(place.groups, settings.seed))
             name = f"{part}/code/{batch[0]}"
             held = parts.get(name, lambda: held_out("logistic", self._load(here, batch), goals, train, test))
             place.add_code(goals, batch, held, np.asarray(test.any(0)))

@@ -1,204 +1,290 @@
 """From held-out predictions to the lines of a report: scores, intervals, tests, controls."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import numpy as np
-import torch
 
-from replaylens.probes import controls, information, statistics
+from replaylens.probes import controls, information, metrics, statistics
 from replaylens.probes.goals import CONTROL, LABEL, SHUFFLED, ZERO, Goal
-from replaylens.probes.heldout import Held, held_out
+from replaylens.probes.heldout import held_out
+from replaylens.probes.refit import ratio, score
 from replaylens.probes.report import Report, about_rows
-from replaylens.probes.rows import Cell, ProbeRows
+from replaylens.probes.rows import ProbeRows
 from replaylens.probes.settings import SweepSettings
 from replaylens.probes.splits import Split
+from replaylens.probes.statistics import Null
+from replaylens.probes.sweep_position import SweepPosition
+
+ERROR = 0.05
+"""share of sweeps without any signal that may still show one"""
 
 
-@dataclass
-class SweepPosition:
-    """One position of a sweep with its predictions, filled batch by batch."""
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The cells of one position, label and estimator, which are tested together."""
 
-    position: str
-    rows: ProbeRows
-    split: Split
-    goals: list[Goal]
-    cells: list[Cell]
-    skipped: list[tuple[str, str]]
-    """controls that are skipped: name and reason"""
-    paths: list[np.ndarray] | None
-    """tokens of each row's path; None if some are missing"""
-    held: dict[str, dict[Cell, Held]] = field(default_factory=dict)
-    untrained: dict[str, dict[Cell, Held]] = field(default_factory=dict)
-    codes: dict[tuple[Cell, str], tuple[float, float]] = field(default_factory=dict)
-    """(cell, label) -> (bits per row, compression)"""
+    place: SweepPosition
+    number: int
+    """of the goal"""
+    estimator: str
 
-    def add(self, estimator: str, batch: Sequence[Cell], held: Held) -> None:
-        """Mutates: adds the predictions of a batch of cells."""
-        self.held.setdefault(estimator, {}).update(_by_cell(batch, held))
+    @property
+    def goal(self) -> Goal:
+        return self.place.goals[self.number]
 
-    def add_untrained(self, estimator: str, batch: Sequence[Cell], held: Held) -> None:
-        """Mutates: adds those on the untrained model."""
-        self.untrained.setdefault(estimator, {}).update(_by_cell(batch, held))
+    @property
+    def tested(self) -> np.ndarray:
+        return self.place.tested(self.goal)
 
-    def add_code(self, goals: list[Goal], batch: Sequence[Cell], held: Held, coded: np.ndarray) -> None:
-        """Mutates: adds the code lengths."""
-        for c, cell in enumerate(batch):
-            for g, goal in enumerate(goals):
-                there = goal.present
-                length = information.code_length(held.log_loss[c, g][there], coded[there], len(goal.classes))
-                self.codes[cell, goal.label] = length
+    @property
+    def groups(self) -> np.ndarray:
+        return np.asarray(self.place.groups[self.tested])
 
-    def stack(self, estimator: str, goal: int) -> np.ndarray:
-        """Predictions [cells, rows] of one goal."""
-        return np.stack([self.held[estimator][cell].predicted[0, goal] for cell in self.cells])
+    @property
+    def folds(self) -> int:
+        return len(self.place.split)
 
-    @cached_property
-    def bags(self) -> torch.Tensor | None:
-        """[1, rows, tokens]: token counts of the rows' paths, shared by all labels."""
-        return None if self.paths is None else torch.from_numpy(controls.bags(self.paths)).double()[None]
+    def predicted(self, number: int | None = None, *, untrained: bool = False) -> np.ndarray:
+        """[cells, tested rows], of this goal or of the control with that number."""
+        number = self.number if number is None else number
+        return self.place.predicted(self.estimator, number, untrained=untrained)[:, self.tested]
 
-    def tested(self, goal: Goal) -> np.ndarray:
-        """[rows] bool: tested, and with a value of the goal."""
-        return self.split.test.any(0) & goal.present
+    def gains(self, predicted: np.ndarray, goal: Goal | None = None) -> np.ndarray:
+        """[cells, tested rows], whose means are the scores of predictions."""
+        top, bottom = ratio(predicted, goal or self.goal, self.tested)
+        return np.asarray(top / bottom.mean())
+
+    def controls(self, role: str) -> list[int]:
+        """The numbers of this label's controls of a role."""
+        goals = self.place.goals
+        return [i for i, other in enumerate(goals) if other.role == role and other.label == self.goal.label]
 
 
-def _by_cell(batch: Sequence[Cell], held: Held) -> dict[Cell, Held]:
-    return {
-        cell: Held(held.predicted[i : i + 1], held.log_loss[i : i + 1], held.confidence[i : i + 1])
-        for i, cell in enumerate(batch)
-    }
-
-
-def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettings) -> Report:
+def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettings, notes: list[str]) -> Report:
     """The whole report. Corrections cover all lines of labels, not those of controls."""
-    lines: list[dict[str, Any]] = []
-    nulls: list[tuple[list[dict[str, Any]], statistics.Null]] = []
-    for place in places:
-        for number, goal in enumerate(place.goals):
-            if goal.role in (LABEL, ZERO):
-                shared: dict[str, Any] = dict.fromkeys(("majority", "token_identity", "bag_of_tokens"))
-                if goal.role == LABEL and settings.controls:
-                    shared |= _shared_controls(place, goal)
-                for estimator in settings.estimators:
-                    own, null = _lines(place, number, estimator, shared, settings)
-                    lines += own
-                    if goal.role == LABEL:
-                        nulls.append((own, null))
-    family = statistics.max_statistic([null for _, null in nulls])
-    for (own, _), corrected in zip(nulls, family, strict=True):
-        for line, p in zip(own, corrected, strict=True):
-            line["p_family"] = float(p)
-    main = [line for line in lines if not line["known_zero"]]
-    for line, q in zip(main, statistics.false_discovery(np.array([line["p"] for line in main])), strict=True):
-        line["q"] = float(q)
-    notes = [f"Skipped {what} at position {place.position!r}: {why}." for place in places for what, why in place.skipped]
+    blocks = [
+        Block(place, number, estimator)
+        for place in places
+        for number, goal in enumerate(place.goals)
+        if goal.role in (LABEL, ZERO)
+        for estimator in settings.estimators
+    ]
+    main = [block for block in blocks if block.goal.role == LABEL]
+    made = [(block, list(_lines(block, settings, ERROR / len(main)))) for block in blocks]
+    _correct([(block, lines) for block, lines in made if block.goal.role == LABEL])
+    lines = [line for _, own in made for line in own]
     return Report("sweep", lines, about_rows(rows), settings.to_json(), notes)
 
 
-def _lines(
-    place: SweepPosition, number: int, estimator: str, shared: dict[str, Any], settings: SweepSettings
-) -> tuple[list[dict[str, Any]], statistics.Null]:
-    """One line per cell for one goal and estimator, and the cells' scores on permuted labels."""
-    goal = place.goals[number]
-    tested = place.tested(goal)
-    roots, codes = place.rows.roots[tested], goal.codes[tested]
-    predicted = place.stack(estimator, number)[:, tested]
-    top, bottom = _ratio(goal, predicted, codes)
-    how: dict[str, Any] = dict(folds=len(place.split), least=0.0 if goal.kind == "class" else -np.inf)
-    scores = statistics.bootstrap(top, bottom, roots, resamples=settings.resamples, seed=settings.seed, **how)
-    orders = statistics.root_permutations(codes, roots, settings.permutations, settings.seed)
-    permuted = statistics.permuted_accuracy if goal.kind == "class" else statistics.permuted_product
-    null = permuted(predicted, codes, orders)
-    lines = []
-    for c, (cell, score) in enumerate(zip(place.cells, scores, strict=True)):
-        line: dict[str, Any] = {
+def _correct(made: list[tuple[Block, list[dict[str, Any]]]]) -> None:
+    """Mutates the lines: p-values of each cell, corrected for the grid, and false discovery rates.
+
+    Cells with permutation tests are corrected by their largest score under permutation, the others by their number
+    (Bonferroni). If a grid has both kinds, each gets half of the error.
+    """
+    permuted = [(own, null) for block, own in made if (null := block.place.null(block.estimator, block.goal)) is not None]
+    others = [(block, own) for block, own in made if block.place.null(block.estimator, block.goal) is None]
+    kinds = 2 if permuted and others else 1
+    for (own, null), family in zip(permuted, statistics.max_statistic([null for _, null in permuted]), strict=True):
+        for i, line in enumerate(own):
+            line["p"], line["p_family"] = float(null.p[i]), min(1.0, kinds * float(family[i]))
+    count = kinds * sum(len(own) for _, own in others)
+    for block, own in others:
+        for line, p in zip(own, _corrected(block), strict=True):
+            line["p"], line["p_family"] = float(p), min(1.0, count * float(p))
+    lines = [line for _, own in made for line in own]
+    for line, q in zip(lines, statistics.false_discovery(np.array([line["p"] for line in lines])), strict=True):
+        line["q"] = float(q)
+
+
+def _corrected(block: Block) -> np.ndarray:
+    """[cells]: p-values of a t test that the score is above that of the most frequent class, or above r2 = 0."""
+    return statistics.corrected_p(block.gains(block.predicted()) - _constant(block), block.groups, block.folds)
+
+
+def _constant(block: Block) -> np.ndarray:
+    """[tested rows]: whether the most frequent class, or for known zeros a guess, is right; for numbers, 0."""
+    goal, codes = block.goal, block.goal.codes[block.tested]
+    if goal.kind == "number":
+        return np.zeros(len(codes))
+    return np.asarray(codes == np.bincount(codes).argmax(), dtype=float)
+
+
+def _lines(block: Block, settings: SweepSettings, error: float) -> Iterator[dict[str, Any]]:
+    """One line per cell."""
+    place, goal, predicted = block.place, block.goal, block.predicted()
+    top, bottom = ratio(predicted, goal, block.tested)
+    least = 0.0 if goal.kind == "class" else -np.inf
+    scores = statistics.bootstrap(top, bottom, block.groups, folds=block.folds, least=least)
+    shared = _shared(block, settings)
+    beyond = _controls(block, shared, error) if goal.role == LABEL else [{} for _ in scores]
+    more = _metrics(block)
+    null = place.null(block.estimator, goal)
+    for c, (cell, found) in enumerate(zip(place.cells, scores, strict=True)):
+        yield {
             "site": cell.site,
             "layer": cell.layer,
             "position": place.position,
             "label": goal.label,
-            "estimator": estimator,
+            "estimator": block.estimator,
             "metric": "accuracy" if goal.kind == "class" else "r2",
-            "accuracy": score.value,
-            "low": score.low,
-            "high": score.high,
-            "p": float(null.p[c]),
+            "accuracy": found.value,
+            "low": found.low,
+            "high": found.high,
+            **{name: values[c] for name, values in more.items()},
+            "p": None,
             "p_family": None,
             "q": None,
-            "rows": int(tested.sum()),
-            "roots": len(np.unique(roots)),
+            "test": _test_name(block, null),
+            "rows": place.given[goal.label],
+            "distinct": int(block.tested.sum()),
+            "roots": len(np.unique(place.rows.roots[block.tested])),
+            "groups": len(np.unique(block.groups)),
             "known_zero": goal.role == ZERO,
             "chance": goal.chance,
-            **shared,
-            **_cell_controls(place, goal, estimator, c, score.value),
-            **_information(place, number, estimator, c, tested),
+            **{name: values and values[1] for name, values in shared.items()},
+            "shuffled": _shuffled(block, null, c),
+            **(_NO_CONTROLS | beyond[c]),
+            **_information(block, c),
         }
-        lines.append(line)
-    return lines, null
 
 
-def _ratio(goal: Goal, predicted: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(top, bottom): the score is the ratio of their sums."""
-    if goal.kind == "class":
-        return predicted == codes, np.ones(len(codes))
-    total = (codes - codes.mean()) ** 2
-    return total - (codes - predicted) ** 2, total
+def _test_name(block: Block, null: Null | None) -> str | None:
+    if block.goal.role != LABEL:
+        return None
+    if null is None:
+        return "corrected t"
+    return "permutation" if block.folds == 1 else "refitted permutation"
 
 
-def _score(goal: Goal, predicted: np.ndarray, tested: np.ndarray) -> float:
-    top, bottom = _ratio(goal, predicted[tested], goal.codes[tested])
-    return float(top.sum() / bottom.sum())
-
-
-def _shared_controls(place: SweepPosition, goal: Goal) -> dict[str, Any]:
-    """Controls that do not depend on the model: the same for every cell."""
+def _metrics(block: Block) -> dict[str, list[float | None]]:
+    """Metrics of classes beside accuracy, one value per cell."""
+    goal, tested, names = block.goal, block.tested, ("auroc", "balanced_accuracy", "f1")
     if goal.kind == "number":
-        return {"majority": 0.0}  # the mean explains nothing
-    train, test, tested = place.split.train & goal.present, place.split.test, place.tested(goal)
-    tokens = place.rows.frame["token"].to_numpy()
-    found = {
-        "majority": controls.majority(goal.codes, train, test),
-        "token_identity": _score(goal, controls.token_identity(goal.codes, tokens, train, test), tested),
-    }
-    if place.bags is not None:
-        said = held_out("logistic", place.bags, [goal], place.split.train, test).predicted[0, 0]
-        found["bag_of_tokens"] = _score(goal, said, tested)
-    return found
+        return {name: [None] * len(block.place.cells) for name in names}
+    codes, predicted = goal.codes[tested], block.predicted()
+    found = (
+        metrics.auroc(block.place.scores(block.estimator, block.number)[:, tested], codes, block.place.fold[tested]),
+        metrics.balanced_accuracy(predicted, codes),
+        metrics.f1(predicted, codes, len(goal.classes)),
+    )
+    return {name: values.tolist() for name, values in zip(names, found, strict=True)}
 
 
-def _cell_controls(place: SweepPosition, goal: Goal, estimator: str, c: int, score: float) -> dict[str, Any]:
-    """Controls of one cell: shuffled labels, control task with selectivity, untrained model."""
-    found: dict[str, Any] = dict.fromkeys(("shuffled", "control_task", "selectivity", "untrained"))
-    if goal.role != LABEL:
+# ---- controls ---------------------------------------------------------------------------------------------------------
+
+_NO_CONTROLS = dict.fromkeys(
+    ("control_task", "selectivity", "selectivity_low", "selectivity_high", "untrained", "margin", "margin_over")
+)
+
+
+class _How(TypedDict):
+    level: float
+    folds: int
+
+
+Shared = dict[str, tuple[np.ndarray | None, float] | None]
+"""control -> (gain of each tested row, score)"""
+
+
+def _shared(block: Block, settings: SweepSettings) -> Shared:
+    """Controls that do not depend on the model: the same for every cell."""
+    place, goal = block.place, block.goal
+    found: Shared = dict.fromkeys(("majority", "token_identity", "bag_of_tokens"))
+    if goal.role != LABEL or not settings.controls:
         return found
-    for number, other in enumerate(place.goals):
-        if other.label != goal.label or other.role not in (SHUFFLED, CONTROL):
-            continue
-        value = _score(other, place.held[estimator][place.cells[c]].predicted[0, number], place.tested(other))
-        found["shuffled" if other.role == SHUFFLED else "control_task"] = value
-    if found["control_task"] is not None:
-        found["selectivity"] = score - found["control_task"]
-    if estimator in place.untrained:
-        said = place.untrained[estimator][place.cells[c]].predicted[0, place.goals.index(goal)]
-        found["untrained"] = _score(goal, said, place.tested(goal))
+    train, test, tested = place.split.train & goal.present, place.split.test, block.tested
+    if goal.kind == "number":
+        found["majority"] = (None, 0.0)  # the mean explains nothing
+    else:
+        found["majority"] = (None, controls.majority(goal.codes, train, test))
+        tokens = place.rows.frame["token"].to_numpy()
+        found["token_identity"] = _scored(block, controls.token_identity(goal.codes, tokens, train, test)[tested])
+    if place.bags is not None:
+        simple = "logistic" if goal.kind == "class" else "ridge"
+        said = held_out(simple, place.bags, [goal], place.split.train, test).predicted[0, 0]
+        found["bag_of_tokens"] = _scored(block, said[tested])
     return found
 
 
-def _information(place: SweepPosition, number: int, estimator: str, c: int, tested: np.ndarray) -> dict[str, Any]:
+def _scored(block: Block, predicted: np.ndarray) -> tuple[np.ndarray, float]:
+    gains = block.gains(predicted[None])[0]
+    return gains, float(gains.mean())
+
+
+def _controls(block: Block, shared: Shared, error: float) -> list[dict[str, Any]]:
+    """For each cell: controls of its own, and how far the score is above all controls at least.
+
+    error  that the lower bounds of all cells together may have
+    """
+    own, how = block.gains(block.predicted()), _How(level=1 - error, folds=block.folds)
+    found: list[dict[str, Any]] = [{} for _ in own]
+    bounds = {
+        name: statistics.lower_bounds(own - values[0], block.groups, **how)[1]
+        for name, values in shared.items()
+        if values is not None and values[0] is not None
+    }
+    if numbers := block.controls(CONTROL):
+        bounds["control_task"] = _selectivity(block, own, numbers, found, error)
+    if block.estimator in block.place.untrained:
+        blank = block.gains(block.predicted(untrained=True))
+        bounds["untrained"] = statistics.lower_bounds(own - blank, block.groups, **how)[1]
+        for line, value in zip(found, blank.mean(1), strict=True):
+            line["untrained"] = float(value)
+    for c, line in enumerate(found):
+        if bounds:
+            line["margin_over"] = min(bounds, key=lambda name: bounds[name][c])
+            line["margin"] = float(bounds[line["margin_over"]][c])
+    return found
+
+
+def _selectivity(block: Block, own: np.ndarray, numbers: list[int], found: list[dict[str, Any]], error: float) -> np.ndarray:
+    """Lower bounds [cells] of the selectivity. Mutates `found`: adds it with its interval.
+
+    The control tasks are a sample of all random ones, so their spread counts as well.
+    """
+    goals = block.place.goals
+    drawn = np.stack([block.gains(block.predicted(number), goals[number]) for number in numbers])  # [draws, cells, rows]
+    spread = drawn.mean(2).var(0, ddof=1) / len(numbers) if len(numbers) > 1 else np.zeros(len(own))
+    how: dict[str, Any] = dict(folds=block.folds, extra=spread)
+    value, bound = statistics.lower_bounds(own - drawn.mean(0), block.groups, level=1 - error, **how)
+    for c, line in enumerate(found):
+        alone = statistics.mean_over_roots((own - drawn.mean(0))[c], block.groups, folds=block.folds, extra=float(spread[c]))
+        line["control_task"] = float(drawn[:, c].mean())
+        line |= {"selectivity": float(value[c]), "selectivity_low": alone.low, "selectivity_high": alone.high}
+    return bound
+
+
+def _shuffled(block: Block, null: Null | None, c: int) -> float | None:
+    """The mean score on permuted labels, or that of one shuffled control if no permutation was fitted."""
+    if block.goal.role != LABEL:
+        return None
+    if null is not None and block.folds > 1:
+        return float(null.drawn[:, c].mean())
+    numbers = block.controls(SHUFFLED)
+    if not numbers:
+        return None
+    return float(score(block.predicted(numbers[0]), block.place.goals[numbers[0]], block.tested)[c])
+
+
+# ---- information ------------------------------------------------------------------------------------------------------
+
+
+def _information(block: Block, c: int) -> dict[str, Any]:
     """Bits and calibration, for estimators that give probabilities."""
-    goal = place.goals[number]
+    place, goal, tested = block.place, block.goal, block.tested
     found: dict[str, Any] = dict.fromkeys(("v_information", "calibration_error", "code_bits", "compression"))
-    held = place.held[estimator][place.cells[c]]
-    loss = held.log_loss[0, number][tested]
+    held = place.held[block.estimator][place.cells[c]]
+    loss = held.log_loss[0, block.number][tested]
     if goal.kind == "class" and not np.isnan(loss).any():
         null = _null_loss(goal, place.split)[tested]
-        correct = held.predicted[0, number][tested] == goal.codes[tested]
-        confidence = held.confidence[0, number][tested].astype(np.float64)
+        correct = held.predicted[0, block.number][tested] == goal.codes[tested]
+        confidence = held.confidence[0, block.number][tested].astype(np.float64)
         found["v_information"] = information.v_information(loss.astype(np.float64), null)
         found["calibration_error"] = information.calibration_error(confidence, correct)
-    if (place.cells[c], goal.label) in place.codes and estimator == "logistic":
+    if (place.cells[c], goal.label) in place.codes and block.estimator == "logistic":
         found["code_bits"], found["compression"] = place.codes[place.cells[c], goal.label]
     return found
 

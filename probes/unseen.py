@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from replaylens.engine.engine import Engine
-from replaylens.probes.controls import histories
-from replaylens.probes.errors import BadRows
+from replaylens.probes.errors import BadRows, SharedRows
+from replaylens.probes.groups import histories, path_keys
 from replaylens.probes.rows import ProbeRows
 from replaylens.tasks import Example
 
@@ -35,3 +35,18 @@ def unseen(rows: ProbeRows, engine: Engine, examples: Sequence[Example]) -> tupl
     if not keep.any():
         raise BadRows(f"All {len(rows)} rows to fit on begin one of the prompts. Give other prompts, or more rows.")
     return rows.where(keep), notes
+
+
+def apart(fitted: ProbeRows, tested: ProbeRows) -> None:
+    """Raise SharedRows, which names two rows, if a tested row is one that was fitted on."""
+    keys = path_keys(fitted), path_keys(tested)
+    both = np.intersect1d(*keys)
+    if len(both):
+        ends = [
+            f"row {int(np.flatnonzero(each == both[0])[0])} (root {rows.roots[each == both[0]][0]})"
+            for each, rows in zip(keys, (fitted, tested), strict=True)
+        ]
+        raise SharedRows(
+            f"{ends[0]} is fitted on and {ends[1]} is read, but they have the same path and so the same activation; "
+            f"{len(both) - 1} more are like them. Give other prompts to read."
+        )

@@ -11,6 +11,7 @@ from replaylens.probes.balanced import balanced_accuracy
 from replaylens.probes.controls import token_identity
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.goals import Goal, make_goal
+from replaylens.probes.groups import groups_of, independent
 from replaylens.probes.heldout import held_out
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows
@@ -42,51 +43,53 @@ def transfer_across(
     counts as common if, at some cell, the transfer is above chance and above both controls; the intervals of the differences
     hold for all cells jointly.
     """
-    here, goal, part = _labelled(rows, label, position, fit_on, test_on)
-    inside = np.arange(folds)[:, None] == fold_of_roots(here.roots, folds, seed)
+    here, goal, part, notes = _labelled(rows, label, position, fit_on, test_on)
+    groups = groups_of(here)
+    inside = np.arange(folds)[:, None] == fold_of_roots(groups, folds, seed)
     ways = {(a, b): (~inside & (part == a), inside & (part == b)) for a in (fit_on, test_on) for b in (fit_on, test_on)}
-    splits = {way: Split(f"{way[0]} to {way[1]}", *masks, here.roots) for way, masks in ways.items()}
+    splits = {way: Split(f"{way[0]} to {way[1]}", *masks, here.roots).check(here) for way, masks in ways.items()}
     main = splits[fit_on, test_on]
     for split in splits.values():
         goal.check(split.train)
     tested = part == test_on
     token = token_identity(goal.codes, here.frame["token"].to_numpy(), main.train, main.test) == goal.codes
-    lines = [_line(f"token alone, {fit_on} to {test_on}", None, token[tested], goal.codes[tested], here.roots[tested], folds)]
+    lines = [_line(f"token alone, {fit_on} to {test_on}", None, token[tested], goal.codes[tested], groups[tested], folds)]
     gains: dict[str, list[np.ndarray]] = {name: [] for name in CONTROLS}
     cells = here.cells(sites, layers)
     for cell in cells:
         x = torch.from_numpy(here.matrix(cell.site, cell.layer)).double()[None]
         for (a, b), split in splits.items():
             right, own = _right(estimator, x, [goal], split)[0], part == b
-            lines.append(_line(f"{cell}: {a} to {b}", cell, right[own], goal.codes[own], here.roots[own], folds))
+            lines.append(_line(f"{cell}: {a} to {b}", cell, right[own], goal.codes[own], groups[own], folds))
             if (a, b) == (fit_on, test_on):
-                mixed = _right(estimator, x, _shuffled(goal, here.roots, tested, seed), split).mean(0)
+                mixed = _right(estimator, x, _shuffled(goal, groups, tested, seed), split).mean(0)
                 gains["shuffled labels"].append((right - mixed)[tested])
                 gains["token alone"].append((right.astype(float) - token)[tested])
     for name, each in gains.items():
-        for cell, gain in zip(cells, means_over_roots(np.stack(each), here.roots[tested], seed=seed, folds=folds), strict=True):
+        for cell, gain in zip(cells, means_over_roots(np.stack(each), groups[tested], seed=seed, folds=folds), strict=True):
             what = f"{cell}: {fit_on} to {test_on} minus {name}"
-            lines.append(
-                score_line(what, "difference", gain, int(tested.sum()), cell, roots=len(np.unique(here.roots[tested])))
-            )
+            lines.append(score_line(what, "difference", gain, int(tested.sum()), cell, roots=len(np.unique(groups[tested]))))
     settings = dict(label=label, fit_on=fit_on, test_on=test_on, position=position, estimator=estimator, folds=folds, seed=seed)
-    return Report("transfer_across", lines, about_rows(here), settings, [], _say(lines, f"{fit_on} to {test_on}", label))
+    return Report("transfer_across", lines, about_rows(here), settings, notes, _say(lines, f"{fit_on} to {test_on}", label))
 
 
-def _labelled(rows: ProbeRows, label: str, position: str, fit_on: str, test_on: str) -> tuple[ProbeRows, Goal, np.ndarray]:
-    """Accepted rows of both parts with a class that both have, their goal, and the part of each."""
+def _labelled(
+    rows: ProbeRows, label: str, position: str, fit_on: str, test_on: str
+) -> tuple[ProbeRows, Goal, np.ndarray, list[str]]:
+    """Accepted rows of both parts with a class that both have, their goal, the part of each, and notes."""
     known = sorted(set(rows.frame.get("part", [])))
     if fit_on not in known or test_on not in known or fit_on == test_on:
         there = ", ".join(known) or "none; see ProbeRows.join"
         raise ProbeError(f"No transfer from {fit_on!r} to {test_on!r}. Give two of the parts of these rows: {there}.")
-    here = rows.accepted().at(position)
+    chosen = independent(rows.accepted().at(position))
+    here, notes = chosen.rows, [chosen.note] if chosen.note else []
     target, part = here.target(label), here.frame["part"].to_numpy()
     sides = [set(target.values[target.present & (part == name)]) for name in (fit_on, test_on)]
     if target.kind != "class" or len(sides[0] & sides[1]) < 2:
         there = ", ".join(sorted(map(str, sides[0] & sides[1]))) or "none"
         raise BadRows(f"Label {label!r} at {position} has the common classes {there} in both parts. It needs at least two.")
     keep = target.present & np.isin(target.values, sorted(sides[0] & sides[1])) & np.isin(part, [fit_on, test_on])
-    return here.where(keep), make_goal(target[keep]), part[keep]
+    return here.where(keep), make_goal(target[keep]), part[keep], notes
 
 
 def _shuffled(goal: Goal, roots: np.ndarray, tested: np.ndarray, seed: int) -> list[Goal]:

@@ -13,6 +13,7 @@ from replaylens.probes.effects import difference, line_of, line_of_placebos
 from replaylens.probes.erasers import Inlp, Leace
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.goals import make_goal
+from replaylens.probes.groups import distinct
 from replaylens.probes.report import Report, about_rows, percent
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.stage import Stage, Subject, Variant
@@ -57,7 +58,7 @@ def amnesic(
     rows.require(engine)
     here = rows.accepted().at(position)
     here = here.where(here.target(label).present)
-    here, notes = unseen(here, engine, examples)
+    here, notes = unseen(distinct(here), engine, examples)
     lines: list[dict[str, Any]] = []
     said: list[str] = []
     for layer in layers:
@@ -121,8 +122,8 @@ def _compare(stage: Stage, cell: Cell, eraser: _Eraser, placebos: int, seed: int
     plain, own, *others = stage.ask([nothing, _variant(eraser.change), *random])
     name, error = f"{cell} {eraser.name}", "error rate"
     lines = [
-        line_of(f"{name}: nothing erased", plain, stage.roots, seed, error),
-        line_of(f"{name}: label erased", own, stage.roots, seed, error),
+        line_of(f"{name}: nothing erased", plain, stage.roots, error),
+        line_of(f"{name}: label erased", own, stage.roots, error),
         line_of_placebos(f"{name}: random directions erased", others, stage.roots, seed, error),
         difference(f"{name}: label minus random directions", own, others, stage.roots, seed, f"difference of {error}s"),
     ]

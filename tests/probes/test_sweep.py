@@ -215,7 +215,7 @@ def test_bags_count_the_path(steps_dump: Dump) -> None:
     """The token counts of a row, rejected or not, cover exactly the tokens on its own path."""
     every = ProbeRows.of(steps_dump)
     chosen = every.rejected().at("step")
-    paths = controls.histories(chosen)
+    paths = groups.histories(chosen)
     assert paths is not None
     bags = controls.bags(paths)
     frame, tokens = every.frame, np.unique(np.concatenate(paths))
@@ -232,7 +232,7 @@ def test_control_task_is_a_function_of_the_context(coin_dump: Dump) -> None:
     """Equal contexts have equal control labels. Their classes are about as frequent as the real ones."""
     every = ProbeRows.of(coin_dump)
     here = every.accepted().at("step")
-    types, length = controls.contexts(controls.histories(here) or []) or (np.zeros(0), 0)
+    types, length = controls.contexts(groups.histories(here) or []) or (np.zeros(0), 0)
     goal = make_goal(here.target("face"))
     labels = controls.control_labels(types, goal.codes)
     assert length >= 2 and len(np.unique(types)) >= controls.MIN_TYPES
@@ -263,9 +263,9 @@ def test_controls_of_the_path_need_the_whole_path(coin_dump: Dump) -> None:
 def test_controls_of_joined_rows(coin_dump: Dump) -> None:
     """Parts use the same example numbers, but their paths are kept apart."""
     rows = ProbeRows.of(coin_dump)
-    alone = controls.histories(rows.at("query"))
+    alone = groups.histories(rows.at("query"))
     for both in (ProbeRows.join(a=rows, b=rows).at("query"), ProbeRows.join(a=rows.at("query"), b=rows.at("query"))):
-        paths = controls.histories(both)
+        paths = groups.histories(both)
         assert paths is not None and alone is not None
         assert all(np.array_equal(mine, own) for mine, own in zip(paths, [*alone, *alone], strict=True))
         assert np.array_equal(both.matrix("S", 2), np.tile(rows.at("query").matrix("S", 2), (2, 1)))

@@ -1,0 +1,147 @@
+"""Groups: which rows are the same observation, and which are independent of each other.
+
+A row is a function of its path: the tokens up to and including it. Two prompts that begin alike therefore have the same rows
+up to where they part, bit for bit, although their roots differ. A probe that is fitted on one of them and tested on the other
+is tested on rows that it has seen.
+
+    key    identifies an observation: rows with equal keys are one activation
+    group  roots that share an observation, directly or through other roots; the unit that folds, resampling and
+           permutation treat as independent
+
+`independent` prepares rows for a probe: every observation once, in at least `MIN_GROUPS` groups where possible.
+"""
+
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from replaylens.probes.paths import row_paths
+from replaylens.probes.rows import ProbeRows
+
+MIN_GROUPS = 20
+"""groups that intervals need to hold what they promise; see docs/probes.md"""
+
+
+def histories(rows: ProbeRows) -> list[np.ndarray] | None:
+    """For each row, the tokens of its path up to and including it. None if the dump or run does not have all positions."""
+    every = rows.whole
+    token, place = every.frame["token"].to_numpy(), {number: i for i, number in enumerate(rows.numbers)}
+    found: dict[int, np.ndarray] = {}
+    for path in row_paths(every.frame):
+        tokens, before = token[path.rows], len(path.rows) - path.num_own
+        for end, number in enumerate(every.numbers[path.own], before):
+            if number in place:
+                if not path.whole[end]:
+                    return None
+                found[place[number]] = tokens[: end + 1]
+    return [found[i] for i in range(len(rows))]
+
+
+def path_keys(rows: ProbeRows) -> np.ndarray:
+    """[rows] str: a hash of each row's path, or of its stored bits where the path has holes.
+
+    The bits of the deepest stored site are hashed along with the path, so that rows of one path with different edits count as
+    different. Rows made from arrays may bring keys of their own, in the column `key`.
+    """
+    if "key" in rows.frame:
+        return rows.frame["key"].to_numpy(dtype=str)
+    paths, bits = histories(rows), _deepest(rows)
+    parts = (bits[i].tobytes() + (b"" if paths is None else paths[i].tobytes()) for i in range(len(rows)))
+    return np.array([blake2b(part, digest_size=12).hexdigest() for part in parts], dtype="U24")
+
+
+def _deepest(rows: ProbeRows) -> np.ndarray:
+    """[rows, d]: the stored site that depends on most of the path. Empty columns if no letter was captured."""
+    for letter in ("S", "C", "T"):
+        stored = rows.source.letters(letter)
+        if stored:
+            return rows.source.take(letter, max(stored), rows.numbers).float().numpy()
+    return np.empty((len(rows), 0), dtype=np.float32)
+
+
+def groups_of(rows: ProbeRows, keys: np.ndarray | None = None) -> np.ndarray:
+    """[rows] str: the group of each row, named after the first of its roots.
+
+    Rows of `independent` keep the groups that they had before repeated rows were left out, in the column `group`.
+
+    keys  of the rows, as given by `path_keys`, if they are known already
+    """
+    if "group" in rows.frame:
+        return rows.frame["group"].to_numpy(dtype=str)
+    keys = path_keys(rows) if keys is None else keys
+    names, root = np.unique(rows.roots, return_inverse=True)
+    found, key = np.unique(keys, return_inverse=True)
+    size = len(names) + len(found)
+    links = coo_array((np.ones(len(root), dtype=bool), (root, len(names) + key)), shape=(size, size))
+    component = connected_components(links, directed=False)[1][: len(names)]
+    first = np.unique(component, return_index=True)[1]  # names are sorted, so this is the smallest root of each component
+    return np.asarray(names[first[component]][root])
+
+
+def distinct(rows: ProbeRows) -> ProbeRows:
+    """One row of each observation: an accepted row if there is one, then the first."""
+    return rows.where(_first(rows, path_keys(rows)))
+
+
+def _first(rows: ProbeRows, keys: np.ndarray) -> np.ndarray:
+    """[rows] bool: the row that stands for its observation."""
+    order = np.argsort(~rows.frame["accepted"].to_numpy(dtype=bool), kind="stable")
+    chosen = np.zeros(len(rows), dtype=bool)
+    chosen[order[np.unique(keys[order], return_index=True)[1]]] = True
+    return chosen
+
+
+@dataclass(frozen=True, eq=False)
+class Independent:
+    """Rows for a probe: every observation once, with its group."""
+
+    rows: ProbeRows
+    """with the columns `key` and `group`"""
+    num_given: int
+    """rows before repeated ones and shared beginnings were left out"""
+    begins_at: int
+    """token position before which rows are left out, because too many prompts share them; 0: none are"""
+
+    @property
+    def keys(self) -> np.ndarray:
+        return path_keys(self.rows)
+
+    @property
+    def groups(self) -> np.ndarray:
+        return groups_of(self.rows)
+
+    @property
+    def note(self) -> str | None:
+        """What was left out, for a report."""
+        if not self.begins_at:
+            return None
+        return (
+            f"prompts share the rows before token {self.begins_at}, with which there are fewer than {MIN_GROUPS} independent "
+            f"groups; {len(np.unique(self.groups))} groups remain"
+        )
+
+
+def independent(given: ProbeRows) -> Independent:
+    """Every observation once, and as many groups as statistics need.
+
+    All prompts may begin with the same words, which makes one group of them. Then rows at the first tokens are left out, as
+    few as possible for `MIN_GROUPS` groups, or for as many groups as there can be.
+    """
+    keys = path_keys(given)
+    groups, begin = groups_of(given, keys), 0
+    most, enough = len(np.unique(groups)), min(MIN_GROUPS, len(np.unique(given.roots)))
+    position = given.frame["position"].to_numpy()
+    for start in np.unique(position)[1:]:
+        if most >= enough:
+            break
+        later = position >= start
+        found = groups_of(given.where(later), keys[later])
+        if len(np.unique(found)) > most:
+            begin, most = int(start), len(np.unique(found))
+            groups = np.full(len(given), "", dtype=found.dtype)
+            groups[later] = found
+    named = replace(given, frame=given.frame.assign(key=keys, group=groups))
+    return Independent(named.where(_first(given, keys) & (position >= begin)), len(given), begin)
