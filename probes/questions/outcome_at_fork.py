@@ -46,6 +46,10 @@ def outcome_at_fork(
     rows, target = rows.where(target.present), target[target.present]
     chosen = independent(rows)
     target, rows = target[np.isin(rows.numbers, chosen.rows.numbers)], chosen.rows
+    if np.ptp(target.values) == 0:
+        raise BadRows(
+            f"The outcome has probability {target.values[0]:g} at all {len(rows)} rows. Choose a position where it varies."
+        )
     groups, size = groups_of(rows), sizes(rows)
     split, goal = by_root(rows, folds, seed), make_goal(target)
     state = (rows.target("state").values == rows.target("state").classes[0]).astype(float)

@@ -84,7 +84,7 @@ def _right(estimator: str, x: torch.Tensor, goal: Goal, train: np.ndarray, test:
 def _line(
     what: str, cell: Cell, goal: Goal, rows: ProbeRows, right: np.ndarray, masks: tuple[np.ndarray, np.ndarray]
 ) -> dict[str, Any]:
-    tested: np.ndarray = masks[1].any(0)
+    tested = np.asarray(masks[1].any(0))
     score = bootstrap(right[tested][None], np.ones(tested.sum()), groups_of(rows)[tested], folds=len(masks[1]))[0]
     size: dict[str, Any] = dict(majority=majority(goal.codes, *masks), **sizes(rows, tested))
     return score_line(what, "accuracy", score, int(tested.sum()), cell, **size)

@@ -8,7 +8,7 @@ import pytest
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.probes.errors import SharedRows
+from replaylens.probes.errors import BadRows, SharedRows
 from replaylens.probes.groups import distinct
 from replaylens.probes.probe import fit_probe
 from replaylens.probes.questions.across import transfer_across
@@ -46,10 +46,13 @@ def test_a_copy_of_the_rows_is_no_evidence(name: str, coin_dump: Dump, steps_dum
 
 def test_prompts_that_begin_alike_are_one_group(engine: Engine) -> None:
     """At the first step, prompts with the same beginning are one row. Its outcome is counted once."""
-    run = engine.replay(tasks.get("coin")(flips=2).examples(150), sites="S", drafter="ngram", rejected=False)
+    run = engine.replay(tasks.get("coin")(flips=2, p=0.3).examples(150), sites="S", drafter="ngram", rejected=False)
     rows = ProbeRows.of(run)
     report = outcome_at_fork(rows, layers=[3], position="step:1")
     once = len(distinct(rows.accepted().at("step:1")))
+    with pytest.raises(BadRows, match="The outcome has probability 0.5 at all"):
+        fair = engine.replay(tasks.get("coin")(flips=2).examples(40), sites="S", drafter="ngram", rejected=False)
+        outcome_at_fork(fair, layers=[3], position="step:1")
     assert once < 150 and {line["rows"] for line in report.lines} == {line["groups"] for line in report.lines} == {once}
 
 
