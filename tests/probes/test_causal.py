@@ -46,8 +46,9 @@ def test_steering_flips_the_answer(engine: Engine, coin_dump: Dump, probe: Linea
     report = steer(engine, probe, fresh, untrained=placebo_probes(coin_dump, probe, 16))
     assert line(report, "steer: probe")["accuracy"] > 0.9
     assert line(report, "steer: random direction")["accuracy"] < 0.1
-    placebo = 0.025 ** (1 / 8)  # eight random directions without a flip leave room for a population in which some flip
-    assert line(report, "steer: probe minus random direction")["low"] == pytest.approx(0.025 ** (1 / N) - (1 - placebo))
+    none = line(report, "steer: random direction")["high"]
+    assert none == pytest.approx(1 - 0.025 ** (1 / 8)), "eight directions without a flip leave room for some that flip"
+    assert line(report, "steer: probe minus random direction")["low"] == line(report, "steer: probe")["low"] - none
     assert line(report, "steer: probe minus untrained probe")["low"] > 0
     assert json.dumps(report.to_json()) == json.dumps(
         steer(engine, probe, fresh, untrained=placebo_probes(coin_dump, probe, 16)).to_json()

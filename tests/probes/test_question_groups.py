@@ -50,7 +50,7 @@ def test_prompts_that_begin_alike_are_one_group(engine: Engine) -> None:
     rows = ProbeRows.of(run)
     report = outcome_at_fork(rows, layers=[3], position="step:1")
     once = len(distinct(rows.accepted().at("step:1")))
-    with pytest.raises(BadRows, match="The outcome has probability 0.5 at all"):
+    with pytest.raises(BadRows, match=r"The outcome has probability 0\.5 at all"):
         fair = engine.replay(tasks.get("coin")(flips=2).examples(40), sites="S", drafter="ngram", rejected=False)
         outcome_at_fork(fair, layers=[3], position="step:1")
     assert once < 150 and {line["rows"] for line in report.lines} == {line["groups"] for line in report.lines} == {once}
