@@ -100,8 +100,8 @@ class Independent:
 
     rows: ProbeRows
     """with the columns `key` and `group`"""
-    num_given: int
-    """rows before repeated ones and shared beginnings were left out"""
+    copies: np.ndarray
+    """[rows]: how many rows of the given ones are this observation"""
     begins_at: int
     """token position before which rows are left out, because too many prompts share them; 0: none are"""
 
@@ -144,4 +144,6 @@ def independent(given: ProbeRows) -> Independent:
             groups = np.full(len(given), "", dtype=found.dtype)
             groups[later] = found
     named = replace(given, frame=given.frame.assign(key=keys, group=groups))
-    return Independent(named.where(_first(given, keys) & (position >= begin)), len(given), begin)
+    chosen = _first(given, keys) & (position >= begin)
+    _, place, copies = np.unique(keys, return_inverse=True, return_counts=True)
+    return Independent(named.where(chosen), copies[place][chosen], begin)

@@ -31,8 +31,8 @@ class SweepPosition:
     """what is skipped: name and reason"""
     paths: list[np.ndarray] | None
     """tokens of each row's path; None if some are missing"""
-    given: dict[str, int]
-    """label -> number of rows that have it, repeated ones included"""
+    copies: np.ndarray
+    """[rows]: how many of the given rows are this observation"""
     held: dict[str, dict[Cell, Held]] = field(default_factory=dict)
     untrained: dict[str, dict[Cell, Held]] = field(default_factory=dict)
     nulls: dict[tuple[str, str], dict[Cell, Null]] = field(default_factory=dict)
@@ -44,7 +44,8 @@ class SweepPosition:
     def nothing(cls, position: str, rows: ProbeRows, why: str) -> "SweepPosition":
         """A position that cannot be probed."""
         masks = np.zeros((0, len(rows)), dtype=bool)
-        return cls(position, rows, rows.roots, Split("none", masks, masks, rows.roots), [], [], [("everything", why)], None, {})
+        none = Split("none", masks, masks, rows.roots)
+        return cls(position, rows, rows.roots, none, [], [], [("everything", why)], None, np.ones(len(rows)))
 
     # ---- filling ------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from replaylens.engine.request.values import items, whole
 from replaylens.engine.run import Run
 from replaylens.probes import registry, splits
 from replaylens.probes.controls import untrained_rows
-from replaylens.probes.errors import BadRows, MissingLabel, ProbeError
+from replaylens.probes.errors import BadRows, MissingLabel, ProbeError, TooFewRoots
 from replaylens.probes.goals import LABEL, Goal, goals_at
 from replaylens.probes.groups import histories, independent
 from replaylens.probes.heldout import Held, held_out
@@ -146,7 +146,7 @@ class _Sweep:
                 places.append(place)
             notes += [f"Skipped {what} at position {position!r}: {why.removesuffix('.')}." for what, why in place.skipped]
         if not places:
-            raise BadRows("No label can be probed at any position. " + " ".join(notes))
+            raise BadRows(f"No label can be probed at any position. {' '.join(notes)}")
         return places, notes
 
     def _branches(self, rows: ProbeRows) -> ProbeRows:
@@ -163,13 +163,15 @@ class _Sweep:
         if not len(found):
             return SweepPosition.nothing(position, found, "there is no row; dump that position, or choose another")
         here = independent(found)
-        split = self.make_split(here.rows).check(here.rows, here.keys)
+        try:
+            split = self.make_split(here.rows).check(here.rows, here.keys)
+        except TooFewRoots as error:
+            return SweepPosition.nothing(position, found, str(error))
         paths = histories(here.rows) if settings.controls else None
         how: dict[str, Any] = dict(with_controls=settings.controls, seed=settings.seed)
         goals, skipped = goals_at(here.rows, here.groups, paths, settings.labels, split.train, **how)
         skipped += [("the beginning", here.note)] if here.note else []
-        given = {goal.label: int(found.target(goal.label).present.sum()) for goal in goals}
-        return SweepPosition(position, here.rows, here.groups, split, goals, cells, skipped, paths, given)
+        return SweepPosition(position, here.rows, here.groups, split, goals, cells, skipped, paths, here.copies)
 
     def _fill(self, place: SweepPosition, parts: Parts, bar: Any) -> None:
         """Mutates `place`: predictions and permutation tests, one part per batch of cells."""

@@ -74,6 +74,10 @@ def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettin
     main = [block for block in blocks if block.goal.role == LABEL]
     made = [(block, list(_lines(block, settings, ERROR / len(main)))) for block in blocks]
     _correct([(block, lines) for block, lines in made if block.goal.role == LABEL])
+    for block, own in made:
+        if block.goal.role == ZERO:
+            for line, p in zip(own, _corrected(block), strict=True):
+                line["p"] = float(p)
     lines = [line for _, own in made for line in own]
     return Report("sweep", lines, about_rows(rows), settings.to_json(), notes)
 
@@ -105,10 +109,10 @@ def _corrected(block: Block) -> np.ndarray:
 
 
 def _constant(block: Block) -> np.ndarray:
-    """[tested rows]: whether the most frequent class, or for known zeros a guess, is right; for numbers, 0."""
+    """[tested rows]: whether the most frequent class is right; for known zeros, the chance of a guess; for numbers, 0."""
     goal, codes = block.goal, block.goal.codes[block.tested]
-    if goal.kind == "number":
-        return np.zeros(len(codes))
+    if goal.kind == "number" or goal.chance is not None:
+        return np.full(len(codes), goal.chance or 0.0)
     return np.asarray(codes == np.bincount(codes).argmax(), dtype=float)
 
 
@@ -138,7 +142,7 @@ def _lines(block: Block, settings: SweepSettings, error: float) -> Iterator[dict
             "p_family": None,
             "q": None,
             "test": _test_name(block, null),
-            "rows": place.given[goal.label],
+            "rows": int(place.copies[block.tested].sum()),
             "distinct": int(block.tested.sum()),
             "roots": len(np.unique(place.rows.roots[block.tested])),
             "groups": len(np.unique(block.groups)),

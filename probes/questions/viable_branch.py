@@ -75,7 +75,6 @@ class _Scene:
     by_token: np.ndarray | None
     """[rows]: the class that the row's token and claim tell; None before the answer"""
     notes: list[str]
-    seed: int
 
     def read(self, cell: Cell, estimator: str) -> list[dict[str, Any]]:
         """The lines of one cell."""
@@ -86,12 +85,12 @@ class _Scene:
             self._line(cell, "right answers", said, codes, self.right),
             self._line(cell, "wrong answers", said, codes, wrong),
         ]
-        known = wrong & (self.claimed >= 0)
-        sides = [("wrong answers", codes, wrong), (CLAIM, self.claimed, known)] if known.any() else []
-        if known.any():
+        sides = [("wrong answers", codes, wrong)]
+        if (known := wrong & (self.claimed >= 0)).any():
+            sides.append((CLAIM, self.claimed, known))
             lines.append(self._line(cell, CLAIM, said, self.claimed, known))
         if self.by_token is not None:
-            for name, wanted, side in sides or [("wrong answers", codes, wrong)]:
+            for name, wanted, side in sides:
                 lines.append(self._line(cell, name + TOKEN, self.by_token, wanted, side))
                 gain = ((said == wanted).astype(float) - (self.by_token == wanted))[side]
                 more = mean_over_roots(gain, groups_of(self.rows)[side], folds=len(self.split))
@@ -124,7 +123,7 @@ def _scene(here: ProbeRows, truth: str, claim: str, position: str, folds: int, s
             f"Skipped {unknown} of {int((~right).sum())} wrong answers at {position} in the agreement with the model's own "
             f"claim: their rows do not record a claim that is a class of {truth!r}."
         )
-    return _Scene(here, position, goal, split, right, claimed, _by_token(here, claim, goal, split), notes, seed)
+    return _Scene(here, position, goal, split, right, claimed, _by_token(here, claim, goal, split), notes)
 
 
 def _once(here: ProbeRows) -> ProbeRows:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.stats import beta
 
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
@@ -46,9 +47,9 @@ def test_steering_flips_the_answer(engine: Engine, coin_dump: Dump, probe: Linea
     report = steer(engine, probe, fresh, untrained=placebo_probes(coin_dump, probe, 16))
     assert line(report, "steer: probe")["accuracy"] > 0.9
     assert line(report, "steer: random direction")["accuracy"] < 0.1
-    none = line(report, "steer: random direction")["high"]
-    assert none == pytest.approx(1 - 0.025 ** (1 / 8)), "eight directions without a flip leave room for some that flip"
-    assert line(report, "steer: probe minus random direction")["low"] == line(report, "steer: probe")["low"] - none
+    placebo = 0.025 ** (1 / 8)  # eight random directions without a flip leave room for a population in which some flip
+    probe_low = beta.ppf(0.025, N + 0.5, 0.5)  # Jeffreys' interval of N prompts that all flip
+    assert line(report, "steer: probe minus random direction")["low"] == pytest.approx(probe_low - (1 - placebo))
     assert line(report, "steer: probe minus untrained probe")["low"] > 0
     assert json.dumps(report.to_json()) == json.dumps(
         steer(engine, probe, fresh, untrained=placebo_probes(coin_dump, probe, 16)).to_json()

@@ -59,7 +59,7 @@ def test_parts_keep_scores_and_replace_old_files(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("*.npz")
     np.savez(file, predicted=made.predicted, log_loss=made.log_loss, confidence=made.confidence)
     again = Parts(tmp_path, "key").get("part", lambda: made)
-    assert again is made and Parts(tmp_path, "key").get("part", never).score.shape == made.score.shape
+    assert again.score is made.score and Parts(tmp_path, "key").get("part", never).score.shape == made.score.shape
 
 
 def answers(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

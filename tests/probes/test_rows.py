@@ -10,7 +10,7 @@ from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint, UnknownSite
-from replaylens.probes import splits
+from replaylens.probes import groups, splits
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError, RootOnBothSides, TooFewRoots
 from replaylens.probes.goals import make_goal
 from replaylens.probes.positions import Position
@@ -109,6 +109,7 @@ def all_splits(rows: ProbeRows) -> list[splits.Split]:
 
 
 def test_no_root_on_both_sides(rows: ProbeRows) -> None:
+    rows = groups.independent(rows).rows
     for split in all_splits(rows):
         for train, test in split:
             assert not set(rows.roots[train]) & set(rows.roots[test])
@@ -138,7 +139,7 @@ def test_parts_and_shifts(engine: Engine) -> None:
     for name, knobs in {"plain": {}, "idle": {"phrasing": "idle"}, "rare": {"p": 0.9}}.items():
         run = engine.replay(tasks.get("coin")(flips=(2, 3), **knobs).examples(40), sites=["blocks.2.hook_in"], drafter="lens")
         made[name] = ProbeRows.of(run)
-    joined = ProbeRows.join(**made).accepted()
+    joined = groups.distinct(ProbeRows.join(**made).accepted())
     split = splits.by_part(joined, "plain", "idle")
     assert set(joined.frame["part"][split.train[0]]) == {"plain"} and set(joined.frame["part"][split.test[0]]) == {"idle"}
     assert len(joined.matrix("blocks.2.hook_in")) == len(joined)
@@ -192,7 +193,7 @@ def test_bad_rows_and_labels(rows: ProbeRows) -> None:
         rows.cells("T")
     with pytest.raises(TooFewRoots, match="for 5 folds"):
         splits.by_root(rows.where(rows.frame["example"] < 3), 5)
-    early = rows.accepted().at("4")
+    early = rows.accepted().at("step:1-1")
     with pytest.raises(OneClass, match="only '0'"):
         make_goal(early.target("parity")).check(splits.by_root(early).train)
     with pytest.raises(BadRows, match="has no value"):

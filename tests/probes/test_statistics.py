@@ -2,19 +2,22 @@
 
 import numpy as np
 import pytest
+from scipy.stats import beta
 
 from replaylens.probes.errors import TooFewRoots
+from replaylens.probes.goals import make_goal
 from replaylens.probes.information import calibration_error, code_blocks, code_length, v_information
-from replaylens.probes.refit import permutation_test
+from replaylens.probes.refit import exchanged, permutation_test
+from replaylens.probes.rows import make_target
 from replaylens.probes.statistics import (
     Null,
     bootstrap,
+    corrected_p,
     false_discovery,
     max_statistic,
     mean_over_placebos,
     mean_over_roots,
     means_over_roots,
-    permuted_accuracy,
     root_permutations,
     root_sums,
 )
@@ -37,20 +40,21 @@ def test_interval_covers_on_clusters() -> None:
     hits, naive = 0, 0
     for seed in range(300):
         right, roots = clusters(seed)
-        hits += 0.7 in bootstrap(right[None], np.ones(len(right)), roots, resamples=300, seed=seed)[0]
+        hits += 0.7 in bootstrap(right[None], np.ones(len(right)), roots)[0]
         apart = np.arange(len(right)).astype(str)
-        naive += 0.7 in bootstrap(right[None], np.ones(len(right)), apart, resamples=300, seed=seed)[0]
+        naive += 0.7 in bootstrap(right[None], np.ones(len(right)), apart)[0]
     assert 0.90 <= hits / 300 <= 0.98
     assert naive / 300 < 0.85
 
 
 def test_interval_where_all_agree() -> None:
-    """Thirty roots, all right, are compatible with a rate of 88 %. Resampling alone would give 100 %."""
-    roots = np.arange(30).astype(str)
-    estimate = bootstrap(np.ones((1, 30)), np.ones(30), roots)[0]
-    assert estimate.value == estimate.high == 1 and estimate.low == pytest.approx(0.025 ** (1 / 30))
-    none = bootstrap(np.zeros((1, 30)), np.ones(30), roots)[0]
-    assert none.low == 0 and none.high == pytest.approx(1 - 0.025 ** (1 / 30))
+    """Thirty groups, all right, are compatible with a rate of 92 %: Jeffreys' interval, however many rows they have."""
+    for each in (1, 20):
+        roots = np.repeat(np.arange(30).astype(str), each)
+        estimate = bootstrap(np.ones((1, len(roots))), np.ones(len(roots)), roots)[0]
+        assert estimate.value == estimate.high == 1 and estimate.low == pytest.approx(beta.ppf(0.025, 30.5, 0.5))
+        none = bootstrap(np.zeros((1, len(roots))), np.ones(len(roots)), roots)[0]
+        assert none.low == 0 and none.high == pytest.approx(beta.ppf(0.975, 0.5, 30.5))
     with pytest.raises(TooFewRoots):
         bootstrap(np.ones((1, 3)), np.ones(3), np.array(["a"] * 3))
 
@@ -63,8 +67,8 @@ def test_interval_covers_over_placebos(placebos: int, rate: float) -> None:
         flips = np.random.default_rng(seed).random(placebos) < rate
         values = np.repeat(flips[:, None].astype(float), 30, 1)
         hits += rate in mean_over_placebos(values, roots, seed=seed, share=True)
-        naive += rate in mean_over_roots(values.mean(0), roots, seed=seed)
-    assert hits / 150 >= 0.88 and naive / 150 < 0.5
+        naive += rate in mean_over_roots(values.mean(0), roots)
+    assert hits / 150 >= 0.88 and naive / 150 < 0.8
 
 
 def test_interval_over_placebos_where_all_agree() -> None:
@@ -78,20 +82,28 @@ def test_interval_over_placebos_where_all_agree() -> None:
 
 
 def test_intervals_end_where_scores_end() -> None:
-    """Two of sixty rows are right, widened for five folds: a share stays at or above 0. An r2 may be negative."""
+    """Two of sixty rows are right, widened for five folds: a share stays between 0 and 1. An r2 may be negative."""
     roots = np.repeat(np.arange(30).astype(str), 2)
     few = (np.arange(60) < 2)[None]
-    assert bootstrap(few, np.ones(60), roots, folds=5)[0].low == 0
+    assert 0 <= bootstrap(few, np.ones(60), roots, folds=5)[0].low < 2 / 60
     assert bootstrap(few, np.ones(60), roots, folds=5, least=-np.inf)[0].low < 0
-    assert bootstrap(~few, np.ones(60), roots, folds=5)[0].high == 1
+    assert 58 / 60 < bootstrap(~few, np.ones(60), roots, folds=5)[0].high <= 1
+
+
+def test_no_interval_is_a_point() -> None:
+    """Equal values of few groups do not make a mean certain, be they shares or differences."""
+    roots = np.arange(20).astype(str)
+    for value in (0.0, 1.0, -1.0):
+        estimate = mean_over_roots(np.full(20, value), roots)
+        assert estimate.value == value and estimate.high - estimate.low > 0.1
 
 
 def test_differences_are_widened_for_folds_too() -> None:
     values, roots = np.random.default_rng(0).normal(size=(1, 60)), np.arange(60).astype(str)
     plain, crossed = (mean_over_roots(values[0], roots, folds=folds) for folds in (1, 5))
-    assert crossed.high - crossed.low == pytest.approx(1.5 * (plain.high - plain.low))
+    assert crossed.high - crossed.low == pytest.approx(np.sqrt(1.625) * (plain.high - plain.low))
     (alone,), (wide,) = (means_over_roots(values, roots, folds=folds) for folds in (1, 5))
-    assert wide.high - wide.low == pytest.approx(1.5 * (alone.high - alone.low))
+    assert wide.high - wide.low == pytest.approx(np.sqrt(1.625) * (alone.high - alone.low))
 
 
 def test_the_best_of_many_differences() -> None:
@@ -100,7 +112,7 @@ def test_the_best_of_many_differences() -> None:
     apart = together = 0
     for seed in range(40):
         values = np.random.default_rng(seed).normal(size=(20, 40))
-        apart += any(0 not in mean_over_roots(line, roots, seed=seed) for line in values)
+        apart += any(0 not in mean_over_roots(line, roots) for line in values)
         together += any(0 not in each for each in means_over_roots(values, roots, seed=seed))
     assert apart > 20 and together <= 4
     real = means_over_roots(values + np.eye(20)[:, 7:8], roots)
@@ -128,6 +140,12 @@ def test_permutations_move_labels_between_roots() -> None:
     assert len(seen) == 4, "two pairs of roots can be exchanged, each or not"
 
 
+def permuted(predicted: np.ndarray, labels: np.ndarray, roots: np.ndarray, count: int, seed: int = 0) -> Null:
+    """The test of predictions [cells, rows] that were made without these labels."""
+    every = np.ones(len(labels), dtype=bool)
+    return exchanged(predicted, make_goal(make_target("label", labels)), roots, roots, every, count, seed)
+
+
 def test_p_values_are_small_only_where_something_is() -> None:
     """On uninformative held-out predictions, p is below 5 % in about 5 % of cases; on good ones it always is."""
     generator = np.random.default_rng(0)
@@ -136,9 +154,19 @@ def test_p_values_are_small_only_where_something_is() -> None:
     for seed in range(200):
         labels = np.repeat(generator.integers(2, size=40), 3)
         guesses = generator.integers(2, size=(1, 120))
-        small += permuted_accuracy(guesses, labels, root_permutations(labels, roots, 99, seed)).p[0] <= 0.05
+        small += permuted(guesses, labels, roots, 99, seed).p[0] <= 0.05
     assert small <= 20
-    assert permuted_accuracy(labels[None], labels, root_permutations(labels, roots, 99)).p[0] == 0.01
+    assert permuted(labels[None], labels, roots, 99).p[0] == 0.01
+
+
+def test_corrected_t_test() -> None:
+    """Means of zero are called positive in about 5 % of cases, fewer once corrected for folds. A real gain is found."""
+    generator, roots = np.random.default_rng(4), np.repeat(np.arange(30).astype(str), 2)
+    gains = generator.normal(size=(2000, 60)) + np.repeat(generator.normal(size=(2000, 30)), 2, axis=1)
+    assert 0.035 < (corrected_p(gains, roots, 1) <= 0.05).mean() < 0.065
+    assert (corrected_p(gains, roots, 5) <= 0.05).mean() < 0.03
+    assert corrected_p(gains + 2, roots, 5).max() < 0.01
+    assert corrected_p(np.ones((1, 60)), roots, 5)[0] == 0.5**30, "never zero"
 
 
 def test_max_statistic_pays_for_looking_often() -> None:
@@ -148,7 +176,7 @@ def test_max_statistic_pays_for_looking_often() -> None:
     roots = np.arange(100).astype(str)
     cells = generator.integers(2, size=(200, 100))
     cells[7] = np.where(generator.random(100) < 0.85, labels, 1 - labels)
-    null = permuted_accuracy(cells, labels, root_permutations(labels, roots, 199))
+    null = permuted(cells, labels, roots, 199)
     (family,) = max_statistic([null])
     q = false_discovery(null.p)
     others = np.delete(np.arange(200), 7)
@@ -161,13 +189,14 @@ def test_max_statistic_runs_over_all_families() -> None:
     generator = np.random.default_rng(2)
     few = Null(np.array([2.2]), generator.normal(size=(199, 1)))
     many = Null(np.array([0.0, 3.0, 1.0] + [0.0] * 37), generator.normal(size=(199, 40)) * 2)
+    whole = {id(null): np.vstack([null.observed, null.drawn]) for null in (few, many)}
     best = []
     for number in range(199):
-        scores = [(null.drawn[number] - null.drawn.mean(0)) / null.drawn.std(0) for null in (few, many)]
+        scores = [(null.drawn[number] - whole[id(null)].mean(0)) / whole[id(null)].std(0) for null in (few, many)]
         best.append(max(score for family in scores for score in family))
     for order in ([few, many], [many, few]):
         for null, family in zip(order, max_statistic(order), strict=True):
-            seen = (null.observed - null.drawn.mean(0)) / null.drawn.std(0)
+            seen = (null.observed - whole[id(null)].mean(0)) / whole[id(null)].std(0)
             assert family == pytest.approx([(1 + sum(b >= s for b in best)) / 200 for s in seen])
     assert max_statistic([few])[0][0] < 0.05 < max_statistic([few, many])[0][0], "the control: the others do count"
 

@@ -14,15 +14,13 @@ import torch
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import EngineError, OtherFingerprint
-from replaylens.probes import controls, sweeping
+from replaylens.probes import controls, groups, sweeping
 from replaylens.probes.errors import (
     BadProbeFile,
     BadRows,
     MissingLabel,
-    OneClass,
     OtherSweep,
     ProbeError,
-    TooFewRoots,
     UnknownEstimator,
 )
 from replaylens.probes.goals import make_goal
@@ -35,7 +33,7 @@ from replaylens.probes.sweeping import MakeSplit, sweep
 from tests.probes.synthetic import rows_of
 from tests.toy_model import engine as toy_engine
 
-QUICK: dict[str, Any] = {"sites": "S", "positions": "query", "resamples": 200, "permutations": 99}
+QUICK: dict[str, Any] = {"sites": "S", "positions": "query", "permutations": 19}
 
 
 def body(report: Report) -> str:
@@ -153,8 +151,8 @@ def test_splits_by_branch(steps_dump: Dump) -> None:
     rejected = len(ProbeRows.of(steps_dump).rejected().at("step"))
     for split in ("accepted-rejected", "depth:0"):
         line = sweep(steps_dump, "implied", split=split, **settings).best("implied")
-        assert 0 < line["rows"] <= rejected and line["accuracy"] > 0.7
-    assert sweep(steps_dump, "implied", split="rejected-accepted", **settings).best("implied")["rows"] > rejected
+        assert 0 < line["distinct"] <= rejected and line["accuracy"] > 0.7
+    assert sweep(steps_dump, "implied", split="rejected-accepted", **settings).best("implied")["distinct"] > rejected
 
 
 def test_untrained_rows_of_some_examples(coin_dump: Dump, engine: Engine) -> None:
@@ -272,10 +270,10 @@ def test_controls_of_joined_rows(coin_dump: Dump) -> None:
 
 
 def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
-    """The start face, probed at the token that states it, is read perfectly but not shown: token identity does as well."""
-    report = sweep(coin_dump, "start", **(QUICK | {"positions": "4"}))
-    assert report.best("start")["accuracy"] == 1 and report.best("start")["token_identity"] == 1
-    assert report.text().startswith("Not shown: start at 4")
+    """An action, probed at the token that states it, is read perfectly but not shown: token identity does as well."""
+    report = sweep(coin_dump, "last_action", **(QUICK | {"positions": "step"}))
+    assert report.best("last_action")["accuracy"] == 1 and report.best("last_action")["token_identity"] == 1
+    assert report.text().startswith("Not shown: last_action at step")
 
 
 # Refused
@@ -286,10 +284,10 @@ def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
     [
         ({"estimators": "magic"}, UnknownEstimator, "Known: logistic"),
         ({"estimators": "ccs"}, ProbeError, "does not take rows"),
-        ({"positions": "4"}, OneClass, "position '4'"),
-        ({"positions": "400"}, BadRows, "No row at position"),
+        ({"positions": "4"}, BadRows, "position '4': 2 independent groups"),
+        ({"positions": "400"}, BadRows, "position '400': there is no row"),
         ({"split": "shuffle"}, ProbeError, "Use root, length:8"),
-        ({"folds": 1000}, TooFewRoots, "for 1000 folds"),
+        ({"folds": 1000}, BadRows, "for 1000 folds"),
         ({"branches": "some"}, ProbeError, "Use one of accepted"),
         ({"precision": "half"}, ProbeError, "double, single"),
         ({"permutations": 3}, ProbeError, "at least 19"),

@@ -44,14 +44,14 @@ def inside(rows: ProbeRows, labels: list[str], chance: float, seed: int) -> list
     x = torch.from_numpy(rows.matrix("S", 0))[None]
     said = held_out("logistic", x, goals, split.train, split.test).predicted[0]
     right = np.stack([line == goal.codes for line, goal in zip(said, goals, strict=True)])
-    return [chance in each for each in bootstrap(right, np.ones(len(rows)), rows.roots, resamples=300, seed=seed, folds=5)]
+    return [chance in each for each in bootstrap(right, np.ones(len(rows)), rows.roots, folds=5)]
 
 
 def test_known_zeros_sit_at_chance() -> None:
-    """In at least 95 of 100 seeds the interval contains 1/2, the exact accuracy of guessing, for each of two labels."""
+    """In 90 to 99 of 100 seeds the 95 % interval contains 1/2, the exact accuracy of guessing, for each of two labels."""
     labels = ["shuffled", "next_action"]
     held = [inside(rows_of(roots=150, per_root=1, seed=seed, width=32), labels, 0.5, seed) for seed in range(SEEDS)]
-    assert (np.sum(held, axis=0) >= 95).all()
+    assert all(90 <= number <= 99 for number in np.sum(held, axis=0))
 
 
 def test_intervals_have_teeth() -> None:

@@ -171,7 +171,7 @@ def plain_dump(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Dump
 
 @pytest.fixture(scope="module")
 def sweep(plain_dump: Dump) -> Report:
-    return sweep_rows(plain_dump, "start", sites="S", positions=("query",), folds=3, permutations=19, resamples=100)
+    return sweep_rows(plain_dump, "start", sites="S", positions=("query",), folds=3, permutations=19)
 
 
 def test_a_sweep_is_drawn_with_intervals_and_controls(plain_dump: Dump, sweep: Report) -> None:
