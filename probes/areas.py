@@ -111,8 +111,9 @@ def area_gains(
 ) -> list[Estimate]:
     """How much larger each score's area is than the baseline's, with intervals that hold for all scores jointly.
 
-    The ends add the squared distances of both areas' own ends, less their covariance (Zou, Psychological Methods 12, 2007), so
-    that two areas of 1 differ by 0 with an interval of positive width.
+    The variance is that of the groups' own differences. Where few groups make it up, it is drawn towards one that adds the
+    squared distances of both areas' own ends, less their covariance (Zou, Psychological Methods 12, 2007): two areas of 1
+    differ by 0, with an interval of positive width.
     """
     own, base = [area_of(score, good, groups) for score in scores], area_of(baseline, good, groups)
     count = len(base.parts)
@@ -124,12 +125,14 @@ def area_gains(
     reach = joint * _quantile(count, level) / float(stats.norm.ppf((1 + level) / 2)) * statistics.cross_validation(folds)
     low, high = base.interval(reach)
     found = []
-    for each in own:
+    for each, gap in zip(own, gaps, strict=True):
         value, (least, most) = each.value - base.value, each.interval(reach)
         size = np.sqrt((each.parts**2).sum() * (base.parts**2).sum())
         shared = float(each.parts @ base.parts / size) if size > 0 else 0.0
-        down = _joined(each.value - least, high - base.value, shared)
-        up = _joined(most - each.value, base.value - low, shared)
+        down, up = (
+            _shrunk(gap, reach, _joined(*arms, shared))
+            for arms in ((each.value - least, high - base.value), (most - each.value, base.value - low))
+        )
         found.append(Estimate(value, max(value - down, -1.0), min(value + up, 1.0), level))
     return found
 
@@ -137,6 +140,16 @@ def area_gains(
 def _joined(a: float, b: float, shared: float) -> float:
     """Length of the difference of two errors of these lengths with this correlation."""
     return float(np.sqrt(max(a**2 + b**2 - 2 * shared * a * b, 0.0)))
+
+
+def _shrunk(gap: np.ndarray, reach: float, arm: float) -> float:
+    """The reach of the groups' own differences [groups], drawn towards another arm if few groups make them up."""
+    squares, count = gap**2, len(gap)
+    if squares.sum() == 0:
+        return arm
+    heard = squares.sum() ** 2 / (squares**2).sum()
+    own = reach**2 * squares.sum() * count / (count - 1)
+    return float(np.sqrt((heard * own + _TRUST * arm**2) / (heard + _TRUST)))
 
 
 def _quantile(groups: int, level: float) -> float:
