@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type bench notebooks soak mutants slow gpu smollm2 pictures clean
+.PHONY: demo test lint type bench notebooks soak mutants calibrate slow gpu smollm2 pictures clean
 
 demo: $(STAMP)
 	$(BIN)/replaylens demo
@@ -36,6 +36,9 @@ soak: $(STAMP)
 
 mutants: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs 2
+
+calibrate: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.calibrate
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow

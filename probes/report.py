@@ -16,7 +16,7 @@ from replaylens.probes.summary import summarise
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT, SCHEMA = "replaylens-report", 1
+FORMAT, SCHEMA = "replaylens-report", 2
 FILE = "report.json"
 
 

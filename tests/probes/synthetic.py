@@ -64,3 +64,39 @@ def direction(seed: int = 0, width: int = WIDTH) -> np.ndarray:
     """The unit vector along which `rows_of` plants `face`."""
     way = np.random.default_rng([seed, 7]).normal(size=width)
     return way / np.linalg.norm(way)
+
+
+def labelled_rows(x: np.ndarray, root: np.ndarray, label: np.ndarray, **columns: Any) -> ProbeRows:
+    """Rows x [layers, rows, d] as S, with the column `label`; rows of equal root are positions of one prompt.
+
+    Two rows of different roots have the same path if their columns `token` and their rows are equal.
+    """
+    position = np.concatenate([np.arange(count) for count in np.unique(root, return_counts=True)[1]])
+    names = [hashlib.sha256(f"root:{i}".encode()).hexdigest()[:16] for i in np.unique(root)]
+    frame = pd.DataFrame(
+        {
+            "example": root,
+            "root": np.array(names)[np.unique(root, return_inverse=True)[1]],
+            "branch": 0,
+            "parent": pd.NA,
+            "fork_position": 0,
+            "position": position,
+            "token": np.arange(len(root)),
+            "text": " x",
+            "token_state": "prompt",
+            "accepted": True,
+            "correct": True,
+            "logprob": 0.0,
+            "entropy": 0.0,
+            "depth": 0,
+            "actions": position + 1,
+            "label": label,
+        }
+        | columns
+    )
+    steps = columns.get("steps")
+    frame = add_places(frame.drop(columns="steps", errors="ignore"), knows_steps=True)
+    frame = frame if steps is None else frame.assign(steps=steps)
+    tensors = {f"blocks.{i}.hook_in": torch.from_numpy(layer) for i, layer in enumerate(x)}
+    source = MemorySource(tensors, {"S": list(tensors)}, About("coin", {}, "", None))
+    return ProbeRows(frame, source, np.arange(len(frame)))

@@ -1,0 +1,321 @@
+"""`python -m tests.calibrate` (`make calibrate`): error rates, coverage and power of the probes' verdicts, by simulation.
+
+Everything goes through the functions that users call. A setting of pure noise shows how often a sweep finds something where
+there is nothing (family-wise error, nominal 5 %), one of known truth how often an interval holds it (nominal 95 %), one of a
+planted label how often it is shown, with all controls on. The table is part of docs/probes.md.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaylens.probes.areas import area
+from replaylens.probes.balanced import balanced_accuracy
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.statistics import mean_over_roots
+from replaylens.probes.summary import shown
+from replaylens.probes.sweeping import sweep
+from tests.probes.synthetic import labelled_rows
+
+RESULT = Path("benchmarks/results/calibration.json")
+CELLS = 6
+"""cells of noise in a family"""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One line of the table: a share of simulations."""
+
+    kind: str
+    """error, coverage or power"""
+    setting: str
+    rate: float
+    simulations: int
+    aim: tuple[float, float]
+    """what the rate should be, at least and at most"""
+
+    @property
+    def error(self) -> float:
+        """Standard error of the rate."""
+        return float(np.sqrt(self.rate * (1 - self.rate) / self.simulations))
+
+    @property
+    def held(self) -> bool:
+        """Whether the aim holds, or misses by less than two standard errors."""
+        return self.aim[0] - 2 * self.error <= self.rate <= self.aim[1] + 2 * self.error
+
+
+# ---- error: nothing is there --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Rows that hold nothing about their labels."""
+
+    name: str
+    groups: int = 100
+    rows: int = 1
+    """of each group"""
+    width: int = 32
+    estimator: str = "logistic"
+    label: str = "row"
+    """a fair coin per row, or per root; classes:k; rare (15 %); number; path: a coin per path, which several roots share"""
+    split: str = "root"
+    permutations: int = 99
+
+    def found(self, seed: int) -> bool:
+        """Whether a sweep over cells of noise shows any of them."""
+        generator = np.random.default_rng([seed, 1])
+        rows = noise(generator, self)
+        how: dict[str, Any] = dict(controls=False, permutations=self.permutations, seed=seed)
+        table = sweep(rows, "label", sites="S", positions="all", estimators=self.estimator, split=self.split, **how).table
+        return bool(shown(table).any())
+
+
+NULLS = (
+    Noise("ridge, 50 groups, d = 16", groups=50, width=16, estimator="ridge"),
+    Noise("ridge", estimator="ridge"),
+    Noise("ridge, 2 rows a group, label of the row", rows=2, estimator="ridge"),
+    Noise("ridge, 2 rows a group, label of the group", rows=2, estimator="ridge", label="root"),
+    Noise("logistic, 60 groups, d = 16", groups=60, width=16),
+    Noise("ridge, 4 classes", estimator="ridge", label="classes:4"),
+    Noise("logistic, 60 groups, d = 16, 15 % of one class", groups=60, width=16, label="rare"),
+    Noise("mass-mean", estimator="mass-mean"),
+    Noise("ridge regression (r2)", estimator="ridge", label="number"),
+    Noise("logistic, one split", split="length:1"),
+    Noise("ridge, 200 roots that share 40 paths", groups=200, estimator="ridge", label="path"),
+    Noise("logistic, corrected t test", permutations=0),
+    Noise("lda, corrected t test", estimator="lda", groups=60, width=8),
+)
+
+
+def noise(generator: np.random.Generator, how: Noise) -> ProbeRows:
+    """Rows of `CELLS` layers without any signal."""
+    count = how.groups * how.rows
+    shared = np.repeat(generator.normal(size=(CELLS, how.groups, how.width)), how.rows, 1)
+    x = generator.normal(size=(CELLS, count, how.width)) + shared
+    root, steps = np.repeat(np.arange(how.groups), how.rows), np.ones(count, dtype=int)
+    match how.label.split(":"):
+        case ["row"]:
+            label = generator.integers(2, size=count)
+        case ["root"]:
+            label = np.repeat(generator.integers(2, size=how.groups), how.rows)
+        case ["classes", number]:
+            label = generator.integers(int(number), size=count)
+        case ["rare"]:
+            label = (generator.random(count) < 0.15).astype(int)
+        case ["number"]:
+            label = generator.normal(size=count)
+        case ["path"]:
+            path = generator.integers(40, size=how.groups)  # 40 beginnings: prompts that begin alike have the same row
+            x, label = x[:, path], generator.integers(2, size=40)[path]
+            return labelled_rows(x, root, label, token=path)
+    if how.split != "root":
+        steps = 1 + (root >= how.groups // 2)
+    return labelled_rows(x, root, label, steps=steps)
+
+
+# ---- coverage: the truth is known -----------------------------------------------------------------------------------------
+
+Simulation = Callable[[np.random.Generator], tuple[float, float, float]]
+"""(truth, low, high); a truth of NaN is the mean of the values, given in its place by `crossed`"""
+
+
+def share(groups: int, rows: int, rate: float, spread: float) -> Simulation:
+    """The mean of zeros and ones whose rate varies between groups."""
+
+    def draw(generator: np.random.Generator) -> tuple[float, float, float]:
+        rates = generator.beta(rate * spread, (1 - rate) * spread, size=groups)
+        values = generator.random((groups, rows)) < rates[:, None]
+        found = mean_over_roots(values.ravel().astype(float), names(groups, rows))
+        return rate, found.low, found.high
+
+    return draw
+
+
+def difference(groups: int, rows: int) -> Simulation:
+    """The mean of normal values with a mean of each group."""
+
+    def draw(generator: np.random.Generator) -> tuple[float, float, float]:
+        values = generator.normal(size=(groups, rows)) + generator.normal(size=(groups, 1))
+        found = mean_over_roots(values.ravel(), names(groups, rows))
+        return 0.0, found.low, found.high
+
+    return draw
+
+
+def roc(groups: int, shift: float) -> Simulation:
+    """The area of normal scores, one row a group."""
+
+    def draw(generator: np.random.Generator) -> tuple[float, float, float]:
+        good = np.arange(groups) % 2 == 0
+        found = area(generator.normal(size=groups) + shift * good, good, names(groups, 1))
+        truth = float(torch.special.ndtr(torch.tensor(shift / np.sqrt(2))))
+        return truth, found.low, found.high
+
+    return draw
+
+
+def balanced(groups: int) -> Simulation:
+    """Balanced accuracy of a class with rate .9 and a rare one with rate .5."""
+
+    def draw(generator: np.random.Generator) -> tuple[float, float, float]:
+        codes = (np.arange(groups) % 4 == 0).astype(int)
+        right = generator.random(groups) < np.where(codes == 0, 0.9, 0.5)
+        found = balanced_accuracy(right, codes, names(groups, 1))
+        return 0.7, found.low, found.high
+
+    return draw
+
+
+def names(groups: int, rows: int) -> np.ndarray:
+    return np.repeat(np.arange(groups), rows).astype(str)
+
+
+INTERVALS: dict[str, Simulation] = {
+    "share of .98, 10 groups": share(10, 1, 0.98, 50),
+    "share of .98, 20 groups": share(20, 1, 0.98, 50),
+    "share of .98, 50 groups": share(50, 1, 0.98, 50),
+    "share of .7, 5 groups of 5": share(5, 5, 0.7, 4),
+    "share of .7, 10 groups of 5": share(10, 5, 0.7, 4),
+    "share of .7, 20 groups of 5": share(20, 5, 0.7, 4),
+    "share of .7, 100 groups of 5": share(100, 5, 0.7, 4),
+    "mean, 10 groups of 3": difference(10, 3),
+    "mean, 50 groups of 3": difference(50, 3),
+    "AUROC .64, 20 groups": roc(20, 0.5),
+    "AUROC .92, 20 groups": roc(20, 2.0),
+    "AUROC .92, 50 groups": roc(50, 2.0),
+    "balanced accuracy, 20 groups": balanced(20),
+    "balanced accuracy, 50 groups": balanced(50),
+}
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """The interval of a cross-validated score, whose truth is its mean over simulations."""
+
+    name: str
+    groups: int
+    width: int
+    effect: float
+    estimator: str = "logistic"
+    number: bool = False
+
+    def coverage(self, simulations: int) -> float:
+        found = []
+        for seed in range(simulations):
+            rows = planted(np.random.default_rng([seed, 2]), self.groups, self.width, self.effect, self.number)
+            how: dict[str, Any] = dict(estimators=self.estimator, controls=False, permutations=0)
+            line = sweep(rows, "label", sites="S", positions="all", **how).lines[0]
+            found.append((line["accuracy"], line["low"], line["high"]))
+        values, low, high = np.array(found).T
+        return float(((low <= values.mean()) & (values.mean() <= high)).mean())
+
+
+CROSSED = tuple(
+    Crossed(f"{estimator}, {groups} groups, d = {width}, effect {effect}", groups, width, effect, estimator)
+    for estimator in ("ridge", "logistic")
+    for groups, width in ((20, 8), (50, 16), (100, 32), (100, 128))
+    for effect in (0.0, 1.5)
+) + tuple(
+    Crossed(f"r2, {groups} groups, d = {width}", groups, width, 1.5, "ridge", True) for groups, width in ((50, 8), (100, 32))
+)
+
+
+def planted(
+    generator: np.random.Generator, groups: int, width: int, effect: float, number: bool = False, cells: int = 1, rows: int = 1
+) -> ProbeRows:
+    """Rows whose first layer holds the label along one direction; further layers are noise."""
+    count = groups * rows
+    x = generator.normal(size=(cells, count, width))
+    if number:
+        label = effect * x[0, :, 0] + generator.normal(size=count)
+    else:
+        label = generator.integers(2, size=count)
+        x[0, :, 0] += effect * (label - 0.5)
+    tokens = generator.integers(30, size=count)
+    return labelled_rows(x, np.repeat(np.arange(groups), rows), label, token=tokens)
+
+
+# ---- power: something is there --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A label planted in one of several cells of 100 groups."""
+
+    effect: float
+    aim: float
+    rows: int = 2
+
+    def one(self, seed: int) -> tuple[bool, bool, float]:
+        """(whether the planted cell is shown, whether any other is, accuracy of the planted cell)"""
+        rows = planted(np.random.default_rng([seed, 3]), 100, 32, self.effect, cells=3, rows=self.rows)
+        table = sweep(rows, "label", sites="S", positions="all", permutations=99, seed=seed).table
+        there = shown(table).to_numpy()
+        return bool(there[0]), bool(there[1:].any()), float(table["accuracy"][0])
+
+
+EFFECTS = (Effect(0.85, 0.25), Effect(1.3, 0.70), Effect(1.75, 0.95))
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------------
+
+
+def rates(simulations: int) -> Iterator[Rate]:
+    """Every line of the table."""
+    for null in NULLS:
+        yield Rate("error", null.name, float(np.mean([null.found(s) for s in range(simulations)])), simulations, (0.03, 0.06))
+    for name, draw in INTERVALS.items():
+        count = 20 * simulations
+        drawn = [draw(np.random.default_rng([s, 4])) for s in range(count)]
+        few = any(f", {n} groups" in name for n in (5, 10))
+        aim = (0.90, 1.0) if few else (0.93, 0.97)
+        yield Rate("coverage", name, float(np.mean([low <= truth <= high for truth, low, high in drawn])), count, aim)
+    for each in CROSSED:
+        yield Rate("coverage", f"cross-validated: {each.name}", each.coverage(simulations), simulations, (0.93, 0.97))
+    for effect in EFFECTS:
+        drawn = [effect.one(s) for s in range(simulations)]
+        accuracy = np.mean([found for _, _, found in drawn])
+        name = f"planted, mean accuracy {accuracy:.2f}, 100 groups of {effect.rows}, d = 32, controls on"
+        yield Rate("power", name, float(np.mean([found for found, _, _ in drawn])), simulations, (effect.aim, 1.0))
+        wrong = float(np.mean([other for _, other, _ in drawn]))
+        yield Rate("error", f"the two empty cells beside it ({accuracy:.2f})", wrong, simulations, (0.0, 0.05))
+
+
+def table(found: list[Rate]) -> str:
+    """The table of docs/probes.md."""
+    lines = ["| | setting | rate | s.e. | aim |", "|---|---|---|---|---|"]
+    for each in found:
+        aim = f"{each.aim[0]:.2f} to {each.aim[1]:.2f}"
+        lines.append(
+            f"| {each.kind} | {each.setting} | {each.rate:.3f} | {each.error:.3f} | {aim}{'' if each.held else ', missed'} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simulations", type=int, default=200, help="of each setting (default: 200)")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    started, found = time.process_time(), []
+    for each in rates(options.simulations):
+        found.append(each)
+        print(f"{each.kind:9} {each.setting:70} {each.rate:.3f} ({each.error:.3f}) {'' if each.held else 'missed'}", flush=True)
+    seconds = round(time.process_time() - started)
+    lines = [asdict(each) | {"error": each.error, "held": each.held} for each in found]
+    options.out.write_text(json.dumps({"cpu_seconds": seconds, "rates": lines}, indent=1) + "\n")
+    print(table(found), f"\n{seconds} CPU seconds")
+
+
+if __name__ == "__main__":
+    main()
