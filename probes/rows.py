@@ -231,7 +231,7 @@ class ProbeRows:
         if label == "state" and label not in self.frame:
             name = self.about.make_task().state_label
         if name not in self.frame:
-            known = self.frame if "+" in self.about.task else self.about.make_task().label_names
+            known = self.frame if "+" in (self.about.task or "") else self.about.make_task().label_names
             own = [n for n in known if n in self.frame]
             raise MissingLabel(no_such("label", label, own))
         return make_target(label, self.frame[name], kind)

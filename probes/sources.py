@@ -31,7 +31,7 @@ class About:
     fingerprint: Fingerprint | None
 
     def make_task(self) -> AnyTask:
-        if "+" in self.task:
+        if "+" in (self.task or ""):
             raise SeveralTasks(f"These rows come from several tasks ({self.task}). Ask this of the rows of one of them.")
         return tasks.get(self.task)(**self.knobs)
 
@@ -99,7 +99,7 @@ class JoinedSource:
     def __init__(self, sources: Sequence[RowSource], sizes: Sequence[int]) -> None:
         self.sources, self.starts = list(sources), np.cumsum([0, *sizes])
         digests = {source.about.digest for source in sources}
-        names = sorted({source.about.task for source in sources})
+        names = sorted({source.about.task or "arrays" for source in sources})
         self.about = replace(sources[0].about, digest="+".join(sorted(digests)))
         if len(names) > 1:
             self.about = replace(self.about, task="+".join(names), knobs={})
