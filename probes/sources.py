@@ -99,7 +99,7 @@ class JoinedSource:
     def __init__(self, sources: Sequence[RowSource], sizes: Sequence[int]) -> None:
         self.sources, self.starts = list(sources), np.cumsum([0, *sizes])
         digests = {source.about.digest for source in sources}
-        names = sorted({source.about.task or "arrays" for source in sources})
+        names = sorted({source.about.task for source in sources})
         self.about = replace(sources[0].about, digest="+".join(sorted(digests)))
         if len(names) > 1:
             self.about = replace(self.about, task="+".join(names), knobs={})
