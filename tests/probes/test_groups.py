@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replaylens import tasks
 from replaylens.engine.engine import Engine
-from replaylens.probes import groups, splits, sweeping
+from replaylens.probes import controls, groups, splits, sweeping
 from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, SharedRows, TooFewRoots
 from replaylens.probes.goals import Goal
 from replaylens.probes.heldout import held_out
@@ -167,12 +167,15 @@ def test_power_with_controls() -> None:
     assert sum(found for found, _, _ in drawn) >= 5 and not any(other for _, other, _ in drawn)
 
 
-def test_selectivity_is_part_of_shown() -> None:
-    """A label that is a function of the token alone is no finding, although no permutation reaches its score."""
+def test_selectivity_is_part_of_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A label that is a function of the context is no finding, even where no other control can read it."""
+    monkeypatch.setattr(controls, "token_identity", lambda codes, *others: np.zeros(len(codes)))
+    monkeypatch.setattr(controls, "bags", lambda paths: np.zeros((len(paths), 1)))
     generator = np.random.default_rng(0)
     token = generator.integers(40, size=200)
     x = generator.normal(size=(40, 64))[token][None] + 0.01 * generator.normal(size=(1, 200, 64))
     rows = labelled_rows(x, np.arange(200), generator.integers(2, size=40)[token], token=token)
     table = sweep(rows, "label", sites="S", positions="all", permutations=39).table
     assert table["p_family"][0] <= 0.05 and table["accuracy"][0] > 0.9
-    assert not shown(table)[0] and table["selectivity_low"][0] < table["selectivity"][0] < table["selectivity_high"][0]
+    assert not shown(table)[0] and table["margin_over"][0] == "control_task"
+    assert table["selectivity_low"][0] < table["selectivity"][0] < table["selectivity_high"][0]
