@@ -65,7 +65,7 @@ def judge(
         X = rows.matrix(cell.site, cell.layer).astype(np.float64)
         scores[f"judge at {cell}"] = _held_scores(X, goal, split)
         scores[f"judge at {cell} and the three"] = _held_scores(np.column_stack([X, simple]), goal, split)
-    lines = _lines(scores, good, rows, folds, seed)
+    lines = _lines(scores, good, rows, split, seed)
     settings = dict(draft_layer=draft_layer, folds=folds, seed=seed)
     return Report("judge", lines, about_rows(rows), settings, [chosen.note] if chosen.note else [], _say(lines, good, rows))
 
@@ -104,14 +104,17 @@ def _held_scores(X: np.ndarray, goal: Goal, split: Split) -> np.ndarray:
     return (scores * split.test).sum(0)
 
 
-def _lines(scores: dict[str, np.ndarray], good: np.ndarray, rows: ProbeRows, folds: int, seed: int) -> list[dict[str, Any]]:
+def _lines(scores: dict[str, np.ndarray], good: np.ndarray, rows: ProbeRows, split: Split, seed: int) -> list[dict[str, Any]]:
     """Areas with intervals over groups; differences from the joint baselines, whose intervals hold for all cells jointly."""
     count, groups, size = len(rows), groups_of(rows), sizes(rows)
-    fitted = {name: 1 if name.endswith("alone") else folds for name in scores}
-    found = {name: area(score, good, groups, folds=fitted[name]) for name, score in scores.items()}
+    folds, fold = len(split), split.test.argmax(0)  # rows are ranked within a fold: another fold has another probe
+    found = {
+        name: area(score, good, groups) if name.endswith("alone") else area(score, good, groups, strata=fold, folds=folds)
+        for name, score in scores.items()
+    }
     lines = [score_line(name, "auc", each, count, **size) for name, each in found.items()]
     joint = [name for name in scores if name.endswith("and the three")]
-    gains = area_gains([scores[name] for name in joint], scores[FOUR], good, groups, folds=folds, seed=seed)
+    gains = area_gains([scores[name] for name in joint], scores[FOUR], good, groups, strata=fold, folds=folds, seed=seed)
     for name, gain in zip(joint, gains, strict=True):
         lines.append(score_line(f"{name}{MINUS}", "difference of auc", gain, count, **size))
     return lines
