@@ -6,7 +6,8 @@ from tests.mutants.holes import HOLES
 from tests.mutants.memory import MEMORY
 from tests.mutants.modes import MODES
 from tests.mutants.probes import PROBES
+from tests.mutants.questions import QUESTIONS
 from tests.mutants.tasks import TASKS
 from tests.mutants.thinking import THINKING
 
-MUTANTS = (*ENGINE, *MEMORY, *MODES, *DUMPS, *PROBES, *TASKS, *THINKING, *HOLES)
+MUTANTS = (*ENGINE, *MEMORY, *MODES, *DUMPS, *PROBES, *QUESTIONS, *TASKS, *THINKING, *HOLES)

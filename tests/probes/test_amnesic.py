@@ -1,16 +1,20 @@
 """`amnesic`: erasing what the model uses costs answers, erasing nothing or a known zero does not; prompts are held out."""
 
+import numpy as np
 import pytest
+import torch
 
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.questions.amnesic import amnesic
-from replaylens.probes.rows import ProbeRows
+from replaylens.probes.questions.amnesic import _Eraser, amnesic
+from replaylens.probes.rows import Cell, ProbeRows
+from replaylens.probes.sources import MemorySource
 from replaylens.probes.unseen import unseen
 from replaylens.tasks import Example
+from tests.probes.synthetic import rows_of
 from tests.toy_model import engine as toy_engine
 
 
@@ -39,6 +43,18 @@ def test_both_erasers_are_compared(engine: Engine, coin_dump: Dump, fresh: list[
     assert len(report.findings) == 6
     again = amnesic(engine, coin_dump, fresh[:12], "face", layers=[2], placebos=1)
     assert report.to_json() == again.to_json(), "the same report twice"
+
+
+@pytest.mark.parametrize("name", ["leace", "inlp"])
+def test_erasers_keep_the_mean(name: str) -> None:
+    """Only variation is removed, also by placebos, which have the same rank."""
+    rows = rows_of(roots=80, per_root=1)
+    shifted = MemorySource({"x": torch.from_numpy(rows.matrix("S", 1) + 5.0)}, {"S": ["x"]}, rows.about)
+    eraser = _Eraser(ProbeRows(rows.frame, shifted, rows.numbers), Cell("S", 0), "face", name)
+    for change in (eraser.change, eraser.placebo(0, 1)):
+        moved = change(eraser.X)
+        assert np.allclose(change(eraser.mean[None]), 0) and np.allclose(moved.mean(0), 0)
+        assert np.linalg.matrix_rank(moved, tol=1e-6) == eraser.rank
 
 
 def test_rows_that_begin_a_prompt_are_left_out(engine: Engine, coin_dump: Dump) -> None:
