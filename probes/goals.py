@@ -97,7 +97,9 @@ def goals_at(
                     goals.append(Goal(label, CONTROL, "class", goal.classes, codes, goal.present))
     if not goals:
         return [], skipped
-    if with_controls:
+    if with_controls and "+" in (here.about.task or ""):
+        skipped.append(("known zeros", "the rows come from several tasks"))
+    elif with_controls:
         for zero in here.about.make_task().known_zero:
             if zero.label in labels or zero.label not in here.frame:
                 continue

@@ -98,7 +98,7 @@ class ProbeRows:
         """The rows that a dump with this plan would hold of these results, bit for bit."""
         content = assemble(engine, plan, results)
         frame = frame_of(content.index)
-        about = About(plan.task, plan.knobs, "", engine.fingerprint)
+        about = About(plan.task, plan.knobs, "", engine.fingerprint, maker=results[0].example.maker if results else None)
         letters = {letter: engine.sites.per_layer(letter) for letter in LETTERS}
         return cls._placed(frame, MemorySource(content.tensors, letters, about), plan.positions in ("all", "steps"))
 

@@ -1,7 +1,7 @@
 """Sources of rows: a dump on disk, tensors in memory, several sources joined, or a subset of one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,11 +29,17 @@ class About:
     digest: str
     """of the dump; empty for the rows of a run"""
     fingerprint: Fingerprint | None
+    maker: AnyTask | None = field(default=None, compare=False, repr=False)
+    """the task itself, which the rows of a run have; a dump knows its task by name only"""
 
     def make_task(self) -> AnyTask:
+        """The task of the rows. UnknownTask if they are of a dump, and no task of its name is registered.
+
+        Raises SeveralTasks for joined rows of different tasks.
+        """
         if "+" in (self.task or ""):
             raise SeveralTasks(f"These rows come from several tasks ({self.task}). Ask this of the rows of one of them.")
-        return tasks.get(self.task)(**self.knobs)
+        return tasks.get(self.task)(**self.knobs) if self.maker is None else self.maker
 
 
 class RowSource(Protocol):
@@ -102,7 +108,7 @@ class JoinedSource:
         names = sorted({source.about.task for source in sources})
         self.about = replace(sources[0].about, digest="+".join(sorted(digests)))
         if len(names) > 1:
-            self.about = replace(self.about, task="+".join(names), knobs={})
+            self.about = replace(self.about, task="+".join(names), knobs={}, maker=None)
 
     def letters(self, letter: str) -> dict[int, str]:
         return self.sources[0].letters(letter)

@@ -1,9 +1,11 @@
 """Tasks with exact ground truth: texts, their events, and labels at every token of any path."""
 
+from replaylens.tasks.conformance import Finding, check
 from replaylens.tasks.errors import TaskError
 from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets
+from replaylens.tasks.loading import load
 from replaylens.tasks.reading import Event, Reading, Span, Step
-from replaylens.tasks.registry import get, names
+from replaylens.tasks.registry import get, names, register
 from replaylens.tasks.splits import Side, TaskSplit
 from replaylens.tasks.task import Example, KnownZero, Task
 from replaylens.tasks.tokenizer import WordTokenizer
@@ -11,6 +13,7 @@ from replaylens.tasks.tokenizer import WordTokenizer
 __all__ = [
     "Event",
     "Example",
+    "Finding",
     "KnownZero",
     "Reading",
     "Side",
@@ -20,9 +23,12 @@ __all__ = [
     "TaskError",
     "TaskSplit",
     "WordTokenizer",
+    "check",
     "get",
     "label_tokens",
+    "load",
     "names",
     "offsets_of",
     "path_offsets",
+    "register",
 ]

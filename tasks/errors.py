@@ -12,7 +12,39 @@ class UnknownTask(TaskError):
     """No task has this name."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
-        super().__init__(_unknown("task", name, known))
+        super().__init__(
+            f"{_unknown('task', name, known)} A task of your own is known once it is registered: import the module with its "
+            f"@tasks.register, install its entry point, or give --task file.py:Class (see docs/extending.md)."
+        )
+
+
+class TaskNameTaken(TaskError):
+    """Two tasks have the same name, by which dumps, recipes and reports cite them."""
+
+    def __init__(self, name: str, new: str, holder: str) -> None:
+        super().__init__(
+            f"Task name {name!r} is taken: {new} has it, and so has {holder}. Dumps and recipes cite a task by its name. "
+            f"Rename one of them, or uninstall it."
+        )
+
+
+class BadTask(TaskError):
+    """A class that is not a complete task. The message names the first thing that is missing."""
+
+
+class BrokenPlugin(TaskError):
+    """An installed distribution declares a task that cannot be loaded. Other tasks are not affected."""
+
+    def __init__(self, name: str, distribution: str, value: str, problem: object) -> None:
+        self.distribution = distribution
+        super().__init__(
+            f"Task {name!r} of {distribution} cannot be loaded from {value!r}: {str(problem).rstrip('.')}. Update or uninstall "
+            f"that distribution."
+        )
+
+
+class CannotImport(TaskError):
+    """A task named as module:Class or file.py:Class cannot be imported."""
 
 
 class UnknownKnob(TaskError):
@@ -38,6 +70,18 @@ class BadKnob(TaskError):
 
 class BadSplit(TaskError):
     """The split cannot be made from this task, or its two sides would overlap."""
+
+
+class TooFewPrompts(BadSplit):
+    """A task has no prompt on a side that is chosen by a hash of the prompt. `prompts` counts those on the other side."""
+
+    def __init__(self, task: str, length_knob: str, side: str, tried: int, prompts: int) -> None:
+        self.prompts = prompts
+        super().__init__(
+            f"No {side} example among {tried:,} of {task}: they have only {prompts} different prompt{'s' * (prompts != 1)}, "
+            f"and the hash of each puts it on the other side. Set the knob {length_knob!r} to a larger number, or change other "
+            f"knobs so that there are more prompts."
+        )
 
 
 class BadIndex(TaskError):

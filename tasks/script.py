@@ -7,7 +7,7 @@ prefix of another, so the reader never looks ahead: its state after n characters
 from collections.abc import Generator, Iterator, Sequence
 from itertools import pairwise
 
-from replaylens.tasks.errors import UnreadableText
+from replaylens.tasks.errors import BadTask, UnreadableText
 from replaylens.tasks.reading import NEXT_ACTION, SHUFFLED, Event, Label, Reading, ReadingMark, Step
 
 Script = Generator[Sequence[str], str, None]
@@ -66,6 +66,8 @@ def read_script(scene: Scene, text: str, task: str, shuffled: Label = None, know
                 break
         else:
             break
+        if not piece:  # fits everywhere and reads nothing: it could be read for ever
+            raise BadTask(f"The script of {task} offers an empty piece after {text[:position]!r}. Leave it out.")
         starts.append(position)
         position += len(piece)
         offered = _send(script, piece)

@@ -6,12 +6,13 @@ whatever the task's knobs. So no prompt, and no branch of one, is ever on both s
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from replaylens.tasks.errors import BadSplit
+from replaylens.tasks.kept import kept
 from replaylens.tasks.task import AnyTask, Example
 
 _TEST_SHARE = 5  # one root in five is a test root
-_PATIENCE = 200  # indices tried per requested example before a side counts as too small
 
 
 def is_test_root(root: str) -> bool:
@@ -21,7 +22,7 @@ def is_test_root(root: str) -> bool:
 
 @dataclass(frozen=True)
 class Side:
-    """The first `count` examples of a task whose roots are on this side."""
+    """The first `count` examples of a task whose roots are on this side. TooFewPrompts, on iteration, if there is none."""
 
     task: AnyTask
     count: int
@@ -35,18 +36,8 @@ class Side:
         return self.count
 
     def __iter__(self) -> Iterator[Example]:
-        found = 0
-        for index in range(_PATIENCE * self.count):
-            example = self.task.example(index)
-            if is_test_root(example.root) == self.test:
-                yield example
-                found += 1
-                if found == self.count:
-                    return
-        raise BadSplit(
-            f"Only {found} of {self.count} examples found: {self.task!r} has too few different prompts. "
-            f"Widen its knobs or ask for fewer examples."
-        )
+        name = "test" if self.test else "training"
+        yield from islice(kept(self.task, lambda example: is_test_root(example.root) == self.test, name), self.count)
 
     def examples(self) -> list[Example]:
         """The examples, in the order of their indices."""

@@ -22,7 +22,7 @@ from replaylens.tasks.task import AnyTask
 class ShardMaker:
     """Makes the content of any shard of a plan. Leaves no branches or trace events on the engine; clears its prefix index.
 
-    task  required if the plan's task is not one of replaylens
+    task  required if the plan's task is not registered
     """
 
     def __init__(self, engine: Core, plan: DumpPlan, batch: int = 32, task: "AnyTask | None" = None) -> None:

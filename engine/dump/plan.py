@@ -89,7 +89,7 @@ class DumpPlan:
         return self.examples[shard * self.examples_per_shard : (shard + 1) * self.examples_per_shard]
 
     def make_task(self) -> AnyTask:
-        """The task with its settings; UnknownTask if replaylens does not have it."""
+        """The task with its settings; UnknownTask, which says how to register it, if no task of this name is known."""
         return tasks.get(self.task)(**self.knobs)
 
     def to_json(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from replaylens.engine.request.edits import Edit, listed
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, shown, whole
 from replaylens.engine.serving.core import Core
+from replaylens.tasks.registry import require_own_name
 from replaylens.tasks.task import AnyTask
 
 
@@ -36,7 +37,8 @@ def make_plan(
     lens: TunedLens | None = None,
     probabilities: bool = True,
 ) -> DumpPlan:
-    """A plan for this engine, with every name resolved.
+    """A plan for this engine, with every name resolved. It cites the task by name; TaskNameTaken if another task is
+    registered under it.
 
     examples   number of examples, from index 0 on; or their indices, in any order
     edits      edits of every example, as in `Engine.replay`
@@ -48,6 +50,7 @@ def make_plan(
     probabilities
                whether to store log-probability and entropy of every row, which takes the unembedding of all of them
     """
+    require_own_name(type(task))
     edits, drafter = listed(edits), instance("drafter", drafter, str, "the name of a drafter")
     if not isinstance(positions, str) and (not callable(positions) or isinstance(positions, type)):
         raise BadRequest(f"positions={shown(positions)}: give one of {', '.join(POSITIONS)}, or a function of a path")

@@ -67,7 +67,7 @@ def verify(
     """Check files, digests and fingerprint, then replay a sample of the examples and compare every bit.
 
     sample    share of the examples to replay, drawn with `seed`, at least one; or "all"
-    task      required if the dump's task is not one of replaylens
+    task      required if the dump's task is not registered
     selector  required if the dump's positions were chosen by a function
 
     A damaged dump is a mismatch. A folder without a manifest raises BadDump or UnfinishedDump.

@@ -6,7 +6,7 @@ are joined. The prompt is padded to a chunk border, because T would see the answ
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from replaylens.engine.errors import BadRequest, BadThought
 from replaylens.engine.thinking.model import ThinkingConfig, padded
 from replaylens.engine.training.recipe import Recipe
 from replaylens.engine.training.tokenizer import Tokenizer
-from replaylens.engine.training.trainer import is_held_out, longest_at, step_seed
+from replaylens.engine.training.trainer import longest_at, step_seed, training_examples
 from replaylens.tasks import Example
 
 Method = Literal["thinking", "cot", "none"]
@@ -160,11 +160,4 @@ class ChunkedTexts:
 
 def _examples(recipe: Recipe, part: int, length: int) -> list[Example]:
     """`pool` training examples of one part and length."""
-    task, index = recipe.parts[part].of_length(length, recipe.seed), 0
-    found: list[Example] = []
-    while len(found) < recipe.pool:
-        example = task.example(index)
-        index += 1
-        if not is_held_out(example):
-            found.append(example)
-    return found
+    return list(islice(training_examples(recipe.parts[part].of_length(length, recipe.seed)), recipe.pool))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -27,8 +28,11 @@ class Part:
     knobs: tuple[tuple[str, Any], ...] = ()
 
     def of_length(self, length: int, seed: int) -> Task[Any]:
-        """The task with examples of exactly `length` steps."""
+        """The task with examples of exactly `length` steps. BadRecipe if the part itself sets length or seed."""
         kind = tasks.get(self.task)
+        for name in (kind.length_knob, "seed"):
+            if name in dict(self.knobs):
+                raise BadRecipe(f"A part sets the knob {name!r} of task {self.task!r}, which the trainer sets. Leave it out.")
         return kind(**dict(self.knobs), **{kind.length_knob: length}, seed=seed)
 
 
@@ -70,13 +74,14 @@ class Recipe:
     def _check_parts(self) -> None:
         _demand(bool(self.parts), "parts is empty. Give at least one task to train on.")
         _demand(
-            all(part.weight > 0 for part in self.parts),
+            all(math.isfinite(part.weight) and part.weight > 0 for part in self.parts),
             "A part has a weight of 0 or less. Give a weight above 0, or leave it out.",
         )
         _demand(min(self.sequences()) >= 1, f"A batch of {self.batch} gives some part no sequence: {self.sequences()}.")
         try:
             for part in self.parts:
-                part.of_length(self.longest, self.seed)
+                for length in (1, self.longest):
+                    part.of_length(length, self.seed)
         except TaskError as error:
             raise BadRecipe(f"A part of the recipe is not a valid task: {error}") from error
         words = self.tokenizer().vocab_size
@@ -95,12 +100,17 @@ class Recipe:
 
     def tokenizer(self) -> Tokenizer:
         """A tokenizer of the words of all tasks of the recipe, for any knobs."""
-        words = chain.from_iterable(tasks.get(part.task).vocabulary() for part in self.parts)
-        return WordTokenizer(sorted(set(words)))
+        return words_of(self.parts)
 
     def to_json(self) -> str:
         """A stable text form; equal recipes give equal bytes."""
         return json.dumps(asdict(self), sort_keys=True)
+
+
+def words_of(parts: Iterable[Part]) -> WordTokenizer:
+    """A tokenizer of the words of all tasks of these parts, for any knobs."""
+    words = chain.from_iterable(tasks.get(part.task).vocabulary() for part in parts)
+    return WordTokenizer(sorted(set(words)))
 
 
 def _demand(condition: bool, otherwise: str) -> None:

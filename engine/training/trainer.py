@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import chain, islice
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -27,6 +27,8 @@ from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, Sequence
 from replaylens.engine.training.recipe import BadRecipe, Part, Recipe
 from replaylens.engine.training.tokenizer import Tokenizer
 from replaylens.tasks import Example, WordTokenizer
+from replaylens.tasks.kept import kept
+from replaylens.tasks.task import AnyTask
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.01
@@ -51,6 +53,16 @@ def is_held_out(example: Example) -> bool:
     The choice does not depend on seeds or indices, so an example is on the same side wherever it is drawn.
     """
     return int(example.root[0], 16) < 2
+
+
+def training_examples(task: AnyTask) -> Iterator[Example]:
+    """The examples that are not held out, by index and without end. TooFewPrompts if there is none."""
+    return kept(task, lambda example: not is_held_out(example), "training")
+
+
+def held_out_examples(task: AnyTask) -> Iterator[Example]:
+    """The held-out examples, by index and without end. TooFewPrompts if there is none."""
+    return kept(task, is_held_out, "held-out")
 
 
 class Texts:
@@ -85,18 +97,11 @@ class Texts:
 
 def _rows(recipe: Recipe, part: Part, length: int, tokenizer: Tokenizer) -> Iterator[tuple[list[int], int]]:
     """Token ids of `pool` training texts of one part and length, each with the length of its prompt."""
-    task, found = part.of_length(length, recipe.seed), 0
-    for index in count():
-        if found == recipe.pool:
-            return
-        example = task.example(index)
-        if is_held_out(example):
-            continue
+    for example in islice(training_examples(part.of_length(length, recipe.seed)), recipe.pool):
         prompt = tokenizer.encode(example.prompt)
         ids = [*prompt, *tokenizer.encode(example.completion), tokenizer.eos_id]
         if len(ids) > (most := recipe.config.max_positions):
             raise BadRecipe(f"A text of {length} steps has {len(ids)} tokens, but the config has {most} positions.")
-        found += 1
         yield ids, len(prompt)
 
 

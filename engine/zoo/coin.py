@@ -1,7 +1,7 @@
 """The embedded models: recipes, checkpoints, and accuracy on held-out examples."""
 
 from collections.abc import Sequence
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.training.recipe import Part, Recipe
 from replaylens.engine.training.tokenizer import Tokenizer
-from replaylens.engine.training.trainer import is_held_out
+from replaylens.engine.training.trainer import held_out_examples
 from replaylens.tasks import Example, WordTokenizer
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -111,9 +111,11 @@ def save(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def held_out(part: Part, length: int, number: int) -> list[Example]:
-    """The first `number` held-out examples of a part and length, which no training run has seen."""
-    task = part.of_length(length, TEST_SEED)
-    return list(islice(filter(is_held_out, map(task.example, count())), number))
+    """The first `number` held-out examples of a part and length, which no training run has seen.
+
+    Few prompts are repeated. TooFewPrompts if none of this length is held out.
+    """
+    return list(islice(held_out_examples(part.of_length(length, TEST_SEED)), number))
 
 
 def accuracy(model: Decoder, tokenizer: Tokenizer, examples: Sequence[Example]) -> float:

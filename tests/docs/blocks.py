@@ -21,6 +21,12 @@ class Block:
     language: str
     text: str
 
+    @property
+    def file(self) -> str | None:
+        """The file that the block is, if its first line is a comment with the file's name."""
+        found = re.match(r"# (\w+\.\w+)\n", self.text)
+        return None if found is None else found[1]
+
 
 def blocks(page: str, text: str) -> Iterator[Block]:
     """The blocks of a page in order. A fence without a language that starts with our command is a shell block."""

@@ -31,6 +31,8 @@ SMALLER = {
     "task.examples(64)": "task.examples(12)",
     "task.examples(40)": "task.examples(20)",
     ".examples(48)": ".examples(32)",
+    "steps = 1500": "steps = 10",
+    "pool = 1024": "pool = 32",
     "--n 1000": "--n 20",
     "--n 200": "--n 20",
     "--n 100": "--n 6",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from replaylens.cli import main
+from replaylens.tasks import registry
 from tests.docs.blocks import PAGES, ROOT, Block, anchors, blocks, links
 from tests.docs.pages import GIVEN, NOT_RUN, PROCESS, SMALLER
 
@@ -58,13 +59,21 @@ def run_python(block: Block, names: dict[str, Any]) -> None:
 
 
 def run_page(page: str, text: str, folder: Path, patch: pytest.MonkeyPatch) -> int:
-    """Run a page's lines and blocks in order, in one folder and one namespace. Returns how many ran."""
+    """Run a page's lines and blocks in order, in one folder and one namespace. Returns how many ran.
+
+    A block that is a file is written there, and later blocks can import it. Tasks are registered for this page only.
+    """
     patch.chdir(folder)
+    patch.syspath_prepend(folder)
+    patch.setattr(registry, "_REGISTERED", {})
     names: dict[str, Any] = {}
     exec(compile(GIVEN.get(page, ""), f"given for {page}", "exec"), names)
     ran = 0
     for block in blocks(page, text):
-        if block.language == "python" and reason(page, block.text) is None:
+        if block.file is not None:
+            Path(block.file).write_text(smaller(block.text))
+            patch.delitem(sys.modules, Path(block.file).stem, raising=False)
+        elif block.language == "python" and reason(page, block.text) is None:
             run_python(block, names)
             ran += 1
         for line in block.text.splitlines() if block.language == "sh" else ():
@@ -94,6 +103,14 @@ def test_snippets_control(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Negative control: a snippet that fails is found."""
     with pytest.raises((AssertionError, NameError, ValueError)):
         run_page("docs/planted.md", PLANTED[what], tmp_path, monkeypatch)
+
+
+def test_a_block_can_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not run by itself, and the blocks after it import it."""
+    page = "```python\n# planted.py\nVALUE = 1 / ({})\n```\n```python\nimport planted\nassert planted.VALUE == 0.5\n```\n"
+    assert run_page("docs/planted.md", page.format(2), tmp_path, monkeypatch) == 1
+    with pytest.raises(ZeroDivisionError):
+        run_page("docs/planted.md", page.format("0 + 0"), tmp_path, monkeypatch)
 
 
 def test_lists_are_about_something() -> None:

@@ -14,6 +14,7 @@ from replaylens.probes.report import Report
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sequence_rows import sequences
 from replaylens.probes.sources import MemorySource
+from replaylens.probes.sweeping import sweep
 from tests.probes.synthetic import direction, rows_of
 
 
@@ -39,6 +40,14 @@ def test_a_common_direction_is_found() -> None:
     report = transfer_across(joined, "face", fit_on="coin", test_on="coins", position="all")
     assert line(report, "S0: coin to coins")["accuracy"] > 0.8 and report.findings[-1].startswith("Shown")
     assert report.source["task"] == "coin+coins"
+
+
+def test_sweeps_of_several_tasks() -> None:
+    """A sweep over joined tasks skips what needs one task by name."""
+    joined = ProbeRows.join(coin=of_task("coin", direction(5), 1), coins=of_task("coins", direction(5), 2))
+    report = sweep(joined, "face", sites="S", positions="all", permutations=19)
+    assert report.lines[0]["accuracy"] > 0.8
+    assert any("known zeros" in note and "several tasks" in note for note in report.notes)
 
 
 def test_each_task_with_a_direction_of_its_own_shares_none() -> None:

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.text import Text
 
 from replaylens import tasks
-from replaylens.commands.completion import complete_task
 from replaylens.commands.engines import (
     MODEL,
     DeviceOption,
@@ -26,6 +25,7 @@ from replaylens.commands.engines import (
     engine_that_made,
 )
 from replaylens.commands.reporting import reporting
+from replaylens.commands.task_options import DumpTaskOption, TaskOption, know_task
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
 from replaylens.engine.dump.diff import diff as diff_dumps
 from replaylens.engine.dump.maker import write_dump
@@ -41,9 +41,6 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.run import Run
 from replaylens.engine.thinking.thoughts import Thoughts
 
-TaskOption = Annotated[
-    str, typer.Option("--task", help="A task's name; see `replaylens tasks list`.", autocompletion=complete_task)
-]
 TemperatureOption = Annotated[float, typer.Option(min=0, help="0: greedy.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the sampling; for the task's seed use --knob seed=...")]
 BatchOption = Annotated[int, typer.Option(min=1, help="Examples replayed together; changes no bit.")]
@@ -109,6 +106,8 @@ def dump(
         if ray is not None or workers is not None:
             if shard is not None:
                 raise BadRequest("--shard does not work with Ray. Give either --shard, or --ray and --workers.")
+            if ":" in task:
+                raise BadRequest(f"--task {task} does not work with Ray: workers find tasks by name. Install its entry point.")
             if writers is not None:
                 raise BadRequest("--writers does not work with Ray, whose workers write one shard each. Give more --workers.")
             from replaylens.engine.cluster import dump_on_cluster
@@ -118,7 +117,7 @@ def dump(
             made = dump_on_cluster(model, out, task, n, **where, **common, **options)
         else:
             engine = Engine.load(model, **chosen)
-            plan = make_plan(engine, tasks.get(task)(**knobs), n, sampling=sampling, **options)
+            plan = make_plan(engine, tasks.load(task)(**knobs), n, sampling=sampling, **options)
             made = write_dump(engine, plan, out, part=part, writers=writers or 1, **common)
         _tell_dump(made, out, as_json)
 
@@ -177,7 +176,7 @@ def replay(
     with reporting():
         check_drafter(model, drafter, draft_model)
         engine = Engine.load(model, device=device, draft_model=draft_model)
-        examples = tasks.get(task)(**settings(knob)).examples(n)
+        examples = tasks.load(task)(**settings(knob)).examples(n)
         run = engine.replay(
             examples,
             drafter=drafter,
@@ -279,6 +278,7 @@ def verify(
     device: DeviceOption = "cpu",
     sample: Annotated[str, typer.Option(help="Share of the examples to replay: 0.01, or 1%.")] = "0.01",
     every: Annotated[bool, typer.Option("--all", help="Replay every example.")] = False,
+    task: DumpTaskOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
     batch: BatchOption = 32,
     as_json: JsonOption = False,
@@ -287,6 +287,7 @@ def verify(
     """Check a dump's hashes, then replay a sample of its examples and compare every bit."""
     with reporting():
         share: float | str = "all" if every else _share(sample)
+        know_task(task, path)
         maker = _maker(path, device) if model is None else Engine.load(model, device=device)
         engine = maker or Engine.load(MODEL, device=device)  # any engine can check the files
         verdict = verify_dump(path, engine, sample=share, seed=seed, batch=batch, progress=not quiet)

@@ -10,6 +10,7 @@ import typer
 from replaylens.commands.dump import JsonOption, QuietOption
 from replaylens.commands.engines import DeviceOption, MakerOption, engine_that_made
 from replaylens.commands.reporting import reporting
+from replaylens.commands.task_options import DumpTaskOption, know_task
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
@@ -41,6 +42,7 @@ def probe(
     folds: Annotated[int, typer.Option(min=2, help="Folds of the cross-validation over roots.")] = 5,
     branches: Annotated[str, typer.Option(help="Branches to use: accepted, rejected or all.")] = "accepted",
     model: Annotated[str | None, typer.Option(help="The dump's model; adds an untrained model as a control.")] = None,
+    task: DumpTaskOption = None,
     controls: Annotated[bool, typer.Option(help="Run the controls.")] = True,
     residualise: Annotated[
         str, typer.Option(help="Index columns to regress out of the rows first, such as position,steps.")
@@ -68,7 +70,7 @@ def probe(
     with reporting(lambda: "the same command" if resume else None):
         from replaylens.probes.sweeping import sweep
 
-        found = _open(path, check)
+        found = _open(path, check, task)
         options: dict[str, Any] = {
             "layers": None if layers is None else _numbers(layers),
             "folds": folds,
@@ -112,6 +114,7 @@ def steer(
         int, typer.Option(min=1, help="Number of random directions, and of untrained probes, to compare with.")
     ] = 8,
     model: MakerOption = None,
+    task: DumpTaskOption = None,
     device: DeviceOption = "cpu",
     seed: ProbeSeedOption = 0,
     check: CheckOption = True,
@@ -125,7 +128,7 @@ def steer(
 
         if test not in TESTS:
             raise BadRequest(f"Unknown --test {test}. Use one of {', '.join(TESTS)}.")
-        found = _open(path, check)
+        found = _open(path, check, task)
         engine = engine_that_made(found, device) if model is None else Engine.load(model, device=device)
         if engine is None:
             raise BadRequest("No embedded model made this dump. Name its model with --model.")
@@ -152,10 +155,12 @@ def _list(as_json: bool) -> None:
         typer.echo(f"{each.name:<20} {each.about}{'' if each.swept != 'no' else '  (from Python only)'}")
 
 
-def _open(path: str | None, check: bool) -> Dump:
+def _open(path: str | None, check: bool, task: str | None) -> Dump:
     if path is None:
         raise BadRequest("No dump given. Name its folder; `replaylens dump` makes one.")
-    return Dump.open(path, check=None if check else False)
+    dump = Dump.open(path, check=None if check else False)
+    know_task(task, dump)
+    return dump
 
 
 def _unseen(dump: Dump, n: int) -> "list[Example]":

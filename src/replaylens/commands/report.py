@@ -14,6 +14,7 @@ import typer
 from replaylens.commands.dump import JsonOption, QuietOption
 from replaylens.commands.engines import MakerOption, engine_that_made
 from replaylens.commands.reporting import reporting
+from replaylens.commands.task_options import DumpTaskOption, know_task
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, Verification
 from replaylens.engine.dump.verify import verify as verify_dump
@@ -30,6 +31,7 @@ def report(
     sources: Annotated[list[str], typer.Argument(help="A dump's folder, probe reports, or both.")],
     out: Annotated[Path, typer.Option("--out", help="The HTML file to write.")] = Path("report.html"),
     model: MakerOption = None,
+    task: DumpTaskOption = None,
     device: Annotated[str, typer.Option(help="Device of the replay: cpu or cuda.")] = "cpu",
     verify: Annotated[float, typer.Option(min=0, max=1, help="Share of the examples to replay; 0: none.")] = 0.01,
     trees: Annotated[int, typer.Option(min=0, help="Maximum number of examples with a tree.")] = MAX_TREES,
@@ -43,6 +45,8 @@ def report(
     with reporting():
         page_file(out)
         dump, probes = _open(sources)
+        if dump is not None:
+            know_task(task, dump)
         engine = None
         if dump is not None:
             engine = engine_that_made(dump, device) if model is None else Engine.load(model, device=device)

@@ -21,7 +21,14 @@ from replaylens.tasks.tokenizer import WordTokenizer
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 KnobOption = Annotated[list[str] | None, typer.Option("--knob", help="A task setting, key=value; can be repeated.")]
 
-app = typer.Typer(help="Tasks with exact ground truth: list them, show examples.", no_args_is_help=True)
+TaskArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A task's name (see `replaylens tasks list`), module:Class or file.py:Class.", autocompletion=complete_task
+    ),
+]
+
+app = typer.Typer(help="Tasks with exact ground truth: list them, show examples, check a new one.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -32,7 +39,11 @@ def list_tasks(as_json: JsonOption = False) -> None:
         return
     console = Console()
     for name in tasks.names():
-        task = tasks.get(name)
+        try:
+            task = tasks.get(name)
+        except TaskError as error:  # a broken plugin must not hide the others
+            console.print(Text.assemble((name, "bold"), f"  {type(error).__name__}: {error}"))
+            continue
         console.print(f"[bold]{name}[/bold]  {task.description}")
         table = Table(box=None, show_header=False, padding=(0, 2))
         for spec in sorted(fields(task.knobs_class), key=lambda spec: spec.name == "seed"):
@@ -42,14 +53,17 @@ def list_tasks(as_json: JsonOption = False) -> None:
 
 def _about(name: str) -> dict[str, Any]:
     """One task for --json."""
-    task = tasks.get(name)
+    try:
+        task = tasks.get(name)
+    except TaskError as error:
+        return {"name": name, "error": f"{type(error).__name__}: {error}"}
     knobs = {spec.name: {"default": spec.default, "help": spec.metadata["help"]} for spec in fields(task.knobs_class)}
     return {"name": name, "description": task.description, "knobs": knobs, "labels": task().label_names}
 
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="A task's name; see `replaylens tasks list`.", autocompletion=complete_task)],
+    name: TaskArgument,
     n: Annotated[int, typer.Option("--n", min=1, help="Number of examples.")] = 3,
     knob: KnobOption = None,
     labels: Annotated[str | None, typer.Option(help="Labels to show, separated by commas; or 'all'.")] = None,
@@ -57,7 +71,7 @@ def show(
 ) -> None:
     """Show examples of a task, with labels aligned under the tokens."""
     with reporting():
-        task = tasks.get(name)(**settings(knob))
+        task = tasks.load(name)(**settings(knob))
         wanted = _wanted(task, labels)
         examples = task.examples(n)
     tokenizer = WordTokenizer(task.vocabulary())
@@ -69,6 +83,32 @@ def show(
         console.print(f"[bold]{task.name} {example.index}[/bold]  answer:{example.answer}  root {example.root}")
         for line in _aligned(example, tokenizer, wanted, console.width):
             console.print(line, no_wrap=True, overflow="ellipsis")
+
+
+@app.command()
+def check(
+    name: TaskArgument,
+    n: Annotated[int, typer.Option("--n", min=2, help="Number of examples.")] = 200,
+    knob: KnobOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check that a task keeps the promises of its labels. Exit codes: 0 all kept, 1 one is broken."""
+    with reporting():
+        task = tasks.load(name)(**settings(knob))
+    found = tasks.check(task, n)
+    if as_json:
+        typer.echo(
+            json.dumps([{"promise": each.promise, "kept": each.kept, "problem": each.problem} for each in found], indent=1)
+        )
+    else:
+        console = Console(highlight=False)
+        for each in found:
+            word = ("kept    ", "green") if each.kept else ("broken  ", "bold red")
+            console.print(
+                Text.assemble(word, each.promise, f"\n        {each.problem}" if each.problem else ""), soft_wrap=True
+            )
+    if not all(each.kept for each in found):
+        raise typer.Exit(1)
 
 
 def settings(given: list[str] | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`replaylens train`: trains an embedded model from its recipe."""
+"""`replaylens train`: trains an embedded model from its recipe, or a model of your own from a recipe file."""
 
 import platform
 import time
@@ -13,7 +13,8 @@ import typer
 from torch import nn
 from tqdm import tqdm
 
-from replaylens.commands import train_thinking
+from replaylens.commands import train_recipe, train_thinking
+from replaylens.commands.completion import complete_task
 from replaylens.commands.reporting import reporting
 from replaylens.commands.train_thinking import CARD_FILE, Changes, scoring
 from replaylens.engine.errors import BadRequest, no_such
@@ -22,7 +23,8 @@ from replaylens.engine.model.weights import CONFIG_FILE, weights_hash
 from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Recipe
-from replaylens.engine.training.thinking import Model
+from replaylens.engine.training.recipe_file import SUFFIXES, recipe_text
+from replaylens.engine.training.thinking import Model, ThinkingRecipe
 from replaylens.engine.training.trainer import RunExists
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
@@ -35,14 +37,24 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def train(
-    name: Annotated[str, typer.Argument(help=f"The model: {', '.join((*zoo.names(), *thinking_zoo.names()))}.")],
+    name: Annotated[
+        str,
+        typer.Argument(help=f"The model: {', '.join((*zoo.names(), *thinking_zoo.names()))}; or a recipe file (.toml, .json)."),
+    ],
     out: Annotated[Path | None, typer.Option(help="Folder for the result.  [default: trained/NAME]")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of steps, instead of the recipe's.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed, instead of the recipe's.")] = None,
     device: Annotated[str, typer.Option(help="Device to train on: cpu or cuda.")] = "cpu",
     resume: Annotated[bool, typer.Option("--resume", help="Resume the interrupted run in the folder.")] = False,
     method: Annotated[str | None, typer.Option(help="Models that think: thinking, or a baseline (cot, none).")] = None,
-    task: Annotated[str | None, typer.Option(help="Models that think: another task with thoughts.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="Models that think: another task with thoughts. Recipe files: the code of a task in it that is not installed. "
+            "A name, module:Class or file.py:Class.",
+            autocompletion=complete_task,
+        ),
+    ] = None,
     longest: Annotated[
         int | None, typer.Option(min=1, help="Models that think: maximum number of steps of a training text.")
     ] = None,
@@ -50,42 +62,75 @@ def train(
     backbone: Annotated[Path | None, typer.Option(help="Models that think: start from smollm2, or a model folder.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Hide progress bars.")] = False,
 ) -> None:
-    """Train an embedded model. The same recipe on the same machine gives the same bits, also after an interruption."""
-    folder, changes = out or Path("trained") / name, Changes(method, task, longest, chunk, backbone)
+    """Train an embedded model, or a model of your own from a recipe file. The same recipe on the same machine gives the same
+    bits, also after an interruption."""
+    own = Path(name) if name.endswith(SUFFIXES) else None
+    folder, changes = out or Path("trained") / (own.stem if own else name), Changes(method, task, longest, chunk, backbone)
     with reporting(lambda: "the same command with --resume" if (folder / STATE_FILE).exists() else None):
         check_name(name, changes)
         check_device(device)
         check_folder(folder, resume)
-        if name in thinking_zoo.names():
+        if own is not None:
+            model = _train_own(own, task, steps, seed, device, folder, quiet)
+        elif name in thinking_zoo.names():
             model = _train_thinking(name, changes, steps, seed, device, folder, quiet)
         else:
             model = _train_plain(name, steps, seed, device, folder, quiet)
     typer.echo(f"{folder}: weights {weights_hash(model)}")
 
 
+def _train_own(
+    path: Path, task: str | None, steps: int | None, seed: int | None, device: str, folder: Path, quiet: bool
+) -> Model:
+    recipe = changed(train_recipe.read(path, task), steps, seed)
+    given = path.name if task is None else f"{path.name} --task {task}"
+    if isinstance(recipe, ThinkingRecipe):
+        return _follow_thinking(path.stem, recipe, given, device, folder, quiet, own=True)
+    model, made = _follow_plain(path.stem, recipe, given, device, folder, quiet)
+    (folder / train_recipe.RECIPE_FILE).write_text(recipe_text(recipe), encoding="utf-8")
+    _finish(folder, train_recipe.card(path.stem, recipe, model, made, CARD_EXAMPLES, progress=not quiet))
+    return model
+
+
 def _train_thinking(
     name: str, changes: Changes, steps: int | None, seed: int | None, device: str, folder: Path, quiet: bool
 ) -> Model:
     recipe = changed(train_thinking.changed(thinking_zoo.recipe(name), changes), steps, seed)
-    state = folder / STATE_FILE
-    train = partial(thinking_train.train, recipe, device, state)
-    model, spent = run(recipe, lambda show: train(after_step=show), state, f"{name} ({recipe.method})", quiet)
-    train_thinking.save(model, recipe, folder)
-    given = " ".join([name, *changes.given(), f"--steps {recipe.steps} --seed {recipe.seed} --device {device}"])
-    made = f"`replaylens train {given}`, {spent} on {machine(device)}"
-    _finish(folder, train_thinking.card(name, recipe, model.to(device), made, CARD_EXAMPLES, progress=not quiet))
-    return model
+    return _follow_thinking(name, recipe, " ".join([name, *changes.given()]), device, folder, quiet, own=False)
 
 
 def _train_plain(name: str, steps: int | None, seed: int | None, device: str, folder: Path, quiet: bool) -> Decoder:
     recipe = changed(zoo.recipe(name), steps, seed)
+    model, made = _follow_plain(name, recipe, name, device, folder, quiet)
+    _finish(folder, card(name, recipe, model, made, progress=not quiet))
+    return model
+
+
+def _follow_plain(name: str, recipe: Recipe, given: str, device: str, folder: Path, quiet: bool) -> tuple[Decoder, str]:
+    """Train and save. Returns the model, and how it was made. `given`: the words of the command that choose the recipe."""
     state = folder / STATE_FILE
     train = partial(trainer.train, recipe, device, state)
     model, spent = run(recipe, lambda show: train(after_step=show), state, name, quiet)
     zoo.save(model, recipe.tokenizer(), folder)
-    command = f"replaylens train {name} --steps {recipe.steps} --seed {recipe.seed} --device {device}"
-    _finish(folder, card(name, recipe, model, f"`{command}`, {spent} on {machine(device)}", progress=not quiet))
+    return model, _made(recipe, given, device, spent)
+
+
+def _follow_thinking(name: str, recipe: ThinkingRecipe, given: str, device: str, folder: Path, quiet: bool, own: bool) -> Model:
+    """Train, save and write the card; `own`: with the recipe beside it."""
+    state = folder / STATE_FILE
+    train = partial(thinking_train.train, recipe, device, state)
+    model, spent = run(recipe, lambda show: train(after_step=show), state, f"{name} ({recipe.method})", quiet)
+    train_thinking.save(model, recipe, folder)
+    if own:
+        (folder / train_recipe.RECIPE_FILE).write_text(recipe_text(recipe), encoding="utf-8")
+    made = _made(recipe, given, device, spent)
+    _finish(folder, train_thinking.card(name, recipe, model.to(device), made, CARD_EXAMPLES, progress=not quiet))
     return model
+
+
+def _made(recipe: Recipe, given: str, device: str, spent: str) -> str:
+    command = f"replaylens train {given} --steps {recipe.steps} --seed {recipe.seed} --device {device}"
+    return f"`{command}`, {spent} on {machine(device)}"
 
 
 def _finish(folder: Path, text: str) -> None:
@@ -95,13 +140,18 @@ def _finish(folder: Path, text: str) -> None:
 
 
 def changed(recipe: R, steps: int | None, seed: int | None) -> R:
-    """The recipe with another number of steps or another seed. The warmup is at most a tenth of the steps."""
-    steps = recipe.steps if steps is None else steps
-    return replace(recipe, steps=steps, warmup=min(recipe.warmup, steps // 10), seed=recipe.seed if seed is None else seed)
+    """The recipe with another number of steps or another seed. The warmup is then at most a tenth of the steps."""
+    if steps is not None:
+        recipe = replace(recipe, steps=steps, warmup=min(recipe.warmup, steps // 10))
+    return recipe if seed is None else replace(recipe, seed=seed)
 
 
 def check_name(name: str, changes: Changes) -> None:
     """Raise for unknown models, and for options that the model does not have."""
+    if name.endswith(SUFFIXES):
+        if given := replace(changes, task=None).given():
+            raise BadRequest(f"{', '.join(given)}: not for recipe files. Change the recipe, or give only --steps and --seed.")
+        return
     if name not in (*zoo.names(), *thinking_zoo.names()):
         raise zoo.UnknownModel(no_such("embedded model", name, (*zoo.names(), *thinking_zoo.names())))
     if changes.given() and name not in thinking_zoo.names():
@@ -158,26 +208,13 @@ def card(name: str, recipe: Recipe, model: Decoder, made: str, progress: bool = 
 
 
 def _facts(recipe: Recipe, model: Decoder, made: str) -> list[str]:
-    c, whole = recipe.config, sum(part.weight for part in recipe.parts)
+    whole = sum(part.weight for part in recipe.parts)
     shares = [f"{dict(part.knobs).get('rendering', part.task)} {part.weight / whole:.0%}" for part in recipe.parts]
-    betas = f"betas {trainer.BETAS[0]} and {trainer.BETAS[1]}, weight decay {trainer.WEIGHT_DECAY}"
-    rising = f"the longest text grows from 1 actor to {recipe.longest} over the first {recipe.curriculum:.0%} of the steps"
-    return [
-        "| | |",
-        "|---|---|",
-        f"| model | layers: {c.num_layers}, d_model {c.d_model}, {c.num_heads} heads of {c.d_head}, gated MLP of {c.d_mlp}, "
-        f"rotary positions, RMSNorm, tied embeddings; {sum(x.numel() for x in model.parameters()):,} weights, float32 |",
-        f"| data | task `{recipe.parts[0].task}`, renderings {', '.join(shares)} of every batch; 1 to "
-        f"{recipe.longest} actors, each flips with probability 1/2; start face random; training names only; "
-        f"{recipe.pool} examples per rendering and length |",
-        "| held out | every eighth prompt, by its hash, for every seed |",
-        f"| loss | next token at every position; tokens after the prompt have weight {recipe.completion_weight:g}, others 1 |",
-        f"| run | {recipe.steps} steps of {recipe.batch} texts, seed {recipe.seed}; {rising} |",
-        f"| optimizer | AdamW, {betas}; peak learning rate {recipe.lr:g} after {recipe.warmup} steps, cosine down to "
-        f"{trainer.FINAL_LR:.0%}; initial matrices scaled by {recipe.init_scale:g} |",
-        f"| made by | {made} |",
-        f"| weights | `{weights_hash(model)}` |",
-    ]
+    data = (
+        f"task `{recipe.parts[0].task}`, renderings {', '.join(shares)} of every batch; 1 to {recipe.longest} actors, each "
+        f"flips with probability 1/2; start face random; training names only; {recipe.pool} examples per rendering and length"
+    )
+    return train_recipe.facts(recipe, model, made, data, "actor")
 
 
 def _accuracies(recipe: Recipe, model: Decoder, progress: bool) -> list[str]:

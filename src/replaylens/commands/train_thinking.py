@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from replaylens import tasks
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import weights
 from replaylens.engine.model.decoder import Decoder
@@ -16,12 +17,15 @@ from replaylens.engine.training.thinking import Model, ThinkingRecipe
 from replaylens.engine.training.tokenizer import backbone_folder, load_tokenizer
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
-from replaylens.tasks import WordTokenizer
+from replaylens.tasks import Example, WordTokenizer
+from replaylens.tasks.errors import TooFewPrompts
 
 CARD_FILE = "card.md"
 CARD_LENGTHS = range(1, 17)
 OTHER_CHUNK, OTHER_THOUGHT = 4, 16
 """chunk size and longest thought for a task without its own recipe"""
+NONE_HELD_OUT = "none held out"
+"""a card's cell for a length whose prompts are all trained on, as happens to tasks with few prompts"""
 PRETRAINED_CHUNK = 8
 """chunk size for a pretrained backbone, whose tokens are shorter than words"""
 
@@ -45,7 +49,9 @@ def changed(recipe: ThinkingRecipe, changes: Changes) -> ThinkingRecipe:
     """The recipe with another task, method, length or chunk."""
     longest = changes.longest or recipe.longest
     if changes.task is not None:
-        recipe = thinking_zoo.for_task(recipe, changes.task, longest, changes.chunk or OTHER_CHUNK, OTHER_THOUGHT)
+        recipe = thinking_zoo.for_task(
+            recipe, tasks.load(changes.task).name, longest, changes.chunk or OTHER_CHUNK, OTHER_THOUGHT
+        )
     elif changes.chunk is not None:
         recipe = replace(recipe, thinking=replace(recipe.thinking, chunk=changes.chunk, max_thought=OTHER_THOUGHT))
     if changes.backbone is not None:
@@ -84,7 +90,7 @@ def save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
 
 def card(name: str, recipe: ThinkingRecipe, model: Model, made: str, examples: int, progress: bool = False) -> str:
     """The model card as Markdown: model, training (`made`), and accuracy, which is measured here."""
-    c, t, tasks = recipe.config, recipe.thinking, ", ".join(sorted({part.task for part in recipe.parts}))
+    c, t, named = recipe.config, recipe.thinking, ", ".join(sorted({part.task for part in recipe.parts}))
     shares = [f"{dict(part.knobs).get('rendering', part.task)} {part.weight:g}" for part in recipe.parts]
     size = sum(x.numel() for x in model.parameters())
     origin = "from scratch" if recipe.backbone is None else f"pretrained: `{recipe.backbone}`"
@@ -93,7 +99,7 @@ def card(name: str, recipe: ThinkingRecipe, model: Model, made: str, examples: i
         f"{c.d_mlp}, rotary positions, RMSNorm, tied embeddings; {size:,} weights with T and C, float32 |",
         f"| method | {recipe.method}; chunks of {t.chunk} tokens, state added after block {t.write_layer}, T reads block "
         f"{t.read_layer}, thoughts of up to {t.max_thought} tokens |",
-        f"| data | {tasks}: {', '.join(shares)}; 1 to {recipe.longest} steps, {recipe.pool} examples per part and length |",
+        f"| data | {named}: {', '.join(shares)}; 1 to {recipe.longest} steps, {recipe.pool} examples per part and length |",
         "| held out | every eighth prompt, by its hash, for every seed |",
         f"| loss | next token (after the prompt: weight {recipe.completion_weight:g}) + tokens of the gold thoughts |",
         f"| run | {recipe.steps} steps of {recipe.batch} rows, seed {recipe.seed}; AdamW, peak rate {recipe.lr:g}, cosine, "
@@ -117,6 +123,14 @@ def card(name: str, recipe: ThinkingRecipe, model: Model, made: str, examples: i
     )
 
 
+def tested(part: Part, length: int, number: int) -> list[Example]:
+    """Held-out examples for one cell of a card; empty if the task has no held-out prompt of this length."""
+    try:
+        return zoo.held_out(part, length, number)
+    except TooFewPrompts:
+        return []
+
+
 def accuracies(recipe: ThinkingRecipe, model: Model, examples: int, progress: bool = False) -> list[str]:
     """One line per number of steps: share of right answers, and of examples with all thoughts right."""
     coin = all(part.task == "coin" for part in recipe.parts)
@@ -132,7 +146,9 @@ def accuracies(recipe: ThinkingRecipe, model: Model, examples: int, progress: bo
     for length in scoring(CARD_LENGTHS if coin else range(1, recipe.longest + 1), progress):
         cells = []
         for part in tests.values():
-            test = zoo.held_out(part, length, examples)
+            if not (test := tested(part, length, examples)):
+                cells.append(NONE_HELD_OUT)
+                continue
             found = score(model, recipe.method, recipe.thinking, tokenizer, test, precision=recipe.precision)
             shares = sum(s.answered for s in found) / examples, sum(s.thought for s in found) / examples
             cells.append(f"{shares[0]:.1%} / {shares[1]:.1%}")
