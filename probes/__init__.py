@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.probes.causal import steer as steer
     from replaylens.probes.ccs import CcsProbe as CcsProbe
     from replaylens.probes.controls import untrained_rows as untrained_rows
+    from replaylens.probes.crossval import CrossValidated as CrossValidated
+    from replaylens.probes.crossval import cross_validate as cross_validate
     from replaylens.probes.das import find_direction as find_direction
     from replaylens.probes.erasers import Inlp as Inlp
     from replaylens.probes.erasers import Leace as Leace
@@ -38,6 +40,9 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.probes.report import Report as Report
     from replaylens.probes.rows import ProbeRows as ProbeRows
     from replaylens.probes.sequence_rows import sequences as sequences
+    from replaylens.probes.solvers import Solution as Solution
+    from replaylens.probes.solvers import one_hot as one_hot
+    from replaylens.probes.solvers import solve as solve
     from replaylens.probes.sparse import SparseProbe as SparseProbe
     from replaylens.probes.splits import Split as Split
     from replaylens.probes.splits import by_acceptance as by_acceptance
@@ -49,13 +54,21 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.probes.splits import by_part as by_part
     from replaylens.probes.splits import by_phrase as by_phrase
     from replaylens.probes.splits import by_root as by_root
+    from replaylens.probes.splits import fold_of_roots as fold_of_roots
+    from replaylens.probes.statistics import Estimate as Estimate
+    from replaylens.probes.statistics import bootstrap as bootstrap
+    from replaylens.probes.statistics import false_discovery as false_discovery
+    from replaylens.probes.statistics import mean_over_roots as mean_over_roots
+    from replaylens.probes.statistics import means_over_roots as means_over_roots
     from replaylens.probes.streaming import fit_streaming as fit_streaming
     from replaylens.probes.sweeping import sweep as sweep
 
 _WHERE = {
     "AttentiveProbe": "attentive",
     "CcsProbe": "ccs",
+    "CrossValidated": "crossval",
     "ESTIMATORS": "registry",
+    "Estimate": "statistics",
     "Inlp": "erasers",
     "Leace": "erasers",
     "LinearProbe": "probe",
@@ -63,12 +76,14 @@ _WHERE = {
     "MomentStream": "moments",
     "ProbeRows": "rows",
     "Report": "report",
+    "Solution": "solvers",
     "SparseProbe": "sparse",
     "Split": "splits",
     "ablate": "causal",
     "amnesic": "questions.amnesic",
     "area": "areas",
     "balanced_accuracy": "balanced",
+    "bootstrap": "statistics",
     "by_acceptance": "splits",
     "by_answer": "splits",
     "by_depth": "splits",
@@ -79,16 +94,23 @@ _WHERE = {
     "by_phrase": "splits",
     "by_root": "splits",
     "calibrated": "registry",
+    "cross_validate": "crossval",
+    "false_discovery": "statistics",
     "find_direction": "das",
     "fit_probe": "probe",
     "fit_streaming": "streaming",
+    "fold_of_roots": "splits",
     "forced_rows": "questions.forced",
     "interchange": "causal",
     "judge": "questions.judge",
+    "mean_over_roots": "statistics",
+    "means_over_roots": "statistics",
+    "one_hot": "solvers",
     "outcome_at_fork": "questions.outcome_at_fork",
     "permutation_test": "refit",
     "placebo_probes": "probe",
     "sequences": "sequence_rows",
+    "solve": "solvers",
     "steer": "causal",
     "steering_reach": "questions.steering_reach",
     "sweep": "sweeping",

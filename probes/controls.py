@@ -17,7 +17,7 @@ import torch
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.model.decoder import Decoder
-from replaylens.probes.errors import ProbeError
+from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.paths import row_paths
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sources import MemorySource
@@ -85,6 +85,17 @@ def control_labels(types: np.ndarray, codes: np.ndarray, seed: int = 0) -> np.nd
         of_type[each] = left.argmax()
         left[of_type[each]] -= sizes[each]
     return np.where(codes >= 0, of_type[types], -1)
+
+
+def require_same_rows(rows: ProbeRows, blank: ProbeRows) -> None:
+    """Raise BadRows unless the rows of an untrained model are the same rows in the same order."""
+    same = np.array_equal(rows.numbers, blank.numbers) and len(rows.whole) == len(blank.whole)
+    columns = ["root", "example", "position", "token"]
+    if not same or not rows.frame[columns].equals(blank.frame[columns]):
+        raise BadRows(
+            f"The {len(blank)} rows of the untrained model are not the {len(rows)} rows to probe. Make both in the same order, "
+            f"with the same groups, positions and tokens."
+        )
 
 
 def untrained_rows(rows: ProbeRows, engine: Engine, sites: Sequence[str], seed: int = 0, batch: int = 32) -> ProbeRows:

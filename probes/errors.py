@@ -15,6 +15,14 @@ class BadRows(ProbeError):
     """Rows are missing, not finite, or unsuitable for the question."""
 
 
+class MissingGroups(BadRows):
+    """Rows from arrays were given without the group of each row."""
+
+
+class NoTask(ProbeError):
+    """The question needs a task, and the rows have none: they come from arrays."""
+
+
 class TooFewRoots(ProbeError):
     """There are fewer root prompts than folds, or than a statistic needs."""
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from replaylens.probes import controls
 from replaylens.probes.errors import BadRows, OneClass
+from replaylens.probes.groups import why_no_histories
 from replaylens.probes.rows import ProbeRows, Target
 from replaylens.probes.statistics import root_permutations
 
@@ -77,7 +78,7 @@ def goals_at(
     skipped: list[tuple[str, str]] = []
     context = controls.contexts(paths) if with_controls and paths is not None else None
     if with_controls and paths is None:
-        skipped.append(("bag of tokens and control task", "the paths have holes; dump all positions"))
+        skipped.append(("bag of tokens and control task", why_no_histories(here)))
     elif with_controls and context is None:
         skipped.append(("control task", "the contexts have too few types"))
     for label in labels:
@@ -97,7 +98,9 @@ def goals_at(
                     goals.append(Goal(label, CONTROL, "class", goal.classes, codes, goal.present))
     if not goals:
         return [], skipped
-    if with_controls and "+" in (here.about.task or ""):
+    if with_controls and here.about.task is None:
+        skipped.append(("known zeros", "rows from arrays have no task"))
+    elif with_controls and here.about.several:
         skipped.append(("known zeros", "the rows come from several tasks"))
     elif with_controls:
         for zero in here.about.make_task().known_zero:

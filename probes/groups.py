@@ -26,8 +26,10 @@ MIN_GROUPS = 20
 
 
 def histories(rows: ProbeRows) -> list[np.ndarray] | None:
-    """For each row, the tokens of its path up to and including it. None if the dump or run does not have all positions."""
+    """For each row, the tokens of its path up to and including it. None if they are unknown: see `why_no_histories`."""
     every = rows.whole
+    if not every.has_tokens:
+        return None
     token, place = every.frame["token"].to_numpy(), {number: i for i, number in enumerate(rows.numbers)}
     found: dict[int, np.ndarray] = {}
     for path in row_paths(every.frame):
@@ -40,26 +42,43 @@ def histories(rows: ProbeRows) -> list[np.ndarray] | None:
     return [found[i] for i in range(len(rows))]
 
 
+def why_no_histories(rows: ProbeRows) -> str:
+    """The reason why `histories` gives none, with what to do."""
+    if rows.about.task is not None:
+        return "the paths have holes; dump all positions"
+    if not rows.whole.has_tokens:
+        return "these rows have no tokens; give tokens= and positions="
+    return "not every token of the prompts is there; give the rows of all positions, with positions="
+
+
 def path_keys(rows: ProbeRows) -> np.ndarray:
     """[rows] str: a hash of each row's path, or of its stored bits where the path has holes.
 
     The bits of the deepest stored site are hashed along with the path, so that rows of one path with different edits count as
-    different. Rows made from arrays may bring keys of their own, in the column `key`.
+    different. Rows from arrays may bring keys of their own, in the column `key`; otherwise a known path is their key alone,
+    since elsewhere rows of one path may differ in their last bits from batch to batch.
     """
     if "key" in rows.frame:
         return rows.frame["key"].to_numpy(dtype=str)
-    paths, bits = histories(rows), _deepest(rows)
-    parts = (bits[i].tobytes() + (b"" if paths is None else paths[i].tobytes()) for i in range(len(rows)))
+    paths = histories(rows)
+    if paths is not None and rows.about.task is None:
+        part = rows.frame["part"] if "part" in rows.frame else [""] * len(rows)  # parts may come from different models
+        parts = (f"{name}:".encode() + path.tobytes() for name, path in zip(part, paths, strict=True))
+    else:
+        bits = _deepest(rows)
+        parts = (bits[i].tobytes() + (b"" if paths is None else paths[i].tobytes()) for i in range(len(rows)))
     return np.array([blake2b(part, digest_size=12).hexdigest() for part in parts], dtype="U24")
 
 
 def _deepest(rows: ProbeRows) -> np.ndarray:
-    """[rows, d]: the stored site that depends on most of the path. Empty columns if no letter was captured."""
+    """[rows, d]: the stored site that depends on most of the path; of rows from arrays without letters, all sites."""
     for letter in ("S", "C", "T"):
         stored = rows.source.letters(letter)
         if stored:
             return rows.source.take(letter, max(stored), rows.numbers).float().numpy()
-    return np.empty((len(rows), 0), dtype=np.float32)
+    cells = rows.cells(rows.default_sites) if rows.about.task is None else []
+    empty = np.empty((len(rows), 0), dtype=np.float32)
+    return np.concatenate([empty, *(rows.matrix(cell.site, cell.layer) for cell in cells)], axis=1)
 
 
 def groups_of(rows: ProbeRows, keys: np.ndarray | None = None) -> np.ndarray:
@@ -144,6 +163,6 @@ def independent(given: ProbeRows) -> Independent:
             groups = np.full(len(given), "", dtype=found.dtype)
             groups[later] = found
     named = replace(given, frame=given.frame.assign(key=keys, group=groups))
-    chosen = _first(given, keys) & (position >= begin)
+    chosen = _first(given, keys) & ~(position < begin)  # rows from arrays may have no position
     _, place, copies = np.unique(keys, return_inverse=True, return_counts=True)
     return Independent(named.where(chosen), copies[place][chosen], begin)

@@ -7,10 +7,11 @@
 | `step`, `step+2`, `step-1` | where a step of the task is decided; two tokens later; the token before |
 | `step:3`, `step:3+1` | the same, of the third step only |
 | `query`, `query-1`, `query+1` | the prompt's last token with labels; before it; the answer's first token |
+| `last`, `last-1` | the last token of its prompt; before it. Only for rows from arrays: rows of a task have the query |
 
 A row belongs to the last step decided, so `step+5` has no rows if the next step comes four tokens later. The query is the
 prompt's last token, from which the answer is read. If a model pads its prompts, the query is the last token before the padding.
-Padding has no text, no labels and no distance from the query.
+Padding has no text, no labels and no distance from the query. Rows from arrays know neither steps nor queries.
 """
 
 import re
@@ -25,7 +26,9 @@ from replaylens.probes.paths import row_paths
 
 STEP_LABELS = ("actions", "hops")
 """labels that count steps; a task's first one is used, and a step is decided where it grows"""
-_SPEC = re.compile(r"(?P<all>all)|(?P<at>\d+)|(?P<anchor>step|query)(:(?P<which>\d+))?(?P<shift>[+-]\d+)?")
+_SPEC = re.compile(r"(?P<all>all)|(?P<at>\d+)|(?P<anchor>step|query|last)(:(?P<which>\d+))?(?P<shift>[+-]\d+)?")
+PLACES = ("step", "since_step", "until_step", "since_query", "steps")
+"""the columns of `add_places`; all missing in rows from arrays"""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Position:
 
     spec: str
     anchor: str
-    """all, at, step or query"""
+    """all, at, step, query or last"""
     shift: int = 0
     which: int | None = None
 
@@ -42,8 +45,8 @@ class Position:
     def parse(cls, spec: str | int) -> "Position":
         """Parse a spec. Raises BadPosition, which lists the forms."""
         found = _SPEC.fullmatch(str(spec).replace(" ", ""))
-        if found is None or (found["which"] and found["anchor"] == "query"):
-            raise BadPosition(f"Unknown position {spec!r}. Use all, a number, step, step+1, step:3, query or query-1.")
+        if found is None or (found["which"] and found["anchor"] != "step"):
+            raise BadPosition(f"Unknown position {spec!r}. Use all, a number, step, step+1, step:3, query, query-1 or last.")
         if found["all"]:
             return cls("all", "all")
         if found["at"]:
@@ -52,19 +55,29 @@ class Position:
         return cls(found.group(), found["anchor"], int(found["shift"] or 0), which)
 
     def mask(self, frame: pd.DataFrame) -> np.ndarray:
-        """One boolean per row of a frame with the columns of `add_places`."""
+        """One boolean per row of a frame with the columns of `add_places`. Raises BadPosition if the frame cannot tell."""
+        self._check(frame)
         match self.anchor:
             case "all":
                 return np.ones(len(frame), dtype=bool)
             case "at":
                 return (frame["position"] == self.shift).to_numpy()
-            case "query":
-                return (frame["since_query"] == self.shift).to_numpy()
-        if frame["since_step"].isna().all():
-            raise BadPosition(f"Position {self.spec!r} is unknown: these rows do not record steps. Dump positions 'all'.")
+            case "query" | "last":
+                return (frame[f"since_{self.anchor}"] == self.shift).to_numpy()
         column, which = ("since_step", self.which) if self.shift >= 0 else ("until_step", self.which and self.which - 1)
         mask = (frame[column] == abs(self.shift)).to_numpy()
         return mask if which is None else mask & (frame["step"] == which).to_numpy()
+
+    def _check(self, frame: pd.DataFrame) -> None:
+        said, arrays = f"Position {self.spec!r} is unknown: these rows", "since_last" in frame
+        if arrays and self.anchor in ("step", "query"):
+            raise BadPosition(f"{said} come from arrays, which have no {self.anchor}. Use all, a number or last.")
+        if arrays and self.anchor in ("at", "last") and len(frame) and frame["position"].isna().all():
+            raise BadPosition(f"{said} were given without positions. Use all, or give positions= to ProbeRows.of_arrays.")
+        if self.anchor == "last" and not arrays:
+            raise BadPosition(f"{said} come from a task, whose prompts end with the query. Use query.")
+        if self.anchor == "step" and frame["since_step"].isna().all():
+            raise BadPosition(f"{said} do not record steps. Dump positions 'all'.")
 
 
 def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:

@@ -1,10 +1,11 @@
-"""`ProbeRows`: labelled activation rows for probes, from a dump or from runs in memory.
+"""`ProbeRows`: labelled activation rows for probes, from a dump, from runs in memory, or from arrays computed elsewhere.
 
 rows = ProbeRows.of(Dump.open("dumps/coin"))
 here = rows.accepted().at("step")
 X, y, roots = here.matrix("S", 2), here.target("face").values, here.roots
 """
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +25,13 @@ from replaylens.engine.errors import OtherFingerprint, UnknownSite, no_such
 from replaylens.engine.replay.examples import Result
 from replaylens.engine.run import Run
 from replaylens.engine.serving.core import Core
-from replaylens.probes.errors import BadRows, MissingLabel, ProbeError
+from replaylens.probes.arrays import ArraySource
+from replaylens.probes.columns import OWN
+from replaylens.probes.errors import BadRows, MissingLabel, NoTask, ProbeError
+from replaylens.probes.from_arrays import FromArrays
 from replaylens.probes.positions import Position, add_places
 from replaylens.probes.sources import LETTERS, About, DumpSource, JoinedSource, MemorySource, RowSource, Subset
+from replaylens.tasks.splits import is_test_root
 
 MAX_CLASSES = 64
 """an integer label with more values than this is a number to regress on, not classes"""
@@ -64,7 +69,7 @@ class Target:
 
 
 @dataclass(frozen=True, eq=False)
-class ProbeRows:
+class ProbeRows(FromArrays):
     """Rows with their index. Immutable: `at`, `where` and the like return a narrower view."""
 
     frame: pd.DataFrame
@@ -84,6 +89,7 @@ class ProbeRows:
             return given
         if not isinstance(given, Dump | Run):
             hint = f" Open the dump first: Dump.open({given!r})." if isinstance(given, str | Path) else ""
+            hint = hint or " Of activations from elsewhere, make rows with ProbeRows.of_arrays."
             raise ProbeError(f"Cannot probe a {type(given).__name__}. Give a Dump, a Run or ProbeRows.{hint}")
         if isinstance(given, Dump):
             if given.filters:
@@ -103,6 +109,10 @@ class ProbeRows:
         return cls._placed(frame, MemorySource(content.tensors, letters, about), plan.positions in ("all", "steps"))
 
     @classmethod
+    def _from_arrays(cls, frame: pd.DataFrame, source: ArraySource) -> "ProbeRows":
+        return cls(frame, source, np.arange(len(frame)))
+
+    @classmethod
     def _placed(cls, frame: pd.DataFrame, source: RowSource, knows_steps: bool) -> "ProbeRows":
         return cls(add_places(frame.reset_index(drop=True), knows_steps), source, np.arange(len(frame)))
 
@@ -113,7 +123,11 @@ class ProbeRows:
         Rows of different tasks keep the labels that all of them have, and no task: see `transfer_across`.
         Raises OtherFingerprint for different engines: their difference would look like one between the parts.
         """
+        if len({rows.about.task is None for rows in parts.values()}) != 1:
+            raise ProbeError("Some of the rows come from arrays, others from a task. Join rows of one kind.")
         how: Literal["outer", "inner"] = "outer" if len({rows.about.task for rows in parts.values()}) == 1 else "inner"
+        if len({"key" in rows.frame for rows in parts.values()}) != 1:
+            raise ProbeError("The rows cannot be told apart: only some parts have keys. Give keys= to all of them, or to none.")
         made = {name: rows.about.fingerprint for name, rows in parts.items() if rows.about.fingerprint is not None}
         for name, other in made.items():
             first = next(iter(made))
@@ -133,7 +147,8 @@ class ProbeRows:
         return len(self.numbers)
 
     def __repr__(self) -> str:
-        return f"ProbeRows({len(self)} rows of {self.frame['root'].nunique()} roots, task {self.about.task})"
+        task = "no task" if self.about.task is None else f"task {self.about.task}"
+        return f"ProbeRows({len(self)} rows of {self.frame['root'].nunique()} roots, {task})"
 
     @property
     def about(self) -> About:
@@ -149,8 +164,37 @@ class ProbeRows:
         """The root prompt of each row."""
         return self.frame["root"].to_numpy(dtype=str)
 
+    @property
+    def default_positions(self) -> tuple[str, ...]:
+        """Where a sweep looks unless told: steps and query of a task, else every row."""
+        return ("all",) if self.about.task is None else ("step", "query")
+
+    @property
+    def default_sites(self) -> tuple[str, ...]:
+        """What a sweep looks at unless told: S, T and C of a model, else every site."""
+        return tuple(self.source.sites()) if self.about.task is None else ("STC",)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether every row has a token."""
+        return bool(self.frame["token"].notna().all())
+
+    @property
+    def in_test_side(self) -> np.ndarray:
+        """[rows] bool: whether the row's root is on the test side of its task; without a task, of a hash of its group."""
+        sides = {root: is_test_root(root if self.about.task else _hex(root)) for root in np.unique(self.roots)}
+        return np.array([sides[root] for root in self.roots])
+
+    def known(self, column: str) -> pd.Series:
+        """A column of the index. Raises MissingLabel if no row has a value."""
+        if self.frame[column].isna().all():
+            raise MissingLabel(f"No row has {column!r}. Give it among the labels of rows from arrays; text comes with tokens=.")
+        return self.frame[column]
+
     def require(self, engine: Core) -> None:
-        """Raise OtherFingerprint if another engine computed the rows."""
+        """Raise OtherFingerprint if another engine computed the rows, NoTask if they come from arrays."""
+        if self.about.task is None:
+            raise NoTask("These rows come from arrays: no engine is known to have computed them. Leave out the engine.")
         mine = self.about.fingerprint
         if mine is not None and mine != engine.fingerprint:
             lines = "; ".join(engine.fingerprint.differences(mine))
@@ -180,22 +224,23 @@ class ProbeRows:
     # ---- input of estimators ------------------------------------------------------------------------------------
 
     def cells(self, sites: str | Sequence[str], layers: Sequence[int] | None = None) -> list[Cell]:
-        """Every cell of the sites: letters S, T, C with all their layers (or those given), or stored names."""
+        """Every cell of the sites: letters and others with layers, at all layers or those given; or stored names."""
         words = re.split(r"[,\s]+", sites) if isinstance(sites, str) else list(sites)
         cells: list[Cell] = []
         known: set[int] = set()
         where: dict[str, str] = {}
         for word in filter(None, words):
-            if not set(word) <= set(LETTERS):
-                cells.append(Cell(word, None))
-                continue
-            for letter in word:
-                stored = self.source.letters(letter)
-                if not stored:
-                    raise UnknownSite(f"Site {letter} was not captured. Dump or replay with sites that include it.")
+            for site in word if set(word) <= set(LETTERS) else [word]:
+                stored = self.source.letters(site)
+                if not stored and site in LETTERS:
+                    has = ", ".join(self.source.sites())
+                    raise UnknownSite(
+                        f"Site {site} was not captured. Dump or replay with sites that include it. There are {has}."
+                    )
                 known |= stored.keys()
-                where[letter] = ", ".join(map(str, stored))
-                cells += [Cell(letter, n) for n in stored if layers is None or n in layers]
+                if stored:
+                    where[site] = ", ".join(map(str, stored))
+                cells += [Cell(site, n) for n in stored if layers is None or n in layers] if stored else [Cell(site, None)]
         if known and (missing := sorted(set(layers or ()) - known)):
             listed = "; ".join(f"{letter} is stored at layers {numbers}" for letter, numbers in where.items())
             raise UnknownSite(f"No layer {missing[0]}. {listed}. Give one of these: sweeps do not count from the end.")
@@ -228,10 +273,13 @@ class ProbeRows:
         kind  class, number, or auto: text and booleans are classes, integers too if they take few values
         """
         name = label
+        if self.about.task is None and label not in self.frame:
+            extra = " The state is a task's, and rows from arrays have no task." if label == "state" else ""
+            raise MissingLabel(no_such("label", label, [n for n in self.frame if n not in OWN]) + extra)
         if label == "state" and label not in self.frame:
             name = self.about.make_task().state_label
         if name not in self.frame:
-            known = self.frame if "+" in (self.about.task or "") else self.about.make_task().label_names
+            known = self.frame if self.about.several else self.about.make_task().label_names
             own = [n for n in known if n in self.frame]
             raise MissingLabel(no_such("label", label, own))
         return make_target(label, self.frame[name], kind)
@@ -255,3 +303,7 @@ def make_target(name: str, values: Any, kind: str = "auto") -> Target:
 
 def _class_name(value: Any) -> str:
     return "" if pd.isna(value) else str(value)
+
+
+def _hex(group: str) -> str:
+    return hashlib.sha256(group.encode()).hexdigest()

@@ -11,8 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replaylens.engine.errors import no_such
+from replaylens.probes.errors import UnknownEstimator
 from replaylens.probes.grams import Grams
 from replaylens.probes.quasi_newton import QuasiNewton
+
+KINDS = ("logistic", "ridge", "regression", "mass-mean", "mass-mean-whitened")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +57,16 @@ def solve(
     train      [tasks, folds, n] bool
     tolerance  logistic only: stop when the largest entry of the gradient, per row, is below it; default: 1e-6 in double
                precision, 1e-4 (scikit-learn's) in single
+
+    Raises UnknownEstimator for another kind than logistic, ridge, regression, mass-mean and mass-mean-whitened.
+
+    >>> import numpy as np, torch
+    >>> from replaylens.probes import one_hot
+    >>> codes = np.arange(40) % 2
+    >>> x = torch.randn(3, 40, 8, generator=torch.Generator().manual_seed(0)).double() + 4 * torch.from_numpy(codes)[:, None]
+    >>> found = solve("ridge", x, one_hot(codes, 2)[None], np.ones((1, 1, 40), dtype=bool))
+    >>> found.weight.shape, ((found.scores(x)[..., 0] > 0) == torch.from_numpy(codes == 1)).all().item()
+    (torch.Size([3, 1, 1, 1, 8]), True)
     """
     if len(x) > 1 and not x.is_cuda:  # a CPU works on one cell at a time anyway; apart, no cell waits for another
         parts = [solve(kind, x[i : i + 1], targets, train, C=C, alpha=alpha, tolerance=tolerance) for i in range(len(x))]
@@ -73,7 +87,7 @@ def solve(
             small = tolerance or (1e-6 if x.dtype == torch.float64 else 1e-4)
             weight, bias = QuasiNewton(grams, y, where, 1.0 / C, small).run()
         case _:
-            raise AssertionError(kind)
+            raise UnknownEstimator(no_such("kind of probe", kind, KINDS))
     return Solution(weight, bias - torch.einsum("btfkd,bd->btfk", weight, grams.shift))
 
 

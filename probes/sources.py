@@ -1,6 +1,6 @@
 """Sources of rows: a dump on disk, tensors in memory, several sources joined, or a subset of one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import UnknownSite
 from replaylens.engine.model.sites import at_layer
 from replaylens.engine.proof.fingerprint import Fingerprint
-from replaylens.probes.errors import SeveralTasks
+from replaylens.probes.errors import NoTask, SeveralTasks
 from replaylens.tasks.task import AnyTask
 
 LETTERS = ("S", "T", "C")
@@ -24,20 +24,28 @@ LETTERS = ("S", "T", "C")
 class About:
     """The origin of rows, as a report cites it."""
 
-    task: str
+    task: str | None
+    """None for rows from arrays"""
     knobs: dict[str, Any]
     digest: str
-    """of the dump; empty for the rows of a run"""
+    """of the dump, or of the arrays; empty for the rows of a run"""
     fingerprint: Fingerprint | None
     maker: AnyTask | None = field(default=None, compare=False, repr=False)
     """the task itself, which the rows of a run have; a dump knows its task by name only"""
 
-    def make_task(self) -> AnyTask:
-        """The task of the rows. UnknownTask if they are of a dump, and no task of its name is registered.
+    @property
+    def several(self) -> bool:
+        """Whether the rows are joined from different tasks, whose names `task` then lists."""
+        return self.task is not None and "+" in self.task
 
-        Raises SeveralTasks for joined rows of different tasks.
+    def make_task(self) -> AnyTask:
+        """The task of the rows. Raises NoTask for rows from arrays, SeveralTasks for joined ones of different tasks.
+
+        UnknownTask if no task of a dump's name is registered.
         """
-        if "+" in (self.task or ""):
+        if self.task is None:
+            raise NoTask("These rows come from arrays and have no task. Give a dump or a run, or ask what needs no task.")
+        if self.several:
             raise SeveralTasks(f"These rows come from several tasks ({self.task}). Ask this of the rows of one of them.")
         return tasks.get(self.task)(**self.knobs) if self.maker is None else self.maker
 
@@ -47,8 +55,12 @@ class RowSource(Protocol):
 
     about: About
 
+    def sites(self) -> list[str]:
+        """Every stored site: letters and other sites with layers once, the others by name."""
+        ...
+
     def letters(self, letter: str) -> dict[int, str]:
-        """Stored sites of a letter, by layer."""
+        """Stored sites of a letter (or of a site with layers), by layer; empty for any other name."""
         ...
 
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
@@ -64,8 +76,11 @@ class DumpSource:
         plan = dump.manifest.plan
         self.about = About(plan.task, plan.knobs, dump.digest, dump.manifest.fingerprint)
 
+    def sites(self) -> list[str]:
+        return _listed(self, self.dump.sites)
+
     def letters(self, letter: str) -> dict[int, str]:
-        return self.dump.manifest.layers(letter)
+        return self.dump.manifest.layers(letter) if letter in LETTERS else {}
 
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
         return _flat(self.dump.array(site, layer)[numbers])
@@ -76,6 +91,9 @@ class MemorySource:
 
     def __init__(self, tensors: dict[str, Tensor], letters: dict[str, list[str]], about: About) -> None:
         self.tensors, self._letters, self.about = tensors, letters, about
+
+    def sites(self) -> list[str]:
+        return _listed(self, self.tensors)
 
     def letters(self, letter: str) -> dict[int, str]:
         return {layer: name for layer, name in enumerate(self._letters.get(letter, [])) if name in self.tensors}
@@ -95,6 +113,13 @@ class MemorySource:
         return _flat(x[:, layer])
 
 
+def _listed(source: RowSource, names: Iterable[str]) -> list[str]:
+    """The letters that a source stores, then the names that no letter covers."""
+    stored = {letter: source.letters(letter) for letter in LETTERS}
+    covered = {name for layers in stored.values() for name in layers.values()}
+    return [*(letter for letter, layers in stored.items() if layers), *(name for name in names if name not in covered)]
+
+
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(len(x), -1)
 
@@ -105,10 +130,13 @@ class JoinedSource:
     def __init__(self, sources: Sequence[RowSource], sizes: Sequence[int]) -> None:
         self.sources, self.starts = list(sources), np.cumsum([0, *sizes])
         digests = {source.about.digest for source in sources}
-        names = sorted({source.about.task for source in sources})
+        names = sorted({source.about.task for source in sources if source.about.task is not None})
         self.about = replace(sources[0].about, digest="+".join(sorted(digests)))
         if len(names) > 1:
             self.about = replace(self.about, task="+".join(names), knobs={}, maker=None)
+
+    def sites(self) -> list[str]:
+        return self.sources[0].sites()
 
     def letters(self, letter: str) -> dict[int, str]:
         return self.sources[0].letters(letter)
@@ -127,6 +155,9 @@ class Subset:
 
     def __init__(self, source: RowSource, numbers: np.ndarray) -> None:
         self.source, self.numbers, self.about = source, numbers, source.about
+
+    def sites(self) -> list[str]:
+        return self.source.sites()
 
     def letters(self, letter: str) -> dict[int, str]:
         return self.source.letters(letter)

@@ -19,7 +19,6 @@ from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, Share
 from replaylens.probes.groups import groups_of, path_keys
 from replaylens.probes.paths import row_paths
 from replaylens.probes.rows import ProbeRows
-from replaylens.tasks.splits import is_test_root
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,13 +133,13 @@ def by_depth(rows: ProbeRows, deepest: int, folds: int = 5, seed: int = 0) -> Sp
 
 def by_answer(rows: ProbeRows, folds: int = 5, seed: int = 0) -> Split:
     """Fit on rows of right answers, test on right and wrong answers of other roots."""
-    right = rows.frame["correct"].to_numpy(dtype=bool)
+    right = rows.known("correct").to_numpy(dtype=bool)
     return _crossed("right answers", rows, right, np.ones(len(rows), bool), folds, seed)
 
 
 def by_length(rows: ProbeRows, longest: int) -> Split:
     """Fit on prompts of at most `longest` steps, test on longer ones."""
-    short = (rows.frame["steps"] <= longest).to_numpy()
+    short = (rows.known("steps") <= longest).to_numpy()
     return _once(f"length above {longest}", rows, short, (rows.frame["steps"] > longest).to_numpy())
 
 
@@ -155,7 +154,7 @@ def by_part(rows: ProbeRows, fit_on: str, test_on: str) -> Split:
         there = ", ".join(known) or "none; see ProbeRows.join"
         raise ProbeError(f"No parts {fit_on!r} and {test_on!r}. These rows have {there}.")
     part = rows.frame["part"].to_numpy()
-    held_out = np.array([is_test_root(root) for root in rows.roots])
+    held_out = rows.in_test_side
     return _once(f"{fit_on} to {test_on}", rows, (part == fit_on) & ~held_out, (part == test_on) & held_out)
 
 
@@ -179,6 +178,7 @@ def by_phrase(rows: ProbeRows, word: str) -> Split:
     The token is searched in the whole paths of a prompt, whichever of their rows are given.
     """
     whole = _whole_paths(rows)
+    rows.whole.known("text")
     found = whole[whole["text"] == word]
     accepted = found.loc[found["accepted"].astype(bool), "root"]
     fit, test = (np.isin(rows.roots, roots.unique().tolist()) for roots in (found["root"], accepted))

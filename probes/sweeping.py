@@ -20,7 +20,7 @@ from replaylens.engine.errors import no_such
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.run import Run
 from replaylens.probes import registry, splits
-from replaylens.probes.controls import untrained_rows
+from replaylens.probes.controls import require_same_rows, untrained_rows
 from replaylens.probes.errors import BadRows, MissingLabel, ProbeError, TooFewRoots
 from replaylens.probes.goals import LABEL, Goal, goals_at
 from replaylens.probes.groups import histories, independent
@@ -45,11 +45,12 @@ def sweep(
     given: Dump | Run | ProbeRows,
     label: str | Sequence[str] = "state",
     *,
-    sites: str | Sequence[str] = "STC",
-    positions: str | Sequence[str | int] = ("step", "query"),
+    sites: str | Sequence[str] | None = None,
+    positions: str | Sequence[str | int] | None = None,
     estimators: str | Sequence[str] = ("logistic",),
     split: str | MakeSplit = "root",
     engine: Engine | None = None,
+    untrained: ProbeRows | None = None,
     resume: str | Path | None = None,
     jobs: int = 1,
     backend: str | None = None,
@@ -70,9 +71,13 @@ def sweep(
     Rows with the same path are one observation and count once; roots that share one are one group (see `groups`). A label or
     position without usable rows is skipped, and the report's notes say so; an error is raised only if nothing is left.
 
+    sites, positions
+             default: S, T and C at steps and query; of rows from arrays, every site at every row
     split    root (cross-validation over groups of roots), another value of `SweepSettings.split`, or a function from rows to
              a `Split`
     engine   the engine that computed the rows: adds an untrained model as a control. Raises OtherFingerprint for another one
+    untrained
+             the same rows of a model with random weights, where no engine can make them; the same control
     resume   a folder for finished parts, from which an interrupted sweep resumes
     jobs     number of processes for estimators that are fitted one by one; -1: one per core
     backend  of joblib; `ray` for a cluster
@@ -86,16 +91,20 @@ def sweep(
     (3, True)
     """
     rows = ProbeRows.of(given)
+    if engine is not None and untrained is not None:
+        raise ProbeError("Both an engine and rows of an untrained model are given. Give one of them.")
     if engine is not None:
         rows.require(engine)
         rows = rows.renumbered()  # rows of the untrained model are numbered from 0 on
+    sites = rows.default_sites if sites is None else sites
+    positions = rows.default_positions if positions is None else positions
     settings = SweepSettings(
         labels=_words(label),
         sites=_words(sites),
         positions=tuple(map(str, [positions] if isinstance(positions, str | int | float) else positions)),
         estimators=_words(estimators),
         split=split if isinstance(split, str) else getattr(split, "__name__", "own"),
-        untrained=engine is not None,
+        untrained=engine is not None or untrained is not None,
         layers=None if layers is None else _layers(layers),
         folds=folds,
         branches=branches,
@@ -110,7 +119,9 @@ def sweep(
     if jobs == 0:
         raise ProbeError("jobs=0 runs nothing. Give a number of processes, or -1 for one per core.")
     make_split = split if callable(split) else _splitter(settings)
-    blank = untrained_rows(rows, engine, _stored(rows, settings), settings.seed) if engine is not None else None
+    blank = untrained_rows(rows, engine, _stored(rows, settings), settings.seed) if engine is not None else untrained
+    if untrained is not None:
+        require_same_rows(rows, untrained)
     with _backend(backend):
         return _Sweep(rows, settings, make_split, blank, resume, jobs, progress).run()
 
@@ -130,7 +141,7 @@ class _Sweep:
     def run(self) -> Report:
         chosen = self._branches(self.rows)
         cells = chosen.cells(self.settings.sites, self.settings.layers)
-        parts = Parts(self.resume, self.settings.key(_digest(self.rows)))
+        parts = Parts(self.resume, self.settings.key(_digest(self.rows) + (self.blank.about.digest if self.blank else "")))
         places, notes = self._places(chosen, cells)
         with tqdm(total=len(places) * len(cells), unit="cell", disable=not self.progress) as bar:
             for place in places:

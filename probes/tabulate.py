@@ -22,7 +22,7 @@ ERROR = 0.05
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class SweepBlock:
     """The cells of one position, label and estimator, which are tested together."""
 
     place: SweepPosition
@@ -65,7 +65,7 @@ class Block:
 def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettings, notes: list[str]) -> Report:
     """The whole report. Corrections cover all lines of labels, not those of controls."""
     blocks = [
-        Block(place, number, estimator)
+        SweepBlock(place, number, estimator)
         for place in places
         for number, goal in enumerate(place.goals)
         if goal.role in (LABEL, ZERO)
@@ -82,7 +82,7 @@ def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettin
     return Report("sweep", lines, about_rows(rows), settings.to_json(), notes)
 
 
-def _correct(made: list[tuple[Block, list[dict[str, Any]]]]) -> None:
+def _correct(made: list[tuple[SweepBlock, list[dict[str, Any]]]]) -> None:
     """Mutates the lines: p-values of each cell, corrected for the grid, and false discovery rates.
 
     Cells with permutation tests are corrected by their largest score under permutation, the others by their number
@@ -103,12 +103,12 @@ def _correct(made: list[tuple[Block, list[dict[str, Any]]]]) -> None:
         line["q"] = float(q)
 
 
-def _corrected(block: Block) -> np.ndarray:
+def _corrected(block: SweepBlock) -> np.ndarray:
     """[cells]: p-values of a t test that the score is above that of the most frequent class, or above r2 = 0."""
     return statistics.corrected_p(block.gains(block.predicted()) - _constant(block), block.groups, block.folds)
 
 
-def _constant(block: Block) -> np.ndarray:
+def _constant(block: SweepBlock) -> np.ndarray:
     """[tested rows]: whether the most frequent class is right; for known zeros, the chance of a guess; for numbers, 0."""
     goal, codes = block.goal, block.goal.codes[block.tested]
     if goal.kind == "number" or goal.chance is not None:
@@ -116,7 +116,7 @@ def _constant(block: Block) -> np.ndarray:
     return np.asarray(codes == np.bincount(codes).argmax(), dtype=float)
 
 
-def _lines(block: Block, settings: SweepSettings, error: float) -> Iterator[dict[str, Any]]:
+def _lines(block: SweepBlock, settings: SweepSettings, error: float) -> Iterator[dict[str, Any]]:
     """One line per cell."""
     place, goal, predicted = block.place, block.goal, block.predicted()
     top, bottom = ratio(predicted, goal, block.tested)
@@ -155,7 +155,7 @@ def _lines(block: Block, settings: SweepSettings, error: float) -> Iterator[dict
         }
 
 
-def _test_name(block: Block, null: Null | None) -> str | None:
+def _test_name(block: SweepBlock, null: Null | None) -> str | None:
     if block.goal.role != LABEL:
         return None
     if null is None:
@@ -163,7 +163,7 @@ def _test_name(block: Block, null: Null | None) -> str | None:
     return "permutation" if block.folds == 1 else "refitted permutation"
 
 
-def _metrics(block: Block) -> dict[str, list[float | None]]:
+def _metrics(block: SweepBlock) -> dict[str, list[float | None]]:
     """Metrics of classes beside accuracy, one value per cell."""
     goal, tested, names = block.goal, block.tested, ("auroc", "balanced_accuracy", "f1")
     if goal.kind == "number":
@@ -193,7 +193,7 @@ Shared = dict[str, tuple[np.ndarray | None, float] | None]
 """control -> (gain of each tested row, score)"""
 
 
-def _shared(block: Block, settings: SweepSettings) -> Shared:
+def _shared(block: SweepBlock, settings: SweepSettings) -> Shared:
     """Controls that do not depend on the model: the same for every cell."""
     place, goal = block.place, block.goal
     found: Shared = dict.fromkeys(("majority", "token_identity", "bag_of_tokens"))
@@ -204,8 +204,9 @@ def _shared(block: Block, settings: SweepSettings) -> Shared:
         found["majority"] = (None, 0.0)  # the mean explains nothing
     else:
         found["majority"] = (None, controls.majority(goal.codes, train, test))
-        tokens = place.rows.frame["token"].to_numpy()
-        found["token_identity"] = _scored(block, controls.token_identity(goal.codes, tokens, train, test)[tested])
+        if place.rows.has_tokens:
+            tokens = place.rows.frame["token"].to_numpy()
+            found["token_identity"] = _scored(block, controls.token_identity(goal.codes, tokens, train, test)[tested])
     if place.bags is not None:
         simple = "logistic" if goal.kind == "class" else "ridge"
         said = held_out(simple, place.bags, [goal], place.split.train, test).predicted[0, 0]
@@ -213,12 +214,12 @@ def _shared(block: Block, settings: SweepSettings) -> Shared:
     return found
 
 
-def _scored(block: Block, predicted: np.ndarray) -> tuple[np.ndarray, float]:
+def _scored(block: SweepBlock, predicted: np.ndarray) -> tuple[np.ndarray, float]:
     gains = block.gains(predicted[None])[0]
     return gains, float(gains.mean())
 
 
-def _controls(block: Block, shared: Shared, error: float) -> list[dict[str, Any]]:
+def _controls(block: SweepBlock, shared: Shared, error: float) -> list[dict[str, Any]]:
     """For each cell: controls of its own, and how far the score is above all controls at least.
 
     error  that the lower bounds of all cells together may have
@@ -244,7 +245,9 @@ def _controls(block: Block, shared: Shared, error: float) -> list[dict[str, Any]
     return found
 
 
-def _selectivity(block: Block, own: np.ndarray, numbers: list[int], found: list[dict[str, Any]], error: float) -> np.ndarray:
+def _selectivity(
+    block: SweepBlock, own: np.ndarray, numbers: list[int], found: list[dict[str, Any]], error: float
+) -> np.ndarray:
     """Lower bounds [cells] of the selectivity. Mutates `found`: adds it with its interval.
 
     The control tasks are a sample of all random ones, so their spread counts as well.
@@ -261,7 +264,7 @@ def _selectivity(block: Block, own: np.ndarray, numbers: list[int], found: list[
     return bound
 
 
-def _shuffled(block: Block, null: Null | None, c: int) -> float | None:
+def _shuffled(block: SweepBlock, null: Null | None, c: int) -> float | None:
     """The mean score on permuted labels, or that of one shuffled control if no permutation was fitted."""
     if block.goal.role != LABEL:
         return None
@@ -276,7 +279,7 @@ def _shuffled(block: Block, null: Null | None, c: int) -> float | None:
 # ---- information ------------------------------------------------------------------------------------------------------
 
 
-def _information(block: Block, c: int) -> dict[str, Any]:
+def _information(block: SweepBlock, c: int) -> dict[str, Any]:
     """Bits and calibration, for estimators that give probabilities."""
     place, goal, tested = block.place, block.goal, block.tested
     found: dict[str, Any] = dict.fromkeys(("v_information", "calibration_error", "code_bits", "compression"))

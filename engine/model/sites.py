@@ -181,6 +181,38 @@ def by_layer(sites: Iterable[str]) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
+_LETTER_SITES = {
+    # names within a block, in order of preference, and whether the next layer is meant
+    "S": (("hook_in", 0), ("hook_resid_pre", 0), ("hook_out", 1), ("hook_resid_post", 1)),
+    "T": (("attn.hook_out", 0), ("hook_attn_out", 0)),
+    "C": (("mlp.hook_out", 0), ("hook_mlp_out", 0)),
+}
+_POST_NORMS = {"T": (("ln1_post.hook_out", 0),), "C": (("ln2_post.hook_out", 0),)}
+
+
+def by_letter(names: Iterable[str], post_norms: bool = False) -> dict[str, dict[int, str]]:
+    """S, T and C by layer among TransformerLens names, new or legacy, of a model whose config is unknown.
+
+    A letter without a site is left out. The stream that leaves block l is S at layer l + 1, as in `by_layer`.
+
+    post_norms  whether the model has norms after attention and MLP. T and C are then the outputs of these norms. The presence
+                of such a name says the same
+    """
+    there = set(names)
+    layers = sorted({layer for name in there if (layer := layer_of(name)) is not None})
+    post_norms = post_norms or any(name.endswith(("ln1_post.hook_out", "ln2_post.hook_out")) for name in there)
+    found: dict[str, dict[int, str]] = {}
+    for letter, usual in _LETTER_SITES.items():
+        at: dict[int, str] = {}
+        for own, shift in _POST_NORMS.get(letter, usual) if post_norms else usual:
+            for layer in layers:
+                if (name := f"blocks.{layer}.{own}") in there:
+                    at.setdefault(layer + shift, name)
+        if at:
+            found[letter] = dict(sorted(at.items()))
+    return found
+
+
 def at_layer(letter: str, stored: dict[int, str], layer: int | None) -> str:
     """The site of a letter at a layer; -1 is the last stored one. UnknownSite lists the stored layers."""
     if layer is not None and -len(stored) <= layer < 0:

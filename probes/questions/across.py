@@ -13,12 +13,13 @@ from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.goals import Goal, make_goal
 from replaylens.probes.groups import groups_of, independent
 from replaylens.probes.heldout import held_out
+from replaylens.probes.questions.sizes import sizes
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.splits import Split, fold_of_roots
-from replaylens.probes.statistics import Estimate, means_over_roots, root_permutations
+from replaylens.probes.statistics import means_over_roots, root_permutations
 
-CONTROLS = ("shuffled labels", "token alone")
+CONTROLS = (SHUFFLED, TOKEN) = ("shuffled labels", "token alone")
 _DRAWS = 4
 """shuffled fits per cell"""
 
@@ -52,23 +53,28 @@ def transfer_across(
     for split in splits.values():
         goal.check(split.train)
     tested = part == test_on
-    token = token_identity(goal.codes, here.frame["token"].to_numpy(), main.train, main.test) == goal.codes
-    lines = [_line(f"token alone, {fit_on} to {test_on}", None, token[tested], goal.codes[tested], groups[tested], folds)]
-    gains: dict[str, list[np.ndarray]] = {name: [] for name in CONTROLS}
+    lines: list[dict[str, Any]] = []
+    gains: dict[str, list[np.ndarray]] = {name: [] for name in CONTROLS if name != TOKEN or here.has_tokens}
+    if here.has_tokens:
+        token = token_identity(goal.codes, here.frame["token"].to_numpy(), main.train, main.test) == goal.codes
+        lines.append(_line(f"{TOKEN}, {fit_on} to {test_on}", None, here, goal, token, tested, folds))
+    else:
+        notes.append(f"Skipped the control {TOKEN!r}: these rows have no tokens.")
     cells = here.cells(sites, layers)
     for cell in cells:
         x = torch.from_numpy(here.matrix(cell.site, cell.layer)).double()[None]
         for (a, b), split in splits.items():
             right, own = _right(estimator, x, [goal], split)[0], part == b
-            lines.append(_line(f"{cell}: {a} to {b}", cell, right[own], goal.codes[own], groups[own], folds))
+            lines.append(_line(f"{cell}: {a} to {b}", cell, here, goal, right, own, folds))
             if (a, b) == (fit_on, test_on):
                 mixed = _right(estimator, x, _shuffled(goal, groups, tested, seed), split).mean(0)
-                gains["shuffled labels"].append((right - mixed)[tested])
-                gains["token alone"].append((right.astype(float) - token)[tested])
+                gains[SHUFFLED].append((right - mixed)[tested])
+                if here.has_tokens:
+                    gains[TOKEN].append((right.astype(float) - token)[tested])
     for name, each in gains.items():
         for cell, gain in zip(cells, means_over_roots(np.stack(each), groups[tested], seed=seed, folds=folds), strict=True):
             what = f"{cell}: {fit_on} to {test_on} minus {name}"
-            lines.append(score_line(what, "difference", gain, int(tested.sum()), cell, roots=len(np.unique(groups[tested]))))
+            lines.append(score_line(what, "difference", gain, int(tested.sum()), cell, **sizes(here, tested)))
     settings = dict(label=label, fit_on=fit_on, test_on=test_on, position=position, estimator=estimator, folds=folds, seed=seed)
     return Report("transfer_across", lines, about_rows(here), settings, notes, _say(lines, f"{fit_on} to {test_on}", label))
 
@@ -109,16 +115,21 @@ def _right(estimator: str, x: torch.Tensor, goals: list[Goal], split: Split) -> 
     return np.stack([said == goal.codes for said, goal in zip(predicted, goals, strict=True)])
 
 
-def _line(what: str, cell: Cell | None, right: np.ndarray, codes: np.ndarray, roots: np.ndarray, folds: int) -> dict[str, Any]:
-    score: Estimate = balanced_accuracy(right, codes, roots, folds=folds)
-    more: dict[str, Any] = dict(chance=1 / len(np.unique(codes)), roots=len(np.unique(roots)))
-    return score_line(what, "balanced accuracy", score, len(right), cell, **more)
+def _line(
+    what: str, cell: Cell | None, rows: ProbeRows, goal: Goal, right: np.ndarray, side: np.ndarray, folds: int
+) -> dict[str, Any]:
+    """Balanced accuracy on the rows of a side [rows] bool."""
+    codes = goal.codes[side]
+    score = balanced_accuracy(right[side], codes, groups_of(rows)[side], folds=folds)
+    more: dict[str, Any] = dict(chance=1 / len(np.unique(codes)), **sizes(rows, side))
+    return score_line(what, "balanced accuracy", score, len(codes), cell, **more)
 
 
 def _say(lines: list[dict[str, Any]], way: str, label: str) -> list[str]:
     named = {line["what"]: line for line in lines}
     cells = [what.removesuffix(f": {way}") for what in named if what.endswith(f": {way}")]
-    lead = {cell: min(named[f"{cell}: {way} minus {name}"]["low"] for name in CONTROLS) for cell in cells}
+    gains = [(cell, named.get(f"{cell}: {way} minus {name}")) for cell in cells for name in CONTROLS]
+    lead = {cell: min(gain["low"] for of, gain in gains if gain is not None and of == cell) for cell in cells}
     best = max(cells, key=lambda cell: lead[cell])
     said = [
         f"{what}: {percent(line['accuracy'], line['low'], line['high'])}."

@@ -18,6 +18,9 @@ PUBLIC: dict[str, Any] = {
     "tasks.get": rl.tasks.get,
     "probes.sweep": rl.probes.sweep,
     "probes.fit_probe": rl.probes.fit_probe,
+    "probes.ProbeRows.of_arrays": rl.probes.ProbeRows.of_arrays,
+    "probes.cross_validate": rl.probes.cross_validate,
+    "probes.solve": rl.probes.solve,
 }
 
 

@@ -6,7 +6,7 @@ that must fail, and prints which mutants were killed and which survived. The che
 | file                                            | holds                                              |
 |-------------------------------------------------|----------------------------------------------------|
 | `mutant.py`                                     | `Mutant`: what is replaced, and what that breaks   |
-| `engine.py` `memory.py` `modes.py` `dumps.py` `probes.py` `tasks.py` `thinking.py` `holes.py` | the faults, as data |
+| `engine.py` `memory.py` `modes.py` `dumps.py` `probes.py` `arrays.py` `tasks.py` `thinking.py` `holes.py` | the faults |
 | `table.py`                                      | all of them                                        |
 | `campaign.py`                                   | scratch copies, test runs, outcomes                |
 | `quick.py`                                      | how Hypothesis runs in them                        |

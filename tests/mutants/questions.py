@@ -78,8 +78,8 @@ QUESTIONS = (
     Mutant(
         "token-control-ignored",
         "replaylens.probes.questions.across",
-        "for name in CONTROLS) for cell in cells}",
-        "for name in CONTROLS[:1]) for cell in cells}",
+        "for cell in cells for name in CONTROLS]",
+        "for cell in cells for name in CONTROLS[:1]]",
         "a transfer that the token explains is not shown",
         ("tests/probes/test_across.py::test_tokens_that_tell_the_label_are_a_control",),
     ),

@@ -1,5 +1,6 @@
 """All mutants."""
 
+from tests.mutants.arrays import ARRAYS
 from tests.mutants.dumps import DUMPS
 from tests.mutants.engine import ENGINE
 from tests.mutants.holes import HOLES
@@ -10,4 +11,4 @@ from tests.mutants.questions import QUESTIONS
 from tests.mutants.tasks import TASKS
 from tests.mutants.thinking import THINKING
 
-MUTANTS = (*ENGINE, *MEMORY, *MODES, *DUMPS, *PROBES, *QUESTIONS, *TASKS, *THINKING, *HOLES)
+MUTANTS = (*ENGINE, *MEMORY, *MODES, *DUMPS, *PROBES, *ARRAYS, *QUESTIONS, *TASKS, *THINKING, *HOLES)

@@ -47,8 +47,8 @@ def texts(notebook: Any) -> list[str]:
     return [str(o.get("text", "")) for o in shown] + [str(v) for o in shown for v in o.get("data", {}).values()]
 
 
-def test_all_six_are_there() -> None:
-    assert [name[0] for name in NAMES] == list("123456")
+def test_all_seven_are_there() -> None:
+    assert [name[0] for name in NAMES] == list("1234567")
 
 
 # ---- as committed -----------------------------------------------------------------------------------------------------
@@ -92,6 +92,13 @@ CLAIMS = {
     "4_thinking_states": ["100% right", "the other face's"],
     "5_real_model": ["states equal: [True, True, True]", "KV equal:     [True, True, True]", "verified: 6 examples"],
     "6_coming_from_transformerlens": ["121 of 121 names", "edit: ", "as captured: True", "gradients: False"],
+    "7_your_own_activations": [
+        "Shown: side at 7",
+        "Shown: side at last",
+        "No groups given",
+        "Not shown: even",
+        "direction: True",
+    ],
 }
 """what the text around the cells relies on, on any machine"""
 
@@ -158,5 +165,5 @@ def test_progress_bars_are_dropped_and_prints_joined(tmp_path: Path) -> None:
 
 
 def test_unknown_notebook_is_named() -> None:
-    with pytest.raises(SystemExit, match="no notebook 7_none; there are 1_quickstart"):
-        build.main(["7_none"])
+    with pytest.raises(SystemExit, match="no notebook 8_none; there are 1_quickstart"):
+        build.main(["8_none"])

@@ -68,6 +68,18 @@ def test_tokens_that_tell_the_label_are_a_control() -> None:
     assert line(report, "token alone, coin to coins")["accuracy"] == 1 and report.findings[-1].startswith("Not shown")
 
 
+def test_rows_from_arrays() -> None:
+    """Activations from elsewhere have parts too. Without tokens, that control is skipped by name."""
+    parts = {}
+    for seed, name in enumerate(("one", "two")):
+        rows = of_task("coin", direction(5), seed)
+        parts[name] = ProbeRows.of_arrays(rows.matrix("S", 0), {"face": rows.frame["face"].to_numpy()}, groups=rows.roots)
+    report = transfer_across(ProbeRows.join(**parts), "face", fit_on="one", test_on="two", position="all", sites="X")
+    assert report.findings[-1].startswith("Shown") and report.notes == [
+        "Skipped the control 'token alone': these rows have no tokens."
+    ]
+
+
 def test_labels_that_only_one_task_has() -> None:
     coin, coins = of_task("coin", direction(), 1, parity=1), of_task("coins", direction(), 2)
     joined = ProbeRows.join(coin=coin, coins=coins)

@@ -55,7 +55,7 @@ class ReportPage:
             digest = None if self.dump is None else self.dump.digest
             body = probe_section.draw_all(self.probes, digest)
             sections.insert(len(sections) - 1 if sections else 0, page.Section("probes", "Probes", body))
-        tasks = [self.dump.manifest.plan.task] if self.dump is not None else [str(p.source["task"]) for p in self.probes]
+        tasks = [self.dump.manifest.plan.task] if self.dump is not None else [p.source["task"] or "arrays" for p in self.probes]
         title = self.title or f"replaylens: {', '.join(dict.fromkeys(tasks))}"
         return page.assemble(
             title, "; ".join([*lead, *(f"{p.kind}, {len(p.lines)} lines" for p in self.probes)]), sections, data

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import UnknownSite
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.sites import SiteTable, table
+from replaylens.engine.model.sites import SiteTable, by_letter, table
 from replaylens.engine.model.weights import load
 from replaylens.engine.thinking.sites import ThinkingSites
 from tests.engine.passes.packed import logits, sequences
@@ -116,6 +116,27 @@ def test_letters_are_what_the_bridge_calls_them(name: str, letter: str, legacy: 
     assert len(sites.letter(letter)) == len(names)
     for site, known_as in zip(sites.letter(letter), names, strict=True):
         assert compare(name, site, known_as) < TOLERANCE
+
+
+@families
+def test_letters_without_a_config(name: str) -> None:
+    """The names alone, new or legacy, give the letters that the config gives. Of T and C the norms are told or seen."""
+    sites = table(decoder(name).config)
+    wanted = {letter: dict(enumerate(sites.per_layer(letter))) for letter in "STC"}
+    assert by_letter(sites.sites) == wanted == by_letter([*sites.sites, *sites.aliases])
+    legacy = by_letter(sites.aliases)
+    if not decoder(name).config.post_norms:
+        assert {letter: {n: sites.resolve(site) for n, site in at.items()} for letter, at in legacy.items()} == wanted
+        return
+    before_norms = [site for site in sites.sites if site.endswith(("attn.hook_out", "mlp.hook_out"))]
+    assert by_letter(before_norms, post_norms=True) == {} != by_letter(before_norms)
+
+
+def test_letters_of_a_part_of_the_names() -> None:
+    """The stream that leaves a block is the next layer's S, unless what enters that layer is there too."""
+    assert by_letter(["blocks.3.hook_resid_post", "embed.hook_out"]) == {"S": {4: "blocks.3.hook_resid_post"}}
+    assert by_letter(["blocks.3.hook_out", "blocks.4.hook_resid_pre"]) == {"S": {4: "blocks.4.hook_resid_pre"}}
+    assert by_letter(["layers.3.out", "X"]) == {}
 
 
 @families

@@ -1,0 +1,178 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 7. Your own activations
+#
+# Sweeps, controls, splits and statistics do not need an engine. Hand over arrays from any model, with the group of each row,
+# and get the same report.
+#
+# **What to expect.** A recurrent network, trained here in a few seconds, that keeps track of a coin; its activations as arrays,
+# swept over layers and positions; why groups are required, and what happens with wrong ones; a TransformerLens cache, whose
+# labels the tokens alone explain; a probe that is saved, and one score from plain arrays. Nothing is downloaded.
+
+# %%
+import tempfile
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from transformer_lens.model_bridge import TransformerBridge
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+import replaylens as rl
+from replaylens.probes import ProbeRows, cross_validate, fit_probe, sweep
+
+# %% [markdown]
+# ## A model from elsewhere
+#
+# Two GRU layers read words. Some words flip a coin, others do nothing. After every word the network says which side is up.
+
+# %%
+torch.manual_seed(0)
+words = np.array(["flip", "turn", "wait", "hold", "look"])
+flips = torch.tensor([1, 1, 0, 0, 0])
+
+
+class Tracker(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(len(words), width)
+        self.layers = nn.ModuleList([nn.GRU(width, width, batch_first=True) for _ in range(2)])
+        self.out = nn.Linear(width, 2)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        states = [self.embed(tokens)]
+        for layer in self.layers:
+            states.append(layer(states[-1])[0])
+        return self.out(states[-1]), states
+
+
+model = Tracker()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for _ in range(200):
+    tokens = torch.randint(len(words), (64, 12))
+    loss = nn.functional.cross_entropy(model(tokens)[0].transpose(1, 2), flips[tokens].cumsum(1) % 2)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+tokens = torch.randint(len(words), (240, 12))
+side = flips[tokens].cumsum(1) % 2  # [prompts, positions]
+with torch.no_grad():
+    logits, states = model(tokens)
+print(f"right after every word: {(logits.argmax(-1) == side).float().mean():.2f}")
+
+# %% [markdown]
+# ## Rows from arrays
+#
+# One row per word. `groups` says which prompt a row belongs to; `positions` and `tokens` are optional, and switch on the
+# positions `last` and `7`, and the controls by tokens. A site is a name or a pair of name and layer.
+
+# %%
+prompts, length = tokens.shape
+
+
+def make_rows(states: list[torch.Tensor]) -> ProbeRows:
+    return ProbeRows.of_arrays(
+        {("gru", layer): state.reshape(prompts * length, -1) for layer, state in enumerate(states)},
+        {"side": np.array(["heads", "tails"])[side.reshape(-1)]},
+        groups=np.repeat(np.arange(prompts), length),
+        positions=np.tile(np.arange(length), prompts),
+        tokens=words[tokens.reshape(-1)],
+    )
+
+
+with torch.no_grad():
+    rows, untrained = make_rows(states), make_rows(Tracker()(tokens)[1])
+print(rows)
+report = sweep(rows, "side", positions=[7, "last"], untrained=untrained)
+print(report)
+
+# %% [markdown]
+# Layer 0 is the embedding: it knows the last word, not the side. What a control needs and the rows do not have is named in the
+# report: known zeros come from a task. The untrained model is a network with random weights that read the same words.
+
+# %%
+columns = ["layer", "position", "accuracy", "low", "high", "majority", "bag_of_tokens", "shuffled", "untrained"]
+report.table[columns].round(2)
+
+# %% [markdown]
+# `cross_validate` gives one score from plain arrays, without controls. The predictions are those of the sweep.
+
+# %%
+found = cross_validate(states[2][:, -1], side[:, -1], groups=np.arange(prompts))
+print(f"{found.metric} {found.score}, in {len(found.split)} folds")
+
+# %% [markdown]
+# ## Why groups are required
+#
+# Rows of one document are alike. Here they hold nothing but noise, which the rows of a document share, and a label that was
+# drawn for each document. A probe that has seen other rows of a document recognises it.
+
+# %%
+random = np.random.default_rng(0)
+documents = np.repeat(np.arange(60), 4)
+noise = random.normal(size=(60, 64))[documents] + 0.1 * random.normal(size=(240, 64))
+drawn = random.integers(2, size=60)[documents]
+for name, groups in {"the documents as groups": documents, "every row on its own": np.arange(240)}.items():
+    print(f"{name}: accuracy {cross_validate(noise, drawn, groups).score}")
+
+# %% [markdown]
+# So there is no default.
+
+# %%
+try:
+    ProbeRows.of_arrays(noise, drawn)
+except rl.probes.errors.MissingGroups as error:
+    print(error)
+
+# %% [markdown]
+# ## A TransformerLens cache
+#
+# `of_cache` takes an `ActivationCache` with its tokens. Every prompt is a group. Hook names are mapped to S, T and C (residual
+# stream, attention output, MLP output) where they correspond. The model has random weights, so all it can know is the text: the
+# label is read off the residual stream, and the token itself says as much.
+
+# %%
+logging.disable_progress_bar()
+folder = tempfile.mkdtemp()
+vocabulary = Tokenizer(WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
+special = {"unk_token": "w0", "eos_token": "w1", "bos_token": "w2", "pad_token": "w3"}
+PreTrainedTokenizerFast(tokenizer_object=vocabulary, **special).save_pretrained(folder)
+config = LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+LlamaForCausalLM(config).save_pretrained(folder)
+bridge = TransformerBridge.boot_transformers(folder, device="cpu", dtype=torch.float32)
+
+prompt = torch.randint(4, 40, (120, 10))
+mask = torch.arange(10) < torch.randint(6, 11, (120, 1))  # padding on the right
+with torch.no_grad():
+    _, cache = bridge.run_with_cache(prompt)
+rows = ProbeRows.of_cache(cache, prompt, {"even": prompt % 2 == 0}, mask=mask)
+print(rows, rows.source.sites())
+report = sweep(rows, "even", sites="S", positions="last", estimators="mass-mean")
+print(report)
+
+# %% [markdown]
+# ## One probe, to keep
+#
+# `fit_probe` fits one direction on all rows of a position. It is saved as safetensors and JSON, with the digest of the arrays.
+
+# %%
+probe = fit_probe(rows, "even", site="S", layer=0, position="all", estimator="mass-mean")
+probe.save(f"{folder}/even")
+again = rl.probes.LinearProbe.load(f"{folder}/even")
+print(again)
+print("the same direction:", bool((again.weight == probe.weight).all()), "| digest of the arrays:", len(probe.source["digest"]))
+
+# %% [markdown]
+# pandas frames (`ProbeRows.of_pandas`) and Hugging Face datasets (`ProbeRows.of_dataset`) work alike. What works without a
+# task, and what is refused: [probes, your own activations](../docs/probes.md#your-own-activations).
