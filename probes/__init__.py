@@ -14,14 +14,17 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.probes.causal import interchange as interchange
     from replaylens.probes.causal import steer as steer
     from replaylens.probes.ccs import CcsProbe as CcsProbe
+    from replaylens.probes.chosen import ChosenProbe as ChosenProbe
     from replaylens.probes.controls import untrained_rows as untrained_rows
     from replaylens.probes.crossval import CrossValidated as CrossValidated
     from replaylens.probes.crossval import cross_validate as cross_validate
+    from replaylens.probes.curve import complexity_curve as complexity_curve
     from replaylens.probes.das import find_direction as find_direction
     from replaylens.probes.erasers import Inlp as Inlp
     from replaylens.probes.erasers import Leace as Leace
     from replaylens.probes.mass_mean import MassMeanProbe as MassMeanProbe
     from replaylens.probes.moments import MomentStream as MomentStream
+    from replaylens.probes.online_code import online_codes as online_codes
     from replaylens.probes.probe import LinearProbe as LinearProbe
     from replaylens.probes.probe import fit_probe as fit_probe
     from replaylens.probes.probe import placebo_probes as placebo_probes
@@ -66,6 +69,7 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
 _WHERE = {
     "AttentiveProbe": "attentive",
     "CcsProbe": "ccs",
+    "ChosenProbe": "chosen",
     "CrossValidated": "crossval",
     "ESTIMATORS": "registry",
     "Estimate": "statistics",
@@ -94,6 +98,7 @@ _WHERE = {
     "by_phrase": "splits",
     "by_root": "splits",
     "calibrated": "registry",
+    "complexity_curve": "curve",
     "cross_validate": "crossval",
     "false_discovery": "statistics",
     "find_direction": "das",
@@ -106,6 +111,7 @@ _WHERE = {
     "mean_over_roots": "statistics",
     "means_over_roots": "statistics",
     "one_hot": "solvers",
+    "online_codes": "online_code",
     "outcome_at_fork": "questions.outcome_at_fork",
     "permutation_test": "refit",
     "placebo_probes": "probe",

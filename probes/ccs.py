@@ -79,5 +79,6 @@ class CcsProbe(ClassifierMixin, BaseEstimator):
         return scores
 
     def predict(self, X: Any) -> np.ndarray:
+        check_is_fitted(self)
         chosen: np.ndarray = self.classes_[(self.decision_function(X) > 0).astype(int)]
         return chosen

@@ -4,6 +4,9 @@ LEACE (Belrose et al., arXiv 2306.03819): the least change, in the rows' own met
 
     x  ->  x - W^+ P W (x - mean),   W = cov(x)^(-1/2),   P the orthogonal projection onto the columns of W cov(x, y)
 
+Any W with W' W = cov(x)^-1 gives the same transformation. Here W is taken of standardised columns, W = corr(x)^(-1/2) / scale,
+so that columns of small scale are not mistaken for absent directions.
+
 INLP (Ravfogel et al., arXiv 2004.07667): fit a linear classifier, project its directions out, repeat.
 """
 
@@ -13,18 +16,25 @@ import numpy as np
 import torch
 from sklearn.base import BaseEstimator, TransformerMixin, clone
 from sklearn.linear_model import RidgeClassifier
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
+from sklearn.utils.class_weight import compute_sample_weight
+from sklearn.utils.validation import check_is_fitted, has_fit_parameter, validate_data
 from torch import Tensor
 
-from replaylens.probes.errors import OneClass
+from replaylens.probes.errors import BadRows, OneClass, ProbeError
 from replaylens.probes.moments import Moments, moments_of
 
 _RANK = 1e-10
-"""directions with less than this share of the largest variance count as absent"""
+"""directions with less than this share of the largest variance, on standardised columns, count as absent"""
+_FOLDS = 5
+"""to judge a classifier on rows that it was not fitted on"""
 
 
 class Leace(TransformerMixin, BaseEstimator):
-    """Closed-form concept erasure. After `transform`, no linear classifier beats the majority on the rows of `fit`."""
+    """Closed-form concept erasure. After `transform`, no linear classifier beats the majority on the rows of `fit`.
+
+    Scaling a column before `fit` and undoing it after `transform` changes nothing but rounding.
+    """
 
     def fit(self, X: Any, y: Any) -> "Leace":
         X, y = validate_data(self, X, y)
@@ -36,15 +46,17 @@ class Leace(TransformerMixin, BaseEstimator):
         return self._set(moments)
 
     def _set(self, moments: Moments) -> "Leace":
-        values, vectors = torch.linalg.eigh(moments.covariance)
+        scales = torch.where(moments.deviations > 0, moments.deviations, 1.0)
+        values, vectors = torch.linalg.eigh(moments.covariance / torch.outer(scales, scales))
         kept = values > _RANK * values.max()
         roots = values.clamp_min(0).sqrt()
         whiten = _from_spectrum(vectors, torch.where(kept, 1 / roots, 0.0))
         unwhiten = _from_spectrum(vectors, torch.where(kept, roots, 0.0))
-        left, size, _ = torch.linalg.svd(whiten @ moments.cross, full_matrices=False)
+        left, size, _ = torch.linalg.svd(whiten @ (moments.cross / scales[:, None]), full_matrices=False)
         basis = left[:, size > 1e-8 * size.max().clamp_min(1e-300)]  # [d, at most k - 1]
         self.mean_ = moments.mean.numpy()
-        self.projection_ = (unwhiten @ basis @ basis.T @ whiten).numpy()  # the part to remove
+        standard = unwhiten @ basis @ basis.T @ whiten
+        self.projection_ = (scales[:, None] * standard / scales).numpy()  # the part to remove
         return self
 
     def transform(self, X: Any) -> np.ndarray:
@@ -56,27 +68,36 @@ class Leace(TransformerMixin, BaseEstimator):
 class Inlp(TransformerMixin, BaseEstimator):
     """Iterative nullspace projection.
 
-    estimator   a linear classifier with `coef_`; default: ridge
-    iterations  maximum number; stops early when the classifier is no better than the majority on the rows of `fit`
+    Every class has the same weight in the fits and in the rule that stops them, so that rare classes are erased as well: a
+    classifier of 95 : 5 labels need not beat the majority to rank the rows.
+
+    estimator   a linear classifier with `coef_` whose `fit` takes `sample_weight`; default: ridge
+    iterations  maximum number; stops early when the classifier's balanced accuracy on held-out rows (five folds) is at most two
+                standard errors above chance
     """
 
     def __init__(self, estimator: Any = None, iterations: int = 10) -> None:
         self.estimator = estimator
         self.iterations = iterations
 
-    def fit(self, X: Any, y: Any) -> "Inlp":
+    def fit(self, X: Any, y: Any, groups: Any = None) -> "Inlp":
+        """groups [n]: rows of one group, such as the branches of a root, share a fold; default: each row is its own group."""
         X, y = validate_data(self, X, y)
         names = _classes(y)
-        majority = np.unique(names, return_counts=True)[1].max() / len(names)
+        probe = RidgeClassifier() if self.estimator is None else self.estimator
+        if not has_fit_parameter(probe, "sample_weight"):
+            raise ProbeError(f"The fit of {type(probe).__name__} takes no sample_weight. Give a classifier whose fit does.")
+        folds = _folds(X, names, None if groups is None else np.asarray(groups))
+        weight = compute_sample_weight("balanced", names)
         basis = np.zeros((0, X.shape[1]))
         self.n_iter_ = 0
         while self.n_iter_ < self.iterations:
             self.n_iter_ += 1
             rest = X - X @ basis.T @ basis
-            probe = clone(RidgeClassifier() if self.estimator is None else self.estimator).fit(rest, names)
-            if probe.score(rest, names) <= majority:
+            if not _readable(probe, rest, names, weight, folds):
                 break
-            basis = row_space(np.vstack([basis, row_space(np.atleast_2d(probe.coef_))]))
+            fitted = clone(probe).fit(rest, names, sample_weight=weight)
+            basis = row_space(np.vstack([basis, row_space(np.atleast_2d(fitted.coef_))]))
         self.basis_ = basis  # orthonormal directions to remove
         return self
 
@@ -90,6 +111,29 @@ def row_space(lines: np.ndarray) -> np.ndarray:
     """Orthonormal directions [m, d] that lines [k, d] span. k classes span k - 1; what rounding adds is dropped."""
     _, size, directions = np.linalg.svd(lines, full_matrices=False)
     return directions[size > 1e-9 * size.max()]
+
+
+def _folds(X: np.ndarray, names: np.ndarray, groups: np.ndarray | None) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(rows to fit, rows to judge) of each fold, with every class in about its share. Raises BadRows for too few groups."""
+    units = np.arange(len(names)) if groups is None else groups
+    least = min(len(np.unique(units[names == name])) for name in np.unique(names))
+    if least < 2:
+        raise BadRows("A class has rows of one group only. Give at least two rows, of different groups, of every class.")
+    made = StratifiedKFold if groups is None else StratifiedGroupKFold
+    return list(made(min(_FOLDS, least), shuffle=True, random_state=0).split(X, names, groups))
+
+
+def _readable(
+    probe: Any, X: np.ndarray, names: np.ndarray, weight: np.ndarray, folds: list[tuple[np.ndarray, np.ndarray]]
+) -> bool:
+    """Whether balanced accuracy on held-out rows is more than two standard errors above chance."""
+    right = np.zeros(len(names), dtype=bool)
+    for fit, held in folds:
+        right[held] = clone(probe).fit(X[fit], names[fit], sample_weight=weight[fit]).predict(X[held]) == names[held]
+    parts = [right[names == name] for name in np.unique(names)]
+    chance = 1 / len(parts)
+    error = np.sqrt(sum(chance * (1 - chance) / len(part) for part in parts)) / len(parts)
+    return bool(np.mean([part.mean() for part in parts]) > chance + 2 * error)
 
 
 def _classes(y: np.ndarray) -> np.ndarray:

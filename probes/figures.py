@@ -77,6 +77,26 @@ def curves(table: pd.DataFrame, label: str | None = None, estimator: str | None 
     return figure
 
 
+def complexity(table: pd.DataFrame, title: str) -> Figure:
+    """A complexity curve: accuracy against the share of exchanged labels that the probe fits, and both against C."""
+    figure = Picture(figsize=(7.4, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    error = [(table["accuracy"] - table["low"]).clip(lower=0), (table["high"] - table["accuracy"]).clip(lower=0)]
+    left.errorbar(table["complexity"], table["accuracy"], yerr=error, marker="o", markersize=3, capsize=2, linewidth=0.5)
+    front = table[table["pareto"].astype(bool)].sort_values("complexity")
+    left.step(front["complexity"], front["accuracy"], where="post", color="tab:red", linewidth=1, label="Pareto front")
+    right.errorbar(table["C"], table["accuracy"], yerr=error, marker="o", markersize=3, capsize=2, label="held out")
+    right.plot(table["C"], table["train"], "--", color="tab:brown", linewidth=1, label="training rows")
+    right.plot(table["C"], table["complexity"], "--", color="tab:pink", linewidth=1, label="exchanged labels, training rows")
+    for axis in (left, right):
+        axis.axhline(float(table["majority"].iloc[0]), color="0.5", linestyle=":", linewidth=1, label="majority")
+        axis.legend(fontsize=7)
+    left.set(xlabel="complexity", ylabel="accuracy")
+    right.set(xlabel="C", xscale="log")
+    figure.suptitle(title)
+    return figure
+
+
 def bars(table: pd.DataFrame, title: str) -> Figure:
     """A branch question's lines: one bar with its interval per line, named by its column `what`."""
     figure = Picture(figsize=(6.4, 1.0 + 0.3 * len(table)), layout="constrained")
@@ -97,6 +117,8 @@ def save_all(kind: str, table: pd.DataFrame, folder: Path) -> list[Path]:
         for (label, estimator), _ in main.groupby(["label", "estimator"], sort=False):
             made[f"heatmap-{label}-{estimator}"] = heatmap(table, label, estimator)
             made[f"curves-{label}-{estimator}"] = curves(table, label, estimator)
+    elif kind == "complexity_curve":
+        made[kind] = complexity(table, kind)
     elif "what" in table and table["accuracy"].notna().any():
         made[kind] = bars(table[table["accuracy"].notna()].head(40), kind)
     paths = []

@@ -19,7 +19,8 @@ class Grams:
 
     def __init__(self, x: Tensor, sets: np.ndarray) -> None:
         self.sets = torch.as_tensor(sets, device=x.device)
-        self.shift = x.mean(1)  # [cells, d]
+        constant = (x == x[:, :1]).all(1)  # their mean may round to another number; centred, they must be 0
+        self.shift = torch.where(constant, x[:, 0], x.mean(1))  # [cells, d]
         self.x = x - self.shift[:, None]
         self.counts = self.sets.sum(1).to(x.dtype)  # [sets]
         weights = self.sets.to(x.dtype)
@@ -37,13 +38,18 @@ class Grams:
         return total - torch.einsum("s,bsd,bse->bsde", self.counts, self.means, self.means)
 
     @cached_property
-    def scales(self) -> Tensor:
-        """[cells, sets, d]: standard deviation of each column in each set; 1 for a constant column."""
+    def deviations(self) -> Tensor:
+        """[cells, sets, d]: standard deviation of each column in each set; 0 for a constant column."""
         weights = self.sets.to(self.x.dtype)
         squares = torch.einsum("sn,bnd->bsd", weights, self.x.square()) / self.counts[:, None]
         variance = (squares - self.means.square()).clamp_min(0)
         floor = torch.finfo(self.x.dtype).eps * 10 * squares
-        return torch.where(variance > floor, variance.sqrt(), torch.ones_like(variance))
+        return torch.where(variance > floor, variance.sqrt(), torch.zeros_like(variance))
+
+    @cached_property
+    def scales(self) -> Tensor:
+        """[cells, sets, d]: the same, with 1 for a constant column: what columns are divided by."""
+        return torch.where(self.deviations > 0, self.deviations, torch.ones_like(self.deviations))
 
 
 def _atoms(sets: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -11,8 +11,10 @@ from sklearn.base import clone
 from torch import Tensor
 
 from replaylens.probes import registry, solvers
+from replaylens.probes.chosen import solve_chosen
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.goals import Goal
+from replaylens.probes.information import smoothed
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +24,7 @@ class Held:
     predicted: np.ndarray
     """[cells, goals, rows]: class numbers, or numbers"""
     log_loss: np.ndarray
-    """[cells, goals, rows]: of the true class, in nats; NaN if the estimator gives no probabilities"""
+    """[cells, goals, rows]: of the true class, in nats, smoothed as `information` says; NaN without probabilities"""
     confidence: np.ndarray
     """[cells, goals, rows]: probability of the predicted class; NaN as above"""
     score: np.ndarray
@@ -49,6 +51,7 @@ def held_out(
     test: np.ndarray,
     *,
     nuisance: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
     jobs: int = 1,
 ) -> Held:
     """Fit and predict.
@@ -56,18 +59,23 @@ def held_out(
     x         [cells, rows, d]; its dtype and device are those of the arithmetic
     train     [folds, rows] bool; a goal is fitted on the rows that have its label
     test      [folds, rows] bool, disjoint
+    groups    [rows]: what the inner folds of `logistic-cv` and `ridge-cv` keep together, such as roots
     nuisance  [rows, m]: columns whose linear effect is first removed from x, with coefficients of the training rows
     """
     spec = registry.get(estimator)
     if spec.swept == "no":
         raise ProbeError(f"{estimator} does not take rows of one position. See docs/probes.md for its input.")
+    if spec.inner and groups is None:
+        raise ProbeError(
+            f"{estimator} chooses its regularisation by inner folds over groups. Give the group of each row (groups=)."
+        )
     out = Held.empty(len(x), len(goals), x.shape[1], max((goal.outputs for goal in goals), default=1))
     if nuisance is not None:  # then every fold has its own rows
         for fit, held in zip(train, test, strict=True):
             clean = residualised(x, nuisance, fit)
-            _fill(spec, clean, goals, fit[None], held[None], out, jobs)
+            _fill(spec, clean, goals, fit[None], held[None], groups, out, jobs)
     else:
-        _fill(spec, x, goals, train, test, out, jobs)
+        _fill(spec, x, goals, train, test, groups, out, jobs)
     return out
 
 
@@ -87,6 +95,7 @@ def _fill(
     goals: Sequence[Goal],
     train: np.ndarray,
     test: np.ndarray,
+    groups: np.ndarray | None,
     out: Held,
     jobs: int,
 ) -> None:
@@ -94,26 +103,38 @@ def _fill(
     for kind, outputs in sorted({(goal.kind, goal.outputs) for goal in goals}):
         which = [i for i, goal in enumerate(goals) if (goal.kind, goal.outputs) == (kind, outputs)]
         same = [goals[i] for i in which]
-        if kind == "number" and spec.name != "ridge":
+        if kind == "number" and spec.name not in ("ridge", "ridge-cv"):
             raise ProbeError(f"{spec.name} is a classifier, but label {same[0].label!r} is a number. Use ridge.")
         if spec.swept == "together":
-            scores = _together(spec.name, x, same, train)
-            _read(kind, outputs, scores, same, which, test, out, spec.name == "logistic")
+            scores = _together(spec.name, x, same, train, groups)
+            _read(kind, outputs, scores, same, which, train, test, out, spec.name in ("logistic", "logistic-cv"))
         else:
             _apart(spec, x, same, which, train, test, out, jobs)
 
 
-def _together(name: str, x: Tensor, goals: list[Goal], train: np.ndarray) -> np.ndarray:
+def _together(name: str, x: Tensor, goals: list[Goal], train: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
     """[cells, goals, folds, rows, k]"""
     number = goals[0].kind == "number"
     targets = np.stack([g.codes[:, None] if number else solvers.one_hot(g.codes, len(g.classes)) for g in goals])
     masks = np.stack([train & goal.present for goal in goals])
-    solution = solvers.solve("regression" if number else name, x, targets, masks)
+    kind = "regression" if number else name.removesuffix("-cv")
+    if groups is not None and name.endswith("-cv"):
+        solution, _ = solve_chosen(kind, x, targets, masks, groups)
+    else:
+        solution = solvers.solve(kind, x, targets, masks)
     return solution.scores(x).cpu().double().numpy()
 
 
 def _read(
-    kind: str, outputs: int, scores: np.ndarray, goals: list[Goal], which: list[int], test: np.ndarray, out: Held, proper: bool
+    kind: str,
+    outputs: int,
+    scores: np.ndarray,
+    goals: list[Goal],
+    which: list[int],
+    train: np.ndarray,
+    test: np.ndarray,
+    out: Held,
+    proper: bool,
 ) -> None:
     """Mutates `out`: predictions, and for `proper` scores (log-odds) the losses."""
     for i, goal in enumerate(goals):
@@ -131,7 +152,8 @@ def _read(
                 if outputs > 1:
                     out.score[(*at, slice(outputs))] = log_p
                 truth = np.clip(goal.codes[rows], 0, None)
-                out.log_loss[at] = -np.take_along_axis(log_p, truth[None, :, None], -1)[..., 0]
+                smooth = smoothed(log_p, int((train[fold] & goal.present).sum()))
+                out.log_loss[at] = -np.take_along_axis(smooth, truth[None, :, None], -1)[..., 0]
                 out.confidence[at] = np.exp(log_p.max(-1))
 
 
@@ -164,7 +186,8 @@ def _apart(
         out.predicted[at] = predicted
         out.score[(*at, slice(goals[i].outputs))] = score
         truth = np.clip(goals[i].codes[test[f]], 0, None)
-        out.log_loss[at] = -np.take_along_axis(log_p, truth[:, None], -1)[:, 0]
+        smooth = smoothed(log_p, int((train[f] & goals[i].present).sum()))
+        out.log_loss[at] = -np.take_along_axis(smooth, truth[:, None], -1)[:, 0]
         out.confidence[at] = np.exp(log_p.max(-1))
 
 

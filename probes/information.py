@@ -3,6 +3,15 @@
 V-information (Xu et al., arXiv 2002.10689): bits about the label that a family of probes gains over the class frequencies.
 Online code (Voita & Titov, arXiv 2003.12298): bits to transmit the labels given the rows, each block coded by a probe fitted
 on the blocks before it. Expected calibration error: the gap between confidence and accuracy.
+
+A probe cannot know a class that its training rows lack, and would pay without bound for it. So every probability p of k
+classes, of a probe fitted on n rows and of their class frequencies alike, counts as
+
+    (n p + 1/2) / (n + k/2)
+
+For frequencies this is the estimator of Krichevsky and Trofimov (1981), the standard code for a class that has not occurred.
+For a probe it is a mixture with the uniform distribution, of weight k / (2n + k), that fades as rows come in. No row costs more
+than log(2n + k).
 """
 
 from itertools import pairwise
@@ -20,6 +29,27 @@ MIN_ROOTS = 8
 def v_information(log_loss: np.ndarray, null_log_loss: np.ndarray) -> float:
     """Bits per row, from held-out losses in nats under the probe and under the class frequencies of its training set."""
     return float((null_log_loss.mean() - log_loss.mean()) / np.log(2))
+
+
+def smoothed(log_p: np.ndarray, rows: int) -> np.ndarray:
+    """Log-probabilities [..., k] of classes by the rule above, from those of a probe fitted on so many rows."""
+    counts = rows * np.exp(log_p)
+    out: np.ndarray = np.log((counts + 0.5) / (rows + 0.5 * log_p.shape[-1]))
+    return out
+
+
+def null_log_loss(codes: np.ndarray, train: np.ndarray, test: np.ndarray, classes: int) -> np.ndarray:
+    """[rows]: log-loss in nats of each tested row under the class frequencies of the rows that its probe is fitted on.
+
+    codes        [rows]: class numbers, -1 if missing (such a row counts nowhere)
+    train, test  [folds, rows] bool; NaN for rows that no fold tests
+    """
+    out = np.full(len(codes), np.nan)
+    for fit, held in zip(train & (codes >= 0), test & (codes >= 0), strict=True):
+        with np.errstate(divide="ignore"):
+            log_p = np.log(np.bincount(codes[fit], minlength=classes) / max(fit.sum(), 1))
+        out[held] = -smoothed(log_p, int(fit.sum()))[codes[held]]
+    return out
 
 
 def calibration_error(confidence: np.ndarray, correct: np.ndarray, bins: int = 15) -> float:

@@ -17,7 +17,7 @@ from replaylens.probes.errors import OneClass
 from replaylens.probes.moments import Moments, moments_of
 
 RIDGE = 1e-6
-"""fraction of the mean variance added before inversion, since rows may lie in a subspace"""
+"""fraction of each column's variance added before inversion, since rows may lie in a subspace"""
 
 
 class MassMeanProbe(ClassifierMixin, BaseEstimator):
@@ -45,9 +45,9 @@ class MassMeanProbe(ClassifierMixin, BaseEstimator):
         return self._set(moments)
 
     def _set(self, moments: Moments) -> "MassMeanProbe":
-        means = moments.class_means  # [k, d]
-        weights = torch.linalg.solve(regularised(moments.within), means.T).T if self.whiten else means
-        bias = -0.5 * (weights * means).sum(1)
+        means = moments.class_means - moments.mean  # [k, d]; from the mean of all rows, whose length may dwarf them
+        weights = whitened(means, moments.within, moments.deviations) if self.whiten else means
+        bias = -0.5 * (weights * means).sum(1) - weights @ moments.mean
         if len(means) == 2:
             weights, bias = weights[1:] - weights[:1], bias[1:] - bias[:1]
         self.coef_, self.intercept_ = weights.numpy(), bias.numpy()  # as in scikit-learn: one line for two classes
@@ -66,7 +66,14 @@ class MassMeanProbe(ClassifierMixin, BaseEstimator):
         return chosen
 
 
-def regularised(covariance: Tensor) -> Tensor:
-    """The covariance with a fraction of its mean variance added to the diagonal, so that it can be inverted."""
-    scale = covariance.diagonal().mean().clamp_min(torch.finfo(covariance.dtype).tiny)
-    return covariance + RIDGE * scale * torch.eye(len(covariance), dtype=covariance.dtype)
+def whitened(means: Tensor, within: Tensor, deviations: Tensor) -> Tensor:
+    """within^-1 means, for means [..., k, d] and within [..., d, d].
+
+    Columns are first divided by their standard deviation [..., d], so that columns of any scale count alike; then RIDGE is
+    added to the diagonal. A constant column (deviation 0) gets weight 0.
+    """
+    scales = torch.where(deviations > 0, deviations, torch.inf)
+    standard = within / (scales[..., :, None] * scales[..., None, :])
+    eye = torch.eye(within.shape[-1], dtype=within.dtype, device=within.device)
+    solved = torch.linalg.solve(standard + RIDGE * eye, (means / scales[..., None, :]).mT).mT
+    return solved / scales[..., None, :]

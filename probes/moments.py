@@ -5,8 +5,9 @@ everything:
 
     covariance of [x, onehot(y)]  =  [[cov(x, x), cov(x, y)], [cov(y, x), cov(y, y)]]
 
-Rows are summed in float64, in chunks of a fixed size and in the given order. The result depends on the rows and their order
-alone, whatever pieces they arrive in.
+Rows are summed in float64, in chunks of a fixed size and in the given order, as differences from the first row: so a large
+common mean costs the covariance no digits, and a constant column has variance 0. The result depends on the rows and their
+order alone, whatever pieces they arrive in.
 """
 
 from collections.abc import Sequence
@@ -38,6 +39,13 @@ class Moments:
     """[k]: relative frequency of each class"""
 
     @property
+    def deviations(self) -> Tensor:
+        """[d]: standard deviation of each column; 0 for a column that is constant up to rounding."""
+        variance = self.covariance.diagonal()
+        rounding = 10 * torch.finfo(variance.dtype).eps * self.mean.abs()
+        return torch.where(variance > rounding.square(), variance.clamp_min(0).sqrt(), 0.0)
+
+    @property
     def class_means(self) -> Tensor:
         """[k, d]"""
         return self.mean + (self.cross / self.shares).T
@@ -55,6 +63,7 @@ class StreamingStatistics:
     def __init__(self, width: int) -> None:
         self.width = width
         self.count = 0
+        self._first = torch.zeros(width, dtype=torch.float64)
         self._sum = torch.zeros(width, dtype=torch.float64)
         self._products = torch.zeros(width, width, dtype=torch.float64)
         self._waiting = torch.empty(0, width, dtype=torch.float64)
@@ -63,6 +72,8 @@ class StreamingStatistics:
         """Mutates: adds rows after all earlier ones."""
         if rows.dim() != 2 or rows.shape[1] != self.width:
             raise BadRows(f"The rows have shape {tuple(rows.shape)}. Give rows of shape [n, {self.width}].")
+        if not self.count and len(rows):
+            self._first = rows[0].double().clone()
         waiting = torch.cat([self._waiting, rows.double()])
         whole = len(waiting) // CHUNK * CHUNK
         for chunk in waiting[:whole].split(CHUNK):
@@ -72,7 +83,7 @@ class StreamingStatistics:
 
     def _take(self, chunk: Tensor) -> None:
         padded = torch.zeros(CHUNK, self.width, dtype=torch.float64)  # a short last chunk takes the same product
-        padded[: len(chunk)] = chunk
+        padded[: len(chunk)] = chunk - self._first
         self._sum += padded.sum(0)
         self._products += padded.T @ padded
 
@@ -81,11 +92,11 @@ class StreamingStatistics:
         if not self.count:
             raise BadRows("No rows were added. Add rows first.")
         rest = StreamingStatistics(self.width)
-        rest._sum, rest._products = self._sum.clone(), self._products.clone()
+        rest._first, rest._sum, rest._products = self._first, self._sum.clone(), self._products.clone()
         if len(self._waiting):
             rest._take(self._waiting)
         mean = rest._sum / self.count
-        return mean, rest._products / self.count - torch.outer(mean, mean)
+        return self._first + mean, rest._products / self.count - torch.outer(mean, mean)
 
 
 class MomentStream:

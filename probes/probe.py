@@ -18,6 +18,7 @@ from replaylens.probes import registry
 from replaylens.probes.erasers import row_space
 from replaylens.probes.errors import BadProbeFile, NotLinear, ProbeError
 from replaylens.probes.goals import make_goal
+from replaylens.probes.groups import groups_of
 from replaylens.probes.report import about_rows
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.statistics import root_permutations
@@ -180,7 +181,8 @@ def fit_probe(
     if shuffled:
         values = values[root_permutations(goal.codes, rows.roots, 1, seed)[0]]
     X = rows.matrix(site, layer).astype(np.float64)
-    weight, bias = coefficients(clone(spec.make()).fit(X, values))
+    groups: dict[str, Any] = {"groups": groups_of(rows)} if spec.inner else {}
+    weight, bias = coefficients(clone(spec.make()).fit(X, values, **groups))
     means = np.stack([X[values == name].mean(0) for name in goal.classes])
     stored = site if layer is None else rows.source.letters(site).get(layer, site)
     return LinearProbe(

@@ -19,6 +19,8 @@ from replaylens.probes.grams import Grams
 _STEPS, _MEMORY, _SEARCHES = 500, 10, 10
 _ROWS_PER_COLUMN = 4
 """rows per column to build a preconditioner from; more would cost more than they save"""
+_Key = tuple[float, ...]
+"""a training set's number, and the row weight in each cell"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,25 +73,28 @@ class Move:
 
 
 class QuasiNewton:
-    """`run` returns the minimiser. b cells, t tasks, f folds, n rows, k outputs (1 for two classes), d columns."""
+    """`run` finds the minimiser. b cells, t tasks, f folds, n rows, k outputs (1 for two classes), d columns."""
 
-    def __init__(self, grams: Grams, y: Tensor, where: Tensor, penalty: float, tolerance: float) -> None:
+    def __init__(self, grams: Grams, y: Tensor, where: Tensor, tolerance: float) -> None:
         """y [t, n, k]; where [t, f]: the set of `grams` that each fold trains on."""
-        self.x, self.y, self.penalty, self.tolerance = grams.x, y.mT[None, :, None], penalty, tolerance
+        self.x, self.y, self.tolerance = grams.x, y.mT[None, :, None], tolerance
         self.binary = y.shape[-1] == 1
         self.train = grams.sets[where].to(y.dtype)[None, :, :, None]  # [1, t, f, 1, n]
         self.counts = self.train.sum((3, 4))  # [1, t, f]
         self.scale, self.mean = grams.scales[:, where], grams.means[:, where]  # [b, t, f, d]
-        first = where[:, 0]  # the folds of a task share a preconditioner: their rows are mostly the same
-        self.gram = torch.stack([_correlation(grams, int(i)) for i in first.unique()], 1)  # [b, sets, d, d]
-        self.gram = self.gram[:, first.unique(return_inverse=True)[1]]  # [b, t, d, d]
-        self.curvature = torch.full_like(self.gram[..., 0, 0], torch.inf)  # [b, t]: mean row weight of each factor
-        self.factor = torch.empty_like(self.gram)
+        self.set_of = where[:, 0].tolist()  # the folds of a task share a preconditioner: their rows are mostly the same
+        self.grams = {number: _correlation(grams, number) for number in set(self.set_of)}  # each [b, d, d]
 
-    def run(self) -> tuple[Tensor, Tensor]:
-        """(weight [b, t, f, k, d], bias [b, t, f, k]) in the Grams' coordinates."""
+    def run(self, penalty: float, start: Pair | None = None) -> Pair:
+        """The minimiser on standardised columns; `start`: that of another penalty, from which few steps are left.
+
+        Mutates: the penalty and the preconditioner.
+        """
+        self.penalty = penalty
         (b, t, f, d), k = self.scale.shape, self.y.shape[3]
-        start = Pair(self.x.new_zeros(b, t, f, k, d), self.x.new_zeros(b, t, f, k))
+        self.curvature = self.x.new_full((b, t), torch.inf)  # mean row weight of each factor
+        self.factors: dict[_Key, tuple[Tensor, Tensor]] = {}
+        start = start or Pair(self.x.new_zeros(b, t, f, k, d), self.x.new_zeros(b, t, f, k))
         here = self._look(start, self._forward(start))
         past: deque[Move] = deque(maxlen=_MEMORY)
         for _ in range(_STEPS):
@@ -106,8 +111,12 @@ class QuasiNewton:
             there = self._look(here.at.plus(length, step), here.z + length[..., None, None] * change)
             past.append(Move.between(here, there))
             here = there
-        weight = here.at.w / self.scale[:, :, :, None]
-        return weight, here.at.c - torch.einsum("btfkd,btfd->btfk", weight, self.mean)
+        return here.at
+
+    def in_rows(self, at: Pair) -> tuple[Tensor, Tensor]:
+        """(weight [b, t, f, k, d], bias [b, t, f, k]) in the Grams' coordinates."""
+        weight = at.w / self.scale[:, :, :, None]
+        return weight, at.c - torch.einsum("btfkd,btfd->btfk", weight, self.mean)
 
     def _step(self, here: Point, past: "deque[Move]") -> Pair:
         """Minus the approximate inverse Hessian times the gradient: the two loops of L-BFGS, for all problems together."""
@@ -166,24 +175,40 @@ class QuasiNewton:
     def _preconditioner(self, q: Tensor) -> Callable[[Pair], Pair]:
         """Approximate inverse of the Hessian, factored again only when the mean row weight has fallen to a quarter.
 
-        Each cell and task decides separately, so that no problem's path depends on its neighbours.
+        Each cell and task decides separately, so that no problem's path depends on its neighbours. Tasks that have the same
+        factor, such as permuted labels before the first such fall, share it.
         """
         spread = (self.train * q * (1 - q)).sum((3, 4)) / q.shape[3]  # [b, t, f]: sum over the rows
         mean = (spread / self.counts).mean(2)  # [b, t]
         fallen = mean < 0.25 * self.curvature
         if bool(fallen.any()):
             self.curvature = torch.where(fallen, mean, self.curvature)
-            total = (mean * self.counts.mean(2))[fallen][:, None, None] * self.gram[fallen]
-            eye = torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
-            self.factor[fallen] = torch.linalg.cholesky(total + self.penalty * eye)
+            self.factors = self._factored(self.curvature * self.counts.mean(2))
         bias_weight = spread.clamp_min(1e-6)[..., None]
 
         def apply(pair: Pair) -> Pair:
-            b, t, f, k, d = pair.w.shape
-            solved = torch.cholesky_solve(pair.w.reshape(b, t, f * k, d).mT, self.factor)
-            return Pair(solved.mT.reshape(b, t, f, k, d), pair.c / bias_weight)
+            solved = torch.empty_like(pair.w)
+            for tasks, factor in self.factors.values():
+                own = pair.w[:, tasks]
+                solved[:, tasks] = torch.cholesky_solve(own.flatten(1, 3).mT, factor).mT.reshape(own.shape)
+            return Pair(solved, pair.c / bias_weight)
 
         return apply
+
+    def _factored(self, weight: Tensor) -> "dict[_Key, tuple[Tensor, Tensor]]":
+        """(tasks, factor [b, d, d]) by training set and row weight [b, t]; factors that are there already are kept."""
+        keys = [(number, *column) for number, column in zip(self.set_of, weight.mT.tolist(), strict=True)]
+        found = {}
+        for key in dict.fromkeys(keys):
+            tasks = torch.tensor([t for t, own in enumerate(keys) if own == key], device=weight.device)
+            if key in self.factors:
+                factor = self.factors[key][1]
+            else:
+                gram = self.grams[key[0]]
+                eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+                factor = torch.linalg.cholesky(weight[:, tasks[0], None, None] * gram + self.penalty * eye)
+            found[key] = (tasks, factor)
+        return found
 
 
 def _correlation(grams: Grams, number: int) -> Tensor:

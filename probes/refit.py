@@ -66,7 +66,9 @@ def refitted(
     tested, scores = split.test.any(0) & goal.present, []
     for first in range(0, len(goals), _TOGETHER):
         some = goals[first : first + _TOGETHER]
-        said = held_out(estimator, x, some, split.train, split.test, nuisance=nuisance).predicted[..., tested]
+        said = held_out(estimator, x, some, split.train, split.test, nuisance=nuisance, groups=split.roots).predicted[
+            ..., tested
+        ]
         scores += [score(said[:, i], each, tested) for i, each in enumerate(some)]
     return Null(scores[0], np.stack(scores[1:]))
 

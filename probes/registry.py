@@ -15,6 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from replaylens.engine.errors import no_such
 from replaylens.probes.attentive import AttentiveProbe
 from replaylens.probes.ccs import CcsProbe
+from replaylens.probes.chosen import ChosenProbe
 from replaylens.probes.erasers import Inlp, Leace
 from replaylens.probes.errors import UnknownEstimator
 from replaylens.probes.mass_mean import MassMeanProbe
@@ -33,6 +34,8 @@ class Estimator:
     swept: str
     """how a sweep fits it: `together` (all cells at once), `apart` (one by one, in parallel), or `no`"""
     linear: bool = True
+    inner: bool = False
+    """whether it chooses its regularisation by inner folds, and so takes `groups` to keep together"""
 
 
 def _scaled(make: Callable[[], Any]) -> Callable[[], Any]:
@@ -44,6 +47,20 @@ ESTIMATORS = {
     for each in (
         Estimator("logistic", "logistic regression, C = 1", _scaled(lambda: LogisticRegression(max_iter=1000)), "together"),
         Estimator("ridge", "ridge on targets of -1 and 1; for numbers, ridge regression", _scaled(RidgeClassifier), "together"),
+        Estimator(
+            "logistic-cv",
+            "logistic regression, C chosen by inner folds over roots",
+            ChosenProbe,
+            "together",
+            inner=True,
+        ),
+        Estimator(
+            "ridge-cv",
+            "ridge, its penalty chosen by inner folds over roots; also for numbers",
+            lambda: ChosenProbe("ridge"),
+            "together",
+            inner=True,
+        ),
         Estimator("mass-mean", "nearest class mean; the direction between the means", MassMeanProbe, "together"),
         Estimator(
             "mass-mean-whitened",

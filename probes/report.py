@@ -73,6 +73,12 @@ class Report:
 
         return figures.curves(self.table, label, estimator)
 
+    def complexity(self) -> "Figure":
+        """Accuracy against complexity and C, of a `complexity_curve`; see `figures.complexity`."""
+        from replaylens.probes import figures
+
+        return figures.complexity(self.table, self.settings["label"])
+
     # ---- on disk ------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:

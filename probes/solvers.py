@@ -5,6 +5,7 @@ many matrix-vector products. Columns are standardised within each training set b
 w . (x - m) / s = x . (w / s) - m . (w / s).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from replaylens.engine.errors import no_such
 from replaylens.probes.errors import UnknownEstimator
 from replaylens.probes.grams import Grams
+from replaylens.probes.mass_mean import whitened
 from replaylens.probes.quasi_newton import QuasiNewton
 
 KINDS = ("logistic", "ridge", "regression", "mass-mean", "mass-mean-whitened")
@@ -68,9 +70,19 @@ def solve(
     >>> found.weight.shape, ((found.scores(x)[..., 0] > 0) == torch.from_numpy(codes == 1)).all().item()
     (torch.Size([3, 1, 1, 1, 8]), True)
     """
+    return solve_path(kind, x, targets, train, [C if kind == "logistic" else 1 / alpha], tolerance=tolerance)[0]
+
+
+def solve_path(
+    kind: str, x: Tensor, targets: np.ndarray, train: np.ndarray, path: Sequence[float], *, tolerance: float | None = None
+) -> list[Solution]:
+    """As `solve`, for several strengths of regularisation, which share everything but the last step.
+
+    path  values of C, best in ascending order: each logistic fit starts from the one before. For ridge, alpha = 1 / C
+    """
     if len(x) > 1 and not x.is_cuda:  # a CPU works on one cell at a time anyway; apart, no cell waits for another
-        parts = [solve(kind, x[i : i + 1], targets, train, C=C, alpha=alpha, tolerance=tolerance) for i in range(len(x))]
-        return Solution(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
+        parts = [solve_path(kind, x[i : i + 1], targets, train, path, tolerance=tolerance) for i in range(len(x))]
+        return [_joined([part[step] for part in parts]) for step in range(len(path))]
     tasks, folds, n = train.shape
     sets, which = _different(train.reshape(tasks * folds, n))
     grams = Grams(x, sets)
@@ -78,17 +90,20 @@ def solve(
     where = torch.as_tensor(which.reshape(tasks, folds), device=x.device)
     match kind:
         case "ridge":
-            weight, bias = _ridge(grams, y, where, alpha, sign=True)
+            found = _ridge(grams, 2 * y - 1, where, [1 / C for C in path])  # classes are -1 and 1, as in scikit-learn
         case "regression":
-            weight, bias = _ridge(grams, y, where, alpha, sign=False)
+            found = _ridge(grams, y, where, [1 / C for C in path])
         case "mass-mean" | "mass-mean-whitened":
-            weight, bias = _mass_mean(grams, y, where, whiten=kind.endswith("whitened"))
+            found = [_mass_mean(grams, y, where, whiten=kind.endswith("whitened"))] * len(path)
         case "logistic":
-            small = tolerance or (1e-6 if x.dtype == torch.float64 else 1e-4)
-            weight, bias = QuasiNewton(grams, y, where, 1.0 / C, small).run()
+            found = _logistic(grams, y, where, path, tolerance or (1e-6 if x.dtype == torch.float64 else 1e-4))
         case _:
             raise UnknownEstimator(no_such("kind of probe", kind, KINDS))
-    return Solution(weight, bias - torch.einsum("btfkd,bd->btfk", weight, grams.shift))
+    return [Solution(weight, bias - torch.einsum("btfkd,bd->btfk", weight, grams.shift)) for weight, bias in found]
+
+
+def _joined(parts: list[Solution]) -> Solution:
+    return Solution(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
 
 
 def _different(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -98,20 +113,32 @@ def _different(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return masks[[int(np.argmax(which == i)) for i in range(len(seen))]], which
 
 
-def _ridge(grams: Grams, y: Tensor, where: Tensor, alpha: float, sign: bool) -> tuple[Tensor, Tensor]:
-    """Least squares with a penalty on standardised columns; classes are targets of -1 and 1, as in scikit-learn."""
-    y = 2 * y - 1 if sign else y
+def _logistic(grams: Grams, y: Tensor, where: Tensor, path: Sequence[float], tolerance: float) -> list[tuple[Tensor, Tensor]]:
+    solver, at, found = QuasiNewton(grams, y, where, tolerance), None, []
+    for C in path:
+        at = solver.run(1 / C, at)
+        found.append(solver.in_rows(at))
+    return found
+
+
+def _ridge(grams: Grams, y: Tensor, where: Tensor, alphas: Sequence[float]) -> list[tuple[Tensor, Tensor]]:
+    """Least squares with a penalty on standardised columns. Tasks with the same training set share a factorisation."""
     train = grams.sets[where].to(y.dtype)  # [tasks, folds, n]
     mean_y = torch.einsum("tfn,tnk->tfk", train, y) / train.sum(-1, keepdim=True)
     centred = train[..., None] * (y[:, None] - mean_y[:, :, None])  # [tasks, folds, n, k]
     scales, means = grams.scales[:, where], grams.means[:, where]  # [cells, tasks, folds, d]
-    right = torch.einsum("bnd,tfnk->btfdk", grams.x, centred) / scales[..., None]
-    left = grams.second / (grams.scales[:, :, :, None] * grams.scales[:, :, None, :])
-    eye = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
-    factors = torch.linalg.cholesky(left + alpha * eye)  # [cells, sets, d, d]
-    solved = torch.cholesky_solve(right, factors[:, where])
-    weight = (solved / scales[..., None]).mT  # [cells, tasks, folds, k, d]
-    return weight, mean_y - torch.einsum("btfkd,btfd->btfk", weight, means)
+    right = torch.einsum("bnd,tfnk->btfkd", grams.x, centred) / scales[..., None, :]
+    solved = [torch.empty_like(right) for _ in alphas]
+    eye = torch.eye(right.shape[-1], dtype=y.dtype, device=y.device)
+    for number in range(len(grams.sets)):
+        own, scale = where == number, grams.scales[:, number]
+        left = grams.second[:, number] / (scale[:, :, None] * scale[:, None, :])
+        aim = right[:, own]  # [cells, pairs of task and fold, k, d]
+        for weight, alpha in zip(solved, alphas, strict=True):
+            factor = torch.linalg.cholesky(left + alpha * eye)
+            weight[:, own] = torch.cholesky_solve(aim.flatten(1, 2).mT, factor).mT.reshape(aim.shape)
+    weights = [weight / scales[..., None, :] for weight in solved]
+    return [(weight, mean_y - torch.einsum("btfkd,btfd->btfk", weight, means)) for weight in weights]
 
 
 def _mass_mean(grams: Grams, y: Tensor, where: Tensor, whiten: bool) -> tuple[Tensor, Tensor]:
@@ -123,13 +150,17 @@ def _mass_mean(grams: Grams, y: Tensor, where: Tensor, whiten: bool) -> tuple[Te
     means = torch.einsum("bnd,tfnk->btfkd", grams.x, members) / counts.clamp_min(1)[..., None]
     weight = means
     if whiten:
-        from_mean = means - grams.means[:, where][:, :, :, None]
-        between = torch.einsum("tfk,btfkd,btfke->btfde", counts, from_mean, from_mean)
-        within = (grams.second[:, where] - between) / train.sum(-1)[:, :, None, None]
-        scale = within.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(y.dtype).tiny)
-        eye = torch.eye(within.shape[-1], dtype=y.dtype, device=y.device)
-        weight = torch.linalg.solve(within + 1e-6 * scale[..., None, None] * eye, means.mT).mT
+        parts = [_whitened(grams, means[:, t], counts[t], sets) for t, sets in enumerate(where)]  # one by one bounds memory
+        weight = torch.stack(parts, 1)
     bias = torch.where(counts > 0, -0.5 * (weight * means).sum(-1), -torch.inf)  # a class without rows is never nearest
     if y.shape[-1] == 1:
         weight, bias = weight[..., 1:, :] - weight[..., :1, :], bias[..., 1:] - bias[..., :1]
     return weight, bias
+
+
+def _whitened(grams: Grams, means: Tensor, counts: Tensor, sets: Tensor) -> Tensor:
+    """Weights [cells, folds, k, d] of one task, from its class means, rows per class [folds, k] and training sets [folds]."""
+    from_mean = means - grams.means[:, sets][:, :, None]
+    between = torch.einsum("fk,bfkd,bfke->bfde", counts, from_mean, from_mean)
+    within = (grams.second[:, sets] - between) / counts.sum(-1)[:, None, None]
+    return whitened(means, within, grams.deviations[:, sets])

@@ -7,9 +7,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from replaylens.probes import controls, information
+from replaylens.probes import controls
 from replaylens.probes.goals import Goal
 from replaylens.probes.heldout import Held
+from replaylens.probes.online_code import OnlineCode
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.splits import Split
 from replaylens.probes.statistics import Null
@@ -37,8 +38,8 @@ class SweepPosition:
     untrained: dict[str, dict[Cell, Held]] = field(default_factory=dict)
     nulls: dict[tuple[str, str], dict[Cell, Null]] = field(default_factory=dict)
     """(estimator, label) -> scores of each cell on permuted labels"""
-    codes: dict[tuple[Cell, str], tuple[float, float]] = field(default_factory=dict)
-    """(cell, label) -> (bits per row, compression)"""
+    codes: dict[tuple[Cell, str], OnlineCode] = field(default_factory=dict)
+    """by cell and label"""
 
     @classmethod
     def nothing(cls, position: str, rows: ProbeRows, why: str) -> "SweepPosition":
@@ -62,13 +63,10 @@ class SweepPosition:
         apart = {cell: Null(null.observed[i : i + 1], null.drawn[:, i : i + 1]) for i, cell in enumerate(batch)}
         self.nulls.setdefault((estimator, goal.label), {}).update(apart)
 
-    def add_code(self, goals: list[Goal], batch: Sequence[Cell], held: Held, coded: np.ndarray) -> None:
-        """Mutates: adds the code lengths."""
+    def add_code(self, goal: Goal, batch: Sequence[Cell], lengths: dict[str, np.ndarray]) -> None:
+        """Mutates: adds the code lengths of a label, each an array over cells."""
         for c, cell in enumerate(batch):
-            for g, goal in enumerate(goals):
-                there = goal.present
-                length = information.code_length(held.log_loss[c, g][there], coded[there], len(goal.classes))
-                self.codes[cell, goal.label] = length
+            self.codes[cell, goal.label] = OnlineCode(**{name: float(values[c]) for name, values in lengths.items()})
 
     # ---- reading ------------------------------------------------------------------------------------------------
 

@@ -22,10 +22,10 @@ from replaylens.engine.run import Run
 from replaylens.probes import registry, splits
 from replaylens.probes.controls import require_same_rows, untrained_rows
 from replaylens.probes.errors import BadRows, MissingLabel, ProbeError, TooFewRoots
-from replaylens.probes.goals import LABEL, Goal, goals_at
+from replaylens.probes.goals import CONTROL, LABEL, Goal, goals_at
 from replaylens.probes.groups import histories, independent
 from replaylens.probes.heldout import Held, held_out
-from replaylens.probes.information import code_blocks
+from replaylens.probes.online_code import OnlineCode, online_codes
 from replaylens.probes.parts import Parts
 from replaylens.probes.refit import exchanged, label_orders, refitted
 from replaylens.probes.report import Report
@@ -201,7 +201,8 @@ class _Sweep:
     def _fit(self, place: SweepPosition, rows: ProbeRows, batch: list[Cell], estimator: str) -> Held:
         masks = (place.split.train, place.split.test)
         x = self._load(rows, batch)
-        return held_out(estimator, x, place.goals, *masks, nuisance=self._nuisance(place), jobs=self.jobs)
+        how: dict[str, Any] = dict(nuisance=self._nuisance(place), groups=place.groups, jobs=self.jobs)
+        return held_out(estimator, x, place.goals, *masks, **how)
 
     def _nuisance(self, place: SweepPosition) -> np.ndarray | None:
         return _numbers(place.rows, self.settings.residualise) if self.settings.residualise else None
@@ -215,7 +216,7 @@ class _Sweep:
         if len(place.split) == 1:  # the labels of the tested rows took no part in any fit
             how = (roots, groups, place.tested(goal), settings.permutations, settings.seed)
             place.add_null(estimator, goal, batch, exchanged(held.predicted[:, number], goal, *how))
-        elif registry.get(estimator).swept == "together":
+        elif (spec := registry.get(estimator)).swept == "together" and not spec.inner:
             orders = label_orders(goal, roots, groups, settings.permutations, settings.seed)
 
             def make() -> dict[str, np.ndarray]:
@@ -235,11 +236,17 @@ class _Sweep:
                 made = parts.get(name, partial(self._fit, place, blank, batch, estimator))
                 place.add_untrained(estimator, batch, made)
         if settings.code_length and "logistic" in settings.estimators:
-            goals = [goal for goal in place.goals if goal.role == LABEL and goal.kind == "class"]
-            train, test = _with_two_classes(goals, *code_blocks(place.groups, settings.seed))
-            name = f"{part}/code/{batch[0]}"
-            held = parts.get(name, lambda: held_out("logistic", self._load(here, batch), goals, train, test))
-            place.add_code(goals, batch, held, np.asarray(test.any(0)))
+            for goal in place.goals:
+                if goal.role == LABEL and goal.kind == "class":
+                    make = partial(self._code, place, here, batch, goal)
+                    kept = parts.arrays(f"{part}/code/{goal.label}/{batch[0]}", make, OnlineCode.FIELDS)
+                    place.add_code(goal, batch, kept)
+
+    def _code(self, place: SweepPosition, rows: ProbeRows, batch: list[Cell], goal: Goal) -> dict[str, np.ndarray]:
+        """The online codes of a label and its control task, as arrays over cells."""
+        drawn = [other for other in place.goals if other.role == CONTROL and other.label == goal.label]
+        codes = online_codes(self._load(rows, batch), goal, drawn, place.groups, seed=self.settings.seed)
+        return {name: np.array([getattr(code, name) for code in codes]) for name in OnlineCode.FIELDS}
 
     def _load(self, rows: ProbeRows, batch: list[Cell]) -> Tensor:
         """[cells, rows, d]"""
@@ -283,12 +290,6 @@ def _numbers(rows: ProbeRows, names: Sequence[str]) -> np.ndarray:
                 f"Leave out the column, or give rows that have it."
             )
     return frame[list(names)].to_numpy(dtype=np.float64)
-
-
-def _with_two_classes(goals: list[Goal], train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The blocks of the online code that have two classes of every goal before them."""
-    fine = [all(len(np.unique(g.codes[mask & g.present])) > 1 for g in goals) for mask in train]
-    return train[fine], test[fine]
 
 
 def _batches(rows: ProbeRows, cells: list[Cell]) -> Iterator[list[Cell]]:

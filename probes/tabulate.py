@@ -13,7 +13,6 @@ from replaylens.probes.refit import ratio, score
 from replaylens.probes.report import Report, about_rows
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.settings import SweepSettings
-from replaylens.probes.splits import Split
 from replaylens.probes.statistics import Null
 from replaylens.probes.sweep_position import SweepPosition
 
@@ -282,25 +281,18 @@ def _shuffled(block: SweepBlock, null: Null | None, c: int) -> float | None:
 def _information(block: SweepBlock, c: int) -> dict[str, Any]:
     """Bits and calibration, for estimators that give probabilities."""
     place, goal, tested = block.place, block.goal, block.tested
-    found: dict[str, Any] = dict.fromkeys(("v_information", "calibration_error", "code_bits", "compression"))
+    names = ("v_information", "calibration_error", "code_bits", "compression", "control_code_bits", "control_compression")
+    found: dict[str, Any] = dict.fromkeys(names)
     held = place.held[block.estimator][place.cells[c]]
     loss = held.log_loss[0, block.number][tested]
     if goal.kind == "class" and not np.isnan(loss).any():
-        null = _null_loss(goal, place.split)[tested]
+        null = information.null_log_loss(goal.codes, place.split.train, place.split.test, len(goal.classes))[tested]
         correct = held.predicted[0, block.number][tested] == goal.codes[tested]
         confidence = held.confidence[0, block.number][tested].astype(np.float64)
         found["v_information"] = information.v_information(loss.astype(np.float64), null)
         found["calibration_error"] = information.calibration_error(confidence, correct)
     if (place.cells[c], goal.label) in place.codes and block.estimator == "logistic":
-        found["code_bits"], found["compression"] = place.codes[place.cells[c], goal.label]
+        code = place.codes[place.cells[c], goal.label]
+        found |= {"code_bits": code.bits, "compression": code.compression}
+        found |= {"control_code_bits": code.control_bits, "control_compression": code.control_compression}
     return found
-
-
-def _null_loss(goal: Goal, split: Split) -> np.ndarray:
-    """Log-loss of each held-out row under the class frequencies of the rows that its probe was fitted on."""
-    out = np.zeros(len(goal.codes))
-    for train, test in split:
-        counts = np.bincount(goal.codes[train & goal.present], minlength=len(goal.classes))
-        shares = np.maximum(counts, 0.5) / np.maximum(counts, 0.5).sum()
-        out[test] = -np.log(shares[np.clip(goal.codes[test], 0, None)])
-    return out

@@ -64,10 +64,10 @@ def transfer_across(
     for cell in cells:
         x = torch.from_numpy(here.matrix(cell.site, cell.layer)).double()[None]
         for (a, b), split in splits.items():
-            right, own = _right(estimator, x, [goal], split)[0], part == b
+            right, own = _right(estimator, x, [goal], split, groups)[0], part == b
             lines.append(_line(f"{cell}: {a} to {b}", cell, here, goal, right, own, folds))
             if (a, b) == (fit_on, test_on):
-                mixed = _right(estimator, x, _shuffled(goal, groups, tested, seed), split).mean(0)
+                mixed = _right(estimator, x, _shuffled(goal, groups, tested, seed), split, groups).mean(0)
                 gains[SHUFFLED].append((right - mixed)[tested])
                 if here.has_tokens:
                     gains[TOKEN].append((right.astype(float) - token)[tested])
@@ -109,9 +109,9 @@ def _shuffled(goal: Goal, roots: np.ndarray, tested: np.ndarray, seed: int) -> l
     return found
 
 
-def _right(estimator: str, x: torch.Tensor, goals: list[Goal], split: Split) -> np.ndarray:
+def _right(estimator: str, x: torch.Tensor, goals: list[Goal], split: Split, groups: np.ndarray) -> np.ndarray:
     """[goals, rows]: whether each row is predicted correctly; rows that are not tested count for nothing."""
-    predicted = held_out(estimator, x, goals, split.train, split.test).predicted[0]
+    predicted = held_out(estimator, x, goals, split.train, split.test, groups=groups).predicted[0]
     return np.stack([said == goal.codes for said, goal in zip(predicted, goals, strict=True)])
 
 

@@ -13,7 +13,7 @@ from replaylens.probes.effects import difference, line_of, line_of_placebos
 from replaylens.probes.erasers import Inlp, Leace
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.goals import make_goal
-from replaylens.probes.groups import distinct
+from replaylens.probes.groups import distinct, groups_of
 from replaylens.probes.report import Report, about_rows, percent
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.stage import Stage, Subject, Variant
@@ -86,7 +86,7 @@ class _Eraser:
         make_goal(target).check(np.ones((1, len(rows)), dtype=bool))
         self.X, self.y = rows.matrix(cell.site, cell.layer).astype(np.float64), target.values
         self.mean = self.X.mean(0)
-        fitted = _fit(name, self.X, self.y)
+        fitted = Leace().fit(self.X, self.y) if name == "leace" else Inlp().fit(self.X, self.y, groups=groups_of(rows))
         self.rank = len(fitted.basis_) if name == "inlp" else int(np.linalg.matrix_rank(fitted.projection_, tol=1e-8))
         self.change = self._around_mean(fitted.transform)
 
@@ -94,7 +94,7 @@ class _Eraser:
         """The same kind of eraser, of the same rank, in random directions."""
         generator = np.random.default_rng([seed, number, 0xE7A5])
         if self.name == "leace":
-            return self._around_mean(_fit("leace", self.X, generator.permutation(self.y)).transform)
+            return self._around_mean(Leace().fit(self.X, generator.permutation(self.y)).transform)
         basis = np.linalg.qr(generator.normal(size=(self.X.shape[1], self.rank)))[0]
         return self._around_mean(lambda X: X - X @ basis @ basis.T)
 
@@ -102,10 +102,6 @@ class _Eraser:
         """A projection through the origin would also move the mean, whatever it erases."""
         drift = transform(self.mean[None]) - self.mean
         return lambda X: transform(X) - X - drift
-
-
-def _fit(name: str, X: np.ndarray, y: np.ndarray) -> Any:
-    return (Leace() if name == "leace" else Inlp()).fit(X, y)
 
 
 def _variant(change: Change) -> Variant:

@@ -56,11 +56,11 @@ def transfer(
     lines: list[dict[str, Any]] = []
     for cell in rows.cells(sites, layers):
         x = torch.from_numpy(rows.matrix(cell.site, cell.layer)).double()[None]
-        said = {way: _right(estimator, x, goal, *masks) for way, masks in ways.items()}
+        said = {way: _right(estimator, x, goal, groups, *masks) for way, masks in ways.items()}
         for (fit, test), masks in ways.items():
             lines.append(_line(f"{cell}: {fit} to {test}", cell, goal, rows, said[fit, test], masks))
         leaky = np.repeat(accepted[None], folds, 0), inside & ~accepted
-        same = _right(estimator, x, goal, *leaky)
+        same = _right(estimator, x, goal, groups, *leaky)
         lines.append(_line(f"{cell}: accepted to rejected, same roots", cell, goal, rows, same, leaky))
         gain = same.astype(float) - said["accepted", "rejected"]
         leaked = mean_over_roots(gain[~accepted], groups[~accepted], folds=folds)
@@ -74,10 +74,10 @@ def _side(accepted: np.ndarray, name: str) -> np.ndarray:
     return accepted if name == "accepted" else ~accepted
 
 
-def _right(estimator: str, x: torch.Tensor, goal: Goal, train: np.ndarray, test: np.ndarray) -> np.ndarray:
+def _right(estimator: str, x: torch.Tensor, goal: Goal, groups: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
     """[rows] bool: whether each tested row is predicted correctly."""
     goal.check(train)
-    right: np.ndarray = held_out(estimator, x, [goal], train, test).predicted[0, 0] == goal.codes
+    right: np.ndarray = held_out(estimator, x, [goal], train, test, groups=groups).predicted[0, 0] == goal.codes
     return right
 
 

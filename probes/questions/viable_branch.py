@@ -79,7 +79,8 @@ class _Scene:
     def read(self, cell: Cell, estimator: str) -> list[dict[str, Any]]:
         """The lines of one cell."""
         x = torch.from_numpy(self.rows.matrix(cell.site, cell.layer)).double()[None]
-        said = held_out(estimator, x, [self.goal], self.split.train, self.split.test).predicted[0, 0].astype(int)
+        held = held_out(estimator, x, [self.goal], self.split.train, self.split.test, groups=groups_of(self.rows))
+        said = held.predicted[0, 0].astype(int)
         wrong, codes = ~self.right, self.goal.codes
         lines = [
             self._line(cell, "right answers", said, codes, self.right),

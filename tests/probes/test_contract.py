@@ -9,13 +9,23 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from replaylens.probes.attentive import AttentiveProbe
 from replaylens.probes.ccs import CcsProbe
+from replaylens.probes.chosen import ChosenProbe
 from replaylens.probes.erasers import Inlp, Leace
 from replaylens.probes.errors import BadRows, OneClass, UnknownEstimator
 from replaylens.probes.mass_mean import MassMeanProbe
 from replaylens.probes.registry import ESTIMATORS, calibrated, get
 from replaylens.probes.sparse import SparseProbe
 
-OURS = [MassMeanProbe(), MassMeanProbe(whiten=True), SparseProbe(k=3), AttentiveProbe(steps=20), Leace(), Inlp()]
+OURS = [
+    MassMeanProbe(),
+    MassMeanProbe(whiten=True),
+    SparseProbe(k=3),
+    AttentiveProbe(steps=20),
+    pytest.param(ChosenProbe(), marks=pytest.mark.slow),
+    ChosenProbe("ridge"),
+    Leace(),
+    Inlp(),
+]
 GENERATOR = np.random.default_rng(0)
 Y = GENERATOR.integers(2, size=200)
 X = GENERATOR.normal(size=(200, 8))

@@ -36,10 +36,10 @@ def same(after: Held, before: Held, rows: np.ndarray) -> bool:
 def test_labels_of_tested_rows_are_not_looked_at(name: str) -> None:
     """Flipping the labels of all tested rows, fold by fold, does not change their predictions."""
     goal = face()
-    before = held_out(name, X, [goal], SPLIT.train, SPLIT.test)
+    before = held_out(name, X, [goal], SPLIT.train, SPLIT.test, groups=ROWS.roots)
     for train, test in SPLIT:
         flipped = replace(goal, codes=np.where(test, 1 - goal.codes, goal.codes))
-        after = held_out(name, X, [flipped], SPLIT.train, SPLIT.test)
+        after = held_out(name, X, [flipped], SPLIT.train, SPLIT.test, groups=ROWS.roots)
         assert same(after, before, test)
         assert not same(after, before, train), "the control: other folds were fitted on them"
 
@@ -50,11 +50,11 @@ def test_tested_rows_do_not_see_each_other(name: str, nuisance: bool) -> None:
     """Moving all tested rows of a fold but one leaves that row's prediction unchanged, also with a nuisance removed."""
     goal = face()
     place = np.random.default_rng(0).normal(size=(len(ROWS), 1)) if nuisance else None
-    before = held_out(name, X, [goal], SPLIT.train, SPLIT.test, nuisance=place)
+    before = held_out(name, X, [goal], SPLIT.train, SPLIT.test, groups=ROWS.roots, nuisance=place)
     for _, test in SPLIT:
         alone = np.flatnonzero(test)[:1]
         others = np.setdiff1d(np.flatnonzero(test), alone)
-        after = held_out(name, _moved(others), [goal], SPLIT.train, SPLIT.test, nuisance=place)
+        after = held_out(name, _moved(others), [goal], SPLIT.train, SPLIT.test, groups=ROWS.roots, nuisance=place)
         assert same(after, before, alone)
         assert not same(after, before, others), "the control: what moved is read otherwise"
 

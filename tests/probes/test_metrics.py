@@ -30,7 +30,7 @@ def planted(classes: int, rows: int = 240, width: int = 5, seed: int = 0) -> tup
 def test_scores_rank_as_scikit_learn(name: str, classes: int) -> None:
     """Scores of a sweep order the rows as the fitted scikit-learn estimator does, and decide as its predictions."""
     x, goal, train = planted(classes)
-    held = held_out(name, x, [goal], train, ~train)
+    held = held_out(name, x, [goal], train, ~train, groups=np.arange(len(goal.codes)))
     score, said = held.score[0, 0][~train[0]], held.predicted[0, 0][~train[0]]
     assert score.shape[1] == goal.outputs and np.isnan(held.score[0, 0][train[0]]).all()
     assert np.array_equal((score[:, 0] > 0) if classes == 2 else score.argmax(1), said)
