@@ -19,6 +19,7 @@ import torch
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint
+from replaylens.probes.controls import majority
 from replaylens.probes.effects import difference, line_of, line_of_placebos
 from replaylens.probes.erasers import row_space
 from replaylens.probes.errors import OneClass, ProbeError
@@ -237,6 +238,6 @@ def refits(stage: Stage, variant: Variant, seed: int) -> tuple[list[dict[str, An
     for name, X in ends.items():
         predicted = held_out("logistic", torch.from_numpy(X[once])[None], [goal], ~test, test).predicted[0, 0]
         score = bootstrap((predicted == goal.codes)[None], np.ones(len(once)), groups, folds=_FOLDS)[0]
-        lines.append(score_line(f"refit: {name}", "accuracy", score, len(once)))
+        lines.append(score_line(f"refit: {name}", "accuracy", score, len(once), majority=majority(goal.codes, ~test, test)))
         said.append(f"refit at the {name}: {percent(score.value, score.low, score.high)}.")
     return lines, said

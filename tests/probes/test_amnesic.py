@@ -9,7 +9,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.questions.amnesic import _Eraser, amnesic
+from replaylens.probes.questions.amnesic import _Eraser, _say, amnesic
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.sources import MemorySource
 from replaylens.probes.unseen import unseen
@@ -43,6 +43,15 @@ def test_both_erasers_are_compared(engine: Engine, coin_dump: Dump, fresh: list[
     assert len(report.findings) == 6
     again = amnesic(engine, coin_dump, fresh[:12], "face", layers=[2], placebos=1)
     assert report.to_json() == again.to_json(), "the same report twice"
+
+
+@pytest.mark.parametrize("left, verdict", [(0.4, "Not shown"), (0.8, "No verdict, since 'face' is still readable")])
+def test_a_label_that_is_left_gives_no_verdict(left: float, verdict: str) -> None:
+    """A model that does not suffer does without the label only if the label is gone."""
+    rates = dict(accuracy=0.1, low=-0.1, high=0.3, nats=0.0, nats_low=-0.1, nats_high=0.1)
+    after = dict(what="refit: site, after", accuracy=0.9, low=left, high=1.0, majority=0.5)
+    said = _say("S3 inlp", "face", 1, [*(dict(what=str(i), **rates) for i in range(4)), after])
+    assert [each.split(":")[0] for each in said[1:]] == [verdict] * 2
 
 
 @pytest.mark.parametrize("name", ["leace", "inlp"])
