@@ -9,7 +9,7 @@ from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.probes.errors import BadRows, SharedRows
-from replaylens.probes.groups import distinct
+from replaylens.probes.groups import distinct, histories
 from replaylens.probes.probe import fit_probe
 from replaylens.probes.questions.across import transfer_across
 from replaylens.probes.questions.judge import judge
@@ -83,12 +83,10 @@ def test_steering_is_fitted_on_other_beginnings(engine: Engine, coin_dump: Dump,
 
     seen: list[ProbeRows] = []
     monkeypatch.setattr(module, "fit_probe", lambda rows, *args, **more: seen.append(rows) or fit_probe(rows, *args, **more))
-    examples = tasks.get("coin")(flips=3, seed=3).examples(12)
+    examples = tasks.get("coin")(flips=3, seed=3).examples(6)
     report = steering_reach(engine, coin_dump, examples, "face", layers=[3], placebos=1)
     prompts = [engine.text.encode(example.prompt) for example in examples]
-    every = ProbeRows.of(coin_dump).frame
     for rows in seen:
-        for example, position in zip(rows.frame["example"], rows.frame["position"], strict=True):
-            path = every[(every["example"] == example) & (every["branch"] == 0) & (every["position"] <= position)]
-            assert path.sort_values("position")["token"].tolist() not in [prompt[: position + 1] for prompt in prompts]
-    assert any(note.startswith("step: Left out") for note in report.notes)
+        for path in histories(rows) or []:
+            assert path.tolist() not in [prompt[: len(path)] for prompt in prompts]
+    assert len(seen) >= 2 and any(note.startswith("step: Left out") for note in report.notes)
