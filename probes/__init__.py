@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # type checkers and editors see the names themselves
+    from replaylens.probes.areas import area as area
     from replaylens.probes.attentive import AttentiveProbe as AttentiveProbe
+    from replaylens.probes.balanced import balanced_accuracy as balanced_accuracy
     from replaylens.probes.causal import ablate as ablate
     from replaylens.probes.causal import interchange as interchange
     from replaylens.probes.causal import steer as steer
@@ -26,6 +28,8 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.probes.probe import LinearProbe as LinearProbe
     from replaylens.probes.probe import fit_probe as fit_probe
     from replaylens.probes.probe import placebo_probes as placebo_probes
+    from replaylens.probes.questions.across import transfer_across as transfer_across
+    from replaylens.probes.questions.amnesic import amnesic as amnesic
     from replaylens.probes.questions.forced import forced_rows as forced_rows
     from replaylens.probes.questions.judge import judge as judge
     from replaylens.probes.questions.outcome_at_fork import outcome_at_fork as outcome_at_fork
@@ -80,6 +84,9 @@ _WHERE = {
     "SparseProbe": "sparse",
     "Split": "splits",
     "ablate": "causal",
+    "amnesic": "questions.amnesic",
+    "area": "areas",
+    "balanced_accuracy": "balanced",
     "bootstrap": "statistics",
     "by_acceptance": "splits",
     "by_answer": "splits",
@@ -115,6 +122,7 @@ _WHERE = {
     "sweep": "sweeping",
     "text_or_truth": "questions.text_or_truth",
     "transfer": "questions.transfer",
+    "transfer_across": "questions.across",
     "untrained_rows": "controls",
     "viable_branch": "questions.viable_branch",
 }

@@ -64,37 +64,57 @@ def _variance(area: float, good: int, bad: int) -> float:
     return area * (1 - area) * (1 + more * (1 - area) / (2 - area) + more * area / (1 + area)) / (good * bad)
 
 
-def area_of(score: np.ndarray, good: np.ndarray, groups: np.ndarray) -> Area:
-    """The area of a score [rows] for good against other rows, with the contribution of every group [rows of names]."""
+def area_of(score: np.ndarray, good: np.ndarray, groups: np.ndarray, strata: np.ndarray | None = None) -> Area:
+    """The area of a score [rows] for good against other rows, with the contribution of every group [rows of names].
+
+    strata  [rows]: only rows of one stratum are compared, such as those of one fold: scores of different probes have no
+            common zero, and a kind that is frequent in the training folds is rarer in the tested one
+    """
     good = np.asarray(good, dtype=bool)
     if good.all() or not good.any():
         raise OneClass(f"All {len(good)} rows are {'good' if good.any() else 'bad'}. An area needs rows of both kinds.")
     if len(np.unique(groups)) < 2:
         raise TooFewRoots("All rows are of one group. Give rows of at least 2 groups for an interval.")
-    above, below = _ranks(score, good)
-    value = float(below[good].mean())
-    place = np.where(good, (below - value) / good.sum(), (above - value) / (~good).sum())
+    wins, rivals = np.zeros(len(good)), np.zeros(len(good))  # [rows]: pairs that a row wins if good, or loses if bad; its pairs
+    for stratum in [np.ones(len(good), bool)] if strata is None else [strata == each for each in np.unique(strata)]:
+        kinds = good[stratum]
+        rivals[stratum] = np.where(kinds, (~kinds).sum(), kinds.sum())
+        if kinds.any() and not kinds.all():
+            wins[stratum] = rivals[stratum] * _ranks(score[stratum], kinds)
+    pairs = rivals[good].sum()
+    if not pairs:
+        raise OneClass("No stratum has rows of both kinds. Give more rows, or fewer strata.")
+    value = float(wins[good].sum() / pairs)
+    place = (wins - value * rivals) / pairs
     sizes = tuple(len(np.unique(groups[side])) for side in (good, ~good))
     return Area(value, root_sums(place, groups), (sizes[0], sizes[1]))
 
 
-def _ranks(score: np.ndarray, good: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each row, the share of good rows above it and of bad rows below it; ties count half."""
+def _ranks(score: np.ndarray, good: np.ndarray) -> np.ndarray:
+    """For each good row the share of bad rows below it, for each bad row that of good rows above it; ties count half."""
     ups, downs = np.sort(score[good]), np.sort(score[~good])
     above = 1 - (np.searchsorted(ups, score) + np.searchsorted(ups, score, side="right")) / (2 * len(ups))
     below = (np.searchsorted(downs, score) + np.searchsorted(downs, score, side="right")) / (2 * len(downs))
-    return above, below
+    return np.where(good, below, above)
 
 
-def area(score: np.ndarray, good: np.ndarray, groups: np.ndarray, *, folds: int = 1, level: float = LEVEL) -> Estimate:
-    """The area of a score with its interval over groups; folds as for `statistics.cross_validation`.
+def area(
+    score: np.ndarray,
+    good: np.ndarray,
+    groups: np.ndarray,
+    *,
+    strata: np.ndarray | None = None,
+    folds: int = 1,
+    level: float = LEVEL,
+) -> Estimate:
+    """The area of a score with its interval over groups; strata as for `area_of`, folds as for `statistics.cross_validation`.
 
     >>> import numpy as np
     >>> good = np.repeat([True, False], 10)
     >>> print(area(np.where(good, 1.0, 0.0), good, np.arange(20).astype(str)))
     1.000 [0.776, 1.000]
     """
-    found = area_of(score, good, groups)
+    found = area_of(score, good, groups, strata)
     reach = _quantile(len(found.parts), level) * statistics.cross_validation(folds)
     return Estimate(found.value, *found.interval(reach), level)
 
@@ -105,16 +125,18 @@ def area_gains(
     good: np.ndarray,
     groups: np.ndarray,
     *,
+    strata: np.ndarray | None = None,
     folds: int = 1,
     seed: int = 0,
     level: float = LEVEL,
 ) -> list[Estimate]:
     """How much larger each score's area is than the baseline's, with intervals that hold for all scores jointly.
 
-    The ends add the squared distances of both areas' own ends, less their covariance (Zou, Psychological Methods 12, 2007), so
-    that two areas of 1 differ by 0 with an interval of positive width.
+    The variance is that of the groups' own differences. Where few groups make it up, it is drawn towards one that adds the
+    squared distances of both areas' own ends, less their covariance (Zou, Psychological Methods 12, 2007): two areas of 1
+    differ by 0, with an interval of positive width.
     """
-    own, base = [area_of(score, good, groups) for score in scores], area_of(baseline, good, groups)
+    base, *own = (area_of(score, good, groups, strata) for score in (baseline, *scores))
     count = len(base.parts)
     gaps = np.stack([each.parts - base.parts for each in own])  # [scores, groups]
     spread = np.sqrt((gaps**2).sum(1))
@@ -124,12 +146,14 @@ def area_gains(
     reach = joint * _quantile(count, level) / float(stats.norm.ppf((1 + level) / 2)) * statistics.cross_validation(folds)
     low, high = base.interval(reach)
     found = []
-    for each in own:
+    for each, gap in zip(own, gaps, strict=True):
         value, (least, most) = each.value - base.value, each.interval(reach)
         size = np.sqrt((each.parts**2).sum() * (base.parts**2).sum())
         shared = float(each.parts @ base.parts / size) if size > 0 else 0.0
-        down = _joined(each.value - least, high - base.value, shared)
-        up = _joined(most - each.value, base.value - low, shared)
+        down, up = (
+            _shrunk(gap, reach, _joined(*arms, shared))
+            for arms in ((each.value - least, high - base.value), (most - each.value, base.value - low))
+        )
         found.append(Estimate(value, max(value - down, -1.0), min(value + up, 1.0), level))
     return found
 
@@ -137,6 +161,16 @@ def area_gains(
 def _joined(a: float, b: float, shared: float) -> float:
     """Length of the difference of two errors of these lengths with this correlation."""
     return float(np.sqrt(max(a**2 + b**2 - 2 * shared * a * b, 0.0)))
+
+
+def _shrunk(gap: np.ndarray, reach: float, arm: float) -> float:
+    """The reach of the groups' own differences [groups], drawn towards another arm if few groups make them up."""
+    squares, count = gap**2, len(gap)
+    if squares.sum() == 0:
+        return arm
+    heard = squares.sum() ** 2 / (squares**2).sum()
+    own = reach**2 * squares.sum() * count / (count - 1)
+    return float(np.sqrt((heard * own + _TRUST * arm**2) / (heard + _TRUST)))
 
 
 def _quantile(groups: int, level: float) -> float:

@@ -19,6 +19,9 @@ import torch
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint
+from replaylens.probes.controls import majority
+from replaylens.probes.effects import difference, line_of, line_of_placebos
+from replaylens.probes.erasers import row_space
 from replaylens.probes.errors import OneClass, ProbeError
 from replaylens.probes.goals import make_goal
 from replaylens.probes.heldout import held_out
@@ -26,8 +29,8 @@ from replaylens.probes.probe import LinearProbe
 from replaylens.probes.report import Report, percent, score_line
 from replaylens.probes.rows import make_target
 from replaylens.probes.splits import fold_of_roots
-from replaylens.probes.stage import Effect, Stage, Subject, Variant
-from replaylens.probes.statistics import Estimate, bootstrap, mean_over_placebos, mean_over_roots
+from replaylens.probes.stage import Stage, Subject, Variant
+from replaylens.probes.statistics import bootstrap
 from replaylens.tasks import Example
 
 PLACEBOS = 8
@@ -114,7 +117,7 @@ def ablate(
         return lambda subject: -(subject.rows.double().numpy() - centre) @ basis.T @ basis
 
     report = _compare("ablate", stage, probe, untrained, placebos, seed, without, {})
-    lines, findings = _refits(stage, probe, without(probe), seed)
+    lines, findings = refits(stage, without(probe), seed)
     return Report(
         "ablate", [*report.lines, *lines], report.source, report.settings, report.notes, [*report.findings, *findings]
     )
@@ -140,8 +143,11 @@ def _towards(chosen: LinearProbe, probe: LinearProbe, factor: float) -> Variant:
 
 
 def _random(probe: LinearProbe, number: int, seed: int) -> LinearProbe:
-    """The probe with its weights replaced by noise."""
-    return replace(probe, weight=np.random.default_rng([seed, number, 0xD1CE]).normal(size=probe.weight.shape))
+    """The probe with its weights, and its subspace if it has one, replaced by noise."""
+    generator = np.random.default_rng([seed, number, 0xD1CE])
+    weight = generator.normal(size=probe.weight.shape)
+    subspace = None if probe.subspace is None else row_space(generator.normal(size=probe.subspace.shape))
+    return replace(probe, weight=weight, subspace=subspace)
 
 
 def _compare(
@@ -166,10 +172,10 @@ def _compare(
         many["untrained probe"] = played[1 + placebos : len(directions)]
     others = dict(zip(ceilings, played[len(directions) :], strict=True))
     lines = [
-        _line(f"{kind}: probe", own, stage.roots, seed),
-        *(_line_of_placebos(f"{kind}: {name}", each, stage.roots, seed) for name, each in many.items()),
-        *(_line(f"{kind}: {name}", each, stage.roots, seed) for name, each in others.items()),
-        *(_difference(f"{kind}: probe minus {name}", own, each, stage.roots, seed) for name, each in many.items()),
+        line_of(f"{kind}: probe", own, stage.roots),
+        *(line_of_placebos(f"{kind}: {name}", each, stage.roots, seed) for name, each in many.items()),
+        *(line_of(f"{kind}: {name}", each, stage.roots) for name, each in others.items()),
+        *(difference(f"{kind}: probe minus {name}", own, each, stage.roots, seed) for name, each in many.items()),
     ]
     about = {"label": probe.label, "site": probe.site, "position": stage.position.spec, "estimator": probe.estimator}
     settings = {**about, **settings, "placebos": placebos, "seed": seed, "prompts": len(stage.subjects)}
@@ -185,40 +191,6 @@ def _not_held_out(stage: Stage, probe: LinearProbe) -> list[str]:
         return ["Cannot check that prompts are held out: the probe does not record the prompts it was fitted on."]
     seen = int(np.isin(stage.roots, probe.roots).sum())
     return [f"{seen} of {len(stage.roots)} prompts are not held out: the probe was fitted on them."] if seen else []
-
-
-def _line(what: str, effect: Effect, roots: np.ndarray, seed: int) -> dict[str, Any]:
-    pull = mean_over_roots(effect.pull, roots)
-    return score_line(what, "flip rate", _rate(effect, roots, seed), len(roots), **_nats(pull))
-
-
-def _line_of_placebos(what: str, placebos: list[Effect], roots: np.ndarray, seed: int) -> dict[str, Any]:
-    pull = mean_over_placebos(np.stack([each.pull for each in placebos]), roots, seed=seed)
-    return score_line(what, "flip rate", _rate_of_placebos(placebos, roots, seed), len(roots), **_nats(pull))
-
-
-def _difference(what: str, own: Effect, placebos: list[Effect], roots: np.ndarray, seed: int) -> dict[str, Any]:
-    """If one side flips all answers or none, resampling shows no spread there; the interval then adds both sides' ends."""
-    flipped = np.stack([each.flipped for each in placebos])
-    if np.ptp(own.flipped) == 0 or np.ptp(flipped) == 0:
-        mine, other = _rate(own, roots, seed), _rate_of_placebos(placebos, roots, seed)
-        rate = Estimate(mine.value - other.value, mine.low - other.high, mine.high - other.low)
-    else:
-        rate = mean_over_placebos(own.flipped - flipped, roots, seed=seed)
-    pull = mean_over_placebos(own.pull - np.stack([each.pull for each in placebos]), roots, seed=seed)
-    return score_line(what, "difference of flip rates", rate, len(roots), **_nats(pull))
-
-
-def _rate(effect: Effect, roots: np.ndarray, seed: int) -> Estimate:
-    return bootstrap(effect.flipped[None], np.ones(len(roots)), roots)[0]
-
-
-def _rate_of_placebos(placebos: list[Effect], roots: np.ndarray, seed: int) -> Estimate:
-    return mean_over_placebos(np.stack([each.flipped for each in placebos]), roots, seed=seed, share=True)
-
-
-def _nats(pull: Estimate) -> dict[str, Any]:
-    return {"nats": pull.value, "nats_low": pull.low, "nats_high": pull.high}
 
 
 def _say(kind: str, lines: list[dict[str, Any]], about: dict[str, Any]) -> list[str]:
@@ -251,20 +223,21 @@ def _sources(stage: Stage, seed: int) -> dict[str, np.ndarray]:
     return found
 
 
-def _refits(stage: Stage, probe: LinearProbe, variant: Variant, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Accuracy of new probes before and after the ablation, at the site and on the last residual stream."""
+def refits(stage: Stage, variant: Variant, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Accuracy of new probes before and after a change, at the site and on the last residual stream."""
     before = np.stack([subject.rows[-1].double().numpy() for subject in stage.subjects])
     after = np.stack([subject.rows[-1].double().numpy() + variant(subject)[-1] for subject in stage.subjects])
     still: Variant = lambda subject: np.zeros(subject.rows.shape)  # noqa: E731
     plain, gone = stage.last_rows([still, variant], stage.final)
     ends = {"site, before": before, "site, after": after, "last layer, before": plain, "last layer, after": gone}
-    goal = make_goal(make_target(probe.label, [subject.classes[-1] for subject in stage.subjects]))
-    test = np.arange(_FOLDS)[:, None] == fold_of_roots(stage.roots, _FOLDS, seed)
+    groups, once = np.unique(stage.groups, return_index=True)  # prompts that begin alike are one row
+    goal = make_goal(make_target(stage.label, [stage.subjects[i].classes[-1] for i in once]))
+    test = np.arange(_FOLDS)[:, None] == fold_of_roots(groups, _FOLDS, seed)
     goal.check(~test)
     lines, said = [], []
     for name, X in ends.items():
-        predicted = held_out("logistic", torch.from_numpy(X)[None], [goal], ~test, test).predicted[0, 0]
-        score = bootstrap((predicted == goal.codes)[None], np.ones(len(X)), stage.roots, folds=_FOLDS)[0]
-        lines.append(score_line(f"refit: {name}", "accuracy", score, len(X)))
+        predicted = held_out("logistic", torch.from_numpy(X[once])[None], [goal], ~test, test).predicted[0, 0]
+        score = bootstrap((predicted == goal.codes)[None], np.ones(len(once)), groups, folds=_FOLDS)[0]
+        lines.append(score_line(f"refit: {name}", "accuracy", score, len(once), majority=majority(goal.codes, ~test, test)))
         said.append(f"refit at the {name}: {percent(score.value, score.low, score.high)}.")
     return lines, said

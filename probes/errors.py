@@ -60,3 +60,7 @@ class BadProbeFile(ProbeError):
 
 class OtherSweep(ProbeError):
     """The folder holds parts of a sweep with other settings or rows."""
+
+
+class SeveralTasks(ProbeError):
+    """The question needs one task, and the rows are of several."""

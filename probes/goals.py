@@ -100,6 +100,8 @@ def goals_at(
         return [], skipped
     if with_controls and here.about.task is None:
         skipped.append(("known zeros", "rows from arrays have no task"))
+    elif with_controls and here.about.several:
+        skipped.append(("known zeros", "the rows come from several tasks"))
     elif with_controls:
         for zero in here.about.make_task().known_zero:
             if zero.label in labels or zero.label not in here.frame:

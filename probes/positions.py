@@ -96,7 +96,8 @@ def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
     position = frame["position"].to_numpy()
     in_prompt = (frame["token_state"] == "prompt").to_numpy()
     labelled = frame.drop(columns=[*CORE.names, "shard", "row", "depth"], errors="ignore").notna().any(axis=1).to_numpy()
-    for rows in frame.groupby("example", sort=False).indices.values():
+    examples = ["part", "example"] if "part" in frame else ["example"]
+    for rows in frame.groupby(examples, sort=False).indices.values():
         main = rows[frame["branch"].to_numpy()[rows] == 0]
         prompt, after = main[in_prompt[main]], main[~in_prompt[main]]
         if len(prompt) or len(after):
@@ -108,7 +109,7 @@ def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
             places[:3, path.own] = _steps(counted[path.rows], position[path.rows])[:, -path.num_own :]
     for name, values in zip(("step", "since_step", "until_step", "since_query"), places, strict=True):
         frame[name] = values
-    frame["steps"] = frame["step"].where(frame["branch"] == 0).groupby(frame["example"]).transform("max")
+    frame["steps"] = frame["step"].where(frame["branch"] == 0).groupby([frame[name] for name in examples]).transform("max")
     return frame
 
 

@@ -48,6 +48,8 @@ class LinearProbe:
     """task, digest and fingerprint of the rows it was fitted on"""
     roots: tuple[str, ...] = ()
     """the root prompts it was fitted on, sorted; empty if unknown"""
+    subspace: np.ndarray | None = None
+    """[rank, d]: orthonormal directions to exchange, where they are more than the scores depend on (DAS)"""
 
     def __repr__(self) -> str:
         where = str(self.cell) if str(self.cell) == self.site else f"{self.cell} ({self.site})"
@@ -81,7 +83,9 @@ class LinearProbe:
 
     @property
     def basis(self) -> np.ndarray:
-        """Orthonormal directions [m, d] that the scores depend on."""
+        """Orthonormal directions [m, d] that the scores depend on, or the probe's own subspace."""
+        if self.subspace is not None:
+            return self.subspace
         return row_space(self.weight - self.weight.mean(0) * (len(self.weight) > 1))
 
     def _place(self, name: str) -> int:
@@ -96,6 +100,8 @@ class LinearProbe:
         path = _stem(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(self, name))) for name in _TENSORS}
+        if self.subspace is not None:
+            tensors["subspace"] = torch.from_numpy(np.ascontiguousarray(self.subspace))
         save_file(tensors, path.with_suffix(".safetensors"))
         about = {
             "format": FORMAT,
@@ -120,7 +126,8 @@ class LinearProbe:
             arrays = {name: tensors[name].numpy() for name in _TENSORS}
             text = {name: raw[name] for name in ("label", "site", "position", "estimator", "source")}
             roots = tuple(map(str, raw.get("roots", ())))  # older files have none
-            probe = cls(**arrays, classes=tuple(raw["classes"]), cell=Cell(*raw["cell"]), roots=roots, **text)
+            more = {"subspace": tensors["subspace"].numpy()} if "subspace" in tensors else {}
+            probe = cls(**arrays, **more, classes=tuple(raw["classes"]), cell=Cell(*raw["cell"]), roots=roots, **text)
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise BadProbeFile(f"{path} is not a saved probe ({error}). Give the path of a saved probe.") from error
         return probe._checked(path)
@@ -128,6 +135,8 @@ class LinearProbe:
     def _checked(self, path: Path) -> "LinearProbe":
         k, d = (1 if len(self.classes) == 2 else len(self.classes)), self.weight.shape[-1]
         shapes = {"weight": (k, d), "bias": (k,), "means": (len(self.classes), d)}
+        if self.subspace is not None:
+            shapes["subspace"] = (len(self.subspace), d)
         for name, shape in shapes.items():
             array = getattr(self, name)
             if array.shape != shape or not np.isfinite(array).all():

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -120,12 +120,12 @@ class ProbeRows(FromArrays):
     def join(cls, **parts: "ProbeRows") -> "ProbeRows":
         """Rows of several dumps or runs of one engine as one; the column `part` names their origin.
 
+        Rows of different tasks keep the labels that all of them have, and no task: see `transfer_across`.
         Raises OtherFingerprint for different engines: their difference would look like one between the parts.
         """
         if len({rows.about.task is None for rows in parts.values()}) != 1:
             raise ProbeError("Some of the rows come from arrays, others from a task. Join rows of one kind.")
-        if len({rows.about.task for rows in parts.values()}) != 1:
-            raise ProbeError("The rows come from different tasks, whose labels differ. Join rows of one task.")
+        how: Literal["outer", "inner"] = "outer" if len({rows.about.task for rows in parts.values()}) == 1 else "inner"
         if len({"key" in rows.frame for rows in parts.values()}) != 1:
             raise ProbeError("The rows cannot be told apart: only some parts have keys. Give keys= to all of them, or to none.")
         made = {name: rows.about.fingerprint for name, rows in parts.items() if rows.about.fingerprint is not None}
@@ -135,7 +135,7 @@ class ProbeRows(FromArrays):
                 lines = "; ".join(made[first].differences(other))
                 raise OtherFingerprint(f"{first!r} and {name!r} come from different engines ({lines}). Join one engine's rows.")
         whole = {name: rows.whole for name, rows in parts.items()}
-        frame = pd.concat([rows.frame.assign(part=name) for name, rows in whole.items()], ignore_index=True)
+        frame = pd.concat([rows.frame.assign(part=name) for name, rows in whole.items()], join=how, ignore_index=True)
         source = JoinedSource([Subset(rows.source, rows.numbers) for rows in whole.values()], [len(r) for r in whole.values()])
         joined = cls(frame, source, np.arange(len(frame)))
         kept = np.concatenate([np.isin(whole[name].numbers, rows.numbers) for name, rows in parts.items()])
@@ -279,7 +279,8 @@ class ProbeRows(FromArrays):
         if label == "state" and label not in self.frame:
             name = self.about.make_task().state_label
         if name not in self.frame:
-            own = [n for n in self.about.make_task().label_names if n in self.frame]
+            known = self.frame if self.about.several else self.about.make_task().label_names
+            own = [n for n in known if n in self.frame]
             raise MissingLabel(no_such("label", label, own))
         return make_target(label, self.frame[name], kind)
 

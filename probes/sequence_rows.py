@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from replaylens.probes.errors import BadRows
+from replaylens.probes.paths import example_keys
 from replaylens.probes.rows import ProbeRows, Target
 
 
@@ -19,17 +20,17 @@ def sequences(
     last = rows.at(positions[-1])
     target = last.target(label)
     last, target = last.where(target.present), target[target.present]
-    place = {example: i for i, example in enumerate(last.frame["example"])}
+    place = {key: i for i, key in enumerate(example_keys(last.frame))}
     if len(place) != len(last):
         raise BadRows(f"Position {positions[-1]!r} has several rows per example. Use one such as 'query' or 'step:3'.")
     blocks = []
     for position in positions:
         here = rows.at(position)
-        here = here.where(here.frame["example"].isin(place))
-        if here.frame["example"].duplicated().any():
+        here = here.where(np.array([key in place for key in example_keys(here.frame)], dtype=bool))
+        if len(set(example_keys(here.frame))) != len(here):
             raise BadRows(f"Position {position!r} has several rows per example. Use one such as 'query' or 'step:3'.")
         found = here.matrix(site, layer)
         block = np.zeros((len(last), found.shape[1]), dtype=found.dtype)
-        block[[place[example] for example in here.frame["example"]]] = found
+        block[[place[key] for key in example_keys(here.frame)]] = found
         blocks.append(block)
     return np.concatenate(blocks, 1), target, last.roots

@@ -13,7 +13,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import UnknownSite
 from replaylens.engine.model.sites import at_layer
 from replaylens.engine.proof.fingerprint import Fingerprint
-from replaylens.probes.errors import NoTask
+from replaylens.probes.errors import NoTask, SeveralTasks
 from replaylens.tasks.task import AnyTask
 
 LETTERS = ("S", "T", "C")
@@ -33,10 +33,20 @@ class About:
     maker: AnyTask | None = field(default=None, compare=False, repr=False)
     """the task itself, which the rows of a run have; a dump knows its task by name only"""
 
+    @property
+    def several(self) -> bool:
+        """Whether the rows are joined from different tasks, whose names `task` then lists."""
+        return self.task is not None and "+" in self.task
+
     def make_task(self) -> AnyTask:
-        """The task of the rows. Raises NoTask for rows from arrays, UnknownTask if no task of a dump's name is registered."""
+        """The task of the rows. Raises NoTask for rows from arrays, SeveralTasks for joined ones of different tasks.
+
+        UnknownTask if no task of a dump's name is registered.
+        """
         if self.task is None:
             raise NoTask("These rows come from arrays and have no task. Give a dump or a run, or ask what needs no task.")
+        if self.several:
+            raise SeveralTasks(f"These rows come from several tasks ({self.task}). Ask this of the rows of one of them.")
         return tasks.get(self.task)(**self.knobs) if self.maker is None else self.maker
 
 
@@ -120,7 +130,10 @@ class JoinedSource:
     def __init__(self, sources: Sequence[RowSource], sizes: Sequence[int]) -> None:
         self.sources, self.starts = list(sources), np.cumsum([0, *sizes])
         digests = {source.about.digest for source in sources}
+        names = sorted({source.about.task for source in sources if source.about.task is not None})
         self.about = replace(sources[0].about, digest="+".join(sorted(digests)))
+        if len(names) > 1:
+            self.about = replace(self.about, task="+".join(names), knobs={}, maker=None)
 
     def sites(self) -> list[str]:
         return self.sources[0].sites()

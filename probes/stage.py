@@ -4,6 +4,7 @@ A variant is a function from a subject to the change that is added to its rows. 
 before the first changed position is shared with the base branch, everything after it comes from the canonical pass.
 """
 
+import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -76,30 +77,61 @@ class Stage:
     def roots(self) -> np.ndarray:
         return np.array([subject.example.root for subject in self.subjects])
 
+    @property
+    def groups(self) -> np.ndarray:
+        """The beginning of each prompt up to its last changed row: prompts that begin alike have the same rows there."""
+        begun = [np.array(subject.tokens[: subject.positions[-1] + 1]).tobytes() for subject in self.subjects]
+        return np.array([hashlib.sha256(tokens).hexdigest()[:16] for tokens in begun])
+
     def play(self, variants: Sequence[Variant]) -> list[Effect]:
         """Apply every variant to every subject and read the answers again."""
         flipped, pull = np.zeros((2, len(variants), len(self.subjects)))
         with closing(self._forks(variants, [self.final])) as played:
-            for number, subject, forks in played:
+            for number, subject, _, forks in played:
                 for v, fork in enumerate(forks):
                     after = self._answer_logits(fork, len(subject.tokens))
                     flipped[v, number] = int(after.argmax()) != subject.answer
                     pull[v, number] = _margin(subject.logits, subject.answer) - _margin(after, subject.answer)
         return [Effect(flipped[v], pull[v]) for v in range(len(variants))]
 
+    def ask(self, variants: Sequence[Variant]) -> list[Effect]:
+        """Apply every variant; what follows the prompt, over the whole vocabulary?
+
+        Here an effect is flipped where the most likely token is not the first of the right answer, and its pull is the
+        divergence of the model's own distribution from the changed one: KL(own || changed), in nats.
+        """
+        flipped, pull = np.zeros((2, len(variants), len(self.subjects)))
+        with closing(self._forks(variants, [self.final])) as played:
+            for number, subject, base, forks in played:
+                right = self.engine.text.encode(subject.example.answer, special=False)[0]
+                own = self._logits(base, len(subject.tokens)).log_softmax(-1)
+                for v, fork in enumerate(forks):
+                    after = self._logits(fork, len(subject.tokens)).log_softmax(-1)
+                    flipped[v, number] = int(after.argmax()) != right
+                    pull[v, number] = float((own.exp() * (own - after)).sum())
+        return [Effect(flipped[v], pull[v]) for v in range(len(variants))]
+
+    def answers_to(self, paths: Sequence[list[int]]) -> list[int]:
+        """The number of the model's answer to each of these prompts of tokens."""
+        found = []
+        for first in range(0, len(paths), _BATCH):
+            with held(list(self.engine.prompts(paths[first : first + _BATCH], sites=[self.final]))) as branches:
+                found += [int(self._answer_logits(branch, branch.length).argmax()) for branch in branches]
+        return found
+
     def last_rows(self, variants: Sequence[Variant], site: str) -> list[np.ndarray]:
         """For each variant, the prompts' last rows [subjects, d] of a site after the change."""
         found: list[list[Tensor]] = [[] for _ in variants]
         with closing(self._forks(variants, [site])) as played:
-            for _, subject, forks in played:
+            for _, subject, _, forks in played:
                 for rows, fork in zip(found, forks, strict=True):
                     rows.append(fork.activations.peek(site)[len(subject.tokens) - 1])
         return [torch.stack(rows).double().numpy() for rows in found]
 
     def _forks(
         self, variants: Sequence[Variant], sites: list[str]
-    ) -> Generator[tuple[int, Subject, "list[Branch]"], None, None]:
-        """(number, subject, one computed fork per variant); all forks of a subject share the KV cache of its prompt.
+    ) -> Generator[tuple[int, Subject, Branch, "list[Branch]"], None, None]:
+        """(number, subject, its branch, one computed fork per variant); forks share the KV cache of their subject's prompt.
 
         Close the generator: the branches of a batch live until the next batch.
         """
@@ -112,7 +144,7 @@ class Stage:
                         forks += base.fork(1, edits=[edit])
                 self.engine.forest.compute([fork.lane for fork in forks])
                 for i, subject in enumerate(some):
-                    yield first + i, subject, forks[i * len(variants) : (i + 1) * len(variants)]
+                    yield first + i, subject, bases[i], forks[i * len(variants) : (i + 1) * len(variants)]
 
     def _edit(self, subject: Subject, variant: Variant) -> Edit:
         value = torch.as_tensor(np.asarray(variant(subject)), dtype=torch.float32)
@@ -132,8 +164,12 @@ class Stage:
         return found
 
     def _answer_logits(self, branch: Branch, length: int) -> Tensor:
+        return self._logits(branch, length)[self.answers]
+
+    def _logits(self, branch: Branch, length: int) -> Tensor:
+        """[vocabulary]: after the token at the end of this length."""
         row = branch.activations.peek(self.final)[length - 1 : length]
-        return self.engine.lock.alone(self.engine.runner.logits, row)[0, self.answers].double().cpu()
+        return self.engine.lock.alone(self.engine.runner.logits, row)[0].double().cpu()
 
     def _places(self, example: Example, tokens: list[int]) -> tuple[list[int], list[str]]:
         """Positions of the prompt that the spec selects, with the label at each."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaylens.probes.areas import area
+from replaylens.probes.areas import area, area_gains
 from replaylens.probes.balanced import balanced_accuracy
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.statistics import mean_over_roots
@@ -151,14 +151,43 @@ def difference(groups: int, rows: int) -> Simulation:
     return draw
 
 
-def roc(groups: int, shift: float) -> Simulation:
-    """The area of normal scores, one row a group."""
+def roc(groups: int, shift: float, rows: int = 1) -> Simulation:
+    """The area of normal scores; rows of a group are of one kind and share half of their variance."""
 
     def draw(generator: np.random.Generator) -> tuple[float, float, float]:
-        good = np.arange(groups) % 2 == 0
-        found = area(generator.normal(size=groups) + shift * good, good, names(groups, 1))
+        good = np.repeat(np.arange(groups) % 2 == 0, rows)
+        found = area(scores(generator, groups, rows) + shift * good, good, names(groups, rows))
         truth = float(torch.special.ndtr(torch.tensor(shift / np.sqrt(2))))
         return truth, found.low, found.high
+
+    return draw
+
+
+def roc_gain(groups: int, shift: float) -> Simulation:
+    """The difference of two equal areas whose scores have most in common, two rows a group."""
+
+    def draw(generator: np.random.Generator) -> tuple[float, float, float]:
+        good = np.tile([True, False], groups)
+        common = 3 * scores(generator, groups, 2)
+        one, two = ((common + scores(generator, groups, 2)) / np.sqrt(10) + shift * good for _ in range(2))
+        (found,) = area_gains([one], two, good, names(groups, 2))
+        return 0.0, found.low, found.high
+
+    return draw
+
+
+def scores(generator: np.random.Generator, groups: int, rows: int) -> np.ndarray:
+    """Normal numbers of variance 1 with correlation 1/2 within a group."""
+    own = generator.normal(size=groups * rows)
+    return own if rows == 1 else np.sqrt(0.5) * (own + np.repeat(generator.normal(size=groups), rows))
+
+
+def balanced_classes(groups: int, classes: int, rate: float) -> Simulation:
+    """Balanced accuracy of equally frequent classes with one rate, one row a group."""
+
+    def draw(generator: np.random.Generator) -> tuple[float, float, float]:
+        found = balanced_accuracy(generator.random(groups) < rate, np.arange(groups) % classes, names(groups, 1))
+        return rate, found.low, found.high
 
     return draw
 
@@ -192,8 +221,15 @@ INTERVALS: dict[str, Simulation] = {
     "AUROC .64, 20 groups": roc(20, 0.5),
     "AUROC .92, 20 groups": roc(20, 2.0),
     "AUROC .92, 50 groups": roc(50, 2.0),
+    "AUROC .98, 10 groups of 3": roc(10, 3.0, 3),
+    "AUROC .98, 20 groups of 3": roc(20, 3.0, 3),
+    "AUROC .98, 50 groups of 3": roc(50, 3.0, 3),
+    "difference of two AUROC of .76, 20 groups of 2": roc_gain(20, 1.0),
+    "difference of two AUROC of .98, 50 groups of 2": roc_gain(50, 3.0),
     "balanced accuracy, 20 groups": balanced(20),
     "balanced accuracy, 50 groups": balanced(50),
+    "balanced accuracy of .125, 8 classes, 40 groups": balanced_classes(40, 8, 0.125),
+    "balanced accuracy of .9, 8 classes, 40 groups": balanced_classes(40, 8, 0.9),
 }
 
 

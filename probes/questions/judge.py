@@ -13,7 +13,9 @@ from replaylens.engine.run import Run
 from replaylens.probes.areas import area, area_gains
 from replaylens.probes.errors import BadRows
 from replaylens.probes.goals import Goal, make_goal
+from replaylens.probes.groups import groups_of, independent
 from replaylens.probes.paths import row_paths
+from replaylens.probes.questions.sizes import sizes
 from replaylens.probes.report import Report, about_rows, score_line
 from replaylens.probes.rows import ProbeRows, make_target
 from replaylens.probes.solvers import one_hot, solve
@@ -45,8 +47,10 @@ def judge(
     """
     every = ProbeRows.of(given)
     table = _drafts(every, draft_layer)
-    rows = every.where(table["chosen"])
-    simple = np.column_stack([table[name][table["chosen"]] for name in BASELINES])
+    drafts = every.where(table["chosen"])
+    chosen = independent(drafts)
+    rows, kept = chosen.rows, np.isin(drafts.numbers, chosen.rows.numbers)
+    simple = np.column_stack([table[name][table["chosen"]][kept] for name in BASELINES])
     truth, claim = every.about.make_task().claims
     frame = rows.frame
     good = (frame[truth].notna() & (frame[truth] == frame[claim])).fillna(False).to_numpy(dtype=bool)
@@ -61,9 +65,9 @@ def judge(
         X = rows.matrix(cell.site, cell.layer).astype(np.float64)
         scores[f"judge at {cell}"] = _held_scores(X, goal, split)
         scores[f"judge at {cell} and the three"] = _held_scores(np.column_stack([X, simple]), goal, split)
-    lines = _lines(scores, good, rows, folds, seed)
+    lines = _lines(scores, good, rows, split, seed)
     settings = dict(draft_layer=draft_layer, folds=folds, seed=seed)
-    return Report("judge", lines, about_rows(rows), settings, [], _say(lines, good, rows))
+    return Report("judge", lines, about_rows(rows), settings, [chosen.note] if chosen.note else [], _say(lines, good, rows))
 
 
 def _drafts(every: ProbeRows, draft_layer: int) -> dict[str, np.ndarray]:
@@ -100,16 +104,19 @@ def _held_scores(X: np.ndarray, goal: Goal, split: Split) -> np.ndarray:
     return (scores * split.test).sum(0)
 
 
-def _lines(scores: dict[str, np.ndarray], good: np.ndarray, rows: ProbeRows, folds: int, seed: int) -> list[dict[str, Any]]:
-    """Areas with intervals over roots; differences from the joint baselines, with intervals that hold for all cells jointly."""
-    size, roots = len(rows), rows.frame["root"].nunique()
-    fitted = {name: 1 if name.endswith("alone") else folds for name in scores}
-    found = {name: area(score, good, rows.roots, folds=fitted[name]) for name, score in scores.items()}
-    lines = [score_line(name, "auc", each, size, roots=roots) for name, each in found.items()]
+def _lines(scores: dict[str, np.ndarray], good: np.ndarray, rows: ProbeRows, split: Split, seed: int) -> list[dict[str, Any]]:
+    """Areas with intervals over groups; differences from the joint baselines, whose intervals hold for all cells jointly."""
+    count, groups, size = len(rows), groups_of(rows), sizes(rows)
+    folds, fold = len(split), split.test.argmax(0)  # rows are ranked within a fold: another fold has another probe
+    found = {
+        name: area(score, good, groups) if name.endswith("alone") else area(score, good, groups, strata=fold, folds=folds)
+        for name, score in scores.items()
+    }
+    lines = [score_line(name, "auc", each, count, **size) for name, each in found.items()]
     joint = [name for name in scores if name.endswith("and the three")]
-    gains = area_gains([scores[name] for name in joint], scores[FOUR], good, rows.roots, folds=folds, seed=seed)
+    gains = area_gains([scores[name] for name in joint], scores[FOUR], good, groups, strata=fold, folds=folds, seed=seed)
     for name, gain in zip(joint, gains, strict=True):
-        lines.append(score_line(f"{name}{MINUS}", "difference of auc", gain, size, roots=roots))
+        lines.append(score_line(f"{name}{MINUS}", "difference of auc", gain, count, **size))
     return lines
 
 

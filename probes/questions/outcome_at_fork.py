@@ -11,9 +11,10 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.goals import make_goal
-from replaylens.probes.groups import groups_of
+from replaylens.probes.groups import groups_of, independent
 from replaylens.probes.heldout import held_out
 from replaylens.probes.paths import row_paths
+from replaylens.probes.questions.sizes import sizes
 from replaylens.probes.refit import label_orders, refitted
 from replaylens.probes.report import Report, about_rows, score_line
 from replaylens.probes.rows import Cell, ProbeRows, Target, make_target
@@ -43,30 +44,36 @@ def outcome_at_fork(
     target = outcome_target(every, position)
     rows = every.at(position)
     rows, target = rows.where(target.present), target[target.present]
+    chosen = independent(rows)
+    target, rows = target[np.isin(rows.numbers, chosen.rows.numbers)], chosen.rows
+    if np.ptp(target.values) == 0:
+        raise BadRows(
+            f"The outcome has probability {target.values[0]:g} at all {len(rows)} rows. Choose a position where it varies."
+        )
+    groups, size = groups_of(rows), sizes(rows)
     split, goal = by_root(rows, folds, seed), make_goal(target)
     state = (rows.target("state").values == rows.target("state").classes[0]).astype(float)
     steps = pd.get_dummies(rows.frame["step"]).to_numpy(dtype=float)
     simple = {"state alone": state[:, None], "state and steps": np.column_stack([state, steps])}
     total = (goal.codes - goal.codes.mean()) ** 2
-    roots = rows.frame["root"].nunique()
     errors: dict[str, np.ndarray] = {}
     lines: list[dict[str, Any]] = []
     cells: dict[str, Cell | None] = dict.fromkeys(simple)
     cells |= {str(cell): cell for cell in rows.cells(sites, layers)}
-    orders = label_orders(goal, rows.roots, groups_of(rows), PERMUTATIONS, seed)
+    orders = label_orders(goal, rows.roots, groups, PERMUTATIONS, seed)
     for name, cell in cells.items():
         X = simple[name] if cell is None else rows.matrix(cell.site, cell.layer)
         predicted = held_out("ridge", torch.from_numpy(X).double()[None], [goal], split.train, split.test).predicted[0, 0]
         errors[name] = (goal.codes - predicted) ** 2
-        score = bootstrap((total - errors[name])[None], total, rows.roots, folds=folds, least=-np.inf)[0]
+        score = bootstrap((total - errors[name])[None], total, groups, folds=folds, least=-np.inf)[0]
         p = float(refitted("ridge", torch.from_numpy(X).float()[None], goal, orders, split).p[0])
-        lines.append(score_line(name, "r2", score, len(rows), cell, p=p, roots=roots))
+        lines.append(score_line(name, "r2", score, len(rows), cell, p=p, **size))
     own = {name: cell for name, cell in cells.items() if cell is not None}
     gains = np.stack([errors["state and steps"] - errors[name] for name in own]) / total.mean()
-    for (name, cell), gain in zip(own.items(), means_over_roots(gains, rows.roots, seed=seed, folds=folds), strict=True):
-        lines.append(score_line(f"{name} minus state and steps", "difference of r2", gain, len(rows), cell, roots=roots))
+    for (name, cell), gain in zip(own.items(), means_over_roots(gains, groups, seed=seed, folds=folds), strict=True):
+        lines.append(score_line(f"{name} minus state and steps", "difference of r2", gain, len(rows), cell, **size))
     settings = dict(position=position, folds=folds, seed=seed)
-    return Report("outcome_at_fork", lines, about_rows(rows), settings, [], _say(lines))
+    return Report("outcome_at_fork", lines, about_rows(rows), settings, [chosen.note] if chosen.note else [], _say(lines))
 
 
 def outcome_target(every: ProbeRows, position: str) -> Target:

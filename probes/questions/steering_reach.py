@@ -8,9 +8,11 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.run import Run
 from replaylens.probes.causal import steer
 from replaylens.probes.errors import ProbeError
+from replaylens.probes.groups import distinct
 from replaylens.probes.probe import fit_probe, placebo_probes
 from replaylens.probes.report import Report, percent
 from replaylens.probes.rows import ProbeRows
+from replaylens.probes.unseen import unseen
 from replaylens.tasks import Example
 
 
@@ -29,8 +31,9 @@ def steering_reach(
 ) -> Report:
     """Steer at each step of the prompt and at the query, with a probe fitted at such positions; does the answer follow?
 
-    All examples have the same number of steps, and the probes are not fitted on them. A position is within reach if the
-    probe's direction flips more answers than random directions of the same length, with the interval above zero.
+    All examples have the same number of steps. The probes are fitted neither on them nor on rows that they begin with. A
+    position is within reach if the probe's direction flips more answers than random directions of the same length, with the
+    interval above zero.
     """
     rows = ProbeRows.of(given)
     rows.require(engine)
@@ -41,17 +44,22 @@ def steering_reach(
         raise ProbeError(f"{len(seen)} of the prompts are among the rows that the probes are fitted on. Give other prompts.")
     last = steps.pop()
     lines: list[dict[str, Any]] = []
+    notes: list[str] = []
+    known = {}
+    for kind in ("step", "query"):
+        known[kind], left_out = unseen(distinct(rows.accepted().at(kind)), engine, examples)
+        notes += [f"{kind}: {note}" for note in left_out]
     for layer in layers:
         for kind, places in (("step", [f"step:{t}" for t in range(1, last + 1)]), ("query", ["query"])):
-            probe = fit_probe(rows, label, site=site, layer=layer, position=kind, estimator=estimator)
-            placebo = placebo_probes(rows, probe, count=2, seed=seed)
+            probe = fit_probe(known[kind], label, site=site, layer=layer, position=kind, estimator=estimator)
+            placebo = placebo_probes(known[kind], probe, count=2, seed=seed)
             for place in places:
                 how: dict[str, Any] = dict(untrained=placebo, factor=factor, placebos=placebos, seed=seed)
                 found = steer(engine, probe, examples, position=place, **how)
                 lines += [{**line, "site": site, "layer": layer, "position": place} for line in found.lines]
     settings = dict(label=label, estimator=estimator, factor=factor, steps=last, prompts=len(examples), seed=seed)
     named = [{**line, "what": f"{site}{line['layer']} at {line['position']}: {line['what']}"} for line in lines]
-    return Report("steering_reach", named, probe.source, settings, [], _say(named))
+    return Report("steering_reach", named, probe.source, settings, notes, _say(named))
 
 
 def _say(lines: list[dict[str, Any]]) -> list[str]:

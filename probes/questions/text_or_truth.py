@@ -7,11 +7,14 @@ import numpy as np
 
 from replaylens.engine.engine import Engine
 from replaylens.probes.errors import BadRows, ProbeError
+from replaylens.probes.groups import distinct, groups_of
 from replaylens.probes.questions.forced import forced_rows
+from replaylens.probes.questions.sizes import sizes
 from replaylens.probes.registry import get
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.statistics import bootstrap
+from replaylens.probes.unseen import apart
 from replaylens.tasks import Example
 from replaylens.tasks.splits import is_test_root
 
@@ -46,9 +49,12 @@ def text_or_truth(
     room = [len(engine.text.encode(e.completion, special=False)) for e in test]
     lied = forced_rows(engine, test, lies, sites=sites, more=room)
     honest = forced_rows(engine, test, [e.completion for e in test], sites=sites)
-    lines, fitted = [], _after(truthful).at(position)
+    fitted, *read = (distinct(_after(rows).at(position)) for rows in (truthful, honest, lied))
+    for rows in read:
+        apart(fitted, rows)
+    lines: list[dict[str, Any]] = []
     for cell in fitted.cells(sites, layers):
-        lines += _cell_lines(cell, fitted, _after(honest).at(position), _after(lied).at(position), estimator, seed)
+        lines += _cell_lines(cell, fitted, read[0], read[1], estimator)
     words, notes = _own_words(lied, lie_at, seed)
     settings = dict(lie_at=lie_at, position=position, estimator=estimator, seed=seed)
     return Report("text_or_truth", [*lines, *words], about_rows(lied), settings, notes, _say(lines, words))
@@ -67,9 +73,7 @@ def _after(rows: ProbeRows) -> ProbeRows:
     return rows.where(rows.frame["since_query"] > 0)
 
 
-def _cell_lines(
-    cell: Cell, fitted: ProbeRows, honest: ProbeRows, lied: ProbeRows, estimator: str, seed: int
-) -> list[dict[str, Any]]:
+def _cell_lines(cell: Cell, fitted: ProbeRows, honest: ProbeRows, lied: ProbeRows, estimator: str) -> list[dict[str, Any]]:
     probe = get(estimator).make().fit(fitted.matrix(cell.site, cell.layer), fitted.target("face").values)
     found = []
     parted = lied.where((lied.frame["face"] != lied.frame["implied"]) & lied.frame["face"].notna())
@@ -81,9 +85,8 @@ def _cell_lines(
         target = rows.target(label)
         rows, target = rows.where(target.present), target[target.present]
         right = probe.predict(rows.matrix(cell.site, cell.layer)) == target.values
-        score = bootstrap(right[None], np.ones(len(right)), rows.roots)[0]
-        roots = rows.frame["root"].nunique()
-        found.append(score_line(f"{cell}: {name}", "share", score, len(right), cell, roots=roots))
+        score = bootstrap(right[None], np.ones(len(right)), groups_of(rows))[0]
+        found.append(score_line(f"{cell}: {name}", "share", score, len(right), cell, **sizes(rows)))
     return found
 
 

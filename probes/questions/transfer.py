@@ -11,10 +11,12 @@ from replaylens.engine.run import Run
 from replaylens.probes.controls import majority
 from replaylens.probes.errors import BadRows
 from replaylens.probes.goals import Goal, make_goal
+from replaylens.probes.groups import groups_of, independent
 from replaylens.probes.heldout import held_out
+from replaylens.probes.questions.sizes import sizes
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows
-from replaylens.probes.splits import fold_of_roots
+from replaylens.probes.splits import Split, fold_of_roots
 from replaylens.probes.statistics import bootstrap, mean_over_roots
 
 WAYS = (("accepted", "accepted"), ("accepted", "rejected"), ("rejected", "rejected"), ("rejected", "accepted"))
@@ -37,7 +39,8 @@ def transfer(
     prefixes, not transfer. Only rows after the prompt count, since prompts have no rejected rows.
     """
     rows = ProbeRows.of(given)
-    rows = rows.where(rows.frame["since_query"] > 0).at(position)
+    chosen = independent(rows.where(rows.frame["since_query"] > 0).at(position))
+    rows, notes = chosen.rows, [chosen.note] if chosen.note else []
     target = rows.target(label)
     rows, target = rows.where(target.present), target[target.present]
     accepted = rows.frame["accepted"].to_numpy(dtype=bool)
@@ -45,24 +48,26 @@ def transfer(
         raise BadRows(
             "Transfer needs labelled rows of accepted and of rejected branches. Dump with a drafter whose errors are readable."
         )
-    goal = make_goal(target)
-    inside = np.arange(folds)[:, None] == fold_of_roots(rows.roots, folds, seed)
+    goal, groups = make_goal(target), groups_of(rows)
+    inside = np.arange(folds)[:, None] == fold_of_roots(groups, folds, seed)
+    ways = {(fit, test): (~inside & _side(accepted, fit), inside & _side(accepted, test)) for fit, test in WAYS}
+    for (fit, test), masks in ways.items():
+        Split(f"{fit} to {test}", *masks, rows.roots).check(rows)
     lines: list[dict[str, Any]] = []
     for cell in rows.cells(sites, layers):
         x = torch.from_numpy(rows.matrix(cell.site, cell.layer)).double()[None]
-        ways = {(fit, test): (~inside & _side(accepted, fit), inside & _side(accepted, test)) for fit, test in WAYS}
-        said = {way: _right(estimator, x, goal, rows.roots, *masks) for way, masks in ways.items()}
+        said = {way: _right(estimator, x, goal, groups, *masks) for way, masks in ways.items()}
         for (fit, test), masks in ways.items():
-            lines.append(_line(f"{cell}: {fit} to {test}", cell, goal, rows.roots, said[fit, test], masks, seed))
+            lines.append(_line(f"{cell}: {fit} to {test}", cell, goal, rows, said[fit, test], masks))
         leaky = np.repeat(accepted[None], folds, 0), inside & ~accepted
-        same = _right(estimator, x, goal, rows.roots, *leaky)
-        lines.append(_line(f"{cell}: accepted to rejected, same roots", cell, goal, rows.roots, same, leaky, seed))
+        same = _right(estimator, x, goal, groups, *leaky)
+        lines.append(_line(f"{cell}: accepted to rejected, same roots", cell, goal, rows, same, leaky))
         gain = same.astype(float) - said["accepted", "rejected"]
-        leaked = mean_over_roots(gain[~accepted], rows.roots[~accepted], folds=folds)
-        size: dict[str, Any] = dict(majority=None, roots=len(np.unique(rows.roots[~accepted])))
+        leaked = mean_over_roots(gain[~accepted], groups[~accepted], folds=folds)
+        size: dict[str, Any] = dict(majority=None, **sizes(rows, ~accepted))
         lines.append(score_line(f"{cell}: leakage", "difference", leaked, int((~accepted).sum()), cell, **size))
     settings = dict(label=label, position=position, estimator=estimator, folds=folds, seed=seed)
-    return Report("transfer", lines, about_rows(rows), settings, [], _say(lines))
+    return Report("transfer", lines, about_rows(rows), settings, notes, _say(lines))
 
 
 def _side(accepted: np.ndarray, name: str) -> np.ndarray:
@@ -77,11 +82,11 @@ def _right(estimator: str, x: torch.Tensor, goal: Goal, groups: np.ndarray, trai
 
 
 def _line(
-    what: str, cell: Cell, goal: Goal, roots: np.ndarray, right: np.ndarray, masks: tuple[np.ndarray, np.ndarray], seed: int
+    what: str, cell: Cell, goal: Goal, rows: ProbeRows, right: np.ndarray, masks: tuple[np.ndarray, np.ndarray]
 ) -> dict[str, Any]:
-    tested = masks[1].any(0)
-    score = bootstrap(right[tested][None], np.ones(tested.sum()), roots[tested], folds=len(masks[1]))[0]
-    size: dict[str, Any] = dict(majority=majority(goal.codes, *masks), roots=len(np.unique(roots[tested])))
+    tested = np.asarray(masks[1].any(0))
+    score = bootstrap(right[tested][None], np.ones(tested.sum()), groups_of(rows)[tested], folds=len(masks[1]))[0]
+    size: dict[str, Any] = dict(majority=majority(goal.codes, *masks), **sizes(rows, tested))
     return score_line(what, "accuracy", score, int(tested.sum()), cell, **size)
 
 

@@ -1,7 +1,7 @@
 """`viable_branch`: when the model takes the wrong branch, is the right one still readable, or is the wrong one held?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,10 @@ from replaylens.probes.balanced import balanced_accuracy
 from replaylens.probes.controls import token_identity
 from replaylens.probes.errors import BadRows
 from replaylens.probes.goals import Goal, make_goal
+from replaylens.probes.groups import groups_of, path_keys
 from replaylens.probes.heldout import held_out
 from replaylens.probes.paths import example_keys
+from replaylens.probes.questions.sizes import sizes
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.splits import Split, by_answer
@@ -73,41 +75,41 @@ class _Scene:
     by_token: np.ndarray | None
     """[rows]: the class that the row's token and claim tell; None before the answer"""
     notes: list[str]
-    seed: int
 
     def read(self, cell: Cell, estimator: str) -> list[dict[str, Any]]:
         """The lines of one cell."""
         x = torch.from_numpy(self.rows.matrix(cell.site, cell.layer)).double()[None]
-        held = held_out(estimator, x, [self.goal], self.split.train, self.split.test, groups=self.split.roots)
+        held = held_out(estimator, x, [self.goal], self.split.train, self.split.test, groups=groups_of(self.rows))
         said = held.predicted[0, 0].astype(int)
         wrong, codes = ~self.right, self.goal.codes
         lines = [
             self._line(cell, "right answers", said, codes, self.right),
             self._line(cell, "wrong answers", said, codes, wrong),
         ]
-        known = wrong & (self.claimed >= 0)
-        sides = [("wrong answers", codes, wrong), (CLAIM, self.claimed, known)] if known.any() else []
-        if known.any():
+        sides = [("wrong answers", codes, wrong)]
+        if (known := wrong & (self.claimed >= 0)).any():
+            sides.append((CLAIM, self.claimed, known))
             lines.append(self._line(cell, CLAIM, said, self.claimed, known))
         if self.by_token is not None:
-            for name, wanted, side in sides or [("wrong answers", codes, wrong)]:
+            for name, wanted, side in sides:
                 lines.append(self._line(cell, name + TOKEN, self.by_token, wanted, side))
                 gain = ((said == wanted).astype(float) - (self.by_token == wanted))[side]
-                more = mean_over_roots(gain, self.rows.roots[side], folds=len(self.split))
+                more = mean_over_roots(gain, groups_of(self.rows)[side], folds=len(self.split))
                 lines.append(self._place(cell, f"{name}, probe minus token", "difference", more, side))
         return lines
 
     def _line(self, cell: Cell, name: str, said: np.ndarray, wanted: np.ndarray, side: np.ndarray) -> dict[str, Any]:
-        hit, groups = (said == wanted)[side], self.rows.roots[side]
+        hit, groups = (said == wanted)[side], groups_of(self.rows)[side]
         score = balanced_accuracy(hit, wanted[side], groups, folds=len(self.split))
         return self._place(cell, name, "balanced accuracy", score, side, chance=1 / len(np.unique(wanted[side])))
 
     def _place(self, cell: Cell, name: str, metric: str, score: Any, side: np.ndarray, **more: Any) -> dict[str, Any]:
-        size = dict(position=self.position, roots=len(np.unique(self.rows.roots[side])), **more)
+        size: dict[str, Any] = dict(position=self.position, **sizes(self.rows, side), **more)
         return score_line(f"{cell} at {self.position}: {name}", metric, score, int(side.sum()), cell, **size)
 
 
 def _scene(here: ProbeRows, truth: str, claim: str, position: str, folds: int, seed: int) -> _Scene:
+    here = _once(here)
     right = here.frame["correct"].to_numpy(dtype=bool)
     if right.all() or not right.any():
         raise BadRows(f"All {len(right)} answers are {'right' if right.any() else 'wrong'}. Join prompts of both kinds.")
@@ -122,7 +124,14 @@ def _scene(here: ProbeRows, truth: str, claim: str, position: str, folds: int, s
             f"Skipped {unknown} of {int((~right).sum())} wrong answers at {position} in the agreement with the model's own "
             f"claim: their rows do not record a claim that is a class of {truth!r}."
         )
-    return _Scene(here, position, goal, split, right, claimed, _by_token(here, claim, goal, split), notes, seed)
+    return _Scene(here, position, goal, split, right, claimed, _by_token(here, claim, goal, split), notes)
+
+
+def _once(here: ProbeRows) -> ProbeRows:
+    """Every observation once with a right and once with a wrong answer, both in one group: sampling may give both."""
+    keys = path_keys(here)
+    named = replace(here, frame=here.frame.assign(key=keys, group=groups_of(here, keys)))
+    return named.where(~named.frame.duplicated(["key", "correct"]))
 
 
 def _final_claims(here: ProbeRows, claim: str) -> list[str]:

@@ -38,8 +38,8 @@ PROBES = (
     Mutant(
         "refit-not-widened",
         "replaylens.probes.causal",
-        "stage.roots, folds=_FOLDS)",
-        "stage.roots)",
+        "np.ones(len(once)), groups, folds=_FOLDS)",
+        "np.ones(len(once)), groups)",
         "an ablation's refits know their folds",
         ("tests/probes/test_widening.py",),
     ),

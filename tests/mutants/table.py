@@ -7,7 +7,8 @@ from tests.mutants.holes import HOLES
 from tests.mutants.memory import MEMORY
 from tests.mutants.modes import MODES
 from tests.mutants.probes import PROBES
+from tests.mutants.questions import QUESTIONS
 from tests.mutants.tasks import TASKS
 from tests.mutants.thinking import THINKING
 
-MUTANTS = (*ENGINE, *MEMORY, *MODES, *DUMPS, *PROBES, *ARRAYS, *TASKS, *THINKING, *HOLES)
+MUTANTS = (*ENGINE, *MEMORY, *MODES, *DUMPS, *PROBES, *ARRAYS, *QUESTIONS, *TASKS, *THINKING, *HOLES)

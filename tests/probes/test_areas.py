@@ -25,6 +25,20 @@ def test_values_are_scikit_learns() -> None:
     assert balanced_accuracy(said == codes, codes, names(100, 3)).value == pytest.approx(balanced_accuracy_score(codes, said))
 
 
+def test_strata_are_compared_within() -> None:
+    """A shift of a whole fold changes nothing; the value is the mean over folds, weighted by their pairs."""
+    generator = np.random.default_rng(4)
+    score, good, fold = generator.normal(size=120), generator.random(120) < 0.4, np.repeat(np.arange(4), 30)
+    found = area(score, good, names(60, 2), strata=fold)
+    assert found == area(score + 10.0 * fold, good, names(60, 2), strata=fold)
+    pairs = np.array([good[fold == each].sum() * (~good[fold == each]).sum() for each in range(4)])
+    apart = [roc_auc_score(good[fold == each], score[fold == each]) for each in range(4)]
+    assert found.value == pytest.approx(np.average(apart, weights=pairs), abs=1e-12)
+    assert area(score, good, names(60, 2), strata=np.zeros(120)) == area(score, good, names(60, 2))
+    with pytest.raises(OneClass, match="No stratum"):
+        area(score, good, names(60, 2), strata=good)
+
+
 def test_no_interval_has_width_zero() -> None:
     """A perfect score, or a useless one, leaves doubt: less with more groups, not with more copies of the same rows."""
     good = np.tile([True, False], 10)

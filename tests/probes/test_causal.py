@@ -14,7 +14,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, EngineError, OtherFingerprint, UnknownSite
 from replaylens.probes.causal import ablate, interchange, steer
-from replaylens.probes.errors import BadPosition, BadProbeFile, MissingLabel, NotLinear, ProbeError
+from replaylens.probes.errors import BadPosition, BadProbeFile, BadRows, MissingLabel, NotLinear, ProbeError
 from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
 from replaylens.probes.questions.forced import forced_rows
 from replaylens.probes.report import Report
@@ -219,6 +219,19 @@ def test_three_classes_have_directions() -> None:
     assert probe.predict(np.array([[0, 5.0, 1]])).tolist() == ["b"] and probe.basis.shape == (2, 3)
 
 
+def test_a_subspace_is_exchanged_as_a_whole(engine: Engine, probe: LinearProbe, fresh: list[Example], tmp_path: Path) -> None:
+    """A probe may have more dimensions to exchange than its scores depend on. All dimensions are the whole row."""
+    wide = replace(probe, subspace=np.eye(probe.weight.shape[1]))
+    loaded = LinearProbe.load(wide.save(tmp_path / "wide"))
+    assert loaded.subspace is not None and np.array_equal(loaded.subspace, np.eye(len(loaded.basis)))
+    report = interchange(engine, loaded, fresh[:8], placebos=1)
+    whole, own = line(report, "interchange: whole row"), line(report, "interchange: probe")
+    assert own["accuracy"] == whole["accuracy"] and own["nats"] == pytest.approx(whole["nats"], rel=1e-3)
+    narrow = replace(probe, subspace=np.eye(probe.weight.shape[1])[:1])
+    found = line(interchange(engine, narrow, fresh[:8], placebos=1), "interchange: probe")
+    assert found["nats"] < 0.1 * whole["nats"], "one coordinate is not the row"
+
+
 @pytest.mark.slow  # importing TransformerLens takes ten seconds
 def test_direction_found_by_transformer_lens(engine: Engine) -> None:
     """DAS on a bridge with the same weights finds a direction; exchanging along it flips our engine's answers."""
@@ -231,3 +244,25 @@ def test_direction_found_by_transformer_lens(engine: Engine) -> None:
     report = interchange(engine, found, task.examples(range(64, 84)), placebos=2)
     assert line(report, "interchange: probe")["accuracy"] > 0.8
     assert line(report, "interchange: random direction")["accuracy"] < 0.2
+    assert found.classes == ("heads", "tails") and found.basis.shape[0] == 1
+
+
+@pytest.mark.slow
+def test_subspaces_at_any_position_by_transformer_lens(engine: Engine) -> None:
+    """DAS of rank 2 at the word of the first face: exchanging there flips the answer. A label may have several classes."""
+    from benchmarks.dump import bridge, hugging_face
+    from replaylens.probes.das import find_direction
+
+    task = tasks.get("coin")(flips=2, p=1.0)
+    same, theirs = task.examples(84), bridge(hugging_face(engine.model))
+    found = find_direction(engine, theirs, same[:64], "face", layer=1, position="4", rank=2, epochs=15)
+    assert found.basis.shape == (2, 128) and found.position == "4"
+    report = interchange(engine, found, same[64:], placebos=4)
+    assert line(report, "interchange: probe")["accuracy"] > 0.8
+    assert line(report, "interchange: random direction")["accuracy"] < 0.2
+    named = find_direction(engine, theirs, same[:32], "name", layer=1, position="step:1", rank=1, epochs=1)
+    assert len(named.classes) > 2 and set(named.predict(named.means)) <= set(named.classes)
+    with pytest.raises(BadRows, match="several rows per prompt"):
+        find_direction(engine, theirs, same[:8], "face", layer=2, position="step")
+    with pytest.raises(BadRows, match="rank=0"):
+        find_direction(engine, theirs, same[:8], "face", layer=2, rank=0)

@@ -72,7 +72,7 @@ def test_the_default_position_comes_before_the_answer() -> None:
 
 @pytest.mark.parametrize("classes", [2, 8])
 def test_the_answer_itself_is_no_evidence(classes: int) -> None:
-    """At the answer the row holds the claim because the token is there: the token alone does as well, and the finding says so."""
+    """At the answer the row holds the claim because the token is there. The token alone does as well: the finding says so."""
     report = viable_branch(answered(classes, "truth"), positions=["query", "query+1"])
     assert line(report, "query+1: wrong answers, the model's own claim")["accuracy"] > 0.9
     assert line(report, "query+1: wrong answers, the model's own claim, by the answer's token")["accuracy"] > 0.95

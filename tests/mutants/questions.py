@@ -1,0 +1,86 @@
+"""Faults in branch questions and in their statistics."""
+
+from tests.mutants.mutant import Mutant
+
+QUESTIONS = (
+    Mutant(
+        "chance-of-two-classes",
+        "replaylens.probes.questions.viable_branch",
+        "chance=1 / len(np.unique(wanted[side]))",
+        "chance=0.5",
+        "a score is compared with chance of its classes",
+        ("tests/probes/test_viable_branch.py",),
+    ),
+    Mutant(
+        "answers-token-forgotten",
+        "replaylens.probes.questions.viable_branch",
+        'more = [read and (token is None or token["low"] > 0) for',
+        "more = [read for",
+        "the answer's own token is no evidence of the branch that is held",
+        ("tests/probes/test_viable_branch.py::test_the_answer_itself_is_no_evidence",),
+    ),
+    Mutant(
+        "copies-are-evidence",
+        "replaylens.probes.questions.judge",
+        "chosen = independent(drafts)",
+        "chosen = type(independent(drafts))(drafts, len(drafts), 0)",
+        "an activation counts once",
+        ("tests/probes/test_question_groups.py::test_a_copy_of_the_rows_is_no_evidence",),
+    ),
+    Mutant(
+        "examples-of-parts-mixed",
+        "replaylens.probes.paths",
+        'part = frame["part"] if "part" in frame else [""] * len(frame)',
+        'part = [""] * len(frame)',
+        "examples of joined parts stay apart",
+        ("tests/probes/test_across.py::test_examples_of_joined_parts_stay_apart",),
+    ),
+    Mutant(
+        "area-of-one-is-certain",
+        "replaylens.probes.areas",
+        "inner = min(max(self.value, 1 - _EDGE), _EDGE)",
+        "inner = self.value",
+        "a perfect area has an interval of positive width",
+        ("tests/probes/test_areas.py::test_no_interval_has_width_zero",),
+    ),
+    Mutant(
+        "rows-of-other-folds-compared",
+        "replaylens.probes.areas",
+        "[strata == each for each in np.unique(strata)]",
+        "[np.ones(len(good), bool)]",
+        "scores of different folds are not compared",
+        ("tests/probes/test_areas.py::test_strata_are_compared_within",),
+    ),
+    Mutant(
+        "classes-of-two-rows-are-certain",
+        "replaylens.probes.balanced",
+        "likely = (self.size * self.share + _PRIOR * common) / (self.size + _PRIOR)",
+        "likely = self.share",
+        "balanced accuracy knows that small classes are uncertain",
+        ("tests/probes/test_areas.py",),
+    ),
+    Mutant(
+        "steering-fitted-on-its-own-rows",
+        "replaylens.probes.unseen",
+        "keep &= np.array([tuple(path.tolist()) not in begun for path in paths], dtype=bool)",
+        "pass",
+        "probes are fitted on rows that no changed prompt begins with",
+        ("tests/probes/test_amnesic.py::test_rows_that_begin_a_prompt_are_left_out",),
+    ),
+    Mutant(
+        "eraser-moves-the-mean",
+        "replaylens.probes.questions.amnesic",
+        "return lambda X: transform(X) - X - drift",
+        "return lambda X: transform(X) - X",
+        "an eraser keeps the mean of the rows",
+        ("tests/probes/test_amnesic.py::test_erasers_keep_the_mean",),
+    ),
+    Mutant(
+        "token-control-ignored",
+        "replaylens.probes.questions.across",
+        "for cell in cells for name in CONTROLS]",
+        "for cell in cells for name in CONTROLS[:1]]",
+        "a transfer that the token explains is not shown",
+        ("tests/probes/test_across.py::test_tokens_that_tell_the_label_are_a_control",),
+    ),
+)
