@@ -111,17 +111,23 @@ def _share(value: float, error: float, groups: int, rows: int, level: float) -> 
     return Estimate(float(value), float(min(low, value)), float(max(high, value)), level)
 
 
-def mean_over_roots(values: np.ndarray, groups: np.ndarray, *, folds: int = 1, extra: float = 0.0) -> Estimate:
-    """The mean of values [rows] with its interval over groups.
+def mean_over_roots(values: np.ndarray, groups: np.ndarray, *, folds: int = 1) -> Estimate:
+    """The mean of values [rows] with its interval over groups. Zeros and ones are a share; for differences, which can be
+    -1 although none is, take `difference_over_roots`."""
+    values = np.asarray(values, dtype=np.float64)
+    if np.isin(values, (0, 1)).all():
+        return bootstrap(values[None], np.ones(len(values)), groups, folds=folds)[0]
+    return difference_over_roots(values, groups, folds=folds)
+
+
+def difference_over_roots(values: np.ndarray, groups: np.ndarray, *, folds: int = 1, extra: float = 0.0) -> Estimate:
+    """The mean of paired differences [rows], or of any numbers, with its t interval over groups.
+
+    If all values are equal and none beyond 1, the interval still allows for what that many groups can miss: it is never a point.
 
     extra  variance of the mean that does not come from the groups
-
-    Zeros and ones are a share. If all values are equal and none beyond 1, the interval still allows for what that many groups
-    can miss: it is never a point.
     """
     values = np.asarray(values, dtype=np.float64)
-    if np.isin(values, (0, 1)).all() and not extra:
-        return bootstrap(values[None], np.ones(len(values)), groups, folds=folds)[0]
     above, below = root_sums(values[None], groups), root_sums(np.ones((1, len(values))), groups)
     value, size = values.mean(), above.shape[1]
     reach = stats.t.ppf((1 + LEVEL) / 2, size - 1) * np.sqrt(_errors(above, below, np.array([value]), folds)[0] ** 2 + extra)

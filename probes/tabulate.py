@@ -271,7 +271,7 @@ def _selectivity(
     how: dict[str, Any] = dict(folds=block.folds, extra=spread)
     value, bound = statistics.lower_bounds(own - drawn.mean(0), block.groups, level=1 - error, **how)
     for c, line in enumerate(found):
-        alone = statistics.mean_over_roots((own - drawn.mean(0))[c], block.groups, folds=block.folds, extra=float(spread[c]))
+        alone = statistics.difference_over_roots((own - drawn.mean(0))[c], block.groups, folds=block.folds, extra=spread[c])
         line["control_task"] = float(drawn[:, c].mean())
         line |= {"selectivity": float(value[c]), "selectivity_low": alone.low, "selectivity_high": alone.high}
     return bound

@@ -17,7 +17,7 @@ from replaylens.probes.questions.sizes import sizes
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.splits import Split, fold_of_roots
-from replaylens.probes.statistics import bootstrap, mean_over_roots
+from replaylens.probes.statistics import bootstrap, difference_over_roots
 
 WAYS = (("accepted", "accepted"), ("accepted", "rejected"), ("rejected", "rejected"), ("rejected", "accepted"))
 
@@ -63,7 +63,7 @@ def transfer(
         same = _right(estimator, x, goal, groups, *leaky)
         lines.append(_line(f"{cell}: accepted to rejected, same roots", cell, goal, rows, same, leaky))
         gain = same.astype(float) - said["accepted", "rejected"]
-        leaked = mean_over_roots(gain[~accepted], groups[~accepted], folds=folds)
+        leaked = difference_over_roots(gain[~accepted], groups[~accepted], folds=folds)
         size: dict[str, Any] = dict(majority=None, **sizes(rows, ~accepted))
         lines.append(score_line(f"{cell}: leakage", "difference", leaked, int((~accepted).sum()), cell, **size))
     settings = dict(label=label, position=position, estimator=estimator, folds=folds, seed=seed)

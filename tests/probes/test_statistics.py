@@ -13,6 +13,7 @@ from replaylens.probes.statistics import (
     Null,
     bootstrap,
     corrected_p,
+    difference_over_roots,
     false_discovery,
     max_statistic,
     mean_over_placebos,
@@ -96,6 +97,12 @@ def test_no_interval_is_a_point() -> None:
     for value in (0.0, 1.0, -1.0):
         estimate = mean_over_roots(np.full(20, value), roots)
         assert estimate.value == value and estimate.high - estimate.low > 0.1
+
+
+def test_a_difference_is_no_share() -> None:
+    """One gain among twenty rows shows nothing, although no row loses."""
+    values, roots = (np.arange(20) == 0).astype(float), np.arange(20).astype(str)
+    assert difference_over_roots(values, roots).low < 0 < mean_over_roots(values, roots).low
 
 
 def test_differences_are_widened_for_folds_too() -> None:
