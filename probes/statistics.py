@@ -123,7 +123,7 @@ def mean_over_roots(values: np.ndarray, groups: np.ndarray, *, folds: int = 1) -
 def difference_over_roots(values: np.ndarray, groups: np.ndarray, *, folds: int = 1, extra: float = 0.0) -> Estimate:
     """The mean of paired differences [rows], or of any numbers, with its t interval over groups.
 
-    If all values are equal and none beyond 1, the interval still allows for what that many groups can miss: it is never a point.
+    If all values are equal and none beyond 1, the interval still allows for what that many groups can miss.
 
     extra  variance of the mean that does not come from the groups
     """

@@ -1,6 +1,6 @@
 """Tasks with exact ground truth: texts, their events, and labels at every token of any path."""
 
-from replaylens.tasks.conformance import Finding, check
+from replaylens.tasks.conformance import BrokenPromise, check
 from replaylens.tasks.errors import TaskError
 from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets
 from replaylens.tasks.loading import load
@@ -11,9 +11,9 @@ from replaylens.tasks.task import Example, KnownZero, Task
 from replaylens.tasks.tokenizer import WordTokenizer
 
 __all__ = [
+    "BrokenPromise",
     "Event",
     "Example",
-    "Finding",
     "KnownZero",
     "Reading",
     "Side",

@@ -17,7 +17,7 @@ Test = Callable[[AnyTask, Sequence[Example]], Iterator[str]]
 
 
 @dataclass(frozen=True)
-class Finding:
+class BrokenPromise:
     """One promise, and the first problem with it; empty if it is kept."""
 
     promise: str
@@ -28,13 +28,13 @@ class Finding:
         return not self.problem
 
 
-def check(task: AnyTask, n: int = 200) -> list[Finding]:
+def check(task: AnyTask, n: int = 200) -> list[BrokenPromise]:
     """Try every promise on the first `n` examples. An error that the task raises is a problem, too."""
     try:
         examples = task.examples(n)
     except Exception as error:  # the task's code is what is on trial, here and below
-        return [Finding("examples can be made", f"{type(error).__name__}: {error}")]
-    return [Finding(promise, _first_problem(test, task, examples)) for promise, test in PROMISES.items()]
+        return [BrokenPromise("examples can be made", f"{type(error).__name__}: {error}")]
+    return [BrokenPromise(promise, _first_problem(test, task, examples)) for promise, test in PROMISES.items()]
 
 
 def _first_problem(test: Test, task: AnyTask, examples: Sequence[Example]) -> str:
