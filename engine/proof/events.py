@@ -69,6 +69,7 @@ class _Finish(_Event):
     path: str
     length: Count = 0
     tokens: TokenIds = ()
+    ended: str | None = None
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,8 @@ class _Replayer:
             branch.lane.exact = False
             if more := end["tokens"][branch.length :]:
                 branch.force(more)
-            if end["reason"] in ("eos", "stop"):
-                self.engine.tree.finish(branch.id, end["reason"])
+            if (ended := end.get("ended", end["reason"])) in ("eos", "stop"):
+                self.engine.tree.finish(branch.id, ended)
             self.left_out.update(kept for e in mine if e["event"] == "verdict" for kept in e["rejected"])
             return
         stop = end["generated"] if end is not None and end["reason"] in ("cancelled", "error") else None

@@ -337,10 +337,13 @@ class Forest:
         self.trace.add(event, branch=lane.branch, **details)
 
     def _listen(self, event: dict[str, Any]) -> None:
-        """Trace what the loop does. The tokens of a fast-path request are kept: a replay could not compute them again."""
+        """Trace what the loop does. What a fast-path request came to is kept: a replay could not compute it again."""
         if event["event"] in ("draft", "verdict", "finish"):
             lane, details = self.loop.lanes[event["branch"]], dict(event)
             if event["event"] == "finish" and not lane.exact:
                 details["tokens"] = self.tree.path(lane.branch)
+                ended = self.tree.branch(lane.branch).finish_reason
+                if ended != event["reason"] and ended is not None:  # its last token was seen before it was cancelled
+                    details["ended"] = ended
             del details["branch"], details["event"]
             self.note(lane, event["event"], **details)

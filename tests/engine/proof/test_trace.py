@@ -387,3 +387,20 @@ def test_replaying_does_not_change_the_trace(told: tuple[Path, dict[str, str]]) 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     print(json.dumps(digests(engine().replay_trace(Trace.load(sys.argv[1])))))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("seen", [1, 2, 3])
+def test_a_stream_closed_at_its_stop_token(exact: bool, seen: int) -> None:
+    """A stream closed right after its last token has ended by that token, not by the closing; so has its replay."""
+    subject = engine(record=True)
+    branch = subject.prompt([1, 2, 3])
+    if not exact:
+        branch.generate(2, deterministic=False)
+    third = branch.fork()[0].generate(3).tokens[-1]
+    stream = branch.stream(6, sampling=Sampling(stop_tokens=(third,)), final=True)
+    shown = [token for _, token in zip(range(seen), stream, strict=False)]
+    stream.close()
+    again = engine().replay_trace(subject.trace)[branch.id]
+    assert branch.finish_reason == ("eos" if shown[-1] == third else None)
+    assert (again.tokens, again.finish_reason) == (branch.tokens, branch.finish_reason)
