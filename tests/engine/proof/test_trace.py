@@ -398,7 +398,7 @@ def test_a_stream_closed_at_its_stop_token(exact: bool, seen: int) -> None:
     if not exact:
         branch.generate(2, deterministic=False)
     third = branch.fork()[0].generate(3).tokens[-1]
-    stream = branch.stream(6, sampling=Sampling(stop_tokens=(third,)), final=True)
+    stream = branch.stream(6, sampling=Sampling(stop_tokens=(third,)), drafter="ngram", window=1, final=True)
     shown = [token for _, token in zip(range(seen), stream, strict=False)]
     stream.close()
     again = engine().replay_trace(subject.trace)[branch.id]
