@@ -62,12 +62,13 @@ def cross_validate(
     >>> found.metric, found.score.value, found.predicted[:3].tolist(), len(found.split)
     ('accuracy', 1.0, ['0', '1', '2'], 5)
     """
-    here = independent(ProbeRows.of_arrays({SITE: X}, {LABEL: y}, groups, keys=keys))
+    given = ProbeRows.of_arrays({SITE: X}, {LABEL: y}, groups, keys=keys)
+    here = independent(given, [given.target(LABEL, kind)])
     rows = here.rows
     goal, split = make_goal(rows.target(LABEL, kind)), by_root(rows, folds, seed)
     goal.check(split.train)
     x = torch.from_numpy(rows.matrix(SITE)).double()[None]
-    said = held_out(estimator, x, [goal], split.train, split.test).predicted[0, 0]
+    said = held_out(estimator, x, [goal], split.train, split.test, groups=here.groups).predicted[0, 0]
     there, codes = goal.present, goal.codes[goal.present]
     if goal.kind == "class":
         metric, top, bottom, least = "accuracy", said[there] == codes, np.ones(len(codes)), 0.0

@@ -6,12 +6,12 @@ import numpy as np
 
 from replaylens.probes.report import score_line
 from replaylens.probes.stage import Effect
-from replaylens.probes.statistics import Estimate, bootstrap, mean_over_placebos, mean_over_roots
+from replaylens.probes.statistics import Estimate, bootstrap, difference_over_roots, mean_over_placebos
 
 
 def line_of(what: str, effect: Effect, roots: np.ndarray, metric: str = "flip rate") -> dict[str, Any]:
     """The share of prompts that an effect flips, and its pull in nats."""
-    pull = mean_over_roots(effect.pull, roots)
+    pull = difference_over_roots(effect.pull, roots, bounded=False)
     return score_line(what, metric, _rate(effect, roots), len(roots), **_nats(pull))
 
 

@@ -9,7 +9,7 @@ from replaylens.probes import controls
 from replaylens.probes.errors import BadRows, OneClass
 from replaylens.probes.groups import why_no_histories
 from replaylens.probes.rows import ProbeRows, Target
-from replaylens.probes.statistics import root_permutations
+from replaylens.probes.statistics import exchanged_share, shuffled_order
 
 LABEL, SHUFFLED, CONTROL, ZERO = "label", "shuffled", "control", "zero"
 
@@ -91,7 +91,7 @@ def goals_at(
             continue
         goals.append(goal)
         if with_controls:
-            goals.append(_shuffled(goal, here.roots, groups, seed))
+            goals += _shuffled(goal, here.roots, groups, seed)
             if context is not None and goal.kind == "class":
                 for draw in range(controls.DRAWS):
                     codes = controls.control_labels(context[0], goal.codes, seed + draw)
@@ -115,12 +115,15 @@ def goals_at(
     return _solvable(goals, train, skipped), skipped
 
 
-def _shuffled(goal: Goal, roots: np.ndarray, groups: np.ndarray, seed: int) -> Goal:
+def _shuffled(goal: Goal, roots: np.ndarray, groups: np.ndarray, seed: int) -> list[Goal]:
+    """The control with labels exchanged between groups; none if that changes next to nothing."""
     rows = np.flatnonzero(goal.present)
-    order = root_permutations(goal.codes[rows], roots[rows], 1, seed + 1, groups[rows])[0]
+    order = shuffled_order(goal.codes[rows], roots[rows], seed + 1, groups[rows])
+    if exchanged_share(goal.codes[rows], order[None]) < 0.2:
+        return []
     codes = goal.codes.copy()
     codes[rows] = goal.codes[rows][order]
-    return Goal(goal.label, SHUFFLED, goal.kind, goal.classes, codes, goal.present)
+    return [Goal(goal.label, SHUFFLED, goal.kind, goal.classes, codes, goal.present)]
 
 
 def _solvable(goals: list[Goal], train: np.ndarray, skipped: list[tuple[str, str]]) -> list[Goal]:

@@ -11,15 +11,17 @@ is tested on rows that it has seen.
 `independent` prepares rows for a probe: every observation once, in at least `MIN_GROUPS` groups where possible.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
+import torch
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from replaylens.probes.paths import row_paths
-from replaylens.probes.rows import ProbeRows
+from replaylens.probes.rows import ProbeRows, Target
 
 MIN_GROUPS = 20
 """groups that intervals need to hold what they promise; see docs/probes.md"""
@@ -71,14 +73,13 @@ def path_keys(rows: ProbeRows) -> np.ndarray:
 
 
 def _deepest(rows: ProbeRows) -> np.ndarray:
-    """[rows, d]: the stored site that depends on most of the path; of rows from arrays without letters, all sites."""
-    for letter in ("S", "C", "T"):
-        stored = rows.source.letters(letter)
-        if stored:
-            return rows.source.take(letter, max(stored), rows.numbers).float().numpy()
-    cells = rows.cells(rows.default_sites) if rows.about.task is None else []
-    empty = np.empty((len(rows), 0), dtype=np.float32)
-    return np.concatenate([empty, *(rows.matrix(cell.site, cell.layer) for cell in cells)], axis=1)
+    """[rows, bytes]: the deepest stored site of each letter, side by side; of rows from arrays, all sites."""
+    if rows.about.task is None:
+        cells = [(cell.site, cell.layer) for cell in rows.cells(rows.default_sites)]
+    else:
+        cells = [(letter, max(stored)) for letter in ("S", "C", "T") if (stored := rows.source.letters(letter))]
+    found = [rows.source.take(site, layer, rows.numbers).contiguous().view(torch.uint8).numpy() for site, layer in cells]
+    return np.hstack([np.empty((len(rows), 0), dtype=np.uint8), *found])
 
 
 def groups_of(rows: ProbeRows, keys: np.ndarray | None = None) -> np.ndarray:
@@ -123,6 +124,8 @@ class Independent:
     """[rows]: how many rows of the given ones are this observation"""
     begins_at: int
     """token position before which rows are left out, because too many prompts share them; 0: none are"""
+    num_torn: int
+    """rows whose observation has several values of a label"""
 
     @property
     def keys(self) -> np.ndarray:
@@ -143,8 +146,11 @@ class Independent:
         )
 
 
-def independent(given: ProbeRows) -> Independent:
+def independent(given: ProbeRows, labels: Sequence[Target] = ()) -> Independent:
     """Every observation once, and as many groups as statistics need.
+
+    labels  where rows of one observation differ in a label, all of them are kept: none of them stands for the others. They are
+            in one group, so they are never on both sides
 
     All prompts may begin with the same words, which makes one group of them. Then rows at the first tokens are left out, as
     few as possible for `MIN_GROUPS` groups, or for as many groups as there can be.
@@ -163,6 +169,18 @@ def independent(given: ProbeRows) -> Independent:
             groups = np.full(len(given), "", dtype=found.dtype)
             groups[later] = found
     named = replace(given, frame=given.frame.assign(key=keys, group=groups))
-    chosen = _first(given, keys) & ~(position < begin)  # rows from arrays may have no position
+    torn = _torn(keys, labels)
+    chosen = (_first(given, keys) | torn) & ~(position < begin)  # rows from arrays may have no position
     _, place, copies = np.unique(keys, return_inverse=True, return_counts=True)
-    return Independent(named.where(chosen), copies[place][chosen], begin)
+    return Independent(named.where(chosen), np.where(torn, 1, copies[place])[chosen], begin, int((torn & chosen).sum()))
+
+
+def _torn(keys: np.ndarray, labels: Sequence[Target]) -> np.ndarray:
+    """[rows] bool: rows whose observation has several values of a label."""
+    _, first, place = np.unique(keys, return_index=True, return_inverse=True)
+    several = np.zeros(len(first), dtype=bool)
+    for label in labels:
+        other = first[place]
+        same = (label.values == label.values[other]) | ~(label.present | label.present[other])
+        np.logical_or.at(several, place, ~same | (label.present != label.present[other]))
+    return np.asarray(several[place])

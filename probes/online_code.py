@@ -40,18 +40,27 @@ class OnlineCode:
         return 1 / self.control_compression - 1 / self.compression
 
 
-def online_codes(x: Tensor, label: Goal, controls: Sequence[Goal], groups: np.ndarray, *, seed: int = 0) -> list[OnlineCode]:
+def online_codes(
+    x: Tensor,
+    label: Goal,
+    controls: Sequence[Goal],
+    groups: np.ndarray,
+    *,
+    seed: int = 0,
+    nuisance: np.ndarray | None = None,
+) -> list[OnlineCode]:
     """The online code of a label and of draws of its control task, in every cell.
 
     x         [cells, rows, d]
     controls  goals with the classes of the label, as `controls.control_labels` draws them; each is coded on its own, so that
               the label's length does not depend on them
     groups    [rows]: blocks are made of whole groups (roots), in an order that `seed` sets
+    nuisance  as for `held_out`
     """
     if label.kind != "class":
         raise ProbeError(f"Label {label.label!r} is a number. The online code is one of classes.")
-    own = _lengths(x, label, groups, seed)
-    drawn = [_lengths(x, goal, groups, seed) for goal in controls]
+    own = _lengths(x, label, groups, seed, nuisance)
+    drawn = [_lengths(x, goal, groups, seed, nuisance) for goal in controls]
     found = []
     for cell, (bits, compression) in enumerate(own):
         control = float(np.mean([lengths[cell][0] for lengths in drawn])) if drawn else np.nan
@@ -59,13 +68,13 @@ def online_codes(x: Tensor, label: Goal, controls: Sequence[Goal], groups: np.nd
     return found
 
 
-def _lengths(x: Tensor, goal: Goal, groups: np.ndarray, seed: int) -> list[tuple[float, float]]:
+def _lengths(x: Tensor, goal: Goal, groups: np.ndarray, seed: int, nuisance: np.ndarray | None) -> list[tuple[float, float]]:
     """(bits per row, compression) of each cell. A block with fewer than two classes before it is coded uniformly."""
     train, test = code_blocks(groups, seed)
     fine = [len(np.unique(goal.codes[mask & goal.present])) > 1 for mask in train]
     train, test, there = train[fine], test[fine], goal.present
     if not len(train):
         return [code_length(np.zeros(int(there.sum())), np.zeros(int(there.sum()), dtype=bool), len(goal.classes))] * len(x)
-    held = held_out("logistic", x, [goal], train, test)
+    held = held_out("logistic", x, [goal], train, test, nuisance=nuisance)
     coded = np.asarray(test.any(0))[there]
     return [code_length(held.log_loss[cell, 0][there].astype(np.float64), coded, len(goal.classes)) for cell in range(len(x))]

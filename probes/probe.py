@@ -21,7 +21,7 @@ from replaylens.probes.goals import make_goal
 from replaylens.probes.groups import groups_of
 from replaylens.probes.report import about_rows
 from replaylens.probes.rows import Cell, ProbeRows
-from replaylens.probes.statistics import root_permutations
+from replaylens.probes.statistics import shuffled_order
 
 FORMAT, SCHEMA = "replaylens-probe", 1
 _TENSORS = ("weight", "bias", "means")
@@ -179,7 +179,7 @@ def fit_probe(
         raise NotLinear(f"Label {label!r} is a number. Use a label with classes.")
     values = target.values
     if shuffled:
-        values = values[root_permutations(goal.codes, rows.roots, 1, seed)[0]]
+        values = values[shuffled_order(goal.codes, rows.roots, seed)]
     X = rows.matrix(site, layer).astype(np.float64)
     groups: dict[str, Any] = {"groups": groups_of(rows)} if spec.inner else {}
     weight, bias = coefficients(clone(spec.make()).fit(X, values, **groups))

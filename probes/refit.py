@@ -15,6 +15,7 @@ from torch import Tensor
 
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
+from replaylens.probes.errors import ProbeError
 from replaylens.probes.goals import Goal, make_goal
 from replaylens.probes.groups import independent
 from replaylens.probes.heldout import held_out
@@ -38,9 +39,12 @@ def permutation_test(
     folds: int = 5,
     seed: int = 0,
 ) -> Null:
-    """Cross-validated accuracy of one cell, on the labels and on permuted ones, with a new fit for each."""
-    here = independent(ProbeRows.of(given).accepted().at(position))
-    goal, split = make_goal(here.rows.target(label, "class")), by_root(here.rows, folds, seed)
+    """Cross-validated accuracy (for a number, r2) of one cell, on the labels and on permuted ones, with a new fit for each."""
+    if not isinstance(permutations, int) or permutations < 1:
+        raise ProbeError(f"permutations={permutations!r} tests nothing. Give a whole number, such as 99.")
+    found = ProbeRows.of(given).accepted().at(position)
+    here = independent(found, [found.target(label)])
+    goal, split = make_goal(here.rows.target(label)), by_root(here.rows, folds, seed)
     goal.check(split.train)
     orders = label_orders(goal, here.rows.roots, here.groups, permutations, seed)
     x = torch.from_numpy(here.rows.matrix(site, layer)).double()[None]
@@ -70,7 +74,7 @@ def refitted(
             ..., tested
         ]
         scores += [score(said[:, i], each, tested) for i, each in enumerate(some)]
-    return Null(scores[0], np.stack(scores[1:]))
+    return Null(scores[0], np.stack(scores[1:]), constant_scores(goals, tested))
 
 
 def exchanged(
@@ -81,7 +85,14 @@ def exchanged(
     orders = label_orders(side, roots, groups, count, seed)
     goals: Sequence[Goal] = [goal, *(replace(goal, codes=goal.codes[order]) for order in orders)]
     scores = [score(predicted[:, tested], each, tested) for each in goals]
-    return Null(scores[0], np.stack(scores[1:]))
+    return Null(scores[0], np.stack(scores[1:]), constant_scores(goals, tested))
+
+
+def constant_scores(goals: Sequence[Goal], tested: np.ndarray) -> np.ndarray:
+    """[goals]: what the best constant guess scores on the tested rows."""
+    if goals[0].kind == "number":
+        return np.zeros(len(goals))  # r2 of the mean
+    return np.array([np.bincount(goal.codes[tested]).max() / tested.sum() for goal in goals])
 
 
 def score(predicted: np.ndarray, goal: Goal, tested: np.ndarray) -> np.ndarray:

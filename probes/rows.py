@@ -286,9 +286,14 @@ class ProbeRows(FromArrays):
 
 
 def make_target(name: str, values: Any, kind: str = "auto") -> Target:
-    """A target from any column of values; None and NaN are missing values."""
+    """A target from any column of values; None and NaN are missing values.
+
+    Whole numbers are classes also where missing values have made floats of them.
+    """
     column = pd.Series(values).reset_index(drop=True)
     present = column.notna().to_numpy()
+    if pd.api.types.is_float_dtype(column) and not present.all() and (column[present] % 1 == 0).all():
+        column = column.astype("Int64")
     if kind == "auto":
         number = pd.api.types.is_float_dtype(column) or (
             pd.api.types.is_integer_dtype(column) and column.nunique() > MAX_CLASSES

@@ -16,6 +16,8 @@ from scipy import stats
 from replaylens.probes.errors import TooFewRoots
 
 RESAMPLES, PERMUTATIONS, LEVEL = 1000, 199, 0.95
+EXCHANGED = 0.8
+"""share of labels that permutations must change, against a free exchange, to be a test"""
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,19 @@ def cross_validation(folds: int) -> float:
     return float(np.sqrt(1 + 0.5 * folds / (folds - 1))) if folds > 1 else 1.0
 
 
+def effective_groups(sizes: np.ndarray) -> float:
+    """How many groups of equal size tell as much as groups of these sizes [groups]: n for n equal ones, fewer otherwise.
+
+    One large group among small ones decides a mean almost alone, so that the number of groups says little about its error.
+    """
+    if len(sizes) < 2:
+        raise TooFewRoots(f"{len(sizes)} independent groups are too few. Give prompts of at least 2 for an interval.")
+    return float(max(sizes.sum() ** 2 / (sizes**2).sum(), 1.5))
+
+
 def _errors(above: np.ndarray, below: np.ndarray, value: np.ndarray, folds: int) -> np.ndarray:
-    """Standard errors [cells] of above.sum(1) / below.sum(1), from sums per group [cells, groups]."""
-    count = above.shape[1]
-    if count < 2:
-        raise TooFewRoots(f"{count} independent groups are too few. Give prompts of at least 2 for an interval.")
+    """Standard errors [cells] of above.sum(1) / below.sum(1), from sums per group [cells, groups]; `below` has equal lines."""
+    count = effective_groups(below[0])
     away = (above - value[:, None] * below) / below.sum(1)[:, None]
     return np.asarray(cross_validation(folds) * np.sqrt(count / (count - 1) * (away**2).sum(1)))
 
@@ -91,14 +101,14 @@ def bootstrap(
     above, below = root_sums(np.atleast_2d(top), groups), root_sums(np.atleast_2d(bottom), groups)
     value = above.sum(1) / below.sum(1)
     error = _errors(above, below, value, folds)
-    size, rows = above.shape[1], len(groups)
+    size, rows = effective_groups(below[0]), len(groups)
     if least == 0:
         return [_share(v, e, size, rows, level) for v, e in zip(value, error, strict=True)]
     reach = stats.t.ppf((1 + level) / 2, size - 1) * error
     return [Estimate(float(v), float(v - r), float(min(v + r, 1.0)), level) for v, r in zip(value, reach, strict=True)]
 
 
-def _share(value: float, error: float, groups: int, rows: int, level: float) -> Estimate:
+def _share(value: float, error: float, groups: float, rows: int, level: float) -> Estimate:
     """A share with its interval: as many independent answers as would have this standard error (Korn and Graubard, Survey
     Methodology 24, 1998), then Jeffreys' interval for them. If all rows agree, each group counts as one answer."""
     spread = value * (1 - value)
@@ -117,27 +127,30 @@ def mean_over_roots(values: np.ndarray, groups: np.ndarray, *, folds: int = 1) -
     values = np.asarray(values, dtype=np.float64)
     if np.isin(values, (0, 1)).all():
         return bootstrap(values[None], np.ones(len(values)), groups, folds=folds)[0]
-    return difference_over_roots(values, groups, folds=folds)
+    return difference_over_roots(values, groups, folds=folds, bounded=bool(np.abs(values).max() <= 1))
 
 
-def difference_over_roots(values: np.ndarray, groups: np.ndarray, *, folds: int = 1, extra: float = 0.0) -> Estimate:
+def difference_over_roots(
+    values: np.ndarray, groups: np.ndarray, *, folds: int = 1, extra: float = 0.0, bounded: bool = True
+) -> Estimate:
     """The mean of paired differences [rows], or of any numbers, with its t interval over groups.
 
-    If all values are equal and none beyond 1, the interval still allows for what that many groups can miss.
+    If all bounded values are equal, the interval still allows for what that many groups can miss.
 
-    extra  variance of the mean that does not come from the groups
+    extra    variance of the mean that does not come from the groups
+    bounded  values are differences of shares, between -1 and 1, and not numbers of any size (nats)
     """
     values = np.asarray(values, dtype=np.float64)
     above, below = root_sums(values[None], groups), root_sums(np.ones((1, len(values))), groups)
-    value, size = values.mean(), above.shape[1]
+    value, size = values.mean(), effective_groups(below[0])
     reach = stats.t.ppf((1 + LEVEL) / 2, size - 1) * np.sqrt(_errors(above, below, np.array([value]), folds)[0] ** 2 + extra)
-    if np.ptp(values) > 0 or abs(value) > 1:
+    if np.ptp(values) > 0 or not bounded:
         return Estimate(float(value), float(value - reach), float(value + reach))
     doubt = max(_doubt(size), reach)
     return Estimate(float(value), float(max(value - doubt, -1.0)), float(min(value + doubt, 1.0)))
 
 
-def _doubt(observations: int, level: float = LEVEL) -> float:
+def _doubt(observations: float, level: float = LEVEL) -> float:
     """Exact binomial bound if all observations agree: the largest share of others that is compatible with seeing none."""
     return float(1 - ((1 - level) / 2) ** (1 / observations))
 
@@ -167,7 +180,7 @@ def mean_over_placebos(values: np.ndarray, groups: np.ndarray, *, seed: int = 0,
 # ---- several cells at once --------------------------------------------------------------------------------------------
 
 
-def simultaneous(value: np.ndarray, draws: np.ndarray, groups: int, level: float = LEVEL, folds: int = 1) -> list[Estimate]:
+def simultaneous(value: np.ndarray, draws: np.ndarray, groups: float, level: float = LEVEL, folds: int = 1) -> list[Estimate]:
     """Intervals that hold for all cells jointly, so that the best cell may be picked.
 
     draws  [resamples, cells]: scores of resampled groups
@@ -181,14 +194,14 @@ def simultaneous(value: np.ndarray, draws: np.ndarray, groups: int, level: float
     return [Estimate(float(v), float(v - r), float(v + r), level) for v, r in zip(value, reach, strict=True)]
 
 
-def _wider(groups: int, level: float) -> float:
+def _wider(groups: float, level: float) -> float:
     return float(stats.t.ppf((1 + level) / 2, groups - 1) / stats.norm.ppf((1 + level) / 2))
 
 
 def means_over_roots(values: np.ndarray, groups: np.ndarray, *, seed: int = 0, folds: int = 1) -> list[Estimate]:
     """The mean of each line of values [cells, rows], with intervals that hold for all of them jointly."""
     value, draws = _means(values, groups, seed)
-    return simultaneous(value, draws, len(np.unique(groups)), folds=folds)
+    return simultaneous(value, draws, effective_groups(root_sums(np.ones(len(groups)), groups)), folds=folds)
 
 
 def lower_bounds(
@@ -209,7 +222,7 @@ def lower_bounds(
     error = np.sqrt(_errors(above, np.broadcast_to(below, above.shape), value, folds) ** 2 + extra)
     spread = draws.std(0)
     farthest = ((draws - value) / np.where(spread > 0, spread, np.inf)).max(1)
-    size = above.shape[1]
+    size = effective_groups(below[0])
     one_sided = stats.t.ppf(level, size - 1) / stats.norm.ppf(level)
     low = value - one_sided * np.quantile(farthest, level) * error
     return value, np.where(spread > 0, low, value - _doubt(size, 2 * level - 1))
@@ -238,24 +251,52 @@ def root_permutations(
     """[count, rows]: for each row, the number of the row whose label it takes.
 
     Labels move between groups (default: roots), never within one. If every group has a single label, groups exchange labels
-    freely; otherwise roots with the same number of rows exchange whole sequences of labels.
+    freely; otherwise groups with the same number of rows exchange whole sequences of labels, which keeps what labels of a
+    group have in common. `exchanged_share` says whether that is enough for a test.
     """
     generator = np.random.default_rng([seed, 0x5EED])
-    units = roots if groups is None else groups
-    place, members = _members(units)
+    place, members = _members(roots if groups is None else groups)
+    out = np.empty((count, len(roots)), dtype=np.int64)
     if all((labels[rows] == labels[rows[0]]).all() for rows in members):
         first = np.array([rows[0] for rows in members])
-        drawn = [first[generator.permutation(len(first))][place] for _ in range(count)]
-        return np.stack(drawn) if count else np.empty((0, len(roots)), dtype=np.int64)
+        for number in range(count):
+            out[number] = first[generator.permutation(len(first))][place]
+        return out
     strata: dict[int, list[np.ndarray]] = {}
-    for rows in _members(roots)[1]:
+    for rows in members:
         strata.setdefault(len(rows), []).append(rows)
-    out = np.empty((count, len(roots)), dtype=np.int64)
     for size in sorted(strata):
-        block = np.stack(strata[size])  # [roots of this size, rows of each]
+        block = np.stack(strata[size])  # [groups of this size, rows of each]
         for number in range(count):
             out[number, block] = block[generator.permutation(len(block))]
     return out
+
+
+def shuffled_order(labels: np.ndarray, roots: np.ndarray, seed: int = 0, groups: np.ndarray | None = None) -> np.ndarray:
+    """[rows]: as one line of `root_permutations`, for a control that is no test: roots of any length exchange labels.
+
+    A row takes the label of the same row of its root's partner, or of the partner's partner and so on if that root has fewer
+    rows. So labels keep their place, but sequences may be torn.
+    """
+    _, members = _members(roots if groups is None else groups)
+    if all((labels[rows] == labels[rows[0]]).all() for rows in members):
+        return np.asarray(root_permutations(labels, roots, 1, seed, groups)[0])
+    sequences = _members(roots)[1]
+    sizes = np.array([len(rows) for rows in sequences])
+    partner = np.random.default_rng([seed, 0x5EED]).permutation(len(sequences))
+    out, donor = np.empty(len(roots), dtype=np.int64), partner
+    for row in range(sizes.max()):
+        while (short := sizes[donor] <= row)[sizes > row].any():
+            donor = np.where(short, partner[donor], donor)
+        for root in np.flatnonzero(sizes > row):
+            out[sequences[root][row]] = sequences[donor[root]][row]
+    return out
+
+
+def exchanged_share(labels: np.ndarray, orders: np.ndarray) -> float:
+    """How many labels the permutations change, against a free exchange of all rows: about 1, or 0 if nothing can move."""
+    free = 1 - ((np.unique(labels, return_counts=True)[1] / len(labels)) ** 2).sum()
+    return float((labels[orders] != labels).mean() / free) if free > 0 and len(orders) else 0.0
 
 
 def _members(units: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -273,18 +314,28 @@ class Null:
     """[cells]"""
     drawn: np.ndarray
     """[permutations, cells]"""
+    constant: np.ndarray | None = None
+    """[1 + permutations]: what a constant guess scores on the labels and on permuted ones. Groups of unequal size give the
+    classes other frequencies under permutation, so scores count by their lead over it"""
+
+    @property
+    def leads(self) -> np.ndarray:
+        """[1 + permutations, cells]: what is compared; the observed lead comes first."""
+        every = np.vstack([self.observed, self.drawn])
+        return every if self.constant is None else every - self.constant[:, None]
 
     @property
     def p(self) -> np.ndarray:
         """One-sided p-value of each cell alone."""
-        return (1 + (self.drawn >= self.observed - 1e-12).sum(0)) / (1 + len(self.drawn))
+        leads = self.leads
+        return (1 + (leads[1:] >= leads[0] - 1e-12).sum(0)) / len(leads)
 
     def standard(self) -> tuple[np.ndarray, np.ndarray]:
         """Observed and drawn scores in units of each cell's own spread, so that cells can be compared.
 
         Centre and spread include the observed score: it is one of the permutations, which keeps the test exact.
         """
-        every = np.vstack([self.observed, self.drawn])
+        every = self.leads
         spread = every.std(0)
         scaled = (every - every.mean(0)) / np.where(spread > 0, spread, np.inf)  # a cell that never varies is not significant
         return scaled[0], scaled[1:]
@@ -311,7 +362,8 @@ def corrected_p(gains: np.ndarray, groups: np.ndarray, folds: int) -> np.ndarray
     error = _errors(above, np.broadcast_to(below, above.shape), value, folds)
     with np.errstate(divide="ignore", invalid="ignore"):
         t = np.where(error > 0, value / error, np.where(value > 0, np.inf, -np.inf))
-    return np.maximum(stats.t.sf(t, above.shape[1] - 1), 0.5 ** above.shape[1])  # no test over groups can say more
+    count = effective_groups(below[0])
+    return np.maximum(stats.t.sf(t, count - 1), 0.5**count)  # no test over groups can say more
 
 
 def false_discovery(p: np.ndarray) -> np.ndarray:

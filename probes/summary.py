@@ -48,12 +48,23 @@ def _labels(main: pd.DataFrame) -> Iterator[str]:
         score = f"{best['metric']} {best['accuracy']:.3f} [{best['low']:.3f}, {best['high']:.3f}] at {where}, {against}"
         head = f"{label} at {position} ({estimator})"
         if len(fine):
-            yield f"Shown: {head}: {len(fine)} of {len(part)} cells; best {score}, p = {best['p_family']:.3f} over the grid."
+            yield f"Shown: {head}: {len(fine)} of {len(part)} cells; best {score}, {_p(best)}."
         else:
-            yield f"Not shown: {head}: none of {len(part)} cells; best {score}, p = {best['p_family']:.3f} over the grid."
+            yield f"Not shown: {head}: none of {len(part)} cells; best {score}, {_p(best)}."
         if pd.notna(best.get("selectivity")):
             interval = f"[{best['selectivity_low']:.3f}, {best['selectivity_high']:.3f}]"
             yield f"  selectivity there {best['selectivity']:.3f} {interval} (control task {best['control_task']:.3f})."
+
+
+def _p(line: pd.Series) -> str:
+    p = float(line["p_family"])
+    return f"p {'< 0.001' if p < 0.001 else f'= {p:.3f}'} over the grid ({line['test']}; {_sizes(line)})"
+
+
+def _sizes(line: pd.Series) -> str:
+    """How many rows, different ones, and independent groups a line rests on."""
+    same = "" if line["rows"] == line["distinct"] else f", {line['distinct']} distinct"
+    return f"{line['rows']} rows{same} of {line['groups']} groups"
 
 
 def _zeros(zeros: pd.DataFrame) -> Iterator[str]:

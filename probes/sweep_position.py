@@ -60,7 +60,7 @@ class SweepPosition:
 
     def add_null(self, estimator: str, goal: Goal, batch: Sequence[Cell], null: Null) -> None:
         """Mutates: adds the permutation test of a batch of cells."""
-        apart = {cell: Null(null.observed[i : i + 1], null.drawn[:, i : i + 1]) for i, cell in enumerate(batch)}
+        apart = {c: Null(null.observed[i : i + 1], null.drawn[:, i : i + 1], null.constant) for i, c in enumerate(batch)}
         self.nulls.setdefault((estimator, goal.label), {}).update(apart)
 
     def add_code(self, goal: Goal, batch: Sequence[Cell], lengths: dict[str, np.ndarray]) -> None:
@@ -89,9 +89,9 @@ class SweepPosition:
         apart = self.nulls.get((estimator, goal.label))
         if apart is None:
             return None
-        return Null(
-            *(np.concatenate([getattr(apart[cell], name) for cell in self.cells], -1) for name in ("observed", "drawn"))
-        )
+        nulls = [apart[cell] for cell in self.cells]
+        observed, drawn = np.concatenate([each.observed for each in nulls]), np.hstack([each.drawn for each in nulls])
+        return Null(observed, drawn, nulls[0].constant)
 
     @cached_property
     def fold(self) -> np.ndarray:

@@ -32,7 +32,7 @@ from replaylens.probes.report import Report
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.settings import SweepSettings
 from replaylens.probes.splits import Split
-from replaylens.probes.statistics import PERMUTATIONS, Null
+from replaylens.probes.statistics import EXCHANGED, PERMUTATIONS, Null, exchanged_share
 from replaylens.probes.sweep_position import SweepPosition
 from replaylens.probes.tabulate import tabulate
 
@@ -142,23 +142,14 @@ class _Sweep:
         chosen = self._branches(self.rows)
         cells = chosen.cells(self.settings.sites, self.settings.layers)
         parts = Parts(self.resume, self.settings.key(_digest(self.rows) + (self.blank.about.digest if self.blank else "")))
-        places, notes = self._places(chosen, cells)
-        with tqdm(total=len(places) * len(cells), unit="cell", disable=not self.progress) as bar:
-            for place in places:
+        places = [self._place(chosen, cells, position) for position in self.settings.positions]
+        probed = [place for place in places if place.goals]
+        if not probed:
+            raise BadRows(f"No label can be probed at any position. {' '.join(_notes(places))}")
+        with tqdm(total=len(probed) * len(cells), unit="cell", disable=not self.progress) as bar:
+            for place in probed:
                 self._fill(place, parts, bar)
-        return tabulate(places, self.rows, self.settings, notes)
-
-    def _places(self, chosen: ProbeRows, cells: list[Cell]) -> tuple[list[SweepPosition], list[str]]:
-        """(positions that can be probed, notes on the others). Everything is checked before the first fit."""
-        places, notes = [], []
-        for position in self.settings.positions:
-            place = self._place(chosen, cells, position)
-            if place.goals:
-                places.append(place)
-            notes += [f"Skipped {what} at position {position!r}: {why.removesuffix('.')}." for what, why in place.skipped]
-        if not places:
-            raise BadRows(f"No label can be probed at any position. {' '.join(notes)}")
-        return places, notes
+        return tabulate(probed, self.rows, self.settings, _notes(places))
 
     def _branches(self, rows: ProbeRows) -> ProbeRows:
         match self.settings.branches:
@@ -173,7 +164,8 @@ class _Sweep:
         settings, found = self.settings, chosen.at(position)
         if not len(found):
             return SweepPosition.nothing(position, found, "there is no row; dump that position, or choose another")
-        here = independent(found)
+        labels = [found.target(label) for label in settings.labels] if settings.split == "root" else []
+        here = independent(found, labels)  # another split could part rows of one observation
         try:
             split = self.make_split(here.rows).check(here.rows, here.keys)
         except TooFewRoots as error:
@@ -182,6 +174,9 @@ class _Sweep:
         how: dict[str, Any] = dict(with_controls=settings.controls, seed=settings.seed)
         goals, skipped = goals_at(here.rows, here.groups, paths, settings.labels, split.train, **how)
         skipped += [("the beginning", here.note)] if here.note else []
+        if here.num_torn:
+            why = f"{here.num_torn} rows share their path with a row of another label, and no probe can read both"
+            skipped.append(("counting equal rows once", why))
         return SweepPosition(position, here.rows, here.groups, split, goals, cells, skipped, paths, here.copies)
 
     def _fill(self, place: SweepPosition, parts: Parts, bar: Any) -> None:
@@ -218,13 +213,19 @@ class _Sweep:
             place.add_null(estimator, goal, batch, exchanged(held.predicted[:, number], goal, *how))
         elif (spec := registry.get(estimator)).swept == "together" and not spec.inner:
             orders = label_orders(goal, roots, groups, settings.permutations, settings.seed)
+            if exchanged_share(goal.codes[goal.present], _within(orders, goal.present)) < EXCHANGED:
+                why = (
+                    "its labels are alike in almost all groups, so that exchanging them tests nothing; a t test is made instead"
+                )
+                place.skipped.append((f"the permutation test of {goal.label!r}", why))
+                return
 
             def make() -> dict[str, np.ndarray]:
-                x = self._load(place.rows, batch).float()  # a test is as exact in single precision, and twice as fast
+                x = _single(self._load(place.rows, batch))
                 null = refitted(estimator, x, goal, orders, place.split, nuisance=self._nuisance(place))
-                return {"observed": null.observed, "drawn": null.drawn}
+                return {"observed": null.observed, "drawn": null.drawn, "constant": _constant(null)}
 
-            place.add_null(estimator, goal, batch, Null(**parts.arrays(name, make, ("observed", "drawn"))))
+            place.add_null(estimator, goal, batch, Null(**parts.arrays(name, make, ("observed", "drawn", "constant"))))
 
     def _extras(self, place: SweepPosition, here: ProbeRows, batch: list[Cell], parts: Parts, part: str) -> None:
         """The untrained model, and the online code."""
@@ -245,7 +246,8 @@ class _Sweep:
     def _code(self, place: SweepPosition, rows: ProbeRows, batch: list[Cell], goal: Goal) -> dict[str, np.ndarray]:
         """The online codes of a label and its control task, as arrays over cells."""
         drawn = [other for other in place.goals if other.role == CONTROL and other.label == goal.label]
-        codes = online_codes(self._load(rows, batch), goal, drawn, place.groups, seed=self.settings.seed)
+        how: dict[str, Any] = dict(seed=self.settings.seed, nuisance=self._nuisance(place))
+        codes = online_codes(self._load(rows, batch), goal, drawn, place.groups, **how)
         return {name: np.array([getattr(code, name) for code in codes]) for name in OnlineCode.FIELDS}
 
     def _load(self, rows: ProbeRows, batch: list[Cell]) -> Tensor:
@@ -253,6 +255,29 @@ class _Sweep:
         dtype = torch.float64 if self.settings.precision == "double" else torch.float32
         stacked = torch.stack([torch.from_numpy(rows.matrix(cell.site, cell.layer)).to(dtype) for cell in batch])
         return stacked.to(self.settings.device)
+
+
+def _notes(places: Sequence[SweepPosition]) -> list[str]:
+    """What was skipped, and why."""
+    found = [(what, place.position, why.removesuffix(".")) for place in places for what, why in place.skipped]
+    return list(dict.fromkeys(f"Skipped {what} at position {position!r}: {why}." for what, position, why in found))
+
+
+def _constant(null: Null) -> np.ndarray:
+    return np.zeros(1 + len(null.drawn)) if null.constant is None else null.constant
+
+
+def _within(orders: np.ndarray, present: np.ndarray) -> np.ndarray:
+    """Orders of all rows as orders of the rows that are present, which exchange labels among themselves."""
+    place = np.cumsum(present) - 1
+    return np.asarray(place[orders[:, present]])
+
+
+def _single(x: Tensor) -> Tensor:
+    """Rows in single precision: a test is as exact in it, and twice as fast. Centre and scale are taken out before."""
+    centred = x - x.mean(1, keepdim=True)
+    scale = centred.abs().amax((1, 2), keepdim=True)
+    return (centred / torch.where(scale > 0, scale, torch.ones_like(scale))).float()
 
 
 _NEEDS_BOTH = ("accepted-rejected", "rejected-accepted", "depth")

@@ -8,6 +8,7 @@ import numpy as np
 
 from replaylens.probes import controls, information, metrics, statistics
 from replaylens.probes.goals import CONTROL, LABEL, SHUFFLED, ZERO, Goal
+from replaylens.probes.groups import path_keys
 from replaylens.probes.heldout import held_out
 from replaylens.probes.refit import ratio, score
 from replaylens.probes.report import Report, about_rows
@@ -143,7 +144,7 @@ def _lines(block: SweepBlock, settings: SweepSettings, error: float) -> Iterator
             "q": None,
             "test": _test_name(block, null),
             "rows": int(place.copies[block.tested].sum()),
-            "distinct": int(block.tested.sum()),
+            "distinct": len(np.unique(path_keys(place.rows)[block.tested])),
             "roots": len(np.unique(place.rows.roots[block.tested])),
             "groups": len(np.unique(block.groups)),
             "known_zero": goal.role == ZERO,

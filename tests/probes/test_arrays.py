@@ -611,7 +611,10 @@ def test_rows_that_are_the_same_observation() -> None:
         with pytest.raises(SharedRows, match=r"row 0 .* row 3 "):
             splits.by_mask(rows, "leak", G == 0, G == 1)
     assert len(independent(of_arrays({"a": copied, "b": X})).rows) == N, "another site tells them apart"
-    assert cross_validate(copied, Y, G).rows.tolist() == [i for i in range(N) if i != EACH]
+    agree = np.where(np.arange(N) == EACH, Y[0], Y)
+    assert cross_validate(copied, agree, G).rows.tolist() == [i for i in range(N) if i != EACH]
+    torn = np.where(np.arange(N) == EACH, 1 - Y[0], Y)
+    assert len(cross_validate(copied, torn, G).rows) == N, "rows that disagree are all kept, in one group"
 
 
 def test_parts_of_different_models_are_different_observations() -> None:

@@ -62,7 +62,7 @@ def test_the_task_is_not_registered(own: Own) -> None:
 QUESTIONS: dict[str, Callable[[Own], Report]] = {
     "sweep": lambda own: probes.sweep(own.run, "state", positions="query", estimators="ridge", **HOW),
     "viable_branch": lambda own: probes.viable_branch(own.run, positions=["query"], estimator="ridge", **HOW),
-    "transfer": lambda own: probes.transfer(own.run, "state", position="all", estimator="ridge", **HOW),
+    "transfer": lambda own: probes.transfer(own.run, "state", position="all", estimator="ridge", **(HOW | {"folds": 2})),
     "judge": lambda own: probes.judge(own.run, draft_layer=1, **HOW),
     "steering_reach": lambda own: probes.steering_reach(
         own.engine, own.run, own.kind(moves=4, seed=9).examples(8), layers=[2], placebos=1
