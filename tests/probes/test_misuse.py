@@ -1,5 +1,6 @@
 """Wrong input is refused by name: the error says what was given and what to do, and nothing is computed."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from sklearn.linear_model import LogisticRegression
+from typer.testing import CliRunner
 
 from replaylens import tasks
+from replaylens.cli import app
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.probes import area, balanced_accuracy, complexity_curve, fit_probe, steer, sweep, transfer_across
+from replaylens.probes.columns import OWN
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, NoTask, ProbeError, UnknownEstimator
 from replaylens.probes.questions.amnesic import amnesic
 from replaylens.probes.questions.judge import judge
@@ -22,6 +26,7 @@ from replaylens.probes.report import Report
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.splits import Split, by_mask, by_root
 from replaylens.probes.statistics import bootstrap
+from replaylens.tasks.reading import RESERVED
 from tests.probes.synthetic import rows_of
 
 FEW: dict[str, Any] = dict(layers=[1], positions="step", estimators="ridge", permutations=0, controls=False)
@@ -133,6 +138,13 @@ CASES: dict[str, Case] = {
 }
 
 
+def test_reserved_names_are_the_columns_of_the_index() -> None:
+    """`tasks check` and the docs list what a dump and its rows refuse."""
+    assert set(RESERVED) == set(OWN) and len(RESERVED) == len(OWN)
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    assert all(f"`{name}`" in page for name in RESERVED)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_input_is_refused_by_name(case: str) -> None:
     call, error, text = CASES[case]
@@ -215,7 +227,15 @@ def test_judge_needs_a_stored_layer(layer: Any, coin_dump: Dump) -> None:
         judge(coin_dump, draft_layer=layer)
 
 
-def test_a_sweep_takes_the_captured_sites(coin_dump: Dump, tmp_path: Path) -> None:
+def test_a_sweep_takes_the_captured_sites(coin_dump: Dump) -> None:
     """The dump has S and Z. T and C, which it does not have, are not asked for unless they are named."""
     report = sweep(coin_dump, "face", layers=[1], positions="query", estimators="ridge", permutations=0, controls=False)
     assert {line["site"] for line in report.lines} == {"S"}
+
+
+def test_the_command_takes_permutations(coin_dump: Dump) -> None:
+    """Without --sites it takes the stored ones, too."""
+    where = ("--label", "face", "--positions", "query", "--layers", "3", "--estimators", "ridge", "--no-controls", "--quiet")
+    done = CliRunner().invoke(app, ["probe", coin_dump.url, *where, "--permutations", "19", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["settings"]["permutations"] == 19
