@@ -13,6 +13,7 @@ import numpy as np
 from scipy import optimize, stats
 
 from replaylens.probes import statistics
+from replaylens.probes.checks import no_nan, same_length
 from replaylens.probes.errors import OneClass, TooFewRoots
 from replaylens.probes.statistics import LEVEL, Estimate, root_sums
 
@@ -70,7 +71,9 @@ def area_of(score: np.ndarray, good: np.ndarray, groups: np.ndarray, strata: np.
     strata  [rows]: only rows of one stratum are compared, such as those of one fold: scores of different probes have no
             common zero, and a kind that is frequent in the training folds is rarer in the tested one
     """
-    good = np.asarray(good, dtype=bool)
+    same_length(score=score, good=good, groups=groups, **({} if strata is None else {"strata": strata}))
+    no_nan("score", score)
+    score, good, groups = np.asarray(score), np.asarray(good, dtype=bool), np.asarray(groups)
     if good.all() or not good.any():
         raise OneClass(f"All {len(good)} rows are {'good' if good.any() else 'bad'}. An area needs rows of both kinds.")
     if len(np.unique(groups)) < 2:

@@ -38,6 +38,10 @@ class ArraySource:
     def letters(self, letter: str) -> dict[int, str]:
         return self.layered.get(letter, {})
 
+    def widths(self) -> dict[str, int]:
+        """The number of columns of each array."""
+        return {name: int(array.shape[1]) for name, array in self.arrays.items()}
+
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
         stored = self.letters(site)
         name = at_layer(site, stored, layer) if stored else site

@@ -12,6 +12,7 @@ import numpy as np
 from scipy import stats
 
 from replaylens.probes import statistics
+from replaylens.probes.checks import no_nan, same_length
 from replaylens.probes.errors import TooFewRoots
 from replaylens.probes.statistics import LEVEL, Estimate, root_sums
 
@@ -53,9 +54,12 @@ def balanced_accuracy(
     >>> print(balanced_accuracy(np.ones(12), np.repeat([0, 1], 6), np.arange(12).astype(str)))
     1.000 [0.712, 1.000]
     """
+    same_length(right=right, codes=codes, groups=groups)
+    right, codes, groups = np.asarray(right, dtype=float), np.asarray(codes), np.asarray(groups)
+    no_nan("right", right)
     if (count := len(np.unique(groups))) < 2:
         raise TooFewRoots(f"{count} groups are too few. Give rows of at least 2 for an interval over groups.")
-    classes = [_class(np.asarray(right, dtype=float), codes == each, groups) for each in np.unique(codes)]
+    classes = [_class(right, codes == each, groups) for each in np.unique(codes)]
     value = float(np.mean([each.share for each in classes]))
     common = (value * count + 0.5) / (count + 1)
     variances = np.array([each.variance(common) for each in classes])

@@ -37,7 +37,7 @@ def read_cache(
     line, column = np.nonzero(kept)
     place = kept.cumsum(1)[line, column] - 1  # from the first token that counts
     one_per_row = {name: _spread(name, each, kept) for name, each in _named(labels).items()}
-    group = line if groups is None else _spread("groups", groups, kept)
+    group = line if groups is None else _of_prompts(groups, kept)
     known: dict[str, Any] = dict(prompts=line, positions=place, tokens=ids[kept], keys=None)
     return make_index(len(line), one_per_row, group, **known), read_arrays(arrays, post_norms)
 
@@ -96,6 +96,17 @@ def _spread(what: str, values: Any, kept: np.ndarray) -> np.ndarray:
             f"{list(kept.shape)}."
         )
     return given[kept]
+
+
+def _of_prompts(groups: Any, kept: np.ndarray) -> np.ndarray:
+    """The group of each kept token, from [batch]: tokens of one prompt are never independent."""
+    given = _grid("groups", groups, lines=False)
+    if given.shape != kept.shape[:1]:
+        raise BadRows(
+            f"The groups have shape {list(given.shape)}. Give one value per prompt {list(kept.shape[:1])}: the tokens of a "
+            f"prompt are not independent."
+        )
+    return _spread("groups", given, kept)
 
 
 def _grid(what: str, values: Any, lines: bool = True) -> np.ndarray:

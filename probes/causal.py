@@ -19,6 +19,7 @@ import torch
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint
+from replaylens.engine.request.values import whole
 from replaylens.probes.controls import majority
 from replaylens.probes.effects import difference, line_of, line_of_placebos
 from replaylens.probes.erasers import row_space
@@ -162,7 +163,8 @@ def _compare(
     ceilings: dict[str, Variant] | None = None,
 ) -> Report:
     """Run the probe's variant, its placebos and any ceilings; tabulate rates and differences."""
-    if placebos < 1:
+    seed = whole("seed", seed, 0, error=ProbeError)
+    if whole("placebos", placebos, error=ProbeError) < 1:
         raise ProbeError(f"placebos={placebos} leaves nothing to compare the effect with. Give at least one placebo.")
     ceilings = ceilings or {}
     directions = [probe, *(_random(probe, i, seed) for i in range(placebos)), *untrained]

@@ -8,6 +8,7 @@ import pandas as pd
 from torch import Tensor
 
 from replaylens.engine.dump.content import CORE
+from replaylens.engine.request.values import shown
 from replaylens.probes.errors import BadRows, MissingGroups
 from replaylens.probes.positions import PLACES
 
@@ -125,7 +126,8 @@ def _column(what: str, values: Any, rows: int) -> pd.Series:
             raise BadRows(f"The {what} must have one value per row, but the shape is {list(values.shape)}.{several}")
         column = pd.Series(values)
     if len(column) != rows:
-        raise BadRows(f"The {what} has {len(column)} values for {rows} rows. Give one per row, in the order of the rows.")
+        has = "has" if what.startswith("label") else "have"
+        raise BadRows(f"The {what} {has} {len(column)} values for {rows} rows. Give one per row, in the order of the rows.")
     return column
 
 
@@ -150,13 +152,16 @@ def _ids(what: str, values: Any, rows: int) -> np.ndarray:
 def _whole(what: str, values: Any, rows: int) -> np.ndarray:
     column = _column(what, values, rows)
     try:
+        if any(isinstance(value, str | bytes) for value in column):
+            raise TypeError  # "7" would become a number
         numbers = column.to_numpy(dtype=np.float64)
     except (TypeError, ValueError):
         numbers = np.full(rows, np.nan)
     bad = ~((numbers >= 0) & (numbers == np.floor(numbers)))
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
-        raise BadRows(f"The {what} must be whole numbers from 0 on, but row {row} has {column.iloc[row]!r}. Count from 0.")
+        found = shown(column.tolist()[row])
+        raise BadRows(f"The {what} must be whole numbers from 0 on, but row {row} has {found}. Count from 0.")
     return numbers.astype(np.int64)
 
 

@@ -15,8 +15,9 @@ import torch
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
 from replaylens.probes import metrics
+from replaylens.probes.checks import folds_and_seed
 from replaylens.probes.controls import majority
-from replaylens.probes.errors import ProbeError
+from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.goals import make_goal
 from replaylens.probes.groups import independent
 from replaylens.probes.refit import label_orders
@@ -59,9 +60,12 @@ def complexity_curve(
     path = sorted(set(map(float, C)))
     if not path or path[0] <= 0:
         raise ProbeError(f"C is {list(C)}. Give at least one value, all above 0.")
+    folds, seed = folds_and_seed(folds, seed)
     rows = ProbeRows.of(given)
     cell = rows.cell(site, layer)
     here = independent(rows.accepted().at(position))
+    if here.rows.target(label).kind != "class":
+        raise BadRows(f"Label {label!r} is a number, and the curve needs classes. Give another label, or cut it into classes.")
     target = here.rows.target(label, "class")
     chosen, groups = here.rows.where(target.present), here.groups[target.present]
     goal, split = make_goal(target[target.present]), by_root(chosen, folds, seed)

@@ -82,6 +82,7 @@ class FromArrays:
         """
         pick = lambda name: tables.columns(frame, name)  # noqa: E731
         more: dict[str, Any] = dict(prompts=pick(prompt), positions=pick(position), tokens=pick(token), keys=pick(key))
+        tables.require_no_answers(features, labels, group, key)
         return cls.of_arrays(tables.activations(frame, features), pick(labels), pick(group), **more)
 
     @classmethod

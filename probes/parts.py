@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from replaylens.probes.checks import make_folder
 from replaylens.probes.errors import OtherSweep
 from replaylens.probes.heldout import Held
 
@@ -19,10 +20,9 @@ class Parts:
     """Parts by name. Without a folder nothing is stored. Raises OtherSweep if the folder belongs to other settings or rows."""
 
     def __init__(self, folder: str | Path | None, key: str) -> None:
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else make_folder(folder)
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         noted = self.folder / _KEY
         if noted.exists() and noted.read_text() != key:
             raise OtherSweep(f"{folder} holds parts of another sweep. Give its settings and rows, or another folder.")

@@ -42,11 +42,12 @@ class Position:
     which: int | None = None
 
     @classmethod
-    def parse(cls, spec: str | int) -> "Position":
-        """Parse a spec. Raises BadPosition, which lists the forms."""
+    def parse(cls, spec: str | int, arrays: bool = False) -> "Position":
+        """Parse a spec. Raises BadPosition, which lists the forms, those of rows from `arrays` if they are."""
         found = _SPEC.fullmatch(str(spec).replace(" ", ""))
         if found is None or (found["which"] and found["anchor"] != "step"):
-            raise BadPosition(f"Unknown position {spec!r}. Use all, a number, step, step+1, step:3, query, query-1 or last.")
+            forms = "all, a number or last" if arrays else "all, a number, step, step+1, step:3, query or query-1"
+            raise BadPosition(f"Unknown position {str(spec)!r}. Use {forms}.")
         if found["all"]:
             return cls("all", "all")
         if found["at"]:

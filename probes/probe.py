@@ -15,6 +15,7 @@ from sklearn.pipeline import Pipeline
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
 from replaylens.probes import registry
+from replaylens.probes.checks import make_folder
 from replaylens.probes.erasers import row_space
 from replaylens.probes.errors import BadProbeFile, NotLinear, ProbeError
 from replaylens.probes.goals import make_goal
@@ -98,7 +99,7 @@ class LinearProbe:
     def save(self, path: str | Path) -> Path:
         """Write PATH.safetensors and PATH.json. Returns the path without a suffix."""
         path = _stem(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(self, name))) for name in _TENSORS}
         if self.subspace is not None:
             tensors["subspace"] = torch.from_numpy(np.ascontiguousarray(self.subspace))

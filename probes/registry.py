@@ -13,6 +13,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from replaylens.engine.errors import no_such
+from replaylens.engine.request.values import shown
 from replaylens.probes.attentive import AttentiveProbe
 from replaylens.probes.ccs import CcsProbe
 from replaylens.probes.chosen import ChosenProbe
@@ -92,6 +93,10 @@ ESTIMATORS = {
 
 def get(name: str) -> Estimator:
     """The estimator of this name. Raises UnknownEstimator, which lists the names."""
+    if not isinstance(name, str):
+        raise UnknownEstimator(
+            f"Invalid estimator: {shown(name)} is a {type(name).__name__}, not a name. Use one of {', '.join(ESTIMATORS)}."
+        )
     if name not in ESTIMATORS:
         raise UnknownEstimator(no_such("estimator", name, ESTIMATORS))
     return ESTIMATORS[name]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from replaylens.probes.checks import make_folder
 from replaylens.probes.errors import BadProbeFile, ProbeError
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.statistics import Estimate
@@ -97,8 +98,7 @@ class Report:
 
     def save(self, folder: str | Path, figures: bool = True) -> Path:
         """Write report.json, summary.txt, table.csv and PNG figures. Returns the folder."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(folder)
         (folder / FILE).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
         (folder / "summary.txt").write_text(self.text() + "\n")
         self.table.to_csv(folder / "table.csv", index=False)

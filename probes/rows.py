@@ -26,6 +26,7 @@ from replaylens.engine.replay.examples import Result
 from replaylens.engine.run import Run
 from replaylens.engine.serving.core import Core
 from replaylens.probes.arrays import ArraySource
+from replaylens.probes.checks import mask_of
 from replaylens.probes.columns import OWN
 from replaylens.probes.errors import BadRows, MissingLabel, NoTask, ProbeError
 from replaylens.probes.from_arrays import FromArrays
@@ -123,6 +124,9 @@ class ProbeRows(FromArrays):
         Rows of different tasks keep the labels that all of them have, and no task: see `transfer_across`.
         Raises OtherFingerprint for different engines: their difference would look like one between the parts.
         """
+        if not parts:
+            raise ProbeError("Nothing to join. Give parts by name, such as ProbeRows.join(a=rows, b=others).")
+        parts = {name: cls.of(rows) for name, rows in parts.items()}
         if len({rows.about.task is None for rows in parts.values()}) != 1:
             raise ProbeError("Some of the rows come from arrays, others from a task. Join rows of one kind.")
         how: Literal["outer", "inner"] = "outer" if len({rows.about.task for rows in parts.values()}) == 1 else "inner"
@@ -134,6 +138,7 @@ class ProbeRows(FromArrays):
             if other != made[first]:
                 lines = "; ".join(made[first].differences(other))
                 raise OtherFingerprint(f"{first!r} and {name!r} come from different engines ({lines}). Join one engine's rows.")
+        _require_widths(parts)
         whole = {name: rows.whole for name, rows in parts.items()}
         frame = pd.concat([rows.frame.assign(part=name) for name, rows in whole.items()], join=how, ignore_index=True)
         source = JoinedSource([Subset(rows.source, rows.numbers) for rows in whole.values()], [len(r) for r in whole.values()])
@@ -171,8 +176,10 @@ class ProbeRows(FromArrays):
 
     @property
     def default_sites(self) -> tuple[str, ...]:
-        """What a sweep looks at unless told: S, T and C of a model, else every site."""
-        return tuple(self.source.sites()) if self.about.task is None else ("STC",)
+        """What a sweep looks at unless told: those of S, T and C that are stored; of rows from arrays, every site."""
+        if self.about.task is None:
+            return tuple(self.source.sites())
+        return ("".join(letter for letter in LETTERS if self.source.letters(letter)) or "STC",)
 
     @property
     def has_tokens(self) -> bool:
@@ -203,13 +210,13 @@ class ProbeRows(FromArrays):
     # ---- narrowing ----------------------------------------------------------------------------------------------
 
     def where(self, mask: np.ndarray | pd.Series) -> "ProbeRows":
-        """The rows selected by a mask (one boolean per row)."""
-        keep = np.asarray(mask, dtype=bool)
+        """The rows selected by a mask (one boolean per row). Raises BadRows for another length, or for row numbers."""
+        keep = mask_of("mask", mask, len(self))
         return ProbeRows(self.frame[keep].reset_index(drop=True), self.source, self.numbers[keep], self.whole)
 
     def at(self, position: str | int) -> "ProbeRows":
         """The rows at a position; see `positions`."""
-        return self.where(Position.parse(position).mask(self.frame))
+        return self.where(Position.parse(position, self.about.task is None).mask(self.frame))
 
     def renumbered(self) -> "ProbeRows":
         """The same rows, numbered from 0, without the rows that they were narrowed from."""
@@ -244,6 +251,9 @@ class ProbeRows(FromArrays):
         if known and (missing := sorted(set(layers or ()) - known)):
             listed = "; ".join(f"{letter} is stored at layers {numbers}" for letter, numbers in where.items())
             raise UnknownSite(f"No layer {missing[0]}. {listed}. Give one of these: sweeps do not count from the end.")
+        if len(set(cells)) < len(cells):
+            twice = next(cell for cell in cells if cells.count(cell) > 1)
+            raise ProbeError(f"{twice} is named twice by sites {' '.join(words)!r}. Give each site once.")
         if not cells:
             raise UnknownSite(f"No cells for sites {' '.join(words)!r} at layers {layers}. Give other sites or layers.")
         return cells
@@ -283,6 +293,16 @@ class ProbeRows(FromArrays):
             own = [n for n in known if n in self.frame]
             raise MissingLabel(no_such("label", label, own))
         return make_target(label, self.frame[name], kind)
+
+
+def _require_widths(parts: "dict[str, ProbeRows]") -> None:
+    """Raise BadRows unless every site of arrays has the same number of columns in all parts that have it."""
+    first: dict[str, tuple[str, int]] = {}
+    for name, rows in parts.items():
+        for site, width in rows.source.widths().items() if isinstance(rows.source, ArraySource) else ():
+            part, other = first.setdefault(site, (name, width))
+            if width != other:
+                raise BadRows(f"{site} has {other} columns in {part!r}, {width} in {name!r}. Join rows of one model and site.")
 
 
 def make_target(name: str, values: Any, kind: str = "auto") -> Target:

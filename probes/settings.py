@@ -64,6 +64,8 @@ class SweepSettings:
         for message, fine in checks.items():
             if not fine:
                 raise ProbeError(message)
+        if both := set(self.labels) & set(self.residualise):
+            raise ProbeError(f"Label {min(both)!r} is both probed and residualised, which removes it. Leave it out of one.")
         for name in self.estimators:
             if registry.get(name).swept == "no":
                 raise ProbeError(f"{name} does not take rows of one position. See docs/probes.md for its input.")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from replaylens.probes.checks import folds_and_seed, mask_of
 from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, SharedRows, TooFewRoots
 from replaylens.probes.groups import groups_of, path_keys
 from replaylens.probes.paths import row_paths
@@ -34,6 +35,15 @@ class Split:
     """[rows]"""
 
     def __post_init__(self) -> None:
+        masks = (self.train, self.test)
+        shapes = [list(np.shape(mask)) for mask in masks]
+        boolean = all(isinstance(mask, np.ndarray) and mask.dtype.kind == "b" and mask.ndim == 2 for mask in masks)
+        if not boolean or shapes[0] != shapes[1]:
+            raise ProbeError(
+                f"Split {self.name!r} has masks of shapes {shapes[0]} and {shapes[1]}. Give two boolean arrays [folds, rows]."
+            )
+        if shapes[0][1] != len(self.roots):
+            raise ProbeError(f"Split {self.name!r} has masks {shapes[0]} for {len(self.roots)} roots. Give one root per row.")
         if (self.test.sum(0) > 1).any():
             raise ProbeError(f"Split {self.name!r} tests a row in several folds. Test each row at most once.")
         for number, (train, test) in enumerate(self):
@@ -91,6 +101,7 @@ class Split:
 
 def fold_of_roots(groups: np.ndarray, folds: int, seed: int = 0) -> np.ndarray:
     """The fold of each row, by its group; sizes differ by at most one group. Raises TooFewRoots if a fold would be empty."""
+    folds, seed = folds_and_seed(folds, seed)
     different, place = np.unique(groups, return_inverse=True)
     if folds < 2 or len(different) < folds:
         raise TooFewRoots(
@@ -198,4 +209,5 @@ def by_mask(rows: ProbeRows, name: str, fit: np.ndarray, test: np.ndarray) -> Sp
 
 
 def _once(name: str, rows: ProbeRows, fit: np.ndarray, test: np.ndarray) -> Split:
-    return Split(name, np.asarray(fit, bool)[None], np.asarray(test, bool)[None], rows.roots).check(rows)
+    fit, test = (mask_of(f"mask of rows to {what}", mask, len(rows)) for what, mask in (("fit on", fit), ("test", test)))
+    return Split(name, fit[None], test[None], rows.roots).check(rows)

@@ -17,6 +17,7 @@ from torch import Tensor
 from replaylens.engine.engine import Engine
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
+from replaylens.probes.checks import example_list
 from replaylens.probes.errors import BadPosition, MissingLabel, ProbeError
 from replaylens.probes.positions import Position, add_places
 from replaylens.tasks import Example, path_offsets
@@ -66,8 +67,7 @@ class Stage:
         self.engine, self.site, self.label = engine, engine.sites.resolve(site), label
         self.final = engine.sites.per_layer("S")[-1]
         self.position = Position.parse(position)
-        if not examples:
-            raise ProbeError("No examples. Give at least one prompt to change.")
+        examples = example_list(examples)
         self.answers = _single_tokens(engine, examples[0].maker.answers())
         self.subjects: list[Subject] = []
         for first in range(0, len(examples), _BATCH):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from replaylens.probes.checks import same_length
 from replaylens.probes.errors import TooFewRoots
 
 RESAMPLES, PERMUTATIONS, LEVEL = 1000, 199, 0.95
@@ -98,6 +99,7 @@ def bootstrap(
     folds  number of cross-validation folds that the scores come from; 1: one held-out side
     least  lowest possible score: 0 for a share, which gets the interval of `_share`; -inf for r2. The highest is 1
     """
+    same_length(top=top, bottom=bottom, groups=groups)
     above, below = root_sums(np.atleast_2d(top), groups), root_sums(np.atleast_2d(bottom), groups)
     value = above.sum(1) / below.sum(1)
     error = _errors(above, below, value, folds)

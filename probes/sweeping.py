@@ -16,17 +16,19 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import no_such
-from replaylens.engine.request.values import items, whole
+from replaylens.engine.errors import MissingPackage, no_such
+from replaylens.engine.request.values import items, shown, whole
 from replaylens.engine.run import Run
 from replaylens.probes import registry, splits
+from replaylens.probes.checks import folds_and_seed, layer_list, names, once
 from replaylens.probes.controls import require_same_rows, untrained_rows
-from replaylens.probes.errors import BadRows, MissingLabel, ProbeError, TooFewRoots
+from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, ProbeError, TooFewRoots, UnknownEstimator
 from replaylens.probes.goals import CONTROL, LABEL, Goal, goals_at
 from replaylens.probes.groups import histories, independent
 from replaylens.probes.heldout import Held, held_out
 from replaylens.probes.online_code import OnlineCode, online_codes
 from replaylens.probes.parts import Parts
+from replaylens.probes.positions import Position
 from replaylens.probes.refit import exchanged, label_orders, refitted
 from replaylens.probes.report import Report
 from replaylens.probes.rows import Cell, ProbeRows
@@ -72,7 +74,7 @@ def sweep(
     position without usable rows is skipped, and the report's notes say so; an error is raised only if nothing is left.
 
     sites, positions
-             default: S, T and C at steps and query; of rows from arrays, every site at every row
+             default: S, T and C, as far as they are stored, at steps and query; of rows from arrays, every site at every row
     split    root (cross-validation over groups of roots), another value of `SweepSettings.split`, or a function from rows to
              a `Split`
     engine   the engine that computed the rows: adds an untrained model as a control. Raises OtherFingerprint for another one
@@ -98,27 +100,28 @@ def sweep(
         rows = rows.renumbered()  # rows of the untrained model are numbered from 0 on
     sites = rows.default_sites if sites is None else sites
     positions = rows.default_positions if positions is None else positions
+    folds, seed = folds_and_seed(folds, seed)
     settings = SweepSettings(
-        labels=_words(label),
-        sites=_words(sites),
-        positions=tuple(map(str, [positions] if isinstance(positions, str | int | float) else positions)),
-        estimators=_words(estimators),
+        labels=names("label", label),
+        sites=names("sites", sites),
+        positions=_positions(rows, positions),
+        estimators=names("estimators", estimators, UnknownEstimator),
         split=split if isinstance(split, str) else getattr(split, "__name__", "own"),
         untrained=engine is not None or untrained is not None,
-        layers=None if layers is None else _layers(layers),
+        layers=None if layers is None else layer_list(layers),
         folds=folds,
         branches=branches,
         controls=controls,
-        residualise=_words(residualise),
+        residualise=names("residualise", residualise),
         code_length=code_length,
         seed=seed,
-        permutations=permutations,
+        permutations=whole("permutations", permutations, 0, error=ProbeError),
         precision=precision,
         device=device,
     )
-    if jobs == 0:
+    if whole("jobs", jobs, error=ProbeError) == 0:
         raise ProbeError("jobs=0 runs nothing. Give a number of processes, or -1 for one per core.")
-    make_split = split if callable(split) else _splitter(settings)
+    make_split = _splitter(settings) if isinstance(split, str) else partial(_own_split, split)
     blank = untrained_rows(rows, engine, _stored(rows, settings), settings.seed) if engine is not None else untrained
     if untrained is not None:
         require_same_rows(rows, untrained)
@@ -302,13 +305,31 @@ def _splitter(settings: SweepSettings) -> MakeSplit:
     return made[name]
 
 
+def _own_split(split: MakeSplit, rows: ProbeRows) -> Split:
+    """What a caller's function makes of the rows. Raises ProbeError unless it is a Split."""
+    if not callable(split):
+        raise ProbeError(f"Invalid split={shown(split)}. Give a name, such as 'root', or a function from rows to a Split.")
+    made = split(rows)
+    if not isinstance(made, Split):
+        raise ProbeError(f"The function for split returned {shown(made)}. Return a Split, as splits.by_root and by_mask do.")
+    return made
+
+
+def _positions(rows: ProbeRows, given: Any) -> tuple[str, ...]:
+    """Specs as text, each once."""
+    single = isinstance(given, str | int | float | np.number)
+    found = [given] if single else items("positions", given, "a position, or a list of them", BadPosition)
+    return once("positions", [Position.parse(each, rows.about.task is None).spec for each in found])
+
+
 def _numbers(rows: ProbeRows, names: Sequence[str]) -> np.ndarray:
     """Columns of the index [rows, names]. Raises MissingLabel for an unknown column, BadRows for a missing number."""
     frame = rows.frame
     known = [name for name in frame if pd.api.types.is_numeric_dtype(frame[name])]
     for name in names:
         if name not in known:
-            raise MissingLabel(no_such("column of numbers to residualise by", name, known))
+            telling = [each for each in known if frame[each].nunique() > 1]  # the others have nothing to remove
+            raise MissingLabel(no_such("column of numbers to residualise by", name, telling))
         if missing := int(frame[name].isna().sum()):
             raise BadRows(
                 f"Cannot residualise {name!r}: {missing} of {len(frame)} rows have no value. "
@@ -340,26 +361,24 @@ def _digest(rows: ProbeRows) -> str:
     return f"{rows.about.digest}:{made.digest if made else ''}:{index}"
 
 
-def _layers(given: Any) -> tuple[int, ...]:
-    layers = items("layers", given, "a list of layers, such as [0, 3]", ProbeError)
-    return tuple(whole("layers", layer, error=ProbeError) for layer in layers)
-
-
-def _words(given: str | Sequence[str]) -> tuple[str, ...]:
-    return tuple(filter(None, given.replace(" ", ",").split(","))) if isinstance(given, str) else tuple(given)
-
-
 @contextmanager
 def _backend(name: str | None) -> Iterator[None]:
-    """Use this joblib backend during the sweep."""
+    """Use this joblib backend during the sweep. Raises ProbeError for an unknown one, MissingPackage without Ray."""
     if name is None:
         yield
         return
     import joblib
 
     if name == "ray":
-        from ray.util.joblib import register_ray
+        try:
+            from ray.util.joblib import register_ray
+        except ImportError:
+            raise MissingPackage("backend='ray' needs the package ray. Install it: pip install 'ray[default]'.") from None
 
         register_ray()
-    with joblib.parallel_config(backend=name):
+    try:
+        config = joblib.parallel_config(backend=name)
+    except (ValueError, TypeError) as error:
+        raise ProbeError(f"Unknown backend {shown(name)}. Use loky, multiprocessing, threading or ray. ({error})") from None
+    with config:
         yield

@@ -23,6 +23,16 @@ def activations(frame: pd.DataFrame, features: Features) -> Any:
     return _matrix(frame, features)
 
 
+def require_no_answers(features: Features, labels: str | Sequence[str], group: str | None, key: str | None) -> None:
+    """Raise BadRows if a feature is a label, the group or the key: a probe would read its own answer."""
+    sites = features.values() if isinstance(features, Mapping) else [features]
+    given = {name for names in sites for name in ([names] if isinstance(names, str) else names)}
+    roles = dict.fromkeys([labels] if isinstance(labels, str) else labels, "a label") | {group: "the group", key: "the key"}
+    for name, role in roles.items():
+        if name is not None and name in given:
+            raise BadRows(f"Feature column {name!r} is {role}. Leave it out of the features: a probe would read it there.")
+
+
 def columns(frame: pd.DataFrame, names: str | Sequence[str] | None) -> Any:
     """One column, several as a frame, or None. Raises BadRows for an unknown or repeated column."""
     if names is None:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from replaylens.tasks.reading import NEXT_ACTION
+from replaylens.tasks.reading import NEXT_ACTION, RESERVED
 from replaylens.tasks.task import AnyTask, Example
 from replaylens.tasks.tokenizer import WordTokenizer
 
@@ -92,6 +92,12 @@ def _labels_everything(task: AnyTask, examples: Sequence[Example]) -> Iterator[s
                     yield f"The label {name!r} is {value!r}. Use text, whole numbers, True, False or None."
 
 
+def _leaves_reserved_names(task: AnyTask, examples: Sequence[Example]) -> Iterator[str]:
+    for name in task.label_names:
+        if name in RESERVED:
+            yield f"The label {name!r} is the name of an index column. Rename it. Reserved: {', '.join(RESERVED)}."
+
+
 def _never_looks_ahead(task: AnyTask, examples: Sequence[Example]) -> Iterator[str]:
     for example in examples[:FEW]:
         for cut in range(1, len(example.text)):
@@ -166,6 +172,7 @@ PROMISES: dict[str, Test] = {
     "a true text claims the truth": _tells_the_truth,
     "every answer is listed": _lists_answers,
     "every label is declared": _labels_everything,
+    "no label is the name of an index column": _leaves_reserved_names,
     "a label depends on the text before it only": _never_looks_ahead,
     "the vocabulary covers texts and thoughts": _has_words,
     "no piece of the grammar begins another": _reads_without_looking_ahead,

@@ -17,6 +17,12 @@ Offset = tuple[int, int]
 
 NEXT_ACTION = "next_action"
 SHUFFLED = "shuffled"
+RESERVED = (
+    *("example", "root", "branch", "parent", "fork_position", "position", "token", "text", "token_state", "accepted"),
+    *("correct", "logprob", "entropy", "shard", "row", "depth"),
+    *("step", "since_step", "until_step", "since_query", "steps", "since_last", "part", "key", "group"),
+)
+"""columns of dumps and of rows to probe, which no label may be named after"""
 
 
 @dataclass(frozen=True)

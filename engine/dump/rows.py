@@ -21,6 +21,7 @@ from replaylens.engine.replay.examples import Result
 from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.engine.request.values import shown, whole
 from replaylens.engine.serving.core import Core
+from replaylens.tasks.reading import RESERVED
 
 _BLOCK = 4096
 """rows per lens readout"""
@@ -129,7 +130,7 @@ def _columns(engine: Core, paths: list[ExamplePath], kept: list[list[int]]) -> d
 def _labels(plan: DumpPlan, paths: list[ExamplePath], kept: list[list[int]]) -> dict[str, pa.Array]:
     """The task's labels at every kept row, one column per label."""
     names = paths[0].example.maker.label_names
-    if clash := set(names) & {*CORE.names, "shard", "row", "depth"}:
+    if clash := set(names) & set(RESERVED):
         raise BadRequest(f"Labels {sorted(clash)} of task {plan.task!r} are names of index columns. Rename them.")
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for path, positions in zip(paths, kept, strict=True):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from replaylens.probes.balanced import balanced_accuracy
+from replaylens.probes.checks import folds_and_seed
 from replaylens.probes.controls import token_identity
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.goals import Goal, make_goal
@@ -44,6 +45,7 @@ def transfer_across(
     counts as common if, at some cell, the transfer is above chance and above both controls; the intervals of the differences
     hold for all cells jointly.
     """
+    folds, seed = folds_and_seed(folds, seed)
     here, goal, part, notes = _labelled(rows, label, position, fit_on, test_on)
     groups = groups_of(here)
     inside = np.arange(folds)[:, None] == fold_of_roots(groups, folds, seed)
@@ -90,8 +92,10 @@ def _labelled(
     chosen = independent(rows.accepted().at(position))
     here, notes = chosen.rows, [chosen.note] if chosen.note else []
     target, part = here.target(label), here.frame["part"].to_numpy()
+    if target.kind != "class":
+        raise BadRows(f"Label {label!r} is a number, and a transfer needs classes. Give another label, or cut it into classes.")
     sides = [set(target.values[target.present & (part == name)]) for name in (fit_on, test_on)]
-    if target.kind != "class" or len(sides[0] & sides[1]) < 2:
+    if len(sides[0] & sides[1]) < 2:
         there = ", ".join(sorted(map(str, sides[0] & sides[1]))) or "none"
         raise BadRows(f"Label {label!r} at {position} has the common classes {there} in both parts. It needs at least two.")
     keep = target.present & np.isin(target.values, sorted(sides[0] & sides[1])) & np.isin(part, [fit_on, test_on])

@@ -7,11 +7,14 @@ import numpy as np
 
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
+from replaylens.engine.errors import no_such
+from replaylens.engine.request.values import whole
 from replaylens.engine.run import Run
 from replaylens.probes.causal import refits
+from replaylens.probes.checks import example_list, layer_list, names
 from replaylens.probes.effects import difference, line_of, line_of_placebos
 from replaylens.probes.erasers import Inlp, Leace
-from replaylens.probes.errors import BadRows, ProbeError
+from replaylens.probes.errors import BadRows, NoTask, ProbeError
 from replaylens.probes.goals import make_goal
 from replaylens.probes.groups import distinct, groups_of
 from replaylens.probes.report import Report, about_rows, percent
@@ -21,6 +24,7 @@ from replaylens.probes.unseen import unseen
 from replaylens.tasks import Example
 
 ERASERS = ("leace", "inlp")
+_KNOWN = " and ".join(ERASERS)
 _ITERATIONS = 64
 """of INLP at most; it stops when a held-out classifier does not beat chance"""
 Change = Callable[[np.ndarray], np.ndarray]
@@ -36,7 +40,7 @@ def amnesic(
     layers: Sequence[int],
     site: str = "S",
     position: str = "query",
-    erasers: Sequence[str] = ERASERS,
+    erasers: str | Sequence[str] = ERASERS,
     placebos: int = 16,
     seed: int = 0,
 ) -> Report:
@@ -52,11 +56,18 @@ def amnesic(
               INLP is a random subspace
     placebos  number of random erasers
     """
-    if placebos < 1 or not erasers or not set(erasers) <= set(ERASERS):
-        raise ProbeError(
-            f"Cannot compare erasers {list(erasers)} with {placebos} placebos. Use leace or inlp, and at least one."
-        )
+    erasers, layers, examples = names("erasers", erasers), layer_list(layers), example_list(examples)
+    if not erasers or not layers:
+        raise ProbeError(f"No {'layers' if erasers else 'erasers'} given. Give at least one layer and one of {_KNOWN}.")
+    for name in erasers:
+        if name not in ERASERS:
+            raise ProbeError(no_such("eraser", name, ERASERS))
+    placebos, seed = whole("placebos", placebos, 1, error=ProbeError), whole("seed", seed, 0, error=ProbeError)
     rows = ProbeRows.of(given)
+    if rows.about.task is None:
+        raise NoTask(
+            "These rows come from arrays, and no engine is known to have computed them. Give a dump or a run of the engine."
+        )
     rows.require(engine)
     here = rows.accepted().at(position)
     here = here.where(here.target(label).present)

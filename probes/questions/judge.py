@@ -9,9 +9,11 @@ import torch
 
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import UnknownSite
+from replaylens.engine.request.values import whole
 from replaylens.engine.run import Run
 from replaylens.probes.areas import area, area_gains
-from replaylens.probes.errors import BadRows
+from replaylens.probes.checks import folds_and_seed
+from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.goals import Goal, make_goal
 from replaylens.probes.groups import groups_of, independent
 from replaylens.probes.paths import row_paths
@@ -43,15 +45,17 @@ def judge(
     The judge is compared with the three numbers and the token itself together, since a judge that only knows which tokens
     tend to be good reads nothing of the path.
 
+    given        rows with the logit lens (Z), which holds the divergence: dump or replay with sites such as "SZ"
     draft_layer  layer that the lens drafter reads; the divergence is that between its distribution and the model's
     """
+    folds, seed = folds_and_seed(folds, seed)
     every = ProbeRows.of(given)
+    truth, claim = every.about.make_task().claims
     table = _drafts(every, draft_layer)
     drafts = every.where(table["chosen"])
     chosen = independent(drafts)
     rows, kept = chosen.rows, np.isin(drafts.numbers, chosen.rows.numbers)
     simple = np.column_stack([table[name][table["chosen"]][kept] for name in BASELINES])
-    truth, claim = every.about.make_task().claims
     frame = rows.frame
     good = (frame[truth].notna() & (frame[truth] == frame[claim])).fillna(False).to_numpy(dtype=bool)
     if good.all() or not good.any():
@@ -74,9 +78,10 @@ def _drafts(every: ProbeRows, draft_layer: int) -> dict[str, np.ndarray]:
     """Which rows are draft tokens, the divergence and entropy of the row before each, and its log-probability."""
     frame = every.frame
     try:
-        kl = every.source.take("Z.kl", None, every.numbers)[:, draft_layer].double().numpy()
+        every_layer = every.source.take("Z.kl", None, every.numbers)
     except UnknownSite:
         raise BadRows("The divergence is part of Z, which was not captured. Dump or replay with sites such as 'SZ'.") from None
+    kl = every_layer[:, whole("draft_layer", draft_layer, 0, every_layer.shape[1] - 1, ProbeError)].double().numpy()
     before = _rows_before(frame)
     state, depth = frame["token_state"].to_numpy(dtype=str), frame["depth"].to_numpy()
     chosen = ((state == "accepted") | ((state == "rejected") & (depth == 1))) & (before >= 0)

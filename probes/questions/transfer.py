@@ -8,8 +8,9 @@ import torch
 
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
+from replaylens.probes.checks import folds_and_seed
 from replaylens.probes.controls import majority
-from replaylens.probes.errors import BadRows
+from replaylens.probes.errors import BadRows, NoTask
 from replaylens.probes.goals import Goal, make_goal
 from replaylens.probes.groups import groups_of, independent
 from replaylens.probes.heldout import held_out
@@ -39,15 +40,18 @@ def transfer(
     prefixes, not transfer. Only rows after the prompt count, since prompts have no rejected rows.
     """
     rows = ProbeRows.of(given)
-    chosen = independent(rows.where(rows.frame["since_query"] > 0).at(position))
+    if rows.about.task is None:
+        raise NoTask("Transfer compares branches, and rows from arrays have none. Give a dump or a run with rejected drafts.")
+    here = rows.at(position)
+    here = here.where(here.frame["since_query"] > 0)
+    _require_both(here.frame["accepted"].to_numpy(dtype=bool), position)
+    chosen = independent(here)
     rows, notes = chosen.rows, [chosen.note] if chosen.note else []
     target = rows.target(label)
     rows, target = rows.where(target.present), target[target.present]
     accepted = rows.frame["accepted"].to_numpy(dtype=bool)
-    if accepted.all() or not accepted.any():
-        raise BadRows(
-            "Transfer needs labelled rows of accepted and of rejected branches. Dump with a drafter whose errors are readable."
-        )
+    _require_both(accepted, position)
+    folds, seed = folds_and_seed(folds, seed)
     goal, groups = make_goal(target), groups_of(rows)
     inside = np.arange(folds)[:, None] == fold_of_roots(groups, folds, seed)
     ways = {(fit, test): (~inside & _side(accepted, fit), inside & _side(accepted, test)) for fit, test in WAYS}
@@ -68,6 +72,14 @@ def transfer(
         lines.append(score_line(f"{cell}: leakage", "difference", leaked, int((~accepted).sum()), cell, **size))
     settings = dict(label=label, position=position, estimator=estimator, folds=folds, seed=seed)
     return Report("transfer", lines, about_rows(rows), settings, notes, _say(lines))
+
+
+def _require_both(accepted: np.ndarray, position: str) -> None:
+    if accepted.all() or not accepted.any():
+        raise BadRows(
+            f"Transfer needs labelled rows of accepted and of rejected branches, but after the prompt, at {position!r}, "
+            f"{accepted.sum()} are accepted and {(~accepted).sum()} rejected. Dump with a drafter that makes readable errors."
+        )
 
 
 def _side(accepted: np.ndarray, name: str) -> np.ndarray:

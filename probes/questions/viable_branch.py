@@ -23,6 +23,8 @@ from replaylens.probes.splits import Split, by_answer
 from replaylens.probes.statistics import difference_over_roots
 
 CLAIM = "wrong answers, the model's own claim"
+MIN_GROUPS = 5
+"""of wrong answers, for a verdict"""
 TOKEN = ", by the answer's token"
 
 
@@ -42,7 +44,7 @@ def viable_branch(
     class is compared with the truth and with the class that the model claims: the wrong branch counts as held only if the
     probe names it more often than chance. Accuracy is the mean over classes, since a model may err on one class more often;
     chance is 1 over their number. Every prompt is read by a probe that was fitted on other prompts, even if greedy and
-    sampled runs of the same prompts are joined.
+    sampled runs of the same prompts are joined. Wrong answers of one class, or of fewer than 5 groups, give no verdict.
 
     positions  best before the answer. Rows after it contain the claim as a token; there, the answer's token alone is a control
     """
@@ -167,6 +169,10 @@ def _sentence(place: str, named: dict[str, dict[str, Any]]) -> str:
     scores = f"{_percent(right)} on right answers, {_percent(wrong)} on wrong ones (chance {100 * wrong['chance']:.1f} %)"
     if claim is not None:
         scores += f", where {_percent(claim)} agree with the model's own claim"
+    if not _enough(wrong):
+        few = f"{wrong['groups']} groups and {(count := round(1 / wrong['chance']))} class{'es' if count > 1 else ''}"
+        return f"{place}: {scores}: No verdict: wrong answers of {few}, where {MIN_GROUPS} groups and 2 classes are needed."
+    claim = claim if claim is not None and _enough(claim) else None
     tokens = [named.get(f"{name}, probe minus token") for name in ("wrong answers", CLAIM)]
     reads = [line is not None and line["low"] > line["chance"] for line in (wrong, claim)]
     more = [read and (token is None or token["low"] > 0) for read, token in zip(reads, tokens, strict=True)]
@@ -181,6 +187,11 @@ def _sentence(place: str, named: dict[str, dict[str, Any]]) -> str:
     else:
         verdict = "the truth is not readable" if claim is None else "neither the truth nor the wrong branch is readable"
     return f"{place}: {scores}: {verdict}."
+
+
+def _enough(line: dict[str, Any]) -> bool:
+    """Whether a score can tell anything: an accuracy of one class is 0 or 1 by the probe's bias alone."""
+    return bool(line["groups"] >= MIN_GROUPS and line["chance"] < 1)
 
 
 def _percent(line: dict[str, Any]) -> str:

@@ -84,6 +84,17 @@ class Undeclared(Square):
         return Scene()
 
 
+class Reserved(Square):
+    def scene(self) -> Any:
+        class Scene(SquareScene):
+            label_names = (*SquareScene.label_names, "depth")
+
+            def labels(self) -> dict[str, Any]:
+                return {**super().labels(), "depth": 1}
+
+        return Scene()
+
+
 class Seer(Square):
     """Its labels come from a scene that has read the whole text."""
 
@@ -143,6 +154,7 @@ class Failing(Square):
         (Liar, "a true text claims the truth", "and claimed is "),
         (FewAnswers, "every answer is listed", "is not in answers()"),
         (Undeclared, "every label is declared", "labels() gives ['actions', 'claimed', 'corners', 'extra']"),
+        (Reserved, "no label is the name of an index column", "The label 'depth' is the name of an index column. Rename it"),
         (Seer, "a label depends on the text before it only", "once the rest of the text is known"),
         (Wordless, "the vocabulary covers texts and thoughts", "UnknownWord: Word ' Leave'"),
         (Ambiguous, "no piece of the grammar begins another", "' Turn' and ' Turn it' are both on offer"),

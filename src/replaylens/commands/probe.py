@@ -32,7 +32,10 @@ ProbeSeedOption = Annotated[int, typer.Option(min=0, help="Seed of folds, resamp
 def probe(
     path: DumpArgument = None,
     label: Annotated[str, typer.Option(help="Labels, separated by commas; state: the task's state label.")] = "state",
-    sites: Annotated[str, typer.Option(help="Letters of STC, or site names separated by commas.")] = "STC",
+    sites: Annotated[
+        str | None,
+        typer.Option(help="Letters of STC, or site names separated by commas.  [default: those of S, T, C in the dump]"),
+    ] = None,
     layers: Annotated[str | None, typer.Option(help="Layers, separated by commas.  [default: all]")] = None,
     positions: Annotated[
         str, typer.Option(help="all, a number, step, step+1, step:3, query, query-1; separated by commas.")
@@ -40,6 +43,9 @@ def probe(
     estimators: Annotated[str, typer.Option(help="Names from --list, separated by commas.")] = "logistic",
     split: Annotated[str, typer.Option(help="root, length:N, depth:N, accepted-rejected or rejected-accepted.")] = "root",
     folds: Annotated[int, typer.Option(min=2, help="Folds of the cross-validation over roots.")] = 5,
+    permutations: Annotated[
+        int, typer.Option(min=0, help="Permutations of the labels, with a new fit each; 0: a corrected t test.")
+    ] = 199,
     branches: Annotated[str, typer.Option(help="Branches to use: accepted, rejected or all.")] = "accepted",
     model: Annotated[str | None, typer.Option(help="The dump's model; adds an untrained model as a control.")] = None,
     task: DumpTaskOption = None,
@@ -74,6 +80,7 @@ def probe(
         options: dict[str, Any] = {
             "layers": None if layers is None else _numbers(layers),
             "folds": folds,
+            "permutations": permutations,
             "branches": branches,
             "controls": controls,
             "residualise": _words(residualise),
