@@ -41,7 +41,7 @@ ARRAYS = (
     Mutant(
         "arrays-without-a-key",
         "replaylens.probes.groups",
-        "cells = rows.cells(rows.default_sites) if rows.about.task is None else []",
+        "cells = [(cell.site, cell.layer) for cell in rows.cells(rows.default_sites)]",
         "cells: list[Any] = []",
         "rows without tokens are told apart by their bits",
         SAME,

@@ -14,8 +14,8 @@ PROBES = (
     Mutant(
         "p-value-of-zero",
         "replaylens.probes.statistics",
-        "return (1 + (self.drawn >= self.observed - 1e-12).sum(0)) / (1 + len(self.drawn))",
-        "return (self.drawn >= self.observed - 1e-12).sum(0) / len(self.drawn)",
+        "return (1 + (leads[1:] >= leads[0] - 1e-12).sum(0)) / len(leads)",
+        "return (leads[1:] >= leads[0] - 1e-12).sum(0) / len(leads)",
         "no permutation test gives a p-value of zero",
         ("tests/probes/test_statistics.py::test_p_values_are_small_only_where_something_is",),
     ),

@@ -43,7 +43,7 @@ def own() -> Own:
         recipe = Recipe(config=config, parts=parts, longest=2, steps=100, batch=24, lr=4e-3, seed=0, warmup=10, pool=64)
         model, tokenizer = trainer.train(recipe), recipe.tokenizer()
     engine = Engine.load(model, tokenizer=tokenizer)
-    examples = square(moves=(1, 3)).examples(60)
+    examples = square(moves=(2, 4)).examples(80)
     return Own(square, engine, engine.replay(examples, sites="SZ", drafter="lens", sampling=Sampling(temperature=1.0)))
 
 
@@ -62,7 +62,7 @@ def test_the_task_is_not_registered(own: Own) -> None:
 QUESTIONS: dict[str, Callable[[Own], Report]] = {
     "sweep": lambda own: probes.sweep(own.run, "state", positions="query", estimators="ridge", **HOW),
     "viable_branch": lambda own: probes.viable_branch(own.run, positions=["query"], estimator="ridge", **HOW),
-    "transfer": lambda own: probes.transfer(own.run, "state", position="all", estimator="ridge", **(HOW | {"folds": 2})),
+    "transfer": lambda own: probes.transfer(own.run, "state", position="all", estimator="ridge", folds=3, **HOW),
     "judge": lambda own: probes.judge(own.run, draft_layer=1, **HOW),
     "steering_reach": lambda own: probes.steering_reach(
         own.engine, own.run, own.kind(moves=4, seed=9).examples(8), layers=[2], placebos=1
