@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from replaylens.probes.checks import same_length
+from replaylens.probes.checks import no_nan, same_length
 from replaylens.probes.errors import TooFewRoots
 
 RESAMPLES, PERMUTATIONS, LEVEL = 1000, 199, 0.95
@@ -370,5 +370,6 @@ def corrected_p(gains: np.ndarray, groups: np.ndarray, folds: int) -> np.ndarray
 
 def false_discovery(p: np.ndarray) -> np.ndarray:
     """Benjamini-Hochberg q-values over the whole grid."""
+    no_nan("p", p)
     adjusted: np.ndarray = stats.false_discovery_control(p) if len(p) else p
     return adjusted

@@ -69,6 +69,8 @@ class Noise:
     """a fair coin per row, or per root; classes:k; rare (15 %); number; path: a coin per path, which several roots share"""
     split: str = "root"
     permutations: int = 99
+    sizes: str = "equal"
+    """of the groups: equal, unequal (lognormal), or by label (3 rows for one class, 1 for the other)"""
 
     def found(self, seed: int) -> bool:
         """Whether a sweep over cells of noise shows any of them."""
@@ -93,11 +95,23 @@ NULLS = (
     Noise("ridge, 200 roots that share 40 paths", groups=200, estimator="ridge", label="path"),
     Noise("logistic, corrected t test", permutations=0),
     Noise("lda, corrected t test", estimator="lda", groups=60, width=8),
+    Noise("ridge, groups of 1 to 20 rows, label of the row", groups=60, width=8, estimator="ridge", sizes="unequal"),
+    Noise(
+        "ridge, groups of 1 to 20 rows, label of the group",
+        groups=60,
+        width=8,
+        estimator="ridge",
+        label="root",
+        sizes="unequal",
+    ),
+    Noise("ridge, groups of one class are longer", groups=60, width=4, estimator="ridge", label="root", sizes="by label"),
 )
 
 
 def noise(generator: np.random.Generator, how: Noise) -> ProbeRows:
     """Rows of `CELLS` layers without any signal."""
+    if how.sizes != "equal":
+        return unequal(generator, how)
     count = how.groups * how.rows
     shared = np.repeat(generator.normal(size=(CELLS, how.groups, how.width)), how.rows, 1)
     x = generator.normal(size=(CELLS, count, how.width)) + shared
@@ -122,6 +136,16 @@ def noise(generator: np.random.Generator, how: Noise) -> ProbeRows:
     return labelled_rows(x, root, label, steps=steps)
 
 
+def unequal(generator: np.random.Generator, how: Noise) -> ProbeRows:
+    """The same with groups of different sizes, whose rows have something in common."""
+    kind = generator.integers(2, size=how.groups)
+    sizes = np.clip(np.round(4 * np.exp(generator.normal(size=how.groups))), 1, 20).astype(int)
+    sizes = np.where(kind == 1, 3, 1) if how.sizes == "by label" else sizes
+    root = np.repeat(np.arange(how.groups), sizes)
+    x = generator.normal(size=(CELLS, len(root), how.width)) + generator.normal(size=(CELLS, how.groups, how.width))[:, root]
+    return labelled_rows(x, root, kind[root] if how.label == "root" else generator.integers(2, size=len(root)))
+
+
 # ---- coverage: the truth is known -----------------------------------------------------------------------------------------
 
 Simulation = Callable[[np.random.Generator], tuple[float, float, float]]
@@ -135,6 +159,19 @@ def share(groups: int, rows: int, rate: float, spread: float) -> Simulation:
         rates = generator.beta(rate * spread, (1 - rate) * spread, size=groups)
         values = generator.random((groups, rows)) < rates[:, None]
         found = mean_over_roots(values.ravel().astype(float), names(groups, rows))
+        return rate, found.low, found.high
+
+    return draw
+
+
+def uneven(groups: int, rate: float) -> Simulation:
+    """The same with groups of lognormal sizes."""
+
+    def draw(generator: np.random.Generator) -> tuple[float, float, float]:
+        sizes = np.maximum(1, np.round(4 * np.exp(generator.normal(size=groups)))).astype(int)
+        rates = generator.beta(rate * 4, (1 - rate) * 4, size=groups)
+        values = generator.random(sizes.sum()) < np.repeat(rates, sizes)
+        found = mean_over_roots(values.astype(float), np.repeat(np.arange(groups), sizes).astype(str))
         return rate, found.low, found.high
 
     return draw
@@ -216,6 +253,8 @@ INTERVALS: dict[str, Simulation] = {
     "share of .7, 10 groups of 5": share(10, 5, 0.7, 4),
     "share of .7, 20 groups of 5": share(20, 5, 0.7, 4),
     "share of .7, 100 groups of 5": share(100, 5, 0.7, 4),
+    "share of .7, 20 groups of unequal sizes": uneven(20, 0.7),
+    "share of .95, 50 groups of unequal sizes": uneven(50, 0.95),
     "mean, 10 groups of 3": difference(10, 3),
     "mean, 50 groups of 3": difference(50, 3),
     "AUROC .64, 20 groups": roc(20, 0.5),
@@ -299,7 +338,14 @@ class Effect:
         return bool(there[0]), bool(there[1:].any()), float(table["accuracy"][0])
 
 
-EFFECTS = (Effect(0.85, 0.25), Effect(1.3, 0.70), Effect(1.75, 0.95))
+EFFECTS = (
+    Effect(0.85, 0.25),
+    Effect(1.3, 0.70),
+    Effect(1.75, 0.95),
+    Effect(0.98, 0.25, 1),
+    Effect(1.4, 0.70, 1),
+    Effect(1.9, 0.95, 1),
+)
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------------

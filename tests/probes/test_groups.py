@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from replaylens import tasks
@@ -179,3 +180,73 @@ def test_selectivity_is_part_of_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table["p_family"][0] <= 0.05 and table["accuracy"][0] > 0.9
     assert not shown(table)[0] and table["margin_over"][0] == "control_task"
     assert table["selectivity_low"][0] < table["selectivity"][0] < table["selectivity_high"][0]
+
+
+# Rows as they come: documents of any length, rows that disagree, columns of any size
+
+
+def arrays(x: np.ndarray, label: np.ndarray, group: np.ndarray) -> ProbeRows:
+    return ProbeRows.of_arrays(x, label, group)
+
+
+def test_documents_of_unequal_length() -> None:
+    """Sequences of unequal length cannot be exchanged: a t test finds the label, and the notes say why there is no other."""
+    generator, group = np.random.default_rng(0), np.repeat(np.arange(30), np.arange(5, 35))
+    label = generator.integers(2, size=len(group))
+    x = generator.normal(size=(len(group), 8)) + 5 * label[:, None]
+    report = sweep(arrays(x, label, group), "label", permutations=39)
+    line = report.best("label")
+    assert line["test"] == "corrected t" and report.text().startswith("Shown") and line["shuffled"] < 0.7
+    assert any("permutation test of 'label'" in note for note in report.notes)
+
+
+def test_a_label_that_goes_with_the_size_of_a_group() -> None:
+    """Noise whose longer documents are of one class: exchanged labels have other frequencies, which is no finding."""
+    found = 0
+    for seed in range(20):
+        generator = np.random.default_rng(seed)
+        kind = generator.integers(2, size=60)
+        group = np.repeat(np.arange(60), np.where(kind == 1, 3, 1))
+        rows = arrays(generator.normal(size=(len(group), 4)), kind[group], group)
+        found += bool(shown(sweep(rows, "label", estimators="ridge", permutations=39, seed=seed).table).any())
+    assert found <= 3
+
+
+def test_rows_that_disagree_are_all_kept() -> None:
+    """Thirty rows occur with both labels: no probe reads more than 63 % of the rows, whichever comes first."""
+    generator = np.random.default_rng(0)
+    base = generator.normal(size=(40, 8))
+    x = np.vstack([base, base[:30], generator.normal(size=(10, 8)) + 3])
+    label, order = np.repeat(["pos", "neg"], 40), np.arange(80)
+    for way in (order, order[::-1]):
+        report = sweep(arrays(x[way], label[way], order), "label", permutations=39)
+        line = report.best("label")
+        assert line["accuracy"] < 0.66 and (line["rows"], line["distinct"]) == (80, 50)
+        assert any("60 rows share their path with a row of another label" in note for note in report.notes)
+
+
+def test_columns_far_from_zero() -> None:
+    """A constant of 1e8 in every column changes neither keys nor tests."""
+    generator = np.random.default_rng(0)
+    label = generator.integers(2, size=100)
+    x = generator.normal(size=(100, 8)) + 3 * label[:, None]
+    near, far = (sweep(arrays(x + c, label, np.arange(100)), "label", permutations=39).best("label") for c in (0, 1e8))
+    assert near["p"] == far["p"] == 1 / 40 and near["distinct"] == far["distinct"] == 100
+
+
+def test_every_letter_tells_rows_apart() -> None:
+    """Rows with the same embedding differ in a deeper site of another letter."""
+    generator, word = np.random.default_rng(0), np.arange(60) % 12
+    sites = {("S", 0): generator.normal(size=(12, 4))[word], ("C", 5): generator.normal(size=(60, 4))}
+    assert len(groups.distinct(ProbeRows.of_arrays(sites, word % 2, np.arange(60)))) == 60
+
+
+def test_what_is_residualised_is_not_coded() -> None:
+    """The online code reads the same rows as the probe: without the position, a label of the position costs a bit."""
+    rows = rows_of(roots=60, per_root=2)
+    place = np.arange(120) % 2
+    rows = replace(rows, frame=rows.frame.assign(late=place))
+    rows.source.tensors["blocks.0.hook_in"][:, 0] += 6 * torch.from_numpy(place)  # type: ignore[attr-defined]
+    how = dict(sites="S", layers=[0], positions="all", permutations=0, controls=False, code_length=True)
+    plain, clean = (sweep(rows, "late", residualise=names, **how).lines[0] for names in ((), ("position",)))
+    assert plain["code_bits"] < 0.6 and clean["code_bits"] > 0.9

@@ -14,6 +14,7 @@ from replaylens.probes.statistics import (
     bootstrap,
     corrected_p,
     difference_over_roots,
+    effective_groups,
     false_discovery,
     max_statistic,
     mean_over_placebos,
@@ -97,6 +98,18 @@ def test_no_interval_is_a_point() -> None:
     for value in (0.0, 1.0, -1.0):
         estimate = mean_over_roots(np.full(20, value), roots)
         assert estimate.value == value and estimate.high - estimate.low > 0.1
+
+
+def test_one_large_group_is_no_evidence() -> None:
+    """Two groups of a hundred rows among 38 of two decide a share almost alone, and the interval knows it."""
+    assert effective_groups(np.full(40, 3.0)) == 40 and 3.5 < effective_groups(np.r_[np.full(38, 2.0), [100, 100]]) < 4
+    held = 0
+    for seed in range(150):
+        generator = np.random.default_rng(seed)
+        sizes = np.r_[np.full(38, 2), [100, 100]]
+        right = generator.random(sizes.sum()) < np.repeat(generator.beta(2.8, 1.2, size=40), sizes)
+        held += 0.7 in mean_over_roots(right.astype(float), np.repeat(np.arange(40), sizes).astype(str))
+    assert held >= 0.88 * 150
 
 
 def test_a_difference_is_no_share() -> None:
