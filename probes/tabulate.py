@@ -73,7 +73,11 @@ def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettin
         for estimator in settings.estimators
     ]
     main = [block for block in blocks if block.goal.role == LABEL]
-    made = [(block, list(_lines(block, settings, ERROR / len(main)))) for block in blocks]
+    shared: dict[tuple[str, int], Shared] = {}
+    for block in blocks:
+        if (where := (block.place.position, block.number)) not in shared:
+            shared[where] = _shared(block, settings)
+    made = [(b, list(_lines(b, shared[b.place.position, b.number], ERROR / len(main)))) for b in blocks]
     _correct([(block, lines) for block, lines in made if block.goal.role == LABEL])
     for block, own in made:
         if block.goal.role == ZERO:
@@ -117,13 +121,12 @@ def _constant(block: SweepBlock) -> np.ndarray:
     return np.asarray(codes == np.bincount(codes).argmax(), dtype=float)
 
 
-def _lines(block: SweepBlock, settings: SweepSettings, error: float) -> Iterator[dict[str, Any]]:
+def _lines(block: SweepBlock, shared: "Shared", error: float) -> Iterator[dict[str, Any]]:
     """One line per cell."""
     place, goal, predicted = block.place, block.goal, block.predicted()
     top, bottom = ratio(predicted, goal, block.tested)
     least = 0.0 if goal.kind == "class" else -np.inf
     scores = statistics.bootstrap(top, bottom, block.groups, folds=block.folds, least=least)
-    shared = _shared(block, settings)
     beyond = _controls(block, shared, error) if goal.role == LABEL else [{} for _ in scores]
     more = _metrics(block)
     null = place.null(block.estimator, goal)
@@ -192,6 +195,8 @@ class _How(TypedDict):
 
 _REPEATS = 5
 """cross-validations of cheap controls: their mean varies less, so that the lead of a probe over them is seen sooner"""
+_FEW = 1000
+"""rows up to which they are repeated; more rows vary little"""
 Shared = dict[str, tuple[np.ndarray | None, float] | None]
 """control -> (gain of each tested row, score)"""
 
@@ -202,7 +207,8 @@ def _shared(block: SweepBlock, settings: SweepSettings) -> Shared:
     found: Shared = dict.fromkeys(("majority", "token_identity", "bag_of_tokens"))
     if goal.role != LABEL or not settings.controls:
         return found
-    again = [place.split, *(_refolded(place, settings.seed + n) for n in range(1, _REPEATS) if block.folds > 1)]
+    repeats = _REPEATS if block.folds > 1 and len(place.rows) <= _FEW else 1
+    again = [place.split, *(_refolded(place, settings.seed + n) for n in range(1, repeats))]
     if goal.kind == "number":
         found["majority"] = (None, 0.0)  # the mean explains nothing
     else:

@@ -131,7 +131,7 @@ def _probe(engine: Engine, dump: Dump, out: Path, progress: bool) -> "tuple[Repo
     from replaylens.probes.questions.transfer import transfer
     from replaylens.probes.sweeping import sweep
 
-    reports = (sweep(dump, "face", engine=engine, progress=progress), transfer(dump, "implied"))
+    reports = (sweep(dump, "face", engine=engine, permutations=39, progress=progress), transfer(dump, "implied"))
     for report in reports:
         report.save(out / report.kind)
     return reports

@@ -140,14 +140,18 @@ def test_without_the_lock_the_checker_finds_wrong_results(monkeypatch: pytest.Mo
         return work(*args, **kwargs)
 
     def drive(_: EngineLock, step: Callable[[], object], until: Callable[[], bool], watch: object = None) -> None:
-        while not until():
+        while not until() and not over.is_set():
             step()
 
+    over = threading.Event()
     monkeypatch.setattr(Loop, "admit", together)
     monkeypatch.setattr(EngineLock, "alone", alone)
     monkeypatch.setattr(EngineLock, "drive", drive)
     subject, prompts = engine(), [[1, 2, 3], [4, 2, 3]]
-    seen = all_at_once(*(lambda p=p: subject.prompt(p).generate(8, window=1).generated for p in prompts))
+    try:
+        seen = all_at_once(*(lambda p=p: subject.prompt(p).generate(8, window=1).generated for p in prompts))
+    finally:
+        over.set()  # what is broken may never end by itself
     assert seen != [continuation(toy(), p, 8) for p in prompts]
 
 
