@@ -57,12 +57,12 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.probes.splits import by_part as by_part
     from replaylens.probes.splits import by_phrase as by_phrase
     from replaylens.probes.splits import by_root as by_root
-    from replaylens.probes.splits import fold_of_roots as fold_of_roots
+    from replaylens.probes.splits import fold_of_groups as fold_of_groups
     from replaylens.probes.statistics import Estimate as Estimate
-    from replaylens.probes.statistics import bootstrap as bootstrap
     from replaylens.probes.statistics import false_discovery as false_discovery
-    from replaylens.probes.statistics import mean_over_roots as mean_over_roots
-    from replaylens.probes.statistics import means_over_roots as means_over_roots
+    from replaylens.probes.statistics import mean_over_groups as mean_over_groups
+    from replaylens.probes.statistics import means_over_groups as means_over_groups
+    from replaylens.probes.statistics import ratio_over_groups as ratio_over_groups
     from replaylens.probes.streaming import fit_streaming as fit_streaming
     from replaylens.probes.sweeping import sweep as sweep
 
@@ -87,7 +87,6 @@ _WHERE = {
     "amnesic": "questions.amnesic",
     "area": "areas",
     "balanced_accuracy": "balanced",
-    "bootstrap": "statistics",
     "by_acceptance": "splits",
     "by_answer": "splits",
     "by_depth": "splits",
@@ -104,17 +103,18 @@ _WHERE = {
     "find_direction": "das",
     "fit_probe": "probe",
     "fit_streaming": "streaming",
-    "fold_of_roots": "splits",
+    "fold_of_groups": "splits",
     "forced_rows": "questions.forced",
     "interchange": "causal",
     "judge": "questions.judge",
-    "mean_over_roots": "statistics",
-    "means_over_roots": "statistics",
+    "mean_over_groups": "statistics",
+    "means_over_groups": "statistics",
     "one_hot": "solvers",
     "online_codes": "online_code",
     "outcome_at_fork": "questions.outcome_at_fork",
     "permutation_test": "refit",
     "placebo_probes": "probe",
+    "ratio_over_groups": "statistics",
     "sequences": "sequence_rows",
     "solve": "solvers",
     "steer": "causal",

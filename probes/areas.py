@@ -14,8 +14,8 @@ from scipy import optimize, stats
 
 from replaylens.probes import statistics
 from replaylens.probes.checks import no_nan, same_length
-from replaylens.probes.errors import OneClass, TooFewRoots
-from replaylens.probes.statistics import LEVEL, Estimate, root_sums
+from replaylens.probes.errors import OneClass, TooFewGroups
+from replaylens.probes.statistics import LEVEL, Estimate, group_sums
 
 _TRUST = 0.5
 """groups' worth of belief in the variance that counts every group once, against the observed variance"""
@@ -77,7 +77,7 @@ def area_of(score: np.ndarray, good: np.ndarray, groups: np.ndarray, strata: np.
     if good.all() or not good.any():
         raise OneClass(f"All {len(good)} rows are {'good' if good.any() else 'bad'}. An area needs rows of both kinds.")
     if len(np.unique(groups)) < 2:
-        raise TooFewRoots("All rows are of one group. Give rows of at least 2 groups for an interval.")
+        raise TooFewGroups("All rows are of one group. Give rows of at least 2 groups for an interval.")
     wins, rivals = np.zeros(len(good)), np.zeros(len(good))  # [rows]: pairs that a row wins if good, or loses if bad; its pairs
     for stratum in [np.ones(len(good), bool)] if strata is None else [strata == each for each in np.unique(strata)]:
         kinds = good[stratum]
@@ -90,7 +90,7 @@ def area_of(score: np.ndarray, good: np.ndarray, groups: np.ndarray, strata: np.
     value = float(wins[good].sum() / pairs)
     place = (wins - value * rivals) / pairs
     sizes = tuple(len(np.unique(groups[side])) for side in (good, ~good))
-    return Area(value, root_sums(place, groups), (sizes[0], sizes[1]))
+    return Area(value, group_sums(place, groups), (sizes[0], sizes[1]))
 
 
 def _ranks(score: np.ndarray, good: np.ndarray) -> np.ndarray:

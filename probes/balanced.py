@@ -13,8 +13,8 @@ from scipy import stats
 
 from replaylens.probes import statistics
 from replaylens.probes.checks import no_nan, same_length
-from replaylens.probes.errors import TooFewRoots
-from replaylens.probes.statistics import LEVEL, Estimate, root_sums
+from replaylens.probes.errors import TooFewGroups
+from replaylens.probes.statistics import LEVEL, Estimate, group_sums
 
 _PRIOR, _TRUST = 1.5, 1.0
 """groups' worth of belief that a class is as easy as all classes, and that rows of a group are copies of each other"""
@@ -58,7 +58,7 @@ def balanced_accuracy(
     right, codes, groups = np.asarray(right, dtype=float), np.asarray(codes), np.asarray(groups)
     no_nan("right", right)
     if (count := len(np.unique(groups))) < 2:
-        raise TooFewRoots(f"{count} groups are too few. Give rows of at least 2 for an interval over groups.")
+        raise TooFewGroups(f"{count} groups are too few. Give rows of at least 2 for an interval over groups.")
     classes = [_class(right, codes == each, groups) for each in np.unique(codes)]
     value = float(np.mean([each.share for each in classes]))
     common = (value * count + 0.5) / (count + 1)
@@ -73,7 +73,7 @@ def balanced_accuracy(
 
 def _class(right: np.ndarray, own: np.ndarray, groups: np.ndarray) -> _Class:
     share = float(right[own].mean())
-    parts = root_sums(np.where(own, right - share, 0) / own.sum(), groups)
+    parts = group_sums(np.where(own, right - share, 0) / own.sum(), groups)
     return _Class(share, parts, len(np.unique(groups[own])))
 
 

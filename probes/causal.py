@@ -29,9 +29,9 @@ from replaylens.probes.heldout import held_out
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.report import Report, percent, score_line
 from replaylens.probes.rows import make_target
-from replaylens.probes.splits import fold_of_roots
+from replaylens.probes.splits import fold_of_groups
 from replaylens.probes.stage import Stage, Subject, Variant
-from replaylens.probes.statistics import bootstrap
+from replaylens.probes.statistics import ratio_over_groups
 from replaylens.tasks import Example
 
 PLACEBOS = 8
@@ -234,12 +234,12 @@ def refits(stage: Stage, variant: Variant, seed: int) -> tuple[list[dict[str, An
     ends = {"site, before": before, "site, after": after, "last layer, before": plain, "last layer, after": gone}
     groups, once = np.unique(stage.groups, return_index=True)  # prompts that begin alike are one row
     goal = make_goal(make_target(stage.label, [stage.subjects[i].classes[-1] for i in once]))
-    test = np.arange(_FOLDS)[:, None] == fold_of_roots(groups, _FOLDS, seed)
+    test = np.arange(_FOLDS)[:, None] == fold_of_groups(groups, _FOLDS, seed)
     goal.check(~test)
     lines, said = [], []
     for name, X in ends.items():
         predicted = held_out("logistic", torch.from_numpy(X[once])[None], [goal], ~test, test).predicted[0, 0]
-        score = bootstrap((predicted == goal.codes)[None], np.ones(len(once)), groups, folds=_FOLDS)[0]
+        score = ratio_over_groups((predicted == goal.codes)[None], np.ones(len(once)), groups, folds=_FOLDS)[0]
         lines.append(score_line(f"refit: {name}", "accuracy", score, len(once), majority=majority(goal.codes, ~test, test)))
         said.append(f"refit at the {name}: {percent(score.value, score.low, score.high)}.")
     return lines, said

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 from torch import Tensor
 
-from replaylens.probes.errors import OneClass, ProbeError, TooFewRoots
+from replaylens.probes.errors import OneClass, ProbeError, TooFewGroups
 from replaylens.probes.information import smoothed
+from replaylens.probes.linear import LinearReadout
 from replaylens.probes.solvers import Solution, one_hot, solve_path
-from replaylens.probes.splits import fold_of_roots
+from replaylens.probes.splits import fold_of_groups
 
 GRID = tuple(10.0**power for power in range(-4, 3))
 """values of C, ascending; for ridge, alpha = 1 / C"""
@@ -54,12 +54,12 @@ def solve_chosen(
 
 
 def inner_folds(groups: np.ndarray, fit: np.ndarray) -> np.ndarray:
-    """[INNER, rows] bool: the rows among `fit` that each inner fold is judged on. Raises TooFewRoots for one group."""
+    """[INNER, rows] bool: the rows among `fit` that each inner fold is judged on. Raises TooFewGroups for one group."""
     count = min(INNER, len(np.unique(groups[fit])))
     if count < 2:
-        raise TooFewRoots(f"{count} groups to fit on, but choosing the regularisation takes 2. Give more, or use a fixed one.")
+        raise TooFewGroups(f"{count} groups to fit on, but choosing the regularisation takes 2. Give more, or use a fixed one.")
     fold = np.full(len(groups), -1)
-    fold[fit] = fold_of_roots(groups[fit], count, _SEED)
+    fold[fit] = fold_of_groups(groups[fit], count, _SEED)
     return fold == np.arange(INNER)[:, None]
 
 
@@ -102,7 +102,7 @@ def _pick(values: Tensor, best: Tensor) -> Tensor:
     return values.gather(0, places)[0]
 
 
-class ChosenProbe(ClassifierMixin, BaseEstimator):
+class ChosenProbe(LinearReadout):
     """A linear classifier on standardised columns whose C is chosen by inner folds.
 
     kind  logistic or ridge (with alpha = 1 / C)
@@ -129,12 +129,6 @@ class ChosenProbe(ClassifierMixin, BaseEstimator):
         self.C_ = float(chosen[0, 0, 0])
         return self
 
-    def decision_function(self, X: Any) -> np.ndarray:
-        check_is_fitted(self)
-        X = validate_data(self, X, reset=False)
-        scores: np.ndarray = X @ self.coef_.T + self.intercept_
-        return scores[:, 0] if len(self.classes_) == 2 else scores
-
     @available_if(lambda probe: probe.kind == "logistic")
     def predict_proba(self, X: Any) -> np.ndarray:
         scores = self.decision_function(X)
@@ -142,9 +136,3 @@ class ChosenProbe(ClassifierMixin, BaseEstimator):
             scores = np.stack([np.zeros_like(scores), scores], 1)
         shares: np.ndarray = np.exp(scores - np.logaddexp.reduce(scores, 1, keepdims=True))
         return shares
-
-    def predict(self, X: Any) -> np.ndarray:
-        scores = self.decision_function(X)
-        places = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
-        chosen: np.ndarray = self.classes_[places]
-        return chosen

@@ -13,7 +13,7 @@ from replaylens.probes.groups import independent
 from replaylens.probes.heldout import held_out
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.splits import Split, by_root
-from replaylens.probes.statistics import Estimate, bootstrap
+from replaylens.probes.statistics import Estimate, ratio_over_groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ def cross_validate(
     X       [rows, d]; see `ProbeRows.of_arrays` for X, y, groups and keys
     kind    class, number (use the estimator ridge), or auto: text, booleans and few whole numbers are classes
 
-    Raises BadRows and MissingGroups for arrays that do not fit, TooFewRoots for fewer groups than folds, OneClass if a fold
+    Raises BadRows and MissingGroups for arrays that do not fit, TooFewGroups for fewer groups than folds, OneClass if a fold
     leaves one class to fit on.
 
     >>> import numpy as np
@@ -76,5 +76,5 @@ def cross_validate(
     else:
         metric, bottom, least, predicted = "r2", (codes - codes.mean()) ** 2, -np.inf, said
         top = bottom - (codes - said[there]) ** 2
-    (score,) = bootstrap(top, bottom, here.groups[there], folds=folds, least=least)
+    (score,) = ratio_over_groups(top, bottom, here.groups[there], folds=folds, least=least)
     return CrossValidated(rows.numbers, predicted, split.test.argmax(0), score, metric, split)

@@ -25,7 +25,7 @@ from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.solvers import Solution, one_hot, solve_path
 from replaylens.probes.splits import Split, by_root
-from replaylens.probes.statistics import LEVEL, corrected_p, mean_over_roots
+from replaylens.probes.statistics import LEVEL, corrected_p, mean_over_groups
 
 PATH = tuple(10.0**power for power in range(-6, 3))
 """values of C"""
@@ -78,7 +78,7 @@ def complexity_curve(
     lines, right = [], []
     for value, probe in zip(path, probes, strict=True):
         line, correct = _point(probe, x, codes, split)
-        accuracy = mean_over_roots(correct, groups, folds=folds)
+        accuracy = mean_over_groups(correct, groups, folds=folds)
         lines.append(score_line(f"C = {value:g}", "accuracy", accuracy, len(correct), cell, C=value, **line))
         right.append(correct)
     shared = dict(

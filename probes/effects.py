@@ -6,12 +6,12 @@ import numpy as np
 
 from replaylens.probes.report import score_line
 from replaylens.probes.stage import Effect
-from replaylens.probes.statistics import Estimate, bootstrap, difference_over_roots, mean_over_placebos
+from replaylens.probes.statistics import Estimate, difference_over_groups, mean_over_placebos, ratio_over_groups
 
 
 def line_of(what: str, effect: Effect, roots: np.ndarray, metric: str = "flip rate") -> dict[str, Any]:
     """The share of prompts that an effect flips, and its pull in nats."""
-    pull = difference_over_roots(effect.pull, roots, bounded=False)
+    pull = difference_over_groups(effect.pull, roots, bounded=False)
     return score_line(what, metric, _rate(effect, roots), len(roots), **_nats(pull))
 
 
@@ -41,7 +41,7 @@ def difference(
 
 
 def _rate(effect: Effect, roots: np.ndarray) -> Estimate:
-    return bootstrap(effect.flipped[None], np.ones(len(roots)), roots)[0]
+    return ratio_over_groups(effect.flipped[None], np.ones(len(roots)), roots)[0]
 
 
 def _rate_of_placebos(placebos: list[Effect], roots: np.ndarray, seed: int) -> Estimate:

@@ -23,8 +23,8 @@ class NoTask(ProbeError):
     """The question needs a task, and the rows have none: they come from arrays."""
 
 
-class TooFewRoots(ProbeError):
-    """There are fewer root prompts than folds, or than a statistic needs."""
+class TooFewGroups(ProbeError):
+    """There are fewer independent groups of prompts than folds, or than a statistic needs."""
 
 
 class MissingLabel(ProbeError, KeyError):

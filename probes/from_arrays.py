@@ -1,5 +1,6 @@
 """`FromArrays`: the constructors of `ProbeRows` for activations computed elsewhere."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-class FromArrays:
+class FromArrays(ABC):
     """Constructors. Such rows have no task; docs/probes.md says what works without one."""
 
     @classmethod
+    @abstractmethod
     def _from_arrays(cls, frame: pd.DataFrame, source: ArraySource) -> Self:
         """The rows of a checked index and source."""
-        raise NotImplementedError
 
     @classmethod
     def of_arrays(

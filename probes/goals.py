@@ -12,6 +12,8 @@ from replaylens.probes.rows import ProbeRows, Target
 from replaylens.probes.statistics import exchanged_share, shuffled_order
 
 LABEL, SHUFFLED, CONTROL, ZERO = "label", "shuffled", "control", "zero"
+_SHUFFLED = 0.2
+"""share of labels that a shuffled control must change, against a free exchange; it is no test: less than `EXCHANGED` will do"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +121,7 @@ def _shuffled(goal: Goal, roots: np.ndarray, groups: np.ndarray, seed: int) -> l
     """The control with labels exchanged between groups; none if that changes next to nothing."""
     rows = np.flatnonzero(goal.present)
     order = shuffled_order(goal.codes[rows], roots[rows], seed + 1, groups[rows])
-    if exchanged_share(goal.codes[rows], order[None]) < 0.2:
+    if exchanged_share(goal.codes[rows], order[None]) < _SHUFFLED:
         return []
     codes = goal.codes.copy()
     codes[rows] = goal.codes[rows][order]

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from replaylens.probes.splits import fold_of_roots
+from replaylens.probes.splits import fold_of_groups
 
 BLOCKS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.0625, 0.125, 0.25, 0.5, 1.0)
 """ends of the blocks, as fractions of the roots"""
@@ -63,7 +63,7 @@ def calibration_error(confidence: np.ndarray, correct: np.ndarray, bins: int = 1
 def code_blocks(roots: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """(train, test) masks [blocks, rows] of the online code; rows in no test block come before the first probe."""
     number = len(np.unique(roots))
-    rank = fold_of_roots(roots, number, seed)  # as many folds as roots: a shuffled order of the roots
+    rank = fold_of_groups(roots, number, seed)  # as many folds as roots: a shuffled order of the roots
     ends = sorted({round(number * share) for share in BLOCKS if round(number * share) >= min(MIN_ROOTS, number // 2)})
     train = np.stack([rank < begin for begin in ends[:-1]])
     test = np.stack([(rank >= begin) & (rank < end) for begin, end in pairwise(ends)])

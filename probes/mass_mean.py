@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from replaylens.probes.errors import OneClass
+from replaylens.probes.linear import LinearReadout
 from replaylens.probes.moments import Moments, moments_of
 
 RIDGE = 1e-6
 """fraction of each column's variance added before inversion, since rows may lie in a subspace"""
 
 
-class MassMeanProbe(ClassifierMixin, BaseEstimator):
+class MassMeanProbe(LinearReadout):
     """Nearest class mean.
 
     whiten  measure distance by the within-class covariance
@@ -52,18 +52,6 @@ class MassMeanProbe(ClassifierMixin, BaseEstimator):
             weights, bias = weights[1:] - weights[:1], bias[1:] - bias[:1]
         self.coef_, self.intercept_ = weights.numpy(), bias.numpy()  # as in scikit-learn: one line for two classes
         return self
-
-    def decision_function(self, X: Any) -> np.ndarray:
-        check_is_fitted(self)
-        X = validate_data(self, X, reset=False)
-        scores: np.ndarray = X @ self.coef_.T + self.intercept_
-        return scores[:, 0] if len(self.classes_) == 2 else scores
-
-    def predict(self, X: Any) -> np.ndarray:
-        scores = self.decision_function(X)
-        places = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
-        chosen: np.ndarray = self.classes_[places]
-        return chosen
 
 
 def whitened(means: Tensor, within: Tensor, deviations: Tensor) -> Tensor:

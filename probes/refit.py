@@ -21,7 +21,7 @@ from replaylens.probes.groups import independent
 from replaylens.probes.heldout import held_out
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.splits import Split, by_root
-from replaylens.probes.statistics import Null, root_permutations
+from replaylens.probes.statistics import Null, group_permutations
 
 _TOGETHER = 50
 """permutations solved together; bounds memory"""
@@ -55,7 +55,7 @@ def label_orders(goal: Goal, roots: np.ndarray, groups: np.ndarray, count: int, 
     """[count, rows]: for each row, the row whose label it takes; rows without a label keep none."""
     rows = np.flatnonzero(goal.present)
     orders = np.broadcast_to(np.arange(len(roots)), (count, len(roots))).copy()
-    orders[:, rows] = rows[root_permutations(goal.codes[rows], roots[rows], count, seed, groups[rows])]
+    orders[:, rows] = rows[group_permutations(goal.codes[rows], roots[rows], count, seed, groups[rows])]
     return orders
 
 

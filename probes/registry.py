@@ -21,7 +21,7 @@ from replaylens.probes.erasers import Inlp, Leace
 from replaylens.probes.errors import UnknownEstimator
 from replaylens.probes.mass_mean import MassMeanProbe
 from replaylens.probes.sparse import SparseProbe
-from replaylens.probes.splits import fold_of_roots
+from replaylens.probes.splits import fold_of_groups
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,6 @@ def get(name: str) -> Estimator:
 
 def calibrated(name: str, X: np.ndarray, y: np.ndarray, roots: np.ndarray, folds: int = 5, seed: int = 0) -> Any:
     """An estimator whose probabilities are calibrated (temperature scaling), on folds that keep roots together."""
-    fold = fold_of_roots(roots, folds, seed)
+    fold = fold_of_groups(roots, folds, seed)
     parts = [(np.flatnonzero(fold != f), np.flatnonzero(fold == f)) for f in range(folds)]
     return CalibratedClassifierCV(get(name).make(), method="temperature", cv=parts, ensemble=False).fit(X, y)

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from replaylens.probes.checks import folds_and_seed, mask_of
-from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, SharedRows, TooFewRoots
+from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, SharedRows, TooFewGroups
 from replaylens.probes.groups import groups_of, path_keys
 from replaylens.probes.paths import row_paths
 from replaylens.probes.rows import ProbeRows
@@ -54,7 +54,7 @@ class Split:
                     f"Branches of a prompt share its tokens: split by root, as by_root and by_length do."
                 )
             if not train.any() or not test.any():
-                raise TooFewRoots(
+                raise TooFewGroups(
                     f"Split {self.name!r}, fold {number}: {train.sum()} rows to fit on, {test.sum()} to test. Give more roots."
                 )
 
@@ -99,12 +99,12 @@ class Split:
         return Split(self.name, self.train[:, chosen], self.test[:, chosen], self.roots[chosen])
 
 
-def fold_of_roots(groups: np.ndarray, folds: int, seed: int = 0) -> np.ndarray:
-    """The fold of each row, by its group; sizes differ by at most one group. Raises TooFewRoots if a fold would be empty."""
+def fold_of_groups(groups: np.ndarray, folds: int, seed: int = 0) -> np.ndarray:
+    """The fold of each row, by its group; sizes differ by at most one group. Raises TooFewGroups if a fold would be empty."""
     folds, seed = folds_and_seed(folds, seed)
     different, place = np.unique(groups, return_inverse=True)
     if folds < 2 or len(different) < folds:
-        raise TooFewRoots(
+        raise TooFewGroups(
             f"{len(different)} independent groups of prompts for {folds} folds. Prompts that share a row are one group. "
             f"Give at least 2 folds and as many groups: more prompts, or a later position."
         )
@@ -122,7 +122,7 @@ def by_root(rows: ProbeRows, folds: int = 5, seed: int = 0) -> Split:
 def _crossed(name: str, rows: ProbeRows, fit: np.ndarray, test: np.ndarray, folds: int, seed: int) -> Split:
     """Fit on some rows of the other folds' groups, test on some rows of this fold's."""
     keys = path_keys(rows)
-    fold = fold_of_roots(groups_of(rows, keys), folds, seed)
+    fold = fold_of_groups(groups_of(rows, keys), folds, seed)
     inside = np.arange(folds)[:, None] == fold  # [folds, rows]
     return Split(name, ~inside & fit, inside & test, rows.roots).check(rows, keys)
 

@@ -14,9 +14,9 @@ import numpy as np
 from scipy import stats
 
 from replaylens.probes.checks import no_nan, same_length
-from replaylens.probes.errors import TooFewRoots
+from replaylens.probes.errors import TooFewGroups
 
-RESAMPLES, PERMUTATIONS, LEVEL = 1000, 199, 0.95
+RESAMPLES, PERMUTATIONS, LEVEL = 1000, 99, 0.95
 EXCHANGED = 0.8
 """share of labels that permutations must change, against a free exchange, to be a test"""
 
@@ -40,7 +40,7 @@ class Estimate:
 # ---- sums over groups -------------------------------------------------------------------------------------------------
 
 
-def root_sums(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+def group_sums(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """values [..., rows] -> sums per group [..., groups], groups in order of their ids."""
     place = np.unique(groups, return_inverse=True)[1]
     order = np.argsort(place, kind="stable")
@@ -48,10 +48,10 @@ def root_sums(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return np.add.reduceat(np.asarray(values, dtype=np.float64)[..., order], starts, axis=-1)
 
 
-def root_weights(groups: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+def group_weights(groups: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
     """[resamples, groups]: how often each group is drawn, with replacement."""
     if groups < 2:
-        raise TooFewRoots(f"{groups} independent groups are too few. Give prompts of at least 2 for an interval.")
+        raise TooFewGroups(f"{groups} independent groups are too few. Give prompts of at least 2 for an interval.")
     generator = np.random.default_rng([seed, 0xB007])
     return generator.multinomial(groups, np.full(groups, 1 / groups), size=resamples)
 
@@ -71,7 +71,7 @@ def effective_groups(sizes: np.ndarray) -> float:
     One large group among small ones decides a mean almost alone, so that the number of groups says little about its error.
     """
     if len(sizes) < 2:
-        raise TooFewRoots(f"{len(sizes)} independent groups are too few. Give prompts of at least 2 for an interval.")
+        raise TooFewGroups(f"{len(sizes)} independent groups are too few. Give prompts of at least 2 for an interval.")
     return float(max(sizes.sum() ** 2 / (sizes**2).sum(), 1.5))
 
 
@@ -85,7 +85,7 @@ def _errors(above: np.ndarray, below: np.ndarray, value: np.ndarray, folds: int)
 # ---- intervals --------------------------------------------------------------------------------------------------------
 
 
-def bootstrap(
+def ratio_over_groups(
     top: np.ndarray,
     bottom: np.ndarray,
     groups: np.ndarray,
@@ -100,7 +100,7 @@ def bootstrap(
     least  lowest possible score: 0 for a share, which gets the interval of `_share`; -inf for r2. The highest is 1
     """
     same_length(top=top, bottom=bottom, groups=groups)
-    above, below = root_sums(np.atleast_2d(top), groups), root_sums(np.atleast_2d(bottom), groups)
+    above, below = group_sums(np.atleast_2d(top), groups), group_sums(np.atleast_2d(bottom), groups)
     value = above.sum(1) / below.sum(1)
     error = _errors(above, below, value, folds)
     size, rows = effective_groups(below[0]), len(groups)
@@ -123,16 +123,16 @@ def _share(value: float, error: float, groups: float, rows: int, level: float) -
     return Estimate(float(value), float(min(low, value)), float(max(high, value)), level)
 
 
-def mean_over_roots(values: np.ndarray, groups: np.ndarray, *, folds: int = 1) -> Estimate:
+def mean_over_groups(values: np.ndarray, groups: np.ndarray, *, folds: int = 1) -> Estimate:
     """The mean of values [rows] with its interval over groups. Zeros and ones are a share; for differences, which can be
-    -1 although none is, take `difference_over_roots`."""
+    -1 although none is, take `difference_over_groups`."""
     values = np.asarray(values, dtype=np.float64)
     if np.isin(values, (0, 1)).all():
-        return bootstrap(values[None], np.ones(len(values)), groups, folds=folds)[0]
-    return difference_over_roots(values, groups, folds=folds, bounded=bool(np.abs(values).max() <= 1))
+        return ratio_over_groups(values[None], np.ones(len(values)), groups, folds=folds)[0]
+    return difference_over_groups(values, groups, folds=folds, bounded=bool(np.abs(values).max() <= 1))
 
 
-def difference_over_roots(
+def difference_over_groups(
     values: np.ndarray, groups: np.ndarray, *, folds: int = 1, extra: float = 0.0, bounded: bool = True
 ) -> Estimate:
     """The mean of paired differences [rows], or of any numbers, with its t interval over groups.
@@ -143,7 +143,7 @@ def difference_over_roots(
     bounded  values are differences of shares, between -1 and 1, and not numbers of any size (nats)
     """
     values = np.asarray(values, dtype=np.float64)
-    above, below = root_sums(values[None], groups), root_sums(np.ones((1, len(values))), groups)
+    above, below = group_sums(values[None], groups), group_sums(np.ones((1, len(values))), groups)
     value, size = values.mean(), effective_groups(below[0])
     reach = stats.t.ppf((1 + LEVEL) / 2, size - 1) * np.sqrt(_errors(above, below, np.array([value]), folds)[0] ** 2 + extra)
     if np.ptp(values) > 0 or not bounded:
@@ -166,8 +166,8 @@ def mean_over_placebos(values: np.ndarray, groups: np.ndarray, *, seed: int = 0,
     share  values are 0 or 1. If all are equal, resampling shows no spread; the end of the interval is then the exact
            binomial one for the number of groups or of placebos, whichever is smaller
     """
-    sums, sizes = root_sums(values, groups), root_sums(np.ones(len(groups)), groups)  # [placebos, groups], [groups]
-    weights = root_weights(len(sizes), RESAMPLES, seed)
+    sums, sizes = group_sums(values, groups), group_sums(np.ones(len(groups)), groups)  # [placebos, groups], [groups]
+    weights = group_weights(len(sizes), RESAMPLES, seed)
     count = len(values)
     drawn = np.random.default_rng([seed, 0xF1A7]).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
     draws = ((drawn @ sums) * weights).sum(1) / (count * (weights @ sizes))
@@ -200,10 +200,10 @@ def _wider(groups: float, level: float) -> float:
     return float(stats.t.ppf((1 + level) / 2, groups - 1) / stats.norm.ppf((1 + level) / 2))
 
 
-def means_over_roots(values: np.ndarray, groups: np.ndarray, *, seed: int = 0, folds: int = 1) -> list[Estimate]:
+def means_over_groups(values: np.ndarray, groups: np.ndarray, *, seed: int = 0, folds: int = 1) -> list[Estimate]:
     """The mean of each line of values [cells, rows], with intervals that hold for all of them jointly."""
     value, draws = _means(values, groups, seed)
-    return simultaneous(value, draws, effective_groups(root_sums(np.ones(len(groups)), groups)), folds=folds)
+    return simultaneous(value, draws, effective_groups(group_sums(np.ones(len(groups)), groups)), folds=folds)
 
 
 def lower_bounds(
@@ -220,7 +220,7 @@ def lower_bounds(
     extra  variance of each mean that does not come from the groups
     """
     value, draws = _means(values, groups, seed)
-    above, below = root_sums(values, groups), root_sums(np.ones((1, len(groups))), groups)
+    above, below = group_sums(values, groups), group_sums(np.ones((1, len(groups))), groups)
     error = np.sqrt(_errors(above, np.broadcast_to(below, above.shape), value, folds) ** 2 + extra)
     spread = draws.std(0)
     farthest = ((draws - value) / np.where(spread > 0, spread, np.inf)).max(1)
@@ -232,22 +232,22 @@ def lower_bounds(
 
 def variance_of_fits(values: np.ndarray, groups: np.ndarray, folds: int) -> np.ndarray:
     """[cells]: the part of the variance of cross-validated means of values [cells, rows] that their groups do not show."""
-    above, below = root_sums(values, groups), root_sums(np.ones((1, len(groups))), groups)
+    above, below = group_sums(values, groups), group_sums(np.ones((1, len(groups))), groups)
     shown = _errors(above, np.broadcast_to(below, above.shape), above.sum(1) / below.sum(), 1)
     return (cross_validation(folds) ** 2 - 1) * shown**2
 
 
 def _means(values: np.ndarray, groups: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(means [cells], those of resampled groups [resamples, cells])"""
-    above, below = root_sums(values, groups), root_sums(np.ones(len(groups)), groups)
-    weights = root_weights(len(below), RESAMPLES, seed)
+    above, below = group_sums(values, groups), group_sums(np.ones(len(groups)), groups)
+    weights = group_weights(len(below), RESAMPLES, seed)
     return above.sum(1) / below.sum(), (weights @ above.T) / (weights @ below)[:, None]
 
 
 # ---- tests ------------------------------------------------------------------------------------------------------------
 
 
-def root_permutations(
+def group_permutations(
     labels: np.ndarray, roots: np.ndarray, count: int, seed: int = 0, groups: np.ndarray | None = None
 ) -> np.ndarray:
     """[count, rows]: for each row, the number of the row whose label it takes.
@@ -275,14 +275,14 @@ def root_permutations(
 
 
 def shuffled_order(labels: np.ndarray, roots: np.ndarray, seed: int = 0, groups: np.ndarray | None = None) -> np.ndarray:
-    """[rows]: as one line of `root_permutations`, for a control that is no test: roots of any length exchange labels.
+    """[rows]: as one line of `group_permutations`, for a control that is no test: roots of any length exchange labels.
 
     A row takes the label of the same row of its root's partner, or of the partner's partner and so on if that root has fewer
     rows. So labels keep their place, but sequences may be torn.
     """
     _, members = _members(roots if groups is None else groups)
     if all((labels[rows] == labels[rows[0]]).all() for rows in members):
-        return np.asarray(root_permutations(labels, roots, 1, seed, groups)[0])
+        return np.asarray(group_permutations(labels, roots, 1, seed, groups)[0])
     sequences = _members(roots)[1]
     sizes = np.array([len(rows) for rows in sequences])
     partner = np.random.default_rng([seed, 0x5EED]).permutation(len(sequences))
@@ -359,7 +359,7 @@ def max_statistic(nulls: list[Null]) -> list[np.ndarray]:
 def corrected_p(gains: np.ndarray, groups: np.ndarray, folds: int) -> np.ndarray:
     """One-sided p-values [cells] that the mean of gains [cells, rows] is at most 0: a t test over groups, its standard error
     corrected for cross-validation. For probes that are too slow to refit for every permutation."""
-    above, below = root_sums(gains, groups), root_sums(np.ones((1, len(groups))), groups)
+    above, below = group_sums(gains, groups), group_sums(np.ones((1, len(groups))), groups)
     value = above.sum(1) / below.sum()
     error = _errors(above, np.broadcast_to(below, above.shape), value, folds)
     with np.errstate(divide="ignore", invalid="ignore"):

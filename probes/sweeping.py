@@ -22,7 +22,7 @@ from replaylens.engine.run import Run
 from replaylens.probes import registry, splits
 from replaylens.probes.checks import folds_and_seed, layer_list, names, once
 from replaylens.probes.controls import require_same_rows, untrained_rows
-from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, ProbeError, TooFewRoots, UnknownEstimator
+from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, ProbeError, TooFewGroups, UnknownEstimator
 from replaylens.probes.goals import CONTROL, LABEL, Goal, goals_at
 from replaylens.probes.groups import histories, independent
 from replaylens.probes.heldout import Held, held_out
@@ -171,7 +171,7 @@ class _Sweep:
         here = independent(found, labels)  # another split could part rows of one observation
         try:
             split = self.make_split(here.rows).check(here.rows, here.keys)
-        except TooFewRoots as error:
+        except TooFewGroups as error:
             return SweepPosition.nothing(position, found, str(error))
         paths = histories(here.rows) if settings.controls else None
         how: dict[str, Any] = dict(with_controls=settings.controls, seed=settings.seed)

@@ -14,7 +14,7 @@ from replaylens.probes.refit import ratio, score
 from replaylens.probes.report import Report, about_rows
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.settings import SweepSettings
-from replaylens.probes.splits import Split, fold_of_roots
+from replaylens.probes.splits import Split, fold_of_groups
 from replaylens.probes.statistics import Null
 from replaylens.probes.sweep_position import SweepPosition
 
@@ -126,7 +126,7 @@ def _lines(block: SweepBlock, shared: "Shared", error: float) -> Iterator[dict[s
     place, goal, predicted = block.place, block.goal, block.predicted()
     top, bottom = ratio(predicted, goal, block.tested)
     least = 0.0 if goal.kind == "class" else -np.inf
-    scores = statistics.bootstrap(top, bottom, block.groups, folds=block.folds, least=least)
+    scores = statistics.ratio_over_groups(top, bottom, block.groups, folds=block.folds, least=least)
     beyond = _controls(block, shared, error) if goal.role == LABEL else [{} for _ in scores]
     more = _metrics(block)
     null = place.null(block.estimator, goal)
@@ -226,7 +226,7 @@ def _shared(block: SweepBlock, settings: SweepSettings) -> Shared:
 
 def _refolded(place: SweepPosition, seed: int) -> Split:
     """The split with its groups dealt out to folds anew."""
-    split, fold = place.split, fold_of_roots(place.groups, len(place.split), seed)
+    split, fold = place.split, fold_of_groups(place.groups, len(place.split), seed)
     inside = np.arange(len(split))[:, None] == fold
     return Split(split.name, ~inside & split.train.any(0), inside & split.test.any(0), split.roots)
 
@@ -278,7 +278,7 @@ def _selectivity(
     how: dict[str, Any] = dict(folds=block.folds, extra=spread)
     value, bound = statistics.lower_bounds(own - drawn.mean(0), block.groups, level=1 - error, **how)
     for c, line in enumerate(found):
-        alone = statistics.difference_over_roots((own - drawn.mean(0))[c], block.groups, folds=block.folds, extra=spread[c])
+        alone = statistics.difference_over_groups((own - drawn.mean(0))[c], block.groups, folds=block.folds, extra=spread[c])
         line["control_task"] = float(drawn[:, c].mean())
         line |= {"selectivity": float(value[c]), "selectivity_low": alone.low, "selectivity_high": alone.high}
     return bound

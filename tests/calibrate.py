@@ -19,7 +19,7 @@ import torch
 from replaylens.probes.areas import area, area_gains
 from replaylens.probes.balanced import balanced_accuracy
 from replaylens.probes.rows import ProbeRows
-from replaylens.probes.statistics import mean_over_roots
+from replaylens.probes.statistics import mean_over_groups
 from replaylens.probes.summary import shown
 from replaylens.probes.sweeping import sweep
 from tests.probes.synthetic import labelled_rows
@@ -158,7 +158,7 @@ def share(groups: int, rows: int, rate: float, spread: float) -> Simulation:
     def draw(generator: np.random.Generator) -> tuple[float, float, float]:
         rates = generator.beta(rate * spread, (1 - rate) * spread, size=groups)
         values = generator.random((groups, rows)) < rates[:, None]
-        found = mean_over_roots(values.ravel().astype(float), names(groups, rows))
+        found = mean_over_groups(values.ravel().astype(float), names(groups, rows))
         return rate, found.low, found.high
 
     return draw
@@ -171,7 +171,7 @@ def uneven(groups: int, rate: float) -> Simulation:
         sizes = np.maximum(1, np.round(4 * np.exp(generator.normal(size=groups)))).astype(int)
         rates = generator.beta(rate * 4, (1 - rate) * 4, size=groups)
         values = generator.random(sizes.sum()) < np.repeat(rates, sizes)
-        found = mean_over_roots(values.astype(float), np.repeat(np.arange(groups), sizes).astype(str))
+        found = mean_over_groups(values.astype(float), np.repeat(np.arange(groups), sizes).astype(str))
         return rate, found.low, found.high
 
     return draw
@@ -182,7 +182,7 @@ def difference(groups: int, rows: int) -> Simulation:
 
     def draw(generator: np.random.Generator) -> tuple[float, float, float]:
         values = generator.normal(size=(groups, rows)) + generator.normal(size=(groups, 1))
-        found = mean_over_roots(values.ravel(), names(groups, rows))
+        found = mean_over_groups(values.ravel(), names(groups, rows))
         return 0.0, found.low, found.high
 
     return draw

@@ -19,7 +19,6 @@ from replaylens.probes.report import Report
 from tests.engine.dump.damage import flip_bit
 
 EXAMPLES = 20
-pytestmark = pytest.mark.xdist_group("demo")  # all tests share one run
 
 
 def invoke(out: Path) -> Result:

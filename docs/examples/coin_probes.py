@@ -18,7 +18,7 @@ from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.probes.report import Report
-from replaylens.probes.statistics import mean_over_roots
+from replaylens.probes.statistics import mean_over_groups
 
 DUMPS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "coin": (1000, dict(flips=(1, 8)), dict(sites="STC")),
@@ -102,7 +102,7 @@ class CoinProbes:
         for layer in range(5):
             pairs = np.hstack([rows.matrix("S", layer) for rows in answered])
             said = rl.probes.CcsProbe().fit(pairs[:fit], truth[:fit]).predict(pairs[fit:])
-            found = mean_over_roots((said == truth[fit:]).astype(float), answered[0].roots[fit:])
+            found = mean_over_groups((said == truth[fit:]).astype(float), answered[0].roots[fit:])
             lines.append(dict(what=f"S{layer}", metric="accuracy", accuracy=found.value, low=found.low, high=found.high))
         said_so = [f"CCS at {line['what']}: {line['accuracy']:.3f} [{line['low']:.3f}, {line['high']:.3f}]." for line in lines]
         return Report("contrast", lines, {}, {}, [], said_so)

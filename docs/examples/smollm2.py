@@ -27,8 +27,8 @@ from replaylens.probes import ProbeRows, untrained_rows
 from replaylens.probes.questions.forced import forced_rows
 from replaylens.probes.registry import get
 from replaylens.probes.report import Report, about_rows, percent
-from replaylens.probes.splits import fold_of_roots
-from replaylens.probes.statistics import bootstrap
+from replaylens.probes.splits import fold_of_groups
+from replaylens.probes.statistics import ratio_over_groups
 from replaylens.tasks import Example
 from replaylens.views.report import ReportPage
 
@@ -234,7 +234,7 @@ def last(rows: ProbeRows) -> ProbeRows:
 
 def held_out_faces(truthful: ProbeRows, rows: ProbeRows, site: str) -> np.ndarray:
     """What ridge probes, fitted on truthful forks of other roots, read off these rows."""
-    fold, read = fold_of_roots(rows.roots, FOLDS, 0), np.empty(len(rows), dtype=object)
+    fold, read = fold_of_groups(rows.roots, FOLDS, 0), np.empty(len(rows), dtype=object)
     for f in range(FOLDS):
         X, y = truthful.matrix(site)[fold != f], truthful.target("face").values[fold != f]
         read[fold == f] = get("ridge").make().fit(X, y).predict(rows.matrix(site)[fold == f])
@@ -243,7 +243,7 @@ def held_out_faces(truthful: ProbeRows, rows: ProbeRows, site: str) -> np.ndarra
 
 def line(what: str, right: np.ndarray, roots: np.ndarray, folds: int = 1) -> dict[str, Any]:
     """A share with its interval over roots, as reports have it; wider where folds helped to predict each other."""
-    score = bootstrap(right.astype(float)[None], np.ones(len(right)), roots, folds=folds)[0]
+    score = ratio_over_groups(right.astype(float)[None], np.ones(len(right)), roots, folds=folds)[0]
     return {"what": what, "metric": "share", "accuracy": score.value, "low": score.low, "high": score.high, "rows": len(right)}
 
 

@@ -17,8 +17,8 @@ from replaylens.probes.heldout import held_out
 from replaylens.probes.questions.sizes import sizes
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows
-from replaylens.probes.splits import Split, fold_of_roots
-from replaylens.probes.statistics import means_over_roots, root_permutations
+from replaylens.probes.splits import Split, fold_of_groups
+from replaylens.probes.statistics import group_permutations, means_over_groups
 
 CONTROLS = (SHUFFLED, TOKEN) = ("shuffled labels", "token alone")
 _DRAWS = 4
@@ -48,7 +48,7 @@ def transfer_across(
     folds, seed = folds_and_seed(folds, seed)
     here, goal, part, notes = _labelled(rows, label, position, fit_on, test_on)
     groups = groups_of(here)
-    inside = np.arange(folds)[:, None] == fold_of_roots(groups, folds, seed)
+    inside = np.arange(folds)[:, None] == fold_of_groups(groups, folds, seed)
     ways = {(a, b): (~inside & (part == a), inside & (part == b)) for a in (fit_on, test_on) for b in (fit_on, test_on)}
     splits = {way: Split(f"{way[0]} to {way[1]}", *masks, here.roots).check(here) for way, masks in ways.items()}
     main = splits[fit_on, test_on]
@@ -74,7 +74,7 @@ def transfer_across(
                 if here.has_tokens:
                     gains[TOKEN].append((right.astype(float) - token)[tested])
     for name, each in gains.items():
-        for cell, gain in zip(cells, means_over_roots(np.stack(each), groups[tested], seed=seed, folds=folds), strict=True):
+        for cell, gain in zip(cells, means_over_groups(np.stack(each), groups[tested], seed=seed, folds=folds), strict=True):
             what = f"{cell}: {fit_on} to {test_on} minus {name}"
             lines.append(score_line(what, "difference", gain, int(tested.sum()), cell, **sizes(here, tested)))
     settings = dict(label=label, fit_on=fit_on, test_on=test_on, position=position, estimator=estimator, folds=folds, seed=seed)
@@ -106,7 +106,7 @@ def _shuffled(goal: Goal, roots: np.ndarray, tested: np.ndarray, seed: int) -> l
     """The goal with labels of the fitted part exchanged between its roots, several times. Tested rows keep theirs."""
     fitted = np.flatnonzero(~tested)
     found = []
-    for order in root_permutations(goal.codes[fitted], roots[fitted], _DRAWS, seed + 1):
+    for order in group_permutations(goal.codes[fitted], roots[fitted], _DRAWS, seed + 1):
         codes = goal.codes.copy()
         codes[fitted] = goal.codes[fitted][order]
         found.append(replace(goal, codes=codes))

@@ -19,7 +19,7 @@ from replaylens.probes.refit import label_orders, refitted
 from replaylens.probes.report import Report, about_rows, score_line
 from replaylens.probes.rows import Cell, ProbeRows, Target, make_target
 from replaylens.probes.splits import by_root
-from replaylens.probes.statistics import PERMUTATIONS, bootstrap, means_over_roots
+from replaylens.probes.statistics import PERMUTATIONS, means_over_groups, ratio_over_groups
 
 
 def outcome_at_fork(
@@ -65,12 +65,12 @@ def outcome_at_fork(
         X = simple[name] if cell is None else rows.matrix(cell.site, cell.layer)
         predicted = held_out("ridge", torch.from_numpy(X).double()[None], [goal], split.train, split.test).predicted[0, 0]
         errors[name] = (goal.codes - predicted) ** 2
-        score = bootstrap((total - errors[name])[None], total, groups, folds=folds, least=-np.inf)[0]
+        score = ratio_over_groups((total - errors[name])[None], total, groups, folds=folds, least=-np.inf)[0]
         p = float(refitted("ridge", torch.from_numpy(X).float()[None], goal, orders, split).p[0])
         lines.append(score_line(name, "r2", score, len(rows), cell, p=p, **size))
     own = {name: cell for name, cell in cells.items() if cell is not None}
     gains = np.stack([errors["state and steps"] - errors[name] for name in own]) / total.mean()
-    for (name, cell), gain in zip(own.items(), means_over_roots(gains, groups, seed=seed, folds=folds), strict=True):
+    for (name, cell), gain in zip(own.items(), means_over_groups(gains, groups, seed=seed, folds=folds), strict=True):
         lines.append(score_line(f"{name} minus state and steps", "difference of r2", gain, len(rows), cell, **size))
     settings = dict(position=position, folds=folds, seed=seed)
     return Report("outcome_at_fork", lines, about_rows(rows), settings, [chosen.note] if chosen.note else [], _say(lines))

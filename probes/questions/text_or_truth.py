@@ -13,7 +13,7 @@ from replaylens.probes.questions.sizes import sizes
 from replaylens.probes.registry import get
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows
-from replaylens.probes.statistics import bootstrap
+from replaylens.probes.statistics import ratio_over_groups
 from replaylens.probes.unseen import apart
 from replaylens.tasks import Example
 from replaylens.tasks.splits import is_test_root
@@ -85,7 +85,7 @@ def _cell_lines(cell: Cell, fitted: ProbeRows, honest: ProbeRows, lied: ProbeRow
         target = rows.target(label)
         rows, target = rows.where(target.present), target[target.present]
         right = probe.predict(rows.matrix(cell.site, cell.layer)) == target.values
-        score = bootstrap(right[None], np.ones(len(right)), groups_of(rows))[0]
+        score = ratio_over_groups(right[None], np.ones(len(right)), groups_of(rows))[0]
         found.append(score_line(f"{cell}: {name}", "share", score, len(right), cell, **sizes(rows)))
     return found
 
@@ -101,7 +101,7 @@ def _own_words(lied: ProbeRows, lie_at: int, seed: int) -> tuple[list[dict[str, 
             notes.append(f"Skipped '{name}': the model states no face.")
             continue
         truth = (chosen["claimed"] == chosen["face"]).to_numpy(dtype=float)
-        score = bootstrap(1 - truth[None], np.ones(len(truth)), chosen["root"].to_numpy(dtype=str))[0]
+        score = ratio_over_groups(1 - truth[None], np.ones(len(truth)), chosen["root"].to_numpy(dtype=str))[0]
         lines.append(score_line(f"{name}: wrong", "share", score, len(truth), roots=chosen["root"].nunique()))
     return lines, notes
 

@@ -17,8 +17,8 @@ from replaylens.probes.heldout import held_out
 from replaylens.probes.questions.sizes import sizes
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows
-from replaylens.probes.splits import Split, fold_of_roots
-from replaylens.probes.statistics import bootstrap, difference_over_roots
+from replaylens.probes.splits import Split, fold_of_groups
+from replaylens.probes.statistics import difference_over_groups, ratio_over_groups
 
 WAYS = (("accepted", "accepted"), ("accepted", "rejected"), ("rejected", "rejected"), ("rejected", "accepted"))
 
@@ -53,7 +53,7 @@ def transfer(
     _require_both(accepted, position)
     folds, seed = folds_and_seed(folds, seed)
     goal, groups = make_goal(target), groups_of(rows)
-    inside = np.arange(folds)[:, None] == fold_of_roots(groups, folds, seed)
+    inside = np.arange(folds)[:, None] == fold_of_groups(groups, folds, seed)
     ways = {(fit, test): (~inside & _side(accepted, fit), inside & _side(accepted, test)) for fit, test in WAYS}
     for (fit, test), masks in ways.items():
         Split(f"{fit} to {test}", *masks, rows.roots).check(rows)
@@ -67,7 +67,7 @@ def transfer(
         same = _right(estimator, x, goal, groups, *leaky)
         lines.append(_line(f"{cell}: accepted to rejected, same roots", cell, goal, rows, same, leaky))
         gain = same.astype(float) - said["accepted", "rejected"]
-        leaked = difference_over_roots(gain[~accepted], groups[~accepted], folds=folds)
+        leaked = difference_over_groups(gain[~accepted], groups[~accepted], folds=folds)
         size: dict[str, Any] = dict(majority=None, **sizes(rows, ~accepted))
         lines.append(score_line(f"{cell}: leakage", "difference", leaked, int((~accepted).sum()), cell, **size))
     settings = dict(label=label, position=position, estimator=estimator, folds=folds, seed=seed)
@@ -97,7 +97,7 @@ def _line(
     what: str, cell: Cell, goal: Goal, rows: ProbeRows, right: np.ndarray, masks: tuple[np.ndarray, np.ndarray]
 ) -> dict[str, Any]:
     tested = np.asarray(masks[1].any(0))
-    score = bootstrap(right[tested][None], np.ones(tested.sum()), groups_of(rows)[tested], folds=len(masks[1]))[0]
+    score = ratio_over_groups(right[tested][None], np.ones(tested.sum()), groups_of(rows)[tested], folds=len(masks[1]))[0]
     size: dict[str, Any] = dict(majority=majority(goal.codes, *masks), **sizes(rows, tested))
     return score_line(what, "accuracy", score, int(tested.sum()), cell, **size)
 

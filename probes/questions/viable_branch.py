@@ -20,7 +20,7 @@ from replaylens.probes.questions.sizes import sizes
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.splits import Split, by_answer
-from replaylens.probes.statistics import difference_over_roots
+from replaylens.probes.statistics import difference_over_groups
 
 CLAIM = "wrong answers, the model's own claim"
 MIN_GROUPS = 5
@@ -96,7 +96,7 @@ class _Scene:
             for name, wanted, side in sides:
                 lines.append(self._line(cell, name + TOKEN, self.by_token, wanted, side))
                 gain = ((said == wanted).astype(float) - (self.by_token == wanted))[side]
-                more = difference_over_roots(gain, groups_of(self.rows)[side], folds=len(self.split))
+                more = difference_over_groups(gain, groups_of(self.rows)[side], folds=len(self.split))
                 lines.append(self._place(cell, f"{name}, probe minus token", "difference", more, side))
         return lines
 

@@ -30,8 +30,8 @@ PROBES = (
     Mutant(
         "sweep-not-widened",
         "replaylens.probes.tabulate",
-        "scores = statistics.bootstrap(top, bottom, block.groups, folds=block.folds, least=least)",
-        "scores = statistics.bootstrap(top, bottom, block.groups, folds=1, least=least)",
+        "scores = statistics.ratio_over_groups(top, bottom, block.groups, folds=block.folds, least=least)",
+        "scores = statistics.ratio_over_groups(top, bottom, block.groups, folds=1, least=least)",
         "a sweep's intervals know its folds",
         ("tests/probes/test_widening.py",),
     ),
@@ -102,8 +102,8 @@ PROBES = (
     Mutant(
         "groups-by-root-alone",
         "replaylens.probes.splits",
-        "fold = fold_of_roots(groups_of(rows, keys), folds, seed)",
-        "fold = fold_of_roots(rows.roots, folds, seed)",
+        "fold = fold_of_groups(groups_of(rows, keys), folds, seed)",
+        "fold = fold_of_groups(rows.roots, folds, seed)",
         "rows with the same path are in one fold",
         ("tests/probes/test_groups.py::test_no_tested_row_has_been_fitted",),
     ),
@@ -198,8 +198,8 @@ PROBES = (
     Mutant(
         "choice-on-the-tested-rows",
         "replaylens.probes.chosen",
-        "fold[fit] = fold_of_roots(groups[fit], count, _SEED)",
-        "fold[:] = fold_of_roots(groups, count, _SEED)",
+        "fold[fit] = fold_of_groups(groups[fit], count, _SEED)",
+        "fold[:] = fold_of_groups(groups, count, _SEED)",
         "regularisation is chosen without the tested rows",
         ("tests/probes/test_chosen.py::test_tested_rows_take_no_part_in_the_choice",),
     ),

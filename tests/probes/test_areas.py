@@ -7,7 +7,7 @@ from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
 from replaylens.probes.areas import area, area_gains, weighted_areas
 from replaylens.probes.balanced import balanced_accuracy
-from replaylens.probes.errors import OneClass, TooFewRoots
+from replaylens.probes.errors import OneClass, TooFewGroups
 
 
 def names(groups: int, rows: int = 1) -> np.ndarray:
@@ -100,7 +100,7 @@ def test_balanced_accuracy_covers_the_truth(classes: int, share: float, per_grou
 def test_what_has_no_interval() -> None:
     with pytest.raises(OneClass, match="All 4 rows are good"):
         area(np.arange(4.0), np.ones(4), names(4))
-    with pytest.raises(TooFewRoots, match="one group"):
+    with pytest.raises(TooFewGroups, match="one group"):
         area(np.arange(4.0), np.array([1, 0, 1, 0]), names(1, 4))
-    with pytest.raises(TooFewRoots, match="1 groups"):
+    with pytest.raises(TooFewGroups, match="1 groups"):
         balanced_accuracy(np.ones(4), np.zeros(4, dtype=int), names(1, 4))

@@ -27,7 +27,7 @@ from replaylens.probes.errors import (
     OtherSweep,
     ProbeError,
     SharedRows,
-    TooFewRoots,
+    TooFewGroups,
     UnknownEstimator,
 )
 from replaylens.probes.groups import independent
@@ -531,7 +531,7 @@ NEEDS: dict[str, tuple[Callable[[ProbeRows], Any], type[ProbeError], str]] = {
     "by answer": (splits.by_answer, MissingLabel, "No row has 'correct'.*labels"),
     "by length": (lambda rows: splits.by_length(rows, 3), MissingLabel, "No row has 'steps'"),
     "by phrase": (lambda rows: splits.by_phrase(rows, " not"), BadRows, "holes"),
-    "by acceptance": (splits.by_acceptance, TooFewRoots, "0 to test"),
+    "by acceptance": (splits.by_acceptance, TooFewGroups, "0 to test"),
 }
 
 

@@ -11,7 +11,7 @@ from sklearn.preprocessing import StandardScaler
 
 from replaylens.probes import chosen
 from replaylens.probes.chosen import GRID, ChosenProbe, inner_folds, solve_chosen
-from replaylens.probes.errors import ProbeError, TooFewRoots
+from replaylens.probes.errors import ProbeError, TooFewGroups
 from replaylens.probes.goals import Goal
 from replaylens.probes.heldout import held_out
 from replaylens.probes.probe import fit_probe
@@ -111,7 +111,7 @@ def test_groups_are_needed() -> None:
     x, goal = problem()
     with pytest.raises(ProbeError, match="groups="):
         held_out("logistic-cv", torch.from_numpy(x)[None], [goal], ~TEST, TEST)
-    with pytest.raises(TooFewRoots, match="use a fixed one"):
+    with pytest.raises(TooFewGroups, match="use a fixed one"):
         inner_folds(np.zeros(6), np.ones(6, dtype=bool))
     with pytest.raises(ProbeError, match="Unknown kind"):
         ChosenProbe("lasso").fit(x, goal.codes)

@@ -11,7 +11,7 @@ from torch import Tensor
 from replaylens import tasks
 from replaylens.engine.engine import Engine
 from replaylens.probes import controls, groups, splits, sweeping
-from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, SharedRows, TooFewRoots
+from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, SharedRows, TooFewGroups
 from replaylens.probes.goals import Goal
 from replaylens.probes.heldout import held_out
 from replaylens.probes.refit import score
@@ -45,7 +45,7 @@ def test_no_tested_row_has_been_fitted(coin: ProbeRows, position: str) -> None:
     alone = groups.independent(here).rows
     assert repeated(splits.by_root(alone), alone) == 0 and len(np.unique(groups.path_keys(alone))) == len(alone)
     if position != "query":  # the control: roots differ where rows are equal
-        fold = splits.fold_of_roots(here.roots, 5)
+        fold = splits.fold_of_groups(here.roots, 5)
         naive = Split("by root alone", np.arange(5)[:, None] != fold, np.arange(5)[:, None] == fold, here.roots)
         assert repeated(naive, here) > 0.3
 
@@ -79,7 +79,7 @@ def test_shared_beginnings_are_left_out(coin: ProbeRows) -> None:
     here = groups.independent(coin)
     assert here.begins_at > 0 and len(np.unique(here.groups)) >= groups.MIN_GROUPS
     assert (here.rows.frame["position"] >= here.begins_at).all() and here.note is not None
-    with pytest.raises(TooFewRoots, match="1 independent groups"):
+    with pytest.raises(TooFewGroups, match="1 independent groups"):
         splits.by_root(coin)
     report = sweep(coin, "face", sites=["blocks.3.hook_in"], positions="all", permutations=0, controls=False)
     assert any("share the rows before token" in note for note in report.notes)

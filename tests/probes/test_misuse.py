@@ -25,7 +25,7 @@ from replaylens.probes.questions.viable_branch import viable_branch
 from replaylens.probes.report import Report
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.splits import Split, by_mask, by_root
-from replaylens.probes.statistics import bootstrap
+from replaylens.probes.statistics import ratio_over_groups
 from replaylens.tasks.reading import RESERVED
 from tests.probes.synthetic import rows_of
 
@@ -117,7 +117,11 @@ CASES: dict[str, Case] = {
         "'size' is a number",
     ),
     # ---- arrays
-    "bootstrap": (lambda: bootstrap(np.ones((1, 9)), np.ones(9), np.arange(8)), BadRows, "top 9, bottom 9, groups 8"),
+    "ratio_over_groups": (
+        lambda: ratio_over_groups(np.ones((1, 9)), np.ones(9), np.arange(8)),
+        BadRows,
+        "top 9, bottom 9, groups 8",
+    ),
     "area of NaN": (lambda: area(np.full(N, np.nan), Y > 0, NAMES), BadRows, "NaN in 40 of 40"),
     "area of unequal lengths": (lambda: area(X[:9, 0], Y > 0, NAMES), BadRows, "score 9, good 40, groups 40"),
     "balanced accuracy": (lambda: balanced_accuracy(Y[:9], Y, NAMES), BadRows, "right 9, codes 40, groups 40"),

@@ -11,7 +11,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint, UnknownSite
 from replaylens.probes import groups, splits
-from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError, RootOnBothSides, TooFewRoots
+from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError, RootOnBothSides, TooFewGroups
 from replaylens.probes.goals import make_goal
 from replaylens.probes.positions import Position
 from replaylens.probes.rows import ProbeRows, make_target
@@ -127,10 +127,10 @@ def test_a_split_across_branches_is_refused(rows: ProbeRows) -> None:
 def test_folds_do_not_depend_on_the_rows(rows: ProbeRows) -> None:
     """A root has the same fold at every position of a sweep, whatever the order of rows. Another seed gives another fold."""
     roots = rows.roots
-    fold = dict(zip(roots, splits.fold_of_roots(roots, 5), strict=True))
-    again = dict(zip(roots[::-1], splits.fold_of_roots(roots[::-1], 5), strict=True))
+    fold = dict(zip(roots, splits.fold_of_groups(roots, 5), strict=True))
+    again = dict(zip(roots[::-1], splits.fold_of_groups(roots[::-1], 5), strict=True))
     assert fold == again
-    assert fold != dict(zip(roots, splits.fold_of_roots(roots, 5, seed=1), strict=True))
+    assert fold != dict(zip(roots, splits.fold_of_groups(roots, 5, seed=1), strict=True))
 
 
 def test_parts_and_shifts(engine: Engine) -> None:
@@ -191,7 +191,7 @@ def test_bad_rows_and_labels(rows: ProbeRows) -> None:
         rows.target("nose")
     with pytest.raises(UnknownSite):
         rows.cells("T")
-    with pytest.raises(TooFewRoots, match="for 5 folds"):
+    with pytest.raises(TooFewGroups, match="for 5 folds"):
         splits.by_root(rows.where(rows.frame["example"] < 3), 5)
     early = rows.accepted().at("step:1-1")
     with pytest.raises(OneClass, match="only '0'"):

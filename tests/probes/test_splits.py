@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from replaylens.probes import splits
-from replaylens.probes.errors import ProbeError, RootOnBothSides, TooFewRoots
+from replaylens.probes.errors import ProbeError, RootOnBothSides, TooFewGroups
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.splits import Split
 from tests.probes.synthetic import rows_of
@@ -38,7 +38,7 @@ def test_an_empty_side_is_found_in_every_fold(fold: int, side: int) -> None:
     roots = [str(i // 2) for i in range(12)]
     both = masks(roots)
     both[side][fold] = False
-    with pytest.raises(TooFewRoots, match=f"fold {fold}: "):
+    with pytest.raises(TooFewGroups, match=f"fold {fold}: "):
         Split("empty", *both, np.array(roots))
 
 

@@ -4,24 +4,24 @@ import numpy as np
 import pytest
 from scipy.stats import beta
 
-from replaylens.probes.errors import TooFewRoots
+from replaylens.probes.errors import TooFewGroups
 from replaylens.probes.goals import make_goal
 from replaylens.probes.information import calibration_error, code_blocks, code_length, v_information
 from replaylens.probes.refit import exchanged, permutation_test
 from replaylens.probes.rows import make_target
 from replaylens.probes.statistics import (
     Null,
-    bootstrap,
     corrected_p,
-    difference_over_roots,
+    difference_over_groups,
     effective_groups,
     false_discovery,
+    group_permutations,
+    group_sums,
     max_statistic,
+    mean_over_groups,
     mean_over_placebos,
-    mean_over_roots,
-    means_over_roots,
-    root_permutations,
-    root_sums,
+    means_over_groups,
+    ratio_over_groups,
 )
 from tests.probes.synthetic import rows_of
 
@@ -42,9 +42,9 @@ def test_interval_covers_on_clusters() -> None:
     hits, naive = 0, 0
     for seed in range(300):
         right, roots = clusters(seed)
-        hits += 0.7 in bootstrap(right[None], np.ones(len(right)), roots)[0]
+        hits += 0.7 in ratio_over_groups(right[None], np.ones(len(right)), roots)[0]
         apart = np.arange(len(right)).astype(str)
-        naive += 0.7 in bootstrap(right[None], np.ones(len(right)), apart)[0]
+        naive += 0.7 in ratio_over_groups(right[None], np.ones(len(right)), apart)[0]
     assert 0.90 <= hits / 300 <= 0.98
     assert naive / 300 < 0.85
 
@@ -53,12 +53,12 @@ def test_interval_where_all_agree() -> None:
     """Thirty groups, all right, are compatible with a rate of 92 %: Jeffreys' interval, however many rows they have."""
     for each in (1, 20):
         roots = np.repeat(np.arange(30).astype(str), each)
-        estimate = bootstrap(np.ones((1, len(roots))), np.ones(len(roots)), roots)[0]
+        estimate = ratio_over_groups(np.ones((1, len(roots))), np.ones(len(roots)), roots)[0]
         assert estimate.value == estimate.high == 1 and estimate.low == pytest.approx(beta.ppf(0.025, 30.5, 0.5))
-        none = bootstrap(np.zeros((1, len(roots))), np.ones(len(roots)), roots)[0]
+        none = ratio_over_groups(np.zeros((1, len(roots))), np.ones(len(roots)), roots)[0]
         assert none.low == 0 and none.high == pytest.approx(beta.ppf(0.975, 0.5, 30.5))
-    with pytest.raises(TooFewRoots):
-        bootstrap(np.ones((1, 3)), np.ones(3), np.array(["a"] * 3))
+    with pytest.raises(TooFewGroups):
+        ratio_over_groups(np.ones((1, 3)), np.ones(3), np.array(["a"] * 3))
 
 
 @pytest.mark.parametrize("placebos, rate", [(4, 0.5), (8, 0.25), (8, 0.5), (8, 0.8)])
@@ -69,7 +69,7 @@ def test_interval_covers_over_placebos(placebos: int, rate: float) -> None:
         flips = np.random.default_rng(seed).random(placebos) < rate
         values = np.repeat(flips[:, None].astype(float), 30, 1)
         hits += rate in mean_over_placebos(values, roots, seed=seed, share=True)
-        naive += rate in mean_over_roots(values.mean(0), roots)
+        naive += rate in mean_over_groups(values.mean(0), roots)
     assert hits / 150 >= 0.88 and naive / 150 < 0.8
 
 
@@ -87,16 +87,16 @@ def test_intervals_end_where_scores_end() -> None:
     """Two of sixty rows are right, widened for five folds: a share stays between 0 and 1. An r2 may be negative."""
     roots = np.repeat(np.arange(30).astype(str), 2)
     few = (np.arange(60) < 2)[None]
-    assert 0 <= bootstrap(few, np.ones(60), roots, folds=5)[0].low < 2 / 60
-    assert bootstrap(few, np.ones(60), roots, folds=5, least=-np.inf)[0].low < 0
-    assert 58 / 60 < bootstrap(~few, np.ones(60), roots, folds=5)[0].high <= 1
+    assert 0 <= ratio_over_groups(few, np.ones(60), roots, folds=5)[0].low < 2 / 60
+    assert ratio_over_groups(few, np.ones(60), roots, folds=5, least=-np.inf)[0].low < 0
+    assert 58 / 60 < ratio_over_groups(~few, np.ones(60), roots, folds=5)[0].high <= 1
 
 
 def test_no_interval_is_a_point() -> None:
     """Equal values of few groups do not make a mean certain, be they shares or differences."""
     roots = np.arange(20).astype(str)
     for value in (0.0, 1.0, -1.0):
-        estimate = mean_over_roots(np.full(20, value), roots)
+        estimate = mean_over_groups(np.full(20, value), roots)
         assert estimate.value == value and estimate.high - estimate.low > 0.1
 
 
@@ -108,21 +108,21 @@ def test_one_large_group_is_no_evidence() -> None:
         generator = np.random.default_rng(seed)
         sizes = np.r_[np.full(38, 2), [100, 100]]
         right = generator.random(sizes.sum()) < np.repeat(generator.beta(2.8, 1.2, size=40), sizes)
-        held += 0.7 in mean_over_roots(right.astype(float), np.repeat(np.arange(40), sizes).astype(str))
+        held += 0.7 in mean_over_groups(right.astype(float), np.repeat(np.arange(40), sizes).astype(str))
     assert held >= 0.88 * 150
 
 
 def test_a_difference_is_no_share() -> None:
     """One gain among twenty rows shows nothing, although no row loses."""
     values, roots = (np.arange(20) == 0).astype(float), np.arange(20).astype(str)
-    assert difference_over_roots(values, roots).low < 0 < mean_over_roots(values, roots).low
+    assert difference_over_groups(values, roots).low < 0 < mean_over_groups(values, roots).low
 
 
 def test_differences_are_widened_for_folds_too() -> None:
     values, roots = np.random.default_rng(0).normal(size=(1, 60)), np.arange(60).astype(str)
-    plain, crossed = (mean_over_roots(values[0], roots, folds=folds) for folds in (1, 5))
+    plain, crossed = (mean_over_groups(values[0], roots, folds=folds) for folds in (1, 5))
     assert crossed.high - crossed.low == pytest.approx(np.sqrt(1.625) * (plain.high - plain.low))
-    (alone,), (wide,) = (means_over_roots(values, roots, folds=folds) for folds in (1, 5))
+    (alone,), (wide,) = (means_over_groups(values, roots, folds=folds) for folds in (1, 5))
     assert wide.high - wide.low == pytest.approx(np.sqrt(1.625) * (alone.high - alone.low))
 
 
@@ -132,28 +132,28 @@ def test_the_best_of_many_differences() -> None:
     apart = together = 0
     for seed in range(40):
         values = np.random.default_rng(seed).normal(size=(20, 40))
-        apart += any(0 not in mean_over_roots(line, roots) for line in values)
-        together += any(0 not in each for each in means_over_roots(values, roots, seed=seed))
+        apart += any(0 not in mean_over_groups(line, roots) for line in values)
+        together += any(0 not in each for each in means_over_groups(values, roots, seed=seed))
     assert apart > 20 and together <= 4
-    real = means_over_roots(values + np.eye(20)[:, 7:8], roots)
+    real = means_over_groups(values + np.eye(20)[:, 7:8], roots)
     assert real[7].low > 0 and all(0 in each for i, each in enumerate(real) if i != 7)
 
 
 def test_sums_by_root() -> None:
-    assert root_sums(np.array([1, 2, 3, 4]), np.array(["b", "a", "b", "a"])).tolist() == [6, 4]
-    assert mean_over_roots(np.array([1.0, 2, 3, 4]), np.array(["b", "a", "b", "a"])).value == 2.5
+    assert group_sums(np.array([1, 2, 3, 4]), np.array(["b", "a", "b", "a"])).tolist() == [6, 4]
+    assert mean_over_groups(np.array([1.0, 2, 3, 4]), np.array(["b", "a", "b", "a"])).value == 2.5
 
 
 def test_permutations_move_labels_between_roots() -> None:
     """Constant labels are exchanged between roots. Sequences move whole, among roots with the same number of rows."""
     roots = np.repeat(["a", "b", "c", "d", "e"], [2, 2, 3, 3, 1])
     constant = np.repeat([0, 1, 0, 1, 1], [2, 2, 3, 3, 1])
-    for order in root_permutations(constant, roots, 20):
+    for order in group_permutations(constant, roots, 20):
         moved = constant[order]
         assert all(len(set(moved[roots == root])) == 1 for root in "abcde")
     varying = np.array([0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 1])
     seen = set()
-    for order in root_permutations(varying, roots, 20):
+    for order in group_permutations(varying, roots, 20):
         assert sorted(order) == list(range(11)) and order[-1] == 10
         assert {tuple(varying[order][:2]), tuple(varying[order][2:4])} == {(0, 1), (1, 0)}
         seen.add(tuple(order))

@@ -12,7 +12,7 @@ from replaylens.probes.mass_mean import MassMeanProbe
 from replaylens.probes.probe import fit_probe
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.splits import by_root
-from replaylens.probes.statistics import bootstrap
+from replaylens.probes.statistics import ratio_over_groups
 from replaylens.probes.sweeping import sweep
 from tests.probes.synthetic import direction, rows_of
 
@@ -44,7 +44,7 @@ def inside(rows: ProbeRows, labels: list[str], chance: float, seed: int) -> list
     x = torch.from_numpy(rows.matrix("S", 0))[None]
     said = held_out("logistic", x, goals, split.train, split.test).predicted[0]
     right = np.stack([line == goal.codes for line, goal in zip(said, goals, strict=True)])
-    return [chance in each for each in bootstrap(right, np.ones(len(rows)), rows.roots, folds=5)]
+    return [chance in each for each in ratio_over_groups(right, np.ones(len(rows)), rows.roots, folds=5)]
 
 
 def test_known_zeros_sit_at_chance() -> None:
@@ -59,7 +59,7 @@ def test_intervals_have_teeth() -> None:
     rows = rows_of(roots=150, per_root=1)
     goal, split = make_goal(rows.target("face")), by_root(rows)
     said = held_out("logistic", torch.from_numpy(rows.matrix("S", 1))[None], [goal], split.train, split.test).predicted[0, 0]
-    assert 0.5 not in bootstrap((said == goal.codes)[None], np.ones(len(rows)), rows.roots, folds=5)[0]
+    assert 0.5 not in ratio_over_groups((said == goal.codes)[None], np.ones(len(rows)), rows.roots, folds=5)[0]
 
 
 def test_erased_rows_cannot_be_learned() -> None:

@@ -19,7 +19,7 @@ from replaylens.probes.questions.transfer import transfer
 from replaylens.probes.questions.viable_branch import viable_branch
 from replaylens.probes.report import Report
 from replaylens.probes.rows import ProbeRows
-from replaylens.probes.statistics import bootstrap, mean_over_roots
+from replaylens.probes.statistics import mean_over_groups, ratio_over_groups
 from replaylens.probes.sweeping import sweep
 from tests.probes.synthetic import rows_of
 
@@ -32,13 +32,13 @@ def test_intervals_by_their_definition(folds: int, factor: float) -> None:
     values = generator.normal(size=80)
     sums = np.array([(values[roots == root] - values.mean()).sum() for root in np.unique(roots)])
     error = factor * math.sqrt(40 / 39 * (sums**2).sum()) / 80
-    found = mean_over_roots(values, roots, folds=folds)
+    found = mean_over_groups(values, roots, folds=folds)
     assert found.high - found.value == pytest.approx(stats.t.ppf(0.975, 39) * error)
     right = generator.random(80) < 0.6
     sums = np.array([(right[roots == root] - right.mean()).sum() for root in np.unique(roots)])
     error = factor * math.sqrt(40 / 39 * (sums**2).sum()) / 80
     size = min(right.mean() * (1 - right.mean()) / error**2, 80) * (stats.t.ppf(0.975, 79) / stats.t.ppf(0.975, 39)) ** 2
-    share = bootstrap(right[None], np.ones(80), roots, folds=folds)[0]
+    share = ratio_over_groups(right[None], np.ones(80), roots, folds=folds)[0]
     wanted = stats.beta.ppf([0.025, 0.975], right.mean() * size + 0.5, (1 - right.mean()) * size + 0.5)
     assert (share.low, share.high) == pytest.approx(tuple(wanted))
 

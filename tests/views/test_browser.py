@@ -16,7 +16,6 @@ from replaylens.engine.run import Run
 from replaylens.views.report import ReportPage
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.xdist_group("browser")  # all tests share one browser
 
 
 def lacks(what: str) -> None:

@@ -45,7 +45,7 @@ def probe(
     folds: Annotated[int, typer.Option(min=2, help="Folds of the cross-validation over roots.")] = 5,
     permutations: Annotated[
         int, typer.Option(min=0, help="Permutations of the labels, with a new fit each; 0: a corrected t test.")
-    ] = 199,
+    ] = 99,
     branches: Annotated[str, typer.Option(help="Branches to use: accepted, rejected or all.")] = "accepted",
     model: Annotated[str | None, typer.Option(help="The dump's model; adds an untrained model as a control.")] = None,
     task: DumpTaskOption = None,

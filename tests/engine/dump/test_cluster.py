@@ -29,7 +29,6 @@ from replaylens.tasks.task import AnyTask
 from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
 from tests.engine.dump.fake_ray import FakeRay, RayError
 
-pytestmark = pytest.mark.xdist_group("ray")
 OPTIONS: dict[str, Any] = {"knobs": {"flips": [1, 3]}, "max_new": NEW, "examples_per_shard": PER_SHARD}
 Dies = Callable[[int, str, tuple[Any, ...]], bool]
 
