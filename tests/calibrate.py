@@ -8,8 +8,11 @@ planted label how often it is shown, with all controls on. The table is part of 
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +203,21 @@ def roc(groups: int, shift: float, rows: int = 1) -> Simulation:
     return draw
 
 
+def roc_uneven(groups: int, shift: float) -> Simulation:
+    """The same with groups of lognormal sizes."""
+
+    def draw(generator: np.random.Generator) -> tuple[float, float, float]:
+        sizes = np.maximum(1, np.round(4 * np.exp(generator.normal(size=groups)))).astype(int)
+        group = np.repeat(np.arange(groups), sizes)
+        score = np.sqrt(0.5) * (generator.normal(size=len(group)) + generator.normal(size=groups)[group])
+        good = group % 2 == 0
+        found = area(score + shift * good, good, group.astype(str))
+        truth = float(torch.special.ndtr(torch.tensor(shift / np.sqrt(2))))
+        return truth, found.low, found.high
+
+    return draw
+
+
 def roc_gain(groups: int, shift: float) -> Simulation:
     """The difference of two equal areas whose scores have most in common, two rows a group."""
 
@@ -263,6 +281,8 @@ INTERVALS: dict[str, Simulation] = {
     "AUROC .98, 10 groups of 3": roc(10, 3.0, 3),
     "AUROC .98, 20 groups of 3": roc(20, 3.0, 3),
     "AUROC .98, 50 groups of 3": roc(50, 3.0, 3),
+    "AUROC .64, 20 groups of unequal sizes": roc_uneven(20, 0.5),
+    "AUROC .92, 50 groups of unequal sizes": roc_uneven(50, 2.0),
     "difference of two AUROC of .76, 20 groups of 2": roc_gain(20, 1.0),
     "difference of two AUROC of .98, 50 groups of 2": roc_gain(50, 3.0),
     "balanced accuracy, 20 groups": balanced(20),
@@ -351,25 +371,41 @@ EFFECTS = (
 # ---- the table ------------------------------------------------------------------------------------------------------------
 
 
-def rates(simulations: int) -> Iterator[Rate]:
-    """Every line of the table."""
-    for null in NULLS:
-        yield Rate("error", null.name, float(np.mean([null.found(s) for s in range(simulations)])), simulations, (0.03, 0.06))
-    for name, draw in INTERVALS.items():
-        count = 20 * simulations
-        drawn = [draw(np.random.default_rng([s, 4])) for s in range(count)]
-        few = any(f", {n} groups" in name for n in (5, 10))
-        aim = (0.90, 1.0) if few else (0.93, 0.97)
-        yield Rate("coverage", name, float(np.mean([low <= truth <= high for truth, low, high in drawn])), count, aim)
-    for each in CROSSED:
-        yield Rate("coverage", f"cross-validated: {each.name}", each.coverage(simulations), simulations, (0.93, 0.97))
-    for effect in EFFECTS:
-        drawn = [effect.one(s) for s in range(simulations)]
-        accuracy = np.mean([found for _, _, found in drawn])
-        name = f"planted, mean accuracy {accuracy:.2f}, 100 groups of {effect.rows}, d = 32, controls on"
-        yield Rate("power", name, float(np.mean([found for found, _, _ in drawn])), simulations, (effect.aim, 1.0))
-        wrong = float(np.mean([other for _, other, _ in drawn]))
-        yield Rate("error", f"the two empty cells beside it ({accuracy:.2f})", wrong, simulations, (0.0, 0.05))
+SETTINGS: tuple[Noise | str | Crossed | Effect, ...] = (*NULLS, *INTERVALS, *CROSSED, *EFFECTS)
+"""in the order of the table; intervals by name"""
+
+
+def rates_of(setting: Noise | str | Crossed | Effect, simulations: int) -> list[Rate]:
+    """The lines of one setting."""
+    torch.set_num_threads(1)
+    match setting:
+        case Noise():
+            found = float(np.mean([setting.found(seed) for seed in range(simulations)]))
+            return [Rate("error", setting.name, found, simulations, (0.03, 0.06))]
+        case str():
+            return [interval_rate(setting, 20 * simulations)]
+        case Crossed():
+            name = f"cross-validated: {setting.name}"
+            return [Rate("coverage", name, setting.coverage(simulations), simulations, (0.93, 0.97))]
+        case Effect():
+            return effect_rates(setting, simulations)
+
+
+def interval_rate(name: str, simulations: int) -> Rate:
+    drawn = [INTERVALS[name](np.random.default_rng([seed, 4])) for seed in range(simulations)]
+    few = any(f", {n} groups" in name for n in (5, 10))
+    held = float(np.mean([low <= truth <= high for truth, low, high in drawn]))
+    return Rate("coverage", name, held, simulations, (0.90, 1.0) if few else (0.93, 0.97))
+
+
+def effect_rates(effect: Effect, simulations: int) -> list[Rate]:
+    """Power, and the error in the empty cells beside the planted one."""
+    there, elsewhere, accuracies = np.mean([effect.one(seed) for seed in range(simulations)], axis=0).tolist()
+    name = f"planted, mean accuracy {accuracies:.2f}, 100 groups of {effect.rows}, d = 32, controls on"
+    return [
+        Rate("power", name, there, simulations, (effect.aim, 1.0)),
+        Rate("error", f"the two empty cells beside it ({accuracies:.2f})", elsewhere, simulations, (0.0, 0.05)),
+    ]
 
 
 def table(found: list[Rate]) -> str:
@@ -386,17 +422,20 @@ def table(found: list[Rate]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulations", type=int, default=200, help="of each setting (default: 200)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes side by side (default: 2)")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    started, found = time.process_time(), []
-    for each in rates(options.simulations):
-        found.append(each)
-        print(f"{each.kind:9} {each.setting:70} {each.rate:.3f} ({each.error:.3f}) {'' if each.held else 'missed'}", flush=True)
-    seconds = round(time.process_time() - started)
+    started, found = time.monotonic(), []
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for lines in pool.map(rates_of, SETTINGS, repeat(options.simulations)):
+            for each in lines:
+                found.append(each)
+                said = f"{each.rate:.3f} ({each.error:.3f}) {'' if each.held else 'missed'}"
+                print(f"{each.kind:9} {each.setting:70} {said}", flush=True)
+    about = {"seconds": round(time.monotonic() - started), "jobs": options.jobs}
     lines = [asdict(each) | {"error": each.error, "held": each.held} for each in found]
-    options.out.write_text(json.dumps({"cpu_seconds": seconds, "rates": lines}, indent=1) + "\n")
-    print(table(found), f"\n{seconds} CPU seconds")
+    options.out.write_text(json.dumps(about | {"rates": lines}, indent=1) + "\n")
+    print(table(found), f"\n{about['seconds']} seconds")
 
 
 if __name__ == "__main__":
