@@ -107,7 +107,7 @@ class ProbeRows(FromArrays):
         frame = frame_of(content.index)
         about = About(plan.task, plan.knobs, "", engine.fingerprint, maker=results[0].example.maker if results else None)
         letters = {letter: engine.sites.per_layer(letter) for letter in LETTERS}
-        return cls._placed(frame, MemorySource(content.tensors, letters, about), plan.positions in ("all", "steps"))
+        return cls._placed(frame, MemorySource(dict(content.tensors), letters, about), plan.positions in ("all", "steps"))
 
     @classmethod
     def _from_arrays(cls, frame: pd.DataFrame, source: ArraySource) -> "ProbeRows":

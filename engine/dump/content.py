@@ -5,7 +5,7 @@ and rejected rows are hashed separately, because the accepted rows are the same 
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
+
+from replaylens.engine.dump.pieces import pieces_of
 
 LOCATORS = ("shard", "row")
 """index columns that say where a row is stored"""
@@ -44,7 +46,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Content:
     """Rows in canonical order: tensors [rows, ...] by site, and the index without its locators."""
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     index: pa.Table
 
     def __len__(self) -> int:
@@ -57,18 +59,13 @@ class Content:
         return hashlib.sha256(f"accepted {kept}\nrejected {dropped}\n".encode()).hexdigest(), kept
 
     def _hash(self, mask: np.ndarray) -> str:
-        digest, runs, rows = hashlib.sha256(), _runs(mask), int(mask.sum())
+        digest, part = hashlib.sha256(), self.index.filter(pa.array(mask))
         for name in sorted(self.tensors):
-            tensor = self.tensors[name].contiguous()
-            shape = [rows, *tensor.shape[1:]]
-            digest.update(f"tensor {name} {str(tensor.dtype).removeprefix('torch.')} {shape}\n".encode())
-            raw: Any = tensor.view(BITS[tensor.element_size()]).numpy()
-            for start, end in runs:
-                digest.update(raw[start:end])
-        part = self.index.filter(pa.array(mask))
+            for block in _tensor_bytes(name, pieces_of(self.tensors, name), mask):
+                digest.update(block)
         for name in sorted(part.column_names):
-            for piece in _column_bytes(name, part.column(name)):
-                digest.update(piece)
+            for block in _column_bytes(name, part.column(name)):
+                digest.update(block)
         return digest.hexdigest()
 
     def select(self, rows: np.ndarray) -> "Content":
@@ -95,6 +92,18 @@ def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
     """Half-open ranges of rows where the mask is true. Adjacent rows are hashed together, without a copy."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def _tensor_bytes(name: str, pieces: list[Tensor], mask: np.ndarray) -> Iterable[Any]:
+    """The chosen rows of a tensor, given in pieces, after a line with its name, type and shape."""
+    shape, dtype = [int(mask.sum()), *pieces[0].shape[1:]], str(pieces[0].dtype).removeprefix("torch.")
+    yield f"tensor {name} {dtype} {shape}\n".encode()
+    first = 0
+    for piece in pieces:
+        raw = piece.view(BITS[piece.element_size()]).numpy()
+        for start, end in _runs(mask[first : first + len(raw)]):
+            yield raw[start:end]
+        first += len(raw)
 
 
 def _column_bytes(name: str, column: pa.ChunkedArray) -> Iterable[bytes]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from replaylens.engine.dump.content import Content
 from replaylens.engine.dump.manifest import SiteEntry
+from replaylens.engine.dump.pieces import pieces_of
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.rows import assemble
@@ -89,7 +90,8 @@ def describe_sites(engine: Core, content: Content) -> dict[str, SiteEntry]:
     """The manifest entry of each stored tensor."""
     letters = {name: letter for letter in "STC" for name in engine.sites.per_layer(letter)}
     found = {}
-    for name, x in content.tensors.items():
+    for name in content.tensors:
+        x = pieces_of(content.tensors, name)[0]
         aliases = () if name.startswith("Z.") else engine.sites.sites[name].aliases
         letter = "Z" if name.startswith("Z.") else letters.get(name)
         dtype = str(x.dtype).removeprefix("torch.")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from replaylens.engine.dump.content import CORE, Content
 from replaylens.engine.dump.path import ExamplePath
+from replaylens.engine.dump.pieces import Pieces
 from replaylens.engine.dump.plan import DTYPES, DumpPlan
 from replaylens.engine.errors import BadRequest, EngineBug, NotCertified
 from replaylens.engine.lens import readout
@@ -148,7 +149,7 @@ def _label_array(name: str, values: list[Any]) -> pa.Array:
 
 
 def _probabilities(
-    engine: Core, plan: DumpPlan, paths: list[ExamplePath], starts: np.ndarray, rows: np.ndarray, tensors: Rows
+    engine: Core, plan: DumpPlan, paths: list[ExamplePath], starts: np.ndarray, rows: np.ndarray, tensors: Pieces
 ) -> tuple[np.ndarray, np.ndarray]:
     """(log-probability of the token, entropy of the distribution over the next one) for each kept row; NaN where unknown.
 
@@ -210,17 +211,27 @@ def _final_rows(engine: Core, path: ExamplePath, final: str, edited: bool) -> Te
         branch.release()
 
 
-def _tensors(engine: Core, plan: DumpPlan, paths: list[ExamplePath], rows: np.ndarray) -> Rows:
+def _tensors(engine: Core, plan: DumpPlan, paths: list[ExamplePath], rows: np.ndarray) -> Pieces:
     """The kept rows of every stored site."""
     chosen = torch.from_numpy(rows)
-    out = {site: _cast(site, _gather(paths, site, chosen), plan.dtype) for site in plan.sites}
-    return out | (_lens_rows(engine, plan.lens, paths, chosen) if plan.lens is not None else {})
+    found = {site: [_cast(site, piece, plan.dtype) for piece in _pieces(paths, site, chosen)] for site in plan.sites}
+    lens = _lens_rows(engine, plan.lens, paths, chosen) if plan.lens is not None else {}
+    return Pieces(found | {name: [x] for name, x in lens.items()})
+
+
+def _pieces(paths: list[ExamplePath], site: str, chosen: Tensor) -> list[Tensor]:
+    """The chosen rows of all rows of the paths, in ascending order. As captured, without a copy, if all are chosen."""
+    pieces = [piece for path in paths for piece in path.recording.pieces(site)]
+    alike = len({piece.shape[1:] for piece in pieces}) == 1
+    if alike and sum(map(len, pieces)) == len(chosen):
+        return pieces
+    return [torch.cat(pieces)[chosen]]
 
 
 def _gather(paths: list[ExamplePath], site: str, chosen: Tensor) -> Tensor:
-    """The chosen rows of all rows of the paths, in ascending order. Copied once if all are chosen."""
-    every = torch.cat([piece for path in paths for piece in path.recording.pieces(site)])
-    return every if len(every) == len(chosen) else every[chosen]
+    """The same rows as one tensor."""
+    pieces = _pieces(paths, site, chosen)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _lens_rows(engine: Core, spec: LensSpec, paths: list[ExamplePath], chosen: Tensor) -> Rows:

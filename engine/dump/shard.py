@@ -4,6 +4,7 @@ A local shard is memory-mapped. From a remote shard, only the header and the wan
 """
 
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.dump.manifest import ShardEntry, SiteEntry
+from replaylens.engine.dump.pieces import pieces_of
 from replaylens.engine.dump.store import HashingFile, Store
 from replaylens.engine.errors import BadDump, StoreFailed
-from replaylens.engine.request.capture import Rows
 
 _CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int64": "I64"}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -23,22 +24,22 @@ _USUAL_HEADER = 1 << 14
 """bytes read first; most headers are shorter, so that one request suffices"""
 
 
-def write_shard(file: HashingFile, tensors: Rows) -> None:
+def write_shard(file: HashingFile, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors [rows, ...] as safetensors, without metadata and sorted by name: equal tensors give equal bytes."""
     header, offset = {}, 0
     for name in sorted(tensors):
-        x = tensors[name]
-        end = offset + x.numel() * x.element_size()
-        code = _CODES[str(x.dtype).removeprefix("torch.")]
-        header[name] = {"dtype": code, "shape": list(x.shape), "data_offsets": [offset, end]}
+        pieces = pieces_of(tensors, name)
+        end = offset + sum(x.numel() * x.element_size() for x in pieces)
+        code, shape = _CODES[str(pieces[0].dtype).removeprefix("torch.")], [sum(map(len, pieces)), *pieces[0].shape[1:]]
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format requires aligned data
     file.write(len(text).to_bytes(8, "little") + text)
     for name in sorted(tensors):
-        x = tensors[name].contiguous()
-        if x.numel():
-            file.write(x.view(_BITS[x.element_size()]).numpy().reshape(-1))
+        for x in pieces_of(tensors, name):
+            if x.numel():
+                file.write(x.view(_BITS[x.element_size()]).numpy().reshape(-1))
 
 
 class ShardFile:
