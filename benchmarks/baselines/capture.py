@@ -48,16 +48,16 @@ ARMS = {
 
 
 def capture_prices(subject: Subject) -> None:
-    for count in subject.sizes.capture_branches:
-        _decode(subject, count)
+    for count, tokens in subject.sizes.captured:
+        _decode(subject, count, tokens)
         subject.clear()
     _prompts(subject, *subject.sizes.capture_prompts)
     subject.clear()
 
 
-def _decode(subject: Subject, count: int) -> None:
+def _decode(subject: Subject, count: int, tokens: int) -> None:
     """Tokens generated on all branches together; every round cuts them back and generates them again."""
-    engine, tokens = subject.engine, subject.sizes.capture_tokens
+    engine = subject.engine
     paths = subject.prompts(count, subject.sizes.capture_context)
     made = {name: arm.prompts(subject, paths) for name, arm in ARMS.items()}
 
@@ -74,7 +74,7 @@ def _decode(subject: Subject, count: int) -> None:
         work(name)
     _check({name: _found(branches[-1]) for name, branches in made.items()})
     times = _in_turns(subject, list(ARMS), cut, work, rounds=4)
-    _tell(subject, f"decode of {count} branches", list(ARMS), times, tokens, count)
+    _tell(subject, f"decode of {count} branches, {tokens} tokens", list(ARMS), times, tokens, count)
     for branches in made.values():
         for branch in branches:
             branch.release()

@@ -55,11 +55,11 @@ class Sizes:
     """prompts of a pass, and tokens of each"""
     steps: int = 16
     """decode steps that are timed together"""
-    capture_branches: tuple[int, ...] = (1, 8, 64, 256)
+    captured: tuple[tuple[int, int], ...] = ((1, 32), (8, 32), (64, 32), (256, 32), (64, 128))
+    """branches, and tokens that each generates; at the end of a round, the last rows are still on their way"""
     capture_context: int = 32
     """tokens before the captured decode steps; the rows of all arms are kept at once"""
     capture_prompts: tuple[int, int] = (64, 512)
-    capture_tokens: int = 32
     requests: int = 64
     request_lengths: tuple[int, int] = (32, 256)
     request_tokens: int = 64
@@ -75,10 +75,9 @@ TINY = Sizes(
     contexts=(16,),
     prompts=((1, 24), (3, 8)),
     steps=2,
-    capture_branches=(2,),
+    captured=((2, 4),),
     capture_context=16,
     capture_prompts=(3, 8),
-    capture_tokens=4,
     requests=5,
     request_lengths=(4, 12),
     request_tokens=4,
@@ -142,7 +141,7 @@ def make_subject(tiny: bool, table: Table) -> Subject:
     sizes, shape, dtype = (TINY, TINY_SHAPE, torch.float32) if tiny else (Sizes(), SHAPE, torch.bfloat16)
     longest = max([length for _, length in sizes.prompts] + list(sizes.contexts))
     room = max(sizes.batches) * (longest + 4 * sizes.steps) + 4096
-    room = max(room, 10 * max(sizes.capture_branches) * (sizes.capture_context + sizes.capture_tokens + 32))
+    room = max(room, *(10 * count * (sizes.capture_context + tokens + 32) for count, tokens in sizes.captured))
     engine = Engine(random_decoder(shape, device, dtype), cache_tokens=room)
     return Subject(engine, sizes, device, 1e-4 if tiny else 0.1, table)
 

@@ -23,6 +23,10 @@ _SETTLED_NS = 2 * 10**9
 """a file changed so recently may change again within the clock's resolution; its result is not kept"""
 
 
+def hashing_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
+
+
 class CheckedShards:
     """The shards of one dump and which of them are known to be intact."""
 
@@ -36,7 +40,7 @@ class CheckedShards:
             stamps = {number: self._stamp(number) for number in waiting}
             unknown = [number for number in waiting if self._line(number, stamps[number]) not in self._kept]
             if len(unknown) > 1:
-                with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+                with hashing_threads() as pool:
                     list(pool.map(self._hash, unknown))  # raises the first error
             else:
                 for number in unknown:

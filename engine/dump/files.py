@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
-from replaylens.engine.dump.checked import CheckedShards
+from replaylens.engine.dump.checked import CheckedShards, hashing_threads
 from replaylens.engine.dump.content import CORE, LOCATORS, Content
 from replaylens.engine.dump.filter import add_depth
 from replaylens.engine.dump.manifest import INDEX, Manifest
@@ -18,7 +18,6 @@ from replaylens.engine.dump.region import Region
 from replaylens.engine.dump.shard import ShardFile
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, StoreFailed
-from replaylens.engine.request.capture import Rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,18 +84,27 @@ class DumpFiles:
 
     def problems(self, progress: bool = False) -> list[str]:
         """One line for every file that is missing or whose size or SHA-256 differs from the manifest."""
-        there, found = self.store.sizes(), []
+        there = self.store.sizes()
         entries: list[tuple[str, Any]] = [
             (INDEX, self.manifest.index),
             *((shard.name, shard) for shard in self.manifest.shards),
         ]
-        for name, entry in tqdm(entries, unit="file", desc="hashes", disable=not progress):
+
+        def problem(item: tuple[str, Any]) -> str | None:
+            name, entry = item
             if name not in there:
-                found.append(f"{name} is missing")
-            elif there[name] != entry.bytes:
-                found.append(f"{name} has {there[name]} bytes, not {entry.bytes}")
-            elif self.store.sha256(name) != entry.sha256:
-                found.append(f"{name} was changed after it was written: its SHA-256 differs")
+                return f"{name} is missing"
+            if there[name] != entry.bytes:
+                return f"{name} has {there[name]} bytes, not {entry.bytes}"
+            if self.store.sha256(name) != entry.sha256:
+                return f"{name} was changed after it was written: its SHA-256 differs"
+            return None
+
+        with hashing_threads() as pool, tqdm(total=len(entries), unit="file", desc="hashes", disable=not progress) as bar:
+            found = []
+            for each in pool.map(problem, entries):
+                bar.update()
+                found += [] if each is None else [each]
         if self.checked is not None and not found:
             self.checked.trust(range(len(self.manifest.shards)))
         return found
@@ -116,9 +124,9 @@ class DumpFiles:
         return table
 
     def content(self, number: int) -> Content:
-        """All rows of a shard with their index."""
-        shard = self.shard(number)
-        tensors: Rows = {name: shard.rows(name, slice(0, shard.entry.rows)) for name in self.manifest.sites}
+        """All rows of a shard with their index. Those of a local shard are mapped, not read: do not change them."""
+        shard, every = self.shard(number), slice(0, self.manifest.shards[number].rows)
+        tensors = {name: shard.mapped(name) if self.store.local else shard.rows(name, every) for name in self.manifest.sites}
         return Content(tensors, self.lines(number, [name for name in self.columns if name not in LOCATORS]))
 
     def _open_shard(self, number: int) -> ShardFile:

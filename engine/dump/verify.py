@@ -5,7 +5,10 @@ fingerprint, bits are not comparable, and no replay is run.
 """
 
 import random
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -123,10 +126,13 @@ class _Replay:
 
     def run(self, examples: list[int], progress: bool) -> Verification:
         rows = 0
-        with tqdm(total=len(examples), unit="example", desc="replay", disable=not progress) as bar:
-            for number, some in self.dump.files.by_shard(examples).items():
-                content = self.dump.files.content(number)
-                if content.digests() != self.dump.manifest.shards[number].digests:
+        by_shard = self.dump.files.by_shard(examples)
+        with (
+            tqdm(total=len(examples), unit="example", desc="replay", disable=not progress) as bar,
+            closing(self._stored(by_shard)) as contents,
+        ):
+            for (number, some), (content, intact) in zip(by_shard.items(), contents, strict=True):
+                if not intact:
                     shard = self.dump.manifest.shards[number].name
                     return Verification(MISMATCH, (f"{shard} and its index lines do not have the digest in the manifest",))
                 stored = content.of_examples(some)
@@ -139,6 +145,22 @@ class _Replay:
                 if found := first_difference(stored, made):
                     return Verification(MISMATCH, ("replay and dump differ:",), found, bar.n, rows)
         return Verification(VERIFIED, (), None, len(examples), rows, tuple(self.notes))
+
+    def _stored(self, numbers: Iterable[int]) -> Generator[tuple[Content, bool]]:
+        """Each shard's rows, and whether they have the manifest's digest. A shard is hashed while the one before is replayed."""
+
+        def load(number: int) -> tuple[Content, bool]:
+            content = self.dump.files.content(number)
+            return content, content.digests() == self.dump.manifest.shards[number].digests
+
+        with ThreadPoolExecutor(1) as ahead:
+            loading: deque[Future[tuple[Content, bool]]] = deque()
+            for number in numbers:
+                loading.append(ahead.submit(load, number))
+                if len(loading) > 1:
+                    yield loading.popleft().result()
+            while loading:
+                yield loading.popleft().result()
 
     def _with_stored_branches(self, stored: Content) -> Callable[[Result], Result]:
         """If drafts are not reproducible, take the rejected paths from the dump and recompute their rows."""
