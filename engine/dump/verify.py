@@ -147,7 +147,7 @@ class _Replay:
         return Verification(VERIFIED, (), None, len(examples), rows, tuple(self.notes))
 
     def _stored(self, numbers: Iterable[int]) -> Generator[tuple[Content, bool]]:
-        """Each shard's rows, and whether they have the manifest's digest. A shard is hashed while the one before is replayed."""
+        """Each shard's rows, and whether they have the manifest's digest. A shard is hashed while the last one is replayed."""
 
         def load(number: int) -> tuple[Content, bool]:
             content = self.dump.files.content(number)
