@@ -5,12 +5,13 @@ which costs more than computing the rows on a GPU.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 _LARGE = 1 << 17
-"""bytes; pieces that are smaller on average are joined at once, because handling each of them costs more than the copy"""
+"""bytes; smaller pieces are joined with their neighbours, because handling each of them costs more than the copy"""
 
 
 class Pieces(Mapping[str, Tensor]):
@@ -18,12 +19,9 @@ class Pieces(Mapping[str, Tensor]):
 
     def __init__(self, pieces: Mapping[str, list[Tensor]]) -> None:
         """Precondition: every site has at least one piece, and nobody changes them."""
-        self._pieces = {site: list(some) for site, some in pieces.items()}
+        self._pieces = {site: _small_ones_joined(some) for site, some in pieces.items()}
         self._own: set[str] = set()
-        """sites whose rows are copies"""
-        for site, some in self._pieces.items():
-            if len(some) > 1 and sum(map(_size, some)) < _LARGE * len(some):
-                self[site]
+        """sites whose rows are shared with nobody"""
 
     def __getitem__(self, site: str) -> Tensor:
         """All rows of a site, which the caller may change: they are shared with this object alone."""
@@ -48,5 +46,14 @@ def pieces_of(tensors: Mapping[str, Tensor], site: str) -> list[Tensor]:
     return [piece.contiguous() for piece in some]
 
 
-def _size(piece: Tensor) -> int:
-    return piece.numel() * piece.element_size()
+def _small_ones_joined(pieces: list[Tensor]) -> list[Tensor]:
+    """Large pieces stay as they are; those between them are joined."""
+    joined: list[Tensor] = []
+    for small, some in groupby(pieces, key=_is_small):
+        members = list(some)
+        joined += [torch.cat(members)] if small else members
+    return joined
+
+
+def _is_small(piece: Tensor) -> bool:
+    return piece.numel() * piece.element_size() < _LARGE

@@ -307,9 +307,9 @@ def _maker(path: str, device: str) -> Engine | None:
 
 def _share(given: str) -> float:
     try:
-        return float(given.removesuffix("%")) / (100 if given.endswith("%") else 1)
+        return 1.0 if given == "all" else float(given.removesuffix("%")) / (100 if given.endswith("%") else 1)
     except ValueError:
-        raise BadRequest(f"Invalid --sample {given}. Give a share such as 0.01 or 1%.") from None
+        raise BadRequest(f"Invalid --sample {given}. Give a share such as 0.01 or 1%, or all.") from None
 
 
 def diff(

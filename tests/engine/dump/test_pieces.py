@@ -47,6 +47,16 @@ def test_large_pieces_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [piece.data_ptr() for piece in kept.pieces("S")] == [row.data_ptr() for row in rows]
 
 
+def test_small_pieces_between_large_ones_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in dumps of long prompts with a few tokens generated one by one: the prompts' rows must not be copied for them."""
+    monkeypatch.setattr(module, "_LARGE", 100)
+    rows = [torch.full((n, 4), float(i)) for i, n in enumerate([1, 2, 50, 1, 1, 1, 70])]
+    kept = Pieces({"S": rows})
+    assert [len(piece) for piece in kept.pieces("S")] == [3, 50, 3, 70]
+    assert kept.pieces("S")[1].data_ptr() == rows[2].data_ptr() and kept.pieces("S")[3].data_ptr() == rows[6].data_ptr()
+    assert torch.equal(kept["S"], torch.cat(rows))
+
+
 def test_rows_of_a_probe_are_its_own(size: str) -> None:
     """What is done to them does not reach the activations of the run, nor rows made from it later."""
     engine = rl.Engine.load("coin-plain")
