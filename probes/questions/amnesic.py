@@ -10,17 +10,17 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import no_such
 from replaylens.engine.request.values import whole
 from replaylens.engine.run import Run
-from replaylens.probes.causal import refits
+from replaylens.probes.causal.effects import difference, line_of, line_of_placebos
+from replaylens.probes.causal.interventions import refits
+from replaylens.probes.causal.stage import Stage, Subject, Variant
 from replaylens.probes.checks import example_list, layer_list, names
-from replaylens.probes.effects import difference, line_of, line_of_placebos
-from replaylens.probes.erasers import Inlp, Leace
+from replaylens.probes.data.groups import distinct, groups_of
+from replaylens.probes.data.rows import Cell, ProbeRows
+from replaylens.probes.design.goals import make_goal
+from replaylens.probes.design.unseen import unseen
 from replaylens.probes.errors import BadRows, NoTask, ProbeError
-from replaylens.probes.goals import make_goal
-from replaylens.probes.groups import distinct, groups_of
-from replaylens.probes.report import Report, about_rows, percent
-from replaylens.probes.rows import Cell, ProbeRows
-from replaylens.probes.stage import Stage, Subject, Variant
-from replaylens.probes.unseen import unseen
+from replaylens.probes.estimators.erasers import Inlp, Leace
+from replaylens.probes.reports.report import Report, about_rows, percent
 from replaylens.tasks import Example
 
 ERASERS = ("leace", "inlp")
