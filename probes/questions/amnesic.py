@@ -151,7 +151,7 @@ def _say(name: str, label: str, rank: int, lines: list[dict[str, Any]]) -> list[
     rates = [percent(line["accuracy"], line["low"], line["high"]) for line in (plain, own, random, after)]
     said = [
         f"{name} (rank {rank}): {rates[0]} wrong answers with nothing erased, {rates[1]} without {label!r}, {rates[2]} without "
-        f"random directions; a new probe at the site reads {label!r} in {rates[3]}."
+        f"random directions; a new probe at the site reads {label!r} in {rates[3]} (majority {100 * after['majority']:.1f} %)."
     ]
     shift = f"{more['nats']:+.3g} nats [{more['nats_low']:+.3g}, {more['nats_high']:+.3g}]"
     cost = percent(more["accuracy"], more["low"], more["high"])

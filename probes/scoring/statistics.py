@@ -320,6 +320,9 @@ class Null:
     """[1 + permutations]: what a constant guess scores on the labels and on permuted ones. Groups of unequal size give the
     classes other frequencies under permutation, so scores count by their lead over it"""
 
+    def __repr__(self) -> str:
+        return f"Null({len(self.observed)} cells, {len(self.drawn)} permutations, p = {np.array2string(self.p, precision=3)})"
+
     @property
     def leads(self) -> np.ndarray:
         """[1 + permutations, cells]: what is compared; the observed lead comes first."""

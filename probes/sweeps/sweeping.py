@@ -167,7 +167,7 @@ class _Sweep:
         """The rows, groups, split and goals of one position; without goals if none can be probed there."""
         settings, found = self.settings, chosen.at(position)
         if not len(found):
-            return SweepPosition.nothing(position, found, "there is no row; dump that position, or choose another")
+            return SweepPosition.nothing(position, found, "there is no row; give rows of that position, or choose another")
         labels = [found.target(label) for label in settings.labels] if settings.split == "root" else []
         here = independent(found, labels)  # another split could part rows of one observation
         try:
