@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.engine import errors as errors
     from replaylens.engine.dump.reader import Dump as Dump
     from replaylens.engine.engine import Engine as Engine
+    from replaylens.engine.features.features import Features as Features
     from replaylens.engine.proof.trace import Trace as Trace
     from replaylens.engine.request.edits import Edit as Edit
     from replaylens.engine.request.sampling import Sampling as Sampling
@@ -25,6 +26,7 @@ _WHERE = {
     "Dump": "replaylens.engine.dump.reader:Dump",
     "Edit": "replaylens.engine.request.edits:Edit",
     "Engine": "replaylens.engine.engine:Engine",
+    "Features": "replaylens.engine.features.features:Features",
     "Run": "replaylens.engine.run:Run",
     "Sampling": "replaylens.engine.request.sampling:Sampling",
     "Trace": "replaylens.engine.proof.trace:Trace",
@@ -33,7 +35,20 @@ _WHERE = {
     "tasks": "replaylens.tasks",
 }
 
-__all__ = ["Branch", "Dump", "Edit", "Engine", "Run", "Sampling", "Trace", "__version__", "errors", "probes", "tasks"]
+__all__ = [
+    "Branch",
+    "Dump",
+    "Edit",
+    "Engine",
+    "Features",
+    "Run",
+    "Sampling",
+    "Trace",
+    "__version__",
+    "errors",
+    "probes",
+    "tasks",
+]
 
 
 if not TYPE_CHECKING:  # a type checker would take `__getattr__` to mean that every name exists
