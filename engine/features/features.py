@@ -17,7 +17,7 @@ from replaylens.engine import records
 from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, BadWeights, UnknownSite
 from replaylens.engine.features.changes import Changes, rows_at
 from replaylens.engine.features.config import FeatureConfig
-from replaylens.engine.features.product import examine, padded_product
+from replaylens.engine.features.product import RowProduct
 from replaylens.engine.features.rows import FeatureRows, Ids
 from replaylens.engine.features.weights import FeatureWeights
 from replaylens.engine.model import modes
@@ -55,7 +55,7 @@ class Features:
             if bool((self._norms == 0).any()):
                 raise BadWeights("W_dec has a row of zeros, but features are in units of its rows' lengths. Check the weights.")
             self.decoder = weights.W_dec / self._norms[:, None]
-        self._examined = False
+        self._product = RowProduct(weights.W_enc)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Features":
@@ -122,9 +122,6 @@ class Features:
         if not bool(torch.isfinite(x).all()):
             raise BadRequest("Rows to encode contain NaN or infinity. Leave them out, or compute them again.")
         with modes.canonical():
-            if not self._examined:
-                examine(self.weights.W_enc)
-                self._examined = True
             return FeatureRows.of_dense(self._activations(x), c.d_sae)
 
     def _activations(self, x: Tensor) -> Iterator[Tensor]:
@@ -132,11 +129,11 @@ class Features:
         c, w = self.config, self.weights
         for some in x.split(max(TILE, _NUMBERS // c.d_sae // TILE * TILE)):
             centred = some - w.b_dec if c.apply_b_dec_to_input else some
-            pre = padded_product(centred, w.W_enc).add_(w.b_enc)
+            pre = self._product(centred).add_(w.b_enc)
             if self._norms is not None:
                 pre.mul_(self._norms)
             if w.threshold is not None:
-                pre.mul_(pre > w.threshold)
+                pre.masked_fill_(pre <= w.threshold, 0)
             yield (pre if c.k is None else _largest(pre, c.k)).relu_()
 
     @torch.no_grad()
@@ -259,6 +256,10 @@ class Features:
 def _largest(pre: Tensor, k: int) -> Tensor:
     """Mutates and returns pre [n, d]: all but the k largest of each row become zero. Of equal ones the first are kept."""
     least = pre.topk(k).values.amin(-1, keepdim=True)  # values only: which of equal ones topk returns may depend on its kernel
-    above, equal = pre > least, pre == least
-    room = k - above.sum(-1, keepdim=True)
-    return pre.mul_(above | (equal & (equal.cumsum(-1) <= room)))
+    dropped = pre < least
+    tied = (dropped.sum(-1) < pre.shape[1] - k).nonzero().flatten()
+    if len(tied):
+        equal = pre[tied] == least[tied]
+        room = k - (pre[tied] > least[tied]).sum(-1, keepdim=True)
+        dropped[tied] |= equal & (equal.cumsum(-1) > room)
+    return pre.masked_fill_(dropped, 0)

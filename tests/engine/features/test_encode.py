@@ -11,6 +11,7 @@ from replaylens.engine.errors import BadRange, BadRequest, NotCertified
 from replaylens.engine.features import product
 from replaylens.engine.features.features import Features
 from replaylens.engine.features.rows import FeatureRows
+from replaylens.engine.passes.products import tile_product
 from tests.engine.features.tiny import COUNT, MORE, WIDTH, formula, tensors, write
 
 
@@ -61,10 +62,22 @@ def test_a_plain_product_would_not_be_alike() -> None:
     weight, x = torch.randn(577, 1031, generator=torch.Generator().manual_seed(2)), torch.randn(37, 577)
     assert not torch.equal(torch.stack([row @ weight for row in x]), x @ weight)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(product, "padded_product", lambda x, w: (x[0] @ w)[None] if len(x) == 1 else x @ w)
+        patch.setattr(product, "_padded", lambda x, w: (x[0] @ w)[None] if len(x) == 1 else x @ w)
         with pytest.raises(NotCertified, match=r"\[577, 1031\].*another tile"):
-            product.examine(weight)
-    product.examine(weight)
+            product.RowProduct(weight)(x)
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_many_rows_have_the_bits_of_tiles(agrees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger count is used only if it gives them. Negative control: one that does not is never used."""
+    weight, x = torch.randn(96, 200, generator=torch.Generator().manual_seed(2)), torch.randn(300, 96)
+    expected = product._padded(x, weight)
+    if not agrees:
+        off = lambda x, w, counts: tile_product(x, w) + (1e-3 if counts[0] == product.MANY else 0.0)  # noqa: E731
+        monkeypatch.setattr(product, "tile_product", off)
+    made = product.RowProduct(weight)
+    assert torch.equal(made(x), expected) and torch.equal(made(x[:5]), expected[:5])
+    assert agrees or made._counts == (16,)
 
 
 def test_steps_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
