@@ -1,4 +1,4 @@
-"""`Changes`: what becomes of some features, and the difference that this makes to rows."""
+"""`FeatureChanges`: what becomes of some features, and the difference that this makes to rows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from replaylens.engine.request.values import integer, items, number, shown, whol
 
 
 @dataclass(frozen=True)
-class Changes:
+class FeatureChanges:
     """The new activation of some features: a value, or a multiple of the present one."""
 
     ops: tuple[tuple[int, Literal["set", "scale"], float], ...]
     """(feature, op, amount), by ascending feature"""
 
     @classmethod
-    def of(cls, width: int, ablate: Ids, values: Mapping[int, float], factors: Mapping[int, float]) -> "Changes":
-        """From the arguments of `Features.edits`. Raises BadRequest for an unknown feature, or one that is given twice."""
+    def of(cls, width: int, ablate: Ids, values: Mapping[int, float], factors: Mapping[int, float]) -> "FeatureChanges":
+        """From the arguments of `SparseFeatures.edits`. Raises BadRequest for an unknown feature, or one given twice."""
         ops: list[tuple[int, Literal["set", "scale"], float]] = []
         ops += [(feature, "set", 0.0) for feature in feature_ids("ablate", ablate, width)]
         ops += [(feature, "set", amount) for feature, amount in _amounts("set", values, width)]

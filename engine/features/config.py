@@ -106,7 +106,7 @@ def _architecture(cfg: dict[str, Any], what: str) -> tuple[str, int | None]:
 
 
 def _require_supported(cfg: dict[str, Any], what: str) -> None:
-    """UnsupportedModel for arithmetic that `Features` does not do."""
+    """UnsupportedModel for arithmetic that `SparseFeatures` does not do."""
     normalize = cfg.get("normalize_activations") or "none"
     if normalize != "none":
         fold = " Fold the factor into the weights first (fold_activation_norm_scaling_factor)."

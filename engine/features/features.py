@@ -1,4 +1,4 @@
-"""`Features`: a sparse autoencoder or transcoder. Encodes captured rows and makes edits of features.
+"""`SparseFeatures`: a sparse autoencoder or transcoder. Encodes captured rows and makes edits of features.
 
 Each row is encoded on its own, in canonical arithmetic, so its features are a function of weights, token path and edits, as the
 row itself is.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from replaylens.engine import records
 from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, BadWeights, UnknownSite
-from replaylens.engine.features.changes import Changes, rows_at
+from replaylens.engine.features.changes import FeatureChanges, rows_at
 from replaylens.engine.features.config import FeatureConfig
 from replaylens.engine.features.product import RowProduct
 from replaylens.engine.features.rows import FeatureRows, Ids
@@ -35,7 +35,7 @@ _NUMBERS = 1 << 24
 _NONE: Mapping[int, float] = MappingProxyType({})
 
 
-class Features:
+class SparseFeatures:
     """A sparse autoencoder or transcoder in SAELens' format.
 
     f = act(W_enc^T (x - b_dec) + b_enc), without b_dec if the config says so; x is approximated by W_dec^T f + b_dec
@@ -58,7 +58,7 @@ class Features:
         self._product = RowProduct(weights.W_enc)
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Features":
+    def load(cls, folder: str | Path) -> "SparseFeatures":
         """Read a folder with `cfg.json` and `sae_weights.safetensors`, as SAELens saves it.
 
         Raises BadConfig, UnsupportedModel or BadWeights; `require` checks that a model has its sites.
@@ -79,9 +79,9 @@ class Features:
     def __repr__(self) -> str:
         c = self.config
         where = c.hook if not c.transcodes else f"{c.hook} to {c.hook_out}"
-        return f"Features({c.architecture}, {c.d_sae} features of {where}, {self.digest[:12]})"
+        return f"SparseFeatures({c.architecture}, {c.d_sae} features of {where}, {self.digest[:12]})"
 
-    def require(self, engine: Core) -> "Features":
+    def require(self, engine: Core) -> "SparseFeatures":
         """Return self. Raises UnknownSite or BadWeights if the model lacks its sites, or has them with other widths."""
         self._sites(engine.sites)
         return self
@@ -194,14 +194,14 @@ class Features:
         of the site depends on the edited rows of other positions, so this is what a hook function would compute. Tokens after
         the captured ones are not edited: see `generate`. Raises BadEdit if no row would change.
         """
-        changes = Changes.of(len(self), ablate, set, scale)
+        changes = FeatureChanges.of(len(self), ablate, set, scale)
         made = self._edits(branch, changes, positions)
         if not made:
             raise BadEdit(f"Nothing would change: {changes}, and no row at positions={shown(positions)} has them active.")
         return made
 
     @torch.no_grad()
-    def _edits(self, branch: Branch, changes: Changes, positions: Positions) -> list[Edit]:
+    def _edits(self, branch: Branch, changes: FeatureChanges, positions: Positions) -> list[Edit]:
         """One edit; none if no row would change."""
         recording, target = branch.activations, self._sites(branch.engine.sites)[1]
         captured = recording.positions()
@@ -231,7 +231,7 @@ class Features:
         Arguments as in `edits`; `positions` are those of the tokens that the branch has. Every generated token is computed
         twice, first to find its features and then with its edit. The fork is certified, and its last token is edited as well.
         """
-        n, changes = whole("n", n, 0), Changes.of(len(self), ablate, set, scale)
+        n, changes = whole("n", n, 0), FeatureChanges.of(len(self), ablate, set, scale)
         (held,) = branch.fork(edits=self._edits(branch, changes, positions))
         for _ in range(n):
             held.generate(1, sampling=sampling)
@@ -240,7 +240,7 @@ class Features:
             held = self._hold(held, changes)
         return held
 
-    def _hold(self, held: Branch, changes: Changes) -> Branch:
+    def _hold(self, held: Branch, changes: FeatureChanges) -> Branch:
         """A branch with the same tokens and an edit at the last one. Releases the given one."""
         (found,) = held.fork(at=held.length - 1)
         found.force(held.tokens[-1:])

@@ -1,13 +1,14 @@
 """`with_features`: features of a sparse autoencoder as one more site of rows."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 from torch import Tensor
 
 from replaylens.engine.errors import UnknownSite
-from replaylens.engine.features.features import Features
-from replaylens.engine.features.rows import Ids, feature_ids
+from replaylens.engine.features.features import SparseFeatures
+from replaylens.engine.features.rows import FeatureRows, Ids, feature_ids
 from replaylens.engine.model.sites import by_letter
 from replaylens.engine.request.values import instance
 from replaylens.probes.data.rows import ProbeRows
@@ -18,7 +19,9 @@ _RENAMED = {".attn.hook_z": ".attn.o.hook_in", ".mlp.hook_post": ".mlp.out.hook_
 """older names of sites, which dumps and runs store under their names in TransformerLens 4"""
 
 
-def with_features(rows: ProbeRows, features: Features, columns: Ids | None = None, *, name: str = "features") -> ProbeRows:
+def with_features(
+    rows: ProbeRows, features: SparseFeatures, columns: Ids | None = None, *, name: str = "features"
+) -> ProbeRows:
     """The same rows with one more site, `name`: the activations of chosen features, encoded when a probe asks for them.
 
     rows     of a dump, a run or arrays that hold the site of the features. What the stream leaving block l is called there
@@ -29,7 +32,7 @@ def with_features(rows: ProbeRows, features: Features, columns: Ids | None = Non
     Raises UnknownSite if the rows lack the site, BadRows for a name that they already have.
     """
     rows = ProbeRows.of(instance("rows", rows, ProbeRows, "ProbeRows; of a dump or a run: ProbeRows.of(...)"))
-    features = instance("features", features, Features, "the result of Features.load")
+    features = instance("features", features, SparseFeatures, "the result of SparseFeatures.load")
     chosen = list(range(len(features))) if columns is None else feature_ids("columns", columns, len(features))
     if not chosen:
         raise BadRows("No features were chosen. Give at least one in columns.")
@@ -43,9 +46,10 @@ def with_features(rows: ProbeRows, features: Features, columns: Ids | None = Non
 class FeatureSource:
     """A source with one more site."""
 
-    def __init__(self, source: RowSource, features: Features, chosen: list[int], name: str) -> None:
+    def __init__(self, source: RowSource, features: SparseFeatures, chosen: list[int], name: str) -> None:
         self.source, self.features, self.chosen, self.name = source, features, chosen, name
         self.where = _where(source, features.config.hook)
+        self._encoded = lru_cache(maxsize=4)(self._encode)  # a sweep asks for the same rows several times; kept sparse
         self.about = replace(source.about, digest="+".join(filter(None, [source.about.digest, features.digest])))
 
     def sites(self) -> list[str]:
@@ -59,7 +63,10 @@ class FeatureSource:
             return self.source.take(site, layer, numbers)
         if layer is not None:
             raise UnknownSite(f"Site {site!r} has no layers. Leave out the layer.")
-        return self.features.encode(self.source.take(*self.where, numbers)).columns(self.chosen)
+        return self._encoded(numbers.astype(np.int64).tobytes()).columns(self.chosen)
+
+    def _encode(self, numbers: bytes) -> FeatureRows:
+        return self.features.encode(self.source.take(*self.where, np.frombuffer(numbers, dtype=np.int64).copy()))
 
 
 def _where(source: RowSource, hook: str) -> tuple[str, int | None]:

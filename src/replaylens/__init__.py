@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.engine import errors as errors
     from replaylens.engine.dump.reader import Dump as Dump
     from replaylens.engine.engine import Engine as Engine
-    from replaylens.engine.features.features import Features as Features
+    from replaylens.engine.features.features import SparseFeatures as SparseFeatures
     from replaylens.engine.proof.trace import Trace as Trace
     from replaylens.engine.request.edits import Edit as Edit
     from replaylens.engine.request.sampling import Sampling as Sampling
@@ -26,9 +26,9 @@ _WHERE = {
     "Dump": "replaylens.engine.dump.reader:Dump",
     "Edit": "replaylens.engine.request.edits:Edit",
     "Engine": "replaylens.engine.engine:Engine",
-    "Features": "replaylens.engine.features.features:Features",
     "Run": "replaylens.engine.run:Run",
     "Sampling": "replaylens.engine.request.sampling:Sampling",
+    "SparseFeatures": "replaylens.engine.features.features:SparseFeatures",
     "Trace": "replaylens.engine.proof.trace:Trace",
     "errors": "replaylens.engine.errors",
     "probes": "replaylens.probes",
@@ -40,9 +40,9 @@ __all__ = [
     "Dump",
     "Edit",
     "Engine",
-    "Features",
     "Run",
     "Sampling",
+    "SparseFeatures",
     "Trace",
     "__version__",
     "errors",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, UnknownSite
-from replaylens.engine.features.features import Features
+from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
@@ -26,11 +26,11 @@ def served() -> Engine:
     return engine()
 
 
-def load(folder: Path, kind: str = "standard", **changes: Any) -> Features:
-    return Features.load(write(folder, kind, **changes))
+def load(folder: Path, kind: str = "standard", **changes: Any) -> SparseFeatures:
+    return SparseFeatures.load(write(folder, kind, **changes))
 
 
-def hooked(features: Features, root: Branch, feature: int, change: Any) -> Branch:
+def hooked(features: SparseFeatures, root: Branch, feature: int, change: Any) -> Branch:
     """The fork that a hook function gives, which encodes whatever passes by: x + (change(f) - f) W_dec."""
 
     def function(x: Tensor, hook: Any) -> Tensor:
@@ -204,4 +204,4 @@ def test_sites_of_another_model(tmp_path: Path, served: Engine) -> None:
     cfg["metadata"]["hook_name"] = "blocks.0.ln2.hook_missing"
     (write(tmp_path, "standard") / "cfg.json").write_text(json.dumps(cfg))
     with pytest.raises(UnknownSite, match=r"blocks.0.ln2.hook_missing"):
-        Features.load(tmp_path).of(served.prompt(PATH, sites="S"))
+        SparseFeatures.load(tmp_path).of(served.prompt(PATH, sites="S"))

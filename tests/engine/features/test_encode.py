@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRange, BadRequest, NotCertified
 from replaylens.engine.features import product
-from replaylens.engine.features.features import Features
+from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.passes.products import tile_product
 from tests.engine.features.tiny import COUNT, MORE, WIDTH, formula, tensors, write
@@ -27,7 +27,7 @@ def same(a: FeatureRows, b: FeatureRows) -> bool:
 def test_encode_and_decode_are_the_formula(kind: str, tmp_path: Path) -> None:
     """Negative control: a formula with another encoder bias is not met."""
     folder = write(tmp_path, kind)
-    features = Features.load(folder)
+    features = SparseFeatures.load(folder)
     found = features.encode(rows())
     acts, back = formula(folder, rows())
     assert 1 < float(found.counts.float().mean()) < COUNT / 1.5
@@ -40,7 +40,7 @@ def test_encode_and_decode_are_the_formula(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["standard", "topk rescaled", "jumprelu"])
 def test_a_row_is_encoded_alike_alone_and_with_others(kind: str, tmp_path: Path) -> None:
     """Together, one at a time, in another order, as a view at an odd offset, and on two threads."""
-    features, x = Features.load(write(tmp_path, kind)), rows()
+    features, x = SparseFeatures.load(write(tmp_path, kind)), rows()
     together = features.encode(x)
     back = features.decode(together)
     for i in range(len(x)):
@@ -82,7 +82,7 @@ def test_many_rows_have_the_bits_of_tiles(agrees: bool, monkeypatch: pytest.Monk
 
 def test_steps_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are encoded some at a time, to bound the memory."""
-    features = Features.load(write(tmp_path, "standard"))
+    features = SparseFeatures.load(write(tmp_path, "standard"))
     whole = features.encode(rows(100))
     monkeypatch.setattr("replaylens.engine.features.features._NUMBERS", 20 * COUNT)
     assert same(features.encode(rows(100)), whole)
@@ -90,7 +90,7 @@ def test_steps_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_equal_features_of_topk_are_chosen_by_number(tmp_path: Path) -> None:
     """All features are equal: the first k are kept, in every row."""
-    features = Features.load(write(tmp_path, "topk"))
+    features = SparseFeatures.load(write(tmp_path, "topk"))
     features.weights.W_enc.fill_(0.25)
     features.weights.b_enc.fill_(40.0)
     assert features.encode(rows(4)).indices.tolist() == [0, 1, 2, 3, 4] * 4
@@ -98,13 +98,13 @@ def test_equal_features_of_topk_are_chosen_by_number(tmp_path: Path) -> None:
 
 def test_rows_of_lower_precision_and_of_heads(tmp_path: Path) -> None:
     """bfloat16 rows are those of their float32 values; heads are laid side by side."""
-    features, x = Features.load(write(tmp_path, "standard")), rows(5)
+    features, x = SparseFeatures.load(write(tmp_path, "standard")), rows(5)
     assert same(features.encode(x.bfloat16()), features.encode(x.bfloat16().float()))
     assert same(features.encode(x.view(5, 4, 8)), features.encode(x))
 
 
 def test_no_rows_and_no_features(tmp_path: Path) -> None:
-    features = Features.load(write(tmp_path, "jumprelu"))
+    features = SparseFeatures.load(write(tmp_path, "jumprelu"))
     features.weights.threshold.fill_(1e6)  # type: ignore[union-attr]
     silent = features.encode(rows(3))
     assert silent.counts.tolist() == [0, 0, 0] and silent.strongest(5) == []
@@ -116,7 +116,7 @@ def test_no_rows_and_no_features(tmp_path: Path) -> None:
 
 def test_feature_rows_read(tmp_path: Path) -> None:
     """Rows, columns, frame and pictures hold the same numbers."""
-    found = Features.load(write(tmp_path, "topk")).encode(rows(6))
+    found = SparseFeatures.load(write(tmp_path, "topk")).encode(rows(6))
     dense = found.dense()
     assert torch.equal(found.columns([7, 3]), dense[:, [7, 3]]) and torch.equal(found.columns(7), dense[:, [7]])
     indices, values = found.row(-1)
@@ -134,7 +134,7 @@ def test_feature_rows_read(tmp_path: Path) -> None:
 
 
 def test_rows_that_do_not_fit(tmp_path: Path) -> None:
-    features = Features.load(write(tmp_path, "standard"))
+    features = SparseFeatures.load(write(tmp_path, "standard"))
     for wrong in (rows()[:, :-1], rows()[0], [[0.0] * WIDTH]):
         with pytest.raises(BadRequest, match=r"Give a tensor \[n, 32\]"):
             features.encode(wrong)  # type: ignore[arg-type]
@@ -149,4 +149,4 @@ def test_lower_precision_of_weights(tmp_path: Path) -> None:
     halves = {name: value.bfloat16() for name, value in tensors("standard").items()}
     folder = write(tmp_path, "standard")
     save_file(halves, folder / "sae_weights.safetensors")
-    assert torch.equal(Features.load(folder).weights.W_enc, halves["W_enc"].float())
+    assert torch.equal(SparseFeatures.load(folder).weights.W_enc, halves["W_enc"].float())

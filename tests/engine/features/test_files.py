@@ -9,25 +9,25 @@ import torch
 from safetensors.torch import save_file
 
 from replaylens.engine.errors import BadConfig, BadWeights, EngineError, UnknownSite, UnsupportedModel
-from replaylens.engine.features.features import Features
+from replaylens.engine.features.features import SparseFeatures
 from tests.engine.features.tiny import COUNT, HOOK, WIDTH, config, tensors, write
 from tests.toy_model import engine
 
 
 def test_both_layouts_are_the_same_features(tmp_path: Path) -> None:
     """Before SAELens 6, fields lie side by side, and topk is an activation."""
-    new = Features.load(write(tmp_path / "new", "topk"))
+    new = SparseFeatures.load(write(tmp_path / "new", "topk"))
     old = {"d_in": WIDTH, "d_sae": COUNT, "hook_name": HOOK, "hook_layer": 0, "hook_head_index": None, "dtype": "float32"}
     old |= {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 5}, "normalize_activations": False}
     old |= {"finetuning_scaling_factor": False, "model_from_pretrained_kwargs": {}}
     folder = write(tmp_path / "old", "topk")
     save_file({**tensors("topk"), "scaling_factor": torch.ones(COUNT)}, folder / "sae_weights.safetensors")
     (folder / "cfg.json").write_text(json.dumps(old))
-    assert Features.load(folder).config == new.config and Features.load(folder).digest == new.digest
+    assert SparseFeatures.load(folder).config == new.config and SparseFeatures.load(folder).digest == new.digest
     older = {"hook_point": old.pop("hook_name"), **old}
     (folder / "cfg.json").write_text(json.dumps(older))
-    assert Features.load(folder).digest == new.digest
-    assert Features.load(write(tmp_path / "k", "topk", k=4)).digest != new.digest  # negative control
+    assert SparseFeatures.load(folder).digest == new.digest
+    assert SparseFeatures.load(write(tmp_path / "k", "topk", k=4)).digest != new.digest  # negative control
 
 
 CONFIGS: dict[str, tuple[str, dict[str, Any], type[EngineError], str]] = {
@@ -62,23 +62,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], type[EngineError], str]] = {
 def test_configs_that_are_refused(what: str, tmp_path: Path) -> None:
     kind, changes, error, text = CONFIGS[what]
     with pytest.raises(error, match=text):
-        Features.load(write(tmp_path, kind, **changes))
+        SparseFeatures.load(write(tmp_path, kind, **changes))
 
 
 def test_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match=r"cfg.json cannot be read"):
-        Features.load(tmp_path)
+        SparseFeatures.load(tmp_path)
     folder = write(tmp_path, "standard")
     (folder / "cfg.json").write_text("{")
     with pytest.raises(BadConfig, match="not JSON"):
-        Features.load(folder)
+        SparseFeatures.load(folder)
     write(tmp_path, "standard")
     (folder / "sae_weights.safetensors").write_bytes(b"no tensors")
     with pytest.raises(BadWeights, match="cannot be read"):
-        Features.load(folder)
+        SparseFeatures.load(folder)
     (folder / "sae_weights.safetensors").unlink()
     with pytest.raises(BadWeights, match="cannot be read"):
-        Features.load(folder)
+        SparseFeatures.load(folder)
 
 
 TENSORS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -100,21 +100,21 @@ def test_tensors_that_are_refused(what: str, tmp_path: Path) -> None:
     made = {name: value for name, value in {**tensors(kind), **changes}.items() if value is not None}
     save_file(made, folder / "sae_weights.safetensors")
     with pytest.raises(BadWeights, match=text):
-        Features.load(folder)
+        SparseFeatures.load(folder)
 
 
 def test_features_of_another_model_are_refused(tmp_path: Path) -> None:
     """By site and by width. Negative control: the model's own features are accepted."""
     served = engine()
-    own = Features.load(write(tmp_path / "own", "standard"))
+    own = SparseFeatures.load(write(tmp_path / "own", "standard"))
     assert own.require(served) is own
     with pytest.raises(UnknownSite, match=r"blocks.9.hook_resid_post.*Nearest"):
-        Features.load(write(tmp_path / "site", "standard", hook="blocks.9.hook_resid_post")).require(served)
+        SparseFeatures.load(write(tmp_path / "site", "standard", hook="blocks.9.hook_resid_post")).require(served)
     with pytest.raises(BadWeights, match="width 16 there and 32"):
-        Features.load(write(tmp_path / "width", "standard", d_in=16)).require(served)
+        SparseFeatures.load(write(tmp_path / "width", "standard", d_in=16)).require(served)
     turned = config("transcoder")
     turned["metadata"] |= {"hook_name": "blocks.1.hook_mlp_out", "hook_name_out": "blocks.0.hook_mlp_out"}
     folder = write(tmp_path / "turned", "transcoder")
     (folder / "cfg.json").write_text(json.dumps(turned))
     with pytest.raises(BadConfig, match="is computed before"):
-        Features.load(folder).require(served)
+        SparseFeatures.load(folder).require(served)

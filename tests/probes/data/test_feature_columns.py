@@ -10,7 +10,7 @@ from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnknownSite
-from replaylens.engine.features.features import Features
+from replaylens.engine.features.features import SparseFeatures
 from replaylens.probes.data.feature_columns import with_features
 from replaylens.probes.data.rows import ProbeRows
 from replaylens.probes.errors import BadRows
@@ -21,8 +21,8 @@ D = 128
 """width of the coin model"""
 
 
-def load(folder: Path, hook: str) -> Features:
-    return Features.load(write(folder, "standard", d_in=D, hook=hook))
+def load(folder: Path, hook: str) -> SparseFeatures:
+    return SparseFeatures.load(write(folder, "standard", d_in=D, hook=hook))
 
 
 def test_columns_of_a_dump(coin_dump: Dump, tmp_path: Path) -> None:
@@ -56,11 +56,11 @@ def test_columns_of_a_run_and_of_arrays(engine: Engine, tmp_path: Path) -> None:
     """A site by its older name, and arrays under the hook's own name."""
     run = engine.replay(tasks.get("coin")(flips=2).examples(3), sites=["blocks.1.mlp.hook_post", "C"])
     rows = ProbeRows.of(run)
-    features = Features.load(write(tmp_path / "c", "standard", d_in=D, hook="blocks.1.hook_mlp_out"))
+    features = SparseFeatures.load(write(tmp_path / "c", "standard", d_in=D, hook="blocks.1.hook_mlp_out"))
     expected = features.encode(torch.from_numpy(rows.matrix("C", 1))).dense().numpy()
     assert np.array_equal(with_features(rows, features).matrix("features"), expected)
     post = rows.matrix("blocks.1.mlp.out.hook_in")
-    wide = Features.load(write(tmp_path / "post", "standard", d_in=post.shape[1], hook="blocks.1.mlp.hook_post"))
+    wide = SparseFeatures.load(write(tmp_path / "post", "standard", d_in=post.shape[1], hook="blocks.1.mlp.hook_post"))
     assert np.array_equal(with_features(rows, wide).matrix("features"), wide.encode(torch.from_numpy(post)).dense().numpy())
     arrays = ProbeRows.of_arrays({"blocks.1.hook_mlp_out": rows.matrix("C", 1)}, rows.roots, rows.roots)
     assert np.array_equal(with_features(arrays, features, name="sae").matrix("sae"), expected)
