@@ -71,7 +71,7 @@ def rows_at(positions: Positions, captured: list[int], length: int) -> list[int]
     if missing := [p for p in wanted if p not in place]:
         raise BadEdit(
             f"Position {missing[0]} has no captured row on this branch of {length} tokens, so its features are not known. "
-            "Capture it, or, if it is the last generated token, generate or force one more."
+            "Give other positions, or capture it."
         )
     if not wanted:
         raise BadEdit(f"positions={shown(positions)} selects none of {length} tokens. Give at least one.")

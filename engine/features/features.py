@@ -20,6 +20,7 @@ from replaylens.engine.features.config import FeatureConfig
 from replaylens.engine.features.product import RowProduct
 from replaylens.engine.features.rows import FeatureRows, Ids
 from replaylens.engine.features.weights import FeatureWeights
+from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.passes.batch import TILE
@@ -56,6 +57,8 @@ class SparseFeatures:
                 raise BadWeights("W_dec has a row of zeros, but features are in units of its rows' lengths. Check the weights.")
             self.decoder = weights.W_dec / self._norms[:, None]
         self._product = RowProduct(weights.W_enc)
+        self._last: tuple[bytes, FeatureRows] | None = None
+        """hash of the rows that edits were last made from, and their features"""
 
     @classmethod
     def load(cls, folder: str | Path) -> "SparseFeatures":
@@ -188,11 +191,11 @@ class SparseFeatures:
         ablate     features set to zero
         set        feature -> its new activation
         scale      feature -> factor of its activation
-        positions  as in `Edit`; default: all captured ones
+        positions  as in `Edit`; default: all tokens of the branch, as far as their rows are captured
 
         The differences are computed here, from this branch's rows, so that the edit is data and its fork is certified. No row
-        of the site depends on the edited rows of other positions, so this is what a hook function would compute. Tokens after
-        the captured ones are not edited: see `generate`. Raises BadEdit if no row would change.
+        of the site depends on the edited rows of other positions, so this is what a hook function would compute. Tokens that
+        are generated later are not edited: see `generate`. Raises BadEdit if no row would change.
         """
         changes = FeatureChanges.of(len(self), ablate, set, scale)
         made = self._edits(branch, changes, positions)
@@ -203,10 +206,10 @@ class SparseFeatures:
     @torch.no_grad()
     def _edits(self, branch: Branch, changes: FeatureChanges, positions: Positions) -> list[Edit]:
         """One edit; none if no row would change."""
-        recording, target = branch.activations, self._sites(branch.engine.sites)[1]
-        captured = recording.positions()
+        target = self._sites(branch.engine.sites)[1]
+        captured, found = self._measured(branch)
         rows = rows_at(positions, captured, branch.length)
-        difference = changes.differences(self.encode(recording.peek(self._captured(branch))[rows]))
+        difference = changes.differences(found)[rows]
         moved = (difference != 0).any(1)
         value = torch.zeros(int(moved.sum()), self.config.d_out)
         for feature, amount in zip(changes.features, difference[moved].T, strict=True):
@@ -214,6 +217,20 @@ class SparseFeatures:
         at = [captured[row] for row, moves in zip(rows, moved.tolist(), strict=True) if moves]
         shape = branch.engine.sites.sites[target].shape
         return [Edit(target, "add", value.reshape(len(at), *shape), positions=at)] if at else []
+
+    def _measured(self, branch: Branch) -> tuple[list[int], FeatureRows]:
+        """(positions, features) of a branch's tokens. The last generated one has no row yet: a twin computes it."""
+        if branch.states[-1] is not TokenState.PENDING:
+            rows = branch.activations.peek(self._captured(branch))
+            key = hashlib.sha256(rows.contiguous().view(torch.uint8).numpy().tobytes()).digest()
+            if self._last is None or self._last[0] != key:  # edits of many features are often made from the same rows
+                self._last = key, self.encode(rows)
+            return branch.activations.positions(), self._last[1]
+        (twin,) = branch.fork(at=branch.length - 1)
+        try:
+            return self._measured(twin.force(branch.tokens[-1:]))
+        finally:
+            twin.release()
 
     def generate(
         self,
@@ -237,20 +254,10 @@ class SparseFeatures:
             held.generate(1, sampling=sampling)
             if held.finish_reason is not None:
                 break
-            held = self._hold(held, changes)
+            if made := self._edits(held, changes, -1):
+                plain, (held,) = held, held.fork(edits=made)
+                plain.release()
         return held
-
-    def _hold(self, held: Branch, changes: FeatureChanges) -> Branch:
-        """A branch with the same tokens and an edit at the last one. Releases the given one."""
-        (found,) = held.fork(at=held.length - 1)
-        found.force(held.tokens[-1:])
-        held.release()
-        made = self._edits(found, changes, -1)
-        if not made:
-            return found
-        (edited,) = found.fork(edits=made)
-        found.release()
-        return edited
 
 
 def _largest(pre: Tensor, k: int) -> Tensor:

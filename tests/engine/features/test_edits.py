@@ -164,8 +164,7 @@ def test_generated_tokens_are_edited_too(tmp_path: Path, served: Engine) -> None
 
 def test_edits_that_cannot_be_made(tmp_path: Path, served: Engine) -> None:
     features, root = load(tmp_path), served.prompt(PATH, sites=[HOOK])
-    found = features.of(root)
-    silent = next(i for i in range(48) if not found.columns(i).any())
+    silent = next(i for i in range(48) if not features.of(root).columns(i).any())
     with pytest.raises(BadEdit, match=r"Nothing would change: set \d+ to 0"):
         features.edits(root, ablate=silent)
     with pytest.raises(BadEdit, match="Position 20 has no captured row"):
@@ -180,9 +179,21 @@ def test_edits_that_cannot_be_made(tmp_path: Path, served: Engine) -> None:
         features.edits(root, scale=2.0)  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match="between 0 and 47"):
         features.edits(root, ablate=48)
-    (pending,) = root.fork()
-    with pytest.raises(BadEdit, match="generate or force one more"):
-        features.edits(pending.generate(1), set={1: 2.0}, positions=-1)
+    last = served.prompt(PATH, sites=[HOOK], positions="last")
+    with pytest.raises(BadEdit, match="Position 3 has no captured row"):
+        features.edits(last, ablate=1, positions=3)
+
+
+def test_the_last_generated_token_is_edited(tmp_path: Path, served: Engine) -> None:
+    """It has no row until another token follows. Its edit is that of the same tokens, given as a prompt."""
+    features, branch = load(tmp_path), served.prompt(PATH, sites=[HOOK, LAST]).generate(3)
+    assert len(branch.activations.positions()) == branch.length - 1
+    given = served.prompt(branch.tokens, sites=[HOOK, LAST])
+    pages = served.runner.pool.num_free
+    (mine,), (expected,) = (features.edits(each, set={5: 2.0}) for each in (branch, given))
+    assert served.runner.pool.num_free == pages  # the twin is gone
+    assert mine.positions == expected.positions == list(range(branch.length)) and torch.equal(mine.value, expected.value)  # type: ignore[arg-type]
+    assert features.edits(branch, set={5: 2.0}, positions=-1)[0].positions == [branch.length - 1]
 
 
 def test_the_stream_by_its_other_name(tmp_path: Path, served: Engine) -> None:
