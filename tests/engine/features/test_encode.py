@@ -80,6 +80,32 @@ def test_many_rows_have_the_bits_of_tiles(agrees: bool, monkeypatch: pytest.Monk
     assert agrees or made._counts == (16,)
 
 
+def test_modes_of_the_caller_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products run on one thread, and nothing flushes tiny numbers to zero. The caller's modes are restored."""
+    features, seen, threads = SparseFeatures.load(write(tmp_path, "standard")), set(), torch.get_num_threads()
+
+    def watched(x: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
+        seen.add(torch.get_num_threads())
+        return tile_product(x, weight, counts)
+
+    monkeypatch.setattr(product, "tile_product", watched)
+    features.weights.b_dec.zero_()
+    tiny = torch.tensor([1e-39, 2e-39])
+    faint = FeatureRows(torch.tensor([0, 2]), torch.tensor([3, 9], dtype=torch.int32), tiny, COUNT)
+    expected = features.decode(faint)
+    assert bool(expected.any())
+    torch.set_num_threads(2)
+    torch.set_flush_denormal(True)
+    try:
+        features.encode(rows())
+        assert seen == {1} and torch.get_num_threads() == 2
+        found = features.decode(faint)
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+    assert torch.equal(found, expected)
+
+
 def test_steps_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are encoded some at a time, to bound the memory."""
     features = SparseFeatures.load(write(tmp_path, "standard"))
