@@ -24,7 +24,7 @@ from replaylens.engine.passes.products import Products
 from replaylens.engine.passes.shipment import Shipment
 from replaylens.engine.passes.taps import EditTap
 from replaylens.engine.request.capture import PassTap, Rows
-from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 
 if TYPE_CHECKING:

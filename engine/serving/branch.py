@@ -20,7 +20,8 @@ from replaylens.engine.pictures.summary import one_picture
 from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.request.edits import Edit, Hook, place_all, resolve_hooks
+from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
+from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import whole

@@ -34,7 +34,8 @@ from replaylens.engine.pictures.summary import MAX_TREES, cache_and_pictures, co
 from replaylens.engine.proof import certificates, fingerprint
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
-from replaylens.engine.request.edits import Edit, Hook, place_all, resolve_hooks
+from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
+from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.positions import Where
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, integer, items, one_path, shown, token_ids, whole

@@ -25,7 +25,9 @@ from replaylens.engine.pictures.summary import one_picture
 from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
-from replaylens.engine.request.edits import Edit, Hook, PlacedEdit, listed, place, resolve_hooks
+from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
+from replaylens.engine.request.placed import PlacedEdit
+from replaylens.engine.request.placing import place
 from replaylens.engine.request.values import items, one_path, shown, token_ids, whole
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
 from replaylens.engine.serving.core import Core

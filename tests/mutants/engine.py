@@ -197,15 +197,15 @@ ENGINE = (
     ),
     Mutant(
         "edit-hash-without-seed",
-        "replaylens.engine.request.edits",
-        "repr((site, op, start, stop, picks, factor, seed))",
-        "repr((site, op, start, stop, picks, factor))",
+        "replaylens.engine.request.placed",
+        "self.picks, self.factor, self.seed)",
+        "self.picks, self.factor)",
         "edits that differ in their seed share no KV",
         ("tests/engine/request/test_edits.py::test_prefixes_of_different_draws_are_not_shared",),
     ),
     Mutant(
         "page-key-without-its-last-slot",
-        "replaylens.engine.request.edits",
+        "replaylens.engine.request.placed",
         "e.touches(page * page_size, (page + 1) * page_size)",
         "e.touches(page * page_size, (page + 1) * page_size - 1)",
         "a page whose last position is edited is not shared with an unedited one",
@@ -213,7 +213,7 @@ ENGINE = (
     ),
     Mutant(
         "resampled-row-of-any-position",
-        "replaylens.engine.request.edits",
+        "replaylens.engine.request.placed",
         "hash_bits(self.seed, p, np.zeros(1, dtype=np.uint64))",
         "hash_bits(self.seed, positions[0], np.zeros(1, dtype=np.uint64))",
         "an edited row depends on its own position, not on its pass",
