@@ -268,6 +268,20 @@ class Forest:
             self.compute(lanes)
             self._taken_over(lane, twin, committed)
 
+    def final_rows(self, lanes: Sequence[Lane], first: Sequence[int], site: str) -> list[Tensor]:
+        """The rows of one site from position first[i] on, pending tokens included. They are computed on twins, as by `kv`."""
+        with self.made() as twins, self.quiet():
+            with held_interrupt():
+                for lane, start in zip(lanes, first, strict=True):
+                    twins.append(twin := self.fork(lane, len(self.tree.branch(lane.branch).tokens)))
+                    twin.capture = CaptureSpec((site,), last=site)
+                    twin.recording = Recording(start)
+            self.compute(twins)
+            rows = [twin.recording[site] for twin in twins if twin.recording is not None]
+            for twin in twins:
+                self.release(twin)
+            return rows
+
     @reading
     def _committed(self, lane: Lane) -> tuple[int, bool]:
         """The number of committed tokens, none if the lane is released; and whether another token follows them."""

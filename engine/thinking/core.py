@@ -32,6 +32,7 @@ from replaylens.engine.request.values import items, one_path, shown, token_ids, 
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.lock import changing
+from replaylens.engine.serving.variants import Variants
 from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder, padded
 from replaylens.engine.thinking.picture import picture
@@ -244,6 +245,10 @@ class ThinkingCore(Core):
                 "(replaylens.engine.thinking.model.padded), or give text."
             )
         return self._check_tokens(ids, before)
+
+    def variants(self, text: str | Sequence[int] | Tensor, edits: Sequence[Edit] = ()) -> Variants:
+        """Not available: a prompt's thoughts depend on the edits before them."""
+        raise BadRequest("Models that think have no variants. Use logits(text, edits=...), once per list of edits.")
 
     def _drafts(self, thoughts: Drafts) -> dict[int, Tokens]:
         listed = [token_ids("drafts", thought) for thought in items("drafts", thoughts, THOUGHTS)]

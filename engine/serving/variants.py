@@ -1,0 +1,155 @@
+"""`Variants`: one branch under many sets of edits at once, read at its final residual stream.
+
+A variant is a fork under edits, without a branch of its own. It shares the base's KV up to its first edited position, and
+starts at the first edited layer: the rows that enter this layer are those of the base, to the bit, so they are not computed
+again. Nothing of a variant is committed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.interrupts import held_interrupt
+from replaylens.engine.loop.lane import Lane
+from replaylens.engine.model.sites import SiteTable, layer_of
+from replaylens.engine.passes.batch import Segment
+from replaylens.engine.passes.finite import finite
+from replaylens.engine.request.capture import CaptureSpec
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.placed import PlacedEdit
+from replaylens.engine.request.placing import place_all
+from replaylens.engine.serving.forest import Forest
+
+Read = Callable[[Tensor], Tensor]
+"""logits [variants, positions, vocab] -> what is kept of them [variants, ...]"""
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One set of edits of the base."""
+
+    number: int
+    """its place in the result"""
+    edits: tuple[PlacedEdit, ...]
+    start: int
+    """the first edited position: its rows are computed from here on"""
+    layer: int
+    """the first block that is computed; -1: the embedding as well"""
+
+
+class Variants:
+    """A path with all its residual streams, ready to be computed under edits. Use it in a `with` block."""
+
+    def __init__(self, forest: Forest, sites: SiteTable, path: Sequence[int], edits: Sequence[Edit] = ()) -> None:
+        """edits  of the base, which every variant has too"""
+        self.forest, self.runner, self.sites, self.path = forest, forest.runner, sites, list(path)
+        self.edits = place_all(edits, sites, len(self.path))
+        self.streams = tuple(sites.per_layer("S"))
+        self._lane: Lane | None = None
+
+    def __enter__(self) -> "Variants":
+        spec = CaptureSpec(self.streams, last=self.streams[-1])
+        with self.forest.made() as lanes, self.forest.quiet():
+            with held_interrupt():
+                lanes.append(self.forest.plant(self.path, spec, self.edits))
+            self.forest.compute(lanes)
+            self._lane = lanes[0]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lane is not None:
+            self.forest.release(self._lane)
+            self._lane = None
+
+    @property
+    def lane(self) -> Lane:
+        if self._lane is None:
+            raise BadRequest("These variants are closed. Use them within their `with` block.")
+        return self._lane
+
+    def stream(self, layer: int) -> Tensor:
+        """The base's residual stream entering a block, or leaving the last: [positions, d_model]. Must not be changed."""
+        assert self.lane.recording is not None
+        return self.lane.recording.peek(self.streams[layer])
+
+    def read(self, variants: Sequence[Sequence[Edit]], positions: Sequence[int], read: Read, progress: bool = False) -> Tensor:
+        """What `read` keeps of every variant's logits at `positions`: [variants, ...].
+
+        variants  the edits of each, in addition to the base's own; an empty list is the base itself
+        """
+        placed = [self._variant(number, edits) for number, edits in enumerate(variants)]
+        at = torch.tensor([position % len(self.path) for position in positions], dtype=torch.int64)
+        last = self.stream(len(self.streams) - 1)[at]  # rows before the first edit are the base's
+        kept: dict[int, Tensor] = {}
+        with tqdm(total=len(placed), unit="variant", disable=not progress) as bar:
+            for chunk in self._chunks(placed):
+                rows = last.repeat(len(chunk), 1, 1)
+                self._compute(chunk, at, rows)
+                logits = self.forest.lock.alone(self.runner.logits, rows.flatten(0, 1)).cpu()
+                kept |= zip((v.number for v in chunk), read(logits.view(len(chunk), len(at), -1)), strict=True)
+                bar.update(len(chunk))
+        return torch.stack([kept[number] for number in range(len(placed))])
+
+    def _variant(self, number: int, edits: Sequence[Edit]) -> Variant:
+        own = place_all(edits, self.sites, len(self.path))
+        start = min([len(self.path), *(edit.first for edit in own)])
+        layer = min((-1 if (found := layer_of(edit.site)) is None else found for edit in own), default=0)
+        edited = {edit.site for edit in self.edits}
+        while layer >= 0 and self.streams[layer] in edited:  # the base's rows there have its edit, which the pass makes again
+            layer -= 1
+        return Variant(number, self.edits + own, start, layer)
+
+    def _chunks(self, variants: Sequence[Variant]) -> Iterator[list[Variant]]:
+        """Variants with the same first block, as many as fit into one pass and into the free pages."""
+        ordered = sorted(variants, key=lambda v: (v.layer, v.start, v.number))
+        chunk: list[Variant] = []
+        rows = pages = 0
+        for variant in ordered:
+            more = len(self.path) - variant.start
+            needed = -(-more // self.runner.pool.page_size) + 1
+            full = rows + more > self.forest.loop.max_rows or pages + needed > self.runner.pool.num_free
+            if chunk and (full or chunk[0].layer != variant.layer):
+                yield chunk
+                chunk, rows, pages = [], 0, 0
+            chunk.append(variant)
+            rows, pages = rows + more, pages + needed
+        if chunk:
+            yield chunk
+
+    def _compute(self, chunk: list[Variant], at: Tensor, out: Tensor) -> None:
+        """Fill `out` [variants, positions, d_model] where a variant's rows differ from the base's."""
+        lane = self.lane
+        while not self.forest.lock.alone(self._pass, lane, chunk, at, out):
+            self.forest.compute([lane])  # the base gave its pages to others in the meantime
+
+    def _pass(self, lane: Lane, chunk: list[Variant], at: Tensor, out: Tensor) -> bool:
+        """False: the base lacks KV. Precondition: the lock is held."""
+        pool, length, live = self.runner.pool, len(self.path), [v for v in chunk if v.start < len(self.path)]
+        if lane.computed < length:
+            return False
+        if not live:
+            return True
+        tables = [pool.fork(lane.table, v.start) for v in live]
+        try:
+            missing = sum(pool.num_needed(table, table.length, length) for table in tables) - pool.num_free
+            if missing > 0:
+                self.forest.prefix.evict(missing)
+            for table in tables:
+                self.runner.reserve(table, table.length, length)
+            segments = [Segment(t, v.start, self.path[v.start :], 0, v.edits) for t, v in zip(tables, live, strict=True)]
+            first = live[0].layer
+            entering = None if first < 0 else torch.cat([self.stream(first)[v.start :] for v in live])
+            result = self.runner.resumed(segments, entering, max(first, 0))
+            finite(result.residual[: result.batch.num_rows], "activations")
+            for index, variant in enumerate(live):
+                own = at >= variant.start
+                rows = result.batch.offsets[index] + at[own] - variant.start
+                out[chunk.index(variant), own] = result.residual[rows.to(result.residual.device)].to(out)
+        finally:
+            for table in tables:
+                pool.release(table)
+        return True
