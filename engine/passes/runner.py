@@ -147,7 +147,7 @@ class Runner:
 
     @torch.inference_mode()
     def resumed(self, segments: list[Segment], entering: Tensor | None, layer: int) -> PassResult:
-        """The canonical pass from block `layer` on, without logits. Mutates the cache at the segments' rows, from that block on.
+        """The canonical pass from block `layer` on, without logits. Mutates the cache at the segments' rows.
 
         entering  the segments' rows of the residual stream that enters the block: [rows, d_model]; None: from the tokens
         """

@@ -82,6 +82,11 @@ EDITS = {
     "zero": lambda d: [Edit("C", "zero", positions=slice(2, None), layers=[0, 1])],
     "project": lambda d: [Edit("S", "project_out", torch.randn(2, d), layers=[0, 1])],
     "resample": lambda d: [Edit("S", "resample", torch.randn(5, d), layers=[1], seed=3)],
+    "heads": lambda d: [
+        Edit("blocks.*.attn.hook_z", "zero", heads=[1], positions=slice(2, None)),
+        Edit("blocks.1.attn.hook_z", "zero", positions=slice(4, 70)),
+        Edit("blocks.1.attn.hook_q", "zero", heads=[0, 2]),
+    ],
     "several": lambda d: [
         Edit("S", "add", torch.ones(d), layers=[1]),
         Edit("S", "project_out", torch.linspace(0, 1, d), layers=[1]),
