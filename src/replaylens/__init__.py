@@ -17,6 +17,11 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.engine.request.sampling import Sampling as Sampling
     from replaylens.engine.run import Run as Run
     from replaylens.engine.serving.branch import Branch as Branch
+    from replaylens.workbench.ablate import ablate as ablate
+    from replaylens.workbench.attention import attention as attention
+    from replaylens.workbench.lens import lens as lens
+    from replaylens.workbench.patch import patch as patch
+    from replaylens.workbench.steer import steer as steer
 
 __version__ = "0.1.0"
 
@@ -28,12 +33,34 @@ _WHERE = {
     "Run": "replaylens.engine.run:Run",
     "Sampling": "replaylens.engine.request.sampling:Sampling",
     "Trace": "replaylens.engine.proof.trace:Trace",
+    "ablate": "replaylens.workbench.ablate:ablate",
+    "attention": "replaylens.workbench.attention:attention",
     "errors": "replaylens.engine.errors",
+    "lens": "replaylens.workbench.lens:lens",
+    "patch": "replaylens.workbench.patch:patch",
     "probes": "replaylens.probes",
+    "steer": "replaylens.workbench.steer:steer",
     "tasks": "replaylens.tasks",
 }
 
-__all__ = ["Branch", "Dump", "Edit", "Engine", "Run", "Sampling", "Trace", "__version__", "errors", "probes", "tasks"]
+__all__ = [
+    "Branch",
+    "Dump",
+    "Edit",
+    "Engine",
+    "Run",
+    "Sampling",
+    "Trace",
+    "__version__",
+    "ablate",
+    "attention",
+    "errors",
+    "lens",
+    "patch",
+    "probes",
+    "steer",
+    "tasks",
+]
 
 
 if not TYPE_CHECKING:  # a type checker would take `__getattr__` to mean that every name exists
