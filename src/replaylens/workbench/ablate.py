@@ -1,6 +1,6 @@
 """`ablate`: what a behaviour loses without a head, a neuron or a direction, ranked, with intervals over prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -109,13 +109,13 @@ def ablate(
 ) -> AblateResult:
     """Take single units away, one at a time, and measure the next token of every prompt.
 
-    metric      as in `patch`: a pair of tokens, one token, or a function of logits; or a list with one of these per prompt, each
-                a tuple or a function
+    metric      as in `patch`: a pair of tokens, one token, or a function of logits; or a list with a pair (as a tuple) or a
+                function for each prompt
     heads       True: all; or (layer, head) pairs: the outputs of attention heads (hook_z)
     neurons     (layer, neuron) pairs: activations of the MLP (hook_post)
     directions  (layer, vector) pairs: directions of the residual stream (S)
-    how         "zero"; "mean": by the mean over all prompts and positions; "resample", heads only: by rows of other prompts, drawn
-                by `seed` and position
+    how         "zero"; "mean": by the mean over all prompts and positions; "resample", heads only: by rows of other prompts,
+                drawn by `seed` and position
     positions   where, as in `Edit`; None: everywhere
 
     The units of a prompt are computed together; each has the bits of its edits made alone.
@@ -143,9 +143,8 @@ def ablate(
     rows = {} if how == "zero" else _rows(engine, paths, sorted({unit.site for unit in units}))
     plain, ablated = torch.empty(len(paths)), torch.empty(len(units), len(paths))
     for number, path in enumerate(tqdm(paths, unit="prompt", disable=not progress)):
-        others = {
-            site: torch.cat([x for i, x in enumerate(each) if how == "mean" or i != number]) for site, each in rows.items()
-        }
+        kept = [i for i in range(len(paths)) if how == "mean" or i != number]
+        others = {site: torch.cat([each[i] for i in kept]) for site, each in rows.items()}
         edits = [[], *(_edits(unit, how, others, positions, seed) for unit in units)]
         with engine.variants(path) as base:
             found = base.read(edits, [-1], lambda logits, measure=measures[number]: measure(logits[:, 0]))  # type: ignore[misc]
@@ -192,7 +191,7 @@ def _pair(name: str, pair: Any, layers: int, count: int) -> tuple[int, int]:
     return whole(f"{name} (layer)", pair[0], 0, layers - 1), whole(name, pair[1], 0, count - 1)
 
 
-def _metrics(engine: Core, metric: Any, prompts: int) -> list[Callable[[Tensor], Tensor]]:
+def _metrics(engine: Core, metric: Any, prompts: int) -> list[Metric]:
     own = isinstance(metric, list) and all(isinstance(each, tuple | Metric) or callable(each) for each in metric)
     if own and len(metric) != prompts:
         raise BadRequest(f"Got {len(metric)} metrics for {prompts} prompts. Give one for each, or {FORMS}.")

@@ -17,10 +17,10 @@ from replaylens.workbench.metric import words
 _MAX_CELLS = 20_000
 """of all patterns in a notebook; above, the summary is shown"""
 _KINDS = {
-    "previous": "attention to the previous token",
-    "first": "attention to the first token",
-    "own": "attention to the token itself",
-    "induction": "attention to the token after an earlier occurrence of the same token",
+    "previous": "previous token",
+    "first": "first token",
+    "own": "own token",
+    "induction": "induction",
 }
 
 

@@ -46,16 +46,17 @@ class Grid:
 def figure(grids: Sequence[Grid], label: str, rows: str, columns: str) -> Figure:
     """One panel per grid, with a common colour scale."""
     width = sum(max(2.0, 0.3 * len(grid.columns)) for grid in grids)
-    made = Picture(figsize=(min(width, 24) + 2.2, min(0.24 * len(grids[0].rows), 14) + 1.8), layout="constrained")
+    made = Picture(figsize=(min(width, 24) + 2.2, min(0.24 * len(grids[0].rows), 14) + 2.2), layout="constrained")
     axes = made.subplots(1, len(grids), squeeze=False)[0]
     limits = [grid.limits() for grid in grids]
     low, high = min(each[0] for each in limits), max(each[1] for each in limits)
+    uneven = len({len(grid.rows) for grid in grids}) > 1
     colours = "viridis" if grids[0].around is None else "RdBu_r"
     for axis, grid in zip(axes, grids, strict=True):
         image = axis.imshow(grid.values, vmin=low, vmax=high, cmap=colours, aspect="auto", origin="lower")
         axis.set(title=plain(grid.title), xlabel=columns, xticks=range(len(grid.columns)), yticks=range(len(grid.rows)))
         axis.set_xticklabels([plain(name) for name in grid.columns], rotation=90, fontsize=7)
-        axis.set_yticklabels([plain(name) for name in grid.rows] if axis is axes[0] else [], fontsize=7)
+        axis.set_yticklabels([plain(name) for name in grid.rows] if axis is axes[0] or uneven else [], fontsize=7)
         if grid.words is not None and grid.values.size <= _MAX_WORDS:
             _write_words(axis, grid, low, high)
     axes[0].set_ylabel(rows)

@@ -13,7 +13,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import whole
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.logits import At, chosen
-from replaylens.workbench.drawing import Grid, figure, paragraph, view
+from replaylens.workbench.drawing import Grid, figure, paragraph, plain, view
 from replaylens.workbench.metric import Function, Metric, Tokens, words
 
 Direction = Literal["denoise", "noise"]
@@ -67,9 +67,9 @@ class PatchResult:
 
     def plot(self, values: Values = "effect") -> Figure:
         """A heat map per site: layers by positions, or layers by heads."""
-        label = f"{self.metric}, {'normalised' if values == 'effect' else 'raw'}"
+        label = "effect of the patch" if values == "effect" else "metric under the patch"
         made = figure(self.grids(values), label, "layer", "head" if set(self.raw) == {"heads"} else "token")
-        made.suptitle(f"Activation patching ({self.direction})")
+        made.suptitle(f"Patching ({self.direction}): {plain(self.metric)}", fontsize=9)
         return made
 
     def _repr_html_(self) -> str:

@@ -82,9 +82,9 @@ def steer(
 ) -> SteerResult:
     """Generate `n` tokens after every prompt with strength * vector added to the residual stream.
 
-    vector     a tensor [d_model]; a contrast (positive texts, negative texts): the difference of the mean residual streams of their
-               last tokens, at each layer; or a probe with two classes: from the first class to the second, as far as their
-               means are apart
+    vector     a tensor [d_model]; a contrast (positive texts, negative texts): the difference of the mean residual streams of
+               their last tokens, at each layer; or a probe with two classes: from the first class to the second, as far as
+               their means are apart
     layers     of the residual stream (S): it enters block `layer`
     keep_norm  keep the length of the residual stream and change only its direction
     whole_prompt  steer all positions; else from the prompt's last token on
