@@ -138,7 +138,7 @@ def ablate(
     measures = _metrics(engine, metric, len(paths))
     if how == "resample" and (len(paths) < 2 or any(unit.kind != "head" for unit in units)):
         raise BadRequest(
-            "Resampling takes rows of other prompts, and replaces heads only. Give 2 prompts or more, or another how."
+            "Resampling takes rows of other prompts and is for heads only. Give 2 prompts or more, or another how."
         )
     rows = {} if how == "zero" else _rows(engine, paths, sorted({unit.site for unit in units}))
     plain, ablated = torch.empty(len(paths)), torch.empty(len(units), len(paths))
@@ -176,9 +176,7 @@ def _units(
     for number, (at, vector) in enumerate(directions):
         layer, vector = whole("directions", at, 0, len(streams) - 1), torch.as_tensor(vector).detach().float().cpu()
         if vector.shape != (config.d_model,) or not float(vector.norm()) > 0:
-            raise BadRequest(
-                f"A direction has shape {tuple(vector.shape)}. Give a vector of {config.d_model} numbers, not zero."
-            )
+            raise BadRequest(f"Invalid direction of shape {tuple(vector.shape)}. Give {config.d_model} numbers, not all zero.")
         made.append(_Unit("direction", layer, number, f"L{layer}D{number}", streams[layer], vector / vector.norm()))
     if not made:
         raise BadRequest("Nothing to ablate. Give heads=True, or some heads, neurons or directions.")

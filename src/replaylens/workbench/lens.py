@@ -12,7 +12,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.passes.runner import LENS_ROWS
-from replaylens.engine.pictures.readings import layer_name
+from replaylens.engine.pictures.readings import layer_name, word
 from replaylens.engine.serving.core import Core
 from replaylens.workbench.drawing import Grid, figure, view
 from replaylens.workbench.metric import words
@@ -115,13 +115,12 @@ def lens(
     followers = [*path[1:], -1] if target is None else [target] * len(path)
     rank, logprob = engine.lock.alone(_of_token, engine, stacked, followers, tuned)
     ids = z["Z.top_ids"]
-    text_of = {i: engine.text.decode([i]) for i in set(ids.flatten().tolist())}
+    text_of = {i: word(engine.text, i) for i in set(ids.flatten().tolist())}
     top = tuple(tuple(tuple(text_of[i] for i in cell) for cell in line) for line in ids.tolist())
     names = tuple(layer_name(layer, stacked.shape[1]) for layer in range(stacked.shape[1]))
-    word = None if target is None else engine.text.decode([target])
-    return LensResult(
-        words(engine, path), names, word, top, ids, z["Z.top_logprobs"], z["Z.entropy"], z["Z.kl"], rank.T, logprob.T
-    )
+    about = None if target is None else word(engine.text, target)
+    numbers = (ids, z["Z.top_logprobs"], z["Z.entropy"], z["Z.kl"], rank.T, logprob.T)
+    return LensResult(words(engine, path), names, about, top, *numbers)
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.pictures.readings import word
 from replaylens.engine.request.values import integer, shown
 from replaylens.engine.serving.core import Core
 
@@ -49,9 +50,9 @@ class Metric:
 
 
 def _word(engine: Core, token: int) -> str:
-    return repr(engine.text.decode([token]))
+    return repr(word(engine.text, token))
 
 
 def words(engine: Core, path: Sequence[int]) -> tuple[str, ...]:
     """The text of each token."""
-    return tuple(engine.text.decode([token]) for token in path)
+    return tuple(word(engine.text, token) for token in path)
