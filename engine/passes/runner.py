@@ -146,14 +146,14 @@ class Runner:
         return PassResult(batch, residual, finite(logits, "logits"))
 
     @torch.inference_mode()
-    def resumed(self, segments: list[Segment], entering: Tensor | None, layer: int) -> PassResult:
+    def resumed(self, segments: list[Segment], entering: Tensor | None, layer: int, tap: Tap | None = None) -> PassResult:
         """The canonical pass from block `layer` on, without logits. Mutates the cache at the segments' rows.
 
         entering  the segments' rows of the residual stream that enters the block: [rows, d_model]; None: from the tokens
         """
         batch = Batch(segments, self.pool, self.certificate.query_rows, self.tile, self.device)
         with self._held(batch.padded):
-            ops, tap = self.ops(batch, self.cache), self._edited(batch, None)
+            ops, tap = self.ops(batch, self.cache), self._edited(batch, tap)
             if entering is None:
                 x = self.model.embedding(batch.tokens, batch.positions, tap)
             else:

@@ -312,9 +312,9 @@ class Core(Uncopied):
             found = base.read(variants, at, lambda logits: logits[..., columns], progress)
         return found[:, 0] if integer(positions) is not None else found
 
-    def variants(self, text: str | Sequence[int] | Tensor, edits: Sequence[Edit] = ()) -> Variants:
+    def variants(self, text: str | Sequence[int] | Tensor, edits: Sequence[Edit] = (), keep: Sequence[str] = ()) -> Variants:
         """The text, to be computed under many lists of edits; see `Variants`."""
-        return Variants(self.forest, self.sites, self.tokens_of(text), items("edits", edits, "a list of Edits", BadEdit))
+        return Variants(self.forest, self.sites, self.tokens_of(text), items("edits", edits, "a list of Edits", BadEdit), keep)
 
     def token_ids_of(self, tokens: Sequence[str | int]) -> list[int]:
         """Ids of single tokens, given as text or ids; BadRequest names one that is several tokens."""

@@ -18,7 +18,7 @@ from replaylens.engine.loop.lane import Lane
 from replaylens.engine.model.sites import SiteTable, layer_of
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.finite import finite
-from replaylens.engine.request.capture import CaptureSpec
+from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all
@@ -44,15 +44,21 @@ class Variant:
 class Variants:
     """A path with all its residual streams, ready to be computed under edits. Use it in a `with` block."""
 
-    def __init__(self, forest: Forest, sites: SiteTable, path: Sequence[int], edits: Sequence[Edit] = ()) -> None:
-        """edits  of the base, which every variant has too"""
+    def __init__(
+        self, forest: Forest, sites: SiteTable, path: Sequence[int], edits: Sequence[Edit] = (), keep: Sequence[str] = ()
+    ) -> None:
+        """
+        edits  of the base, which every variant has too
+        keep   sites that `capture` can give
+        """
         self.forest, self.runner, self.sites, self.path = forest, forest.runner, sites, list(path)
         self.edits = place_all(edits, sites, len(self.path))
         self.streams = tuple(sites.per_layer("S"))
+        self.keep = tuple(sites.resolve(name) for name in keep)
         self._lane: Lane | None = None
 
     def __enter__(self) -> "Variants":
-        spec = CaptureSpec(self.streams, last=self.streams[-1])
+        spec = CaptureSpec(tuple(dict.fromkeys(self.streams + self.keep)), last=self.streams[-1])
         with self.forest.made() as lanes, self.forest.quiet():
             with held_interrupt():
                 lanes.append(self.forest.plant(self.path, spec, self.edits))
@@ -73,8 +79,12 @@ class Variants:
 
     def stream(self, layer: int) -> Tensor:
         """The base's residual stream entering a block, or leaving the last: [positions, d_model]. Must not be changed."""
+        return self.rows(self.streams[layer])
+
+    def rows(self, site: str) -> Tensor:
+        """The base's rows of a kept site: [positions, ...]. Must not be changed."""
         assert self.lane.recording is not None
-        return self.lane.recording.peek(self.streams[layer])
+        return self.lane.recording.peek(site)
 
     def read(self, variants: Sequence[Sequence[Edit]], positions: Sequence[int], read: Read, progress: bool = False) -> Tensor:
         """What `read` keeps of every variant's logits at `positions`: [variants, ...].
@@ -88,11 +98,25 @@ class Variants:
         with tqdm(total=len(placed), unit="variant", disable=not progress) as bar:
             for chunk in self._chunks(placed):
                 rows = last.repeat(len(chunk), 1, 1)
-                self._compute(chunk, at, rows)
+                self._compute(chunk, at, {self.streams[-1]: rows})
                 logits = self.forest.lock.alone(self.runner.logits, rows.flatten(0, 1)).cpu()
                 kept |= zip((v.number for v in chunk), read(logits.view(len(chunk), len(at), -1)), strict=True)
                 bar.update(len(chunk))
         return torch.stack([kept[number] for number in range(len(placed))])
+
+    def capture(self, variants: Sequence[Sequence[Edit]], progress: bool = False) -> dict[str, Tensor]:
+        """The rows of every kept site under each list of edits: [variants, positions, ...]."""
+        at = torch.arange(len(self.path))
+        base = {site: self.rows(site) for site in self.keep}
+        kept = {site: rows.new_empty(len(variants), *rows.shape) for site, rows in base.items()}
+        with tqdm(total=len(variants), unit="variant", disable=not progress) as bar:
+            for chunk in self._chunks([self._variant(number, edits) for number, edits in enumerate(variants)]):
+                rows = {site: x.repeat(len(chunk), *(1 for _ in x.shape)) for site, x in base.items()}
+                self._compute(chunk, at, rows)
+                for site, found in rows.items():
+                    kept[site][[variant.number for variant in chunk]] = found
+                bar.update(len(chunk))
+        return kept
 
     def _variant(self, number: int, edits: Sequence[Edit]) -> Variant:
         own = place_all(edits, self.sites, len(self.path))
@@ -120,13 +144,13 @@ class Variants:
         if chunk:
             yield chunk
 
-    def _compute(self, chunk: list[Variant], at: Tensor, out: Tensor) -> None:
-        """Fill `out` [variants, positions, d_model] where a variant's rows differ from the base's."""
+    def _compute(self, chunk: list[Variant], at: Tensor, out: dict[str, Tensor]) -> None:
+        """Fill `out`, site -> [variants, positions, ...], where a variant's rows may differ from the base's."""
         lane = self.lane
         while not self.forest.lock.alone(self._pass, lane, chunk, at, out):
             self.forest.compute([lane])  # the base gave its pages to others in the meantime
 
-    def _pass(self, lane: Lane, chunk: list[Variant], at: Tensor, out: Tensor) -> bool:
+    def _pass(self, lane: Lane, chunk: list[Variant], at: Tensor, out: dict[str, Tensor]) -> bool:
         """False: the base lacks KV. Precondition: the lock is held."""
         pool, length, live = self.runner.pool, len(self.path), [v for v in chunk if v.start < len(self.path)]
         if lane.computed < length:
@@ -143,12 +167,15 @@ class Variants:
             segments = [Segment(t, v.start, self.path[v.start :], 0, v.edits) for t, v in zip(tables, live, strict=True)]
             first = live[0].layer
             entering = None if first < 0 else torch.cat([self.stream(first)[v.start :] for v in live])
-            result = self.runner.resumed(segments, entering, max(first, 0))
+            tap = PassTap(frozenset(out) - {self.streams[-1]})
+            result = self.runner.resumed(segments, entering, max(first, 0), tap)
             finite(result.residual[: result.batch.num_rows], "activations")
+            found = {**tap.values, self.streams[-1]: result.residual}  # a site below the first block keeps the base's rows
             for index, variant in enumerate(live):
                 own = at >= variant.start
-                rows = result.batch.offsets[index] + at[own] - variant.start
-                out[chunk.index(variant), own] = result.residual[rows.to(result.residual.device)].to(out)
+                rows = (result.batch.offsets[index] + at[own] - variant.start).to(result.residual.device)
+                for site in out.keys() & found.keys():
+                    out[site][chunk.index(variant), own] = found[site][rows].to(out[site])
         finally:
             for table in tables:
                 pool.release(table)

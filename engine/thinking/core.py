@@ -246,7 +246,7 @@ class ThinkingCore(Core):
             )
         return self._check_tokens(ids, before)
 
-    def variants(self, text: str | Sequence[int] | Tensor, edits: Sequence[Edit] = ()) -> Variants:
+    def variants(self, text: str | Sequence[int] | Tensor, edits: Sequence[Edit] = (), keep: Sequence[str] = ()) -> Variants:
         """Not available: a prompt's thoughts depend on the edits before them."""
         raise BadRequest("Models that think have no variants. Use logits(text, edits=...), once per list of edits.")
 

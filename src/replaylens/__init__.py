@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.workbench.attention import attention as attention
     from replaylens.workbench.lens import lens as lens
     from replaylens.workbench.patch import patch as patch
+    from replaylens.workbench.path_patch import path_patch as path_patch
     from replaylens.workbench.steer import steer as steer
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ _WHERE = {
     "errors": "replaylens.engine.errors",
     "lens": "replaylens.workbench.lens:lens",
     "patch": "replaylens.workbench.patch:patch",
+    "path_patch": "replaylens.workbench.path_patch:path_patch",
     "probes": "replaylens.probes",
     "steer": "replaylens.workbench.steer:steer",
     "tasks": "replaylens.tasks",
@@ -57,6 +59,7 @@ __all__ = [
     "errors",
     "lens",
     "patch",
+    "path_patch",
     "probes",
     "steer",
     "tasks",

@@ -98,8 +98,8 @@ def attention(engine: Core, text: str | list[int], *, layers: Sequence[int] | No
 
     >>> from replaylens import Engine, attention
     >>> result = attention(Engine.load("coin-plain"), "A coin's state is heads. Alice flips. What's the state? A:")
-    >>> result.pattern.shape, bool(torch.allclose(result.pattern.sum(-1), torch.ones(15)))
-    (torch.Size([4, 4, 15, 15]), True)
+    >>> result.pattern.shape  # [layers, heads, queries, keys]
+    torch.Size([4, 4, 15, 15])
     """
     count = engine.config.num_layers
     wanted = range(count) if layers is None else items("layers", layers, "a list of layers")

@@ -108,18 +108,10 @@ def patch(
     >>> round(float(result.effect["S"][0].max()), 3)  # the residual stream that enters block 0 at the changed word
     1.0
     """
-    if direction not in ("denoise", "noise"):
-        raise BadRequest(f"Unknown direction {direction!r}. Known: denoise, noise.")
-    into, origin = (corrupt, clean) if direction == "denoise" else (clean, corrupt)
-    path, other = engine.tokens_of(into), engine.tokens_of(origin)
-    if len(path) != len(other):
-        raise BadRequest(
-            f"The prompts have {len(engine.tokens_of(clean))} (clean) and {len(engine.tokens_of(corrupt))} (corrupt) tokens. "
-            "Patching copies position by position: give prompts with the same number of tokens."
-        )
+    path, other = both(engine, clean, corrupt, direction)
     measure, at = Metric.of(engine, metric), sorted(chosen(positions, len(path)))
     wanted = _wanted(engine, sites, heads)
-    rows = _activations(engine, other, [name for names in wanted.values() for name in names])
+    rows = activations(engine, other, [name for names in wanted.values() for name in names])
     numbers = tuple(_heads(engine, heads)) if "heads" in wanted else tuple(at)
     edits = {
         site: [[_edit(name, rows[name], number, at, site == "heads")] for name in names for number in numbers]
@@ -129,18 +121,33 @@ def patch(
         read = lambda logits: measure(logits[:, 0])  # noqa: E731
         together = [[], *(edit for each in edits.values() for edit in each)]
         found = base.read(together, [-1], read, progress)
-    with engine.variants(other) as source:
-        (there,) = source.read([[]], [-1], read)
-    before = float(found[0])
-    if before == float(there):
-        raise BadRequest(
-            f"{measure.name} is {before:.4g} for both prompts, so there is nothing to carry over. Check prompts or metric."
-        )
+    there = of_source(engine, other, measure, float(found[0]))
     pieces = found[1:].split([len(each) for each in edits.values()])
     raw = {site: piece.view(len(wanted[site]), -1) for site, piece in zip(edits, pieces, strict=True)}
     text = words(engine, path)
     columns = {site: tuple(str(n) if site == "heads" else text[n] for n in numbers) for site in raw}
-    return PatchResult(measure.name, direction, before, float(there), raw, columns, dict.fromkeys(raw, numbers))
+    return PatchResult(measure.name, direction, float(found[0]), there, raw, columns, dict.fromkeys(raw, numbers))
+
+
+def both(engine: Core, clean: str | list[int], corrupt: str | list[int], direction: Direction) -> tuple[list[int], list[int]]:
+    """(the prompt that is patched, the prompt that activations are taken from); BadRequest if they differ in length."""
+    if direction not in ("denoise", "noise"):
+        raise BadRequest(f"Unknown direction {direction!r}. Known: denoise, noise.")
+    first, second = engine.tokens_of(clean), engine.tokens_of(corrupt)
+    if len(first) != len(second):
+        raise BadRequest(
+            f"The prompts have {len(first)} (clean) and {len(second)} (corrupt) tokens. Patching copies position by position: "
+            "give prompts with the same number of tokens."
+        )
+    return (second, first) if direction == "denoise" else (first, second)
+
+
+def of_source(engine: Core, path: list[int], measure: Metric, base: float) -> float:
+    """The metric of the source prompt; BadRequest if it is that of the base."""
+    found = float(measure(engine.logits(path)[None]))
+    if found == base:
+        raise BadRequest(f"{measure.name} is {base:.4g} for both prompts: there is nothing to carry over. Give other prompts.")
+    return found
 
 
 def _wanted(engine: Core, sites: str, heads: bool | Sequence[int]) -> dict[str, list[str]]:
@@ -158,7 +165,8 @@ def _heads(engine: Core, heads: bool | Sequence[int]) -> list[int]:
     return list(range(count)) if isinstance(heads, bool) else [whole("heads", head, 0, count - 1) for head in heads]
 
 
-def _activations(engine: Core, path: list[int], names: list[str]) -> dict[str, Tensor]:
+def activations(engine: Core, path: list[int], names: list[str]) -> dict[str, Tensor]:
+    """The rows of some sites."""
     branch = engine.prompt(path, sites=names)
     try:
         return {name: branch.activations[name] for name in names}

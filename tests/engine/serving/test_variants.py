@@ -52,9 +52,9 @@ def test_rows_and_layers_before_an_edit_are_not_computed() -> None:
     rows: list[int] = []
     resumed = served.runner.resumed
 
-    def watched(segments, entering, layer):  # type: ignore[no-untyped-def]
+    def watched(segments, entering, layer, tap=None):  # type: ignore[no-untyped-def]
         rows.append(sum(len(s.tokens) for s in segments) * (2 - layer))
-        return resumed(segments, entering, layer)
+        return resumed(segments, entering, layer, tap)
 
     served.runner.resumed = watched  # type: ignore[method-assign]
     passes = watch_passes(served)
