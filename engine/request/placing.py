@@ -21,10 +21,18 @@ def place_all(edits: Iterable[Edit], table: SiteTable, length: int) -> tuple[Pla
     return tuple(placed for edit in listed(edits) for placed in place(edit, table, length))
 
 
-def place(edit: Edit, table: SiteTable, length: int) -> list[PlacedEdit]:
-    """Resolve an edit on a branch of `length` tokens into one placed edit per site; BadEdit if it does not fit."""
+def place(edit: Edit, table: SiteTable, length: int, later: bool = False) -> list[PlacedEdit]:
+    """Resolve an edit on a branch of `length` tokens into one placed edit per site; BadEdit if it does not fit.
+
+    later  numbers may name positions that the branch does not have yet
+    """
     edit = instance("edits", edit, Edit, "a list of Edits", BadEdit).plain()
     start, stop, picks = _where(edit.positions, length)
+    if picks and picks[0] >= length and not later:
+        raise BadEdit(
+            f"positions={edit.positions} changes nothing: the branch has {length} tokens, at positions 0 to {length - 1}. "
+            f"To edit tokens that are still to come, give a slice, such as slice({picks[0]}, {picks[-1] + 1})."
+        )
     placed = []
     for name in _names(edit, table):
         if name.endswith(_NOT_EDITABLE):
@@ -102,11 +110,6 @@ def _where(positions: Positions, length: int) -> tuple[int, int | None, tuple[in
     picks = tuple(sorted({p + length if p < 0 else p for p in given}))
     if not picks or picks[0] < 0:
         raise BadEdit(f"Invalid positions={positions} on a branch of {length} tokens. Give at least one, none before 0.")
-    if picks[0] >= length:
-        raise BadEdit(
-            f"positions={positions} changes nothing: the branch has {length} tokens, at positions 0 to {length - 1}. To edit "
-            f"tokens that are still to come, give a slice, such as slice({picks[0]}, {picks[-1] + 1})."
-        )
     return picks[0], picks[-1] + 1, picks
 
 

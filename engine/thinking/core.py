@@ -264,7 +264,7 @@ class ThinkingCore(Core):
                 and edit.site not in (STATE_SITE, THINK_SITE, COMPRESS_SITE)
             ):
                 raise BadEdit(f"{edit.site} can be captured but not edited. Edit {THINK_SITE} instead.")
-            out += place(edit, self.sites, self._axis(getattr(edit, "site", ""), length))
+            out += place(edit, self.sites, self._axis(getattr(edit, "site", ""), length), later=True)  # `extend` adds positions
         return out
 
     def _axis(self, site: str, length: int) -> int:

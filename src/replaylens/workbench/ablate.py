@@ -15,8 +15,8 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.edits import Edit, Positions
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.serving.core import Core
-from replaylens.probes.figures import bars
-from replaylens.probes.statistics import difference_over_groups
+from replaylens.probes.reports.figures import bars
+from replaylens.probes.scoring.statistics import difference_over_groups
 from replaylens.workbench.drawing import Grid, figure, paragraph, view
 from replaylens.workbench.metric import FORMS, Function, Metric, Tokens
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from replaylens.engine.pictures.html import fragment, tag
 from replaylens.engine.pictures.paths import visible
-from replaylens.probes.figures import Picture
+from replaylens.probes.reports.figures import Picture
 from replaylens.views.heatmap import Heatmap, HeatmapCell, draw, span
 
 MAX_COLUMNS = 64

@@ -19,8 +19,8 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import items, number, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
-from replaylens.probes.figures import Picture
-from replaylens.probes.probe import LinearProbe
+from replaylens.probes.fitting.probe import LinearProbe
+from replaylens.probes.reports.figures import Picture
 
 Contrast = tuple[Sequence[str], Sequence[str]]
 
