@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadRequest, OutOfPages
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.model.sites import SiteTable, layer_of
@@ -135,7 +135,9 @@ class Variants:
         for variant in ordered:
             more = len(self.path) - variant.start
             needed = -(-more // self.runner.pool.page_size) + 1
-            full = rows + more > self.forest.loop.max_rows or pages + needed > self.runner.pool.num_free
+            full = rows + more > self.forest.loop.max_rows or pages + needed > self.runner.pool.num_free + len(
+                self.forest.prefix
+            )
             if chunk and (full or chunk[0].layer != variant.layer):
                 yield chunk
                 chunk, rows, pages = [], 0, 0
@@ -147,8 +149,24 @@ class Variants:
     def _compute(self, chunk: list[Variant], at: Tensor, out: dict[str, Tensor]) -> None:
         """Fill `out`, site -> [variants, positions, ...], where a variant's rows may differ from the base's."""
         lane = self.lane
-        while not self.forest.lock.alone(self._pass, lane, chunk, at, out):
-            self.forest.compute([lane])  # the base gave its pages to others in the meantime
+        try:
+            while not self.forest.lock.alone(self._pass, lane, chunk, at, out):
+                self.forest.compute([lane])  # the base gave its pages to others in the meantime
+        except OutOfPages:
+            if len(chunk) == 1:
+                raise
+            half = len(chunk) // 2
+            for some in (slice(None, half), slice(half, None)):
+                self._compute(chunk[some], at, {site: rows[some] for site, rows in out.items()})
+
+    def _make_room(self, lane: Lane, pages: int, alone: bool) -> None:
+        """Free pages of cached prefixes, and for a single variant those of idle branches too, as for any request."""
+        loop, pool = self.forest.loop, self.runner.pool
+        if pages > pool.num_free:
+            self.forest.prefix.evict(pages - pool.num_free)
+        busy = {lane.branch, *(job.lane.branch for job in loop.jobs)}
+        while alone and pages > pool.num_free and loop.reservations.reclaim(pages - pool.num_free, busy, []):
+            pass
 
     def _pass(self, lane: Lane, chunk: list[Variant], at: Tensor, out: dict[str, Tensor]) -> bool:
         """False: the base lacks KV. Precondition: the lock is held."""
@@ -159,9 +177,7 @@ class Variants:
             return True
         tables = [pool.fork(lane.table, v.start) for v in live]
         try:
-            missing = sum(pool.num_needed(table, table.length, length) for table in tables) - pool.num_free
-            if missing > 0:
-                self.forest.prefix.evict(missing)
+            self._make_room(lane, sum(pool.num_needed(table, table.length, length) for table in tables), len(live) == 1)
             for table in tables:
                 self.runner.reserve(table, table.length, length)
             segments = [Segment(t, v.start, self.path[v.start :], 0, v.edits) for t, v in zip(tables, live, strict=True)]

@@ -65,6 +65,11 @@ def test_rows_and_layers_before_an_edit_are_not_computed() -> None:
 def test_variants_fit_into_a_small_cache() -> None:
     served, variants = engine(cache_tokens=24), [[Edit("blocks.0.hook_in", "zero", positions=p)] for p in range(11)]
     assert torch.equal(served.logits_under(PATH, variants), engine().logits_under(PATH, variants))
+    crowded = engine(cache_tokens=40)
+    others = [crowded.prompt([3 + i] * 9) for i in range(4)]  # idle branches give up their pages
+    assert torch.equal(crowded.logits_under(PATH, variants), engine().logits_under(PATH, variants))
+    assert torch.equal(others[0].kv(), engine().prompt([3] * 9).kv())
+    crowded.check_integrity()
     with pytest.raises(OutOfPages):
         engine(cache_tokens=12).logits_under(PATH, variants)
     served.check_integrity()
