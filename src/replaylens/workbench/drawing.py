@@ -88,13 +88,17 @@ def _table(grid: Grid, note: str) -> Heatmap:
     cut = f" The first {columns} of {len(grid.columns)} columns." if columns < len(grid.columns) else ""
     cells = tuple(tuple(_cell(grid, i, j) for j in range(columns)) for i in reversed(range(len(grid.rows))))
     names = tuple(map(visible, grid.columns[:columns]))
-    return Heatmap(grid.title, tuple(reversed([visible(row) for row in grid.rows])), names, cells, *grid.limits(), note + cut)
+    low, high = grid.limits()
+    if grid.around is not None:  # a table shades by size; the sign is in the number
+        low, high = 0.0, high - grid.around
+    return Heatmap(grid.title, tuple(reversed([visible(row) for row in grid.rows])), names, cells, low, high, note + cut)
 
 
 def _cell(grid: Grid, i: int, j: int) -> HeatmapCell:
     value = float(grid.values[i, j])
     word = f"{value:.2f}" if grid.words is None else visible(grid.words[i][j])
-    return HeatmapCell(value, word, grid.facts(i, j) if grid.facts else (f"{value:.4g}",))
+    shade = value if grid.around is None else abs(value - grid.around)
+    return HeatmapCell(shade, word, grid.facts(i, j) if grid.facts else (f"{value:.4g}",))
 
 
 def paragraph(text: str) -> Markup:
