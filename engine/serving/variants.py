@@ -29,7 +29,7 @@ Read = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Variant:
+class EditedCopy:
     """One set of edits of the base."""
 
     number: int
@@ -118,19 +118,19 @@ class Variants:
                 bar.update(len(chunk))
         return kept
 
-    def _variant(self, number: int, edits: Sequence[Edit]) -> Variant:
+    def _variant(self, number: int, edits: Sequence[Edit]) -> EditedCopy:
         own = place_all(edits, self.sites, len(self.path))
         start = min([len(self.path), *(edit.first for edit in own)])
         layer = min((-1 if (found := layer_of(edit.site)) is None else found for edit in own), default=0)
         edited = {edit.site for edit in self.edits}
         while layer >= 0 and self.streams[layer] in edited:  # the base's rows there have its edit, which the pass makes again
             layer -= 1
-        return Variant(number, self.edits + own, start, layer)
+        return EditedCopy(number, self.edits + own, start, layer)
 
-    def _chunks(self, variants: Sequence[Variant]) -> Iterator[list[Variant]]:
+    def _chunks(self, variants: Sequence[EditedCopy]) -> Iterator[list[EditedCopy]]:
         """Variants with the same first block, as many as fit into one pass and into the free pages."""
         ordered = sorted(variants, key=lambda v: (v.layer, v.start, v.number))
-        chunk: list[Variant] = []
+        chunk: list[EditedCopy] = []
         rows = pages = 0
         for variant in ordered:
             more = len(self.path) - variant.start
@@ -146,7 +146,7 @@ class Variants:
         if chunk:
             yield chunk
 
-    def _compute(self, chunk: list[Variant], at: Tensor, out: dict[str, Tensor]) -> None:
+    def _compute(self, chunk: list[EditedCopy], at: Tensor, out: dict[str, Tensor]) -> None:
         """Fill `out`, site -> [variants, positions, ...], where a variant's rows may differ from the base's."""
         lane = self.lane
         try:
@@ -168,7 +168,7 @@ class Variants:
         while alone and pages > pool.num_free and loop.reservations.reclaim(pages - pool.num_free, busy, []):
             pass
 
-    def _pass(self, lane: Lane, chunk: list[Variant], at: Tensor, out: dict[str, Tensor]) -> bool:
+    def _pass(self, lane: Lane, chunk: list[EditedCopy], at: Tensor, out: dict[str, Tensor]) -> bool:
         """False: the base lacks KV. Precondition: the lock is held."""
         pool, length, live = self.runner.pool, len(self.path), [v for v in chunk if v.start < len(self.path)]
         if lane.computed < length:

@@ -13,7 +13,7 @@ from replaylens.engine.request.values import integer, shown
 from replaylens.engine.serving.core import Core
 
 Function = Callable[[Tensor], Tensor]
-Tokens = str | int | Sequence[str | int]
+MetricTokens = str | int | Sequence[str | int]
 FORMS = "a pair of tokens (their logit difference), one token (its log-probability), or a function of logits [rows, vocab]"
 
 
@@ -25,7 +25,7 @@ class Metric:
     function: Function
 
     @classmethod
-    def of(cls, engine: Core, given: "Tokens | Function | Metric") -> "Metric":
+    def of(cls, engine: Core, given: "MetricTokens | Function | Metric") -> "Metric":
         """A pair of tokens, one token, or a function of logits [rows, vocab] that returns [rows]; BadRequest for others."""
         if isinstance(given, Metric):
             return given
