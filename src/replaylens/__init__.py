@@ -18,6 +18,12 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.engine.request.sampling import Sampling as Sampling
     from replaylens.engine.run import Run as Run
     from replaylens.engine.serving.branch import Branch as Branch
+    from replaylens.workbench.ablate import ablate as ablate
+    from replaylens.workbench.attention import attention as attention
+    from replaylens.workbench.lens import lens as lens
+    from replaylens.workbench.patch import patch as patch
+    from replaylens.workbench.path_patch import path_patch as path_patch
+    from replaylens.workbench.steer import steer as steer
 
 __version__ = "0.1.0"
 
@@ -30,8 +36,14 @@ _WHERE = {
     "Sampling": "replaylens.engine.request.sampling:Sampling",
     "SparseFeatures": "replaylens.engine.features.features:SparseFeatures",
     "Trace": "replaylens.engine.proof.trace:Trace",
+    "ablate": "replaylens.workbench.ablate:ablate",
+    "attention": "replaylens.workbench.attention:attention",
     "errors": "replaylens.engine.errors",
+    "lens": "replaylens.workbench.lens:lens",
+    "patch": "replaylens.workbench.patch:patch",
+    "path_patch": "replaylens.workbench.path_patch:path_patch",
     "probes": "replaylens.probes",
+    "steer": "replaylens.workbench.steer:steer",
     "tasks": "replaylens.tasks",
 }
 
@@ -45,8 +57,14 @@ __all__ = [
     "SparseFeatures",
     "Trace",
     "__version__",
+    "ablate",
+    "attention",
     "errors",
+    "lens",
+    "patch",
+    "path_patch",
     "probes",
+    "steer",
     "tasks",
 ]
 
