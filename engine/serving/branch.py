@@ -114,6 +114,11 @@ class Branch(Uncopied):
         return self.tokens[self.root_length :]
 
     @property
+    def generated_text(self) -> str:
+        """The text of the tokens after the prompt."""
+        return self.engine.text.decode(self.generated)
+
+    @property
     @reading
     def states(self) -> list[TokenState]:
         return list(self.record.states)
