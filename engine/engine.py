@@ -1,6 +1,6 @@
 """`Engine`: the public object. Loads a model and replays examples, texts and traces on it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -7,7 +7,7 @@
 | `step`, `step+2`, `step-1` | where a step of the task is decided; two tokens later; the token before |
 | `step:3`, `step:3+1` | the same, of the third step only |
 | `query`, `query-1`, `query+1` | the prompt's last token with labels; before it; the answer's first token |
-| `last`, `last-1` | the last token of its prompt; before it. For rows of given texts and from arrays: those of a task have the query |
+| `last`, `last-1` | the last token of its prompt; before it. Of given texts and rows from arrays: a task has the query |
 | `text:Paris` | the token that ends each occurrence of the substring; spaces count |
 | `label:subject` | every token where the label has a value |
 | `3:7`, `-2:` | a span of tokens; negative numbers count from the end of the prompt |

@@ -33,7 +33,12 @@ class GivenText:
     def to_json(self) -> dict[str, Any]:
         """Plain values; what is empty is left out."""
         spans = {name: [list(span) for span in own] for name, own in self.spans.items()}
-        rest = {"completion": self.completion, "labels": dict(self.labels), "spans": spans, "edits": list(self.edits)}
+        rest: dict[str, Any] = {
+            "completion": self.completion,
+            "labels": dict(self.labels),
+            "spans": spans,
+            "edits": list(self.edits),
+        }
         if self.num_prompt < len(self.tokens):
             rest["prompt"] = self.num_prompt
         return {"tokens": list(self.tokens), "text": self.text} | {name: value for name, value in rest.items() if value}
@@ -107,8 +112,8 @@ def _label_problem(raw: dict[str, Any], length: int) -> str | None:
         if not _is_label(value) and value is not None:
             return f"The label {name!r} is {value!r:.40}. Use text, numbers of 64 bits, True, False or None."
     for name, own in spans.items():
-        last = 0
-        for span in own if isinstance(own, list) else [None]:
+        last, listed = 0, [*own] if isinstance(own, list) else [own]
+        for span in listed:
             fits = isinstance(span, list | tuple) and len(span) == 3 and type(span[0]) is int and type(span[1]) is int
             if not fits or not last <= span[0] < span[1] <= length or not _is_label(span[2]):
                 return f"The label {name!r} has the span {span!r:.40}. Give [start, end, value], in order, of {length} tokens."

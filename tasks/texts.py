@@ -82,7 +82,7 @@ class Texts(Task[TextsKnobs]):
         return super().examples(len(self) if which is None else which)
 
     def read(self, text: str, index: int | None = None, known: Reading | None = None) -> Reading:
-        """The labels of the whole text at `index`. Labels of tokens belong to tokens, not to characters: see `Example.given`."""
+        """The labels of the whole text at `index`. Labels of its tokens belong to no characters: see `Example.given`."""
         labels = {} if index is None else dict(self._text(index).labels)
         shuffled = None if index is None else self.shuffled(index)
         marks = (ReadingMark(0, labels, False, 0),)

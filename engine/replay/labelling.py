@@ -21,11 +21,11 @@ def label_columns(labels: NamedLabels, count: int) -> dict[str, list[Any]]:
     """The labels of a list of texts, each with one value for each of them. BadTexts if some are missing."""
     if labels is None:
         return {}
-    if not isinstance(labels, Mapping) and not hasattr(labels, "columns"):
+    if not isinstance(labels, Mapping):
         raise BadTexts(f"Invalid labels={shown(labels)}. Give a dict from label to values, one for each text.")
     found = {}
     for name in labels:
-        values = items(f"labels[{name!r}]", labels[name], "a list with one value for each text", BadTexts)  # type: ignore[index]
+        values = items(f"labels[{name!r}]", labels[name], "a list with one value for each text", BadTexts)
         if len(values) != count:
             raise BadTexts(f"Label {str(name)!r} has {len(values)} values for {count} texts. Give one for each text.")
         found[str(name)] = values

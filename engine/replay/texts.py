@@ -75,7 +75,7 @@ class _Maker:
     def _chat(self, messages: Sequence[Mapping[str, Any]], labels: Mapping[str, Any]) -> GivenText:
         """A chat as the tokenizer's template writes it. Unless its last message is the assistant's, it ends with the words
         that begin an answer."""
-        tokenizer = self.engine.text.tokenizer
+        tokenizer: Any = self.engine.text.tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             raise NoChatTemplate(
                 f"Text {self.number} is a chat, but the tokenizer {type(tokenizer).__name__} has no chat template. Set its "
