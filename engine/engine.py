@@ -181,8 +181,9 @@ class Engine(Core):
             given = given.examples()
         elif text is None and is_list(given):
             given = list(given)  # an iterator can be read only once
-        if isinstance(given, list) and (not given or any(isinstance(each, Example) for each in given)):
-            if labels is not None or text is not None:
+        named = labels is not None or text is not None
+        if isinstance(given, list) and (any(isinstance(each, Example) for each in given) if given else not named):
+            if named:
                 raise BadTexts("text= and labels= describe texts, but examples of a task were given. Leave them out.")
             return given
         return self.texts(given, text=text, labels=labels).examples()

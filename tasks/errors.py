@@ -98,6 +98,13 @@ class NoSuchText(TaskError):
         super().__init__(f"There is no text {index}: {count} were given. Use indices from 0 to {count - 1}.")
 
 
+class MixedLabel(TaskError):
+    """A label of given texts has values of several types."""
+
+    def __init__(self, name: str, types: Iterable[str]) -> None:
+        super().__init__(f"Label {name!r} has values of the types {' and '.join(types)}. Give values of one type.")
+
+
 class NotForTexts(TaskError):
     """Given texts lack what is asked for, such as steps, claims or right answers."""
 

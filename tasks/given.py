@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from replaylens.tasks.errors import BadKnob
+from replaylens.tasks.errors import BadKnob, MixedLabel
 from replaylens.tasks.reading import NEXT_ACTION, RESERVED, SHUFFLED, Label
 
+NOT_LABELS = (*RESERVED, SHUFFLED, NEXT_ACTION, "")
+"""what no label of given texts may be called"""
 TokenSpan = tuple[int, int, Label]
 """the tokens [start, end) and the value of a label there"""
 _FIELDS = {"tokens": list, "prompt": int, "text": str, "completion": str, "labels": dict, "spans": dict, "edits": list}
@@ -81,8 +83,7 @@ def as_texts(knob: str, value: Any) -> tuple[dict[str, Any], ...]:
             raise BadKnob(f"{knob}[{number}]", str(raw)[:60], problem)
     for name, kinds in _kinds(value).items():
         if len(kinds) > 1:
-            known = " and ".join(sorted(kind.__name__ for kind in kinds))
-            raise BadKnob(knob, name, f"This label has values of types {known}. Give values of one type.")
+            raise MixedLabel(name, sorted(kind.__name__ for kind in kinds))
     return tuple(value)
 
 
@@ -104,7 +105,7 @@ def _problem(raw: Any) -> str | None:
 def _label_problem(raw: dict[str, Any], length: int) -> str | None:
     labels, spans = raw.get("labels", {}), raw.get("spans", {})
     for name in (*labels, *spans):
-        if name in (*RESERVED, SHUFFLED, NEXT_ACTION) or not name:
+        if name in NOT_LABELS:
             return f"The label {name!r} has the name of an index column. Rename it."
     if both := labels.keys() & spans.keys():
         return f"The label {min(both)!r} is given for the text and for its tokens. Give it once."

@@ -19,7 +19,7 @@ from replaylens.engine.dump.places import Place, ends_of
 from replaylens.engine.dump.plan import DTYPES, DumpPlan
 from replaylens.engine.errors import BadRequest, EngineBug, NotCertified
 from replaylens.engine.lens import readout
-from replaylens.engine.replay.examples import Result
+from replaylens.engine.replay.examples import Result, own_edits
 from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.engine.request.values import shown, whole
 from replaylens.engine.serving.core import Core
@@ -222,7 +222,7 @@ def _final_rows(engine: Core, path: ExamplePath, final: str, edited: bool) -> Te
         raise BadRequest(
             f"{final} was not captured, and edited paths and models that think need it for log-probabilities. Capture S, too."
         )
-    branch = engine.prompt(path.tokens, sites=[final])
+    (branch,) = engine.planted([path.tokens], engine.capture_spec([final]), [own_edits(path.example)])
     try:
         return branch.activations.peek(final)[path.base :]
     finally:

@@ -108,7 +108,7 @@ def replay_examples(
     with tqdm(total=len(examples), unit="example", disable=not progress) as bar:
         for first in range(0, len(examples), batch):
             some = examples[first : first + batch]
-            branches = _prompted(engine, some, o)
+            branches = prompt_examples(engine, some, o)
             try:
                 _continue(engine, some, branches)
                 asked = [(b, r) for e, b in zip(some, branches, strict=True) if (r := _request(engine, e, b, o)) is not None]
@@ -121,8 +121,8 @@ def replay_examples(
     return results
 
 
-def _prompted(engine: Core, examples: Sequence[Example], o: ReplayOptions) -> Sequence[Branch]:
-    """The prompts of the examples, computed together."""
+def prompt_examples(engine: Core, examples: Sequence[Example], o: ReplayOptions) -> Sequence[Branch]:
+    """Branches with the prompts of the examples, computed together. The caller must release them."""
     prompts = [e.prompt if e.given is None else list(e.given.tokens[: e.given.num_prompt]) for e in examples]
     if not any(e.given is not None and e.given.edits for e in examples):
         return engine.prompts(prompts, sites=o.sites, keep_rejected=o.rejected, edits=o.edits)
@@ -132,13 +132,13 @@ def _prompted(engine: Core, examples: Sequence[Example], o: ReplayOptions) -> Se
         )
     paths = [engine.tokens_of(prompt) for prompt in prompts]
     edits = [
-        _own_edits(example) + place_all(o.edits, engine.sites, len(path)) for example, path in zip(examples, paths, strict=True)
+        own_edits(example) + place_all(o.edits, engine.sites, len(path)) for example, path in zip(examples, paths, strict=True)
     ]
     capture = engine.capture_spec(o.sites, rejected=o.rejected) if o.sites else None
     return engine.planted(paths, capture, edits)
 
 
-def _own_edits(example: Example) -> tuple[PlacedEdit, ...]:
+def own_edits(example: Example) -> tuple[PlacedEdit, ...]:
     """The edits of a branch that became a text. BadRequest if they are damaged."""
     try:
         return tuple(PlacedEdit.from_json(raw) for raw in (example.given.edits if example.given else ()))

@@ -9,7 +9,7 @@ from replaylens.engine.replay.tables import TABLE, read_columns
 from replaylens.engine.request.values import items, shown
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
-from replaylens.tasks.given import GivenText
+from replaylens.tasks.given import NOT_LABELS, GivenText
 from replaylens.tasks.labels import offsets_of, path_offsets
 from replaylens.tasks.reading import Offset
 from replaylens.tasks.texts import Texts
@@ -43,6 +43,9 @@ def texts_of(engine: Core, given: Any, text: str | None = None, labels: NamedLab
         labelled = label_columns(labels, len(subjects))
     if not subjects:
         raise BadTexts(f"No texts were given. Give {SUBJECTS}.")
+    if taken := [name for name in labelled if name in NOT_LABELS]:
+        names = ", ".join(filter(None, NOT_LABELS))
+        raise BadTexts(f"Label {taken[0]!r} has the name of an index column. Rename it. These names are taken: {names}.")
     labelled = {name: same_numbers(values) for name, values in labelled.items()}
     rows = [{name: values[i] for name, values in labelled.items()} for i in range(len(subjects))]
     return Texts.of(
