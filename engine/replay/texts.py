@@ -68,11 +68,17 @@ class _Maker:
             return self._chat(subject, labels)
         if subject is None or isinstance(subject, int | float | Mapping):
             raise BadTexts(f"Text {self.number} is {shown(subject)}. Give {SUBJECTS}.")
-        tokens = self.engine.tokens_of(subject)
+        tokens = self._tokens(subject)
         return self._labelled(GivenText(tuple(tokens), len(tokens), self.engine.text.decode(tokens)), labels)
 
+    def _tokens(self, subject: Any) -> list[int]:
+        try:
+            return self.engine.tokens_of(subject)
+        except BadRequest as error:
+            raise BadTexts(f"Text {self.number}: {error}") from error
+
     def _string(self, text: str, labels: Mapping[str, Any]) -> GivenText:
-        tokens = self.engine.tokens_of(text)
+        tokens = self._tokens(text)
         return self._labelled(GivenText(tuple(tokens), len(tokens), text), labels, special=True)
 
     def _chat(self, messages: Sequence[Mapping[str, Any]], labels: Mapping[str, Any]) -> GivenText:
