@@ -31,7 +31,7 @@ from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks import Example
-from replaylens.tasks.texts import Texts
+from replaylens.tasks.texts import GivenTexts
 
 
 class Engine(Core):
@@ -156,7 +156,7 @@ class Engine(Core):
         options = ReplayOptions(sites, drafter, window, sampling, edits, max_new, rejected, deterministic)
         return Run(self, replay_examples(self, self._examples(examples, text, labels), options, batch, progress), options)
 
-    def texts(self, given: Any, *, text: str | None = None, labels: NamedLabels = None) -> Texts:
+    def texts(self, given: Any, *, text: str | None = None, labels: NamedLabels = None) -> GivenTexts:
         """Texts of your own as a task, to replay and dump like any other. `replay` makes it by itself.
 
         given   a list of strings, token lists, chats (lists of {"role", "content"}, by the tokenizer's template) or branches;
@@ -171,13 +171,13 @@ class Engine(Core):
         >>> engine = Engine.load("coin-plain")
         >>> run = engine.replay(["A coin's state is heads.", "A coin's state is tails."], labels={"up": [1, 0]}, sites="S")
         >>> run[1].tokens == engine.tokens_of("A coin's state is tails."), run[1].example.maker
-        (True, Texts(2 texts, labels up))
+        (True, GivenTexts(2 texts, labels up))
         """
         return texts_of(self, given, text, labels)
 
     def _examples(self, given: Any, text: str | None, labels: NamedLabels) -> list[Example]:
         """Examples as they are; texts as those of their task."""
-        if isinstance(given, Texts):
+        if isinstance(given, GivenTexts):
             given = given.examples()
         elif text is None and is_list(given):
             given = list(given)  # an iterator can be read only once

@@ -28,7 +28,7 @@ import numpy as np
 import pandas as pd
 
 from replaylens.engine.dump.content import CORE
-from replaylens.engine.dump.places import FORMS, Place, ends_of
+from replaylens.engine.dump.places import FORMS, NamedPlace, ends_of
 from replaylens.engine.errors import no_such
 from replaylens.probes.checks import mask_of
 from replaylens.probes.errors import BadPosition
@@ -54,7 +54,7 @@ class Position:
     """all, at, step, query, last, place or custom"""
     shift: int = 0
     which: int | None = None
-    place: Place | None = None
+    place: NamedPlace | None = None
     function: PositionFunction | None = None
 
     @classmethod
@@ -64,12 +64,12 @@ class Position:
             return cls(CUSTOM + getattr(spec, "__qualname__", "function"), "custom", function=spec)
         if isinstance(spec, str) and spec.startswith(CUSTOM):
             return cls(spec, "custom")
-        if isinstance(spec, str) and (place := Place.parse(spec)) is not None:
+        if isinstance(spec, str) and (place := NamedPlace.parse(spec)) is not None:
             return cls(spec, "place", place=place)
         found = _SPEC.fullmatch(str(spec).replace(" ", ""))
         if found is None or (found["which"] and found["anchor"] != "step"):
             forms = "all, a number or last" if arrays else "all, a number, step, step+1, step:3, query or query-1"
-            raise BadPosition(f"Unknown position {str(spec)!r}. Use {forms}; {FORMS}; or a function.")
+            raise BadPosition(f"Unknown position {str(spec)!r}. Use {forms}. Also: {FORMS}; or a function.")
         if found["all"]:
             return cls("all", "all")
         if found["at"]:
@@ -102,7 +102,8 @@ class Position:
         said, arrays = f"Position {self.spec!r} is unknown: these rows", "since_last" in frame
         if arrays and self.anchor in ("step", "query"):
             raise BadPosition(
-                f"{said} come from given texts or from arrays, which have no {self.anchor}. Use all, a number, last; {FORMS}."
+                f"{said} come from given texts or from arrays, which have no {self.anchor}. Use all, a number or last. "
+                f"Also: {FORMS}."
             )
         if arrays and self.anchor in ("at", "last", "place") and len(frame) and frame["position"].isna().all():
             raise BadPosition(f"{said} were given without positions. Use all, or give positions= to ProbeRows.of_arrays.")
@@ -145,7 +146,7 @@ def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
     return frame
 
 
-def _at_place(place: Place, frame: pd.DataFrame) -> np.ndarray:
+def _at_place(place: NamedPlace, frame: pd.DataFrame) -> np.ndarray:
     """One boolean per row. Raises BadPosition if the frame lacks the label, or texts of tokens."""
     position = frame["position"].to_numpy()
     if place.kind == "label":

@@ -12,13 +12,13 @@ from replaylens.tasks.errors import TaskNameTaken, UnknownTask
 from replaylens.tasks.fork import Fork
 from replaylens.tasks.shell import Shell
 from replaylens.tasks.task import AnyTask
-from replaylens.tasks.texts import Texts
+from replaylens.tasks.texts import GivenTexts
 from replaylens.tasks.variables import Variables
 from replaylens.tasks.words import Words
 
 _ALL: tuple[type[AnyTask], ...] = (Coin, Coins, CoinResets, Shell, Words, Fork, Boxes, Variables)
 _BUILT_IN = {task.name: task for task in _ALL}
-_GIVEN: dict[str, type[AnyTask]] = {Texts.name: Texts}
+_GIVEN: dict[str, type[AnyTask]] = {GivenTexts.name: GivenTexts}
 """known by name, so that dumps can cite them, but not listed: they write no examples"""
 _REGISTERED: dict[str, type[AnyTask]] = {}
 T = TypeVar("T", bound=type[AnyTask])

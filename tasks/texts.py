@@ -32,7 +32,7 @@ class TextsKnobs(Knobs):
         as_texts("texts", self.texts)
 
 
-class Texts(Task[TextsKnobs]):
+class GivenTexts(Task[TextsKnobs]):
     """Given texts; `engine.texts` makes them from strings, token ids, chats, tables and branches.
 
     Labels belong to a text or to its tokens. The only known zero is `shuffled`. There are no steps, no query and no answers:
@@ -45,7 +45,7 @@ class Texts(Task[TextsKnobs]):
     length_knob = "texts"
 
     @classmethod
-    def of(cls, texts: Iterable[GivenText], seed: int = 0) -> "Texts":
+    def of(cls, texts: Iterable[GivenText], seed: int = 0) -> "GivenTexts":
         """The task of these texts. `seed` is that of the label `shuffled`."""
         return cls(texts=[text.to_json() for text in texts], seed=seed)
 
@@ -107,13 +107,13 @@ class Texts(Task[TextsKnobs]):
         return hashlib.sha256(self.knobs.canonical().encode()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Texts) and self.digest == other.digest)
+        return self is other or (isinstance(other, GivenTexts) and self.digest == other.digest)
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        return f"Texts({len(self)} texts, labels {', '.join(self.label_names[:-1]) or 'none'})"
+        return f"GivenTexts({len(self)} texts, labels {', '.join(self.label_names[:-1]) or 'none'})"
 
     # ---- what texts do not have -----------------------------------------------------------------------------------
 
@@ -153,5 +153,5 @@ def cited(task: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
     """Knobs to show on a page or in a report: texts are counted, not repeated."""
     if task != NAME or not isinstance(knobs.get("texts"), list | tuple):
         return dict(knobs)
-    made = Texts(**knobs)
+    made = GivenTexts(**knobs)
     return {**knobs, "texts": f"{len(made)} texts, SHA-256 {made.digest[:16]}"}

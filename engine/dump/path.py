@@ -8,7 +8,7 @@ from typing import Any
 from replaylens.engine.request.recording import Recording
 from replaylens.tasks import Example, Reading, path_offsets
 from replaylens.tasks.reading import SHUFFLED, Label
-from replaylens.tasks.texts import Texts
+from replaylens.tasks.texts import GivenTexts
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class ExamplePath:
     def labels_at(self, positions: Sequence[int], names: Sequence[str]) -> dict[str, list[Label]]:
         """Labels of some of its tokens: those of a given text are known by position, others are read from the text."""
         given, maker = self.example.given, self.example.maker
-        if given is None or not isinstance(maker, Texts):
+        if given is None or not isinstance(maker, GivenTexts):
             return self.reading.labels_at([self.offsets[position] for position in positions], names)
         drawn: list[Label] = [maker.shuffled(self.example.index)] * len(positions)
         return {name: drawn if name == SHUFFLED else values for name, values in given.labels_at(positions, names).items()}

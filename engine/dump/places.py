@@ -1,4 +1,4 @@
-"""`Place`: positions of a path by name, which a plan can hold and a probe can ask for.
+"""`NamedPlace`: positions of a path by name, which a plan can hold and a probe can ask for.
 
 | spec | tokens |
 |---|---|
@@ -21,7 +21,7 @@ _SPAN = re.compile(r"\s*(?P<start>-?\d{1,9})?\s*:\s*(?P<stop>-?\d{1,9})?\s*")
 
 
 @dataclass(frozen=True)
-class Place:
+class NamedPlace:
     """A parsed spec."""
 
     kind: str
@@ -32,7 +32,7 @@ class Place:
     stop: int | None = None
 
     @classmethod
-    def parse(cls, spec: str) -> "Place | None":
+    def parse(cls, spec: str) -> "NamedPlace | None":
         """The place of a spec; None if it is none of these forms."""
         if found := _NAMED.fullmatch(spec):
             return cls(found["kind"], found["name"])

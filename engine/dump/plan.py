@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from replaylens import tasks
 from replaylens.engine.dump.path import ExamplePath
-from replaylens.engine.dump.places import FORMS, Place
+from replaylens.engine.dump.places import FORMS, NamedPlace
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.records import Count, Positive, build
 from replaylens.engine.request.capture import LensSpec
@@ -70,7 +70,7 @@ class DumpPlan:
             f"Invalid probabilities {self.probabilities!r:.60}. Use True or False.": isinstance(self.probabilities, bool),
             "The plan has no examples. Give at least one.": len(self.examples) > 0,
             f"Unknown positions {self.positions!r:.60}. Use one of {', '.join(POSITIONS)}, {FORMS}, or a function.": (
-                self.positions in POSITIONS or self.positions.startswith(CUSTOM) or Place.parse(self.positions) is not None
+                self.positions in POSITIONS or self.positions.startswith(CUSTOM) or NamedPlace.parse(self.positions) is not None
             ),
         }
         for message, fine in checks.items():

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from replaylens.engine.dump.places import FORMS, Place
+from replaylens.engine.dump.places import FORMS, NamedPlace
 from replaylens.engine.dump.plan import CUSTOM, POSITIONS, DumpPlan, Selector, compact, plain
 from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.lens.tuned import TunedLens
@@ -15,7 +15,7 @@ from replaylens.engine.request.values import flag, instance, shown, whole
 from replaylens.engine.serving.core import Core
 from replaylens.tasks.registry import require_own_name
 from replaylens.tasks.task import AnyTask
-from replaylens.tasks.texts import Texts
+from replaylens.tasks.texts import GivenTexts
 
 MAX_TEXT_BYTES = 1 << 27
 """limit for the texts of one dump, which its plan and its manifest hold"""
@@ -60,7 +60,7 @@ def make_plan(
     edits, drafter = listed(edits), instance("drafter", drafter, str, "the name of a drafter")
     if not isinstance(positions, str) and (not callable(positions) or isinstance(positions, type)):
         raise BadRequest(f"positions={shown(positions)}: give one of {', '.join(POSITIONS)}, {FORMS}, or a function of a path")
-    if isinstance(task, Texts):
+    if isinstance(task, GivenTexts):
         _check_texts(task, positions)
     spec = engine.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
     if not spec.sites and not spec.thoughts and spec.lens is None:
@@ -92,11 +92,11 @@ def make_plan(
     )
 
 
-def _check_texts(task: Texts, positions: str | Selector) -> None:
+def _check_texts(task: GivenTexts, positions: str | Selector) -> None:
     """Raise BadRequest if a dump cannot hold the texts, or if they lack the positions."""
     if positions == "steps":
         raise BadRequest("Given texts have no steps. Use positions such as 'all', 'last' or 'text:SUBSTRING'.")
-    place = Place.parse(positions) if isinstance(positions, str) else None
+    place = NamedPlace.parse(positions) if isinstance(positions, str) else None
     if place is not None and place.kind == "label" and place.name not in task.label_names:
         raise BadRequest(no_such("label", place.name, task.label_names))
     if (size := len(task.knobs.canonical())) > MAX_TEXT_BYTES:

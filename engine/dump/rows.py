@@ -15,7 +15,7 @@ from torch import Tensor
 from replaylens.engine.dump.content import CORE, Content
 from replaylens.engine.dump.path import ExamplePath
 from replaylens.engine.dump.pieces import Pieces
-from replaylens.engine.dump.places import Place, ends_of
+from replaylens.engine.dump.places import NamedPlace, ends_of
 from replaylens.engine.dump.plan import DTYPES, DumpPlan
 from replaylens.engine.errors import BadRequest, EngineBug, NotCertified
 from replaylens.engine.lens import readout
@@ -89,7 +89,7 @@ def _chosen(engine: Core, plan: DumpPlan, path: ExamplePath) -> list[int]:
         case "steps":
             ends = {step.end for step in path.reading.steps}
             return [position for position in own if _ends_step(path.offsets[position], ends)]
-    if (place := Place.parse(plan.positions)) is not None:
+    if (place := NamedPlace.parse(plan.positions)) is not None:
         there = _placed(engine, place, path)
         return [position for position in own if position in there]
     if plan.selector is None:
@@ -103,7 +103,7 @@ def _chosen(engine: Core, plan: DumpPlan, path: ExamplePath) -> list[int]:
     return [position for position in own if position in wanted]
 
 
-def _placed(engine: Core, place: Place, path: ExamplePath) -> Container[int]:
+def _placed(engine: Core, place: NamedPlace, path: ExamplePath) -> Container[int]:
     """The positions of a path at a place."""
     match place.kind:
         case "text":

@@ -12,14 +12,14 @@ from replaylens.engine.serving.core import Core
 from replaylens.tasks.given import NOT_LABELS, GivenText
 from replaylens.tasks.labels import offsets_of, path_offsets
 from replaylens.tasks.reading import Offset
-from replaylens.tasks.texts import Texts
+from replaylens.tasks.texts import GivenTexts
 from replaylens.tasks.tokenizer import WordTokenizer
 
 SUBJECTS = "a list of strings, of token lists, of chats (lists of {'role', 'content'}) or of branches"
 """what counts as texts, for error messages"""
 
 
-def texts_of(engine: Core, given: Any, text: str | None = None, labels: NamedLabels = None) -> Texts:
+def texts_of(engine: Core, given: Any, text: str | None = None, labels: NamedLabels = None) -> GivenTexts:
     """The task of some texts.
 
     given   strings, token ids, chats and branches, in one list; or a table
@@ -48,7 +48,7 @@ def texts_of(engine: Core, given: Any, text: str | None = None, labels: NamedLab
         raise BadTexts(f"Label {taken[0]!r} has the name of an index column. Rename it. These names are taken: {names}.")
     labelled = {name: same_numbers(values) for name, values in labelled.items()}
     rows = [{name: values[i] for name, values in labelled.items()} for i in range(len(subjects))]
-    return Texts.of(
+    return GivenTexts.of(
         _Maker(engine, number).make(each, own) for number, (each, own) in enumerate(zip(subjects, rows, strict=True))
     )
 

@@ -9,7 +9,7 @@ from replaylens import tasks
 from replaylens.tasks.errors import BadIndex, BadKnob, MixedLabel, NoSuchText, NotForTexts, TaskNameTaken
 from replaylens.tasks.given import GivenText
 from replaylens.tasks.registry import get, register, require_own_name
-from replaylens.tasks.texts import Texts, cited
+from replaylens.tasks.texts import GivenTexts, cited
 
 RAW: dict[str, Any] = {"tokens": [5, 6, 7, 8], "text": "a b c d"}
 FULL = RAW | {"prompt": 3, "completion": " d", "labels": {"x": 1, "y": None}, "spans": {"z": [[0, 1, "p"], [1, 3, "q"]]}}
@@ -24,8 +24,8 @@ def test_a_record_is_what_it_was() -> None:
 
 
 def test_the_task_is_known_by_name_but_not_listed() -> None:
-    assert get("texts") is Texts and "texts" not in tasks.names()
-    require_own_name(Texts)
+    assert get("texts") is GivenTexts and "texts" not in tasks.names()
+    require_own_name(GivenTexts)
 
     class Other(get("coin")):  # type: ignore[misc]
         name = "texts"
@@ -35,21 +35,21 @@ def test_the_task_is_known_by_name_but_not_listed() -> None:
 
 
 def test_knobs_give_the_task_again() -> None:
-    task = Texts.of([GivenText.from_json(FULL), GivenText.from_json(RAW)])
-    again = Texts(**json.loads(task.knobs.canonical()))
+    task = GivenTexts.of([GivenText.from_json(FULL), GivenText.from_json(RAW)])
+    again = GivenTexts(**json.loads(task.knobs.canonical()))
     assert again == task and hash(again) == hash(task) and again.examples()[0] == task.example(0)
     assert again.example(0).digest == task.example(0).digest
-    assert Texts(texts=[RAW, FULL]) != task and Texts(texts=[FULL, RAW], seed=1) != task
+    assert GivenTexts(texts=[RAW, FULL]) != task and GivenTexts(texts=[FULL, RAW], seed=1) != task
     assert task.label_names == ("x", "y", "z", "shuffled") and task.state_label == "x"
     example = task.example(0)
     assert (example.prompt, example.completion, example.text, example.answer) == ("a b c d", " d", "a b c d d", "")
     assert example.reading.labels_after(3) == {"x": 1, "y": None, "shuffled": task.shuffled(0)}
-    shuffled = [Texts(texts=[RAW] * 200).shuffled(i) for i in range(200)]
-    assert 60 < sum(shuffled) < 140 and shuffled != [Texts(texts=[RAW], seed=1).shuffled(i) for i in range(200)]
+    shuffled = [GivenTexts(texts=[RAW] * 200).shuffled(i) for i in range(200)]
+    assert 60 < sum(shuffled) < 140 and shuffled != [GivenTexts(texts=[RAW], seed=1).shuffled(i) for i in range(200)]
 
 
 def test_pages_count_texts_instead_of_repeating_them() -> None:
-    task = Texts(texts=[RAW] * 3)
+    task = GivenTexts(texts=[RAW] * 3)
     assert cited("texts", vars(task.knobs)) == {"seed": 0, "texts": f"3 texts, SHA-256 {task.digest[:16]}"}
     assert cited("coin", {"flips": 3, "texts": []}) == {"flips": 3, "texts": []}
 
@@ -80,23 +80,23 @@ def test_pages_count_texts_instead_of_repeating_them() -> None:
 )
 def test_a_malformed_record_is_refused(change: dict[str, Any], saying: str) -> None:
     with pytest.raises(BadKnob, match=rf"texts\[1\].*{saying}"):
-        Texts(texts=[RAW, RAW | change])
+        GivenTexts(texts=[RAW, RAW | change])
 
 
 def test_no_texts_and_mixed_labels_are_refused() -> None:
     for none in ({}, {"texts": []}, {"texts": "abc"}, {"texts": [3]}):
         with pytest.raises(BadKnob):
-            Texts(**none)
+            GivenTexts(**none)
     with pytest.raises(MixedLabel, match="Label 'x' has values of the types bool and int"):
-        Texts(texts=[RAW | {"labels": {"x": 1}}, RAW | {"labels": {"x": True}}])
+        GivenTexts(texts=[RAW | {"labels": {"x": 1}}, RAW | {"labels": {"x": True}}])
     with pytest.raises(NoSuchText, match="no text 2: 2 were given"):
-        Texts(texts=[RAW, RAW]).examples([0, 2])
+        GivenTexts(texts=[RAW, RAW]).examples([0, 2])
     with pytest.raises(BadIndex):
-        Texts(texts=[RAW]).example(-1)
+        GivenTexts(texts=[RAW]).example(-1)
 
 
 def test_what_texts_lack_is_refused_by_name() -> None:
-    task = Texts(texts=[RAW])
+    task = GivenTexts(texts=[RAW])
     for ask in (task.answers, task.scene, task.vocabulary, task.next_action_chance, lambda: task.claims):
         with pytest.raises(NotForTexts, match="They have no"):
             ask()

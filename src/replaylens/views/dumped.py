@@ -87,8 +87,7 @@ def _example(
         paths.insert(0, DrawnPath(0, None, 0, BranchStatus.FINISHED.value, ()))
     accepted = rows[rows["accepted"]]
     prompt = accepted["token_state"] == TokenState.PROMPT.value
-    known = rows["correct"].iloc[0]
-    correct = None if _missing(known) else bool(known)
+    correct = None if rows["correct"].isna().iloc[0] else bool(rows["correct"].iloc[0])
     title = f"example {index}" + {True: ", right", False: ", wrong", None: ""}[correct]
     return DumpedExample(
         index,

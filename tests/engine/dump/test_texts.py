@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.errors import BadDump, BadRequest, OtherPlan
-from replaylens.tasks.texts import Texts
+from replaylens.tasks.texts import GivenTexts
 from tests.engine.dump.test_cli import run as command
 
 TEXTS = ["A coin's state is heads. Alice flips", "A coin's state is tails.", " Alice flips. Alice flips"]
@@ -29,19 +30,19 @@ def coin() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def texts(coin: Engine) -> Texts:
+def texts(coin: Engine) -> GivenTexts:
     return coin.texts(TEXTS, labels=LABELS)
 
 
 @pytest.fixture(scope="module")
-def dump(coin: Engine, texts: Texts, tmp_path_factory: pytest.TempPathFactory) -> Dump:
+def dump(coin: Engine, texts: GivenTexts, tmp_path_factory: pytest.TempPathFactory) -> Dump:
     plan = make_plan(coin, texts, len(texts), sites=[SITE], examples_per_shard=2)
     made = write_dump(coin, plan, tmp_path_factory.mktemp("texts") / "d", batch=1)
     assert made is not None
     return made
 
 
-def test_a_run_and_a_plan_write_the_same_dump(coin: Engine, texts: Texts, dump: Dump, tmp_path: Path) -> None:
+def test_a_run_and_a_plan_write_the_same_dump(coin: Engine, texts: GivenTexts, dump: Dump, tmp_path: Path) -> None:
     saved = coin.replay(TEXTS, labels=LABELS, sites=[SITE], drafter="lens").save(tmp_path / "d", examples_per_shard=2)
     assert saved.digest == dump.digest and saved.manifest.plan == dump.manifest.plan
     assert dump.manifest.labels == {"up": "bool", "score": "double", "word": "string", "shuffled": "int64"}
@@ -92,14 +93,16 @@ def test_other_texts_are_another_dump(coin: Engine, dump: Dump, tmp_path: Path) 
         ("last", [(0, 7), (1, 5), (2, 4)]),
     ],
 )
-def test_positions_by_name(coin: Engine, texts: Texts, tmp_path: Path, positions: str, kept: list[tuple[int, int]]) -> None:
+def test_positions_by_name(
+    coin: Engine, texts: GivenTexts, tmp_path: Path, positions: str, kept: list[tuple[int, int]]
+) -> None:
     plan = make_plan(coin, texts, len(texts), sites=[SITE], positions=positions)
     made = write_dump(coin, plan, tmp_path / "d")
     assert made is not None and list(zip(made.index["example"], made.index["position"], strict=True)) == kept
     assert verify(tmp_path / "d", coin, sample="all"), "without being told the positions again"
 
 
-def test_positions_that_texts_do_not_have(coin: Engine, texts: Texts) -> None:
+def test_positions_that_texts_do_not_have(coin: Engine, texts: GivenTexts) -> None:
     for positions, saying in (
         ("steps", "have no steps"),
         ("label:wrod", "did you mean 'word'"),
@@ -109,7 +112,7 @@ def test_positions_that_texts_do_not_have(coin: Engine, texts: Texts) -> None:
             make_plan(coin, texts, 3, sites="S", positions=positions)
 
 
-def test_texts_too_large_for_a_plan(coin: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_too_large_for_a_plan(coin: Engine, texts: GivenTexts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replaylens.engine.dump.planning.MAX_TEXT_BYTES", 100)
     with pytest.raises(BadRequest, match="Write several dumps"):
         make_plan(coin, texts, 3, sites="S")

@@ -12,7 +12,7 @@ from replaylens import Edit, Engine, Run, tasks
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.errors import BadRequest, BadTexts, NoChatTemplate, NotCertified
 from replaylens.probes.rows import ProbeRows
-from replaylens.tasks.texts import Texts
+from replaylens.tasks.texts import GivenTexts
 from tests.toy_model import engine as toy_engine
 
 HEADS, TAILS = "A coin's state is heads. Alice flips", "A coin's state is tails."
@@ -265,7 +265,7 @@ def test_a_tree_is_dumped_verified_and_probed(coin: Engine, tmp_path: Path) -> N
     frame = ProbeRows.of(dump).frame
     assert frame["root"].nunique() == 1, "forks of one prompt are never on both sides of a split"
     assert set(frame["token_state"]) == {"prompt", "accepted"} and frame["edited"].mean() == 0.5
-    lied = Texts(texts=[{**raw, "edits": []} if "edits" in raw else raw for raw in run[0].example.maker.knobs.texts])
+    lied = GivenTexts(texts=[{**raw, "edits": []} if "edits" in raw else raw for raw in run[0].example.maker.knobs.texts])
     honest = coin.replay(lied, sites=[SITE])
     assert not torch.equal(honest[2].activations[SITE], run[2].activations[SITE]), "the control: the edits are what differs"
 
@@ -295,6 +295,6 @@ def test_what_cannot_be_reproduced_is_refused(coin: Engine) -> None:
 
 
 def test_damaged_edits_are_refused_by_name(coin: Engine) -> None:
-    task = Texts(texts=[{"tokens": coin.tokens_of(TAILS), "text": TAILS, "edits": [{"site": "S"}]}])
+    task = GivenTexts(texts=[{"tokens": coin.tokens_of(TAILS), "text": TAILS, "edits": [{"site": "S"}]}])
     with pytest.raises(BadRequest, match="Text 0 has edits that cannot be read"):
         coin.replay(task)
