@@ -51,7 +51,7 @@ class Result:
     thoughts: Thoughts | None = None
     """the thoughts on the prompt, for a model that thinks"""
     generated_text: str = ""
-    """the text of the tokens after the prompt"""
+    """the text of the tokens after the prompt, without the end-of-sequence token that may end it"""
 
     @property
     def generated(self) -> list[int]:
@@ -123,7 +123,7 @@ def replay_examples(
 
 def prompt_examples(engine: Core, examples: Sequence[Example], o: ReplayOptions) -> Sequence[Branch]:
     """Branches with the prompts of the examples, computed together. The caller must release them."""
-    prompts = [e.prompt if e.given is None else list(e.given.tokens[: e.given.num_prompt]) for e in examples]
+    prompts = list(map(prompt_of, examples))
     if not any(e.given is not None and e.given.edits for e in examples):
         return engine.prompts(prompts, sites=o.sites, keep_rejected=o.rejected, edits=o.edits)
     if engine.guesses():
@@ -136,6 +136,12 @@ def prompt_examples(engine: Core, examples: Sequence[Example], o: ReplayOptions)
     ]
     capture = engine.capture_spec(o.sites, rejected=o.rejected) if o.sites else None
     return engine.planted(paths, capture, edits)
+
+
+def prompt_of(example: Example) -> str | list[int]:
+    """What an engine is prompted with: the text of a task, the tokens of a given text."""
+    given = example.given
+    return example.prompt if given is None else list(given.tokens[: given.num_prompt])
 
 
 def own_edits(example: Example) -> tuple[PlacedEdit, ...]:

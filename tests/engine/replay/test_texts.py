@@ -99,6 +99,12 @@ def test_nothing_is_generated_unless_asked_for(coin: Engine) -> None:
     assert [r.text for r in none] == [e.prompt for e in examples] and none.accuracy == 0
 
 
+def test_generated_text_leaves_out_the_end_of_the_sequence(of_bytes: Engine) -> None:
+    branch = of_bytes.prompt("a").force([70, 71, 1])
+    assert branch.text.endswith("<e>") and branch.generated_text == of_bytes.text.decode([70, 71])
+    assert of_bytes.replay([branch])[0].generated_text == branch.generated_text and branch.rollback(1).generated_text == ""
+
+
 def test_chats_are_written_by_the_template(of_bytes: Engine, bytes_tokenizer: Any) -> None:
     question = [{"role": "user", "content": "2+2?"}]
     whole = [*question, {"role": "assistant", "content": "4"}]
