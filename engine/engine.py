@@ -1,4 +1,4 @@
-"""`Engine`: the public object. Loads a model and replays examples and traces on it."""
+"""`Engine`: the public object. Loads a model and replays examples, texts and traces on it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, UnsupportedModel, no_such
+from replaylens.engine.errors import BadRequest, BadTexts, UnsupportedModel, no_such
 from replaylens.engine.model import smollm2, weights
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Text, load_text
@@ -16,9 +16,11 @@ from replaylens.engine.passes.ferry import RING_BYTES
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.replay import interop, replayer
 from replaylens.engine.replay.examples import ReplayOptions, replay_examples
+from replaylens.engine.replay.labelling import NamedLabels
+from replaylens.engine.replay.texts import is_list, texts_of
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, items, shown, whole
+from replaylens.engine.request.values import flag, instance, shown, whole
 from replaylens.engine.run import Run
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
@@ -29,6 +31,7 @@ from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks import Example
+from replaylens.tasks.texts import GivenTexts
 
 
 class Engine(Core):
@@ -116,8 +119,10 @@ class Engine(Core):
 
     def replay(
         self,
-        examples: Iterable[Example],
+        examples: Iterable[Example] | Any,
         *,
+        text: str | None = None,
+        labels: NamedLabels = None,
         sites: str | Sequence[str] | None = None,
         drafter: str = "self",
         window: int | None = None,
@@ -132,13 +137,16 @@ class Engine(Core):
     ) -> Run:
         """Prompt with each example, generate its answer and capture every row of the path.
 
+        examples       examples of a task; or texts of your own, as in `texts`
+        text, labels   of texts: as in `texts`
         sites          what to capture: "STCZ", or site names
         drafter, window
                        as in `generate`
         seed           each example samples with the sum of this seed, the sampling's own and the example's index. For
                        independent runs, choose seeds further apart than the indices
         edits          interventions on every example; negative positions count from the end of its prompt
-        max_new        maximal number of tokens to generate; default: a little more than the right completion has
+        max_new        maximal number of tokens to generate; default: a little more than the right completion has, and none
+                       after texts of your own
         rejected       keep the rows of rejected drafts
         deterministic  False: take the fast path's tokens; the run is then not certified and cannot be saved
         batch          number of examples served together; changes no bit
@@ -146,8 +154,39 @@ class Engine(Core):
         sampling = instance("sampling", Sampling() if sampling is None else sampling, Sampling, "a Sampling")
         sampling = replace(sampling, seed=sampling.seed + whole("seed", seed))
         options = ReplayOptions(sites, drafter, window, sampling, edits, max_new, rejected, deterministic)
-        listed = items("examples", examples, "a list of examples")
-        return Run(self, replay_examples(self, listed, options, batch, progress), options)
+        return Run(self, replay_examples(self, self._examples(examples, text, labels), options, batch, progress), options)
+
+    def texts(self, given: Any, *, text: str | None = None, labels: NamedLabels = None) -> GivenTexts:
+        """Texts of your own as a task, to replay and dump like any other. `replay` makes it by itself.
+
+        given   a list of strings, token lists, chats (lists of {"role", "content"}, by the tokenizer's template) or branches;
+                or a table: a pandas DataFrame, the path of a JSONL file, a Hugging Face dataset, a mapping of columns
+        text    of a table: the column of the texts
+        labels  of a table: the columns of the labels; of a list: a dict from label to values, one for each text. A value
+                belongs to the text, or is a list with one value per token, or a list of spans {"start", "end", "value"}
+                in characters
+
+        A branch becomes its path, with its edits. BadTexts names the text, label or line that cannot be used.
+
+        >>> engine = Engine.load("coin-plain")
+        >>> run = engine.replay(["A coin's state is heads.", "A coin's state is tails."], labels={"up": [1, 0]}, sites="S")
+        >>> run[1].tokens == engine.tokens_of("A coin's state is tails."), run[1].example.maker
+        (True, GivenTexts(2 texts, labels up))
+        """
+        return texts_of(self, given, text, labels)
+
+    def _examples(self, given: Any, text: str | None, labels: NamedLabels) -> list[Example]:
+        """Examples as they are; texts as those of their task."""
+        if isinstance(given, GivenTexts):
+            given = given.examples()
+        elif text is None and is_list(given):
+            given = list(given)  # an iterator can be read only once
+        named = labels is not None or text is not None
+        if isinstance(given, list) and (any(isinstance(each, Example) for each in given) if given else not named):
+            if named:
+                raise BadTexts("text= and labels= describe texts, but examples of a task were given. Leave them out.")
+            return given
+        return self.texts(given, text=text, labels=labels).examples()
 
     def replay_trace(self, trace: Trace, *, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
         """Replay a recorded trace. Returns its branches by their recorded ids; see `replayer.replay_trace`.

@@ -133,6 +133,14 @@ class BadRequest(EngineError, ValueError):
     """A prompt, a sampling parameter or an option that cannot be served. Nothing was started."""
 
 
+class BadTexts(BadRequest):
+    """Texts, labels or a table that cannot be replayed. The message names the text, label or line."""
+
+
+class NoChatTemplate(BadTexts):
+    """A chat was given, but the tokenizer has no template to write it with."""
+
+
 class MissingPackage(EngineError, ImportError):
     """A feature needs a package that is not installed. The message says how to install it."""
 

@@ -1,4 +1,4 @@
-"""`Run`: task examples replayed on an engine, with everything that was captured."""
+"""`Run`: task examples or texts replayed on an engine, with everything that was captured."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -55,11 +55,18 @@ class Run(Sequence[Result]):
         return iter(self.results)
 
     def __repr__(self) -> str:
-        return f"Run({len(self)} examples, {self.accuracy:.1%} correct, {self.drafting})"
+        scored = f"{self.accuracy:.1%} correct, " if self._scored else ""
+        return f"Run({len(self)} examples, {scored}{self.drafting})"
+
+    @property
+    def _scored(self) -> list[bool]:
+        """Whether each example with a right answer was answered rightly."""
+        return [result.correct for result in self.results if result.correct is not None]
 
     @property
     def accuracy(self) -> float:
-        return sum(r.correct for r in self.results) / len(self.results) if self.results else float("nan")
+        """The share of right answers; nan if no example has one, as given texts."""
+        return sum(self._scored) / len(self._scored) if self._scored else float("nan")
 
     @property
     def acceptance(self) -> float:
@@ -77,7 +84,7 @@ class Run(Sequence[Result]):
         """The branch tree of one example: its path and rejected branches. Draws itself in a notebook; `print` it elsewhere."""
         result = self._result(index)
         recordings = {result.branch: result.recording} | {path.branch: path.activations for path in result.rejected}
-        title = f"example {result.example.index}, {'right' if result.correct else 'wrong'}"
+        title = f"example {result.example.index}" + {True: ", right", False: ", wrong", None: ""}[result.correct]
         return self.engine.lock.alone(tree_of, result.record, recordings, self.engine.text, title)
 
     def picture(self, index: int) -> Thinking:
@@ -102,7 +109,7 @@ class Run(Sequence[Result]):
     def _repr_html_(self) -> str:
         facts: dict[str, str | int | float] = {
             "examples": len(self),
-            "right answers": f"{self.accuracy:.1%}" if len(self) else "none",
+            "right answers": f"{self.accuracy:.1%}" if self._scored else "none",
             "drafts accepted": f"{self.acceptance:.1%}" if self.acceptance == self.acceptance else "nothing drafted",
         }
         thinks = any(result.thoughts is not None for result in self.results)

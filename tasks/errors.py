@@ -91,6 +91,27 @@ class BadIndex(TaskError):
         super().__init__(f"Bad example index {index!r}. Give an integer of at least 0.")
 
 
+class NoSuchText(TaskError):
+    """The task of given texts has fewer of them."""
+
+    def __init__(self, index: int, count: int) -> None:
+        super().__init__(f"There is no text {index}: {count} were given. Use indices from 0 to {count - 1}.")
+
+
+class MixedLabel(TaskError):
+    """A label of given texts has values of several types."""
+
+    def __init__(self, name: str, types: Iterable[str]) -> None:
+        super().__init__(f"Label {name!r} has values of the types {' and '.join(types)}. Give values of one type.")
+
+
+class NotForTexts(TaskError):
+    """Given texts lack what is asked for, such as steps, claims or right answers."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"Not possible with given texts. {what}")
+
+
 class UnreadableText(TaskError):
     """The text does not begin like a text of the task, so it has no labels."""
 

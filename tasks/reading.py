@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from replaylens.tasks.errors import UnknownLabel
 
-Label = str | int | bool | None
+Label = str | int | float | bool | None
 Offset = tuple[int, int]
 
 NEXT_ACTION = "next_action"

@@ -12,11 +12,14 @@ from replaylens.tasks.errors import TaskNameTaken, UnknownTask
 from replaylens.tasks.fork import Fork
 from replaylens.tasks.shell import Shell
 from replaylens.tasks.task import AnyTask
+from replaylens.tasks.texts import GivenTexts
 from replaylens.tasks.variables import Variables
 from replaylens.tasks.words import Words
 
 _ALL: tuple[type[AnyTask], ...] = (Coin, Coins, CoinResets, Shell, Words, Fork, Boxes, Variables)
 _BUILT_IN = {task.name: task for task in _ALL}
+_GIVEN: dict[str, type[AnyTask]] = {GivenTexts.name: GivenTexts}
+"""known by name, so that dumps can cite them, but not listed: they write no examples"""
 _REGISTERED: dict[str, type[AnyTask]] = {}
 T = TypeVar("T", bound=type[AnyTask])
 
@@ -39,7 +42,7 @@ def register(task: T) -> T:
     """
     check_definition(task)
     require_own_name(task)
-    if task.name not in _BUILT_IN:
+    if task.name not in (*_BUILT_IN, *_GIVEN):
         _REGISTERED[task.name] = task
     return task
 
@@ -57,6 +60,8 @@ def get(name: str) -> type[AnyTask]:
     if name in _BUILT_IN:
         plugins.warn_of_shadowed(name)
         return _BUILT_IN[name]
+    if name in _GIVEN:
+        return _GIVEN[name]
     if name not in _REGISTERED:
         if name not in plugins.entries():
             raise UnknownTask(name, names())
@@ -66,9 +71,9 @@ def get(name: str) -> type[AnyTask]:
 
 def require_own_name(task: type[AnyTask]) -> None:
     """Raise TaskNameTaken if the name belongs to another class: a dump that cites it would be read with the wrong task."""
-    known = _BUILT_IN.get(task.name) or _REGISTERED.get(task.name)
+    known = _BUILT_IN.get(task.name) or _GIVEN.get(task.name) or _REGISTERED.get(task.name)
     holder = None if known is None or same_task(known, task) else where(known)
-    if holder is None and task.name not in _BUILT_IN:
+    if holder is None and task.name not in (*_BUILT_IN, *_GIVEN):
         holder = plugins.holder(task)
     if holder is not None:
         raise TaskNameTaken(task.name, where(task), holder)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from replaylens.tasks.draws import Draws
 from replaylens.tasks.errors import BadIndex, UnknownKnob
+from replaylens.tasks.given import GivenText
 from replaylens.tasks.knobs import Knobs
 from replaylens.tasks.reading import NEXT_ACTION, SHUFFLED, Event, Label, Offset, Reading, Span, Step
 from replaylens.tasks.script import Scene, read_script
@@ -41,7 +42,8 @@ class Example:
     """A pure function of (task, knobs, seed, index). Labels are read from the text on first use.
 
     `text` is prompt + completion. `answer` is the part of the completion that answers the question, with its leading
-    space: the word to score. `maker` is the task, whose reader gives the labels.
+    space: the word to score. `maker` is the task, whose reader gives the labels. `given` is a text of the user's own, whose
+    tokens and labels need no reader.
     """
 
     task: str
@@ -52,6 +54,7 @@ class Example:
     answer: str
     events: tuple[Event, ...]
     maker: "Task[Any]" = field(repr=False, compare=False)
+    given: GivenText | None = field(default=None, repr=False, compare=False)
 
     @property
     def text(self) -> str:

@@ -120,7 +120,7 @@ def _column_bytes(name: str, column: pa.ChunkedArray) -> Iterable[bytes]:
     elif kind != "nothing":
         zero = pa.scalar(False if kind == "flag" else 0, column.type)
         values = column.fill_null(zero).to_numpy(zero_copy_only=False)
-        yield values.astype("<f4" if kind == "number" else "<i8").tobytes()
+        yield values.astype({"number": "<f4", "real": "<f8"}.get(kind, "<i8")).tobytes()
 
 
 def kind_of(column: pa.ChunkedArray) -> str:
@@ -132,7 +132,7 @@ def kind_of(column: pa.ChunkedArray) -> str:
     if pa.types.is_integer(column.type):
         return "whole"
     if pa.types.is_floating(column.type):
-        return "number"
+        return "real" if pa.types.is_float64(column.type) else "number"  # labels are real, numbers of the engine float32
     return "text"
 
 

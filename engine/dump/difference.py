@@ -87,7 +87,8 @@ def _column_differs(here: pa.ChunkedArray, there: pa.ChunkedArray) -> int | None
         pairs = [(np.asarray(c.fill_null(0.0), dtype="<f4").view("<i4"), c.is_valid().to_numpy()) for c in (here, there)]
         same = (pairs[0][0] == pairs[1][0]) & (pairs[0][1] == pairs[1][1])
     else:
-        same = np.array([a == b and type(a) is type(b) for a, b in zip(here.to_pylist(), there.to_pylist(), strict=True)])
+        pairs_of = zip(here.to_pylist(), there.to_pylist(), strict=True)
+        same = np.array([a == b and type(a) is type(b) for a, b in pairs_of], dtype=bool)  # also of no rows
     wrong = np.flatnonzero(~same)
     return int(wrong[0]) if len(wrong) else None
 

@@ -28,7 +28,7 @@ _MAX_ROW = 1 << 32
 RowCount = Annotated[int, Meta(ge=0, le=1 << 40)]
 Size = Annotated[int, Meta(ge=0, le=1 << 50)]
 Length = Annotated[int, Meta(ge=1, le=1 << 24)]
-LabelType = Annotated[str, one_of("string", "int64", "bool", "null")]
+LabelType = Annotated[str, one_of("string", "int64", "bool", "double", "null")]
 
 
 def shard_name(number: int) -> str:

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from replaylens import tasks
 from replaylens.engine.dump.path import ExamplePath
+from replaylens.engine.dump.places import FORMS, NamedPlace
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.records import Count, Positive, build
 from replaylens.engine.request.capture import LensSpec
@@ -17,6 +18,7 @@ from replaylens.engine.request.records import EditRecord
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import integer, items, whole
 from replaylens.tasks.task import AnyTask
+from replaylens.tasks.texts import cited
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 POSITIONS = ("all", "generated", "last", "steps")
@@ -48,7 +50,7 @@ class DumpPlan:
     rejected: bool
     """keep rejected branches"""
     positions: str
-    """which rows to keep: all, generated, last, steps, or custom:NAME"""
+    """which rows to keep: all, generated, last, steps, a place such as text:SUBSTRING, or custom:NAME"""
     dtype: str
     """dtype of the sites; Z is always float32 and int32"""
     examples_per_shard: int
@@ -67,8 +69,8 @@ class DumpPlan:
             f"Invalid examples_per_shard {self.examples_per_shard}. Give at least 1.": self.examples_per_shard >= 1,
             f"Invalid probabilities {self.probabilities!r:.60}. Use True or False.": isinstance(self.probabilities, bool),
             "The plan has no examples. Give at least one.": len(self.examples) > 0,
-            f"Unknown positions {self.positions!r}. Use one of {', '.join(POSITIONS)}, or a function.": (
-                self.positions in POSITIONS or self.positions.startswith(CUSTOM)
+            f"Unknown positions {self.positions!r:.60}. Use one of {', '.join(POSITIONS)}, {FORMS}, or a function.": (
+                self.positions in POSITIONS or self.positions.startswith(CUSTOM) or NamedPlace.parse(self.positions) is not None
             ),
         }
         for message, fine in checks.items():
@@ -92,6 +94,11 @@ class DumpPlan:
         """The task with its settings; UnknownTask, which says how to register it, if no task of this name is known."""
         return tasks.get(self.task)(**self.knobs)
 
+    @property
+    def cited_knobs(self) -> dict[str, Any]:
+        """The task's settings as a page shows them: given texts are counted, not repeated."""
+        return cited(self.task, self.knobs)
+
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values; `from_json` restores it, except for a custom selector."""
         usual = {"edits": (), "probabilities": True}  # left out, as in dumps that are older than these options
@@ -111,6 +118,8 @@ class DumpPlan:
     def differences(self, other: "DumpPlan") -> list[str]:
         """One readable line per option that differs."""
         mine, theirs = ({**plan.to_json(), "probabilities": plan.probabilities} for plan in (self, other))
+        if mine["knobs"] != theirs["knobs"]:  # texts are too long for a line
+            mine["knobs"], theirs["knobs"] = self.cited_knobs, other.cited_knobs
         other_edits = ["edits: other interventions"] if mine.pop("edits", None) != theirs.pop("edits", None) else []
         return other_edits + [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
 
@@ -148,7 +157,7 @@ class PlanRecord:
     drafter_settings: dict[str, Any]
     window: Positive | None
     sampling: Sampling
-    max_new: Positive | None
+    max_new: Count | None
     rejected: bool
     positions: str
     dtype: str

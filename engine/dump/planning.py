@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from replaylens.engine.dump.places import FORMS, NamedPlace
 from replaylens.engine.dump.plan import CUSTOM, POSITIONS, DumpPlan, Selector, compact, plain
 from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.lens.tuned import TunedLens
@@ -14,6 +15,10 @@ from replaylens.engine.request.values import flag, instance, shown, whole
 from replaylens.engine.serving.core import Core
 from replaylens.tasks.registry import require_own_name
 from replaylens.tasks.task import AnyTask
+from replaylens.tasks.texts import GivenTexts
+
+MAX_TEXT_BYTES = 1 << 27
+"""limit for the texts of one dump, which its plan and its manifest hold"""
 
 
 def make_plan(
@@ -42,8 +47,9 @@ def make_plan(
 
     examples   number of examples, from index 0 on; or their indices, in any order
     edits      edits of every example, as in `Engine.replay`
-    positions  rows to keep: "all", "generated", "last" (of each branch), "steps" (tokens that end a step of the task), or a
-               function from an `ExamplePath` to positions
+    positions  rows to keep: "all", "generated", "last" (of each branch), "steps" (tokens that end a step of the task), a
+               place such as "text:Paris", "label:subject" or "3:7" (see `places`), or a function from an `ExamplePath` to
+               positions
     dtype      "float32", "bfloat16" or "float16"; default: that of the model
     top_k, targets, full, lens
                how Z is stored, as in `Engine.capture_spec`
@@ -53,7 +59,9 @@ def make_plan(
     require_own_name(type(task))
     edits, drafter = listed(edits), instance("drafter", drafter, str, "the name of a drafter")
     if not isinstance(positions, str) and (not callable(positions) or isinstance(positions, type)):
-        raise BadRequest(f"positions={shown(positions)}: give one of {', '.join(POSITIONS)}, or a function of a path")
+        raise BadRequest(f"positions={shown(positions)}: give one of {', '.join(POSITIONS)}, {FORMS}, or a function of a path")
+    if isinstance(task, GivenTexts):
+        _check_texts(task, positions)
     spec = engine.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
     if not spec.sites and not spec.thoughts and spec.lens is None:
         raise BadRequest(f"sites={sites!r} stores nothing. Give letters of STCZ, or site names.")
@@ -73,7 +81,7 @@ def make_plan(
         drafter_settings=drafter_settings(engine, drafter),
         window=_window(engine, drafter, None if window is None else whole("window", window, 1)),
         sampling=instance("sampling", Sampling() if sampling is None else sampling, Sampling, "a Sampling"),
-        max_new=None if max_new is None else whole("max_new", max_new, 1),
+        max_new=None if max_new is None else whole("max_new", max_new, 0),
         rejected=rejected,
         positions=positions if isinstance(positions, str) else CUSTOM + getattr(positions, "__qualname__", "function"),
         dtype=str(engine.model.embed.dtype).removeprefix("torch.") if dtype is None else dtype,
@@ -82,6 +90,20 @@ def make_plan(
         probabilities=flag("probabilities", probabilities),
         selector=custom,
     )
+
+
+def _check_texts(task: GivenTexts, positions: str | Selector) -> None:
+    """Raise BadRequest if a dump cannot hold the texts, or if they lack the positions."""
+    if positions == "steps":
+        raise BadRequest("Given texts have no steps. Use positions such as 'all', 'last' or 'text:SUBSTRING'.")
+    place = NamedPlace.parse(positions) if isinstance(positions, str) else None
+    if place is not None and place.kind == "label" and place.name not in task.label_names:
+        raise BadRequest(no_such("label", place.name, task.label_names))
+    if (size := len(task.knobs.canonical())) > MAX_TEXT_BYTES:
+        raise BadRequest(
+            f"The texts take {size / 1e6:.0f} MB, and the plan of a dump holds up to {MAX_TEXT_BYTES / 1e6:.0f} MB. Write "
+            f"several dumps."
+        )
 
 
 def plan_of_run(

@@ -4,7 +4,7 @@ Rows are ordered by (example, branch, position). Branch 0 is the accepted path. 
 position, then by tokens, so that the order does not depend on when the engine computed them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,11 @@ from torch import Tensor
 from replaylens.engine.dump.content import CORE, Content
 from replaylens.engine.dump.path import ExamplePath
 from replaylens.engine.dump.pieces import Pieces
+from replaylens.engine.dump.places import NamedPlace, ends_of
 from replaylens.engine.dump.plan import DTYPES, DumpPlan
 from replaylens.engine.errors import BadRequest, EngineBug, NotCertified
 from replaylens.engine.lens import readout
-from replaylens.engine.replay.examples import Result
+from replaylens.engine.replay.examples import Result, own_edits
 from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.engine.request.values import shown, whole
 from replaylens.engine.serving.core import Core
@@ -31,7 +32,7 @@ _BLOCK = 4096
 def assemble(engine: Core, plan: DumpPlan, results: Sequence[Result]) -> Content:
     """The rows of some examples, as a dump with this plan stores them. A pure function of plan, weights and paths."""
     paths = [path for result in sorted(results, key=lambda r: r.example.index) for path in _paths(engine, result)]
-    kept = [_chosen(plan, path) for path in paths]
+    kept = [_chosen(engine, plan, path) for path in paths]
     starts = np.cumsum([0, *(len(path.tokens) - path.base for path in paths)])
     rows = np.concatenate([[], *(start + np.array(k) - p.base for start, k, p in zip(starts, kept, paths, strict=False))])
     rows = rows.astype(np.int64)
@@ -75,7 +76,7 @@ def _paths(engine: Core, result: Result) -> list[ExamplePath]:
     return paths
 
 
-def _chosen(plan: DumpPlan, path: ExamplePath) -> list[int]:
+def _chosen(engine: Core, plan: DumpPlan, path: ExamplePath) -> list[int]:
     """The positions of the path's own rows that the plan keeps."""
     own = range(path.base, len(path.tokens))
     match plan.positions:
@@ -88,6 +89,9 @@ def _chosen(plan: DumpPlan, path: ExamplePath) -> list[int]:
         case "steps":
             ends = {step.end for step in path.reading.steps}
             return [position for position in own if _ends_step(path.offsets[position], ends)]
+    if (place := NamedPlace.parse(plan.positions)) is not None:
+        there = _placed(engine, place, path)
+        return [position for position in own if position in there]
     if plan.selector is None:
         raise BadRequest(f"The function of positions {plan.positions!r} is not stored in files. Pass it again.")
     chosen = plan.selector(path)
@@ -97,6 +101,18 @@ def _chosen(plan: DumpPlan, path: ExamplePath) -> list[int]:
     if unknown := [position for position in wanted if not 0 <= position < len(path.tokens)]:
         raise BadRequest(f"{plan.positions} chose position {unknown[0]} of a path with {len(path.tokens)} tokens.")
     return [position for position in own if position in wanted]
+
+
+def _placed(engine: Core, place: NamedPlace, path: ExamplePath) -> Container[int]:
+    """The positions of a path at a place."""
+    match place.kind:
+        case "text":
+            return set(ends_of(place.name, [engine.text.token(token) for token in path.tokens]))
+        case "label":
+            values = path.labels_at(range(len(path.tokens)), [place.name])[place.name]
+            return {position for position, value in enumerate(values) if value is not None}
+    start, stop = place.span(path.num_prompt)
+    return range(max(start, 0), int(min(stop, len(path.tokens))))
 
 
 def _ends_step(offset: tuple[int, int], ends: set[int]) -> bool:
@@ -123,7 +139,7 @@ def _columns(engine: Core, paths: list[ExamplePath], kept: list[list[int]]) -> d
         "text": pa.array([engine.text.token(int(word)) for word in known], pa.string()).take(pa.array(place)),
         "token_state": pa.array(["prompt", "accepted", "rejected"]).take(pa.array(states)),
         "accepted": pa.array(branch == 0),
-        "correct": pa.array(np.repeat([path.correct for path in paths], counts)),
+        "correct": pa.array(np.repeat(np.array([path.correct for path in paths], dtype=object), counts), pa.bool_()),
     }
     return {name: column.cast(CORE.field(name).type) for name, column in columns.items()}
 
@@ -135,16 +151,18 @@ def _labels(plan: DumpPlan, paths: list[ExamplePath], kept: list[list[int]]) -> 
         raise BadRequest(f"Labels {sorted(clash)} of task {plan.task!r} are names of index columns. Rename them.")
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for path, positions in zip(paths, kept, strict=True):
-        for name, values in path.reading.labels_at([path.offsets[p] for p in positions], names).items():
+        for name, values in path.labels_at(positions, names).items():
             columns[name] += values
     return {name: _label_array(name, values) for name, values in columns.items()}
 
 
 def _label_array(name: str, values: list[Any]) -> pa.Array:
     kinds = {type(value) for value in values} - {type(None)}
-    types = {str: pa.string(), int: pa.int64(), bool: pa.bool_()}
+    types = {str: pa.string(), int: pa.int64(), bool: pa.bool_(), float: pa.float64()}
     if len(kinds) > 1 or not kinds <= set(types):
-        raise BadRequest(f"Label {name!r} has values of types {sorted(k.__name__ for k in kinds)}. Use one of str, int, bool.")
+        raise BadRequest(
+            f"Label {name!r} has values of types {sorted(k.__name__ for k in kinds)}. Use one of str, int, float, bool."
+        )
     return pa.array(values, types[kinds.pop()] if kinds else pa.null())
 
 
@@ -204,7 +222,7 @@ def _final_rows(engine: Core, path: ExamplePath, final: str, edited: bool) -> Te
         raise BadRequest(
             f"{final} was not captured, and edited paths and models that think need it for log-probabilities. Capture S, too."
         )
-    branch = engine.prompt(path.tokens, sites=[final])
+    (branch,) = engine.planted([path.tokens], engine.capture_spec([final]), [own_edits(path.example)])
     try:
         return branch.activations.peek(final)[path.base :]
     finally:

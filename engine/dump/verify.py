@@ -23,10 +23,10 @@ from replaylens.engine.dump.planning import drafter_settings
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest
-from replaylens.engine.replay.examples import RejectedPath, Result
+from replaylens.engine.replay.examples import RejectedPath, ReplayOptions, Result, prompt_examples
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.serving.core import Core
-from replaylens.tasks.task import AnyTask
+from replaylens.tasks.task import AnyTask, Example
 
 VERIFIED, MISMATCH, OTHER = "verified", "mismatch", "other fingerprint"
 
@@ -175,15 +175,16 @@ class _Replay:
                 if example == result.example.index:
                     fork = int(rows["fork_position"].iloc[0])
                     tokens = result.tokens[:fork] + [int(token) for token in rows["token"]]
-                    recording = self._recorded(tokens, result.num_prompt, fork)
+                    recording = self._recorded(result.example, tokens, result.num_prompt, fork)
                     paths.append(RejectedPath(int(branch), tokens, fork, recording))
             return replace(result, rejected=paths)
 
         return complete
 
-    def _recorded(self, tokens: list[int], num_prompt: int, fork: int) -> Recording:
+    def _recorded(self, example: Example, tokens: list[int], num_prompt: int, fork: int) -> Recording:
         """A path's rows from `fork` on, under the plan's edits, which count negative positions from the prompt's end."""
-        branch = self.engine.prompt(tokens[:num_prompt], sites=self.maker.wanted, edits=self.maker.edits)
+        options = ReplayOptions(sites=self.maker.wanted, edits=self.maker.edits, rejected=False)
+        (branch,) = prompt_examples(self.engine, [example], options)
         try:
             if rest := tokens[num_prompt:]:
                 branch.force(rest)

@@ -1,4 +1,4 @@
-"""Replays task examples: prompt, generate, capture every row of the path."""
+"""Replays task examples and given texts: prompt, generate, capture every row of the path."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +9,8 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.loop.lane import Statistics
 from replaylens.engine.memory.tree import BranchRecord
 from replaylens.engine.request.edits import Edit, listed
+from replaylens.engine.request.placed import PlacedEdit
+from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, whole
@@ -41,8 +43,8 @@ class Result:
     text: str
     num_prompt: int
     finish_reason: str | None
-    correct: bool
-    """whether the generated text ends with the right answer, in upper or lower case"""
+    correct: bool | None
+    """whether the generated text ends with the right answer, in upper or lower case; None for given texts, which have none"""
     statistics: Statistics
     rejected: list[RejectedPath]
     recording: Recording | None
@@ -50,6 +52,13 @@ class Result:
     """whether all its rows are canonical; only certified results can be dumped"""
     thoughts: Thoughts | None = None
     """the thoughts on the prompt, for a model that thinks"""
+    generated_text: str = ""
+    """the text of the tokens after the prompt, without the end-of-sequence token that may end it"""
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[self.num_prompt :]
 
     @property
     def activations(self) -> Recording:
@@ -73,7 +82,7 @@ class ReplayOptions:
     edits: Sequence[Edit] = ()
     """interventions on every example; negative positions count from the end of its prompt"""
     max_new: int | None = None
-    """maximal number of tokens to generate; None: a little more than the right completion has"""
+    """maximal number of tokens to generate; None: a little more than the right completion has, and none after given texts"""
     rejected: bool = True
     """keep the rows of rejected drafts"""
     deterministic: bool = True
@@ -81,7 +90,7 @@ class ReplayOptions:
 
     def __post_init__(self) -> None:
         if self.max_new is not None:
-            object.__setattr__(self, "max_new", whole("max_new", self.max_new, 1))
+            object.__setattr__(self, "max_new", whole("max_new", self.max_new, 0))
         instance("sampling", self.sampling, Sampling, "a Sampling")
         object.__setattr__(self, "edits", tuple(listed(self.edits)))
         flag("rejected", self.rejected)
@@ -101,10 +110,11 @@ def replay_examples(
     with tqdm(total=len(examples), unit="example", disable=not progress) as bar:
         for first in range(0, len(examples), batch):
             some = examples[first : first + batch]
-            branches = engine.prompts([e.prompt for e in some], sites=o.sites, keep_rejected=o.rejected, edits=o.edits)
+            branches = prompt_examples(engine, some, o)
             try:
-                requests = [_request(engine, e, branch, o) for e, branch in zip(some, branches, strict=True)]
-                engine.serve(branches, requests)
+                _continue(engine, some, branches)
+                asked = [(b, r) for e, b in zip(some, branches, strict=True) if (r := _request(engine, e, b, o)) is not None]
+                engine.serve([branch for branch, _ in asked], [request for _, request in asked])
                 results += [result_of(engine, example, branch) for example, branch in zip(some, branches, strict=True)]
             finally:
                 for branch in branches:
@@ -113,9 +123,51 @@ def replay_examples(
     return results
 
 
-def _request(engine: Core, example: Example, branch: Branch, options: ReplayOptions) -> Request:
-    """The generation of one example's answer, with its own length and seed."""
-    o, n = options, options.max_new or len(engine.text.encode(example.completion, special=False)) + 2
+def prompt_examples(engine: Core, examples: Sequence[Example], o: ReplayOptions) -> Sequence[Branch]:
+    """Branches with the prompts of the examples, computed together. The caller must release them."""
+    prompts = list(map(prompt_of, examples))
+    if not any(e.given is not None and e.given.edits for e in examples):
+        return engine.prompts(prompts, sites=o.sites, keep_rejected=o.rejected, edits=o.edits)
+    if engine.guesses():
+        raise BadRequest(
+            "Texts with edits of their own are branches of a model that does not think. Replay them on that model."
+        )
+    paths = [engine.tokens_of(prompt) for prompt in prompts]
+    edits = [
+        own_edits(example) + place_all(o.edits, engine.sites, len(path)) for example, path in zip(examples, paths, strict=True)
+    ]
+    capture = engine.capture_spec(o.sites, rejected=o.rejected) if o.sites else None
+    return engine.planted(paths, capture, edits)
+
+
+def prompt_of(example: Example) -> str | list[int]:
+    """What an engine is prompted with: the text of a task, the tokens of a given text."""
+    given = example.given
+    return example.prompt if given is None else list(given.tokens[: given.num_prompt])
+
+
+def own_edits(example: Example) -> tuple[PlacedEdit, ...]:
+    """The edits of a branch that became a text. BadRequest if they are damaged."""
+    try:
+        return tuple(PlacedEdit.from_json(raw) for raw in (example.given.edits if example.given else ()))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadRequest(f"Text {example.index} has edits that cannot be read: {error!r}.") from error
+
+
+def _continue(engine: Core, examples: Sequence[Example], branches: Sequence[Branch]) -> None:
+    """Mutates: appends to each branch what follows the prompt of a given text."""
+    more = [(b, list(e.given.tokens[b.root_length :])) for e, b in zip(examples, branches, strict=True) if e.given is not None]
+    if more := [(branch, rest) for branch, rest in more if rest]:
+        engine.force_all([branch for branch, _ in more], [rest for _, rest in more])
+
+
+def _request(engine: Core, example: Example, branch: Branch, options: ReplayOptions) -> Request | None:
+    """The generation of one example's answer, with its own length and seed; None if nothing is generated."""
+    o, n = options, options.max_new
+    if n is None:
+        n = 0 if example.given is not None else len(engine.text.encode(example.completion, special=False)) + 2
+    if not n:
+        return None
     n = min(n, engine.config.max_positions - branch.length)
     if n < 1:
         raise BadRequest(f"Example {example.index}: its prompt of {branch.length} tokens leaves no room to generate.")
@@ -137,12 +189,13 @@ def result_of(engine: Core, example: Example, branch: Branch) -> Result:
         text=branch.text,
         num_prompt=branch.root_length,
         finish_reason=branch.finish_reason,
-        correct=_is_right(engine, example, branch.generated),
+        correct=None if example.given is not None else _is_right(engine, example, branch.generated),
         statistics=branch.statistics,
         rejected=rejected,
         recording=branch.lane.recording,
         certified=branch.certified,
         thoughts=None if thoughts is None else thoughts.copy(),
+        generated_text=branch.generated_text,
     )
 
 

@@ -120,6 +120,12 @@ class Branch(Uncopied):
         return self.tokens[self.root_length :]
 
     @property
+    def generated_text(self) -> str:
+        """The text of the tokens after the prompt, without the end-of-sequence token that may end it."""
+        tokens = self.generated
+        return self.engine.text.decode(tokens[:-1] if tokens and tokens[-1] == self.engine.text.eos_id else tokens)
+
+    @property
     @reading
     def states(self) -> list[TokenState]:
         return list(self.record.states)

@@ -35,6 +35,7 @@ from replaylens.engine.proof import certificates, fingerprint
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.positions import Where
 from replaylens.engine.request.sampling import Sampling
@@ -224,10 +225,19 @@ class Core(Uncopied):
         paths = [self.tokens_of(text) for text in items("texts", texts, "a list of prompts; prompt(...) takes one")]
         edits = items("edits", edits, "a list of Edits", BadEdit)
         placed = [place_all(edits, self.sites, len(path)) for path in paths]
-        resolved = resolve_hooks(hooks, self.sites)
+        return self.planted(paths, capture, placed, resolve_hooks(hooks, self.sites))
+
+    def planted(
+        self,
+        paths: Sequence[list[int]],
+        capture: CaptureSpec | None,
+        edits: Sequence[tuple[PlacedEdit, ...]],
+        hooks: tuple[Hook, ...] = (),
+    ) -> list[Branch]:
+        """Root branches with these tokens, each under its own placed edits, computed together."""
         with self.forest.made() as lanes:
             with held_interrupt():
-                lanes += [self.forest.plant(path, capture, own, resolved) for path, own in zip(paths, placed, strict=True)]
+                lanes += [self.forest.plant(path, capture, own, hooks) for path, own in zip(paths, edits, strict=True)]
             self.forest.compute(lanes)
         return [self.handle(lane) for lane in lanes]
 

@@ -7,26 +7,40 @@
 | `step`, `step+2`, `step-1` | where a step of the task is decided; two tokens later; the token before |
 | `step:3`, `step:3+1` | the same, of the third step only |
 | `query`, `query-1`, `query+1` | the prompt's last token with labels; before it; the answer's first token |
-| `last`, `last-1` | the last token of its prompt; before it. Only for rows from arrays: rows of a task have the query |
+| `last`, `last-1` | the last token of its prompt; before it. Of given texts and rows from arrays: a task has the query |
+| `text:Paris` | the token that ends each occurrence of the substring; spaces count |
+| `label:subject` | every token where the label has a value |
+| `3:7`, `-2:` | a span of tokens; negative numbers count from the end of the prompt |
+| a function | from the frame of the rows to a boolean for each of them |
 
 A row belongs to the last step decided, so `step+5` has no rows if the next step comes four tokens later. The query is the
 prompt's last token, from which the answer is read. If a model pads its prompts, the query is the last token before the padding.
-Padding has no text, no labels and no distance from the query. Rows from arrays know neither steps nor queries.
+Padding has no text, no labels and no distance from the query. Rows of given texts and from arrays know neither steps nor
+queries.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from replaylens.engine.dump.content import CORE
+from replaylens.engine.dump.places import FORMS, NamedPlace, ends_of
+from replaylens.engine.errors import no_such
+from replaylens.probes.checks import mask_of
 from replaylens.probes.data.paths import row_paths
 from replaylens.probes.errors import BadPosition
 
 STEP_LABELS = ("actions", "hops")
 """labels that count steps; a task's first one is used, and a step is decided where it grows"""
 _SPEC = re.compile(r"(?P<all>all)|(?P<at>\d+)|(?P<anchor>step|query|last)(:(?P<which>\d+))?(?P<shift>[+-]\d+)?")
+CUSTOM = "custom:"
+"""begins the spec of a function"""
+PositionFunction = Callable[[pd.DataFrame], Any]
+"""frame of the rows -> one boolean for each row"""
 PLACES = ("step", "since_step", "until_step", "since_query", "steps")
 """the columns of `add_places`; all missing in rows from arrays"""
 
@@ -37,17 +51,25 @@ class Position:
 
     spec: str
     anchor: str
-    """all, at, step, query or last"""
+    """all, at, step, query, last, place or custom"""
     shift: int = 0
     which: int | None = None
+    place: NamedPlace | None = None
+    function: PositionFunction | None = None
 
     @classmethod
-    def parse(cls, spec: str | int, arrays: bool = False) -> "Position":
-        """Parse a spec. Raises BadPosition, which lists the forms, those of rows from `arrays` if they are."""
+    def parse(cls, spec: "str | int | PositionFunction", arrays: bool = False) -> "Position":
+        """Parse a spec. Raises BadPosition, which lists the forms, those of rows of texts or from `arrays` if they are."""
+        if callable(spec):
+            return cls(CUSTOM + getattr(spec, "__qualname__", "function"), "custom", function=spec)
+        if isinstance(spec, str) and spec.startswith(CUSTOM):
+            return cls(spec, "custom")
+        if isinstance(spec, str) and (place := NamedPlace.parse(spec)) is not None:
+            return cls(spec, "place", place=place)
         found = _SPEC.fullmatch(str(spec).replace(" ", ""))
         if found is None or (found["which"] and found["anchor"] != "step"):
             forms = "all, a number or last" if arrays else "all, a number, step, step+1, step:3, query or query-1"
-            raise BadPosition(f"Unknown position {str(spec)!r}. Use {forms}.")
+            raise BadPosition(f"Unknown position {str(spec)!r}. Use {forms}. Also: {FORMS}; or a function.")
         if found["all"]:
             return cls("all", "all")
         if found["at"]:
@@ -65,6 +87,13 @@ class Position:
                 return (frame["position"] == self.shift).to_numpy()
             case "query" | "last":
                 return (frame[f"since_{self.anchor}"] == self.shift).to_numpy()
+            case "place":
+                assert self.place is not None  # `parse` sets it
+                return _at_place(self.place, frame)
+            case "custom":
+                if self.function is None:
+                    raise BadPosition(f"Position {self.spec!r} is a function, which its name does not give. Pass the function.")
+                return mask_of(f"position {self.spec}", self.function(frame), len(frame))
         column, which = ("since_step", self.which) if self.shift >= 0 else ("until_step", self.which and self.which - 1)
         mask = (frame[column] == abs(self.shift)).to_numpy()
         return mask if which is None else mask & (frame["step"] == which).to_numpy()
@@ -72,8 +101,11 @@ class Position:
     def _check(self, frame: pd.DataFrame) -> None:
         said, arrays = f"Position {self.spec!r} is unknown: these rows", "since_last" in frame
         if arrays and self.anchor in ("step", "query"):
-            raise BadPosition(f"{said} come from arrays, which have no {self.anchor}. Use all, a number or last.")
-        if arrays and self.anchor in ("at", "last") and len(frame) and frame["position"].isna().all():
+            raise BadPosition(
+                f"{said} come from given texts or from arrays, which have no {self.anchor}. Use all, a number or last. "
+                f"Also: {FORMS}."
+            )
+        if arrays and self.anchor in ("at", "last", "place") and len(frame) and frame["position"].isna().all():
             raise BadPosition(f"{said} were given without positions. Use all, or give positions= to ProbeRows.of_arrays.")
         if self.anchor == "last" and not arrays:
             raise BadPosition(f"{said} come from a task, whose prompts end with the query. Use query.")
@@ -112,6 +144,41 @@ def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
         frame[name] = values
     frame["steps"] = frame["step"].where(frame["branch"] == 0).groupby([frame[name] for name in examples]).transform("max")
     return frame
+
+
+def _at_place(place: NamedPlace, frame: pd.DataFrame) -> np.ndarray:
+    """One boolean per row. Raises BadPosition if the frame lacks the label, or texts of tokens."""
+    position = frame["position"].to_numpy()
+    if place.kind == "label":
+        if place.name not in frame:
+            raise BadPosition(no_such("label", place.name, frame.columns))
+        return frame[place.name].notna().to_numpy()
+    if place.kind == "span":
+        start, stop = place.span(0)
+        since = position - _num_prompt(frame)
+        after = since >= start if place.start < 0 else position >= start
+        return np.asarray(after & (since < stop if (place.stop or 0) < 0 else position < stop))
+    if frame["text"].isna().any():
+        raise BadPosition(f"Position 'text:{place.name}' needs the text of every token, which these rows do not have.")
+    mask, text = np.zeros(len(frame), dtype=bool), frame["text"].to_numpy(dtype=object)
+    for path in row_paths(frame):
+        gaps = np.diff(position[path.rows], prepend=position[path.rows][:1]) > 1
+        pieces = ["\0" * bool(gap) + piece for gap, piece in zip(gaps, text[path.rows], strict=True)]  # no match across a gap
+        found = [i for i in ends_of(place.name, pieces) if i >= len(path.rows) - path.num_own]
+        mask[path.rows[found]] = True
+    return mask
+
+
+def _num_prompt(frame: pd.DataFrame) -> np.ndarray:
+    """The number of prompt tokens of each row's example."""
+    keys = [frame["part"], frame["example"]] if "part" in frame else [frame["example"]]
+    ends = frame["position"].where((frame["token_state"] == "prompt") & (frame["branch"] == 0))
+    return np.asarray(ends.groupby(keys).transform("max").to_numpy(dtype=float) + 1)
+
+
+def add_last(frame: pd.DataFrame) -> pd.DataFrame:
+    """A copy with `since_last`: tokens since the last one of the prompt, negative before it. Marks rows without a query."""
+    return frame.assign(**dict.fromkeys(PLACES, np.nan), since_last=frame["position"] - (_num_prompt(frame) - 1))
 
 
 def _since_query(position: np.ndarray, query: int, end: int) -> np.ndarray:

@@ -29,7 +29,7 @@ from replaylens.probes.checks import mask_of
 from replaylens.probes.data.arrays import ArraySource
 from replaylens.probes.data.columns import OWN
 from replaylens.probes.data.from_arrays import FromArrays
-from replaylens.probes.data.positions import Position, add_places
+from replaylens.probes.data.positions import Position, PositionFunction, add_last, add_places
 from replaylens.probes.data.sources import LETTERS, About, DumpSource, JoinedSource, MemorySource, RowSource, Subset
 from replaylens.probes.errors import BadRows, MissingLabel, NoTask, ProbeError
 from replaylens.tasks.splits import is_test_root
@@ -115,7 +115,9 @@ class ProbeRows(FromArrays):
 
     @classmethod
     def _placed(cls, frame: pd.DataFrame, source: RowSource, knows_steps: bool) -> "ProbeRows":
-        return cls(add_places(frame.reset_index(drop=True), knows_steps), source, np.arange(len(frame)))
+        frame = frame.reset_index(drop=True)
+        placed = add_last(frame) if source.about.of_texts else add_places(frame, knows_steps)
+        return cls(placed, source, np.arange(len(frame)))
 
     @classmethod
     def join(cls, **parts: "ProbeRows") -> "ProbeRows":
@@ -171,7 +173,9 @@ class ProbeRows(FromArrays):
 
     @property
     def default_positions(self) -> tuple[str, ...]:
-        """Where a sweep looks unless told: steps and query of a task, else every row."""
+        """Where a sweep looks unless told: steps and query of a task, the last token of given texts, else every row."""
+        if self.about.of_texts:
+            return ("last",)
         return ("all",) if self.about.task is None else ("step", "query")
 
     @property
@@ -214,9 +218,20 @@ class ProbeRows(FromArrays):
         keep = mask_of("mask", mask, len(self))
         return ProbeRows(self.frame[keep].reset_index(drop=True), self.source, self.numbers[keep], self.whole)
 
-    def at(self, position: str | int) -> "ProbeRows":
+    def at(self, position: str | int | PositionFunction) -> "ProbeRows":
         """The rows at a position; see `positions`."""
-        return self.where(Position.parse(position, self.about.task is None).mask(self.frame))
+        return self.at_position(self.position(position))
+
+    def at_position(self, position: Position) -> "ProbeRows":
+        """The rows at a parsed position. Places such as a substring are looked up on whole paths."""
+        if position.place is None:
+            return self.where(position.mask(self.frame))
+        every = self.whole
+        return self.where(position.mask(every.frame)[np.searchsorted(every.numbers, self.numbers)])
+
+    def position(self, spec: str | int | PositionFunction) -> Position:
+        """A parsed position. Raises BadPosition, which lists the forms that these rows have."""
+        return Position.parse(spec, self.about.task is None or self.about.of_texts)
 
     def renumbered(self) -> "ProbeRows":
         """The same rows, numbered from 0, without the rows that they were narrowed from."""

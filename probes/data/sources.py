@@ -15,6 +15,8 @@ from replaylens.engine.model.sites import at_layer
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.probes.errors import NoTask, SeveralTasks
 from replaylens.tasks.task import AnyTask
+from replaylens.tasks.texts import NAME as TEXTS
+from replaylens.tasks.texts import cited
 
 LETTERS = ("S", "T", "C")
 """sites with one activation per layer: residual stream, attention output, MLP output"""
@@ -37,6 +39,16 @@ class About:
     def several(self) -> bool:
         """Whether the rows are joined from different tasks, whose names `task` then lists."""
         return self.task is not None and "+" in self.task
+
+    @property
+    def cited_knobs(self) -> dict[str, Any]:
+        """The knobs as a report shows them: given texts are counted, not repeated."""
+        return self.knobs if self.task is None else cited(self.task, self.knobs)
+
+    @property
+    def of_texts(self) -> bool:
+        """Whether these are rows of given texts, which have neither steps nor a query."""
+        return self.task == TEXTS
 
     def make_task(self) -> AnyTask:
         """The task of the rows. Raises NoTask for rows from arrays, SeveralTasks for joined ones of different tasks.

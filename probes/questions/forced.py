@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.engine import Engine
-from replaylens.engine.replay.examples import Result, result_of
+from replaylens.engine.replay.examples import Result, prompt_of, result_of
 from replaylens.probes.causal.stage import held
 from replaylens.probes.data.rows import ProbeRows
 from replaylens.probes.errors import ProbeError
@@ -34,7 +34,7 @@ def forced_rows(
     for first in range(0, len(examples), _BATCH):
         chosen = slice(first, first + _BATCH)
         some, texts = examples[chosen], continuations[chosen]
-        with held(list(engine.prompts([e.prompt for e in some], sites=sites))) as branches:
+        with held(list(engine.prompts([prompt_of(e) for e in some], sites=sites))) as branches:
             engine.force_all(branches, list(texts))
             for n, branch in zip(lengths[chosen], branches, strict=True):
                 if n:

@@ -128,7 +128,7 @@ def about_rows(rows: ProbeRows) -> dict[str, Any]:
     about = rows.about
     return {
         "task": about.task,
-        "knobs": about.knobs,
+        "knobs": about.cited_knobs,
         "digest": about.digest,
         "fingerprint": about.fingerprint.digest if about.fingerprint else None,
         "rows": len(rows),

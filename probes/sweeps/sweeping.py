@@ -21,7 +21,7 @@ from replaylens.engine.request.values import items, shown, whole
 from replaylens.engine.run import Run
 from replaylens.probes.checks import folds_and_seed, layer_list, names, once
 from replaylens.probes.data.groups import histories, independent
-from replaylens.probes.data.positions import Position
+from replaylens.probes.data.positions import Position, PositionFunction
 from replaylens.probes.data.rows import Cell, ProbeRows
 from replaylens.probes.design import splits
 from replaylens.probes.design.controls import require_same_rows, untrained_rows
@@ -49,7 +49,7 @@ def sweep(
     label: str | Sequence[str] = "state",
     *,
     sites: str | Sequence[str] | None = None,
-    positions: str | Sequence[str | int] | None = None,
+    positions: str | PositionFunction | Sequence[str | int | PositionFunction] | None = None,
     estimators: str | Sequence[str] = ("logistic",),
     split: str | MakeSplit = "root",
     engine: Engine | None = None,
@@ -75,7 +75,8 @@ def sweep(
     position without usable rows is skipped, and the report's notes say so; an error is raised only if nothing is left.
 
     sites, positions
-             default: S, T and C, as far as they are stored, at steps and query; of rows from arrays, every site at every row
+             default: S, T and C, as far as they are stored, at steps and query; of given texts, at their last token; of rows
+             from arrays, every site at every row
     split    root (cross-validation over groups of roots), another value of `SweepSettings.split`, or a function from rows to
              a `Split`
     engine   the engine that computed the rows: adds an untrained model as a control. Raises OtherFingerprint for another one
@@ -100,12 +101,12 @@ def sweep(
         rows.require(engine)
         rows = rows.renumbered()  # rows of the untrained model are numbered from 0 on
     sites = rows.default_sites if sites is None else sites
-    positions = rows.default_positions if positions is None else positions
+    places = _positions(rows, rows.default_positions if positions is None else positions)
     folds, seed = folds_and_seed(folds, seed)
     settings = SweepSettings(
         labels=names("label", label),
         sites=names("sites", sites),
-        positions=_positions(rows, positions),
+        positions=once("positions", [place.spec for place in places]),
         estimators=names("estimators", estimators, UnknownEstimator),
         split=split if isinstance(split, str) else getattr(split, "__name__", "own"),
         untrained=engine is not None or untrained is not None,
@@ -127,7 +128,7 @@ def sweep(
     if untrained is not None:
         require_same_rows(rows, untrained)
     with _backend(backend):
-        return _Sweep(rows, settings, make_split, blank, resume, jobs, progress).run()
+        return _Sweep(rows, settings, places, make_split, blank, resume, jobs, progress).run()
 
 
 @dataclass
@@ -136,6 +137,7 @@ class _Sweep:
 
     rows: ProbeRows
     settings: SweepSettings
+    positions: Sequence[Position]
     make_split: MakeSplit
     blank: ProbeRows | None
     resume: str | Path | None
@@ -146,7 +148,7 @@ class _Sweep:
         chosen = self._branches(self.rows)
         cells = chosen.cells(self.settings.sites, self.settings.layers)
         parts = Parts(self.resume, self.settings.key(_digest(self.rows) + (self.blank.about.digest if self.blank else "")))
-        places = [self._place(chosen, cells, position) for position in self.settings.positions]
+        places = [self._place(chosen, cells, position) for position in self.positions]
         probed = [place for place in places if place.goals]
         if not probed:
             raise BadRows(f"No label can be probed at any position. {' '.join(_notes(places))}")
@@ -163,9 +165,9 @@ class _Sweep:
                 return rows.rejected()
         return rows
 
-    def _place(self, chosen: ProbeRows, cells: list[Cell], position: str) -> SweepPosition:
+    def _place(self, chosen: ProbeRows, cells: list[Cell], at: Position) -> SweepPosition:
         """The rows, groups, split and goals of one position; without goals if none can be probed there."""
-        settings, found = self.settings, chosen.at(position)
+        settings, found, position = self.settings, chosen.at_position(at), at.spec
         if not len(found):
             return SweepPosition.nothing(position, found, "there is no row; give rows of that position, or choose another")
         labels = [found.target(label) for label in settings.labels] if settings.split == "root" else []
@@ -316,11 +318,11 @@ def _own_split(split: MakeSplit, rows: ProbeRows) -> Split:
     return made
 
 
-def _positions(rows: ProbeRows, given: Any) -> tuple[str, ...]:
-    """Specs as text, each once."""
-    single = isinstance(given, str | int | float | np.number)
+def _positions(rows: ProbeRows, given: Any) -> list[Position]:
+    """The positions, parsed."""
+    single = isinstance(given, str | int | float | np.number) or callable(given)
     found = [given] if single else items("positions", given, "a position, or a list of them", BadPosition)
-    return once("positions", [Position.parse(each, rows.about.task is None).spec for each in found])
+    return [rows.position(each) for each in found]
 
 
 def _numbers(rows: ProbeRows, names: Sequence[str]) -> np.ndarray:

@@ -25,10 +25,11 @@ from replaylens.commands.engines import (
     engine_that_made,
 )
 from replaylens.commands.reporting import reporting
-from replaylens.commands.task_options import DumpTaskOption, TaskOption, know_task
+from replaylens.commands.task_options import DumpTaskOption, OwnTaskOption, TaskOption, know_task
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
 from replaylens.engine.dump.diff import diff as diff_dumps
 from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.places import FORMS
 from replaylens.engine.dump.plan import DTYPES, POSITIONS
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
@@ -44,14 +45,21 @@ from replaylens.engine.thinking.thoughts import Thoughts
 TemperatureOption = Annotated[float, typer.Option(min=0, help="0: greedy.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the sampling; for the task's seed use --knob seed=...")]
 BatchOption = Annotated[int, typer.Option(min=1, help="Examples replayed together; changes no bit.")]
-MaxNewOption = Annotated[int | None, typer.Option(min=1, help="Maximum tokens per answer.  [default: by task]")]
+MaxNewOption = Annotated[int | None, typer.Option(min=0, help="Maximum tokens per answer.  [default: by task; 0 for texts]")]
+TASK, EXAMPLES = "coin", 100
+"""what `dump` replays unless told"""
 QuietOption = Annotated[bool, typer.Option("--quiet", help="Hide progress bars.")]
 
 
 def dump(
     out: Annotated[str, typer.Option("--out", help="Folder for the dump: a path, or any fsspec URL.")],
-    task: TaskOption = "coin",
-    n: Annotated[int, typer.Option("--n", min=1, help="Number of examples.")] = 100,
+    task: OwnTaskOption = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Number of examples.  [default: 100, or all texts]")] = None,
+    texts: Annotated[str | None, typer.Option(help="A JSONL file with texts of your own, instead of a task.")] = None,
+    text: Annotated[str, typer.Option(help="The field of --texts that holds the text, the token ids or the chat.")] = "text",
+    label: Annotated[
+        list[str] | None, typer.Option(help="A field of --texts that holds a label; can be given several times.")
+    ] = None,
     model: ModelOption = MODEL,
     device: DeviceOption = "cpu",
     sites: Annotated[str, typer.Option(help="Letters of STCZ, or site names separated by commas.")] = "STCZ",
@@ -59,7 +67,7 @@ def dump(
     draft_model: DraftModelOption = None,
     window: WindowOption = None,
     knob: KnobOption = None,
-    positions: Annotated[str, typer.Option(help=f"Rows to keep: {', '.join(POSITIONS)}.")] = "all",
+    positions: Annotated[str, typer.Option(help=f"Rows to keep: {', '.join(POSITIONS)}, {FORMS}.")] = "all",
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}.  [default: the model's]")] = None,
     rejected: Annotated[bool, typer.Option(help="Keep rejected branches.")] = True,
     probabilities: Annotated[bool, typer.Option(help="Store log-probability and entropy of every row.")] = True,
@@ -82,7 +90,8 @@ def dump(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Replay examples of a task and write every captured row, with labels and hashes. Can be interrupted and resumed."""
+    """Replay examples of a task, or texts, and write every captured row, with labels and hashes. Can be interrupted and
+    resumed."""
     with reporting(lambda: "the same command with --resume"):
         options: dict[str, Any] = {
             "sites": sites,
@@ -103,10 +112,13 @@ def dump(
         check_drafter(model, drafter, draft_model)
         if not out.strip():
             raise BadRequest("--out is empty. Name a folder for the dump.")
+        _check_texts(texts, label, task, knob)
         if ray is not None or workers is not None:
             if shard is not None:
                 raise BadRequest("--shard does not work with Ray. Give either --shard, or --ray and --workers.")
-            if ":" in task:
+            if texts is not None:
+                raise BadRequest("--texts does not work with Ray. Leave out --ray and --workers, or write parts with --shard.")
+            if task is not None and ":" in task:
                 raise BadRequest(f"--task {task} does not work with Ray: workers find tasks by name. Install its entry point.")
             if writers is not None:
                 raise BadRequest("--writers does not work with Ray, whose workers write one shard each. Give more --workers.")
@@ -114,12 +126,24 @@ def dump(
 
             options |= {"knobs": knobs, "sampling": sampling}
             where: dict[str, Any] = {"address": ray or "local", "workers": workers, "engine_options": chosen}
-            made = dump_on_cluster(model, out, task, n, **where, **common, **options)
+            made = dump_on_cluster(model, out, task or TASK, n or EXAMPLES, **where, **common, **options)
         else:
             engine = Engine.load(model, **chosen)
-            plan = make_plan(engine, tasks.load(task)(**knobs), n, sampling=sampling, **options)
+            if texts is not None:
+                given = engine.texts(texts, text=text, labels=label or ())
+                plan = make_plan(engine, given, min(n or len(given), len(given)), sampling=sampling, **options)
+            else:
+                plan = make_plan(engine, tasks.load(task or TASK)(**knobs), n or EXAMPLES, sampling=sampling, **options)
             made = write_dump(engine, plan, out, part=part, writers=writers or 1, **common)
         _tell_dump(made, out, as_json)
+
+
+def _check_texts(texts: str | None, label: list[str] | None, task: str | None, knob: list[str] | None) -> None:
+    """Raise BadRequest if options of texts and of a task are mixed."""
+    if texts is None and label:
+        raise BadRequest("--label names a field of --texts. Give --texts, or leave it out: a task has labels of its own.")
+    if texts is not None and (task is not None or knob):
+        raise BadRequest("--texts takes the place of a task. Leave out --task and --knob.")
 
 
 def _tell_dump(made: Dump | None, out: str, as_json: bool) -> None:
@@ -254,7 +278,7 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
         return
-    for name, value in _lines(facts):
+    for name, value in _lines(facts | {"plan": manifest.plan.to_json() | {"knobs": manifest.plan.cited_knobs}}):
         typer.echo(f"{name:<30} {value}")
 
 

@@ -1,5 +1,6 @@
 """`replaylens probe` and `replaylens steer`: probe sweeps over a dump, and causal tests of a probe."""
 
+import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,15 +32,21 @@ ProbeSeedOption = Annotated[int, typer.Option(min=0, help="Seed of folds, resamp
 
 def probe(
     path: DumpArgument = None,
-    label: Annotated[str, typer.Option(help="Labels, separated by commas; state: the task's state label.")] = "state",
+    label: Annotated[
+        str, typer.Option(help="Labels, separated by commas; state: the task's state label, or the first one of texts.")
+    ] = "state",
     sites: Annotated[
         str | None,
         typer.Option(help="Letters of STC, or site names separated by commas.  [default: those of S, T, C in the dump]"),
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Layers, separated by commas.  [default: all]")] = None,
     positions: Annotated[
-        str, typer.Option(help="all, a number, step, step+1, step:3, query, query-1; separated by commas.")
-    ] = "step,query",
+        str | None,
+        typer.Option(
+            help="all, a number, step, step+1, step:3, query, query-1; of texts: last, text:SUBSTRING, label:NAME, 3:7; "
+            "separated by commas.  [default: step,query; of texts: last]"
+        ),
+    ] = None,
     estimators: Annotated[str, typer.Option(help="Names from --list, separated by commas.")] = "logistic",
     split: Annotated[str, typer.Option(help="root, length:N, depth:N, accepted-rejected or rejected-accepted.")] = "root",
     folds: Annotated[int, typer.Option(min=2, help="Folds of the cross-validation over roots.")] = 5,
@@ -94,7 +101,7 @@ def probe(
             found,
             _words(label),
             sites=sites,
-            positions=_words(positions),
+            positions=None if positions is None else _positions(positions),
             estimators=_words(estimators),
             split=split,
             engine=None if model is None else Engine.load(model, device=device),
@@ -203,6 +210,11 @@ def _tell(report: "Report", out: str | None, as_json: bool) -> None:
     if out is not None:
         report.save(out)
     typer.echo(json.dumps(report.to_json(), indent=1) if as_json else report.text())
+
+
+def _positions(given: str) -> Sequence[str]:
+    """Positions, separated by commas. A substring may hold spaces; with commas in it, the position stands in quotes."""
+    return tuple(each for each in next(csv.reader([given], skipinitialspace=True)) if each.strip())
 
 
 def _words(given: str) -> Sequence[str]:

@@ -11,6 +11,9 @@ from replaylens.engine.errors import BadDump, BadRequest
 
 TASK_HELP = "A task's name (see `replaylens tasks list`), module:Class or file.py:Class."
 TaskOption = Annotated[str, typer.Option("--task", help=TASK_HELP, autocompletion=complete_task)]
+OwnTaskOption = Annotated[
+    str | None, typer.Option("--task", help=f"{TASK_HELP}  [default: coin]", autocompletion=complete_task)
+]
 DumpTaskOption = Annotated[
     str | None,
     typer.Option("--task", help="The code of the dump's task, if it is not installed: module:Class or file.py:Class."),

@@ -33,7 +33,8 @@ class DumpedExample:
     generated: str
     answer: str
     """the right one; empty if the task is unknown"""
-    correct: bool
+    correct: bool | None
+    """None: a given text, which has no right answer"""
     num_rejected: int
     """number of rejected branches"""
     tree: Tree
@@ -86,8 +87,8 @@ def _example(
         paths.insert(0, DrawnPath(0, None, 0, BranchStatus.FINISHED.value, ()))
     accepted = rows[rows["accepted"]]
     prompt = accepted["token_state"] == TokenState.PROMPT.value
-    correct = bool(rows["correct"].iloc[0])
-    title = f"example {index}, {'right' if correct else 'wrong'}"
+    correct = None if rows["correct"].isna().iloc[0] else bool(rows["correct"].iloc[0])
+    title = f"example {index}" + {True: ", right", False: ", wrong", None: ""}[correct]
     return DumpedExample(
         index,
         str(rows["root"].iloc[0]),

@@ -89,13 +89,13 @@ def _about_dump(wanted: ReportPage, dump: Dump, progress: bool) -> tuple[list[pa
 
 def _overview(dump: Dump, seen: "_Seen") -> Markup:
     plan, manifest = dump.manifest.plan, dump.manifest
-    right = sum(row.right for row in seen.rows)
+    scored = [row.right for row in seen.rows if row.right is not None]
     letters = [f"{letter}: {len(manifest.letter(letter))} tensors" for letter in "STCZ" if manifest.letter(letter)]
     facts: dict[str, str | int | float] = {
         "task": plan.task,
-        "settings": json.dumps(plan.knobs),
+        "settings": json.dumps(plan.cited_knobs),
         "examples": len(seen.rows),
-        "right answers": f"{right} ({right / len(seen.rows):.1%})" if seen.rows else "none",
+        "right answers": f"{sum(scored)} ({sum(scored) / len(scored):.1%})" if scored else "none",
         "rows": f"{manifest.rows}, {manifest.accepted_rows} of them on accepted paths",
         "rejected branches": sum(row.rejected for row in seen.rows),
         "drafter": f"{plan.drafter}, window {plan.window or 'chosen by timing'}",
@@ -160,7 +160,8 @@ class TableRow(NamedTuple):
     prompt: str
     generated: str
     answer: str
-    right: bool
+    right: bool | None
+    """None: a given text, which has no right answer"""
     rejected: int
     """number of rejected branches"""
 

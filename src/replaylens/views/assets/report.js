@@ -11,7 +11,7 @@
   const kinds = {
     all: () => true,
     right: (row) => row[4],
-    wrong: (row) => !row[4],
+    wrong: (row) => row[4] === false,
     rejected: (row) => row[5] > 0,
   };
   let found = rows.map((_, i) => i), first = 0, chosen = null;
@@ -56,7 +56,7 @@
       cell(line, prompt);
       cell(line, generated);
       cell(line, answer);
-      cell(line, right ? "✓" : "✗");
+      cell(line, right === null ? "" : right ? "✓" : "✗");
       cell(line, rejected, "rl-number");
       line.addEventListener("click", () => show(i));
     }
