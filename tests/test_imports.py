@@ -20,7 +20,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("engine/model",),
     ("engine/request", "engine/memory"),
     ("engine/passes",),
-    ("engine/lens",),
+    ("engine/lens", "engine/gradients"),
     ("engine/proof",),
     ("engine/loop", "engine/pictures"),
     ("engine/serving",),

@@ -14,7 +14,7 @@ from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
 from replaylens.engine.model.decoder import Decoder, Tap
 from replaylens.engine.model.ops import Ops, RowOps, TorchOps
-from replaylens.engine.passes.batch import Batch, Segment
+from replaylens.engine.passes.batch import KV_BLOCK, Batch, Segment
 from replaylens.engine.passes.batched import batched_product
 from replaylens.engine.passes.certificate import Certificate
 from replaylens.engine.passes.cpu import CanonicalCpuOps, CanonicalRowOps, FastCpuOps
@@ -144,6 +144,21 @@ class Runner:
             rows, none = batch.logit_rows(), residual.new_empty(0, self.model.config.vocab_size)
             logits = self._head(residual[rows], PassTap(frozenset())) if rows else none
         return PassResult(batch, residual, finite(logits, "logits"))
+
+    @torch.inference_mode()
+    def whole(self, tokens: list[int], edits: tuple[PlacedEdit, ...], tap: PassTap) -> tuple[Tensor, Tensor]:
+        """A whole path with its edits in one canonical pass, in a cache of its own: needs no pages and changes no branch.
+
+        Returns the residual stream after the last block [rows, d_model] and the logits of the last row [vocab].
+        """
+        num_rows, pool = len(tokens), PagePool(-(-len(tokens) // KV_BLOCK), KV_BLOCK)
+        pool.reserve(table := PageTable(), 0, num_rows)
+        cache = KVCache(self.model.config, pool, self.model.embed.dtype, self.device)
+        batch = Batch([Segment(table, 0, tokens, 1, edits)], pool, self.certificate.query_rows, self.tile, self.device)
+        with self._held(batch.padded):
+            residual = self.model(batch.tokens, batch.positions, self.ops(batch, cache), self._edited(batch, tap))[:num_rows]
+            logits = self._head(residual[-1:], PassTap(frozenset()))
+        return residual, finite(logits, "logits")[0]
 
     @torch.inference_mode()
     def fast(self, segments: list[Segment], tap: Tap | None = None) -> PassResult:

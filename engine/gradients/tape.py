@@ -1,0 +1,68 @@
+"""`Tape`: the forward pass of one path, as its gradients need it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import NoGradient
+from replaylens.engine.gradients.backward import Backward, needed_sites
+from replaylens.engine.gradients.gradients import Gradients
+from replaylens.engine.gradients.metric import Function, derivative
+from replaylens.engine.model import modes
+from replaylens.engine.passes.finite import finite
+from replaylens.engine.passes.runner import Runner
+from replaylens.engine.request.capture import HEAD_SITES, PassTap
+from replaylens.engine.request.edits import PlacedEdit
+
+
+@dataclass(frozen=True, eq=False)
+class Tape:
+    """The values of one path's pass, to the bits of committed rows. Takes as much memory as a step of training."""
+
+    runner: Runner
+    tokens: tuple[int, ...]
+    edits: tuple[PlacedEdit, ...]
+    asked: tuple[str, ...]
+    """the sites whose gradients can be computed, in model order"""
+    values: Mapping[str, Tensor]
+    """of the asked sites, and of those that the backward pass reads: [rows, ...]"""
+    residual: Tensor
+    """the stream after the last block: [rows, d_model]"""
+    logits: Tensor
+    """of the last row: [vocab]"""
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, runner: Runner, tokens: list[int], edits: tuple[PlacedEdit, ...], asked: tuple[str, ...]) -> "Tape":
+        """Computes the path alone, in one pass. Precondition: no other thread computes on the runner."""
+        if runner.device != "cpu":
+            raise NoGradient("Gradients are computed on a CPU only. Load the model with device='cpu'.")
+        head = [site for site in asked if site in HEAD_SITES]
+        tap = PassTap(needed_sites(runner.model.config) | (frozenset(asked) - frozenset(head)))
+        residual, logits = runner.whole(tokens, edits, tap)
+        values = {site: value[: len(tokens)] for site, value in tap.values.items()}
+        if head:
+            values |= runner.head(residual, head)
+        return cls(runner, tuple(tokens), edits, asked, values, residual, logits)
+
+    @torch.inference_mode()
+    def gradients(self, function: Function, aliases: Mapping[str, str], certified: bool) -> Gradients:
+        """The gradients of a metric at the asked sites. On one thread, so that the number of threads changes no bit."""
+        num_rows, asked = len(self.tokens), frozenset(self.asked)
+        with modes.canonical(1):
+            value, g = derivative(function, self.logits)
+            backward = Backward(self.runner.model, self.values, self.edits, num_rows, asked)
+            found = backward.run(g, self.residual, self.logits)
+            kept = _in_order(self.asked, found, num_rows)
+        for site, gradient in kept.items():
+            finite(gradient, f"gradients at {site}")
+        return Gradients(value, self.tokens, certified, _in_order(self.asked, self.values, num_rows), kept, aliases)
+
+
+def _in_order(sites: tuple[str, ...], tensors: Mapping[str, Tensor], num_keys: int) -> dict[str, Tensor]:
+    """Copies that autograd can use and that share no memory. Patterns have room for whole blocks of keys, cut here."""
+    with torch.inference_mode(False):
+        cut = {site: tensors[site][..., :num_keys] if site.endswith("hook_pattern") else tensors[site] for site in sites}
+        return {site: x.clone(memory_format=torch.contiguous_format) for site, x in cut.items()}

@@ -1,0 +1,75 @@
+"""`Differentiable`: the gradients of a branch."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from replaylens.engine.errors import BadRequest, ClosedBranch, NoGradient
+from replaylens.engine.gradients.gradients import Gradients
+from replaylens.engine.gradients.metric import Divergence, Metric, function_of, is_data
+from replaylens.engine.gradients.tape import Tape
+from replaylens.engine.loop.lane import Lane
+from replaylens.engine.memory.tree import BranchRecord, BranchStatus
+from replaylens.engine.model.sites import SiteTable
+from replaylens.engine.serving.forest import Forest
+from replaylens.engine.serving.lock import EngineLock
+
+
+class Source(Protocol):
+    """What gradients need from the branch's engine."""
+
+    sites: SiteTable
+    forest: Forest
+
+    def _target(self, target: str | int) -> int:
+        """The id of a token, given as text or id."""
+        ...
+
+
+class Differentiable:
+    """A path with edits, whose gradients can be computed."""
+
+    engine: Source
+    lane: Lane
+    lock: EngineLock
+    record: BranchRecord
+
+    def gradients(self, metric: Metric, sites: str | Sequence[str] | None = None) -> Gradients:
+        """The gradient of a metric of the next token's logits, at every position of the path.
+
+        metric  a LogitDifference, a LogProbability, a Divergence from another branch, or a function of the last row's logits
+                [vocab] that returns a scalar tensor. With a function, the result is not certified
+        sites   S, T and C, or site names; default: those that the branch captures
+
+        The path is computed again, alone, in one canonical forward and one backward pass. So the bits depend on weights, path
+        and edits only. Gradients are those of the values after edits: added vectors let them pass, replaced rows stop them.
+        """
+        names = self._differentiable(sites)
+        certified = self.lane.certified and is_data(metric)
+        if isinstance(metric, Divergence) and isinstance(metric.other, Differentiable):
+            certified = certified and metric.other.lane.certified
+            metric = Divergence(metric.other.tape(()).logits)
+        function = function_of(metric, self.engine._target)
+        return self.tape(names).gradients(function, self.engine.sites.aliases, certified)
+
+    def tape(self, sites: tuple[str, ...]) -> Tape:
+        """The path computed alone, with the values that gradients at these sites need. Changes nothing."""
+        lane, record, runner = self.lane, self.record, self.engine.forest.runner
+        self.lock.refuse_within_step()
+        if record.status is BranchStatus.RELEASED:
+            raise ClosedBranch(f"Branch {record.id} was released. Use a live branch, or prompt again.")
+        if lane.thoughts is not None:
+            raise NoGradient(f"Branch {record.id} thinks, and no gradient flows through thoughts. Use a plain model.")
+        if lane.hooks:
+            raise NoGradient(f"Branch {record.id} has hook functions, which have no gradient. Use edits instead.")
+        return self.lock.alone(lambda: Tape.of(runner, list(record.tokens), lane.edits, sites))
+
+    def _differentiable(self, sites: str | Sequence[str] | None) -> tuple[str, ...]:
+        """The names of the sites; those that are captured if none are given."""
+        if sites is None or not len(sites):
+            sites = () if self.lane.capture is None else self.lane.capture.sites
+        names, lens = self.engine.sites.select(sites if isinstance(sites, str) else tuple(sites))
+        if lens:
+            raise NoGradient("Z, the logit lens, is read from S and has no gradient of its own. Ask for S.")
+        if not names:
+            raise BadRequest("No sites. The branch captures none, so name some, e.g. gradients(metric, sites='STC').")
+        return names
