@@ -9,7 +9,6 @@ from replaylens.engine.model.config import Activation
 from replaylens.engine.model.ops import Linear, Norm
 from replaylens.engine.model.rotary import Rotary
 
-
 _FEW_ROWS = 64
 """up to which the product runs with the weight in front"""
 
