@@ -4,19 +4,19 @@ Each path is computed alone, on one thread, in shapes that follow from its lengt
 company, after any fork and at any number of threads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import NoGradient
 from replaylens.engine.gradients.attention import through_attention
 from replaylens.engine.gradients.rowwise import through_linear, through_norm, through_rotary, value_and_slope
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Attention, Block, Decoder, Mlp
 from replaylens.engine.model.ops import Linear, Norm
 from replaylens.engine.model.sites import layer_of
-from replaylens.engine.request.edits import PlacedEdit, without_direction
+from replaylens.engine.passes.runner import WholePass
+from replaylens.engine.request.edits import PlacedEdit
 
 
 def needed_sites(config: ModelConfig) -> frozenset[str]:
@@ -33,25 +33,20 @@ def needed_sites(config: ModelConfig) -> frozenset[str]:
 class Backward:
     """Gradients of one path."""
 
-    def __init__(
-        self, model: Decoder, values: Mapping[str, Tensor], edits: tuple[PlacedEdit, ...], num_rows: int, asked: frozenset[str]
-    ) -> None:
-        """values  of `needed_sites`, [rows, ...]
-        asked   the sites whose gradients are kept in `found`"""
-        self.model, self.values, self.num_rows, self.asked = model, values, num_rows, asked
+    def __init__(self, model: Decoder, forward: WholePass, edits: tuple[PlacedEdit, ...], asked: frozenset[str]) -> None:
+        """forward  with the values of `needed_sites`
+        asked    the sites whose gradients are kept in `found`"""
+        self.model, self.forward, self.values, self.asked = model, forward, forward.values, asked
+        self.num_rows = num_rows = len(forward.residual)
         self.edits: dict[str, list[PlacedEdit]] = {}
         for edit in edits:
             self.edits.setdefault(edit.site, []).append(edit)
         self.rotary = model.rotary(torch.arange(num_rows, device=model.embed.device))
         self.found: dict[str, Tensor] = {}
 
-    def run(self, g: Tensor, residual: Tensor, logits: Tensor) -> dict[str, Tensor]:
-        """The gradients at the asked sites, from that of the last row's logits, g [vocab].
-
-        residual  the stream after the last block, [rows, d_model]
-        logits    of the last row, [vocab]
-        """
-        x = self._logits(g, residual, logits)
+    def run(self, g: Tensor) -> dict[str, Tensor]:
+        """The gradients at the asked sites, from that of the last row's logits, g [vocab]."""
+        x = self._logits(g)
         first = min((layer_of(site) or 0 for site in self.asked - self.found.keys()), default=self.model.config.num_layers)
         for layer in reversed(range(first, self.model.config.num_layers)):
             x = self._block(layer, x)
@@ -65,9 +60,8 @@ class Backward:
         """The gradient of a site's value before its edits, from that after them, which is kept if it is asked for."""
         if site in self.asked:
             self.found[site] = g
-        for edit in reversed(self.edits.get(site, [])):
-            g = through_edit(g, edit)
-        return g
+        edits = self.edits.get(site)
+        return g if edits is None else through_edits(g, self.forward.unedited[site], edits)
 
     def _last_row(self, site: str, row: Tensor) -> Tensor:
         """A gradient that only the last row has [1, ...]. Kept with zeros for the other rows."""
@@ -75,9 +69,10 @@ class Backward:
             self.found[site] = torch.cat([row.new_zeros(self.num_rows - 1, *row.shape[1:]), row])
         return row
 
-    def _logits(self, g: Tensor, residual: Tensor, logits: Tensor) -> Tensor:
+    def _logits(self, g: Tensor) -> Tensor:
         """[vocab] -> the gradient of the stream after the last block, [rows, d_model]"""
         model, cap = self.model, self.model.config.logit_softcap
+        residual, logits = self.forward.residual, self.forward.logits
         if cap:  # logits = cap tanh(x / cap), so the slope is 1 - (logits / cap)^2
             g = g * (1 - (logits / cap).square())
         g = self._last_row("unembed.hook_out", g[None])
@@ -137,20 +132,18 @@ class Backward:
         return through_linear(torch.cat([dq, dk, dv], dim=1).view(self.num_rows, -1), attn.qkv)
 
 
-def through_edit(g: Tensor, edit: PlacedEdit) -> Tensor:
-    """The gradient [rows, ...] before an edit: added vectors let it pass, replaced rows stop it, projections project it."""
-    positions = edit.positions(0, len(g))
-    if not positions or edit.op == "add":
-        return g
-    g = g.clone()
-    match edit.op:
-        case "set" | "zero" | "resample":
-            g[positions] = 0.0
-        case "project_out":
-            rows = g[positions]
-            for direction in reversed(edit.vectors.to(g)):
-                rows = without_direction(rows, direction)
-            g[positions] = rows
-        case _:
-            raise NoGradient(f"No gradient through the edit {edit.op!r} at {edit.site}. Remove it, or ask for later sites.")
-    return g
+def through_edits(g: Tensor, unedited: Tensor, edits: Sequence[PlacedEdit]) -> Tensor:
+    """The gradient [rows, ...] before a site's edits, by autograd: an edit works on single rows, in whatever way it likes.
+
+    Added vectors let a gradient pass, replaced rows stop it, projections project it.
+
+    unedited  the site's value before the edits
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = unedited.clone().requires_grad_()
+        value = leaf.clone()
+        for edit in edits:
+            if positions := edit.positions(0, len(value)):
+                value[positions] = edit.apply(value[positions], positions)
+        (found,) = torch.autograd.grad(value, leaf, g.clone())
+    return found

@@ -1,6 +1,6 @@
 """Metrics: scalars of the logits that follow a path, and their derivative."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadMetric
-from replaylens.engine.request.values import shown
+from replaylens.engine.request.values import integer, shown
 
 Function = Callable[[Tensor], Tensor]
 """the last row's logits [vocab] -> a scalar"""
@@ -64,22 +64,31 @@ class Divergence:
         return divergence
 
 
-Metric = LogitDifference | LogProbability | Divergence | Function
-METRICS = "a LogitDifference, a LogProbability, a Divergence, or a function of the last row's logits"
+Named = LogitDifference | LogProbability | Divergence
+Metric = Named | str | int | Sequence[str | int] | Function
+FORMS = (
+    "a pair of tokens (their logit difference), one token (its log-probability), another branch (the KL divergence from its "
+    "distribution), or a function of the last row's logits [vocab]"
+)
 
 
-def function_of(metric: Metric, target: Target) -> Function:
-    """Any metric as a function of the logits; BadMetric if it is none."""
-    if isinstance(metric, LogitDifference | LogProbability | Divergence):
-        return metric.function(target)
+def named(metric: Any) -> Named | Function:
+    """A metric in any of its forms; BadMetric lists them."""
+    if isinstance(metric, Named):
+        return metric
+    if isinstance(metric, str) or integer(metric) is not None:
+        return LogProbability(metric)
+    if isinstance(metric, Sequence) and len(metric) == 2:
+        return LogitDifference(*metric)
     if not callable(metric) or isinstance(metric, type):
-        raise BadMetric(f"Invalid metric={shown(metric)}. Give {METRICS}.")
-    return metric
+        raise BadMetric(f"Invalid metric={shown(metric)}. Give {FORMS}.")
+    function: Function = metric
+    return function
 
 
-def is_data(metric: Metric) -> bool:
-    """Whether the metric is data, so that its bits are promised. Nothing is promised about what a function computes."""
-    return isinstance(metric, LogitDifference | LogProbability | Divergence)
+def function_of(metric: Named | Function, target: Target) -> Function:
+    """The metric as a function of the logits [vocab]."""
+    return metric.function(target) if isinstance(metric, Named) else metric
 
 
 def value_of(function: Function, logits: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from replaylens.engine.gradients.gradients import Gradients
 from replaylens.engine.gradients.metric import Function, derivative
 from replaylens.engine.model import modes
 from replaylens.engine.passes.finite import finite
-from replaylens.engine.passes.runner import Runner
+from replaylens.engine.passes.runner import Runner, WholePass
 from replaylens.engine.request.capture import HEAD_SITES, PassTap
 from replaylens.engine.request.edits import PlacedEdit
 
@@ -26,12 +26,13 @@ class Tape:
     edits: tuple[PlacedEdit, ...]
     asked: tuple[str, ...]
     """the sites whose gradients can be computed, in model order"""
-    values: Mapping[str, Tensor]
-    """of the asked sites, and of those that the backward pass reads: [rows, ...]"""
-    residual: Tensor
-    """the stream after the last block: [rows, d_model]"""
-    logits: Tensor
-    """of the last row: [vocab]"""
+    forward: WholePass
+    """with the values of the asked sites, and of those that the backward pass reads"""
+
+    @property
+    def logits(self) -> Tensor:
+        """Of the last row: [vocab]."""
+        return self.forward.logits
 
     @classmethod
     @torch.inference_mode()
@@ -39,26 +40,27 @@ class Tape:
         """Computes the path alone, in one pass. Precondition: no other thread computes on the runner."""
         if runner.device != "cpu":
             raise NoGradient("Gradients are computed on a CPU only. Load the model with device='cpu'.")
+        if fixed := [edit.site for edit in edits if edit.site.endswith("attn.hook_pattern")]:
+            raise NoGradient(f"No gradient through an edit of {fixed[0]}. Edit attn.hook_z or attn.hook_v instead.")
         head = [site for site in asked if site in HEAD_SITES]
         tap = PassTap(needed_sites(runner.model.config) | (frozenset(asked) - frozenset(head)))
-        residual, logits = runner.whole(tokens, edits, tap)
-        values = {site: value[: len(tokens)] for site, value in tap.values.items()}
+        forward = runner.whole(tokens, edits, tap)
         if head:
-            values |= runner.head(residual, head)
-        return cls(runner, tuple(tokens), edits, asked, values, residual, logits)
+            forward.values.update(runner.head(forward.residual, head))
+        return cls(runner, tuple(tokens), edits, asked, forward)
 
     @torch.inference_mode()
     def gradients(self, function: Function, aliases: Mapping[str, str], certified: bool) -> Gradients:
         """The gradients of a metric at the asked sites. On one thread, so that the number of threads changes no bit."""
-        num_rows, asked = len(self.tokens), frozenset(self.asked)
+        num_keys, asked = len(self.tokens), frozenset(self.asked)
         with modes.canonical(1):
             value, g = derivative(function, self.logits)
-            backward = Backward(self.runner.model, self.values, self.edits, num_rows, asked)
-            found = backward.run(g, self.residual, self.logits)
-            kept = _in_order(self.asked, found, num_rows)
+            found = Backward(self.runner.model, self.forward, self.edits, asked).run(g)
+            kept = _in_order(self.asked, found, num_keys)
         for site, gradient in kept.items():
             finite(gradient, f"gradients at {site}")
-        return Gradients(value, self.tokens, certified, _in_order(self.asked, self.values, num_rows), kept, aliases)
+        values = _in_order(self.asked, self.forward.values, num_keys)
+        return Gradients(value, self.tokens, certified, values, kept, aliases)
 
 
 def _in_order(sites: tuple[str, ...], tensors: Mapping[str, Tensor], num_keys: int) -> dict[str, Tensor]:

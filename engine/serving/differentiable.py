@@ -5,7 +5,7 @@ from typing import Protocol
 
 from replaylens.engine.errors import BadRequest, ClosedBranch, NoGradient
 from replaylens.engine.gradients.gradients import Gradients
-from replaylens.engine.gradients.metric import Divergence, Metric, function_of, is_data
+from replaylens.engine.gradients.metric import Divergence, Function, Metric, Named, function_of, named
 from replaylens.engine.gradients.tape import Tape
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus
@@ -33,23 +33,29 @@ class Differentiable:
     lock: EngineLock
     record: BranchRecord
 
-    def gradients(self, metric: Metric, sites: str | Sequence[str] | None = None) -> Gradients:
+    def gradients(self, metric: "Metric | Differentiable", sites: str | Sequence[str] | None = None) -> Gradients:
         """The gradient of a metric of the next token's logits, at every position of the path.
 
-        metric  a LogitDifference, a LogProbability, a Divergence from another branch, or a function of the last row's logits
-                [vocab] that returns a scalar tensor. With a function, the result is not certified
+        metric  a pair of tokens (their logit difference), one token (its log-probability), another branch (the KL divergence
+                from its distribution), or a function of the last row's logits [vocab] that returns a scalar tensor. With a
+                function, the result is not certified
         sites   S, T and C, or site names; default: those that the branch captures
 
         The path is computed again, alone, in one canonical forward and one backward pass. So the bits depend on weights, path
         and edits only. Gradients are those of the values after edits: added vectors let them pass, replaced rows stop them.
         """
         names = self._differentiable(sites)
-        certified = self.lane.certified and is_data(metric)
-        if isinstance(metric, Divergence) and isinstance(metric.other, Differentiable):
-            certified = certified and metric.other.lane.certified
-            metric = Divergence(metric.other.tape(()).logits)
-        function = function_of(metric, self.engine._target)
-        return self.tape(names).gradients(function, self.engine.sites.aliases, certified)
+        function, promised = self.metric(metric)
+        return self.tape(names).gradients(function, self.engine.sites.aliases, self.lane.certified and promised)
+
+    def metric(self, metric: "Metric | Differentiable") -> tuple[Function, bool]:
+        """A metric in any of its forms as a function of the logits, and whether its bits are promised."""
+        promised = True
+        if isinstance(metric, Differentiable):
+            promised = metric.lane.certified
+            metric = Divergence(metric.tape(()).logits)
+        found = named(metric)
+        return function_of(found, self.engine._target), promised and isinstance(found, Named)
 
     def tape(self, sites: tuple[str, ...]) -> Tape:
         """The path computed alone, with the values that gradients at these sites need. Changes nothing."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine.gradients.backward import through_edit
+from replaylens.engine.gradients.backward import through_edits
 from replaylens.engine.request.edits import Edit, place_all
 from tests.engine.gradients.reference import difference, of_decoder
 from tests.toy_model import VOCAB, engine, random_model
@@ -50,8 +50,8 @@ def test_where_the_gradient_stops() -> None:
 
 
 def test_rows_without_the_edit_are_left_alone() -> None:
-    g = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
-    added, zeroed = place_all([Edit("S", "add", WIDE[0], [1], [0]), Edit("S", "zero", None, [1], [0])], engine().sites, 4)
-    assert torch.equal(through_edit(g, added), g)
-    stopped = through_edit(g, zeroed)
+    g, x = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(1))
+    edits = place_all([Edit("S", "add", WIDE[0], [1], [0]), Edit("S", "zero", None, [1], [0])], engine().sites, 4)
+    assert torch.equal(through_edits(g, x, edits[:1]), g)
+    stopped = through_edits(g, x, edits)
     assert not stopped[1].any() and torch.equal(stopped[[0, 2, 3]], g[[0, 2, 3]])

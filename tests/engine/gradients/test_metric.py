@@ -20,7 +20,9 @@ def test_metrics_are_what_their_names_say() -> None:
     expected = {
         LogitDifference(3, 8): mine[3] - mine[8],
         LogProbability(5): mine.log_softmax(-1)[5],
-        Divergence(b): (p * (p.log() - q.log())).sum(),
+        (3, 8): mine[3] - mine[8],
+        5: mine.log_softmax(-1)[5],
+        b: (p * (p.log() - q.log())).sum(),
         Divergence(other): (p * (p.log() - q.log())).sum(),
     }
     for metric, value in expected.items():
@@ -42,14 +44,14 @@ def test_derivatives_in_closed_form() -> None:
 
 def test_divergence_from_itself_has_no_slope() -> None:
     branch = engine().prompt(PATH)
-    found = branch.gradients(Divergence(branch.fork()[0]), "S")
+    found = branch.gradients(branch.fork()[0], "S")
     assert found.value == pytest.approx(0.0, abs=1e-6) and max(float(g.abs().max()) for g in found.values()) < 1e-5
 
 
 def test_tokens_as_text() -> None:
     subject = Engine.load("coin-plain")
     branch = subject.prompt("A coin's state is heads. Alice flips. What's the state? A:", sites="S")
-    found = branch.gradients(LogitDifference(" tails", " heads"))
+    found = branch.gradients((" tails", " heads"))
     ids = [subject.text.encode(word, special=False)[0] for word in (" tails", " heads")]
     assert torch.equal(found["blocks.0.hook_in"], branch.gradients(LogitDifference(*ids))["blocks.0.hook_in"])
     assert found.value > 0 and list(found) == subject.sites.per_layer("S")
@@ -76,7 +78,7 @@ def test_certified() -> None:
     assert branch.gradients(LogProbability(3), "S").certified
     assert not branch.gradients(lambda logits: logits[3], "S").certified
     assert not fast.gradients(LogProbability(3), "S").certified
-    assert not branch.gradients(Divergence(fast), "S").certified
+    assert not branch.gradients(fast, "S").certified
 
 
 def test_within_inference_mode() -> None:
@@ -89,7 +91,8 @@ def test_within_inference_mode() -> None:
 
 
 BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
-    "a name": ("logit", "S", errors.BadMetric, "Invalid metric='logit'"),
+    "three tokens": ((1, 2, 3), "S", errors.BadMetric, "a pair of tokens"),
+    "nothing": (None, "S", errors.BadMetric, "Invalid metric=None"),
     "a class": (LogProbability, "S", errors.BadMetric, "Invalid metric="),
     "a vector": (lambda logits: logits, "S", errors.BadMetric, r"shape \(61,\)"),
     "a number": (lambda logits: 1.0, "S", errors.BadMetric, "returned 1.0"),
@@ -118,7 +121,7 @@ def test_what_has_no_gradient() -> None:
     with pytest.raises(errors.NoGradient, match="hook functions"):
         hooked.gradients(LogProbability(3), "S")
     with pytest.raises(errors.NoGradient, match="hook functions"):
-        subject.prompt(PATH).gradients(Divergence(hooked), "S")
+        subject.prompt(PATH).gradients(hooked, "S")
     thinking = Engine.load("coin-thinking").prompt("A coin's state is heads. Alice flips.")
     with pytest.raises(errors.NoGradient, match="thoughts"):
         thinking.gradients(LogProbability(3), "S")
