@@ -25,7 +25,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("engine/loop", "engine/pictures"),
     ("engine/serving",),
     ("engine/thinking",),
-    ("engine/replay",),
+    ("engine/replay", "engine/attribution"),
     ("engine/dump", "engine/training"),
     ("engine/run", "engine/zoo"),
     ("engine/engine",),

@@ -9,7 +9,7 @@ from torch import Tensor
 from replaylens.engine.errors import NoGradient
 from replaylens.engine.gradients.backward import Backward, needed_sites
 from replaylens.engine.gradients.gradients import Gradients
-from replaylens.engine.gradients.metric import Function, derivative
+from replaylens.engine.gradients.metric import Function, derivative, value_of
 from replaylens.engine.model import modes
 from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.runner import Runner, WholePass
@@ -34,6 +34,10 @@ class Tape:
         """Of the last row: [vocab]."""
         return self.forward.logits
 
+    def value(self, site: str) -> Tensor:
+        """A copy of the value at an asked site, to the bits of a capture: [rows, ...]."""
+        return _in_order((site,), self.forward.values, len(self.tokens))[site]
+
     @classmethod
     @torch.inference_mode()
     def of(cls, runner: Runner, tokens: list[int], edits: tuple[PlacedEdit, ...], asked: tuple[str, ...]) -> "Tape":
@@ -48,6 +52,11 @@ class Tape:
         if head:
             forward.values.update(runner.head(forward.residual, head))
         return cls(runner, tuple(tokens), edits, asked, forward)
+
+    def measure(self, function: Function) -> float:
+        """The metric alone, to the bits of `Gradients.value`."""
+        with modes.canonical(1):
+            return float(value_of(function, self.logits))
 
     @torch.inference_mode()
     def gradients(self, function: Function, aliases: Mapping[str, str], certified: bool) -> Gradients:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens import probes as probes
     from replaylens import tasks as tasks
     from replaylens.engine import errors as errors
+    from replaylens.engine.attribution.integrated import integrated_gradients as integrated_gradients
+    from replaylens.engine.attribution.patching import attribution_patching as attribution_patching
     from replaylens.engine.dump.reader import Dump as Dump
     from replaylens.engine.engine import Engine as Engine
     from replaylens.engine.proof.trace import Trace as Trace
@@ -28,12 +30,28 @@ _WHERE = {
     "Run": "replaylens.engine.run:Run",
     "Sampling": "replaylens.engine.request.sampling:Sampling",
     "Trace": "replaylens.engine.proof.trace:Trace",
+    "attribution_patching": "replaylens.engine.attribution.patching:attribution_patching",
     "errors": "replaylens.engine.errors",
+    "integrated_gradients": "replaylens.engine.attribution.integrated:integrated_gradients",
     "probes": "replaylens.probes",
     "tasks": "replaylens.tasks",
 }
 
-__all__ = ["Branch", "Dump", "Edit", "Engine", "Run", "Sampling", "Trace", "__version__", "errors", "probes", "tasks"]
+__all__ = [
+    "Branch",
+    "Dump",
+    "Edit",
+    "Engine",
+    "Run",
+    "Sampling",
+    "Trace",
+    "__version__",
+    "attribution_patching",
+    "errors",
+    "integrated_gradients",
+    "probes",
+    "tasks",
+]
 
 
 if not TYPE_CHECKING:  # a type checker would take `__getattr__` to mean that every name exists
