@@ -168,7 +168,7 @@ class Runner:
         batch = Batch([Segment(table, 0, tokens, 1, edits)], pool, self.certificate.query_rows, self.tile, self.device)
         edited = self._edited(batch, tap)
         outer = None if edited is None else UneditedTap(frozenset(edit.site for edit in edits), edited)
-        with self._held(batch.padded):
+        with self._held(num_rows):
             residual = self.model(batch.tokens, batch.positions, self.ops(batch, cache), outer)[:num_rows]
             logits = finite(self._head(residual[-1:], PassTap(frozenset())), "logits")[0]
         before = {} if outer is None else {site: value[:num_rows] for site, value in outer.values.items()}

@@ -93,13 +93,13 @@ def test_pictures() -> None:
 
 @pytest.mark.parametrize("site", ["embed.hook_out", "blocks.1.hook_in"])
 def test_integrated_gradients_add_up(site: str) -> None:
-    """To the difference of the metric, the better the more steps; a single gradient does not."""
+    """To the difference of the metric, with an error that falls as the square of the number of steps."""
     model = random_model(gain=4.0)
     gaps = []
-    for steps in (1, 4, 32):
+    for steps in (1, 4, 16):
         found = integrated_gradients(engine(model), CLEAN, CORRUPT, (3, 8), site, steps=steps)
         gaps.append(abs(float(found.estimate.sum()) - (found.after - found.before)))
-    assert gaps[2] < gaps[0] / 20 and gaps[2] < gaps[1]
+    assert gaps[2] < gaps[1] / 10 < gaps[0] / 10
     assert found.certified and found.estimate.shape == (1, 9)
 
 
