@@ -57,7 +57,7 @@ def attribution_patching(
     found = patched.gradients(function, engine.sites.aliases, promised)
     rows = {site: source.value(site) for site in names}
     moved = {site: rows[site] - found.activations[site] for site in names}
-    estimate = torch.stack([row_sums(found[site] * moved[site]) for site in names])
+    estimate = torch.stack([row_sums(found.peek(site) * moved[site]) for site in names])
     real = None
     if flag("compare", compare):
         changed = {site: moved[site].flatten(1).any(1).tolist() for site in names}

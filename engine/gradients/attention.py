@@ -8,8 +8,8 @@ from torch import Tensor
 from replaylens.engine.gradients.rowwise import through_softcap
 from replaylens.engine.model.ops import AttentionSpec, softcap, visible
 
-_MAX_SCORES = 1 << 22
-"""scores computed together; beyond, key heads are taken one after another. Depends on the path's length only, as bits must"""
+QUERY_ROWS = 64
+"""rows whose scores are computed together, from position 0 on: later keys are skipped, and memory grows with the length only"""
 
 
 class AttentionGradients(NamedTuple):
@@ -32,27 +32,35 @@ def through_attention(
 
     dv = p^T g,  dp = g v^T,  ds = p (dp - sum(dp p)) cap',  dq = scale ds k,  dk = scale ds^T q
     """
-    rows, heads, d = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    by_head = lambda x: x.view(rows, kv_heads, group, d).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, d)  # noqa: E731
-    g, q, k, v = by_head(g), by_head(q), k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-    hidden = ~visible(torch.arange(rows, device=q.device), rows, spec.window).repeat(group, 1)  # [group * rows, keys]
-    together = kv_heads if heads * rows * rows <= _MAX_SCORES else 1
-    by_piece = zip(g.split(together), q.split(together), k.split(together), v.split(together), strict=True)
-    pieces = [_through_heads(a, b, c, d, spec, hidden, want_pattern) for a, b, c, d in by_piece]
-    dq, dk, dv, dp = (torch.cat(found) for found in zip(*pieces, strict=True))
-    back = lambda x: x.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)  # noqa: E731
-    return AttentionGradients(back(dq), dk.transpose(0, 1), dv.transpose(0, 1), back(dp) if want_pattern else None)
+    rows, heads, _ = q.shape
+    k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()  # [kv_heads, rows, d]
+    dq, dk, dv = q.new_empty(q.shape), torch.zeros_like(k), torch.zeros_like(v)
+    pattern = q.new_zeros(rows, heads, rows) if want_pattern else None
+    for first in range(0, rows, QUERY_ROWS):  # this order defines the bits
+        end = min(first + QUERY_ROWS, rows)
+        low = max(0, first + 1 - spec.window) if spec.window else 0  # the first key that any of these rows sees
+        part, keys = slice(first, end), slice(low, end)
+        hidden = ~visible(torch.arange(first - low, end - low, device=q.device), end - low, spec.window)
+        dq[part], by_k, by_v, dp = _through_rows(g[part], q[part], k[:, keys], v[:, keys], spec, hidden)
+        dk[:, keys] += by_k
+        dv[:, keys] += by_v
+        if pattern is not None:
+            pattern[part, :, keys] = dp
+    return AttentionGradients(dq, dk.transpose(0, 1), dv.transpose(0, 1), pattern)
 
 
-def _through_heads(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, hidden: Tensor, want_pattern: bool
+def _through_rows(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, hidden: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """g and q [kv_heads, group * rows, d], k and v [kv_heads, rows, d]"""
-    raw = torch.bmm(q * spec.scale, k.transpose(1, 2))
-    p = softcap(raw, spec.softcap).masked_fill(hidden, -torch.inf).softmax(-1)
-    dv = torch.bmm(p.transpose(1, 2), g)
-    dp = torch.bmm(g, v.transpose(1, 2)).masked_fill_(hidden, 0.0)
-    ds = through_softcap(p * (dp - (dp * p).sum(-1, keepdim=True)), raw, spec.softcap).mul_(spec.scale)
-    return torch.bmm(ds, k), torch.bmm(ds.transpose(1, 2), q), dv, dp if want_pattern else dp.new_empty(len(dp), 0)
+    """g, q [rows, heads, d], k, v [kv_heads, keys, d], hidden [rows, keys] -> dq, dk, dv as these, dp [rows, heads, keys]"""
+    rows, heads, d = q.shape
+    kv_heads = len(k)
+    group = heads // kv_heads
+    fold = lambda x: x.reshape(rows, kv_heads, group, d).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, d)  # noqa: E731
+    back = lambda x: x.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)  # noqa: E731
+    g, q, unseen = fold(g), fold(q) * spec.scale, hidden.repeat(group, 1)
+    raw = torch.bmm(q, k.transpose(1, 2))
+    p = softcap(raw, spec.softcap).masked_fill(unseen, -torch.inf).softmax(-1)
+    dp = torch.bmm(g, v.transpose(1, 2)).masked_fill_(unseen, 0.0)
+    ds = through_softcap(torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype), raw, spec.softcap)
+    return back(torch.bmm(ds, k).mul_(spec.scale)), torch.bmm(ds.transpose(1, 2), q), torch.bmm(p.transpose(1, 2), g), back(dp)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.gradients.attention import through_attention
-from replaylens.engine.gradients.rowwise import through_linear, through_norm, through_rotary, value_and_slope
+from replaylens.engine.gradients.rowwise import activated, through_activation, through_linear, through_norm, through_rotary
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Attention, Block, Decoder, Mlp
 from replaylens.engine.model.ops import Linear, Norm
@@ -105,12 +105,12 @@ class Backward:
     def _mlp(self, mlp: Mlp, g: Tensor) -> Tensor:
         """[rows, d_mlp] -> the gradient of the normed stream, [rows, d_model]"""
         g = self._at(mlp.post_site, g)
+        up = self.values[mlp.up_site]
         if not mlp.gated:
-            _, slope = value_and_slope(self.values[mlp.up_site], mlp.kind)
-            return through_linear(self._at(mlp.up_site, g * slope), mlp.up)
-        gate, slope = value_and_slope(self.values[mlp.gate_site], mlp.kind)
-        by_gate = self._at(mlp.gate_site, slope.mul_(g).mul_(self.values[mlp.up_site]))
-        by_up = self._at(mlp.up_site, gate.mul_(g))
+            return through_linear(self._at(mlp.up_site, through_activation(g, up, mlp.kind)), mlp.up)
+        gate = self.values[mlp.gate_site]
+        by_gate = self._at(mlp.gate_site, through_activation(g * up, gate, mlp.kind))
+        by_up = self._at(mlp.up_site, activated(gate, mlp.kind).mul_(g))
         return through_linear(torch.cat([by_gate, by_up], dim=-1), mlp.up)
 
     def _attention(self, attn: Attention, g: Tensor, layer: int) -> Tensor:

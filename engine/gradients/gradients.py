@@ -30,10 +30,14 @@ class Gradients(Mapping[str, Tensor]):
 
     def __getitem__(self, site: str) -> Tensor:
         """A copy of a site's gradient, by its name or a legacy name."""
+        return self.peek(site).clone()
+
+    def peek(self, site: str) -> Tensor:
+        """As `gradients[site]`, but without a copy. The caller must not change it."""
         name = self._aliases.get(site, site)
         if name not in self._found:
             raise UnknownSite(f"No gradient at site {site!r:.60}. There are: {', '.join(self._found)}.")
-        return self._found[name].clone()
+        return self._found[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)

@@ -1,8 +1,10 @@
 """Derivatives of products, norms, activations, rotations and soft caps. `g` is always the gradient of what the op returns."""
 
-import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from replaylens.engine.model.config import Activation
@@ -36,22 +38,23 @@ def through_norm(g: Tensor, x: Tensor, norm: Norm) -> Tensor:
     return dx.mul_(r)
 
 
-def value_and_slope(x: Tensor, kind: Activation) -> tuple[Tensor, Tensor]:
-    """An activation and its derivative."""
-    match kind:
-        case "silu":
-            s = torch.sigmoid(x)
-            y = x * s
-            return y, s + y * (1 - s)
-        case "gelu_tanh":
-            c = math.sqrt(2 / math.pi)
-            t = torch.tanh(c * (x + 0.044715 * x**3))
-            return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)
-        case "gelu":
-            below = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
-            return x * below, below + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-        case "relu":
-            return x.relu(), (x > 0).to(x.dtype)
+def activated(x: Tensor, kind: Activation) -> Tensor:
+    """The activation itself."""
+    return _ACTIVATIONS[kind][0](x)
+
+
+def through_activation(g: Tensor, x: Tensor, kind: Activation) -> Tensor:
+    """g times the activation's slope at x, by the functions that autograd uses."""
+    return _ACTIVATIONS[kind][1](g, x)
+
+
+_ATEN = torch.ops.aten
+_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "silu": (F.silu, _ATEN.silu_backward),
+    "gelu": (F.gelu, _ATEN.gelu_backward),
+    "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(_ATEN.gelu_backward, approximate="tanh")),
+    "relu": (F.relu, lambda g, x: g * (x > 0)),
+}
 
 
 def through_rotary(g: Tensor, rotary: Rotary) -> Tensor:

@@ -24,8 +24,8 @@ GRADIENTS = (
     Mutant(
         "gate-without-up",
         "replaylens.engine.gradients.backward",
-        "slope.mul_(g).mul_(self.values[mlp.up_site])",
-        "slope.mul_(g)",
+        "through_activation(g * up, gate, mlp.kind)",
+        "through_activation(g, gate, mlp.kind)",
         "a gate's gradient is weighed by the linear half",
         (f"{AUTOGRAD}::test_every_activation",),
     ),

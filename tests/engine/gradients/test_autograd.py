@@ -65,14 +65,13 @@ def test_every_activation(kind: Activation, gated: bool) -> None:
     assert max(difference(ours[site], truth[site]) for site in ours) < TOLERANCE
 
 
+@pytest.mark.parametrize("window", [0, 5, 70])
 @pytest.mark.parametrize("length", [1, 2, 64, 65, 130])
-def test_every_length(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row; the border between the two orders of a product; key heads one after another."""
-    if length == 130:
-        monkeypatch.setattr(attention, "_MAX_SCORES", 1000)
+def test_every_length(length: int, window: int) -> None:
+    """One row; the border between the two orders of a product; several blocks of rows, with and without a window."""
     path = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(1)).tolist()
-    ours = engine().prompt(path).gradients(metric, "STC")
-    truth = of_decoder(random_model().double(), path, metric)
+    ours = engine(random_model(windows=(window, 0))).prompt(path).gradients(metric, "STC")
+    truth = of_decoder(random_model(windows=(window, 0)).double(), path, metric)
     assert max(difference(ours[site], truth[site]) for site in ours if truth[site].any()) < TOLERANCE
 
 

@@ -122,6 +122,16 @@ def test_values_are_the_captured_rows() -> None:
         assert torch.equal(found.activations[site], captured[..., :40] if site.endswith("pattern") else captured)
 
 
+def test_one_head() -> None:
+    """Where folding heads copies nothing, the values of the pass must not change: a tape can be used again."""
+    branch = engine(random_model(num_heads=1, num_kv_heads=1, d_head=32)).prompt(path(), sites=SITES)
+    tape = branch.tape(tuple(branch.gradients(METRIC)))
+    first, again = (tape.gradients(lambda logits: logits[3] - logits[8], {}, True) for _ in range(2))
+    assert same(first, again) and torch.equal(
+        tape.value("blocks.1.attn.q.hook_out"), branch.activations["blocks.1.attn.q.hook_out"]
+    )
+
+
 def test_control_the_comparison_sees_rounding() -> None:
     """Negative control: autograd through the library's ops agrees to 1e-5, but has other bits."""
     ours: Gradients = truth(path())

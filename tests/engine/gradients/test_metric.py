@@ -102,7 +102,7 @@ BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "not logits": (Divergence("heads"), "S", errors.BadMetric, "Give a branch"),
     "an unknown token": (LogProbability(99), "S", errors.BadRequest, "Token 99"),
     "Z": (LogProbability(3), "SZ", errors.NoGradient, "logit lens"),
-    "no sites": (LogProbability(3), None, errors.BadRequest, "name some"),
+    "no sites": (LogProbability(3), None, errors.BadRequest, "Name some"),
     "an unknown site": (LogProbability(3), "blocks.7.hook_in", errors.UnknownSite, "Nearest"),
 }
 
