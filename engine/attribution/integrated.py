@@ -46,8 +46,8 @@ def integrated_gradients(
         raise BadRequest(f"Invalid site={site!r}. Give the name of one site, e.g. 'embed.hook_out' or 'blocks.0.hook_in'.")
     (name,) = names
     function, promised = metric_of(engine, metric)
-    end = tape_of(engine, path, (), names)
-    start = end if baseline is None else tape_of(engine, base, (), names)
+    end = tape_of(engine, path, (), names, backward=False)
+    start = end if baseline is None else tape_of(engine, base, (), names, backward=False)
     there = end.value(name)
     here = torch.zeros_like(there) if baseline is None else start.value(name)
 

@@ -53,8 +53,8 @@ def attribution_patching(
     paths = paths_of(engine, clean, corrupt)
     names = differentiable(engine, sites)
     function, promised = metric_of(engine, metric)
-    source, patched = (tape_of(engine, path, (), names) for path in paths)
-    found = patched.gradients(function, engine.sites.aliases, promised)
+    source = tape_of(engine, paths[0], (), names, backward=False)
+    found = tape_of(engine, paths[1], (), names).gradients(function, engine.sites.aliases, promised)
     rows = {site: source.value(site) for site in names}
     moved = {site: rows[site] - found.activations[site] for site in names}
     estimate = torch.stack([row_sums(found.peek(site) * moved[site]) for site in names])

@@ -40,14 +40,20 @@ class Tape:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, runner: Runner, tokens: list[int], edits: tuple[PlacedEdit, ...], asked: tuple[str, ...]) -> "Tape":
-        """Computes the path alone, in one pass. Precondition: no other thread computes on the runner."""
+    def of(
+        cls, runner: Runner, tokens: list[int], edits: tuple[PlacedEdit, ...], asked: tuple[str, ...], backward: bool = True
+    ) -> "Tape":
+        """Computes the path alone, in one pass. Precondition: no other thread computes on the runner.
+
+        backward  False: only values and metrics will be read, so nothing else is kept
+        """
         if runner.device != "cpu":
             raise NoGradient("Gradients are computed on a CPU only. Load the model with device='cpu'.")
         if fixed := [edit.site for edit in edits if edit.site.endswith("attn.hook_pattern")]:
             raise NoGradient(f"No gradient through an edit of {fixed[0]}. Edit attn.hook_z or attn.hook_v instead.")
         head = [site for site in asked if site in HEAD_SITES]
-        tap = PassTap(needed_sites(runner.model.config) | (frozenset(asked) - frozenset(head)))
+        needed = needed_sites(runner.model.config) if backward else frozenset()
+        tap = PassTap(needed | (frozenset(asked) - frozenset(head)))
         forward = runner.whole(tokens, edits, tap)
         if head:
             forward.values.update(runner.head(forward.residual, head))

@@ -68,10 +68,12 @@ class Differentiable:
         return differentiable(self.engine, sites)
 
 
-def tape_of(engine: Source, tokens: list[int], edits: tuple[PlacedEdit, ...], sites: tuple[str, ...]) -> Tape:
-    """A path computed alone, with the values that gradients at these sites need. Changes nothing."""
+def tape_of(
+    engine: Source, tokens: list[int], edits: tuple[PlacedEdit, ...], sites: tuple[str, ...], backward: bool = True
+) -> Tape:
+    """A path computed alone, with the values of these sites, and those that their gradients need. Changes nothing."""
     engine.lock.refuse_within_step()
-    return engine.lock.alone(lambda: Tape.of(engine.forest.runner, list(tokens), edits, sites))
+    return engine.lock.alone(lambda: Tape.of(engine.forest.runner, list(tokens), edits, sites, backward))
 
 
 def metric_of(engine: Source, metric: Metric | Differentiable) -> tuple[Function, bool]:
