@@ -39,6 +39,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("probes/sweeps", "probes/causal"),
     ("probes/questions",),
     ("views",),
+    ("workbench",),
     ("commands",),
     ("cli",),
     ("__main__",),
@@ -126,7 +127,7 @@ def module_of(file: Path) -> str:
 def modules() -> dict[str, Path]:
     """All files of the package by dotted name. Each link is followed once."""
     files = [file for link in LINKS for file in (ROOT / link).rglob("*.py")]
-    files += [file for folder in ("views", "commands") for file in (PACKAGE / folder).rglob("*.py")]
+    files += [file for folder in ("views", "workbench", "commands") for file in (PACKAGE / folder).rglob("*.py")]
     return {module_of(file): file for file in sorted([*files, *PACKAGE.glob("*.py")])}
 
 

@@ -8,7 +8,8 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.gradients.gradients import row_sums
 from replaylens.engine.gradients.metric import Metric
 from replaylens.engine.gradients.tape import Tape
-from replaylens.engine.request.edits import Edit, place_all
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.values import flag, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core

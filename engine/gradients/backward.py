@@ -16,7 +16,7 @@ from replaylens.engine.model.decoder import Attention, Block, Decoder, Mlp
 from replaylens.engine.model.ops import Linear, Norm
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.passes.runner import WholePass
-from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.request.placed import PlacedEdit
 
 
 def needed_sites(config: ModelConfig) -> frozenset[str]:

@@ -14,7 +14,7 @@ from replaylens.engine.model import modes
 from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.runner import Runner, WholePass
 from replaylens.engine.request.capture import HEAD_SITES, PassTap
-from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.request.placed import PlacedEdit
 
 
 @dataclass(frozen=True, eq=False)

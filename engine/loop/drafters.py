@@ -15,7 +15,8 @@ from replaylens.engine.memory.past import Mark, Path
 from replaylens.engine.model.weights import weights_hash
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import PassResult, Runner
-from replaylens.engine.request.edits import Hook, PlacedEdit
+from replaylens.engine.request.edits import Hook
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling, gumbel
 from replaylens.engine.request.values import whole
 

@@ -10,7 +10,8 @@ from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.past import Mark
 from replaylens.engine.memory.prefix import Trail
 from replaylens.engine.request.capture import CaptureSpec
-from replaylens.engine.request.edits import Hook, PlacedEdit
+from replaylens.engine.request.edits import Hook
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.sampling import Sampling
 

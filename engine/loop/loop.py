@@ -26,7 +26,7 @@ from replaylens.engine.passes.finite import finite, not_finite
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.trace import path_digest
 from replaylens.engine.request.capture import PassTap
-from replaylens.engine.request.edits import page_keys
+from replaylens.engine.request.placed import page_keys
 
 if TYPE_CHECKING:
     from replaylens.engine.passes.bursts import Bursts, Wanted

@@ -48,11 +48,12 @@ class Reservations:
             try:
                 return self.runner.reserve(table, start, end)
             except OutOfPages as full:  # rare, so jobs are looked at only now
-                if not self._reclaim(full.needed - full.free, {job.lane.branch for job in jobs}, victims()):
+                if not self.reclaim(full.needed - full.free, {job.lane.branch for job in jobs}, victims()):
                     raise
 
-    def _reclaim(self, num_pages: int, busy: set[int], victims: list[Job]) -> bool:
-        """Free some pages. False: there are none left to take."""
+    def reclaim(self, num_pages: int, busy: set[int], victims: list[Job]) -> bool:
+        """Mutates: frees some pages, of cached prefixes, of branches that are not `busy`, or of the last of the victims. False:
+        there are none left to take."""
         if self.prefix.evict(num_pages):
             return True
         idle = [lane for lane in self.lanes.values() if lane.table.pages and lane.branch not in busy]

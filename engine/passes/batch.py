@@ -13,7 +13,8 @@ from torch import Tensor
 from replaylens.engine.errors import EngineBug
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model.ops import visible
-from replaylens.engine.request.edits import Hook, PlacedEdit
+from replaylens.engine.request.edits import Hook
+from replaylens.engine.request.placed import PlacedEdit
 
 TILE = 16
 """rows of the reference tile; the canonical product is defined on zero-padded tiles of this many rows"""

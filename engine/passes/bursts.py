@@ -21,7 +21,7 @@ from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap,
 from replaylens.engine.passes.runner import Keep, Runner
 from replaylens.engine.passes.shipment import Shipment, SiteGroup
 from replaylens.engine.request.capture import CaptureSpec, LensSpec, PassTap, Rows
-from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.launch import next_power_of_2

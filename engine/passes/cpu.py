@@ -20,6 +20,7 @@ from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Obse
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import KV_BLOCK, Batch
 from replaylens.engine.passes.batched import BatchedProduct, by_torch
+from replaylens.engine.passes.edges import Cut, cuts
 from replaylens.engine.passes.products import Products
 
 
@@ -58,7 +59,8 @@ class CachedOps(CpuOps):
         batch = self.batch
         self.cache.write(spec.layer, batch.write_slots, kv[: batch.num_rows])
         outs, patterns = [], []
-        for group, rows in zip(batch.groups, batch.queries, strict=True):
+        cut = cuts(batch, spec.layer, q.shape[1])
+        for number, (group, rows) in enumerate(zip(batch.groups, batch.queries, strict=True)):
             keys, values = self.cache.gather(spec.layer, group.slots)
             queries = q.index_select(0, rows).view(*group.rows.shape, *q.shape[1:])
             z, pattern = attend_blocks(
@@ -70,6 +72,7 @@ class CachedOps(CpuOps):
                 observe is not None,
                 spec.scale,
                 self.product,
+                cut[number] if cut else None,
             )
             outs.append(z.flatten(0, 1))
             patterns.append(pattern)
@@ -114,8 +117,9 @@ def attend_blocks(
     want_pattern: bool,
     scale: float = 1.0,
     product: BatchedProduct = by_torch,
+    cut: Cut | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of queries, times `scale`, over gathered keys.
+    """Softmax attention of queries, times `scale`, over gathered keys, without the edges of `cut`.
 
     q [pieces, rows, heads, d], keys and values [kv_heads, pieces * n, d], ceiling [pieces, rows, 1, the last keys]
     -> ([pieces, rows, heads, d], pattern [pieces, rows, heads, n] or an empty tensor)
@@ -129,13 +133,17 @@ def attend_blocks(
     scores = softcap(product(folded, keys.transpose(1, 2)), cap)
     last = scores.view(kv_heads, pieces, rows, group, n)[..., n - ceiling.shape[-1] :]
     torch.minimum(last, ceiling, out=last)
+    if cut is not None:
+        scores.view(kv_heads, pieces, rows, group, n).masked_fill_(cut.masked(kv_heads), -math.inf)
     weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     total = weights[..., :KV_BLOCK].sum(-1, keepdim=True)
-    out = product(weights[..., :KV_BLOCK], values[:, :KV_BLOCK])
     for first in range(KV_BLOCK, n, KV_BLOCK):  # this order defines the bits
-        block = weights[..., first : first + KV_BLOCK]
-        total += block.sum(-1, keepdim=True)
-        out += product(block, values[:, first : first + KV_BLOCK])
+        total += weights[..., first : first + KV_BLOCK].sum(-1, keepdim=True)
+    if cut is not None:
+        weights.view(kv_heads, pieces, rows, group, n).masked_fill_(cut.zeroed(kv_heads), 0.0)
+    out = product(weights[..., :KV_BLOCK], values[:, :KV_BLOCK])
+    for first in range(KV_BLOCK, n, KV_BLOCK):
+        out += product(weights[..., first : first + KV_BLOCK], values[:, first : first + KV_BLOCK])
     back = lambda x: x.view(kv_heads, pieces, rows, group, -1).permute(1, 2, 0, 3, 4)  # noqa: E731
     z = torch.div(back(out), back(total), out=out.new_empty(pieces, rows, kv_heads, group, d)).view(q.shape)
     pattern = back(weights / total).reshape(pieces, rows, heads, n) if want_pattern else out.new_empty(0)

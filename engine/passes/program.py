@@ -14,7 +14,7 @@ from torch import Tensor
 
 from replaylens.engine.model.decoder import Tap
 from replaylens.engine.model.sites import SiteTable
-from replaylens.engine.request.edits import PlacedEdit, without_direction
+from replaylens.engine.request.placed import PlacedEdit, without_direction
 from replaylens.kernels.edit import ADD, KEEP, SET, ZERO, edit_rows
 from replaylens.kernels.launch import next_power_of_2
 
@@ -43,6 +43,8 @@ class EditStage:
     """[rows] int32: row of the table, where the code needs one"""
     tables: list[PlacedEdit] = field(default_factory=list)
     """the edits whose vectors make up the table, in order"""
+    num_heads: int = 1
+    """heads of the site's rows"""
     projections: list[tuple[PlacedEdit, np.ndarray]] = field(default_factory=list)
     """edits that project out, with the rows they apply to: [rows] bool"""
 
@@ -54,10 +56,27 @@ class EditStage:
         """The vectors of an edit in the table."""
         return edit.vectors.numel() // self.width
 
+    @property
+    def by_head(self) -> bool:
+        """Whether an edit changes only some heads."""
+        return any(edit.heads for edit in self.tables)
 
-EditShape = tuple[tuple[str, tuple[tuple[int, int, tuple[int, ...]], ...]], ...]
-"""what the launches of a program depend on: for each site, for each stage, its width, the room for vectors, and the number of
-directions of each projection"""
+    def columns(self) -> np.ndarray:
+        """The columns that each vector of the table changes: [vectors, width] bool."""
+        out = np.ones((self.num_vectors, self.num_heads, self.width // self.num_heads), dtype=bool)
+        first = 0
+        for edit in self.tables:
+            count = self.count(edit)
+            if edit.heads:
+                out[first : first + count] = False
+                out[first : first + count, list(edit.heads)] = True
+            first += count
+        return out.reshape(-1, self.width)
+
+
+EditShape = tuple[tuple[str, tuple[tuple[int, int, tuple[int, ...], bool], ...]], ...]
+"""what the launches of a program depend on: for each site, for each stage, its width, the room for vectors, the number of
+directions of each projection, and whether vectors change only some heads"""
 
 
 class EditProgram:
@@ -81,17 +100,19 @@ class EditProgram:
         stages = self.stages.setdefault(site, [])
         if number == len(stages):
             zeros = lambda: np.zeros(self.num_rows, dtype=np.int32)  # noqa: E731
-            stages.append(EditStage(int(np.prod(table.sites[site].shape)), zeros(), zeros()))
+            shape = table.sites[site].shape
+            heads = shape[0] if len(shape) > 1 else 1
+            stages.append(EditStage(int(np.prod(shape)), zeros(), zeros(), num_heads=heads))
         return stages[number]
 
     def shape(self) -> EditShape:
         return tuple((site, tuple(_stage_shape(stage) for stage in stages)) for site, stages in sorted(self.stages.items()))
 
 
-def _stage_shape(stage: EditStage) -> tuple[int, int, tuple[int, ...]]:
+def _stage_shape(stage: EditStage) -> tuple[int, int, tuple[int, ...], bool]:
     used = stage.tables or bool((stage.codes != KEEP).any())
     directions = tuple(len(edit.vectors) for edit, _ in stage.projections)
-    return stage.width, next_power_of_2(max(1, stage.num_vectors)) if used else 0, directions
+    return stage.width, next_power_of_2(max(1, stage.num_vectors)) if used else 0, directions, stage.by_head
 
 
 def _enter(stage: EditStage, edit: PlacedEdit, positions: list[int], shift: int, rank: int) -> None:
@@ -143,12 +164,14 @@ class Vectors:
 class _Loaded:
     """The tensors of one stage."""
 
-    def __init__(self, width: int, room: int, directions: tuple[int, ...], rows: int, vectors: Vectors) -> None:
+    def __init__(self, width: int, room: int, directions: tuple[int, ...], by_head: bool, rows: int, vectors: Vectors) -> None:
         make = lambda *size, dtype=torch.int32: torch.zeros(size, dtype=dtype, device=vectors.device)  # noqa: E731
         self.width, self.vectors = width, vectors
         self.numbers = make(2, rows)
         """codes and index"""
         self.table = make(room, width, dtype=vectors.dtype) if room else None
+        self.columns = make(room, width, dtype=torch.bool) if by_head else None
+        """which columns each vector changes; None: all of them"""
         self.directions = [make(count, width, dtype=vectors.dtype) for count in directions]
         self.masks = make(len(directions), rows, dtype=torch.bool)
         self._keys: tuple[bytes, ...] = ()
@@ -161,6 +184,8 @@ class _Loaded:
         if self.table is not None and stage.tables:
             together = torch.cat([self.vectors.of(edit, self.width) for edit in stage.tables])
             self.table[: len(together)] = together
+            if self.columns is not None:
+                self.columns[: len(together)] = torch.from_numpy(stage.columns()).to(self.columns.device)
         for target, (edit, _) in zip(self.directions, stage.projections, strict=True):
             target.copy_(self.vectors.of(edit, self.width))
         self._keys = keys
@@ -168,7 +193,11 @@ class _Loaded:
     def apply(self, x: Tensor) -> Tensor:
         """x [rows, width]"""
         if self.table is not None:
-            x = edit_rows(x, self.numbers[0], self.numbers[1], self.table)
+            edited = edit_rows(x, self.numbers[0], self.numbers[1], self.table)
+            if self.columns is not None:  # a row that is zeroed as a whole has no vector, hence no columns
+                changed = self.columns.index_select(0, self.numbers[1]) | (self.numbers[0] == ZERO)[:, None]
+                edited = torch.where(changed, edited, x)
+            x = edited
         for directions, mask in zip(self.directions, self.masks, strict=True):
             for direction in directions:
                 x = torch.where(mask[:, None], without_direction(x, direction), x)

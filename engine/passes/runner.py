@@ -24,7 +24,7 @@ from replaylens.engine.passes.products import Products
 from replaylens.engine.passes.shipment import Shipment
 from replaylens.engine.passes.taps import EditTap, UneditedTap
 from replaylens.engine.request.capture import PassTap, Rows
-from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -173,6 +173,23 @@ class Runner:
             logits = finite(self._head(residual[-1:], PassTap(frozenset())), "logits")[0]
         before = {} if outer is None else {site: value[:num_rows] for site, value in outer.values.items()}
         return WholePass(residual, logits, {site: value[:num_rows] for site, value in tap.values.items()}, before)
+
+    @torch.inference_mode()
+    def resumed(self, segments: list[Segment], entering: Tensor | None, layer: int, tap: Tap | None = None) -> PassResult:
+        """The canonical pass from block `layer` on, without logits. Mutates the cache at the segments' rows.
+
+        entering  the segments' rows of the residual stream that enters the block: [rows, d_model]; None: from the tokens
+        """
+        batch = Batch(segments, self.pool, self.certificate.query_rows, self.tile, self.device)
+        with self._held(batch.padded):
+            ops, tap = self.ops(batch, self.cache), self._edited(batch, tap)
+            if entering is None:
+                x = self.model.embedding(batch.tokens, batch.positions, tap)
+            else:
+                x = torch.zeros(batch.padded, entering.shape[1], dtype=self.model.embed.dtype, device=self.model.embed.device)
+                x[: batch.num_rows] = entering.to(x)
+            residual = self.model.run_blocks(x, batch.positions, ops, tap, layer, self.model.config.num_layers)
+        return PassResult(batch, residual, residual.new_empty(0, self.model.config.vocab_size))
 
     @torch.inference_mode()
     def fast(self, segments: list[Segment], tap: Tap | None = None) -> PassResult:

@@ -8,7 +8,7 @@ from replaylens.engine.errors import BadTrace, ReplayMismatch
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
-from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.positions import Where
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import instance

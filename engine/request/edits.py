@@ -4,42 +4,45 @@ An edit is data, not code. It has a content hash, so branches with the same edit
 name it. Hook functions work too, but nothing is promised about what they compute.
 """
 
-import base64
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit
-from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
-from replaylens.engine.request.sampling import hash_bits
-from replaylens.engine.request.values import instance, integer, items, number, shown, whole
+from replaylens.engine.request.placed import Op, tensor_from_json, tensor_to_json
+from replaylens.engine.request.values import flag, instance, integer, items, number, shown, whole
 
-Op = Literal["add", "set", "zero", "project_out", "resample"]
 Positions = int | slice | Sequence[int] | None
 Hook = tuple[str, Callable[[Tensor, Any], Tensor | None]]
-_OPS = ("add", "set", "zero", "project_out", "resample")
+_OPS = get_args(Op)
 HOOKS = "a list of (site name, function) pairs"
-_NOT_EDITABLE = ("attn.hook_pattern", "ln_final.hook_out", "unembed.hook_out")
 
 
 @dataclass(frozen=True, eq=False)
 class Edit:
     """What to change, and where.
 
-    site       a site name, or a letter: S (residual stream), T (attention output) or C (MLP output)
+    site       a site name; a letter: S (residual stream), T (attention output) or C (MLP output); or a pattern of names, such
+               as blocks.*.hook_out
     op         add: add value * factor; set: replace by value; zero: replace by zeros; project_out: remove the directions
-               in value; resample: replace by a row of value, drawn by seed and position
-    positions  None: all; a number, several, or a slice with step 1; negative ones count from the branch's tip
+               in value; resample: replace by a row of value, drawn by seed and position. On an attention pattern, mask: hide
+               keys from the softmax; zero: set weights to zero after it, without scaling up the others
+    positions  None: all; a number, several, or a slice with step 1; negative ones count from the branch's tip. Numbers name
+               tokens that the branch has; a slice may include tokens still to come
     value      a tensor, an array or a list: [*site shape] for all positions, or, for `set` and `add` at given positions,
-               [number of positions, *site shape]
-    layers     of a letter; without them all its layers are edited. They count from 0, never from the end
+               [number of positions, *site shape]. With `heads`, the site shape of these heads or of all
+    layers     of a letter or a pattern; without them all its layers are edited. They count from 0, never from the end
     factor     for `add` only
+    heads      of a site with heads, such as attn.hook_z; without them all are edited. Those of hook_k and hook_v are key heads
+    keys       of attn.hook_pattern: the positions that the edited positions no longer attend to
+    keep_norm  for `add`: scale the result back to the length that the vector had
+    when       a direction [*site shape]: edit only rows with a positive projection on it. On a GPU, neither `keep_norm` nor
+               `when` nor edits of attention patterns are available: BadEdit says so
 
     >>> from replaylens import Engine
     >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips. What's the state? A:")
@@ -55,6 +58,10 @@ class Edit:
     layers: Sequence[int] | None = None
     factor: float = 1.0
     seed: int = 0
+    heads: Sequence[int] | None = None
+    keys: Positions = None
+    keep_norm: bool = False
+    when: Tensor | None = None
 
     @classmethod
     def interchange(cls, site: str, source: Tensor, positions: Positions = None) -> "Edit":
@@ -62,13 +69,15 @@ class Edit:
         return cls(site, "set", source, positions)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, including the bytes of `value`, for dump plans."""
+        """Plain values, including the bytes of tensors, for dump plans. Fields that older plans lack are left out if unused."""
         plain = self.plain()
-        where = plain.positions
-        where_plain: Any = {"start": where.start, "stop": where.stop} if isinstance(where, slice) else where
-        out = {"site": plain.site, "op": plain.op, "positions": where_plain, "layers": plain.layers}
+        out = {"site": plain.site, "op": plain.op, "positions": _positions_to_json(plain.positions), "layers": plain.layers}
         out |= {"factor": plain.factor, "seed": plain.seed}
-        return out if plain.value is None else {**out, "value": _value_to_json(plain.value)}
+        out |= {} if plain.heads is None else {"heads": plain.heads}
+        out |= {} if plain.keys is None else {"keys": _positions_to_json(plain.keys)}
+        out |= {"keep_norm": True} if plain.keep_norm else {}
+        tensors = {"value": plain.value, "when": plain.when}
+        return out | {name: tensor_to_json(tensor) for name, tensor in tensors.items() if tensor is not None}
 
     def plain(self) -> "Edit":
         """The same edit in plain Python numbers and lists; BadEdit names the field that is invalid."""
@@ -78,15 +87,21 @@ class Edit:
         factor = number("factor", self.factor, BadEdit)
         if factor != 1.0 and self.op != "add":
             raise BadEdit(f"factor={factor} was given for the op {self.op!r}. Only 'add' takes one: scale the value instead.")
-        layers = None if self.layers is None else items("layers", self.layers, "a list of whole numbers", BadEdit)
+        keep_norm = flag("keep_norm", self.keep_norm, BadEdit)
+        if keep_norm and self.op != "add":
+            raise BadEdit(f"keep_norm was given for the op {self.op!r}. Only 'add' takes it.")
         return Edit(
             site,
             self.op,
-            _plain_value(site, self.value),
-            _plain_positions(self.positions),
-            None if layers is None else [whole("layers", layer, error=BadEdit) for layer in layers],
+            _plain_tensor("value", site, self.value),
+            _plain_positions("positions", self.positions),
+            _plain_list("layers", self.layers),
             factor,
             whole("seed", self.seed, 0, 2**64 - 1, BadEdit),
+            _plain_list("heads", self.heads),
+            _plain_positions("keys", self.keys),
+            keep_norm,
+            _plain_tensor("when", site, self.when),
         )
 
     @classmethod
@@ -94,155 +109,65 @@ class Edit:
         """Inverse of `to_json`; BadEdit for other values."""
         raw = instance("edit", raw, dict, "the result of to_json", BadEdit)
         try:
-            where = raw["positions"]
-            if isinstance(where, dict):
-                where = slice(where["start"], where["stop"])
-            value = _value_from_json(raw["value"]) if "value" in raw else None
-            return cls(raw["site"], raw["op"], value, where, raw["layers"], raw["factor"], raw["seed"])
+            value, when = (tensor_from_json(raw[name]) if name in raw else None for name in ("value", "when"))
+            return cls(
+                raw["site"],
+                raw["op"],
+                value,
+                _positions_from_json(raw["positions"]),
+                raw["layers"],
+                raw["factor"],
+                raw["seed"],
+                raw.get("heads"),
+                _positions_from_json(raw.get("keys")),
+                raw.get("keep_norm", False),
+                when,
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadEdit(f"Not an edit: {error!r}.") from error
 
 
-def _plain_value(site: str, value: Any) -> Tensor | None:
+def _positions_to_json(positions: Positions) -> Any:
+    return {"start": positions.start, "stop": positions.stop} if isinstance(positions, slice) else positions
+
+
+def _positions_from_json(raw: Any) -> Positions:
+    return slice(raw["start"], raw["stop"]) if isinstance(raw, dict) else raw
+
+
+def _plain_list(name: str, given: Any) -> list[int] | None:
+    if given is None:
+        return None
+    return [whole(name, each, error=BadEdit) for each in items(name, given, "a list of whole numbers", BadEdit)]
+
+
+def _plain_tensor(name: str, site: str, value: Any) -> Tensor | None:
     """A dense real tensor without gradient; BadEdit says how to get one."""
     if value is None:
         return None
     try:
         given = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
     except (TypeError, ValueError):  # ragged lists, text
-        raise BadEdit(f"Invalid value for {site}={shown(value)}. Give a tensor, an array or a list of numbers.") from None
+        raise BadEdit(f"Invalid {name} for {site}={shown(value)}. Give a tensor, an array or a list of numbers.") from None
     if given.requires_grad:
-        raise BadEdit(f"The value for {site} requires a gradient, but none flows through an engine. Give value.detach().")
+        raise BadEdit(f"The {name} for {site} requires a gradient, but none flows through an engine. Give {name}.detach().")
     if given.layout is not torch.strided or given.device.type == "meta" or given.is_complex() or given.is_quantized:
         raise BadEdit(
-            f"The value for {site} is a {given.layout} tensor of {given.dtype} on {given.device}. Give a dense real tensor."
+            f"The {name} for {site} is a {given.layout} tensor of {given.dtype} on {given.device}. Give a dense real tensor."
         )
     return given
 
 
-def _plain_positions(positions: Any) -> Positions:
+def _plain_positions(name: str, positions: Any) -> Positions:
     if isinstance(positions, slice):
         if positions.step is not None and integer(positions.step) != 1:
-            raise BadEdit(f"A slice of positions has step {shown(positions.step)}. Give a slice with step 1.")
+            raise BadEdit(f"A slice of {name} has step {shown(positions.step)}. Give a slice with step 1.")
         ends = (positions.start, positions.stop)
-        return slice(*(None if p is None else whole("positions", p, error=BadEdit) for p in ends))
+        return slice(*(None if p is None else whole(name, p, error=BadEdit) for p in ends))
     if positions is None or (single := integer(positions)) is not None:
         return None if positions is None else single
-    several = items("positions", positions, "whole numbers, or a slice", BadEdit)
-    return [whole("positions", p, error=BadEdit) for p in several]
-
-
-@dataclass(frozen=True, eq=False)
-class PlacedEdit:
-    """An edit at one site of one model, with positions counted from 0. `key` is its content hash."""
-
-    site: str
-    op: Op
-    value: Tensor | None
-    start: int
-    stop: int | None
-    """exclusive; None: all later positions"""
-    picks: tuple[int, ...]
-    """single positions instead of a range; empty: the range"""
-    factor: float
-    seed: int
-    key: bytes
-    needs: int = 0
-    """made from this many tokens: a fork before them does not inherit it"""
-
-    def touches(self, first: int, end: int) -> bool:
-        """Whether any position of [first, end) is edited."""
-        if self.picks:
-            return any(first <= p < end for p in self.picks)
-        return self.start < end and (self.stop is None or self.stop > first)
-
-    @property
-    def first(self) -> int:
-        return min(self.picks) if self.picks else self.start
-
-    def positions(self, first: int, end: int) -> list[int]:
-        """The edited positions of [first, end), in order."""
-        if self.picks:
-            return [p for p in self.picks if first <= p < end]
-        return list(range(max(first, self.start), end if self.stop is None else min(end, self.stop)))
-
-    def apply(self, rows: Tensor, positions: list[int]) -> Tensor:
-        """The edited rows [n, ...] at these positions. Precondition: all are edited. No row depends on another."""
-        match self.op:
-            case "zero":
-                return torch.zeros_like(rows)
-            case "project_out":
-                return _project_out(rows, self.vectors.to(rows))
-            case "resample":
-                return self.vectors[self.draws(positions)].to(rows)
-        value = self.vectors.to(rows)
-        if value.dim() == rows.dim():  # one row per edited position
-            value = value[[self.place(p) for p in positions]]
-        return value.expand_as(rows) if self.op == "set" else rows + value * self.factor
-
-    def draws(self, positions: list[int]) -> list[int]:
-        """The vector that a `resample` draws at each position."""
-        return [int(hash_bits(self.seed, p, np.zeros(1, dtype=np.uint64))[0] % len(self.vectors)) for p in positions]
-
-    def place(self, position: int) -> int:
-        """The index of `position` among the edited positions. Precondition: it is edited."""
-        return self.picks.index(position) if self.picks else position - self.start
-
-    @property
-    def vectors(self) -> Tensor:
-        """`value`, which every op but `zero` has."""
-        assert self.value is not None  # `place` checks it
-        return self.value
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields, including `value`, for traces."""
-        out = {name: getattr(self, name) for name in ("site", "op", "start", "stop", "factor", "seed", "needs")}
-        out["picks"] = list(self.picks)
-        if self.value is not None:
-            out["value"] = _value_to_json(self.value)
-        return out
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "PlacedEdit":
-        value = _value_from_json(raw["value"]) if "value" in raw else None
-        made = _keyed(raw["site"], raw["op"], value, raw["start"], raw["stop"], tuple(raw["picks"]), raw["factor"], raw["seed"])
-        return replace(made, needs=raw.get("needs", 0))
-
-
-def _value_to_json(value: Tensor) -> dict[str, Any]:
-    value = value.detach().to("cpu", torch.float32).contiguous()
-    return {"shape": list(value.shape), "data": base64.b64encode(value.numpy().tobytes()).decode()}
-
-
-def _value_from_json(raw: dict[str, Any]) -> Tensor:
-    array = np.frombuffer(base64.b64decode(raw["data"]), dtype=np.float32)
-    return torch.from_numpy(array.reshape(raw["shape"]).copy())
-
-
-def _project_out(rows: Tensor, directions: Tensor) -> Tensor:
-    """Remove orthonormal directions [k, d], one after the other. Sums run over one row, so no row depends on another."""
-    for direction in directions:
-        rows = without_direction(rows, direction)
-    return rows
-
-
-def without_direction(rows: Tensor, direction: Tensor) -> Tensor:
-    """rows [n, d] minus their part along a direction [d] of length 1."""
-    return rows - _dots(rows, direction) * direction
-
-
-def _dots(rows: Tensor, direction: Tensor) -> Tensor:
-    """[n, 1]. On a GPU the order of a plain sum may depend on the number of rows, so the canonical product is used there."""
-    if rows.is_cuda:
-        from replaylens.kernels.matmul import matmul
-
-        return matmul(rows, direction[:, None].contiguous())
-    return (rows * direction).sum(-1, keepdim=True)
-
-
-def place_all(edits: Iterable[Edit], table: SiteTable, length: int) -> tuple[PlacedEdit, ...]:
-    """Several edits on a branch of `length` tokens, in their order."""
-    return tuple(placed for edit in listed(edits) for placed in place(edit, table, length))
+    several = items(name, positions, "whole numbers, or a slice", BadEdit)
+    return [whole(name, p, error=BadEdit) for p in several]
 
 
 def listed(edits: Iterable[Edit]) -> list[Edit]:
@@ -260,100 +185,3 @@ def resolve_hooks(hooks: Iterable[Hook], table: SiteTable) -> tuple[Hook, ...]:
             raise BadEdit(f"Invalid hook {shown(pair)}. Give {HOOKS}.")
         out.append((table.resolve(pair[0]), pair[1]))
     return tuple(out)
-
-
-def place(edit: Edit, table: SiteTable, length: int) -> list[PlacedEdit]:
-    """Resolve an edit on a branch of `length` tokens into one placed edit per site; BadEdit if it does not fit."""
-    edit = instance("edits", edit, Edit, "a list of Edits", BadEdit).plain()
-    start, stop, picks = _where(edit.positions, length)
-    placed = []
-    for name in _names(edit, table):
-        if name.endswith(_NOT_EDITABLE):
-            raise BadEdit(f"{name} can be captured but not edited. Edit the residual stream (hook_in, hook_out) instead.")
-        value = _check_value(edit, name, table.sites[name].shape, len(picks) or (stop - start if stop is not None else None))
-        placed.append(_keyed(name, edit.op, value, start, stop, picks, edit.factor, edit.seed))
-    return placed
-
-
-def _names(edit: Edit, table: SiteTable) -> list[str]:
-    if edit.site not in ("S", "T", "C"):
-        if edit.layers is not None:
-            raise BadEdit(f"layers was given, but {edit.site!r} is not S, T or C. Give one of these letters, or no layers.")
-        return [table.resolve(edit.site)]
-    names = table.per_layer(edit.site)
-    layers = range(len(names)) if edit.layers is None else edit.layers
-    if bad := [layer for layer in layers if not 0 <= layer < len(names)]:
-        raise BadEdit(f"No layer {bad[0]}. {edit.site} has layers 0 to {len(names) - 1}.")
-    return [names[layer] for layer in layers]
-
-
-def _where(positions: Positions, length: int) -> tuple[int, int | None, tuple[int, ...]]:
-    """(start, stop, picks), with negative positions counted from the tip."""
-    if positions is None:
-        return 0, None, ()
-    if isinstance(positions, slice):
-        start, stop = (None if p is None else p + length if p < 0 else p for p in (positions.start, positions.stop))
-        start = start or 0
-        if start < 0 or (stop is not None and stop <= start):
-            raise BadEdit(f"Positions [{start}, {stop}) are empty or start before 0.")
-        return start, stop, ()
-    given = positions if isinstance(positions, Sequence) else [positions]
-    picks = tuple(sorted({p + length if p < 0 else p for p in given}))
-    if not picks or picks[0] < 0:
-        raise BadEdit(f"Invalid positions={positions} on a branch of {length} tokens. Give at least one, none before 0.")
-    return picks[0], picks[-1] + 1, picks
-
-
-def _check_value(edit: Edit, name: str, shape: tuple[int, ...], count: int | None) -> Tensor | None:
-    if edit.op == "zero":
-        if edit.value is not None:
-            raise BadEdit("The op 'zero' takes no value.")
-        return None
-    if edit.value is None:
-        raise BadEdit(f"The op {edit.op!r} needs a value.")
-    value = edit.value.to("cpu", torch.float32).clone()
-    if not bool(torch.isfinite(value).all()):
-        raise BadEdit(f"The value for {name} holds NaN or infinity.")
-    if edit.op == "project_out":
-        return _orthonormal(value.reshape(-1, *shape) if value.shape[-1:] == shape[-1:] else value, shape)
-    several = (len(value), *shape) if edit.op == "resample" else (count, *shape) if count else shape
-    if tuple(value.shape) not in ((several,) if edit.op == "resample" else (shape, several)):
-        if count is None and tuple(value.shape[1:]) == shape:
-            raise BadEdit(
-                f"The value for {name} has shape {tuple(value.shape)}, one row per position, but no positions were given. "
-                f"Give positions, such as range({len(value)}), or one row for all."
-            )
-        wanted = " or ".join(str(each) for each in dict.fromkeys([shape, several]))
-        raise BadEdit(f"The value for {name} has shape {tuple(value.shape)}; expected {wanted}.")
-    return value
-
-
-def _orthonormal(directions: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if len(shape) != 1 or directions.dim() != 2:
-        raise BadEdit(f"project_out needs a site with vectors; its rows have shape {shape}.")
-    with modes.canonical():
-        q, r = torch.linalg.qr(directions.double().T)
-    too_many = len(directions) > shape[0]  # QR would drop the rest
-    if too_many or bool((r.diagonal().abs() <= 1e-8 * r.abs().max()).any()):
-        raise BadEdit("The directions to project out are zero or linearly dependent. Give independent ones.")
-    return q.T.float().contiguous()
-
-
-def _keyed(
-    site: str, op: Op, value: Tensor | None, start: int, stop: int | None, picks: tuple[int, ...], factor: float, seed: int
-) -> PlacedEdit:
-    digest = hashlib.blake2b(repr((site, op, start, stop, picks, factor, seed)).encode(), digest_size=16)
-    if value is not None:
-        digest.update(repr(tuple(value.shape)).encode() + value.contiguous().numpy().tobytes())
-    return PlacedEdit(site, op, value, start, stop, picks, factor, seed, digest.digest())
-
-
-def added(site: str, start: int, rows: Tensor) -> PlacedEdit:
-    """An edit that adds rows [n, *site shape], made from the tokens before `start`, at positions [start, start + n)."""
-    return replace(_keyed(site, "add", rows, start, start + len(rows), (), 1.0, 0), needs=start)
-
-
-def page_keys(edits: Iterable[PlacedEdit], num_pages: int, page_size: int) -> list[bytes]:
-    """The keys of the edits that touch each page. Branches share a page only if tokens and keys agree."""
-    edits = list(edits)
-    return [b"".join(e.key for e in edits if e.touches(page * page_size, (page + 1) * page_size)) for page in range(num_pages)]

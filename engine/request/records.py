@@ -35,6 +35,10 @@ class EditRecord:
     factor: float
     seed: Natural
     value: TensorRecord | UnsetType = UNSET
+    heads: tuple[Count, ...] | UnsetType = UNSET
+    keys: int | tuple[int, ...] | SliceRecord | UnsetType = UNSET
+    keep_norm: bool | UnsetType = UNSET
+    when: TensorRecord | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -50,3 +54,7 @@ class PlacedEditRecord:
     seed: Natural
     needs: Count = 0
     value: TensorRecord | UnsetType = UNSET
+    heads: tuple[Count, ...] = ()
+    keys: tuple[Count, ...] = ()
+    keep_norm: bool = False
+    when: TensorRecord | UnsetType = UNSET

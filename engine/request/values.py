@@ -70,10 +70,10 @@ def number(name: str, value: Any, error: Error = BadRequest, hint: str = "") -> 
     return found
 
 
-def flag(name: str, value: Any) -> bool:
-    """True or False, or BadRequest. Truthiness would take "no" for True."""
+def flag(name: str, value: Any, error: Error = BadRequest) -> bool:
+    """True or False, or the error. Truthiness would take "no" for True."""
     if not isinstance(value, bool | np.bool_):
-        raise BadRequest(f"Invalid {name}={shown(value)}. Give True or False.")
+        raise error(f"Invalid {name}={shown(value)}. Give True or False.")
     return bool(value)
 
 

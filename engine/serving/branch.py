@@ -20,13 +20,15 @@ from replaylens.engine.pictures.summary import one_picture
 from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.request.edits import Edit, Hook, place_all, resolve_hooks
+from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
+from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import whole
+from replaylens.engine.request.values import integer, whole
 from replaylens.engine.serving.differentiable import Differentiable
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
+from replaylens.engine.serving.logits import At, chosen, logits_of
 from replaylens.engine.serving.request import Request
 from replaylens.engine.serving.stream import Stream
 from replaylens.engine.serving.uncopied import Uncopied
@@ -52,6 +54,10 @@ class Owner(Protocol):
 
     def serve(self, branches: Sequence["Branch"], requests: Sequence[Request], progress: bool = False) -> list["Branch"]:
         """Serve one request on each branch, all together."""
+        ...
+
+    def token_ids_of(self, tokens: Sequence[str | int]) -> list[int]:
+        """Ids of single tokens, given as text or ids."""
         ...
 
     def open_stream(self, branch: "Branch", request: Request) -> Stream:
@@ -156,6 +162,23 @@ class Branch(Differentiable, Uncopied):
             )
         self.engine.forest.complete_rows(self.lane)
         return self.lane.recording
+
+    def logits(self, positions: At = -1, *, tokens: Sequence[str | int] | None = None) -> Tensor:
+        """The logits after the tokens at `positions`: [vocab] for one position, else [positions, vocab].
+
+        positions  a number, several, or a slice; None: all. A pending token has logits too
+        tokens     only of these, as text or ids: [..., tokens]
+
+        Rows that were not captured are computed, to the bits that they have in a capture.
+        """
+        self._check_open()
+        at = chosen(positions, self.length)
+        columns = None if tokens is None else self.engine.token_ids_of(tokens)
+        runner, first = self.engine.loop.runner, min(at)
+        last = f"blocks.{runner.model.config.num_layers - 1}.hook_out"
+        (rows,) = self.engine.forest.final_rows([self.lane], [first], last)
+        found = self.lock.alone(logits_of, runner, rows[[p - first for p in at]], columns)
+        return found[0] if integer(positions) is not None else found
 
     @property
     def rejected(self) -> list[Self]:

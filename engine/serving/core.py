@@ -34,16 +34,19 @@ from replaylens.engine.pictures.summary import MAX_TREES, cache_and_pictures, co
 from replaylens.engine.proof import certificates, fingerprint
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
-from replaylens.engine.request.edits import Edit, Hook, place_all, resolve_hooks
+from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
+from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.positions import Where
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, integer, items, one_path, shown, token_ids, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
+from replaylens.engine.serving.logits import At, chosen
 from replaylens.engine.serving.request import Request
 from replaylens.engine.serving.stream import Stream
 from replaylens.engine.serving.uncopied import Uncopied
+from replaylens.engine.serving.variants import Variants
 
 SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
@@ -271,6 +274,51 @@ class Core(Uncopied):
         progress = flag("progress", progress)
         self.forest.serve(lambda: [self._job(b, r) for b, r in zip(branches, requests, strict=True)], progress)
         return list(branches)
+
+    def logits(
+        self,
+        text: str | Sequence[int] | Tensor,
+        *,
+        edits: Sequence[Edit] = (),
+        positions: At = -1,
+        tokens: Sequence[str | int] | None = None,
+    ) -> Tensor:
+        """The logits of a text, under edits: [vocab] for one position, else [positions, vocab]; as `Branch.logits`."""
+        branch = self.prompt(text, edits=edits)
+        try:
+            return branch.logits(positions, tokens=tokens)
+        finally:
+            branch.release()
+
+    def logits_under(
+        self,
+        text: str | Sequence[int] | Tensor,
+        variants: Sequence[Sequence[Edit]],
+        *,
+        edits: Sequence[Edit] = (),
+        positions: At = -1,
+        tokens: Sequence[str | int] | None = None,
+        progress: bool = False,
+    ) -> Tensor:
+        """The logits of a text under each of several lists of edits: [variants, vocab], or [variants, positions, vocab].
+
+        All are computed together. They share the text's KV, and rows that an edit leaves alone are not computed again. Each has
+        the bits of `logits` with the same edits.
+
+        edits  made in every variant, before its own
+        """
+        with self.variants(text, edits) as base:
+            at, columns = chosen(positions, len(base.path)), slice(None) if tokens is None else self.token_ids_of(tokens)
+            found = base.read(variants, at, lambda logits: logits[..., columns], progress)
+        return found[:, 0] if integer(positions) is not None else found
+
+    def variants(self, text: str | Sequence[int] | Tensor, edits: Sequence[Edit] = (), keep: Sequence[str] = ()) -> Variants:
+        """The text, to be computed under many lists of edits; see `Variants`."""
+        return Variants(self.forest, self.sites, self.tokens_of(text), items("edits", edits, "a list of Edits", BadEdit), keep)
+
+    def token_ids_of(self, tokens: Sequence[str | int]) -> list[int]:
+        """Ids of single tokens, given as text or ids; BadRequest names one that is several tokens."""
+        return [self._target(token) for token in items("tokens", tokens, "a list of tokens, as text or ids")]
 
     def cancel(self, job: Job) -> None:
         """Stop a job at once. Its committed tokens stay on the branch."""

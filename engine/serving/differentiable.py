@@ -10,7 +10,7 @@ from replaylens.engine.gradients.tape import Tape
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus
 from replaylens.engine.model.sites import SiteTable
-from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock
 

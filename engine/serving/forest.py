@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from replaylens.engine.errors import BadRequest, ClosedBranch, IntegrityError
+from replaylens.engine.errors import BadEdit, BadRequest, ClosedBranch, IntegrityError
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.loop import Loop
@@ -21,7 +21,8 @@ from replaylens.engine.model import sites
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec
-from replaylens.engine.request.edits import Hook, PlacedEdit, page_keys
+from replaylens.engine.request.edits import Hook
+from replaylens.engine.request.placed import PlacedEdit, page_keys
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 
@@ -48,6 +49,7 @@ class Forest:
     @changing
     def plant(self, path: list[int], capture: CaptureSpec | None, edits: Edits = (), hooks: Hooks = ()) -> Lane:
         """A new root lane, not computed yet. It may share the pages of an earlier prompt. The caller must release it."""
+        self._require_computable(edits)
         table, size = PageTable(), self.runner.pool.page_size
         if capture is None and not hooks:  # captured rows must be computed, even if their KV is cached
             table = self.prefix.adopt(path, page_keys(edits, len(path) // size, size), limit=len(path) - 1)
@@ -69,6 +71,7 @@ class Forest:
     @changing
     def fork(self, lane: Lane, at: int, edits: Edits = (), hooks: Hooks = ()) -> Lane:
         """A new lane with the first `at` tokens. Pages are shared up to the first edit. The caller must release it."""
+        self._require_computable(edits)
         same = 0 if hooks else min([at, *(edit.first for edit in edits)])  # below this position nothing changes
         child = self.tree.fork(lane.branch, at)
         table = self.runner.pool.fork(lane.table, min(same, lane.computed))
@@ -81,6 +84,12 @@ class Forest:
         self.add(new)
         self.note(lane, "fork", edits, hooks, child=child, at=at)
         return new
+
+    def _require_computable(self, edits: Edits) -> None:
+        """BadEdit if the device cannot compute one of the edits."""
+        for edit in edits if self.runner.device != "cpu" else ():
+            if edit.needs_cpu:
+                raise BadEdit(f"{edit.needs_cpu} is available on a CPU only ({edit.site}). Load the engine with device='cpu'.")
 
     def _inherited(self, lane: Lane, recording: Recording, same: int, known: int) -> Recording:
         """The captured rows that a fork inherits: those whose position and next token it shares.
@@ -258,6 +267,20 @@ class Forest:
                 lanes.append(twin := self.fork(lane, committed + following))
             self.compute(lanes)
             self._taken_over(lane, twin, committed)
+
+    def final_rows(self, lanes: Sequence[Lane], first: Sequence[int], site: str) -> list[Tensor]:
+        """The rows of one site from position first[i] on, pending tokens included. They are computed on twins, as by `kv`."""
+        with self.made() as twins, self.quiet():
+            with held_interrupt():
+                for lane, start in zip(lanes, first, strict=True):
+                    twins.append(twin := self.fork(lane, len(self.tree.branch(lane.branch).tokens)))
+                    twin.capture = CaptureSpec((site,), last=site)
+                    twin.recording = Recording(start)
+            self.compute(twins)
+            rows = [twin.recording[site] for twin in twins if twin.recording is not None]
+            for twin in twins:
+                self.release(twin)
+            return rows
 
     @reading
     def _committed(self, lane: Lane) -> tuple[int, bool]:

@@ -19,7 +19,7 @@ from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.request.capture import LensSpec, Rows
-from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.thinking.model import COMPRESS_SITE, THINK_SITE, ThinkingDecoder
 from replaylens.engine.thinking.thoughts import TOP_K, Thought
 

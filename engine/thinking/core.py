@@ -25,11 +25,14 @@ from replaylens.engine.pictures.summary import one_picture
 from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
-from replaylens.engine.request.edits import Edit, Hook, PlacedEdit, listed, place, resolve_hooks
+from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
+from replaylens.engine.request.placed import PlacedEdit
+from replaylens.engine.request.placing import place
 from replaylens.engine.request.values import items, one_path, shown, token_ids, whole
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.lock import changing
+from replaylens.engine.serving.variants import Variants
 from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder, padded
 from replaylens.engine.thinking.picture import picture
@@ -243,6 +246,10 @@ class ThinkingCore(Core):
             )
         return self._check_tokens(ids, before)
 
+    def variants(self, text: str | Sequence[int] | Tensor, edits: Sequence[Edit] = (), keep: Sequence[str] = ()) -> Variants:
+        """Not available: a prompt's thoughts depend on the edits before them."""
+        raise BadRequest("Models that think have no variants. Use logits(text, edits=...), once per list of edits.")
+
     def _drafts(self, thoughts: Drafts) -> dict[int, Tokens]:
         listed = [token_ids("drafts", thought) for thought in items("drafts", thoughts, THOUGHTS)]
         return {i: self.prefiller.blocks.check(thought) for i, thought in enumerate(listed)}
@@ -257,7 +264,7 @@ class ThinkingCore(Core):
                 and edit.site not in (STATE_SITE, THINK_SITE, COMPRESS_SITE)
             ):
                 raise BadEdit(f"{edit.site} can be captured but not edited. Edit {THINK_SITE} instead.")
-            out += place(edit, self.sites, self._axis(getattr(edit, "site", ""), length))
+            out += place(edit, self.sites, self._axis(getattr(edit, "site", ""), length), later=True)  # `extend` adds positions
         return out
 
     def _axis(self, site: str, length: int) -> int:

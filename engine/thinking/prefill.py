@@ -27,7 +27,7 @@ from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.proof.trace import path_digest
 from replaylens.engine.request.capture import CaptureSpec, Rows
-from replaylens.engine.request.edits import PlacedEdit, added
+from replaylens.engine.request.placed import PlacedEdit, added
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import changing

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.request.capture import Rows
-from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingConfig
 

@@ -19,6 +19,12 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.engine.request.sampling import Sampling as Sampling
     from replaylens.engine.run import Run as Run
     from replaylens.engine.serving.branch import Branch as Branch
+    from replaylens.workbench.ablate import ablate as ablate
+    from replaylens.workbench.attention import attention as attention
+    from replaylens.workbench.lens import lens as lens
+    from replaylens.workbench.patch import patch as patch
+    from replaylens.workbench.path_patch import path_patch as path_patch
+    from replaylens.workbench.steer import steer as steer
 
 __version__ = "0.1.0"
 
@@ -30,10 +36,16 @@ _WHERE = {
     "Run": "replaylens.engine.run:Run",
     "Sampling": "replaylens.engine.request.sampling:Sampling",
     "Trace": "replaylens.engine.proof.trace:Trace",
+    "ablate": "replaylens.workbench.ablate:ablate",
+    "attention": "replaylens.workbench.attention:attention",
     "attribution_patching": "replaylens.engine.attribution.patching:attribution_patching",
     "errors": "replaylens.engine.errors",
     "integrated_gradients": "replaylens.engine.attribution.integrated:integrated_gradients",
+    "lens": "replaylens.workbench.lens:lens",
+    "patch": "replaylens.workbench.patch:patch",
+    "path_patch": "replaylens.workbench.path_patch:path_patch",
     "probes": "replaylens.probes",
+    "steer": "replaylens.workbench.steer:steer",
     "tasks": "replaylens.tasks",
 }
 
@@ -46,10 +58,16 @@ __all__ = [
     "Sampling",
     "Trace",
     "__version__",
+    "ablate",
+    "attention",
     "attribution_patching",
     "errors",
     "integrated_gradients",
+    "lens",
+    "patch",
+    "path_patch",
     "probes",
+    "steer",
     "tasks",
 ]
 

@@ -22,6 +22,11 @@ PUBLIC: dict[str, Any] = {
     "probes.ProbeRows.of_arrays": rl.probes.ProbeRows.of_arrays,
     "probes.cross_validate": rl.probes.cross_validate,
     "probes.solve": rl.probes.solve,
+    "lens": rl.lens,
+    "patch": rl.patch,
+    "path_patch": rl.path_patch,
+    "ablate": rl.ablate,
+    "attention": rl.attention,
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadEdit
 from replaylens.engine.model import weights
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -82,6 +83,11 @@ EDITS = {
     "zero": lambda d: [Edit("C", "zero", positions=slice(2, None), layers=[0, 1])],
     "project": lambda d: [Edit("S", "project_out", torch.randn(2, d), layers=[0, 1])],
     "resample": lambda d: [Edit("S", "resample", torch.randn(5, d), layers=[1], seed=3)],
+    "heads": lambda d: [
+        Edit("blocks.*.attn.hook_z", "zero", heads=[1], positions=slice(2, None)),
+        Edit("blocks.1.attn.hook_z", "zero", positions=slice(4, 70)),
+        Edit("blocks.1.attn.hook_q", "zero", heads=[0, 2]),
+    ],
     "several": lambda d: [
         Edit("S", "add", torch.ones(d), layers=[1]),
         Edit("S", "project_out", torch.linspace(0, 1, d), layers=[1]),
@@ -123,6 +129,21 @@ def test_the_program_on_the_host_gives_the_same_edits() -> None:
         edits = [Edit("S", "add", torch.linspace(-2, 2, here.config.d_model), layers=[1])]
     both = [served.prompt(PROMPTS[4], edits=edits).generate(12, sampling=GREEDY).tokens for served in (there, here)]
     assert both[0] == both[1]
+
+
+def test_variants_have_the_bits_of_their_edits_alone(pair: tuple[Engine, Engine]) -> None:
+    """Cells of a grid start at their own layer, from rows that were captured."""
+    _, fast = pair
+    d, path = fast.config.d_model, PROMPTS[3]
+    variants = [[Edit("S", "add", torch.linspace(-1, 1, d), layers=[layer], positions=p)] for layer in (0, 2) for p in (0, 17)]
+    variants += [[Edit("blocks.1.attn.hook_z", "zero", heads=[head])] for head in range(2)]
+    found = fast.logits_under(path, variants)
+    for edits, logits in zip(variants, found, strict=True):
+        assert torch.equal(logits, fast.logits(path, edits=edits))
+    assert len({tuple(logits.tolist()) for logits in found}) == len(variants), "control: the edits differ"
+    with pytest.raises(BadEdit, match="CPU only"):
+        fast.logits(path, edits=[Edit("S", "add", torch.ones(d), layers=[1], keep_norm=True)])
+    fast.check_integrity()
 
 
 def test_rows_may_stay_on_the_device(pair: tuple[Engine, Engine]) -> None:

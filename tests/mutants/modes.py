@@ -24,8 +24,8 @@ MODES = (
     Mutant(
         "pass-without-hold",
         "replaylens.engine.passes.runner",
-        "        with self._held(batch.padded):\n",
-        "        if True:\n",
+        "        with self._held(batch.padded):\n            residual = self._replayed",
+        "        if True:\n            residual = self._replayed",
         "a canonical pass holds the modes",
         (f"{_TESTS}::test_a_mode_set_after_loading_moves_no_bit",),
     ),

@@ -9,7 +9,7 @@ from torch import Tensor
 from replaylens.engine.gradients.metric import Function
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
-from replaylens.engine.request.edits import PlacedEdit
+from replaylens.engine.request.placed import PlacedEdit
 
 
 class Keeping:

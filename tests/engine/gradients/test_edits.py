@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from replaylens import errors
 from replaylens.engine.gradients.backward import through_edits
-from replaylens.engine.request.edits import Edit, place_all
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.placing import place_all
 from tests.engine.gradients.reference import difference, of_decoder
 from tests.toy_model import VOCAB, engine, random_model
 
@@ -55,3 +57,25 @@ def test_rows_without_the_edit_are_left_alone() -> None:
     assert torch.equal(through_edits(g, x, edits[:1]), g)
     stopped = through_edits(g, x, edits)
     assert not stopped[1].any() and torch.equal(stopped[[0, 2, 3]], g[[0, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Edit("blocks.1.attn.hook_z", "zero", None, None, heads=[1, 3]),
+        Edit("S", "add", WIDE[0], None, [1], keep_norm=True),
+        Edit("S", "add", WIDE[0], None, [1], when=WIDE[1]),
+    ],
+)
+def test_edits_of_heads_lengths_and_conditions(edit: Edit) -> None:
+    """Edits that depend on the value they change: the gradient includes that."""
+    subject = engine(random_model(gain=4.0))
+    ours = subject.prompt(TOKENS, edits=[edit]).gradients(metric, "STC")
+    truth = of_decoder(random_model(gain=4.0).double(), TOKENS, metric, place_all([edit], subject.sites, len(TOKENS)))
+    assert max(difference(ours[site], truth[site]) for site in ours) < 1e-5
+
+
+def test_no_gradient_through_an_edited_pattern() -> None:
+    branch = engine().prompt(TOKENS, edits=[Edit("blocks.0.attn.hook_pattern", "mask", None, [5], keys=[2])])
+    with pytest.raises(errors.NoGradient, match="hook_pattern"):
+        branch.gradients(metric, "S")

@@ -10,7 +10,9 @@ from torch import Tensor
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadTrace, UnknownSite
 from replaylens.engine.model import weights
-from replaylens.engine.request.edits import Edit, page_keys, place
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.placed import page_keys
+from replaylens.engine.request.placing import place
 from tests.devices import DEVICES
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face

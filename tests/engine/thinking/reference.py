@@ -19,7 +19,7 @@ from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof import certificates
 from replaylens.engine.request.capture import PassTap, Rows
-from replaylens.engine.request.edits import added
+from replaylens.engine.request.placed import added
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking.thoughts import Thought
 from tests.engine.reference import random_decoder, same_bits

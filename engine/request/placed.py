@@ -1,0 +1,197 @@
+"""`PlacedEdit`: an edit at one site of one model, with its content hash and its arithmetic on rows."""
+
+import base64
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replaylens.engine.request.sampling import hash_bits
+
+Op = Literal["add", "set", "zero", "project_out", "resample", "mask"]
+PATTERN = "attn.hook_pattern"
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedEdit:
+    """An edit at one site of one model, with positions counted from 0. `key` is its content hash."""
+
+    site: str
+    op: Op
+    value: Tensor | None
+    start: int
+    stop: int | None
+    """exclusive; None: all later positions"""
+    picks: tuple[int, ...]
+    """single positions instead of a range; empty: the range"""
+    factor: float
+    seed: int
+    key: bytes = b""
+    needs: int = 0
+    """made from this many tokens: a fork before them does not inherit it"""
+    heads: tuple[int, ...] = ()
+    """edited heads, in order; empty: all"""
+    keys: tuple[int, ...] = ()
+    """of an attention pattern: the positions that the edited rows no longer attend to"""
+    keep_norm: bool = False
+    when: Tensor | None = None
+    """[*site shape]: only rows with a positive projection on it are edited"""
+
+    def keyed(self) -> "PlacedEdit":
+        """The same edit with its content hash, which covers everything but `needs`."""
+        parts: tuple[Any, ...] = (self.site, self.op, self.start, self.stop, self.picks, self.factor, self.seed)
+        if extra := {name: getattr(self, name) for name in ("heads", "keys", "keep_norm") if getattr(self, name)}:
+            parts = (*parts, extra)  # an edit without them keeps the hash that it has in older traces
+        digest = hashlib.blake2b(repr(parts).encode(), digest_size=16)
+        for name, tensor in (("", self.value), ("when", self.when)):
+            if tensor is not None:
+                digest.update(name.encode() + repr(tuple(tensor.shape)).encode() + tensor.contiguous().numpy().tobytes())
+        return replace(self, key=digest.digest())
+
+    @property
+    def on_pattern(self) -> bool:
+        """Whether it edits an attention pattern, inside attention rather than on rows."""
+        return self.site.endswith(PATTERN)
+
+    @property
+    def needs_cpu(self) -> str:
+        """What of it only the CPU computes; empty: nothing."""
+        if self.on_pattern:
+            return "Editing an attention pattern"
+        return "keep_norm" if self.keep_norm else "" if self.when is None else "when"
+
+    def touches(self, first: int, end: int) -> bool:
+        """Whether any position of [first, end) is edited."""
+        if self.picks:
+            return any(first <= p < end for p in self.picks)
+        return self.start < end and (self.stop is None or self.stop > first)
+
+    @property
+    def first(self) -> int:
+        return min(self.picks) if self.picks else self.start
+
+    def positions(self, first: int, end: int) -> list[int]:
+        """The edited positions of [first, end), in order."""
+        if self.picks:
+            return [p for p in self.picks if first <= p < end]
+        return list(range(max(first, self.start), end if self.stop is None else min(end, self.stop)))
+
+    def apply(self, rows: Tensor, positions: list[int]) -> Tensor:
+        """The edited rows [n, ...] at these positions. Precondition: all are edited. No row depends on another."""
+        edited = self._changed(rows, positions)
+        if self.keep_norm:
+            edited = edited * (_lengths(rows) / _lengths(edited))
+        if self.when is not None:
+            edited = torch.where(_dots(rows, self.when.to(rows)) > 0, edited, rows)
+        if self.heads:
+            chosen, edited = edited[:, list(self.heads)], rows.clone()
+            edited[:, list(self.heads)] = chosen
+        return edited
+
+    def _changed(self, rows: Tensor, positions: list[int]) -> Tensor:
+        match self.op:
+            case "zero":
+                return torch.zeros_like(rows)
+            case "project_out":
+                return _project_out(rows, self.vectors.to(rows))
+            case "resample":
+                return self.vectors[self.draws(positions)].to(rows)
+        value = self.vectors.to(rows)
+        if value.dim() == rows.dim():  # one row per edited position
+            value = value[[self.place(p) for p in positions]]
+        return value.expand_as(rows) if self.op == "set" else rows + value * self.factor
+
+    def draws(self, positions: list[int]) -> list[int]:
+        """The vector that a `resample` draws at each position."""
+        return [int(hash_bits(self.seed, p, np.zeros(1, dtype=np.uint64))[0] % len(self.vectors)) for p in positions]
+
+    def place(self, position: int) -> int:
+        """The index of `position` among the edited positions. Precondition: it is edited."""
+        return self.picks.index(position) if self.picks else position - self.start
+
+    @property
+    def vectors(self) -> Tensor:
+        """`value`, which every op but `zero` and `mask` has."""
+        assert self.value is not None  # `place` checks it
+        return self.value
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, including tensors, for traces. Fields that older traces lack are left out if they are empty."""
+        out: dict[str, Any] = {name: getattr(self, name) for name in ("site", "op", "start", "stop", "factor", "seed", "needs")}
+        out["picks"] = list(self.picks)
+        out |= {name: list(getattr(self, name)) for name in ("heads", "keys") if getattr(self, name)}
+        out |= {"keep_norm": True} if self.keep_norm else {}
+        tensors = {"value": self.value, "when": self.when}
+        return out | {name: tensor_to_json(tensor) for name, tensor in tensors.items() if tensor is not None}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "PlacedEdit":
+        value, when = (tensor_from_json(raw[name]) if name in raw else None for name in ("value", "when"))
+        return cls(
+            raw["site"],
+            raw["op"],
+            value,
+            raw["start"],
+            raw["stop"],
+            tuple(raw["picks"]),
+            raw["factor"],
+            raw["seed"],
+            needs=raw.get("needs", 0),
+            heads=tuple(raw.get("heads", ())),
+            keys=tuple(raw.get("keys", ())),
+            keep_norm=raw.get("keep_norm", False),
+            when=when,
+        ).keyed()
+
+
+def tensor_to_json(value: Tensor) -> dict[str, Any]:
+    """Shape and bytes of a tensor, as float32."""
+    value = value.detach().to("cpu", torch.float32).contiguous()
+    return {"shape": list(value.shape), "data": base64.b64encode(value.numpy().tobytes()).decode()}
+
+
+def tensor_from_json(raw: dict[str, Any]) -> Tensor:
+    """Inverse of `tensor_to_json`."""
+    array = np.frombuffer(base64.b64decode(raw["data"]), dtype=np.float32)
+    return torch.from_numpy(array.reshape(raw["shape"]).copy())
+
+
+def _project_out(rows: Tensor, directions: Tensor) -> Tensor:
+    """Remove orthonormal directions [k, d], one after the other. Sums run over one row, so no row depends on another."""
+    for direction in directions:
+        rows = without_direction(rows, direction)
+    return rows
+
+
+def without_direction(rows: Tensor, direction: Tensor) -> Tensor:
+    """rows [n, d] minus their part along a direction [d] of length 1."""
+    return rows - _dots(rows, direction) * direction
+
+
+def _dots(rows: Tensor, direction: Tensor) -> Tensor:
+    """[n, 1]. On a GPU the order of a plain sum may depend on the number of rows, so the canonical product is used there."""
+    if rows.is_cuda:
+        from replaylens.kernels.matmul import matmul
+
+        return matmul(rows, direction[:, None].contiguous())
+    return (rows * direction).sum(-1, keepdim=True)
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    """The lengths of the vectors of rows [..., d]: [..., 1], on a CPU."""
+    return (rows * rows).sum(-1, keepdim=True).sqrt()
+
+
+def added(site: str, start: int, rows: Tensor) -> PlacedEdit:
+    """An edit that adds rows [n, *site shape], made from the tokens before `start`, at positions [start, start + n)."""
+    return PlacedEdit(site, "add", rows, start, start + len(rows), (), 1.0, 0, needs=start).keyed()
+
+
+def page_keys(edits: Iterable[PlacedEdit], num_pages: int, page_size: int) -> list[bytes]:
+    """The keys of the edits that touch each page. Branches share a page only if tokens and keys agree."""
+    edits = list(edits)
+    return [b"".join(e.key for e in edits if e.touches(page * page_size, (page + 1) * page_size)) for page in range(num_pages)]

@@ -1,0 +1,196 @@
+"""Placing edits: an `Edit` on a branch of known length becomes one `PlacedEdit` per site, or a BadEdit that says why not."""
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import BadEdit, UnknownSite
+from replaylens.engine.model import modes
+from replaylens.engine.model.sites import SiteTable, layer_of
+from replaylens.engine.request.edits import Edit, Positions, listed
+from replaylens.engine.request.placed import PATTERN, PlacedEdit
+from replaylens.engine.request.values import instance
+
+_NOT_EDITABLE = ("ln_final.hook_out", "unembed.hook_out")
+
+
+def place_all(edits: Iterable[Edit], table: SiteTable, length: int) -> tuple[PlacedEdit, ...]:
+    """Several edits on a branch of `length` tokens, in their order."""
+    return tuple(placed for edit in listed(edits) for placed in place(edit, table, length))
+
+
+def place(edit: Edit, table: SiteTable, length: int, later: bool = False) -> list[PlacedEdit]:
+    """Resolve an edit on a branch of `length` tokens into one placed edit per site; BadEdit if it does not fit.
+
+    later  numbers may name positions that the branch does not have yet
+    """
+    edit = instance("edits", edit, Edit, "a list of Edits", BadEdit).plain()
+    start, stop, picks = _where(edit.positions, length)
+    if picks and picks[0] >= length and not later:
+        raise BadEdit(
+            f"positions={edit.positions} changes nothing: the branch has {length} tokens, at positions 0 to {length - 1}. "
+            f"To edit tokens that are still to come, give a slice, such as slice({picks[0]}, {picks[-1] + 1})."
+        )
+    placed = []
+    for name in _names(edit, table):
+        if name.endswith(_NOT_EDITABLE):
+            raise BadEdit(f"{name} can be captured but not edited. Edit the residual stream (hook_in, hook_out) instead.")
+        shape = table.sites[name].shape
+        heads = _heads(edit, name, shape)
+        if name.endswith(PATTERN):
+            keys = _keys(edit, name, start, picks, length)
+            made = PlacedEdit(name, edit.op, None, start, stop, picks, 1.0, edit.seed, heads=heads, keys=keys)
+        else:
+            made = _on_rows(edit, name, shape, heads, (start, stop, picks))
+        placed.append(made.keyed())
+    return placed
+
+
+def _on_rows(
+    edit: Edit, name: str, shape: tuple[int, ...], heads: tuple[int, ...], where: tuple[int, int | None, tuple[int, ...]]
+) -> PlacedEdit:
+    start, stop, picks = where
+    if edit.op == "mask" or edit.keys is not None:
+        raise BadEdit(f"The op 'mask' and keys are for attention patterns, not for {name}. Edit blocks.N.{PATTERN}.")
+    when = None if edit.when is None else edit.when.to("cpu", torch.float32).clone()
+    if when is not None and (tuple(when.shape) != shape or len(shape) != 1 or not bool(when.isfinite().all())):
+        raise BadEdit(f"when for {name} has shape {tuple(when.shape)}. Give one finite direction, for a site with vectors.")
+    value, op = edit.value, edit.op
+    if heads and op == "zero" and value is None:
+        value, op = torch.zeros(shape), "set"  # so that a GPU has a vector to take the heads from
+    if heads and value is not None:
+        value = _of_heads(value, name, shape, list(edit.heads or ()))
+    count = len(picks) or (stop - start if stop is not None else None)
+    value = _check_value(op, value, name, shape, count)
+    more = dict(heads=heads, keep_norm=edit.keep_norm, when=when)
+    return PlacedEdit(name, op, value, start, stop, picks, edit.factor, edit.seed, **more)  # type: ignore[arg-type]
+
+
+def _names(edit: Edit, table: SiteTable) -> list[str]:
+    if edit.site not in ("S", "T", "C"):
+        if "*" in edit.site:
+            return _matching(edit, table)
+        if edit.layers is not None:
+            raise BadEdit(
+                f"layers was given, but {edit.site!r} is not S, T or C. Give one of these letters, a pattern such as "
+                "blocks.*.hook_out, or no layers."
+            )
+        return [table.resolve(edit.site)]
+    names = table.per_layer(edit.site)
+    layers = range(len(names)) if edit.layers is None else edit.layers
+    if bad := [layer for layer in layers if not 0 <= layer < len(names)]:
+        raise BadEdit(f"No layer {bad[0]}. {edit.site} has layers 0 to {len(names) - 1}.")
+    return [names[layer] for layer in layers]
+
+
+def _matching(edit: Edit, table: SiteTable) -> list[str]:
+    """The sites whose name or legacy name matches a pattern, in the order of a pass."""
+    found = {table.resolve(name) for name in fnmatch.filter([*table.sites, *table.aliases], edit.site)}
+    if edit.layers is not None:
+        found = {name for name in found if layer_of(name) in edit.layers}
+    if not found:
+        at = "" if edit.layers is None else f" at layers {list(edit.layers)}"
+        raise UnknownSite(f"No site matches {edit.site!r}{at}. engine.sites lists the sites.")
+    return [name for name in table.in_order() if name in found]
+
+
+def _where(positions: Positions, length: int) -> tuple[int, int | None, tuple[int, ...]]:
+    """(start, stop, picks), with negative positions counted from the tip."""
+    if positions is None:
+        return 0, None, ()
+    if isinstance(positions, slice):
+        start, stop = (None if p is None else p + length if p < 0 else p for p in (positions.start, positions.stop))
+        start = start or 0
+        if start < 0 or (stop is not None and stop <= start):
+            raise BadEdit(f"Positions [{start}, {stop}) are empty or start before 0.")
+        return start, stop, ()
+    given = positions if isinstance(positions, Sequence) else [positions]
+    picks = tuple(sorted({p + length if p < 0 else p for p in given}))
+    if not picks or picks[0] < 0:
+        raise BadEdit(f"Invalid positions={positions} on a branch of {length} tokens. Give at least one, none before 0.")
+    return picks[0], picks[-1] + 1, picks
+
+
+def _heads(edit: Edit, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The edited heads, in order; empty: all."""
+    if edit.heads is None:
+        return ()
+    if len(shape) != 2:
+        raise BadEdit(f"heads was given, but {name} has no heads. Edit attn.hook_z, hook_q, hook_k or hook_v instead.")
+    if not edit.heads or len(set(edit.heads)) < len(edit.heads):
+        raise BadEdit(f"Invalid heads={list(edit.heads)}. Give at least one, and each only once.")
+    if bad := [head for head in edit.heads if not 0 <= head < shape[0]]:
+        raise BadEdit(f"No head {bad[0]}. {name} has heads 0 to {shape[0] - 1}.")
+    return tuple(sorted(edit.heads))
+
+
+def _of_heads(value: Tensor, name: str, shape: tuple[int, ...], heads: list[int]) -> Tensor:
+    """A value of some heads, or of all, as one of all heads with zeros for the others: [..., heads, d_head]."""
+    value = value.to("cpu", torch.float32)
+    if tuple(value.shape[-2:]) == shape:
+        value = value[..., heads, :]
+    if tuple(value.shape[-2:]) != (len(heads), shape[1]):
+        raise BadEdit(
+            f"The value for {name} has shape {tuple(value.shape)}; it must end with {(len(heads), shape[1])} for the edited "
+            f"heads, or with {shape} for all."
+        )
+    full = value.new_zeros(*value.shape[:-2], *shape)
+    full[..., heads, :] = value
+    return full
+
+
+def _keys(edit: Edit, name: str, start: int, picks: tuple[int, ...], length: int) -> tuple[int, ...]:
+    """The key positions of an edit of an attention pattern."""
+    if edit.op not in ("mask", "zero") or edit.keys is None:
+        raise BadEdit(
+            f"{name} takes the ops 'mask' (hide keys from the softmax) and 'zero' (zero weights after it), with keys: "
+            "Edit(site, 'mask', positions=queries, keys=keys, heads=heads)."
+        )
+    if edit.value is not None or edit.keep_norm or edit.when is not None:
+        raise BadEdit(f"Edits of {name} take neither value, keep_norm nor when.")
+    first, stop, some = _where(edit.keys, length)
+    keys = some or tuple(range(first, length if stop is None else stop))
+    last = max(picks) if picks else None
+    if last is not None and min(keys) > last:
+        raise BadEdit(f"keys={edit.keys} changes nothing: they come after the edited positions, which do not attend to them.")
+    query = picks[0] if picks else start
+    if edit.op == "mask" and set(range(query + 1)) <= set(keys):
+        raise BadEdit(f"keys={edit.keys} hides every key from position {query}. Leave at least one, or use the op 'zero'.")
+    return keys
+
+
+def _check_value(op: str, value: Tensor | None, name: str, shape: tuple[int, ...], count: int | None) -> Tensor | None:
+    if op == "zero":
+        if value is not None:
+            raise BadEdit("The op 'zero' takes no value.")
+        return None
+    if value is None:
+        raise BadEdit(f"The op {op!r} needs a value.")
+    value = value.to("cpu", torch.float32).clone()
+    if not bool(torch.isfinite(value).all()):
+        raise BadEdit(f"The value for {name} holds NaN or infinity.")
+    if op == "project_out":
+        return _orthonormal(value.reshape(-1, *shape) if value.shape[-1:] == shape[-1:] else value, shape)
+    several = (len(value), *shape) if op == "resample" else (count, *shape) if count else shape
+    if tuple(value.shape) not in ((several,) if op == "resample" else (shape, several)):
+        if count is None and tuple(value.shape[1:]) == shape:
+            raise BadEdit(
+                f"The value for {name} has shape {tuple(value.shape)}, one row per position, but no positions were given. "
+                f"Give positions, such as range({len(value)}), or one row for all."
+            )
+        wanted = " or ".join(str(each) for each in dict.fromkeys([shape, several]))
+        raise BadEdit(f"The value for {name} has shape {tuple(value.shape)}; expected {wanted}.")
+    return value
+
+
+def _orthonormal(directions: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if len(shape) != 1 or directions.dim() != 2:
+        raise BadEdit(f"project_out needs a site with vectors; its rows have shape {shape}.")
+    with modes.canonical():
+        q, r = torch.linalg.qr(directions.double().T)
+    too_many = len(directions) > shape[0]  # QR would drop the rest
+    if too_many or bool((r.diagonal().abs() <= 1e-8 * r.abs().max()).any()):
+        raise BadEdit("The directions to project out are zero or linearly dependent. Give independent ones.")
+    return q.T.float().contiguous()

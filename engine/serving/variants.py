@@ -1,0 +1,198 @@
+"""`Variants`: one branch under many sets of edits at once, read at its final residual stream.
+
+A variant is a fork under edits, without a branch of its own. It shares the base's KV up to its first edited position, and
+starts at the first edited layer: the rows that enter this layer are those of the base, to the bit, so they are not computed
+again. Nothing of a variant is committed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from replaylens.engine.errors import BadRequest, OutOfPages
+from replaylens.engine.interrupts import held_interrupt
+from replaylens.engine.loop.lane import Lane
+from replaylens.engine.model.sites import SiteTable, layer_of
+from replaylens.engine.passes.batch import Segment
+from replaylens.engine.passes.finite import finite
+from replaylens.engine.request.capture import CaptureSpec, PassTap
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.placed import PlacedEdit
+from replaylens.engine.request.placing import place_all
+from replaylens.engine.serving.forest import Forest
+
+Read = Callable[[Tensor], Tensor]
+"""logits [variants, positions, vocab] -> what is kept of them [variants, ...]"""
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One set of edits of the base."""
+
+    number: int
+    """its place in the result"""
+    edits: tuple[PlacedEdit, ...]
+    start: int
+    """the first edited position: its rows are computed from here on"""
+    layer: int
+    """the first block that is computed; -1: the embedding as well"""
+
+
+class Variants:
+    """A path with all its residual streams, ready to be computed under edits. Use it in a `with` block."""
+
+    def __init__(
+        self, forest: Forest, sites: SiteTable, path: Sequence[int], edits: Sequence[Edit] = (), keep: Sequence[str] = ()
+    ) -> None:
+        """
+        edits  of the base, which every variant has too
+        keep   sites that `capture` can give
+        """
+        self.forest, self.runner, self.sites, self.path = forest, forest.runner, sites, list(path)
+        self.edits = place_all(edits, sites, len(self.path))
+        self.streams = tuple(sites.per_layer("S"))
+        self.keep = tuple(sites.resolve(name) for name in keep)
+        self._lane: Lane | None = None
+
+    def __enter__(self) -> "Variants":
+        spec = CaptureSpec(tuple(dict.fromkeys(self.streams + self.keep)), last=self.streams[-1])
+        with self.forest.made() as lanes, self.forest.quiet():
+            with held_interrupt():
+                lanes.append(self.forest.plant(self.path, spec, self.edits))
+            self.forest.compute(lanes)
+            self._lane = lanes[0]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lane is not None:
+            self.forest.release(self._lane)
+            self._lane = None
+
+    @property
+    def lane(self) -> Lane:
+        if self._lane is None:
+            raise BadRequest("These variants are closed. Use them within their `with` block.")
+        return self._lane
+
+    def stream(self, layer: int) -> Tensor:
+        """The base's residual stream entering a block, or leaving the last: [positions, d_model]. Must not be changed."""
+        return self.rows(self.streams[layer])
+
+    def rows(self, site: str) -> Tensor:
+        """The base's rows of a kept site: [positions, ...]. Must not be changed."""
+        assert self.lane.recording is not None
+        return self.lane.recording.peek(site)
+
+    def read(self, variants: Sequence[Sequence[Edit]], positions: Sequence[int], read: Read, progress: bool = False) -> Tensor:
+        """What `read` keeps of every variant's logits at `positions`: [variants, ...].
+
+        variants  the edits of each, in addition to the base's own; an empty list is the base itself
+        """
+        placed = [self._variant(number, edits) for number, edits in enumerate(variants)]
+        at = torch.tensor([position % len(self.path) for position in positions], dtype=torch.int64)
+        last = self.stream(len(self.streams) - 1)[at]  # rows before the first edit are the base's
+        kept: dict[int, Tensor] = {}
+        with tqdm(total=len(placed), unit="variant", disable=not progress) as bar:
+            for chunk in self._chunks(placed):
+                rows = last.repeat(len(chunk), 1, 1)
+                self._compute(chunk, at, {self.streams[-1]: rows})
+                logits = self.forest.lock.alone(self.runner.logits, rows.flatten(0, 1)).cpu()
+                kept |= zip((v.number for v in chunk), read(logits.view(len(chunk), len(at), -1)), strict=True)
+                bar.update(len(chunk))
+        return torch.stack([kept[number] for number in range(len(placed))])
+
+    def capture(self, variants: Sequence[Sequence[Edit]], progress: bool = False) -> dict[str, Tensor]:
+        """The rows of every kept site under each list of edits: [variants, positions, ...]."""
+        at = torch.arange(len(self.path))
+        base = {site: self.rows(site) for site in self.keep}
+        kept = {site: rows.new_empty(len(variants), *rows.shape) for site, rows in base.items()}
+        with tqdm(total=len(variants), unit="variant", disable=not progress) as bar:
+            for chunk in self._chunks([self._variant(number, edits) for number, edits in enumerate(variants)]):
+                rows = {site: x.repeat(len(chunk), *(1 for _ in x.shape)) for site, x in base.items()}
+                self._compute(chunk, at, rows)
+                for site, found in rows.items():
+                    kept[site][[variant.number for variant in chunk]] = found
+                bar.update(len(chunk))
+        return kept
+
+    def _variant(self, number: int, edits: Sequence[Edit]) -> Variant:
+        own = place_all(edits, self.sites, len(self.path))
+        start = min([len(self.path), *(edit.first for edit in own)])
+        layer = min((-1 if (found := layer_of(edit.site)) is None else found for edit in own), default=0)
+        edited = {edit.site for edit in self.edits}
+        while layer >= 0 and self.streams[layer] in edited:  # the base's rows there have its edit, which the pass makes again
+            layer -= 1
+        return Variant(number, self.edits + own, start, layer)
+
+    def _chunks(self, variants: Sequence[Variant]) -> Iterator[list[Variant]]:
+        """Variants with the same first block, as many as fit into one pass and into the free pages."""
+        ordered = sorted(variants, key=lambda v: (v.layer, v.start, v.number))
+        chunk: list[Variant] = []
+        rows = pages = 0
+        for variant in ordered:
+            more = len(self.path) - variant.start
+            needed = -(-more // self.runner.pool.page_size) + 1
+            full = rows + more > self.forest.loop.max_rows or pages + needed > self.runner.pool.num_free + len(
+                self.forest.prefix
+            )
+            if chunk and (full or chunk[0].layer != variant.layer):
+                yield chunk
+                chunk, rows, pages = [], 0, 0
+            chunk.append(variant)
+            rows, pages = rows + more, pages + needed
+        if chunk:
+            yield chunk
+
+    def _compute(self, chunk: list[Variant], at: Tensor, out: dict[str, Tensor]) -> None:
+        """Fill `out`, site -> [variants, positions, ...], where a variant's rows may differ from the base's."""
+        lane = self.lane
+        try:
+            while not self.forest.lock.alone(self._pass, lane, chunk, at, out):
+                self.forest.compute([lane])  # the base gave its pages to others in the meantime
+        except OutOfPages:
+            if len(chunk) == 1:
+                raise
+            half = len(chunk) // 2
+            for some in (slice(None, half), slice(half, None)):
+                self._compute(chunk[some], at, {site: rows[some] for site, rows in out.items()})
+
+    def _make_room(self, lane: Lane, pages: int, alone: bool) -> None:
+        """Free pages of cached prefixes, and for a single variant those of idle branches too, as for any request."""
+        loop, pool = self.forest.loop, self.runner.pool
+        if pages > pool.num_free:
+            self.forest.prefix.evict(pages - pool.num_free)
+        busy = {lane.branch, *(job.lane.branch for job in loop.jobs)}
+        while alone and pages > pool.num_free and loop.reservations.reclaim(pages - pool.num_free, busy, []):
+            pass
+
+    def _pass(self, lane: Lane, chunk: list[Variant], at: Tensor, out: dict[str, Tensor]) -> bool:
+        """False: the base lacks KV. Precondition: the lock is held."""
+        pool, length, live = self.runner.pool, len(self.path), [v for v in chunk if v.start < len(self.path)]
+        if lane.computed < length:
+            return False
+        if not live:
+            return True
+        tables = [pool.fork(lane.table, v.start) for v in live]
+        try:
+            self._make_room(lane, sum(pool.num_needed(table, table.length, length) for table in tables), len(live) == 1)
+            for table in tables:
+                self.runner.reserve(table, table.length, length)
+            segments = [Segment(t, v.start, self.path[v.start :], 0, v.edits) for t, v in zip(tables, live, strict=True)]
+            first = live[0].layer
+            entering = None if first < 0 else torch.cat([self.stream(first)[v.start :] for v in live])
+            tap = PassTap(frozenset(out) - {self.streams[-1]})
+            result = self.runner.resumed(segments, entering, max(first, 0), tap)
+            finite(result.residual[: result.batch.num_rows], "activations")
+            found = {**tap.values, self.streams[-1]: result.residual}  # a site below the first block keeps the base's rows
+            for index, variant in enumerate(live):
+                own = at >= variant.start
+                rows = (result.batch.offsets[index] + at[own] - variant.start).to(result.residual.device)
+                for site in out.keys() & found.keys():
+                    out[site][chunk.index(variant), own] = found[site][rows].to(out[site])
+        finally:
+            for table in tables:
+                pool.release(table)
+        return True

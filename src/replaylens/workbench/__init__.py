@@ -1,0 +1,1 @@
+"""The workbench: lens, patch, ablate, steer and attention, one call each, on any text."""

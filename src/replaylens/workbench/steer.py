@@ -1,0 +1,165 @@
+"""`steer`: generate with a vector added to the residual stream, at several layers and strengths, side by side."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.lens.readout import next_token
+from replaylens.engine.pictures.html import fragment, tag
+from replaylens.engine.pictures.paths import visible
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import items, number, whole
+from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import Core
+from replaylens.probes.fitting.probe import LinearProbe
+from replaylens.probes.reports.figures import Picture
+
+Contrast = tuple[Sequence[str], Sequence[str]]
+
+
+@dataclass(frozen=True, eq=False)
+class SteerResult:
+    """Continuations of every prompt at every layer and strength. Strength 0 is the unsteered model, once per prompt."""
+
+    frame: pd.DataFrame
+    """prompt, layer (NaN without steering), strength, text, and perplexity: of the text under the unsteered model"""
+    vectors: dict[int, Tensor]
+    """layer -> the vector that strength 1 adds"""
+
+    def plot(self) -> Figure:
+        """Perplexity under the unsteered model against strength, one line per layer: the mean of logarithms over prompts."""
+        made = Picture(figsize=(5.4, 3.4), layout="constrained")
+        axis = made.subplots()
+        plain = self.frame[self.frame["strength"] == 0]
+        for layer in self.vectors:
+            own = pd.concat([plain, self.frame[self.frame["layer"] == layer]])
+            means = own.assign(log=own["perplexity"].map(math.log)).groupby("strength")["log"].mean()
+            axis.plot(means.index, means.map(math.exp), marker="o", markersize=3, label=f"layer {layer}")
+        axis.set(xlabel="strength", ylabel="perplexity without steering", yscale="log")
+        axis.legend(fontsize=7)
+        return made
+
+    def _repr_html_(self) -> str:
+        return fragment(*(self._table(prompt) for prompt in dict.fromkeys(self.frame["prompt"])))
+
+    def _table(self, prompt: str) -> Markup:
+        own = self.frame[self.frame["prompt"] == prompt]
+        head = tag("tr", *(tag("th", name) for name in ("layer", "strength", "perplexity", "continuation")))
+        lines = [
+            tag(
+                "tr",
+                tag("td", "" if math.isnan(line.layer) else int(line.layer)),
+                tag("td", f"{line.strength:g}"),
+                tag("td", f"{line.perplexity:.2f}"),
+                tag("td", visible(line.text), style="text-align:left"),
+            )
+            for line in own.itertuples()
+        ]
+        table = tag("table", tag("thead", head), tag("tbody", *lines))
+        return tag("figure", tag("figcaption", visible(prompt)), tag("div", table, class_="rl-scroll"), class_="rl-figure")
+
+
+def steer(
+    engine: Core,
+    vector: Tensor | Contrast | LinearProbe,
+    prompts: Sequence[str],
+    *,
+    layers: Sequence[int],
+    strengths: Sequence[float],
+    n: int = 24,
+    sampling: Sampling | None = None,
+    keep_norm: bool = False,
+    whole_prompt: bool = False,
+    progress: bool = False,
+) -> SteerResult:
+    """Generate `n` tokens after every prompt with strength * vector added to the residual stream.
+
+    vector     a tensor [d_model]; a contrast (positive texts, negative texts): the difference of the mean residual streams of
+               their last tokens, at each layer; or a probe with two classes: from the first class to the second, as far as
+               their means are apart
+    layers     of the residual stream (S): it enters block `layer`
+    keep_norm  keep the length of the residual stream and change only its direction
+    whole_prompt  steer all positions; else from the prompt's last token on
+
+    All continuations are generated together.
+    """
+    texts = [str(text) for text in items("prompts", prompts, "a list of texts")]
+    streams = engine.sites.per_layer("S")
+    chosen = [whole("layers", layer, 0, len(streams) - 1) for layer in items("layers", layers, "a list of layers")]
+    factors = [number("strengths", each, BadRequest) for each in items("strengths", strengths, "a list of numbers")]
+    vectors = _vectors(engine, vector, chosen)
+    made: list[Branch] = []
+    try:
+        roots = list(engine.prompts(texts))
+        made += roots
+        told: list[tuple[str, float, float, Branch]] = []
+        for text, root in zip(texts, roots, strict=True):
+            told.append((text, math.nan, 0.0, root.fork()[0]))
+            where = slice(None if whole_prompt else root.length - 1, None)
+            for layer in chosen:
+                for factor in [factor for factor in factors if factor]:
+                    edit = Edit(streams[layer], "add", vectors[layer], where, factor=factor, keep_norm=keep_norm)
+                    told.append((text, float(layer), factor, root.fork(edits=[edit])[0]))
+        made += [branch for *_, branch in told]
+        engine.generate([branch for *_, branch in told], n, sampling=sampling, progress=progress)
+        lines = [(text, at, factor, engine.text.decode(b.generated)) for text, at, factor, b in told]
+        surprise = _perplexities(engine, [branch for *_, branch in told])
+    finally:
+        for branch in made:
+            branch.release()
+    frame = pd.DataFrame(lines, columns=["prompt", "layer", "strength", "text"]).assign(perplexity=surprise)
+    return SteerResult(frame, vectors)
+
+
+def _vectors(engine: Core, given: Tensor | Contrast | LinearProbe, layers: list[int]) -> dict[int, Tensor]:
+    """The vector of each layer."""
+    width = engine.config.d_model
+    if isinstance(given, LinearProbe):
+        if len(given.classes) != 2:
+            raise BadRequest(f"The probe has {len(given.classes)} classes. Give the vector probe.direction(origin, target).")
+        first, second = given.classes
+        given = torch.from_numpy(given.direction(first, second) * given.gap(first, second)).float()
+    if isinstance(given, Tensor):
+        if given.shape != (width,):
+            raise BadRequest(f"The vector has shape {tuple(given.shape)}; expected ({width},).")
+        return dict.fromkeys(layers, given.detach().float().cpu())
+    if not isinstance(given, tuple) or len(given) != 2 or not all(len(side) for side in given):
+        raise BadRequest("Give a vector, a probe, or a contrast: (positive texts, negative texts), both with at least one.")
+    positive, negative = (_last_rows(engine, list(side), layers) for side in given)
+    return {layer: positive[layer].mean(0) - negative[layer].mean(0) for layer in layers}
+
+
+def _last_rows(engine: Core, texts: list[str], layers: list[int]) -> dict[int, Tensor]:
+    """The residual streams of the texts' last tokens, by layer: [texts, d_model]."""
+    streams = engine.sites.per_layer("S")
+    branches = engine.prompts(texts, sites=[streams[layer] for layer in layers], positions="last")
+    try:
+        return {l: torch.cat([b.activations[streams[l]][-1:].float().cpu() for b in branches]) for l in layers}
+    finally:
+        for branch in branches:
+            branch.release()
+
+
+def _perplexities(engine: Core, branches: list[Branch]) -> list[float]:
+    """Of each branch's generated tokens, under the model without edits."""
+    last = engine.sites.per_layer("S")[-1]
+    found = []
+    plain = engine.prompts([branch.tokens for branch in branches], sites=[last])
+    try:
+        for branch, read in zip(branches, plain, strict=True):
+            first = branch.root_length
+            rows = read.activations[last][first - 1 : -1]
+            logprobs, _ = engine.lock.alone(next_token, engine.runner, rows, branch.tokens[first:])
+            found.append(math.exp(-float(logprobs.double().mean())))
+    finally:
+        for branch in plain:
+            branch.release()
+    return found

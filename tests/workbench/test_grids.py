@@ -1,0 +1,249 @@
+"""`patch`, `ablate` and `lens`: the numbers of hook functions, and in every cell the bits of its edit made alone."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from replaylens import Edit, Engine, ablate, lens, patch
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.lens.tuned import TunedLens, unembed_hash
+from replaylens.engine.model import weights
+from tests.engine.replay.bridges import bridge
+from tests.families import hugging_face
+
+CLEAN = torch.randint(3, 97, (9,), generator=torch.Generator().manual_seed(1)).tolist()
+CORRUPT = [*CLEAN[:3], *torch.randint(3, 97, (2,), generator=torch.Generator().manual_seed(8)).tolist(), *CLEAN[5:]]
+PAIR = (11, 40)
+COIN = "A coin's state is {}. Alice flips. What's the state? A:"
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def family(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Any]]:
+    name = request.param
+    yield Engine(weights.load(hugging_face(name), torch.float32), page_size=4), bridge(name)
+
+
+def difference(logits: Tensor) -> float:
+    return float(logits[0, -1, PAIR[0]] - logits[0, -1, PAIR[1]])
+
+
+def hooked(model: Any, path: list[int], site: str, change: Any) -> float:
+    with torch.no_grad():
+        return difference(model.run_with_hooks(torch.tensor([path]), fwd_hooks=[(site, change)]))
+
+
+SITES = {"S": "hook_resid_pre", "T": "hook_attn_out", "C": "hook_mlp_out"}
+
+
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+def test_patching_is_what_transformer_lens_hooks_do(family: tuple[Engine, Any], direction: Any) -> None:
+    served, model = family
+    result = patch(served, CLEAN, CORRUPT, metric=PAIR, sites="STC", direction=direction)
+    into, origin = (CORRUPT, CLEAN) if direction == "denoise" else (CLEAN, CORRUPT)
+    with torch.no_grad():
+        logits, cache = model.run_with_cache(torch.tensor([origin]))
+    assert result.source == pytest.approx(difference(logits), rel=1e-4, abs=1e-4)
+    for letter, own in SITES.items():
+        for layer in range(3):
+            for position in (3, 8):
+                name = f"blocks.{layer}.{own}"
+
+                def put(value: Tensor, hook: Any, name: str = name, at: int = position) -> Tensor:
+                    value = value.clone()
+                    value[:, at] = cache[name][:, at]
+                    return value
+
+                theirs = hooked(model, into, name, put)
+                assert float(result.raw[letter][layer, position]) == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+
+
+def test_heads_are_what_transformer_lens_hooks_do(family: tuple[Engine, Any]) -> None:
+    served, model = family
+    patched = patch(served, CLEAN, CORRUPT, metric=PAIR, heads=True)
+    ablated = ablate(served, [CLEAN], metric=PAIR, heads=True)
+    with torch.no_grad():
+        _, cache = model.run_with_cache(torch.tensor([CLEAN]))
+    for layer, head in ((0, 1), (2, 3)):
+        name = f"blocks.{layer}.attn.hook_z"
+
+        def put(value: Tensor, hook: Any, name: str = name, head: int = head) -> Tensor:
+            value = value.clone()
+            value[:, :, head] = cache[name][:, :, head]
+            return value
+
+        def zero(value: Tensor, hook: Any, head: int = head) -> Tensor:
+            value = value.clone()
+            value[:, :, head] = 0
+            return value
+
+        ours = float(patched.raw["heads"][layer, head])
+        assert ours == pytest.approx(hooked(model, CORRUPT, name, put), rel=1e-4, abs=1e-4)
+        unit = ablated.units.index(f"L{layer}H{head}")
+        assert float(ablated.ablated[unit, 0]) == pytest.approx(hooked(model, CLEAN, name, zero), rel=1e-4, abs=1e-4)
+
+
+def test_a_cell_has_the_bits_of_its_edit_alone() -> None:
+    """Control: neighbouring cells differ."""
+    served, alone = Engine.load("coin-plain"), Engine.load("coin-plain")
+    clean, corrupt = COIN.format("heads"), COIN.format("tails")
+    tokens = (" tails", " heads")
+    result = patch(served, clean, corrupt, metric=tokens, sites="ST")
+    heads = patch(served, clean, corrupt, metric=tokens, heads=[1, 3], positions=slice(4, 9))
+    source = alone.prompt(clean, sites=["S", "T", "blocks.1.attn.hook_z"]).activations
+    for layer, position in ((0, 4), (1, 7), (3, 14)):
+        site = f"blocks.{layer}.hook_in"
+        logits = alone.logits(corrupt, edits=[Edit(site, "set", source[site][position], positions=position)], tokens=tokens)
+        assert torch.equal(result.raw["S"][layer, position], logits[0] - logits[1])
+    at = list(range(4, 9))
+    edit = Edit("blocks.1.attn.hook_z", "set", source["blocks.1.attn.hook_z"][at], positions=at, heads=[3])
+    logits = alone.logits(corrupt, edits=[edit], tokens=tokens)
+    assert torch.equal(heads.raw["heads"][1, 1], logits[0] - logits[1])
+    assert heads.raw["heads"][1, 0] != heads.raw["heads"][1, 1]
+
+
+def test_denoising_the_changed_word_restores_everything() -> None:
+    served = Engine.load("coin-plain")
+    result = patch(served, COIN.format("heads"), COIN.format("tails"), metric=(" tails", " heads"))
+    assert result.base < 0 < result.source
+    assert result.effect["S"][0, 4] == 1.0 and result.effect["S"][-1, -1] == 1.0
+    assert not result.effect["S"][0, :4].any() and not result.effect["S"][1:, 0].any()
+    first = result.frame.iloc[0]
+    assert first["site"] == "S" and abs(first["effect"]) == result.effect["S"].abs().max()
+    assert isinstance(result.plot(), Figure) and isinstance(result.plot("raw"), Figure)
+    assert "residual stream" in result._repr_html_()
+
+
+def test_a_function_is_a_metric() -> None:
+    served = Engine.load("coin-plain")
+    tails = served.token_ids_of([" tails"])[0]
+
+    def probability(logits: Tensor) -> Tensor:
+        return logits.softmax(-1)[:, tails]
+
+    result = patch(served, COIN.format("heads"), COIN.format("tails"), metric=probability, positions=[4, -1])
+    one = patch(served, COIN.format("heads"), COIN.format("tails"), metric=" tails", positions=[4, -1])
+    assert result.metric == "probability" and result.raw["S"].shape == (5, 2)
+    torch.testing.assert_close(one.raw["S"].exp(), result.raw["S"])
+    with pytest.raises(BadRequest, match="one number per row"):
+        patch(served, COIN.format("heads"), COIN.format("tails"), metric=lambda logits: logits)
+
+
+def test_patches_that_mean_nothing_are_refused() -> None:
+    served = Engine.load("coin-plain")
+    clean = COIN.format("heads")
+    for options, message in (
+        (dict(corrupt="A coin's state is tails."), "same number of tokens"),
+        (dict(corrupt=clean), "nothing to carry over"),
+        (dict(corrupt=COIN.format("tails"), sites="SZ"), "letters among S, T and C"),
+        (dict(corrupt=COIN.format("tails"), direction="sideways"), "denoise, noise"),
+        (dict(corrupt=COIN.format("tails"), heads=[9]), "heads=9"),
+    ):
+        with pytest.raises(BadRequest, match=message):
+            patch(served, clean, metric=(" tails", " heads"), **options)  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="Invalid metric"):
+        patch(served, clean, COIN.format("tails"), metric=3.5)  # type: ignore[arg-type]
+    served.check_integrity()
+
+
+PROMPTS = [COIN.format(state) for state in ("heads", "tails")] + [
+    "A coin's state is heads. Bob flips. Alice flips. What's the state? A:"
+]
+METRICS = [(" tails", " heads"), (" heads", " tails"), (" heads", " tails")]
+
+
+@pytest.mark.parametrize("how", ["zero", "mean", "resample"])
+def test_ablations_are_their_edits_made_alone(how: Any) -> None:
+    served, alone, site = Engine.load("coin-plain"), Engine.load("coin-plain"), "blocks.1.attn.hook_z"
+    result = ablate(served, PROMPTS, metric=METRICS, heads=[(1, 3), (0, 2)], how=how, seed=7)
+    rows = [branch.activations[site] for branch in alone.prompts(PROMPTS, sites=[site])]
+    for number, (prompt, pair) in enumerate(zip(PROMPTS, METRICS, strict=True)):
+        edit = {
+            "zero": Edit(site, "zero", heads=[3]),
+            "mean": Edit(site, "set", torch.cat(rows)[:, [3]].mean(0), heads=[3]),
+            "resample": Edit(site, "resample", torch.cat(rows[:number] + rows[number + 1 :])[:, [3]], heads=[3], seed=7),
+        }[how]
+        logits = alone.logits(prompt, edits=[edit], tokens=pair)
+        assert torch.equal(result.ablated[0, number], logits[0] - logits[1])
+    assert list(result.frame["unit"]) == ["L1H3", "L0H2"], "ranked by the size of the mean effect"
+    assert (result.frame["low"] <= result.frame["effect"]).all() and (result.frame["effect"] <= result.frame["high"]).all()
+
+
+def test_neurons_and_directions() -> None:
+    """Zero ablation sets a neuron to zero, and mean ablation to its mean; a direction has no component left."""
+    served, post = Engine.load("coin-plain"), "blocks.2.mlp.out.hook_in"
+    direction = torch.randn(128, generator=torch.Generator().manual_seed(3))
+    zero = ablate(served, PROMPTS, metric=METRICS, neurons=[(2, 5)], directions=[(1, direction)])
+    rows = served.prompt(PROMPTS[0], sites=[post]).activations[post]
+    rows[:, 5] = 0
+    logits = served.logits(PROMPTS[0], edits=[Edit(post, "set", rows, positions=range(len(rows)))], tokens=METRICS[0])
+    assert torch.equal(zero.ablated[0, 0], logits[0] - logits[1])
+    logits = served.logits(PROMPTS[0], edits=[Edit("S", "project_out", direction, layers=[1])], tokens=METRICS[0])
+    torch.testing.assert_close(zero.ablated[1, 0], logits[0] - logits[1])
+    mean = ablate(served, PROMPTS, metric=METRICS, neurons=[(2, 5)], directions=[(1, direction)], how="mean")
+    assert mean.units == ("L2N5", "L1D0") and not torch.equal(mean.ablated, zero.ablated)
+    assert isinstance(mean.plot(), Figure) and "L2N5" in mean._repr_html_()
+
+
+def test_ablations_that_mean_nothing_are_refused() -> None:
+    served = Engine.load("coin-plain")
+    for options, message in (
+        (dict(), "Nothing to ablate"),
+        (dict(heads=[(9, 0)]), "heads"),
+        (dict(heads=True, how="median"), "Known: zero, mean, resample"),
+        (dict(neurons=[(0, 1)], how="resample"), "heads only"),
+        (dict(directions=[(0, torch.zeros(128))]), "not all zero"),
+        (dict(heads=True, metric=METRICS[:2]), "2 metrics for 3 prompts"),
+    ):
+        with pytest.raises(BadRequest, match=message):
+            ablate(served, PROMPTS, **{"metric": METRICS, **options})  # type: ignore[arg-type]
+    single = ablate(served, PROMPTS[:1], metric=METRICS[0], heads=True)
+    assert single.frame["low"].isna().all() and isinstance(single.plot(), Figure) and "zero ablation" in single._repr_html_()
+
+
+# ---- lens -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_lens_is_the_unembedded_residual_stream() -> None:
+    """Every layer's distribution computed directly: the last is the model's own, with its bits."""
+    served = Engine.load("coin-plain")
+    text = COIN.format("heads")
+    result = lens(served, text, token=" tails")
+    (tails,) = served.token_ids_of([" tails"])
+    streams = served.prompt(text, sites="S").activations
+    for layer, site in enumerate(served.sites.per_layer("S")):
+        log_p = served.runner.logits(streams[site]).log_softmax(-1)
+        torch.testing.assert_close(result.entropy[layer], -(log_p.exp() * log_p).sum(-1))
+        torch.testing.assert_close(result.logprob[layer], log_p[:, tails])
+        assert torch.equal(result.top_ids[layer, :, 0].long(), log_p.argmax(-1))
+        assert result.rank[layer].tolist() == [float((row > row[tails]).sum()) for row in log_p]
+    assert torch.equal(result.top_ids[-1, :, 0].long(), served.logits(text, positions=None).argmax(-1))
+    assert not result.kl[-1].any() and (result.kl[0] > 0).any()
+    assert result.top[-1][-1][0] == " tails" and result.rank[-1, -1] == 0
+
+
+def test_the_lens_of_the_next_token_and_its_pictures() -> None:
+    served = Engine.load("coin-plain")
+    result = lens(served, COIN.format("heads"))
+    assert result.rank[:, -1].isnan().all() and not result.rank[:, :-1].isnan().any()
+    frame = result.frame
+    assert len(frame) == 5 * 15 and frame.iloc[-1]["top"] == " tails"
+    for measure in ("probability", "entropy", "kl", "rank", "logprob"):
+        assert isinstance(result.plot(measure), Figure)  # type: ignore[arg-type]
+    assert " tails" in result._repr_html_()
+    with pytest.raises(BadRequest, match="Unknown measure"):
+        result.plot("surprise")  # type: ignore[arg-type]
+    assert served.runner.pool.num_free + len(served.prefix) == served.runner.pool.num_pages, "nothing is left behind"
+
+
+def test_a_tuned_lens_that_does_nothing_is_the_plain_one() -> None:
+    served = Engine.load("coin-plain")
+    c = served.config
+    nothing = torch.zeros(c.num_layers, c.d_model, c.d_model), torch.zeros(c.num_layers, c.d_model)
+    made, other = (TunedLens(nothing[0], bias, unembed_hash(served.model)) for bias in (nothing[1], nothing[1] + 1))
+    plain, tuned = lens(served, COIN.format("heads")), lens(served, COIN.format("heads"), tuned=made)
+    assert torch.equal(plain.top_ids, tuned.top_ids) and torch.equal(plain.rank.nan_to_num(), tuned.rank.nan_to_num())
+    assert not torch.equal(lens(served, COIN.format("heads"), tuned=other).rank[:, :-1], plain.rank[:, :-1]), "control"
