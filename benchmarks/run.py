@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("engine", "generate_cpu", "hostwork", "dump", "feed", "probes", "thinking")
+BENCHMARKS = ("engine", "generate_cpu", "hostwork", "dump", "feed", "probes", "thinking", "gradients")
 
 
 def main() -> None:

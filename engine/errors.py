@@ -153,6 +153,14 @@ class BadEdit(EngineError, ValueError):
     """An invalid edit: unknown operation, wrong shape, no positions."""
 
 
+class NoGradient(EngineError, ValueError):
+    """A gradient that is not computed: through hook functions or thoughts, on a GPU, or at a site that has none."""
+
+
+class BadMetric(EngineError, ValueError):
+    """A metric that is not a scalar of the last row's logits, or does not depend on them."""
+
+
 class BadTrace(EngineError, ValueError):
     """A trace file that is damaged or of another format."""
 

@@ -173,11 +173,17 @@ class Decoder(nn.Module):
 
     def run_blocks(self, x: Tensor, positions: Tensor, ops: Ops, tap: Tap | None, first: int, end: int) -> Tensor:
         """Blocks [first, end) over rows x [rows, d_model] at `positions` [rows]."""
-        ropes = range(len(self._ropes)) if self.config.rotary_dim else ()
-        rotary = [Rotary(getattr(self, f"rotary_{i}"), positions) for i in ropes]
+        rotary = self.rotary(positions)
         for layer in range(first, end):
-            x = self.blocks[layer](x, rotary[self._rope_index[layer]] if rotary else None, ops, tap)
+            x = self.blocks[layer](x, rotary[layer], ops, tap)
         return x
+
+    def rotary(self, positions: Tensor) -> list[Rotary | None]:
+        """The rotation of rows at `positions` [rows], by layer. Layers with the same angles share one."""
+        if not self.config.rotary_dim:
+            return [None] * self.config.num_layers
+        made = [Rotary(getattr(self, f"rotary_{i}"), positions) for i in range(len(self._ropes))]
+        return [made[i] for i in self._rope_index]
 
     @property
     def unembedding(self) -> Tensor:

@@ -14,7 +14,7 @@ from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
 from replaylens.engine.model.decoder import Decoder, Tap
 from replaylens.engine.model.ops import Ops, RowOps, TorchOps
-from replaylens.engine.passes.batch import Batch, Segment
+from replaylens.engine.passes.batch import KV_BLOCK, Batch, Segment
 from replaylens.engine.passes.batched import batched_product
 from replaylens.engine.passes.certificate import Certificate
 from replaylens.engine.passes.cpu import CanonicalCpuOps, CanonicalRowOps, FastCpuOps
@@ -22,7 +22,7 @@ from replaylens.engine.passes.ferry import RING_BYTES, Ferry
 from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.products import Products
 from replaylens.engine.passes.shipment import Shipment
-from replaylens.engine.passes.taps import EditTap
+from replaylens.engine.passes.taps import EditTap, UneditedTap
 from replaylens.engine.request.capture import PassTap, Rows
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
@@ -67,6 +67,20 @@ class PassResult:
 
             return int(draw(self.logits[row : row + 1], [sampling], [len(path)]))
         return sampling.choose(self.logits[row].float().cpu().numpy(), path, num_prompt)
+
+
+@dataclass(frozen=True, eq=False)
+class WholePass:
+    """A whole path, computed alone."""
+
+    residual: Tensor
+    """the residual stream after the last block: [rows, d_model]"""
+    logits: Tensor
+    """of the last row: [vocab]"""
+    values: Rows
+    """of the tapped sites, after edits"""
+    unedited: Rows
+    """of the edited sites, before their edits"""
 
 
 class Runner:
@@ -144,6 +158,21 @@ class Runner:
             rows, none = batch.logit_rows(), residual.new_empty(0, self.model.config.vocab_size)
             logits = self._head(residual[rows], PassTap(frozenset())) if rows else none
         return PassResult(batch, residual, finite(logits, "logits"))
+
+    @torch.inference_mode()
+    def whole(self, tokens: list[int], edits: tuple[PlacedEdit, ...], tap: PassTap) -> WholePass:
+        """A whole path with its edits in one canonical pass, in a cache of its own: needs no pages and changes no branch."""
+        num_rows, pool = len(tokens), PagePool(-(-len(tokens) // KV_BLOCK), KV_BLOCK)
+        pool.reserve(table := PageTable(), 0, num_rows)
+        cache = KVCache(self.model.config, pool, self.model.embed.dtype, self.device)
+        batch = Batch([Segment(table, 0, tokens, 1, edits)], pool, self.certificate.query_rows, self.tile, self.device)
+        edited = self._edited(batch, tap)
+        outer = None if edited is None else UneditedTap(frozenset(edit.site for edit in edits), edited)
+        with self._held(num_rows):
+            residual = self.model(batch.tokens, batch.positions, self.ops(batch, cache), outer)[:num_rows]
+            logits = finite(self._head(residual[-1:], PassTap(frozenset())), "logits")[0]
+        before = {} if outer is None else {site: value[:num_rows] for site, value in outer.values.items()}
+        return WholePass(residual, logits, {site: value[:num_rows] for site, value in tap.values.items()}, before)
 
     @torch.inference_mode()
     def resumed(self, segments: list[Segment], entering: Tensor | None, layer: int, tap: Tap | None = None) -> PassResult:

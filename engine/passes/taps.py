@@ -40,6 +40,22 @@ class EditTap:
         return self.inner(site, value) if self.inner is not None and self.inner.wants(site) else value
 
 
+class UneditedTap:
+    """Keeps the values that `inner` is about to edit at some sites."""
+
+    def __init__(self, sites: frozenset[str], inner: Tap) -> None:
+        self.sites, self.inner = sites, inner
+        self.values: dict[str, Tensor] = {}
+
+    def wants(self, site: str) -> bool:
+        return self.inner.wants(site)
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        if site in self.sites:
+            self.values[site] = value
+        return self.inner(site, value)
+
+
 def _hooked(site: str, value: Tensor, changed: Any) -> Tensor:
     """The value after a hook function. None keeps `value`, which may be changed in place. BadEdit if the shape differs."""
     if changed is None:

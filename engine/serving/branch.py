@@ -25,6 +25,7 @@ from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import integer, whole
+from replaylens.engine.serving.differentiable import Differentiable
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.logits import At, chosen, logits_of
@@ -67,8 +68,12 @@ class Owner(Protocol):
         """Append given tokens to each branch."""
         ...
 
+    def _target(self, target: str | int) -> int:
+        """The id of a token, given as text or id."""
+        ...
 
-class Branch(Uncopied):
+
+class Branch(Differentiable, Uncopied):
     """One token path with its KV. Forks share pages; a page is copied only when it is written.
 
     >>> from replaylens import Engine
@@ -83,7 +88,8 @@ class Branch(Uncopied):
     _instead = "Use branch.fork() for a branch with the same path; branch.tokens, .kv() and .activations return copies."
 
     def __init__(self, engine: Owner, lane: Lane) -> None:
-        self.engine, self.lane = engine, lane
+        self.engine: Owner = engine
+        self.lane = lane
         self.id = lane.branch
         self.lock: EngineLock = engine.lock
         self.record: BranchRecord = engine.tree.branch(lane.branch)

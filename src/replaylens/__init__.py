@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens import probes as probes
     from replaylens import tasks as tasks
     from replaylens.engine import errors as errors
+    from replaylens.engine.attribution.integrated import integrated_gradients as integrated_gradients
+    from replaylens.engine.attribution.patching import attribution_patching as attribution_patching
     from replaylens.engine.dump.reader import Dump as Dump
     from replaylens.engine.engine import Engine as Engine
     from replaylens.engine.features.features import SparseFeatures as SparseFeatures
@@ -38,7 +40,9 @@ _WHERE = {
     "Trace": "replaylens.engine.proof.trace:Trace",
     "ablate": "replaylens.workbench.ablate:ablate",
     "attention": "replaylens.workbench.attention:attention",
+    "attribution_patching": "replaylens.engine.attribution.patching:attribution_patching",
     "errors": "replaylens.engine.errors",
+    "integrated_gradients": "replaylens.engine.attribution.integrated:integrated_gradients",
     "lens": "replaylens.workbench.lens:lens",
     "patch": "replaylens.workbench.patch:patch",
     "path_patch": "replaylens.workbench.path_patch:path_patch",
@@ -59,7 +63,9 @@ __all__ = [
     "__version__",
     "ablate",
     "attention",
+    "attribution_patching",
     "errors",
+    "integrated_gradients",
     "lens",
     "patch",
     "path_patch",

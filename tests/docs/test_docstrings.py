@@ -15,6 +15,7 @@ PUBLIC: dict[str, Any] = {
     "Dump": rl.Dump,
     "Edit": rl.Edit,
     "Sampling": rl.Sampling,
+    "attribution_patching": rl.attribution_patching,
     "tasks.get": rl.tasks.get,
     "probes.sweep": rl.probes.sweep,
     "probes.fit_probe": rl.probes.fit_probe,

@@ -3,6 +3,7 @@
 from tests.mutants.arrays import ARRAYS
 from tests.mutants.dumps import DUMPS
 from tests.mutants.engine import ENGINE
+from tests.mutants.gradients import GRADIENTS
 from tests.mutants.holes import HOLES
 from tests.mutants.memory import MEMORY
 from tests.mutants.modes import MODES
@@ -11,4 +12,4 @@ from tests.mutants.questions import QUESTIONS
 from tests.mutants.tasks import TASKS
 from tests.mutants.thinking import THINKING
 
-MUTANTS = (*ENGINE, *MEMORY, *MODES, *DUMPS, *PROBES, *ARRAYS, *QUESTIONS, *TASKS, *THINKING, *HOLES)
+MUTANTS = (*ENGINE, *MEMORY, *MODES, *DUMPS, *PROBES, *ARRAYS, *QUESTIONS, *TASKS, *THINKING, *GRADIENTS, *HOLES)

@@ -1,0 +1,1 @@
+"""Effects of patches, estimated by gradients and measured."""

@@ -1,0 +1,112 @@
+"""`Attribution`: estimated effects by site and position, with the real effects beside them."""
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.request.values import whole
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+_TITLES = {
+    "hook_in": "residual stream",
+    "attn.hook_out": "attention output",
+    "ln1_post.hook_out": "attention output",
+    "mlp.hook_out": "MLP output",
+    "ln2_post.hook_out": "MLP output",
+}
+"""names within a block -> titles of panels"""
+
+
+@dataclass(frozen=True, eq=False)
+class Attribution:
+    """How much each row, replaced by another prompt's, changes the metric: in units of the metric."""
+
+    before: float
+    """the metric of the prompt that is patched"""
+    after: float
+    """the metric of the prompt that the rows come from"""
+    sites: tuple[str, ...]
+    words: tuple[str, ...]
+    """the text of each token of the patched prompt"""
+    estimate: Tensor
+    """[sites, positions]: by gradients"""
+    real: Tensor | None
+    """[sites, positions]: by patching, one fork per row; None if it was not asked for"""
+    certified: bool
+    """whether the bits of both are promised"""
+
+    @property
+    def correlation(self) -> float:
+        """Pearson's correlation of estimates and real effects, over all rows. NaN if one of them does not vary."""
+        real = self._compared()
+        return float(torch.corrcoef(torch.stack([self.estimate.flatten(), real.flatten()]).double())[0, 1])
+
+    @property
+    def frame(self) -> "pd.DataFrame":
+        """One line per row, the largest estimate first."""
+        import pandas as pd
+
+        lines = [
+            {"site": site, "position": position, "token": word, "estimate": float(self.estimate[i, position])}
+            | ({} if self.real is None else {"real": float(self.real[i, position])})
+            for i, site in enumerate(self.sites)
+            for position, word in enumerate(self.words)
+        ]
+        return pd.DataFrame(lines).sort_values("estimate", key=abs, ascending=False, kind="stable", ignore_index=True)
+
+    def worst(self, n: int = 10) -> "pd.DataFrame":
+        """The rows whose estimates are furthest from their real effects."""
+        n = whole("n", n, 1)
+        self._compared()
+        frame = self.frame
+        frame["error"] = frame["estimate"] - frame["real"]
+        return frame.sort_values("error", key=abs, ascending=False, kind="stable", ignore_index=True).head(n)
+
+    def _compared(self) -> Tensor:
+        if self.real is None:
+            raise BadRequest("The real effects were not computed. Ask for them with compare=True.")
+        return self.real
+
+    def plot(self) -> "Figure":
+        """A heat map for each kind of site, layers by tokens; the real effects below, on a scale of their own."""
+        from matplotlib.figure import Figure
+
+        kinds, grids = self._kinds(), {"estimate": self.estimate}
+        if self.real is not None:
+            grids["real"] = self.real
+        size = (1 + len(kinds) * max(3.0, 0.28 * len(self.words)), 0.8 + len(grids) * 3.0)
+        figure = Figure(figsize=size, layout="constrained")
+        for line, (what, grid) in zip(figure.subplots(len(grids), len(kinds), squeeze=False), grids.items(), strict=True):
+            most = float(grid.abs().max()) or 1.0
+            colors = {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
+            for axis, (kind, rows) in zip(line, kinds.items(), strict=True):
+                shown = axis.imshow(grid[rows].numpy(), aspect="auto", origin="lower", interpolation="nearest", **colors)
+                axis.set(title=_TITLES.get(kind, kind), ylabel="layer")
+                axis.yaxis.get_major_locator().set_params(integer=True)
+                axis.set_xticks(range(len(self.words)), [repr(word)[1:-1] for word in self.words], rotation=90, fontsize=6)
+            figure.colorbar(shown, ax=line, label=f"change of the metric: {what}")
+        return figure
+
+    def _kinds(self) -> dict[str, list[int]]:
+        """Sites of one kind in layer order: their rows by the name within a block. The stream that leaves the last block
+        follows those that enter blocks."""
+        found: dict[str, list[int]] = {}
+        for i, site in enumerate(self.sites):
+            found.setdefault(re.sub(r"^blocks\.\d+\.", "", site), []).append(i)
+        if "hook_in" in found and len(found.get("hook_out", [])) == 1:
+            found["hook_in"] += found.pop("hook_out")
+        return found
+
+    def _repr_html_(self) -> str:
+        lead = f"<p>Metric: {self.before:.3f} of the patched prompt, {self.after:.3f} of the other one."
+        if self.real is not None:
+            lead += f" Correlation of estimates and real effects: {self.correlation:.3f}."
+        return lead + "</p>" + self.frame.head(12).to_html(index=False, float_format="{:.4f}".format)

@@ -1,0 +1,1 @@
+"""Gradients of a scalar of the logits at the sites of one path."""

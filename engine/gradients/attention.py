@@ -1,0 +1,66 @@
+"""The derivative of one layer's attention over one whole path."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.gradients.rowwise import through_softcap
+from replaylens.engine.model.ops import AttentionSpec, softcap, visible
+
+QUERY_ROWS = 64
+"""rows whose scores are computed together, from position 0 on: later keys are skipped, and memory grows with the length only"""
+
+
+class AttentionGradients(NamedTuple):
+    """Gradients of the inputs of an attention."""
+
+    q: Tensor
+    """[rows, heads, d_head], after the rotation"""
+    k: Tensor
+    """[rows, kv_heads, d_head], after the rotation"""
+    v: Tensor
+    """[rows, kv_heads, d_head]"""
+    pattern: Tensor | None
+    """[rows, heads, keys], 0 where a row does not see a key; None unless asked for"""
+
+
+def through_attention(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want_pattern: bool
+) -> AttentionGradients:
+    """g [rows, heads, d_head] is the gradient of z = p v with p = softmax(cap(scale q k^T)), rows at positions 0, 1, ...
+
+    dv = p^T g,  dp = g v^T,  ds = p (dp - sum(dp p)) cap',  dq = scale ds k,  dk = scale ds^T q
+    """
+    rows, heads, _ = q.shape
+    k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()  # [kv_heads, rows, d]
+    dq, dk, dv = q.new_empty(q.shape), torch.zeros_like(k), torch.zeros_like(v)
+    pattern = q.new_zeros(rows, heads, rows) if want_pattern else None
+    for first in range(0, rows, QUERY_ROWS):  # this order defines the bits
+        end = min(first + QUERY_ROWS, rows)
+        low = max(0, first + 1 - spec.window) if spec.window else 0  # the first key that any of these rows sees
+        part, keys = slice(first, end), slice(low, end)
+        hidden = ~visible(torch.arange(first - low, end - low, device=q.device), end - low, spec.window)
+        dq[part], by_k, by_v, dp = _through_rows(g[part], q[part], k[:, keys], v[:, keys], spec, hidden)
+        dk[:, keys] += by_k
+        dv[:, keys] += by_v
+        if pattern is not None:
+            pattern[part, :, keys] = dp
+    return AttentionGradients(dq, dk.transpose(0, 1), dv.transpose(0, 1), pattern)
+
+
+def _through_rows(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, hidden: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """g, q [rows, heads, d], k, v [kv_heads, keys, d], hidden [rows, keys] -> dq, dk, dv as these, dp [rows, heads, keys]"""
+    rows, heads, d = q.shape
+    kv_heads = len(k)
+    group = heads // kv_heads
+    fold = lambda x: x.reshape(rows, kv_heads, group, d).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, d)  # noqa: E731
+    back = lambda x: x.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)  # noqa: E731
+    g, q, unseen = fold(g), fold(q) * spec.scale, hidden.repeat(group, 1)
+    raw = torch.bmm(q, k.transpose(1, 2))
+    p = softcap(raw, spec.softcap).masked_fill(unseen, -torch.inf).softmax(-1)
+    dp = torch.bmm(g, v.transpose(1, 2)).masked_fill_(unseen, 0.0)
+    ds = through_softcap(torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype), raw, spec.softcap)
+    return back(torch.bmm(ds, k).mul_(spec.scale)), torch.bmm(ds.transpose(1, 2), q), torch.bmm(p.transpose(1, 2), g), back(dp)

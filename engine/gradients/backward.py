@@ -1,0 +1,149 @@
+"""`Backward`: from the gradient of the logits to the gradients at the sites, block by block. Mirrors `Decoder`'s wiring.
+
+Each path is computed alone, on one thread, in shapes that follow from its length. So its gradients have the same bits in any
+company, after any fork and at any number of threads.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.gradients.attention import through_attention
+from replaylens.engine.gradients.rowwise import activated, through_activation, through_linear, through_norm, through_rotary
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Attention, Block, Decoder, Mlp
+from replaylens.engine.model.ops import Linear, Norm
+from replaylens.engine.model.sites import layer_of
+from replaylens.engine.passes.runner import WholePass
+from replaylens.engine.request.placed import PlacedEdit
+
+
+def needed_sites(config: ModelConfig) -> frozenset[str]:
+    """The sites whose values `Backward` reads: the inputs of everything that is not linear."""
+    names = ["hook_in", "attn.v.hook_out", "mlp.in.hook_out"]
+    names += ["attn.hook_rot_q", "attn.hook_rot_k"] if config.rotary_dim else []
+    names += ["attn.q.hook_out", "attn.k.hook_out"] if config.qk_norm or not config.rotary_dim else []
+    names += ["mlp.gate.hook_out"] if config.gated_mlp else []
+    names += [] if config.parallel_residual else ["ln2.hook_in"]
+    names += ["attn.hook_out", "mlp.hook_out"] if config.post_norms else []
+    return frozenset(f"blocks.{layer}.{name}" for layer in range(config.num_layers) for name in names)
+
+
+class Backward:
+    """Gradients of one path."""
+
+    def __init__(self, model: Decoder, forward: WholePass, edits: tuple[PlacedEdit, ...], asked: frozenset[str]) -> None:
+        """forward  with the values of `needed_sites`
+        asked    the sites whose gradients are kept in `found`"""
+        self.model, self.forward, self.values, self.asked = model, forward, forward.values, asked
+        self.num_rows = num_rows = len(forward.residual)
+        self.edits: dict[str, list[PlacedEdit]] = {}
+        for edit in edits:
+            self.edits.setdefault(edit.site, []).append(edit)
+        self.rotary = model.rotary(torch.arange(num_rows, device=model.embed.device))
+        self.found: dict[str, Tensor] = {}
+
+    def run(self, g: Tensor) -> dict[str, Tensor]:
+        """The gradients at the asked sites, from that of the last row's logits, g [vocab]."""
+        x = self._logits(g)
+        first = min((layer_of(site) or 0 for site in self.asked - self.found.keys()), default=self.model.config.num_layers)
+        for layer in reversed(range(first, self.model.config.num_layers)):
+            x = self._block(layer, x)
+        if first == 0:
+            if self.model.pos_embed is not None:
+                self._at("pos_embed.hook_out", x)
+            self._at("embed.hook_out", x)
+        return self.found
+
+    def _at(self, site: str, g: Tensor) -> Tensor:
+        """The gradient of a site's value before its edits, from that after them, which is kept if it is asked for."""
+        if site in self.asked:
+            self.found[site] = g
+        edits = self.edits.get(site)
+        return g if edits is None else through_edits(g, self.forward.unedited[site], edits)
+
+    def _last_row(self, site: str, row: Tensor) -> Tensor:
+        """A gradient that only the last row has [1, ...]. Kept with zeros for the other rows."""
+        if site in self.asked:
+            self.found[site] = torch.cat([row.new_zeros(self.num_rows - 1, *row.shape[1:]), row])
+        return row
+
+    def _logits(self, g: Tensor) -> Tensor:
+        """[vocab] -> the gradient of the stream after the last block, [rows, d_model]"""
+        model, cap = self.model, self.model.config.logit_softcap
+        residual, logits = self.forward.residual, self.forward.logits
+        if cap:  # logits = cap tanh(x / cap), so the slope is 1 - (logits / cap)^2
+            g = g * (1 - (logits / cap).square())
+        g = self._last_row("unembed.hook_out", g[None])
+        g = self._last_row("ln_final.hook_out", torch.mm(g, model.unembedding))
+        out = residual.new_zeros(residual.shape)
+        out[-1:] = through_norm(g, residual[-1:], model.ln_final)
+        return out
+
+    def _block(self, layer: int, g: Tensor) -> Tensor:
+        """The gradient of the stream that leaves the block -> of the stream that enters it."""
+        block: Block = self.model.blocks[layer]  # type: ignore[assignment]
+        g = self._at(block.out_site, g)
+        x = self.values[block.in_site]
+        read = x if block.parallel else self.values[block.middle_site]
+        post = self._written(g, block.mlp.down, block.ln2_post, block.mlp_sites)
+        from_mlp = through_norm(self._at(block.ln2_site, self._mlp(block.mlp, post)), read, block.ln2)
+        middle = g if block.parallel else self._at(block.middle_site, g + from_mlp)
+        z = self._written(middle, block.attn.o, block.ln1_post, block.attn_sites)
+        from_attn = through_norm(self._at(block.ln1_site, self._attention(block.attn, z, layer)), x, block.ln1)
+        entering = middle + from_attn
+        return self._at(block.in_site, entering + from_mlp if block.parallel else entering)
+
+    def _written(self, g: Tensor, linear: Linear, post: Norm | None, sites: tuple[str, str]) -> Tensor:
+        """The gradient of the stream -> of the input of the product that is added to it."""
+        site, post_site = sites
+        if post is not None:
+            g = through_norm(self._at(post_site, g), self.values[site], post)
+        return through_linear(self._at(site, g), linear)
+
+    def _mlp(self, mlp: Mlp, g: Tensor) -> Tensor:
+        """[rows, d_mlp] -> the gradient of the normed stream, [rows, d_model]"""
+        g = self._at(mlp.post_site, g)
+        up = self.values[mlp.up_site]
+        if not mlp.gated:
+            return through_linear(self._at(mlp.up_site, through_activation(g, up, mlp.kind)), mlp.up)
+        gate = self.values[mlp.gate_site]
+        by_gate = self._at(mlp.gate_site, through_activation(g * up, gate, mlp.kind))
+        by_up = self._at(mlp.up_site, activated(gate, mlp.kind).mul_(g))
+        return through_linear(torch.cat([by_gate, by_up], dim=-1), mlp.up)
+
+    def _attention(self, attn: Attention, g: Tensor, layer: int) -> Tensor:
+        """[rows, heads * d_head] -> the gradient of the normed stream, [rows, d_model]"""
+        g = self._at(attn.z_site, g.view(self.num_rows, attn.heads, attn.width))
+        rotary = self.rotary[layer]
+        q_site, k_site = (attn.q_site, attn.k_site) if rotary is None else (attn.rotated_q_site, attn.rotated_k_site)
+        q, k, v = (self.values[site] for site in (q_site, k_site, attn.v_site))
+        dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, attn.pattern_site in self.asked)
+        if pattern is not None:
+            self.found[attn.pattern_site] = pattern
+        if rotary is not None:
+            dq = through_rotary(self._at(attn.rotated_q_site, dq), rotary)
+            dk = through_rotary(self._at(attn.rotated_k_site, dk), rotary)
+        if attn.q_norm is not None and attn.k_norm is not None:
+            dq = through_norm(dq, self.values[attn.q_site], attn.q_norm)
+            dk = through_norm(dk, self.values[attn.k_site], attn.k_norm)
+        dq, dk, dv = self._at(attn.q_site, dq), self._at(attn.k_site, dk), self._at(attn.v_site, dv)
+        return through_linear(torch.cat([dq, dk, dv], dim=1).view(self.num_rows, -1), attn.qkv)
+
+
+def through_edits(g: Tensor, unedited: Tensor, edits: Sequence[PlacedEdit]) -> Tensor:
+    """The gradient [rows, ...] before a site's edits, by autograd: an edit works on single rows, in whatever way it likes.
+
+    Added vectors let a gradient pass, replaced rows stop it, projections project it.
+
+    unedited  the site's value before the edits
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = unedited.clone().requires_grad_()
+        value = leaf.clone()
+        for edit in edits:
+            if positions := edit.positions(0, len(value)):
+                value[positions] = edit.apply(value[positions], positions)
+        (found,) = torch.autograd.grad(value, leaf, g.clone())
+    return found

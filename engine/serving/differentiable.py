@@ -1,0 +1,95 @@
+"""`Differentiable`: the gradients of a branch."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from replaylens.engine.errors import BadRequest, ClosedBranch, NoGradient
+from replaylens.engine.gradients.gradients import Gradients
+from replaylens.engine.gradients.metric import Divergence, Function, Metric, Named, function_of, named
+from replaylens.engine.gradients.tape import Tape
+from replaylens.engine.loop.lane import Lane
+from replaylens.engine.memory.tree import BranchRecord, BranchStatus
+from replaylens.engine.model.sites import SiteTable
+from replaylens.engine.request.placed import PlacedEdit
+from replaylens.engine.serving.forest import Forest
+from replaylens.engine.serving.lock import EngineLock
+
+
+class Source(Protocol):
+    """What gradients need from the branch's engine."""
+
+    sites: SiteTable
+    forest: Forest
+    lock: EngineLock
+
+    def _target(self, target: str | int) -> int:
+        """The id of a token, given as text or id."""
+        ...
+
+
+class Differentiable:
+    """A path with edits, whose gradients can be computed."""
+
+    engine: Source
+    lane: Lane
+    lock: EngineLock
+    record: BranchRecord
+
+    def gradients(self, metric: "Metric | Differentiable", sites: str | Sequence[str] | None = None) -> Gradients:
+        """The gradient of a metric of the next token's logits, at every position of the path.
+
+        metric  a pair of tokens (their logit difference), one token (its log-probability), another branch (the KL divergence
+                from its distribution), or a function of the last row's logits [vocab] that returns a scalar tensor. With a
+                function, the result is not certified
+        sites   S, T and C, or site names; default: those that the branch captures
+
+        The path is computed again, alone, in one canonical forward and one backward pass. So the bits depend on weights, path
+        and edits only. Gradients are those of the values after edits: added vectors let them pass, replaced rows stop them.
+        """
+        names = self._differentiable(sites)
+        function, promised = metric_of(self.engine, metric)
+        return self.tape(names).gradients(function, self.engine.sites.aliases, self.lane.certified and promised)
+
+    def tape(self, sites: tuple[str, ...]) -> Tape:
+        """The path computed alone, with the values that gradients at these sites need. Changes nothing."""
+        lane, record = self.lane, self.record
+        if record.status is BranchStatus.RELEASED:
+            raise ClosedBranch(f"Branch {record.id} was released. Use a live branch, or prompt again.")
+        if lane.thoughts is not None:
+            raise NoGradient(f"Branch {record.id} thinks, and no gradient flows through thoughts. Use a plain model.")
+        if lane.hooks:
+            raise NoGradient(f"Branch {record.id} has hook functions, which have no gradient. Use edits instead.")
+        return tape_of(self.engine, record.tokens, lane.edits, sites)
+
+    def _differentiable(self, sites: str | Sequence[str] | None) -> tuple[str, ...]:
+        """The names of the sites; those that are captured if none are given."""
+        if sites is None or not len(sites):
+            sites = () if self.lane.capture is None else self.lane.capture.sites
+        return differentiable(self.engine, sites)
+
+
+def tape_of(
+    engine: Source, tokens: list[int], edits: tuple[PlacedEdit, ...], sites: tuple[str, ...], backward: bool = True
+) -> Tape:
+    """A path computed alone, with the values of these sites, and those that their gradients need. Changes nothing."""
+    engine.lock.refuse_within_step()
+    return engine.lock.alone(lambda: Tape.of(engine.forest.runner, list(tokens), edits, sites, backward))
+
+
+def metric_of(engine: Source, metric: Metric | Differentiable) -> tuple[Function, bool]:
+    """A metric in any of its forms as a function of the logits, and whether its bits are promised."""
+    promised = True
+    if isinstance(metric, Differentiable):
+        promised, metric = metric.lane.certified, Divergence(metric.tape(()).logits)
+    found = named(metric)
+    return function_of(found, engine._target), promised and isinstance(found, Named)
+
+
+def differentiable(engine: Source, sites: str | Sequence[str]) -> tuple[str, ...]:
+    """The names of sites that have a gradient; NoGradient if one has none, BadRequest if there are none."""
+    names, lens = engine.sites.select(sites if isinstance(sites, str) else tuple(sites))
+    if lens:
+        raise NoGradient("Z, the logit lens, is read from S and has no gradient of its own. Ask for S.")
+    if not names:
+        raise BadRequest("No sites. Name some, e.g. sites='STC', or capture them on the branch.")
+    return names

@@ -1,0 +1,81 @@
+"""Gradients through edits: added vectors let them pass, replaced rows stop them, projections project them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens import errors
+from replaylens.engine.gradients.backward import through_edits
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.placing import place_all
+from tests.engine.gradients.reference import difference, of_decoder
+from tests.toy_model import VOCAB, engine, random_model
+
+TOKENS = torch.randint(0, VOCAB, (21,), generator=torch.Generator().manual_seed(6)).tolist()
+WIDE = torch.randn(3, 32, generator=torch.Generator().manual_seed(7))
+EDITS = {
+    "add": Edit("S", "add", WIDE[0], [2, 20], [1], factor=2.0),
+    "set": Edit("T", "set", WIDE[:2], [3, 4], [0]),
+    "zero": Edit("C", "zero", None, slice(5, None), [0]),
+    "project_out": Edit("blocks.1.ln2.hook_in", "project_out", WIDE, None),
+    "resample": Edit("embed.hook_out", "resample", WIDE, [1, 2, 3], seed=4),
+    "queries": Edit("blocks.1.attn.hook_rot_q", "zero", None, -1),
+    "keys": Edit("blocks.0.attn.k.hook_out", "set", torch.ones(2, 8), 6),
+    "neurons": Edit("blocks.0.mlp.in.hook_out", "add", torch.ones(48), None),
+    "norm": Edit("blocks.0.ln1.hook_out", "zero", None, [9]),
+}
+
+
+def metric(logits: Tensor) -> Tensor:
+    return logits[3] - logits[8]
+
+
+@pytest.mark.parametrize("what", [*EDITS, "all"])
+def test_agrees_with_autograd(what: str) -> None:
+    """At every site that has a gradient at all. The stream before a stopped gradient has the zeros that autograd gives it."""
+    edits = list(EDITS.values()) if what == "all" else [EDITS[what]]
+    subject = engine(random_model(gain=4.0))
+    ours = subject.prompt(TOKENS, edits=edits).gradients(metric, subject.sites.in_order())
+    truth = of_decoder(random_model(gain=4.0).double(), TOKENS, metric, place_all(edits, subject.sites, len(TOKENS)))
+    for site, expected in truth.items():
+        if expected.any():
+            assert difference(ours[site], expected) < 1e-5, site
+        else:
+            assert not ours[site].any()
+
+
+def test_where_the_gradient_stops() -> None:
+    """A replaced row has a gradient of its own, after the edit, and passes none on."""
+    subject, site = engine(), "blocks.1.hook_in"
+    ours = subject.prompt(TOKENS, edits=[Edit(site, "zero")]).gradients(metric, [site, "blocks.0.hook_out"])
+    assert ours[site].any() and not ours["blocks.0.hook_out"].any()
+
+
+def test_rows_without_the_edit_are_left_alone() -> None:
+    g, x = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(1))
+    edits = place_all([Edit("S", "add", WIDE[0], [1], [0]), Edit("S", "zero", None, [1], [0])], engine().sites, 4)
+    assert torch.equal(through_edits(g, x, edits[:1]), g)
+    stopped = through_edits(g, x, edits)
+    assert not stopped[1].any() and torch.equal(stopped[[0, 2, 3]], g[[0, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Edit("blocks.1.attn.hook_z", "zero", None, None, heads=[1, 3]),
+        Edit("S", "add", WIDE[0], None, [1], keep_norm=True),
+        Edit("S", "add", WIDE[0], None, [1], when=WIDE[1]),
+    ],
+)
+def test_edits_of_heads_lengths_and_conditions(edit: Edit) -> None:
+    """Edits that depend on the value they change: the gradient includes that."""
+    subject = engine(random_model(gain=4.0))
+    ours = subject.prompt(TOKENS, edits=[edit]).gradients(metric, "STC")
+    truth = of_decoder(random_model(gain=4.0).double(), TOKENS, metric, place_all([edit], subject.sites, len(TOKENS)))
+    assert max(difference(ours[site], truth[site]) for site in ours) < 1e-5
+
+
+def test_no_gradient_through_an_edited_pattern() -> None:
+    branch = engine().prompt(TOKENS, edits=[Edit("blocks.0.attn.hook_pattern", "mask", None, [5], keys=[2])])
+    with pytest.raises(errors.NoGradient, match="hook_pattern"):
+        branch.gradients(metric, "S")
