@@ -17,6 +17,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadEdit
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
+from replaylens.engine.request.hooks import hook_at
 from replaylens.engine.request.sampling import hash_bits
 from replaylens.engine.request.values import instance, integer, items, number, shown, whole
 
@@ -258,7 +259,7 @@ def resolve_hooks(hooks: Iterable[Hook], table: SiteTable) -> tuple[Hook, ...]:
     for pair in items("hooks", hooks, HOOKS, BadEdit):
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not callable(pair[1]):
             raise BadEdit(f"Invalid hook {shown(pair)}. Give {HOOKS}.")
-        out.append((table.resolve(pair[0]), pair[1]))
+        out.append(hook_at(pair[0], pair[1], table))
     return tuple(out)
 
 
@@ -279,7 +280,7 @@ def _names(edit: Edit, table: SiteTable) -> list[str]:
     if edit.site not in ("S", "T", "C"):
         if edit.layers is not None:
             raise BadEdit(f"layers was given, but {edit.site!r} is not S, T or C. Give one of these letters, or no layers.")
-        return [table.resolve(edit.site)]
+        return [table.editable(edit.site)]
     names = table.per_layer(edit.site)
     layers = range(len(names)) if edit.layers is None else edit.layers
     if bad := [layer for layer in layers if not 0 <= layer < len(names)]:

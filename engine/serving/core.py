@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -44,6 +44,8 @@ from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.request import Request
 from replaylens.engine.serving.stream import Stream
 from replaylens.engine.serving.uncopied import Uncopied
+
+AnyBranch = TypeVar("AnyBranch", bound=Branch)
 
 SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
@@ -162,7 +164,7 @@ class Core(Uncopied):
     ) -> Branch:
         """A new root branch with its prompt computed. Options as in `prompts`."""
         capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
-        (branch,) = self._planted([text], capture, edits, hooks)
+        (branch,) = self._named(self._planted([text], capture, edits, hooks), sites)
         return branch
 
     def prompts(
@@ -189,7 +191,16 @@ class Core(Uncopied):
                        what is stored of them and where, as in `capture_spec`
         """
         capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
-        return self._planted(texts, capture, edits, hooks)
+        return self._named(self._planted(texts, capture, edits, hooks), sites)
+
+    def _named(self, branches: list[AnyBranch], sites: str | Sequence[str] | None) -> list[AnyBranch]:
+        """Mutates: captured rows are listed by the names that they were asked for. Returns the branches."""
+        asked = self.sites.asked(sites if isinstance(sites, str) else () if sites is None else tuple(sites))
+        for branch in branches if asked else ():
+            for recording in (branch.lane.recording, branch.lane.template):
+                if recording is not None:
+                    recording.asked = asked
+        return branches
 
     def _wanted(
         self,

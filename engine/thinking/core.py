@@ -138,7 +138,8 @@ class ThinkingCore(Core):
     ) -> "ThinkingBranch":
         """A new root branch that thinks on its prompt. Options as in `prompts`; `drafts` are those of this prompt."""
         capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
-        (branch,) = self._thought_along([text], capture, edits, hooks, guess, None if drafts is None else [drafts])
+        given = None if drafts is None else [drafts]
+        (branch,) = self._named(self._thought_along([text], capture, edits, hooks, guess, given), sites)
         return branch
 
     def prompts(
@@ -168,7 +169,7 @@ class ThinkingCore(Core):
         Only the chunks of a prompt and the first chunk after it receive states. An edit of S elsewhere has no effect.
         """
         capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
-        return self._thought_along(texts, capture, edits, hooks, guess, drafts)
+        return self._named(self._thought_along(texts, capture, edits, hooks, guess, drafts), sites)
 
     def _thought_along(
         self,
