@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, UnsupportedModel, no_such
 from replaylens.engine.model import smollm2, weights
@@ -14,14 +13,14 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Text, load_text
 from replaylens.engine.passes.ferry import RING_BYTES
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.replay import interop, replayer
+from replaylens.engine.replay import replayer
 from replaylens.engine.replay.examples import ReplayOptions, replay_examples
+from replaylens.engine.replay.interop import TransformerLensVerbs
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, items, shown, whole
 from replaylens.engine.run import Run
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Core
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.core import ThinkingCore
 from replaylens.engine.thinking.model import ThinkingDecoder
@@ -31,7 +30,7 @@ from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks import Example
 
 
-class Engine(Core):
+class Engine(TransformerLensVerbs):
     """A model, its KV cache and its tree of branches.
 
     Make one with `Engine.load`; the parameters of the constructor are those of `Core`.
@@ -155,10 +154,6 @@ class Engine(Core):
         sites  capture these instead of the recorded sites
         """
         return replayer.replay_trace(self, trace, sites)
-
-    def run_with_cache(self, tokens: Any, names_filter: Any = None, pos_slice: slice | int | None = None) -> tuple[Tensor, Any]:
-        """Logits and an `ActivationCache`, as in TransformerLens; see `interop.run_with_cache`."""
-        return interop.run_with_cache(self, tokens, names_filter, pos_slice)
 
 
 class ThinkingEngine(ThinkingCore, Engine):

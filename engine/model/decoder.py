@@ -97,7 +97,9 @@ class Attention(nn.Module):
         pattern, scores = tap.wants(self.pattern_site), tap.wants(self.scores_site)
         if not pattern and not scores:
             return None
-        return Observer(partial(tap, self.pattern_site) if pattern else None, partial(tap, self.scores_site) if scores else None)
+        return Observer(
+            partial(tap, self.pattern_site) if pattern else None, partial(tap, self.scores_site) if scores else None
+        )
 
 
 class Mlp(nn.Module):

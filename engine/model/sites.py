@@ -194,7 +194,9 @@ class SiteTable:
         site = self.resolve(name)
         if name in self.read_only:
             instead = f" It has the value of {site}, which other parts read as well: edit that." if name != site else ""
-            raise BadEdit(f"{name} can be captured but not edited.{instead or ' Edit the site that the norm or the heads write.'}")
+            raise BadEdit(
+                f"{name} can be captured but not edited.{instead or ' Edit the site that the norm or the heads write.'}"
+            )
         return site
 
     def letter(self, letter: str) -> list[str]:

@@ -91,7 +91,7 @@ class CachedOps(CpuOps):
         return heads.q, heads.joined[:, num_queries:]
 
     def _assemble(self, patterns: list[Tensor], heads: int, rest: float) -> Tensor:
-        """One tensor [padded rows, heads, largest number of keys] from the groups' pieces. Keys that a group lacks get `rest`."""
+        """One tensor [padded rows, heads, largest number of keys] from the groups' pieces; `rest` where a group has no key."""
         groups = self.batch.groups
         out = torch.full((self.batch.padded + 1, heads, max(g.num_keys for g in groups)), rest, dtype=patterns[0].dtype)
         for group, pattern in zip(groups, patterns, strict=True):

@@ -125,8 +125,10 @@ def test_both_sides_of_a_module_are_the_bridges(name: str) -> None:
     wrong = {a: error for a in sites.same if not (error := compare(name, sites.resolve(a), a)) < TOLERANCE}
     assert wrong == {}
     shifted = {a: sites.resolve(b) for a, b in zip(sites.same, [*sites.same][1:], strict=False)}
-    assert any(captured(name)[site].shape == captured(name)[sites.resolve(a)].shape and compare(name, site, a) > 0.01
-               for a, site in shifted.items()), "negative control: another name has another value"
+    assert any(
+        captured(name)[site].shape == captured(name)[sites.resolve(a)].shape and compare(name, site, a) > 0.01
+        for a, site in shifted.items()
+    ), "negative control: another name has another value"
 
 
 @families
