@@ -17,10 +17,12 @@ from replaylens.engine.replay import replayer
 from replaylens.engine.replay.examples import ReplayOptions, replay_examples
 from replaylens.engine.replay.interop import TransformerLensVerbs
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.options import named_options
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, items, shown, whole
 from replaylens.engine.run import Run
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.request import SAMPLING
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.core import ThinkingCore
 from replaylens.engine.thinking.model import ThinkingDecoder
@@ -44,6 +46,7 @@ class Engine(TransformerLensVerbs):
     """
 
     @classmethod
+    @named_options
     def load(
         cls,
         source: Any,
@@ -113,6 +116,7 @@ class Engine(TransformerLensVerbs):
             capture_buffer=capture_buffer,
         )
 
+    @named_options
     def replay(
         self,
         examples: Iterable[Example],
@@ -142,7 +146,7 @@ class Engine(TransformerLensVerbs):
         deterministic  False: take the fast path's tokens; the run is then not certified and cannot be saved
         batch          number of examples served together; changes no bit
         """
-        sampling = instance("sampling", Sampling() if sampling is None else sampling, Sampling, "a Sampling")
+        sampling = instance("sampling", Sampling() if sampling is None else sampling, Sampling, SAMPLING)
         sampling = replace(sampling, seed=sampling.seed + whole("seed", seed))
         options = ReplayOptions(sites, drafter, window, sampling, edits, max_new, rejected, deterministic)
         listed = items("examples", examples, "a list of examples")

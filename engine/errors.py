@@ -133,6 +133,10 @@ class BadRequest(EngineError, ValueError):
     """A prompt, a sampling parameter or an option that cannot be served. Nothing was started."""
 
 
+class UnknownOption(BadRequest, TypeError):
+    """A call with an option that does not exist, with too many values, or without one that it needs."""
+
+
 class MissingPackage(EngineError, ImportError):
     """A feature needs a package that is not installed. The message says how to install it."""
 

@@ -12,8 +12,9 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.sites import KEY_SITES, layer_of
 from replaylens.engine.replay import tokens as text
 from replaylens.engine.replay.cache_model import CacheModel
-from replaylens.engine.replay.tokens import Tokens
+from replaylens.engine.replay.tokens import TokenInput
 from replaylens.engine.request.hooks import BatchHook
+from replaylens.engine.request.options import named_options
 from replaylens.engine.request.values import flag, items, shown, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
@@ -34,9 +35,10 @@ class TransformerLensVerbs(Core):
     prepend_bos  None: the tokenizer decides, as in `prompt`; True: with one; False: without
     """
 
+    @named_options
     def __call__(
         self,
-        tokens: Tokens,
+        tokens: TokenInput,
         return_type: ReturnType = "logits",
         *,
         loss_per_token: bool = False,
@@ -49,9 +51,10 @@ class TransformerLensVerbs(Core):
         """
         return _run(self, tokens, (), (), return_type, loss_per_token, prepend_bos, stop_at_layer)[0]
 
+    @named_options
     def run_with_cache(
         self,
-        tokens: Tokens,
+        tokens: TokenInput,
         names_filter: NamesFilter = None,
         pos_slice: slice | int | None = None,
         *,
@@ -89,9 +92,10 @@ class TransformerLensVerbs(Core):
         made = ActivationCache(cache, CacheModel(self))
         return out, made.remove_batch_dim() if remove_batch_dim else made
 
+    @named_options
     def run_with_hooks(
         self,
-        tokens: Tokens,
+        tokens: TokenInput,
         fwd_hooks: Sequence[FwdHook] = (),
         *,
         return_type: ReturnType = "logits",
@@ -118,15 +122,16 @@ class TransformerLensVerbs(Core):
         finally:
             _around.reset(before)
 
+    @named_options
     def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> Tensor:
         """Token ids [batch, positions] of a text or several; padded on the right with the tokenizer's padding token."""
         return torch.tensor(text.encoded(self, input, prepend_bos))
 
-    def to_string(self, tokens: Tokens) -> str | list[str]:
+    def to_string(self, tokens: TokenInput) -> str | list[str]:
         """The text of token ids; of a batch, one for each."""
         return text.decoded(self, tokens)
 
-    def to_str_tokens(self, input: Tokens, prepend_bos: bool | None = None) -> list[str]:
+    def to_str_tokens(self, input: TokenInput, prepend_bos: bool | None = None) -> list[str]:
         """The text of each token of one text or path."""
         (path,) = text.one(self, input, prepend_bos)
         return [self.text.token(token) for token in path]
@@ -138,7 +143,7 @@ class TransformerLensVerbs(Core):
 
 def _run(
     engine: Core,
-    tokens: Tokens,
+    tokens: TokenInput,
     sites: Sequence[str],
     fwd_hooks: Sequence[FwdHook],
     return_type: ReturnType,

@@ -11,7 +11,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.values import integer, items
 from replaylens.engine.serving.core import Core
 
-Tokens = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
+TokenInput = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 INPUTS = ("embed.hook_in", "pos_embed.hook_in")
 """names of what goes in: token ids and positions. A cache has them; as sites of a branch, see `tokens`"""
 
@@ -21,7 +21,7 @@ def inputs(name: str, paths: list[list[int]]) -> Tensor:
     return torch.tensor(paths) if name == "embed.hook_in" else torch.arange(len(paths[0]))[None]
 
 
-def paths(engine: Core, tokens: Tokens, prepend_bos: bool | None = None) -> list[list[int]]:
+def paths(engine: Core, tokens: TokenInput, prepend_bos: bool | None = None) -> list[list[int]]:
     """Checked token ids of sequences of one length."""
     if isinstance(tokens, str):
         return encoded(engine, tokens, prepend_bos)
@@ -39,7 +39,7 @@ def paths(engine: Core, tokens: Tokens, prepend_bos: bool | None = None) -> list
     return found
 
 
-def one(engine: Core, tokens: Tokens, prepend_bos: bool | None = None) -> list[list[int]]:
+def one(engine: Core, tokens: TokenInput, prepend_bos: bool | None = None) -> list[list[int]]:
     """As `paths`, of one sequence."""
     found = paths(engine, tokens, prepend_bos)
     if len(found) != 1:
@@ -75,7 +75,7 @@ def _with_bos(engine: Core, text: str, prepend_bos: bool | None) -> Any:
     return ids[1:] if begins and not prepend_bos else ids if begins or not prepend_bos else [bos, *ids]
 
 
-def decoded(engine: Core, tokens: Tokens) -> str | list[str]:
+def decoded(engine: Core, tokens: TokenInput) -> str | list[str]:
     """The text of token ids; of a batch, one for each."""
     rows = items("tokens", tokens, "token ids, or several lists of them")
     if rows and all(isinstance(row, Sequence | np.ndarray | Tensor) and integer(row) is None for row in rows):

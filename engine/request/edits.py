@@ -18,6 +18,7 @@ from replaylens.engine.errors import BadEdit
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.request.hooks import hook_at
+from replaylens.engine.request.options import named_fields
 from replaylens.engine.request.sampling import hash_bits
 from replaylens.engine.request.values import instance, integer, items, number, shown, whole
 
@@ -29,6 +30,7 @@ HOOKS = "a list of (site name, function) pairs"
 _NOT_EDITABLE = ("attn.hook_pattern", "ln_final.hook_out", "unembed.hook_out")
 
 
+@named_fields
 @dataclass(frozen=True, eq=False)
 class Edit:
     """What to change, and where.

@@ -35,13 +35,14 @@ from replaylens.engine.proof import certificates, fingerprint
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.edits import Edit, Hook, place_all, resolve_hooks
+from replaylens.engine.request.options import named_options
 from replaylens.engine.request.positions import Where
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, integer, items, one_path, shown, token_ids, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
-from replaylens.engine.serving.request import Request
+from replaylens.engine.serving.request import SAMPLING, Request
 from replaylens.engine.serving.stream import Stream
 from replaylens.engine.serving.uncopied import Uncopied
 
@@ -147,6 +148,7 @@ class Core(Uncopied):
 
     # ---- branches -----------------------------------------------------------------------------------------------
 
+    @named_options
     def prompt(
         self,
         text: str | Sequence[int] | Tensor,
@@ -167,6 +169,7 @@ class Core(Uncopied):
         (branch,) = self._named(self._planted([text], capture, edits, hooks), sites)
         return branch
 
+    @named_options
     def prompts(
         self,
         texts: Iterable[str | Sequence[int] | Tensor],
@@ -243,6 +246,7 @@ class Core(Uncopied):
         """The user's handle on a lane."""
         return Branch(self, lane)
 
+    @named_options
     def generate(
         self,
         branches: Sequence[Branch],
@@ -267,11 +271,11 @@ class Core(Uncopied):
         drafts         for the `forced` drafter: chains of tokens by their start position
         final          also compute the last token's own row
         """
-        branches = items("branches", branches, "a list of branches")
+        branches = items("branches", branches, "a list of branches, such as [engine.prompt(...)]")
         if sampling is None or isinstance(sampling, Sampling):
             own = [sampling or Sampling()] * len(branches)
         else:
-            own = items("sampling", sampling, "a Sampling, or one for each branch")
+            own = items("sampling", sampling, f"{SAMPLING}, or one for each branch")
         if len(own) != len(branches):
             raise BadRequest(f"Got {len(own)} samplings for {len(branches)} branches. Give one for all, or one for each.")
         how = (drafter, window, deterministic, keep_rejected, drafts, final)
@@ -314,6 +318,7 @@ class Core(Uncopied):
             self.forest.force(branch.lane, ids)
         return jobs
 
+    @named_options
     def stream(
         self,
         branch: Branch,

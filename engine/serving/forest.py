@@ -222,11 +222,13 @@ class Forest:
         """Wait until submitted jobs are done, stepping the loop if no other thread does. Raises the first error among them."""
         with tqdm(total=sum(job.new_tokens for job in jobs), unit="token", disable=not progress) as bar:
 
-            def show() -> None:
+            def show() -> None:  # what a job that stopped early leaves out is no longer to come
+                bar.total = sum(job.generated if job.done else job.new_tokens for job in jobs)
                 bar.update(sum(job.generated for job in jobs) - bar.n)
 
             self.lock.drive(self.loop.step, lambda: all(job.done for job in jobs), show if progress else None)
             show()
+            bar.refresh()
         for job in jobs:
             if job.error is not None:
                 raise job.error

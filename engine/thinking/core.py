@@ -26,6 +26,7 @@ from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, PlacedEdit, listed, place, resolve_hooks
+from replaylens.engine.request.options import named_options
 from replaylens.engine.request.values import items, one_path, shown, token_ids, whole
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
 from replaylens.engine.serving.core import Core
@@ -119,6 +120,7 @@ class ThinkingCore(Core):
         rest = tuple(name for name in spec.sites if name not in LETTERS)
         return replace(spec, sites=rest or (spec.last,), thoughts=thoughts)
 
+    @named_options
     def prompt(
         self,
         text: str | Sequence[int] | Tensor,
@@ -142,6 +144,7 @@ class ThinkingCore(Core):
         (branch,) = self._named(self._thought_along([text], capture, edits, hooks, guess, given), sites)
         return branch
 
+    @named_options
     def prompts(
         self,
         texts: Iterable[str | Sequence[int] | Tensor],
