@@ -9,21 +9,18 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.model.sites import KEY_SITES, layer_of
 from replaylens.engine.replay import tokens as text
 from replaylens.engine.replay.cache_model import CacheModel
+from replaylens.engine.replay.names import HEADS_FIRST, NamesFilter, chosen, layer_number, residual_site, slice_of, sliced
 from replaylens.engine.replay.tokens import TokenInput
 from replaylens.engine.request.hooks import BatchHook
 from replaylens.engine.request.options import named_options
-from replaylens.engine.request.values import flag, items, shown, whole
+from replaylens.engine.request.values import flag, items, shown
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 
-NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
 ReturnType = Literal["logits", "loss", "both"] | None
 FwdHook = tuple[str | Callable[[str], bool], Callable[[Tensor, Any], Tensor | None]]
-HEADS_FIRST = (*KEY_SITES, "q_norm.hook_out", "k_norm.hook_out")
-"""sites that TransformerLens gives as [batch, heads, positions, ...]"""
 _around: ContextVar[tuple[tuple["TransformerLensVerbs", FwdHook], ...]] = ContextVar("hooks", default=())
 """the hooks of the open `hooks` contexts"""
 
@@ -75,8 +72,8 @@ class TransformerLensVerbs(Core):
 
         Every value is canonical: it has the same bits as in a replay, a fork or a dump.
         """
-        rows, names = text.paths(self, tokens, prepend_bos), _chosen(self, names_filter, stop_at_layer)
-        where = _where(pos_slice, len(rows[0]))
+        rows, names = text.paths(self, tokens, prepend_bos), chosen(self, names_filter, stop_at_layer)
+        where = slice_of(pos_slice, len(rows[0]))
         if flag("remove_batch_dim", remove_batch_dim) and len(rows) > 1:
             raise BadRequest(f"remove_batch_dim=True was given for {len(rows)} sequences. Give one sequence.")
         sites = tuple(dict.fromkeys(self.sites.resolve(name) for name in names if name not in text.INPUTS))
@@ -84,7 +81,7 @@ class TransformerLensVerbs(Core):
         cache: dict[str, Tensor] = {}
         for name in names:
             value = text.inputs(name, rows) if name in text.INPUTS else values[self.sites.resolve(name)]
-            cache[name] = value[..., where] if name in text.INPUTS else _sliced(name, value, where)
+            cache[name] = value[..., where] if name in text.INPUTS else sliced(name, value, where)
         if not flag("return_cache_object", return_cache_object):
             return out, {name: value[0] for name, value in cache.items()} if remove_batch_dim else cache
         from transformer_lens import ActivationCache
@@ -152,11 +149,11 @@ def _run(
     stop_at_layer: int | None,
 ) -> tuple[Any, dict[str, Tensor]]:
     """(what was asked for, site -> rows [batch, positions, ...])"""
-    if return_type not in ("logits", "loss", "both", None):
+    if return_type is not None and (not isinstance(return_type, str) or return_type not in ("logits", "loss", "both")):
         raise BadRequest(f"Invalid return_type={shown(return_type)}. Give 'logits', 'loss', 'both' or None.")
     per_token, paths = flag("loss_per_token", loss_per_token), text.paths(engine, tokens, prepend_bos)
-    stop = _layer(engine, stop_at_layer)
-    wanted = _residual(engine, stop)
+    stop = layer_number(engine, stop_at_layer)
+    wanted = residual_site(engine, stop)
     if return_type in ("loss", "both") and (stop is not None or len(paths[0]) < 2):
         raise BadRequest("A loss needs the whole model and at least two tokens. Ask for return_type='logits' instead.")
     hooks = _batched(engine, [*(hook for owner, hook in _around.get() if owner is engine), *_pairs(fwd_hooks)], paths)
@@ -184,70 +181,6 @@ def _loss(logits: Tensor, paths: list[list[int]], per_token: bool) -> Tensor:
     follows = torch.tensor(paths)[:, 1:, None]
     loss = -logits[:, :-1].log_softmax(-1).gather(-1, follows).squeeze(-1)
     return loss if per_token else loss.mean()
-
-
-def _layer(engine: Core, stop_at_layer: int | None) -> int | None:
-    if stop_at_layer is None:
-        return None
-    count = engine.config.num_layers
-    return whole("stop_at_layer", stop_at_layer, -count, count) % (count + (stop_at_layer >= 0))
-
-
-def _residual(engine: Core, stop: int | None) -> str:
-    """The residual stream that enters a block; of all blocks or none, that which leaves the last."""
-    last = engine.config.num_layers
-    return f"blocks.{last - 1}.hook_out" if stop in (None, last) else f"blocks.{stop}.hook_in"
-
-
-def _where(pos_slice: slice | int | None, length: int) -> slice:
-    """The positions as a slice. A single position keeps its dimension."""
-    if pos_slice is None:
-        return slice(None)
-    if not isinstance(pos_slice, slice):
-        at = whole("pos_slice", pos_slice, -length, length - 1)
-        return slice(at, at + 1 or None)
-    start, stop = (None if end is None else whole("pos_slice", end) for end in (pos_slice.start, pos_slice.stop))
-    step = 1 if pos_slice.step is None else whole("pos_slice.step", pos_slice.step, 1)
-    return slice(*slice(start, stop, step).indices(length))
-
-
-def _sliced(name: str, value: Tensor, where: slice) -> Tensor:
-    """Some positions of [batch, positions, ...], in TransformerLens' layout."""
-    value = value[:, where]
-    return value.transpose(1, 2) if name.endswith((*HEADS_FIRST, "q_normed", "k_normed")) else value
-
-
-def _chosen(engine: Core, names_filter: NamesFilter, stop_at_layer: int | None) -> list[str]:
-    """The names in the cache: of every chosen site its own and the legacy one, and the other names that were asked for."""
-    table, stop = engine.sites, _layer(engine, stop_at_layer)
-    every = [name for name in text.INPUTS if name != "pos_embed.hook_in" or "pos_embed.hook_out" in table.sites]
-    others = {site: [name for name, of in table.same.items() if of == site] for site in table.sites}
-    for site in table.in_order():
-        every += [site, *table.sites[site].aliases, *others[site]]
-    if names_filter is None or callable(names_filter):
-        hidden = KEY_SITES if names_filter is None and engine.runner.device != "cpu" else ()
-        found = [name for name in every if not name.endswith(hidden or "\0") and (names_filter is None or names_filter(name))]
-        chosen = [name for name in found if _runs(table.names.get(name, name), stop)]
-    else:
-        said = "a name, names or a function"
-        chosen = [names_filter] if isinstance(names_filter, str) else items("names_filter", names_filter, said)
-        for name in chosen:
-            if name not in text.INPUTS and not _runs(table.resolve(name), stop):
-                raise BadRequest(f"{name} is not computed with stop_at_layer={stop_at_layer}. Leave one of the two out.")
-    legacy = {name for each in chosen if each not in text.INPUTS for name in _pair(engine, table.resolve(each))}
-    return [name for name in every if name in legacy or name in chosen]
-
-
-def _pair(engine: Core, site: str) -> tuple[str, ...]:
-    return (site, *engine.sites.sites[site].aliases)
-
-
-def _runs(site: str, stop: int | None) -> bool:
-    """Whether a run that stops at a block computes the site."""
-    if stop is None:
-        return True
-    layer = layer_of(site)
-    return layer < stop if layer is not None else not site.startswith(("ln_final.", "unembed."))
 
 
 def _pairs(fwd_hooks: Sequence[FwdHook]) -> list[FwdHook]:

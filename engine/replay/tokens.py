@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.request.values import integer, items
+from replaylens.engine.request.values import integer, items, token_ids
 from replaylens.engine.serving.core import Core
 
 TokenInput = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
@@ -79,5 +79,5 @@ def decoded(engine: Core, tokens: TokenInput) -> str | list[str]:
     """The text of token ids; of a batch, one for each."""
     rows = items("tokens", tokens, "token ids, or several lists of them")
     if rows and all(isinstance(row, Sequence | np.ndarray | Tensor) and integer(row) is None for row in rows):
-        return [engine.text.decode([int(token) for token in row]) for row in rows]
-    return engine.text.decode([int(token) for token in rows])
+        return [engine.text.decode(engine._check_tokens(token_ids("tokens", row))) for row in rows]
+    return engine.text.decode(engine._check_tokens(token_ids("tokens", rows)))
