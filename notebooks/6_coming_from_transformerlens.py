@@ -90,9 +90,9 @@ print(f"loss: {(engine(tokens, return_type='loss') - bridge(tokens, return_type=
 # %% [markdown]
 # ## Hooks, and what to use instead
 #
-# `run_with_hooks` is as you know it, and hook functions work on a fork. The engine cannot know what a function computes, so such a branch is not certified. An `Edit`
-# is data: it has a hash, shares KV up to the first edited position, and can be dumped and replayed. Activation patching,
-# ablation and steering vectors are edits.
+# `run_with_hooks` is as you know it, and hook functions work on a fork. The engine cannot know what a function computes, so
+# such a branch is not certified. An `Edit` is data: it has a hash, shares KV up to the first edited position, and can be dumped
+# and replayed. Activation patching, ablation and steering vectors are edits.
 
 # %%
 direction = torch.randn(64)

@@ -15,70 +15,9 @@ from functools import cached_property, lru_cache
 
 from replaylens.engine.errors import BadEdit, UnknownSite
 from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.site_names import GLOBAL_SITES, LAYER_SITES, READ_ONLY, SAME_VALUES
 
 LETTERS = "STCZ"
-SCORES = "attn.hook_attn_scores"
-KEY_SITES = ("attn.hook_pattern", SCORES)
-"""the ends of names of sites whose rows have one value per key"""
-
-_LAYER_SITES = {
-    # name within the block: (trailing shape, legacy alias)
-    "hook_in": ("d_model", "hook_resid_pre"),
-    "ln1.hook_scale": ("one", None),
-    "ln1.hook_normalized": ("d_model", None),
-    "ln1.hook_out": ("d_model", None),
-    "attn.q.hook_out": ("heads d_head", "attn.hook_q"),
-    "attn.k.hook_out": ("kv_heads d_head", "attn.hook_k"),
-    "attn.v.hook_out": ("kv_heads d_head", "attn.hook_v"),
-    "attn.q_norm.hook_out": ("heads d_head", "attn.hook_q_normed"),
-    "attn.k_norm.hook_out": ("kv_heads d_head", "attn.hook_k_normed"),
-    "attn.hook_rot_q": ("heads d_head", None),
-    "attn.hook_rot_k": ("kv_heads d_head", None),
-    "attn.hook_attn_scores": ("heads keys", None),
-    "attn.hook_pattern": ("heads keys", None),
-    "attn.o.hook_in": ("heads d_head", "attn.hook_z"),
-    "attn.hook_out": ("d_model", "hook_attn_out"),
-    "ln1_post.hook_scale": ("one", None),
-    "ln1_post.hook_normalized": ("d_model", None),
-    "ln1_post.hook_out": ("d_model", "hook_attn_out"),
-    "ln2.hook_in": ("d_model", "hook_resid_mid"),
-    "ln2.hook_scale": ("one", None),
-    "ln2.hook_normalized": ("d_model", None),
-    "ln2.hook_out": ("d_model", None),
-    "mlp.gate.hook_out": ("d_mlp", "mlp.hook_pre"),
-    "mlp.in.hook_out": ("d_mlp", "mlp.hook_pre"),
-    "mlp.out.hook_in": ("d_mlp", "mlp.hook_post"),
-    "mlp.hook_out": ("d_model", "hook_mlp_out"),
-    "ln2_post.hook_scale": ("one", None),
-    "ln2_post.hook_normalized": ("d_model", None),
-    "ln2_post.hook_out": ("d_model", "hook_mlp_out"),
-    "hook_out": ("d_model", "hook_resid_post"),
-}
-_SAME_VALUES = {
-    # name within the block: (the site that has this value, whether an edit there is the same as well)
-    "ln1.hook_in": ("hook_in", False),
-    "attn.hook_in": ("ln1.hook_out", True),
-    "attn.q.hook_in": ("ln1.hook_out", False),
-    "attn.k.hook_in": ("ln1.hook_out", False),
-    "attn.v.hook_in": ("ln1.hook_out", False),
-    "attn.o.hook_out": ("attn.hook_out", True),
-    "ln1_post.hook_in": ("attn.hook_out", True),
-    "mlp.hook_in": ("ln2.hook_out", True),
-    "mlp.in.hook_in": ("ln2.hook_out", False),
-    "mlp.gate.hook_in": ("ln2.hook_out", False),
-    "mlp.out.hook_out": ("mlp.hook_out", True),
-    "ln2_post.hook_in": ("mlp.hook_out", True),
-}
-"""TransformerLens has a name on either side of every module. Where nothing happens in between, both have one value"""
-_READ_ONLY = ("hook_scale", "hook_normalized", "hook_attn_scores")
-_GLOBAL_SITES = {
-    "embed.hook_out": ("d_model", "hook_embed"),
-    "pos_embed.hook_out": ("d_model", "hook_pos_embed"),
-    "ln_final.hook_scale": ("one", None),
-    "ln_final.hook_normalized": ("d_model", None),
-    "ln_final.hook_out": ("d_model", None),
-    "unembed.hook_out": ("vocab", "hook_unembed"),
-}
 
 
 @dataclass(frozen=True)
@@ -106,11 +45,11 @@ class SiteTable:
         """other name of the same value -> site"""
         self.read_only: set[str] = set()
         """names that can be captured, but not edited"""
-        for name, (shape, alias) in _GLOBAL_SITES.items():
+        for name, (shape, alias) in GLOBAL_SITES.items():
             if name != "pos_embed.hook_out" or config.learned_positions:
                 self._add(name, None, shape, alias)
         for layer in range(config.num_layers):
-            for name, (shape, alias) in _LAYER_SITES.items():
+            for name, (shape, alias) in LAYER_SITES.items():
                 if self._has(name):
                     self._add(f"blocks.{layer}.{name}", layer, shape, f"blocks.{layer}.{alias}" if alias else None)
         if config.gated_mlp:  # the linear half of a gated MLP has its own legacy name
@@ -122,11 +61,11 @@ class SiteTable:
         self._name_twice()
 
     def _name_twice(self) -> None:
-        """Mutates: adds the names of `_SAME_VALUES`, and says what cannot be edited."""
+        """Mutates: adds the names of `SAME_VALUES`, and says what cannot be edited."""
         last = self.config.num_layers - 1
         self.same = {"ln_final.hook_in": f"blocks.{last}.hook_out", "unembed.hook_in": "ln_final.hook_out"}
         for layer in range(last + 1):
-            for name, (site, editable) in _SAME_VALUES.items():
+            for name, (site, editable) in SAME_VALUES.items():
                 full = f"blocks.{layer}.{name}"
                 if self._has(name):
                     self.same[full] = f"blocks.{layer}.{site}"
@@ -135,7 +74,7 @@ class SiteTable:
             if self.config.parallel_residual:  # the MLP's norm reads what enters the block
                 self.same[f"blocks.{layer}.ln2.hook_in"] = f"blocks.{layer}.hook_in"
                 self.read_only.add(f"blocks.{layer}.ln2.hook_in")
-        self.read_only |= {name for name in self.sites if name.endswith(_READ_ONLY)}
+        self.read_only |= {name for name in self.sites if name.endswith(READ_ONLY)}
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -193,10 +132,8 @@ class SiteTable:
         """As `resolve`, but BadEdit for names whose value can be captured and not edited."""
         site = self.resolve(name)
         if name in self.read_only:
-            instead = f" It has the value of {site}, which other parts read as well: edit that." if name != site else ""
-            raise BadEdit(
-                f"{name} can be captured but not edited.{instead or ' Edit the site that the norm or the heads write.'}"
-            )
+            why = "It is computed beside the pass" if name == site else f"Its value, {site}, is read by other parts as well"
+            raise BadEdit(f"{name} can be captured but not edited. {why}. Edit a site before or after it.")
         return site
 
     def letter(self, letter: str) -> list[str]:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.model.sites import KEY_SITES, SiteTable, layer_of
+from replaylens.engine.model.site_names import KEY_SITES
+from replaylens.engine.model.sites import SiteTable, layer_of
 from replaylens.engine.replay import tokens as text
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.serving.core import Core

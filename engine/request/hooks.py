@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit, BadRequest
-from replaylens.engine.model.sites import KEY_SITES, SiteTable
+from replaylens.engine.model.site_names import KEY_SITES
+from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.request.capture import HEAD_SITES
 
 HookFunction = Callable[[Tensor, Any], Tensor | None]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import IntegrityError, UnknownSite
 from replaylens.engine.model.ops import MASKED
-from replaylens.engine.model.sites import KEY_SITES, SCORES
+from replaylens.engine.model.site_names import KEY_SITES, SCORES
 from replaylens.engine.request.positions import before
 
 

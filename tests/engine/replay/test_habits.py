@@ -1,11 +1,13 @@
 """What a TransformerLens user types, with TransformerLens' own answers beside it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from replaylens import Edit, tasks
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, UnknownSite
 from replaylens.engine.model import weights
@@ -59,9 +61,19 @@ def test_a_name_that_goes_in_comes_out(llama: Engine) -> None:
     ]
 
 
-def test_the_stream_between_blocks_has_two_names_until_it_is_changed_there(llama: Engine) -> None:
-    from replaylens import Edit
+def test_a_dump_is_read_by_the_names_it_was_asked_for(tmp_path: Path) -> None:
+    coin = Engine.load("coin-plain")
+    asked = ["blocks.1.hook_resid_post", "blocks.1.attn.o.hook_out", "blocks.1.mlp.in.hook_in", "blocks.2.ln1.hook_scale"]
+    run = coin.replay(tasks.get("coin")(flips=2).examples(2), sites=asked)
+    dump = run.save(tmp_path / "dump")
+    assert set(run[0].activations) == set(asked)
+    for name in asked:
+        assert torch.equal(dump.to_torch(name)[: len(run[0].tokens)], run[0].activations[name]), name
+    with pytest.raises(UnknownSite):
+        dump.to_torch("blocks.1.attn.hook_in")
 
+
+def test_the_stream_between_blocks_has_two_names_until_it_is_changed_there(llama: Engine) -> None:
     path = TOKENS[0].tolist()
     root = llama.prompt(path, sites="S")
     truth = llama.prompt(path, sites=["blocks.0.hook_resid_post"]).activations
@@ -118,8 +130,6 @@ def test_new_sites_have_the_same_bits_alone_and_in_company(name: str) -> None:
 
 
 def test_what_can_only_be_read_is_not_changed(llama: Engine) -> None:
-    from replaylens import Edit
-
     path, seen = TOKENS[0].tolist(), []
     root = llama.prompt(path, sites="S")
     for name in ("blocks.1.attn.q.hook_in", "blocks.1.ln1.hook_scale", "blocks.1.attn.hook_attn_scores"):

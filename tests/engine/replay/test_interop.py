@@ -10,7 +10,7 @@ from replaylens.engine.errors import BadRequest, BadWeights, OtherFingerprint, U
 from replaylens.engine.lens import tuned as tuned_lens
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.model import weights
-from replaylens.engine.model.sites import KEY_SITES
+from replaylens.engine.model.site_names import KEY_SITES
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
 
