@@ -18,8 +18,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from benchmarks.table import Table
-from replaylens.probes.goals import Goal
-from replaylens.probes.heldout import held_out
+from replaylens.probes.design.goals import Goal
+from replaylens.probes.fitting.heldout import held_out
 
 LAYERS, SITES, POSITIONS, ROWS, WIDTH, FOLDS = 30, 3, 8, 5000, 576, 5
 CELLS = LAYERS * SITES * POSITIONS

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaylens.probes.areas import area, area_gains
-from replaylens.probes.balanced import balanced_accuracy
-from replaylens.probes.rows import ProbeRows
-from replaylens.probes.statistics import mean_over_groups
-from replaylens.probes.summary import shown
-from replaylens.probes.sweeping import sweep
+from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.reports.summary import shown
+from replaylens.probes.scoring.areas import area, area_gains
+from replaylens.probes.scoring.balanced import balanced_accuracy
+from replaylens.probes.scoring.statistics import mean_over_groups
+from replaylens.probes.sweeps.sweeping import sweep
 from tests.probes.synthetic import labelled_rows
 
 RESULT = Path("benchmarks/results/calibration.json")

@@ -30,7 +30,14 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("engine/run", "engine/zoo"),
     ("engine/engine",),
     ("engine/cluster",),
-    ("probes",),
+    ("probes/errors",),
+    ("probes/checks",),
+    ("probes/scoring", "probes/estimators"),
+    ("probes/data",),
+    ("probes/design", "probes/reports"),
+    ("probes/fitting",),
+    ("probes/sweeps", "probes/causal"),
+    ("probes/questions",),
     ("views",),
     ("commands",),
     ("cli",),
@@ -83,11 +90,9 @@ def at_top(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def room_of(module: str) -> str:
-    """The room of a dotted name below `replaylens`: a sub-package of the engine, one of its files, or another part."""
+    """The room of a dotted name below `replaylens`: a sub-package or file of the engine or the probes, or another part."""
     words = module.split(".")[1:]
-    if words[0] == "engine":
-        return f"engine/{words[1]}" if len(words) > 1 else "engine"
-    return words[0]
+    return "/".join(words[: 2 if words[0] in ("engine", "probes") else 1])
 
 
 def faults(source: str, room: str | None) -> list[str]:
@@ -191,17 +196,26 @@ PLANTED: dict[str, tuple[str | None, str, str]] = {
         "from replaylens.engine.engine import Engine",
         "engine/dump imports engine/engine",
     ),
-    "engine above itself": ("engine/run", "def f():\n    from replaylens.probes import x", "engine/run imports probes"),
-    "probes above themselves": ("probes", "from replaylens.commands import fetch", "probes imports commands"),
+    "engine above itself": (
+        "engine/run",
+        "def f():\n    from replaylens.probes.data import rows",
+        "engine/run imports probes/data",
+    ),
+    "probes above themselves": ("probes/data", "from replaylens.commands import fetch", "probes/data imports commands"),
+    "a room of probes above itself": (
+        "probes/data",
+        "from replaylens.probes.design.splits import Split",
+        "probes/data imports probes/design",
+    ),
     "views above themselves": ("views", "def f():\n    from replaylens.commands import fetch", "views imports commands"),
     "commands above themselves": ("commands", "import replaylens.cli", "commands imports cli"),
-    "through an attribute": ("engine/run", "import replaylens\nreplaylens.probes.fit()", "engine/run imports probes"),
+    "through an attribute": ("engine/run", "import replaylens\nreplaylens.commands.fetch()", "engine/run imports commands"),
     "by a string": ("tasks", "importlib.import_module('replaylens.engine.run')", "tasks imports engine/run"),
     "for types only": ("tasks", "if TYPE_CHECKING:\n    from replaylens.engine.run import x", "tasks imports engine/run"),
     "a public name": ("engine/run", "from replaylens import Probe", "replaylens.Probe: import it from the file"),
     "a new room": ("engine/run", "from replaylens.engine.attic import x", "replaylens.engine.attic.x: import it from the file"),
     "bare": ("engine/run", "import tasks.coin", "bare tasks"),
-    "bare, from": ("probes", "from engine import model", "bare engine"),
+    "bare, from": ("probes/data", "from engine import model", "bare engine"),
     "bare, in a test": (None, "from kernels import matmul", "bare kernels"),
     "relative": ("engine/run", "from . import model", "relative import"),
     "relative, upwards": ("engine/run", "from ..tasks import coin", "relative import"),
@@ -232,7 +246,7 @@ def test_checker_finds_what_is_planted(plant: str) -> None:
         ("engine/run", "import replaylens\nprint(replaylens.__version__)"),
         ("engine/loop", "from replaylens.engine.loop.turn import Turn"),
         ("engine/serving", "from replaylens.engine.pictures.tree import Tree"),
-        ("views", "from replaylens.engine.dump.reader import Dump\nfrom replaylens.probes import x"),
+        ("views", "from replaylens.engine.dump.reader import Dump\nfrom replaylens.probes.data import rows"),
         ("__init__", "if TYPE_CHECKING:\n    from replaylens.engine.engine import Engine"),
         ("kernels", "import triton.language as tl"),
         ("tasks", "from replaylens.tasks.coin import Coin"),

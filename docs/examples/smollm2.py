@@ -24,11 +24,11 @@ from replaylens.engine.dump.verify import verify
 from replaylens.engine.model import smollm2
 from replaylens.engine.pictures.readings import word
 from replaylens.probes import ProbeRows, untrained_rows
+from replaylens.probes.design.splits import fold_of_groups
+from replaylens.probes.fitting.registry import get
 from replaylens.probes.questions.forced import forced_rows
-from replaylens.probes.registry import get
-from replaylens.probes.report import Report, about_rows, percent
-from replaylens.probes.splits import fold_of_groups
-from replaylens.probes.statistics import ratio_over_groups
+from replaylens.probes.reports.report import Report, about_rows, percent
+from replaylens.probes.scoring.statistics import ratio_over_groups
 from replaylens.tasks import Example
 from replaylens.views.report import ReportPage
 

@@ -22,7 +22,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.thinking.core import ThinkingBranch
 from replaylens.probes import ProbeRows
-from replaylens.probes.report import Report
+from replaylens.probes.reports.report import Report
 from replaylens.tasks import Example
 
 FLIPS = (2, 8)

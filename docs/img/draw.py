@@ -16,7 +16,7 @@ from replaylens.engine.pictures.frames import Frame, Phase
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.run import Run
-from replaylens.probes.sweeping import sweep
+from replaylens.probes.sweeps.sweeping import sweep
 from replaylens.views.report import ReportPage
 
 HERE = Path(__file__).parent

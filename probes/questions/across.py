@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaylens.probes.balanced import balanced_accuracy
 from replaylens.probes.checks import folds_and_seed
-from replaylens.probes.controls import token_identity
+from replaylens.probes.data.groups import groups_of, independent
+from replaylens.probes.data.rows import Cell, ProbeRows
+from replaylens.probes.design.controls import token_identity
+from replaylens.probes.design.goals import Goal, make_goal
+from replaylens.probes.design.splits import Split, fold_of_groups
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.goals import Goal, make_goal
-from replaylens.probes.groups import groups_of, independent
-from replaylens.probes.heldout import held_out
+from replaylens.probes.fitting.heldout import held_out
 from replaylens.probes.questions.sizes import sizes
-from replaylens.probes.report import Report, about_rows, percent, score_line
-from replaylens.probes.rows import Cell, ProbeRows
-from replaylens.probes.splits import Split, fold_of_groups
-from replaylens.probes.statistics import group_permutations, means_over_groups
+from replaylens.probes.reports.report import Report, about_rows, percent, score_line
+from replaylens.probes.scoring.balanced import balanced_accuracy
+from replaylens.probes.scoring.statistics import group_permutations, means_over_groups
 
 CONTROLS = (SHUFFLED, TOKEN) = ("shuffled labels", "token alone")
 _DRAWS = 4

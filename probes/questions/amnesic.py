@@ -10,17 +10,17 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import no_such
 from replaylens.engine.request.values import whole
 from replaylens.engine.run import Run
-from replaylens.probes.causal import refits
+from replaylens.probes.causal.effects import difference, line_of, line_of_placebos
+from replaylens.probes.causal.interventions import refits
+from replaylens.probes.causal.stage import Stage, Subject, Variant
 from replaylens.probes.checks import example_list, layer_list, names
-from replaylens.probes.effects import difference, line_of, line_of_placebos
-from replaylens.probes.erasers import Inlp, Leace
+from replaylens.probes.data.groups import distinct, groups_of
+from replaylens.probes.data.rows import Cell, ProbeRows
+from replaylens.probes.design.goals import make_goal
+from replaylens.probes.design.unseen import unseen
 from replaylens.probes.errors import BadRows, NoTask, ProbeError
-from replaylens.probes.goals import make_goal
-from replaylens.probes.groups import distinct, groups_of
-from replaylens.probes.report import Report, about_rows, percent
-from replaylens.probes.rows import Cell, ProbeRows
-from replaylens.probes.stage import Stage, Subject, Variant
-from replaylens.probes.unseen import unseen
+from replaylens.probes.estimators.erasers import Inlp, Leace
+from replaylens.probes.reports.report import Report, about_rows, percent
 from replaylens.tasks import Example
 
 ERASERS = ("leace", "inlp")
@@ -151,7 +151,7 @@ def _say(name: str, label: str, rank: int, lines: list[dict[str, Any]]) -> list[
     rates = [percent(line["accuracy"], line["low"], line["high"]) for line in (plain, own, random, after)]
     said = [
         f"{name} (rank {rank}): {rates[0]} wrong answers with nothing erased, {rates[1]} without {label!r}, {rates[2]} without "
-        f"random directions; a new probe at the site reads {label!r} in {rates[3]}."
+        f"random directions; a new probe at the site reads {label!r} in {rates[3]} (majority {100 * after['majority']:.1f} %)."
     ]
     shift = f"{more['nats']:+.3g} nats [{more['nats_low']:+.3g}, {more['nats_high']:+.3g}]"
     cost = percent(more["accuracy"], more["low"], more["high"])

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.engine import Engine
 from replaylens.engine.replay.examples import Result, result_of
+from replaylens.probes.causal.stage import held
+from replaylens.probes.data.rows import ProbeRows
 from replaylens.probes.errors import ProbeError
-from replaylens.probes.rows import ProbeRows
-from replaylens.probes.stage import held
 from replaylens.tasks import Example
 
 _BATCH = 32

@@ -9,17 +9,17 @@ import torch
 
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
+from replaylens.probes.data.groups import groups_of, independent
+from replaylens.probes.data.paths import row_paths
+from replaylens.probes.data.rows import Cell, ProbeRows, Target, make_target
+from replaylens.probes.design.goals import make_goal
+from replaylens.probes.design.splits import by_root
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.goals import make_goal
-from replaylens.probes.groups import groups_of, independent
-from replaylens.probes.heldout import held_out
-from replaylens.probes.paths import row_paths
+from replaylens.probes.fitting.heldout import held_out
+from replaylens.probes.fitting.refit import label_orders, refitted
 from replaylens.probes.questions.sizes import sizes
-from replaylens.probes.refit import label_orders, refitted
-from replaylens.probes.report import Report, about_rows, score_line
-from replaylens.probes.rows import Cell, ProbeRows, Target, make_target
-from replaylens.probes.splits import by_root
-from replaylens.probes.statistics import PERMUTATIONS, means_over_groups, ratio_over_groups
+from replaylens.probes.reports.report import Report, about_rows, score_line
+from replaylens.probes.scoring.statistics import PERMUTATIONS, means_over_groups, ratio_over_groups
 
 
 def outcome_at_fork(

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from replaylens.probes.groups import groups_of
-from replaylens.probes.rows import ProbeRows
+from replaylens.probes.data.groups import groups_of
+from replaylens.probes.data.rows import ProbeRows
 
 
 def sizes(rows: ProbeRows, side: np.ndarray | None = None) -> dict[str, Any]:

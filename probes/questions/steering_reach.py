@@ -6,13 +6,13 @@ from typing import Any
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.run import Run
-from replaylens.probes.causal import steer
+from replaylens.probes.causal.interventions import steer
+from replaylens.probes.data.groups import distinct
+from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.design.unseen import unseen
 from replaylens.probes.errors import ProbeError
-from replaylens.probes.groups import distinct
-from replaylens.probes.probe import fit_probe, placebo_probes
-from replaylens.probes.report import Report, percent
-from replaylens.probes.rows import ProbeRows
-from replaylens.probes.unseen import unseen
+from replaylens.probes.fitting.probe import fit_probe, placebo_probes
+from replaylens.probes.reports.report import Report, percent
 from replaylens.tasks import Example
 
 

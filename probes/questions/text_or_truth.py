@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 
 from replaylens.engine.engine import Engine
+from replaylens.probes.data.groups import distinct, groups_of
+from replaylens.probes.data.rows import Cell, ProbeRows
+from replaylens.probes.design.unseen import apart
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.groups import distinct, groups_of
+from replaylens.probes.fitting.registry import get
 from replaylens.probes.questions.forced import forced_rows
 from replaylens.probes.questions.sizes import sizes
-from replaylens.probes.registry import get
-from replaylens.probes.report import Report, about_rows, percent, score_line
-from replaylens.probes.rows import Cell, ProbeRows
-from replaylens.probes.statistics import ratio_over_groups
-from replaylens.probes.unseen import apart
+from replaylens.probes.reports.report import Report, about_rows, percent, score_line
+from replaylens.probes.scoring.statistics import ratio_over_groups
 from replaylens.tasks import Example
 from replaylens.tasks.splits import is_test_root
 

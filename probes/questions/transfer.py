@@ -9,16 +9,16 @@ import torch
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
 from replaylens.probes.checks import folds_and_seed
-from replaylens.probes.controls import majority
+from replaylens.probes.data.groups import groups_of, independent
+from replaylens.probes.data.rows import Cell, ProbeRows
+from replaylens.probes.design.controls import majority
+from replaylens.probes.design.goals import Goal, make_goal
+from replaylens.probes.design.splits import Split, fold_of_groups
 from replaylens.probes.errors import BadRows, NoTask
-from replaylens.probes.goals import Goal, make_goal
-from replaylens.probes.groups import groups_of, independent
-from replaylens.probes.heldout import held_out
+from replaylens.probes.fitting.heldout import held_out
 from replaylens.probes.questions.sizes import sizes
-from replaylens.probes.report import Report, about_rows, percent, score_line
-from replaylens.probes.rows import Cell, ProbeRows
-from replaylens.probes.splits import Split, fold_of_groups
-from replaylens.probes.statistics import difference_over_groups, ratio_over_groups
+from replaylens.probes.reports.report import Report, about_rows, percent, score_line
+from replaylens.probes.scoring.statistics import difference_over_groups, ratio_over_groups
 
 WAYS = (("accepted", "accepted"), ("accepted", "rejected"), ("rejected", "rejected"), ("rejected", "accepted"))
 

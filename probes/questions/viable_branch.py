@@ -9,18 +9,18 @@ import torch
 
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
-from replaylens.probes.balanced import balanced_accuracy
-from replaylens.probes.controls import token_identity
+from replaylens.probes.data.groups import groups_of, path_keys
+from replaylens.probes.data.paths import example_keys
+from replaylens.probes.data.rows import Cell, ProbeRows
+from replaylens.probes.design.controls import token_identity
+from replaylens.probes.design.goals import Goal, make_goal
+from replaylens.probes.design.splits import Split, by_answer
 from replaylens.probes.errors import BadRows
-from replaylens.probes.goals import Goal, make_goal
-from replaylens.probes.groups import groups_of, path_keys
-from replaylens.probes.heldout import held_out
-from replaylens.probes.paths import example_keys
+from replaylens.probes.fitting.heldout import held_out
 from replaylens.probes.questions.sizes import sizes
-from replaylens.probes.report import Report, about_rows, percent, score_line
-from replaylens.probes.rows import Cell, ProbeRows
-from replaylens.probes.splits import Split, by_answer
-from replaylens.probes.statistics import difference_over_groups
+from replaylens.probes.reports.report import Report, about_rows, percent, score_line
+from replaylens.probes.scoring.balanced import balanced_accuracy
+from replaylens.probes.scoring.statistics import difference_over_groups
 
 CLAIM = "wrong answers, the model's own claim"
 MIN_GROUPS = 5

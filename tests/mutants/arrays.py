@@ -2,13 +2,13 @@
 
 from tests.mutants.mutant import Mutant
 
-TESTS = "tests/probes/test_arrays.py::"
+TESTS = "tests/probes/data/test_arrays.py::"
 SAME = (f"{TESTS}test_rows_that_are_the_same_observation",)
 
 ARRAYS = (
     Mutant(
         "arrays-not-finite",
-        "replaylens.probes.arrays",
+        "replaylens.probes.data.arrays",
         "bad = ~torch.isfinite(part).all(1)",
         "bad = ~torch.isfinite(part).any(1)",
         "a row with one NaN is refused",
@@ -16,7 +16,7 @@ ARRAYS = (
     ),
     Mutant(
         "arrays-digest-of-the-first-site",
-        "replaylens.probes.arrays",
+        "replaylens.probes.data.arrays",
         "for name in sorted(arrays):",
         "for name in sorted(arrays)[:1]:",
         "every site is checked",
@@ -24,7 +24,7 @@ ARRAYS = (
     ),
     Mutant(
         "arrays-lose-bits",
-        "replaylens.probes.arrays",
+        "replaylens.probes.data.arrays",
         "return x.to(torch.float32 if x.element_size() <= 2 else torch.float64)",
         "return x.to(torch.float16)",
         "integers keep their values",
@@ -32,7 +32,7 @@ ARRAYS = (
     ),
     Mutant(
         "arrays-key-by-bits",
-        "replaylens.probes.groups",
+        "replaylens.probes.data.groups",
         "if paths is not None and rows.about.task is None:",
         "if False:",
         "rows of one path are one observation, whatever their last bits",
@@ -40,7 +40,7 @@ ARRAYS = (
     ),
     Mutant(
         "arrays-without-a-key",
-        "replaylens.probes.groups",
+        "replaylens.probes.data.groups",
         "cells = [(cell.site, cell.layer) for cell in rows.cells(rows.default_sites)]",
         "cells: list[Any] = []",
         "rows without tokens are told apart by their bits",
@@ -48,7 +48,7 @@ ARRAYS = (
     ),
     Mutant(
         "arrays-joined-as-one-model",
-        "replaylens.probes.groups",
+        "replaylens.probes.data.groups",
         'part = rows.frame["part"] if "part" in rows.frame else [""] * len(rows)',
         'part = [""] * len(rows)',
         "the same text through two models is two observations",
@@ -56,7 +56,7 @@ ARRAYS = (
     ),
     Mutant(
         "arrays-prompt-in-two-groups",
-        "replaylens.probes.columns",
+        "replaylens.probes.data.columns",
         "wrong = np.flatnonzero(root != root[first][example])",
         "wrong = np.flatnonzero(root != root)",
         "rows of one prompt are in one group",
@@ -64,7 +64,7 @@ ARRAYS = (
     ),
     Mutant(
         "cache-positions-count-padding",
-        "replaylens.probes.caches",
+        "replaylens.probes.data.caches",
         "place = kept.cumsum(1)[line, column] - 1",
         "place = column",
         "positions count from the first token that counts",
@@ -80,7 +80,7 @@ ARRAYS = (
     ),
     Mutant(
         "untrained-rows-of-others",
-        "replaylens.probes.controls",
+        "replaylens.probes.design.controls",
         "if not same or not rows.frame[columns].equals(blank.frame[columns]):",
         "if not same:",
         "rows of an untrained model are the same rows",
@@ -88,7 +88,7 @@ ARRAYS = (
     ),
     Mutant(
         "untrained-rows-not-in-the-key",
-        "replaylens.probes.sweeping",
+        "replaylens.probes.sweeps.sweeping",
         '(self.blank.about.digest if self.blank else "")',
         '""',
         "a sweep resumes only with the same untrained model",

@@ -6,8 +6,8 @@ DUMPS = (
     Mutant(
         "digest-without-shapes",
         "replaylens.engine.dump.content",
-        "shape = [rows, *tensor.shape[1:]]",
-        "shape = [rows]",
+        "shape, dtype = [int(mask.sum()), *pieces[0].shape[1:]],",
+        "shape, dtype = [int(mask.sum())],",
         "the digest covers the shape of every tensor",
         ("tests/engine/dump/test_content.py",),
     ),
@@ -102,8 +102,8 @@ DUMPS = (
     Mutant(
         "stored-digest-not-looked-at",
         "replaylens.engine.dump.verify",
-        "if content.digests() != self.dump.manifest.shards[number].digests:",
-        "if content.digests()[1] != self.dump.manifest.shards[number].digests[1]:",
+        "return content, content.digests() == self.dump.manifest.shards[number].digests",
+        "return content, content.digests()[1] == self.dump.manifest.shards[number].digests[1]",
         "verify holds a shard against its own digest",
         ("tests/engine/dump/test_verify.py::test_a_forged_rejected_row_that_is_not_replayed",),
     ),

@@ -93,11 +93,11 @@ TASKS = (
     ),
     Mutant(
         "runs-forget-their-task",
-        "replaylens.probes.sources",
+        "replaylens.probes.data.sources",
         "if self.maker is None else self.maker",
         "if self.task else self.maker",
         "a run of an unregistered task can be probed",
-        ("tests/probes/test_own_tasks.py::test_the_task_is_not_registered",),
+        ("tests/probes/sweeps/test_own_tasks.py::test_the_task_is_not_registered",),
     ),
     Mutant(
         "few-prompts-of-the-wrong-side",

@@ -114,12 +114,12 @@ def check(name: str, notebook: Any) -> None:
     assert [len(cell.outputs) for cell in code(notebook)] == [len(cell.outputs) for cell in code(committed(name))]
 
 
-LONG = ("2_determinism", "3_branches", "4_thinking_states")
-"""half a minute each"""
+QUICK = ("1_quickstart",)
+"""run by `make test`; the others by `make slow`"""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in NAMES if name != REAL]
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NAMES if name != REAL]
 )
 def test_notebook_runs(name: str, tmp_path: Path) -> None:
     """In a fresh kernel with its own cache folder: nothing is downloaded, and certificates are made anew."""

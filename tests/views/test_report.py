@@ -24,8 +24,8 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.run import Run
 from replaylens.engine.zoo import coin as zoo
-from replaylens.probes.report import Report
-from replaylens.probes.sweeping import sweep as sweep_rows
+from replaylens.probes.reports.report import Report
+from replaylens.probes.sweeps.sweeping import sweep as sweep_rows
 from replaylens.tasks import WordTokenizer
 from replaylens.views import dumped, lens_map
 from replaylens.views.report import ReportPage

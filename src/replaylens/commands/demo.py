@@ -25,7 +25,7 @@ from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import Example, WordTokenizer
 
 if TYPE_CHECKING:
-    from replaylens.probes.report import Report
+    from replaylens.probes.reports.report import Report
 
 MODEL, DRAFTER, WINDOW = "coin-plain", "model", 4
 KNOBS = {"flips": (1, 6), "rendering": "steps"}
@@ -129,7 +129,7 @@ def _dumped(dump: Dump, verdict: Verification) -> list[RenderableType]:
 def _probe(engine: Engine, dump: Dump, out: Path, progress: bool) -> "tuple[Report, ...]":
     """Where the coin's face can be read off, and whether probes of accepted branches work on rejected ones."""
     from replaylens.probes.questions.transfer import transfer
-    from replaylens.probes.sweeping import sweep
+    from replaylens.probes.sweeps.sweeping import sweep
 
     reports = (sweep(dump, "face", engine=engine, permutations=39, progress=progress), transfer(dump, "implied"))
     for report in reports:

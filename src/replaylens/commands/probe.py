@@ -16,8 +16,8 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 
 if TYPE_CHECKING:
-    from replaylens.probes.probe import LinearProbe
-    from replaylens.probes.report import Report
+    from replaylens.probes.fitting.probe import LinearProbe
+    from replaylens.probes.reports.report import Report
     from replaylens.tasks import Example
 
 TESTS = ("steer", "ablate", "interchange")
@@ -74,7 +74,7 @@ def probe(
         _list(as_json)
         return
     with reporting(lambda: "the same command" if resume else None):
-        from replaylens.probes.sweeping import sweep
+        from replaylens.probes.sweeps.sweeping import sweep
 
         found = _open(path, check, task)
         options: dict[str, Any] = {
@@ -130,8 +130,8 @@ def steer(
 ) -> None:
     """Test a probe's direction causally: does the answer follow it more than random directions?"""
     with reporting():
-        from replaylens.probes import causal
-        from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
+        from replaylens.probes.causal import interventions as causal
+        from replaylens.probes.fitting.probe import LinearProbe, fit_probe, placebo_probes
 
         if test not in TESTS:
             raise BadRequest(f"Unknown --test {test}. Use one of {', '.join(TESTS)}.")
@@ -152,7 +152,7 @@ def steer(
 
 
 def _list(as_json: bool) -> None:
-    from replaylens.probes.registry import ESTIMATORS
+    from replaylens.probes.fitting.registry import ESTIMATORS
 
     if as_json:
         facts = [{"name": e.name, "about": e.about, "swept": e.swept, "linear": e.linear} for e in ESTIMATORS.values()]
@@ -188,8 +188,8 @@ def _unseen(dump: Dump, n: int) -> "list[Example]":
 
 def _save_best(dump: Dump, report: "Report", folder: Path) -> None:
     """Save the best linear probe of each label, fitted on all rows of its cell."""
-    from replaylens.probes.probe import fit_probe
-    from replaylens.probes.registry import get
+    from replaylens.probes.fitting.probe import fit_probe
+    from replaylens.probes.fitting.registry import get
 
     linear = [line for line in report.lines if not line["known_zero"] and get(line["estimator"]).linear]
     for label in dict.fromkeys(line["label"] for line in linear if line["metric"] == "accuracy"):

@@ -24,7 +24,7 @@ from replaylens.engine.pictures.readings import word
 from replaylens.views.page import MAX_TREES
 
 if TYPE_CHECKING:
-    from replaylens.probes.report import Report
+    from replaylens.probes.reports.report import Report
 
 
 def report(
@@ -64,7 +64,7 @@ def report(
 
 def _open(sources: list[str]) -> "tuple[Dump | None, tuple[Report, ...]]":
     """Sort the sources: a file, or a folder with a report, is a probe report; anything else must be a dump."""
-    from replaylens.probes.report import FILE, Report
+    from replaylens.probes.reports.report import FILE, Report
 
     probes = [source for source in sources if Path(source).is_file() or (Path(source) / FILE).is_file()]
     dumps = [source for source in sources if source not in probes]

@@ -8,8 +8,8 @@ from markupsafe import Markup
 
 from replaylens.engine.pictures.html import join, tag
 from replaylens.engine.pictures.summary import fact_list
-from replaylens.probes.report import Report
-from replaylens.probes.summary import CONTROLS, shown
+from replaylens.probes.reports.report import Report
+from replaylens.probes.reports.summary import CONTROLS, shown
 from replaylens.views import heatmap
 from replaylens.views.heatmap import Heatmap, HeatmapCell, span
 

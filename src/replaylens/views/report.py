@@ -18,7 +18,7 @@ from replaylens.engine.pictures import tree_html
 from replaylens.engine.pictures.html import join, tag, void
 from replaylens.engine.pictures.readings import Decode
 from replaylens.engine.pictures.summary import fact_list
-from replaylens.probes.report import Report
+from replaylens.probes.reports.report import Report
 from replaylens.views import dumped, heatmap, lens_map, page, probe_section
 from replaylens.views.dumped import DumpedExample
 

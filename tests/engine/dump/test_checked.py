@@ -13,7 +13,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, DamagedShard
 from replaylens.engine.model.cache_folder import CACHE_VARIABLE
-from replaylens.probes.rows import ProbeRows
+from replaylens.probes.data.rows import ProbeRows
 from tests.engine.dump.damage import flip_bit
 
 

@@ -14,7 +14,7 @@ from replaylens.engine.dump.pieces import Pieces
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import HashingFile
-from replaylens.probes.rows import ProbeRows
+from replaylens.probes.data.rows import ProbeRows
 
 
 @pytest.fixture(params=["small", "large"])

@@ -1,0 +1,1 @@
+"""Tests of use: directions that are moved, removed or exchanged."""

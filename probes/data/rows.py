@@ -1,0 +1,334 @@
+"""`ProbeRows`: labelled activation rows for probes, from a dump, from runs in memory, or from arrays computed elsewhere.
+
+rows = ProbeRows.of(Dump.open("dumps/coin"))
+here = rows.accepted().at("step")
+X, y, roots = here.matrix("S", 2), here.target("face").values, here.roots
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+
+from replaylens.engine.dump.files import frame_of
+from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.planning import plan_of_run
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.rows import assemble
+from replaylens.engine.errors import OtherFingerprint, UnknownSite, no_such
+from replaylens.engine.replay.examples import Result
+from replaylens.engine.run import Run
+from replaylens.engine.serving.core import Core
+from replaylens.probes.checks import mask_of
+from replaylens.probes.data.arrays import ArraySource
+from replaylens.probes.data.columns import OWN
+from replaylens.probes.data.from_arrays import FromArrays
+from replaylens.probes.data.positions import Position, add_places
+from replaylens.probes.data.sources import LETTERS, About, DumpSource, JoinedSource, MemorySource, RowSource, Subset
+from replaylens.probes.errors import BadRows, MissingLabel, NoTask, ProbeError
+from replaylens.tasks.splits import is_test_root
+
+MAX_CLASSES = 64
+"""an integer label with more values than this is a number to regress on, not classes"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One site of the model: a letter and a layer, or a site name."""
+
+    site: str
+    layer: int | None
+
+    def __str__(self) -> str:
+        return self.site if self.layer is None else f"{self.site}{self.layer}"
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """The values that a probe predicts: one per row, missing ones marked."""
+
+    name: str
+    values: np.ndarray
+    """classes as text, or numbers as float64"""
+    present: np.ndarray
+    """bool: whether the row has a value"""
+    kind: str
+    """class or number"""
+
+    @property
+    def classes(self) -> np.ndarray:
+        return np.unique(self.values[self.present]) if self.kind == "class" else np.array([])
+
+    def __getitem__(self, chosen: np.ndarray) -> "Target":
+        return replace(self, values=self.values[chosen], present=self.present[chosen])
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeRows(FromArrays):
+    """Rows with their index. Immutable: `at`, `where` and the like return a narrower view."""
+
+    frame: pd.DataFrame
+    """one line per row: the dump's index and the columns of `positions.add_places`"""
+    source: RowSource
+    numbers: np.ndarray
+    """row numbers in the source, ascending"""
+    wider: "ProbeRows | None" = None
+    """the rows that these were narrowed from, if any"""
+
+    # ---- construction -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, given: "Dump | Run | ProbeRows") -> "ProbeRows":
+        """From a dump, a run with captured sites, or rows already made."""
+        if isinstance(given, ProbeRows):
+            return given
+        if not isinstance(given, Dump | Run):
+            hint = f" Open the dump first: Dump.open({given!r})." if isinstance(given, str | Path) else ""
+            hint = hint or " Of activations from elsewhere, make rows with ProbeRows.of_arrays."
+            raise ProbeError(f"Cannot probe a {type(given).__name__}. Give a Dump, a Run or ProbeRows.{hint}")
+        if isinstance(given, Dump):
+            if given.filters:
+                raise ProbeError("The dump is filtered, but steps need whole paths. Give the whole dump and narrow the rows.")
+            positions = given.manifest.plan.positions
+            return cls._placed(given.to_pandas(), DumpSource(given), positions in ("all", "steps"))
+        plan = plan_of_run(given.engine, given[0].example.maker, [r.example.index for r in given], given.options)
+        return cls.of_results(given.engine, plan, given.results)
+
+    @classmethod
+    def of_results(cls, engine: Core, plan: DumpPlan, results: Sequence[Result]) -> "ProbeRows":
+        """The rows that a dump with this plan would hold of these results, bit for bit."""
+        content = assemble(engine, plan, results)
+        frame = frame_of(content.index)
+        about = About(plan.task, plan.knobs, "", engine.fingerprint, maker=results[0].example.maker if results else None)
+        letters = {letter: engine.sites.per_layer(letter) for letter in LETTERS}
+        return cls._placed(frame, MemorySource(dict(content.tensors), letters, about), plan.positions in ("all", "steps"))
+
+    @classmethod
+    def _from_arrays(cls, frame: pd.DataFrame, source: ArraySource) -> "ProbeRows":
+        return cls(frame, source, np.arange(len(frame)))
+
+    @classmethod
+    def _placed(cls, frame: pd.DataFrame, source: RowSource, knows_steps: bool) -> "ProbeRows":
+        return cls(add_places(frame.reset_index(drop=True), knows_steps), source, np.arange(len(frame)))
+
+    @classmethod
+    def join(cls, **parts: "ProbeRows") -> "ProbeRows":
+        """Rows of several dumps or runs of one engine as one; the column `part` names their origin.
+
+        Rows of different tasks keep the labels that all of them have, and no task: see `transfer_across`.
+        Raises OtherFingerprint for different engines: their difference would look like one between the parts.
+        """
+        if not parts:
+            raise ProbeError("Nothing to join. Give parts by name, such as ProbeRows.join(a=rows, b=others).")
+        parts = {name: cls.of(rows) for name, rows in parts.items()}
+        if len({rows.about.task is None for rows in parts.values()}) != 1:
+            raise ProbeError("Some of the rows come from arrays, others from a task. Join rows of one kind.")
+        how: Literal["outer", "inner"] = "outer" if len({rows.about.task for rows in parts.values()}) == 1 else "inner"
+        if len({"key" in rows.frame for rows in parts.values()}) != 1:
+            raise ProbeError("The rows cannot be told apart: only some parts have keys. Give keys= to all of them, or to none.")
+        made = {name: rows.about.fingerprint for name, rows in parts.items() if rows.about.fingerprint is not None}
+        for name, other in made.items():
+            first = next(iter(made))
+            if other != made[first]:
+                lines = "; ".join(made[first].differences(other))
+                raise OtherFingerprint(f"{first!r} and {name!r} come from different engines ({lines}). Join one engine's rows.")
+        _require_widths(parts)
+        whole = {name: rows.whole for name, rows in parts.items()}
+        frame = pd.concat([rows.frame.assign(part=name) for name, rows in whole.items()], join=how, ignore_index=True)
+        source = JoinedSource([Subset(rows.source, rows.numbers) for rows in whole.values()], [len(r) for r in whole.values()])
+        joined = cls(frame, source, np.arange(len(frame)))
+        kept = np.concatenate([np.isin(whole[name].numbers, rows.numbers) for name, rows in parts.items()])
+        return joined if kept.all() else joined.where(kept)
+
+    # ---- properties ---------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __repr__(self) -> str:
+        task = "no task" if self.about.task is None else f"task {self.about.task}"
+        return f"ProbeRows({len(self)} rows of {self.frame['root'].nunique()} roots, {task})"
+
+    @property
+    def about(self) -> About:
+        return self.source.about
+
+    @property
+    def whole(self) -> "ProbeRows":
+        """All rows that these were narrowed from, to look up whole prompts and paths in."""
+        return self if self.wider is None else self.wider
+
+    @property
+    def roots(self) -> np.ndarray:
+        """The root prompt of each row."""
+        return self.frame["root"].to_numpy(dtype=str)
+
+    @property
+    def default_positions(self) -> tuple[str, ...]:
+        """Where a sweep looks unless told: steps and query of a task, else every row."""
+        return ("all",) if self.about.task is None else ("step", "query")
+
+    @property
+    def default_sites(self) -> tuple[str, ...]:
+        """What a sweep looks at unless told: those of S, T and C that are stored; of rows from arrays, every site."""
+        if self.about.task is None:
+            return tuple(self.source.sites())
+        return ("".join(letter for letter in LETTERS if self.source.letters(letter)) or "STC",)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether every row has a token."""
+        return bool(self.frame["token"].notna().all())
+
+    @property
+    def in_test_side(self) -> np.ndarray:
+        """[rows] bool: whether the row's root is on the test side of its task; without a task, of a hash of its group."""
+        sides = {root: is_test_root(root if self.about.task else _hex(root)) for root in np.unique(self.roots)}
+        return np.array([sides[root] for root in self.roots])
+
+    def known(self, column: str) -> pd.Series:
+        """A column of the index. Raises MissingLabel if no row has a value."""
+        if self.frame[column].isna().all():
+            raise MissingLabel(f"No row has {column!r}. Give it among the labels of rows from arrays; text comes with tokens=.")
+        return self.frame[column]
+
+    def require(self, engine: Core) -> None:
+        """Raise OtherFingerprint if another engine computed the rows, NoTask if they come from arrays."""
+        if self.about.task is None:
+            raise NoTask("These rows come from arrays: no engine is known to have computed them. Leave out the engine.")
+        mine = self.about.fingerprint
+        if mine is not None and mine != engine.fingerprint:
+            lines = "; ".join(engine.fingerprint.differences(mine))
+            raise OtherFingerprint(f"These rows come from another engine ({lines}). Load the engine that computed them.")
+
+    # ---- narrowing ----------------------------------------------------------------------------------------------
+
+    def where(self, mask: np.ndarray | pd.Series) -> "ProbeRows":
+        """The rows selected by a mask (one boolean per row). Raises BadRows for another length, or for row numbers."""
+        keep = mask_of("mask", mask, len(self))
+        return ProbeRows(self.frame[keep].reset_index(drop=True), self.source, self.numbers[keep], self.whole)
+
+    def at(self, position: str | int) -> "ProbeRows":
+        """The rows at a position; see `positions`."""
+        return self.where(Position.parse(position, self.about.task is None).mask(self.frame))
+
+    def renumbered(self) -> "ProbeRows":
+        """The same rows, numbered from 0, without the rows that they were narrowed from."""
+        return ProbeRows(self.frame, Subset(self.source, self.numbers), np.arange(len(self)))
+
+    def accepted(self) -> "ProbeRows":
+        return self.where(self.frame["accepted"].to_numpy(dtype=bool))
+
+    def rejected(self) -> "ProbeRows":
+        return self.where(~self.frame["accepted"].to_numpy(dtype=bool))
+
+    # ---- input of estimators ------------------------------------------------------------------------------------
+
+    def cells(self, sites: str | Sequence[str], layers: Sequence[int] | None = None) -> list[Cell]:
+        """Every cell of the sites: letters and others with layers, at all layers or those given; or stored names."""
+        words = re.split(r"[,\s]+", sites) if isinstance(sites, str) else list(sites)
+        cells: list[Cell] = []
+        known: set[int] = set()
+        where: dict[str, str] = {}
+        for word in filter(None, words):
+            for site in word if set(word) <= set(LETTERS) else [word]:
+                stored = self.source.letters(site)
+                if not stored and site in LETTERS:
+                    has = ", ".join(self.source.sites())
+                    raise UnknownSite(
+                        f"Site {site} was not captured. Dump or replay with sites that include it. There are {has}."
+                    )
+                known |= stored.keys()
+                if stored:
+                    where[site] = ", ".join(map(str, stored))
+                cells += [Cell(site, n) for n in stored if layers is None or n in layers] if stored else [Cell(site, None)]
+        if known and (missing := sorted(set(layers or ()) - known)):
+            listed = "; ".join(f"{letter} is stored at layers {numbers}" for letter, numbers in where.items())
+            raise UnknownSite(f"No layer {missing[0]}. {listed}. Give one of these: sweeps do not count from the end.")
+        if len(set(cells)) < len(cells):
+            twice = next(cell for cell in cells if cells.count(cell) > 1)
+            raise ProbeError(f"{twice} is named twice by sites {' '.join(words)!r}. Give each site once.")
+        if not cells:
+            raise UnknownSite(f"No cells for sites {' '.join(words)!r} at layers {layers}. Give other sites or layers.")
+        return cells
+
+    def cell(self, site: str, layer: int | None = None) -> Cell:
+        """One cell: a letter with its layer, or a stored name. Raises UnknownSite, which lists the layers."""
+        if site in LETTERS and layer is None:
+            stored = ", ".join(str(each.layer) for each in self.cells(site))
+            raise UnknownSite(f"Site {site} needs a layer. Give one of {stored}.")
+        return self.cells(site, [layer])[0] if site in LETTERS and layer is not None else Cell(site, layer)
+
+    def matrix(self, site: str, layer: int | None = None) -> np.ndarray:
+        """[rows, d], in float32 or wider. Raises BadRows if a row is not finite."""
+        x = self.source.take(site, layer, self.numbers)
+        x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        bad = ~torch.isfinite(x).all(1)
+        if bool(bad.any()):
+            raise BadRows(
+                f"{Cell(site, layer)}: {int(bad.sum())} of {len(x)} rows contain NaN or infinity, the first at row "
+                f"{int(bad.nonzero()[0])}. Leave them out with where(), or dump again."
+            )
+        return x.numpy()
+
+    def target(self, label: str, kind: str = "auto") -> Target:
+        """The label's values; `state` is the task's true state. Raises MissingLabel, which lists the labels.
+
+        kind  class, number, or auto: text and booleans are classes, integers too if they take few values
+        """
+        name = label
+        if self.about.task is None and label not in self.frame:
+            extra = " The state is a task's, and rows from arrays have no task." if label == "state" else ""
+            raise MissingLabel(no_such("label", label, [n for n in self.frame if n not in OWN]) + extra)
+        if label == "state" and label not in self.frame:
+            name = self.about.make_task().state_label
+        if name not in self.frame:
+            known = self.frame if self.about.several else self.about.make_task().label_names
+            own = [n for n in known if n in self.frame]
+            raise MissingLabel(no_such("label", label, own))
+        return make_target(label, self.frame[name], kind)
+
+
+def _require_widths(parts: "dict[str, ProbeRows]") -> None:
+    """Raise BadRows unless every site of arrays has the same number of columns in all parts that have it."""
+    first: dict[str, tuple[str, int]] = {}
+    for name, rows in parts.items():
+        for site, width in rows.source.widths().items() if isinstance(rows.source, ArraySource) else ():
+            part, other = first.setdefault(site, (name, width))
+            if width != other:
+                raise BadRows(f"{site} has {other} columns in {part!r}, {width} in {name!r}. Join rows of one model and site.")
+
+
+def make_target(name: str, values: Any, kind: str = "auto") -> Target:
+    """A target from any column of values; None and NaN are missing values.
+
+    Whole numbers are classes also where missing values have made floats of them.
+    """
+    column = pd.Series(values).reset_index(drop=True)
+    present = column.notna().to_numpy()
+    if pd.api.types.is_float_dtype(column) and not present.all() and (column[present] % 1 == 0).all():
+        column = column.astype("Int64")
+    if kind == "auto":
+        number = pd.api.types.is_float_dtype(column) or (
+            pd.api.types.is_integer_dtype(column) and column.nunique() > MAX_CLASSES
+        )
+        kind = "number" if number else "class"
+    if kind == "number":
+        return Target(name, column.to_numpy(dtype=np.float64, na_value=np.nan), present, kind)
+    if kind != "class":
+        raise ProbeError(f"Unknown kind {kind!r}. Use 'auto', 'class' or 'number'.")
+    return Target(name, np.where(present, column.astype(object).map(_class_name), "").astype(str), present, kind)
+
+
+def _class_name(value: Any) -> str:
+    return "" if pd.isna(value) else str(value)
+
+
+def _hex(group: str) -> str:
+    return hashlib.sha256(group.encode()).hexdigest()

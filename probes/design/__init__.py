@@ -1,0 +1,1 @@
+"""What is predicted, against which controls, on which split."""

@@ -1,0 +1,123 @@
+"""Controls: the baselines that a score must beat before it says anything about the model.
+
+majority        always the most frequent class, of the training rows or of the test rows, whichever scores higher
+token identity  the most frequent class of the row's own token
+bag of tokens   logistic regression on token counts of the path up to the row
+shuffled        the same probe, fitted and tested on labels exchanged between groups
+control task    the same probe on a random class per type of context (Hewitt & Liang, arXiv 1909.03368), drawn `DRAWS` times;
+                selectivity is the accuracy minus the mean over these control tasks
+untrained       the same probe on a model of the same shape with random weights
+known zeros     labels of the task that the text does not determine
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from replaylens.engine.engine import Engine
+from replaylens.engine.model.decoder import Decoder
+from replaylens.probes.data.paths import row_paths
+from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.data.sources import MemorySource
+from replaylens.probes.errors import BadRows, ProbeError
+
+DRAWS = 5
+"""control tasks per label"""
+MIN_TYPES, MAX_CONTEXT = 10, 16
+"""types of context that a control task needs; tokens that a context may grow to in order to have them"""
+
+
+def majority(codes: np.ndarray, train: np.ndarray, test: np.ndarray) -> float:
+    """Accuracy of always guessing one class on the test rows. Masks [folds, rows]; rows without a class (-1) do not count.
+
+    A class that is frequent in the training folds is rarer in the test fold, so the training rows alone can give less than
+    chance. The control is therefore at least the best constant guess on the test rows.
+    """
+    tested = test.any(0) & (codes >= 0)
+    said = token_identity(codes, np.zeros(len(codes), dtype=np.int64), train & (codes >= 0), test)
+    best = np.bincount(codes[tested]).max() / tested.sum()
+    return max(float((said == codes)[tested].mean()), float(best))
+
+
+def token_identity(codes: np.ndarray, tokens: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
+    """The most frequent class of each token among the training rows; for an unseen token, of all training rows."""
+    places = np.unique(tokens, return_inverse=True)[1]
+    out = np.full(len(codes), -1)
+    for fit, held in zip(train, test, strict=True):
+        counts = np.zeros((places.max() + 1, codes.max() + 1))
+        np.add.at(counts, (places[fit], codes[fit]), 1)
+        best = np.where(counts.sum(1) > 0, counts.argmax(1), counts.sum(0).argmax())
+        out[held] = best[places[held]]
+    return out
+
+
+def bags(paths: Sequence[np.ndarray]) -> np.ndarray:
+    """[rows, distinct tokens]: token counts of each row's path, as given by `groups.histories`."""
+    tokens = np.unique(np.concatenate(paths))
+    return np.stack([np.bincount(np.searchsorted(tokens, path), minlength=len(tokens)) for path in paths]).astype(np.float32)
+
+
+def contexts(paths: Sequence[np.ndarray]) -> tuple[np.ndarray, int] | None:
+    """(type of each row, suffix length) for the shortest suffix of the paths with enough types; None if there is none."""
+    table = np.full((len(paths), MAX_CONTEXT), -1, dtype=np.int64)  # -1: before the path's start
+    for line, path in zip(table, paths, strict=True):
+        last = path[::-1][:MAX_CONTEXT]
+        line[: len(last)] = last
+    for length in range(1, MAX_CONTEXT + 1):
+        types = np.unique(table[:, :length], axis=0, return_inverse=True)[1].reshape(-1)
+        if types.max(initial=0) + 1 >= MIN_TYPES:
+            return types, length
+    return None
+
+
+def control_labels(types: np.ndarray, codes: np.ndarray, seed: int = 0) -> np.ndarray:
+    """[rows]: one class per type of context, at random, with the frequencies of the real classes.
+
+    Types are drawn in random order, and each takes the class that most rows are still missing of. Independent draws would give
+    a few types unequal classes by chance, and a control task that is easier than the label.
+    """
+    left = np.bincount(codes[codes >= 0]).astype(np.float64)
+    sizes = np.bincount(types[codes >= 0], minlength=types.max() + 1)
+    order = np.random.default_rng([seed, 0xC0]).permutation(len(sizes))
+    of_type = np.zeros(len(sizes), dtype=np.int64)
+    for each in order:
+        of_type[each] = left.argmax()
+        left[of_type[each]] -= sizes[each]
+    return np.where(codes >= 0, of_type[types], -1)
+
+
+def require_same_rows(rows: ProbeRows, blank: ProbeRows) -> None:
+    """Raise BadRows unless the rows of an untrained model are the same rows in the same order."""
+    same = np.array_equal(rows.numbers, blank.numbers) and len(rows.whole) == len(blank.whole)
+    columns = ["root", "example", "position", "token"]
+    if not same or not rows.frame[columns].equals(blank.frame[columns]):
+        raise BadRows(
+            f"The {len(blank)} rows of the untrained model are not the {len(rows)} rows to probe. Make both in the same order, "
+            f"with the same groups, positions and tokens."
+        )
+
+
+def untrained_rows(rows: ProbeRows, engine: Engine, sites: Sequence[str], seed: int = 0, batch: int = 32) -> ProbeRows:
+    """The same paths through a model of the same shape with random weights; rows in the same order.
+
+    The rows must include all positions of their paths, since every token is computed again.
+    """
+    model = Decoder(engine.config).initialize(seed).requires_grad_(False).to(engine.model.embed)
+    blank = Engine(model, engine.text)
+    frame = rows.frame
+    paths = list(row_paths(frame))
+    if not all(path.whole.all() for path in paths):
+        raise ProbeError("The untrained model needs whole paths. Dump all positions, and give all rows.")
+    token = frame["token"].to_numpy()
+    names, _ = engine.sites.select(list(sites))
+    tensors = {name: torch.zeros(len(frame), *engine.sites.sites[name].shape) for name in names}
+    for start in range(0, len(paths), batch):
+        some = paths[start : start + batch]
+        branches = blank.prompts([token[path.rows].tolist() for path in some], sites=list(names))
+        for path, made in zip(some, branches, strict=True):
+            for name in names:
+                tensors[name][torch.from_numpy(path.own)] = made.activations[name][len(path.rows) - path.num_own :].float()
+            made.release()
+    letters = {letter: engine.sites.per_layer(letter) for letter in "STC"}
+    return ProbeRows(frame, MemorySource(tensors, letters, rows.about), np.arange(len(frame)))

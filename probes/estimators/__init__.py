@@ -1,0 +1,1 @@
+"""Linear probes and what else is fitted to rows."""

@@ -1,0 +1,1 @@
+"""Fits with held-out predictions."""

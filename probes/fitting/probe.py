@@ -1,0 +1,225 @@
+"""`LinearProbe`: a fitted direction with its provenance, saved as safetensors and JSON. Loading executes no code."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from sklearn.base import clone
+from sklearn.pipeline import Pipeline
+
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.run import Run
+from replaylens.probes.checks import make_folder
+from replaylens.probes.data.groups import groups_of
+from replaylens.probes.data.rows import Cell, ProbeRows
+from replaylens.probes.design.goals import make_goal
+from replaylens.probes.errors import BadProbeFile, NotLinear, ProbeError
+from replaylens.probes.estimators.erasers import row_space
+from replaylens.probes.fitting import registry
+from replaylens.probes.reports.report import about_rows
+from replaylens.probes.scoring.statistics import shuffled_order
+
+FORMAT, SCHEMA = "replaylens-probe", 1
+_TENSORS = ("weight", "bias", "means")
+
+
+@dataclass(frozen=True, eq=False)
+class LinearProbe:
+    """Scores are x @ weight.T + bias: one line for two classes (positive: the second), else one line per class."""
+
+    weight: np.ndarray
+    """[k, d], in the coordinates of the rows"""
+    bias: np.ndarray
+    """[k]"""
+    means: np.ndarray
+    """[classes, d]: mean of each class over the rows it was fitted on"""
+    classes: tuple[str, ...]
+    label: str
+    site: str
+    """the stored site, by its TransformerLens name"""
+    cell: Cell
+    position: str
+    estimator: str
+    source: dict[str, Any]
+    """task, digest and fingerprint of the rows it was fitted on"""
+    roots: tuple[str, ...] = ()
+    """the root prompts it was fitted on, sorted; empty if unknown"""
+    subspace: np.ndarray | None = None
+    """[rank, d]: orthonormal directions to exchange, where they are more than the scores depend on (DAS)"""
+
+    def __repr__(self) -> str:
+        where = str(self.cell) if str(self.cell) == self.site else f"{self.cell} ({self.site})"
+        return (
+            f"LinearProbe({self.label} at {where}, {self.position}: {', '.join(self.classes)}; {self.estimator} on "
+            f"{len(self.roots) or 'unknown'} roots, d = {self.weight.shape[1]})"
+        )
+
+    def scores(self, X: np.ndarray) -> np.ndarray:
+        """[rows] for two classes, else [rows, classes]"""
+        found: np.ndarray = X @ self.weight.T + self.bias
+        return found[:, 0] if len(self.classes) == 2 else found
+
+    def predict(self, X: np.ndarray) -> np.ndarray:
+        scores = self.scores(X)
+        places = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
+        return np.array(self.classes)[places]
+
+    def direction(self, origin: str, target: str) -> np.ndarray:
+        """The unit vector [d] that leads from one class to another."""
+        a, b = self._place(origin), self._place(target)
+        if len(self.classes) == 2:
+            way = self.weight[0] if b > a else -self.weight[0]
+        else:
+            way = self.weight[b] - self.weight[a]
+        return way / max(float(np.linalg.norm(way)), 1e-300)
+
+    def gap(self, origin: str, target: str) -> float:
+        """The distance between the class means: the unit of steering, whatever the estimator."""
+        return float(np.linalg.norm(self.means[self._place(target)] - self.means[self._place(origin)]))
+
+    @property
+    def basis(self) -> np.ndarray:
+        """Orthonormal directions [m, d] that the scores depend on, or the probe's own subspace."""
+        if self.subspace is not None:
+            return self.subspace
+        return row_space(self.weight - self.weight.mean(0) * (len(self.weight) > 1))
+
+    def _place(self, name: str) -> int:
+        if name not in self.classes:
+            raise ProbeError(f"Unknown class {name!r}. The probe has {', '.join(self.classes)}.")
+        return self.classes.index(name)
+
+    # ---- on disk ------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> Path:
+        """Write PATH.safetensors and PATH.json. Returns the path without a suffix."""
+        path = _stem(path)
+        make_folder(path.parent)
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(self, name))) for name in _TENSORS}
+        if self.subspace is not None:
+            tensors["subspace"] = torch.from_numpy(np.ascontiguousarray(self.subspace))
+        save_file(tensors, path.with_suffix(".safetensors"))
+        about = {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "classes": list(self.classes),
+            "cell": [self.cell.site, self.cell.layer],
+            "roots": list(self.roots),
+            **{name: getattr(self, name) for name in ("label", "site", "position", "estimator", "source")},
+        }
+        path.with_suffix(".json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> "LinearProbe":
+        """Read and check a saved probe. Raises BadProbeFile, which says what is wrong."""
+        path = _stem(path)
+        try:
+            tensors = load_file(path.with_suffix(".safetensors"))
+            raw = json.loads(path.with_suffix(".json").read_text())
+            if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
+                raise BadProbeFile(f"format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}")
+            arrays = {name: tensors[name].numpy() for name in _TENSORS}
+            text = {name: raw[name] for name in ("label", "site", "position", "estimator", "source")}
+            roots = tuple(map(str, raw.get("roots", ())))  # older files have none
+            more = {"subspace": tensors["subspace"].numpy()} if "subspace" in tensors else {}
+            probe = cls(**arrays, **more, classes=tuple(raw["classes"]), cell=Cell(*raw["cell"]), roots=roots, **text)
+        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+            raise BadProbeFile(f"{path} is not a saved probe ({error}). Give the path of a saved probe.") from error
+        return probe._checked(path)
+
+    def _checked(self, path: Path) -> "LinearProbe":
+        k, d = (1 if len(self.classes) == 2 else len(self.classes)), self.weight.shape[-1]
+        shapes = {"weight": (k, d), "bias": (k,), "means": (len(self.classes), d)}
+        if self.subspace is not None:
+            shapes["subspace"] = (len(self.subspace), d)
+        for name, shape in shapes.items():
+            array = getattr(self, name)
+            if array.shape != shape or not np.isfinite(array).all():
+                raise BadProbeFile(f"{path}: {name} has shape {array.shape}. It must be finite and have shape {shape}.")
+        return self
+
+
+def fit_probe(
+    given: Dump | Run | ProbeRows,
+    label: str = "state",
+    *,
+    site: str = "S",
+    layer: int | None = None,
+    position: str = "query",
+    estimator: str = "logistic",
+    shuffled: bool = False,
+    seed: int = 0,
+) -> LinearProbe:
+    """Fit one linear probe on all accepted rows at a position. Nothing is held out: test it on other roots.
+
+    shuffled  exchange labels between roots first: an untrained probe, as a placebo for causal tests
+
+    >>> from replaylens import Engine, tasks
+    >>> run = Engine.load("coin-plain").replay(tasks.get("coin")(flips=(1, 3)).examples(24), sites="S")
+    >>> probe = fit_probe(run, "face", layer=3, position="query", estimator="mass-mean")
+    >>> probe.classes, probe.weight.shape
+    (('heads', 'tails'), (1, 128))
+    """
+    spec = registry.get(estimator)
+    if not spec.linear:
+        raise NotLinear(f"{estimator} has no direction. Use logistic, ridge, lda, mass-mean, mass-mean-whitened or sparse.")
+    rows = ProbeRows.of(given)
+    cell = rows.cell(site, layer)
+    rows = rows.accepted().at(position)
+    target = rows.target(label)
+    rows, target = rows.where(target.present), target[target.present]
+    goal = make_goal(target)
+    goal.check(np.ones((1, len(rows)), dtype=bool))
+    if goal.kind != "class":
+        raise NotLinear(f"Label {label!r} is a number. Use a label with classes.")
+    values = target.values
+    if shuffled:
+        values = values[shuffled_order(goal.codes, rows.roots, seed)]
+    X = rows.matrix(site, layer).astype(np.float64)
+    groups: dict[str, Any] = {"groups": groups_of(rows)} if spec.inner else {}
+    weight, bias = coefficients(clone(spec.make()).fit(X, values, **groups))
+    means = np.stack([X[values == name].mean(0) for name in goal.classes])
+    stored = site if layer is None else rows.source.letters(site).get(layer, site)
+    return LinearProbe(
+        weight,
+        bias,
+        means,
+        goal.classes,
+        label,
+        stored,
+        cell,
+        str(position),
+        estimator,
+        about_rows(rows),
+        tuple(np.unique(rows.roots).tolist()),
+    )
+
+
+def placebo_probes(given: Dump | Run | ProbeRows, like: LinearProbe, count: int = 8, seed: int = 0) -> list[LinearProbe]:
+    """Probes of the same kind, site and position as `like`, each fitted on labels exchanged between roots."""
+    rows, cell = ProbeRows.of(given), like.cell
+    how: dict[str, Any] = dict(site=cell.site, layer=cell.layer, position=like.position, estimator=like.estimator)
+    return [fit_probe(rows, like.label, **how, shuffled=True, seed=seed + i) for i in range(count)]
+
+
+def coefficients(fitted: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(weight [k, d], bias [k]) of a fitted linear estimator in the coordinates of its input, with any scaler undone."""
+    scaler, last = (fitted[0], fitted[-1]) if isinstance(fitted, Pipeline) else (None, fitted)
+    if not hasattr(last, "coef_"):
+        raise NotLinear(f"{type(last).__name__} has no coefficients. Use a linear estimator.")
+    weight, bias = np.atleast_2d(last.coef_).astype(np.float64), np.atleast_1d(last.intercept_).astype(np.float64)
+    if scaler is not None:
+        weight = weight / scaler.scale_
+        bias = bias - weight @ scaler.mean_
+    return weight, bias
+
+
+def _stem(path: str | Path) -> Path:
+    path = Path(path)
+    return path.with_suffix("") if path.suffix in (".json", ".safetensors") else path

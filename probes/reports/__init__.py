@@ -1,0 +1,1 @@
+"""Reports, their figures and their summary."""

@@ -1,0 +1,1 @@
+"""Scores of predictions, their intervals and tests."""

@@ -1,0 +1,198 @@
+"""Areas under the ROC curve with intervals over groups: what a score is worth that only has to rank rows.
+
+The variance is DeLong's (Biometrics 44, 1988) with rows summed within their group (Obuchowski, Biometrics 53, 1997). Near 0 and
+1 it tends to zero while the truth does not have to: the interval therefore inverts a score test, in which the variance is that
+of Hanley and McNeil at each candidate area (Newcombe, Statistics in Medicine 25, 2006, method 5), scaled to agree with the
+observed one where that can be estimated. So an area of 1 has an interval of positive width, whatever the rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import optimize, stats
+
+from replaylens.probes.checks import no_nan, same_length
+from replaylens.probes.errors import OneClass, TooFewGroups
+from replaylens.probes.scoring import statistics
+from replaylens.probes.scoring.statistics import LEVEL, Estimate, group_sums
+
+_TRUST = 0.5
+"""groups' worth of belief in the variance that counts every group once, against the observed variance"""
+_DRAWS, _EDGE = 2000, 1 - 1e-9
+
+
+@dataclass(frozen=True, eq=False)
+class Area:
+    """The area of one score, and what each group contributes to its error."""
+
+    value: float
+    parts: np.ndarray
+    """[groups]: influence of each group; the sum of their squares is the variance of the area"""
+    sizes: tuple[float, float]
+    """number of groups of equal size that would say as much as those with good rows, and as those with bad rows"""
+
+    @property
+    def variance(self) -> float:
+        """Of the value, over groups."""
+        return float((self.parts**2).sum())
+
+    def quantile(self, level: float) -> float:
+        """Critical value of a two-sided test."""
+        return float(stats.t.ppf((1 + level) / 2, len(self.parts) - 1))
+
+    def interval(self, reach: float) -> tuple[float, float]:
+        """The areas that a test with this critical value does not reject."""
+        scale = self._scale()
+
+        def misfit(area: float) -> float:
+            return (self.value - area) ** 2 - reach**2 * scale * _variance(area, *self.sizes)
+
+        inner = min(max(self.value, 1 - _EDGE), _EDGE)  # at 0 and 1 the test does not reject the value, but has no variance
+        low = 0.0 if misfit(1 - _EDGE) <= 0 or self.value <= 0 else optimize.brentq(misfit, 1 - _EDGE, inner)
+        high = 1.0 if misfit(_EDGE) <= 0 or self.value >= 1 else optimize.brentq(misfit, inner, _EDGE)
+        return float(low), float(high)
+
+    def _scale(self) -> float:
+        """Observed over expected variance, drawn towards 1 by as much as few groups make up the observed one."""
+        expected, squares = _variance(self.value, *self.sizes), self.parts**2
+        if expected <= 0 or squares.sum() <= 0:
+            return 1.0
+        heard = squares.sum() ** 2 / (squares**2).sum()  # number of groups that would give this variance in equal parts
+        return float((heard * self.variance / expected + _TRUST) / (heard + _TRUST))
+
+
+def _variance(area: float, good: float, bad: float) -> float:
+    """Of an area over so many independent rows of each kind, for exponential scores (Hanley and McNeil 1982)."""
+    more = (good + bad) / 2 - 1
+    return area * (1 - area) * (1 + more * (1 - area) / (2 - area) + more * area / (1 + area)) / (good * bad)
+
+
+def area_of(score: np.ndarray, good: np.ndarray, groups: np.ndarray, strata: np.ndarray | None = None) -> Area:
+    """The area of a score [rows] for good against other rows, with the contribution of every group [rows of names].
+
+    strata  [rows]: only rows of one stratum are compared, such as those of one fold: scores of different probes have no
+            common zero, and a kind that is frequent in the training folds is rarer in the tested one
+    """
+    same_length(score=score, good=good, groups=groups, **({} if strata is None else {"strata": strata}))
+    no_nan("score", score)
+    score, good, groups = np.asarray(score), np.asarray(good, dtype=bool), np.asarray(groups)
+    if good.all() or not good.any():
+        raise OneClass(f"All {len(good)} rows are {'good' if good.any() else 'bad'}. An area needs rows of both kinds.")
+    if len(np.unique(groups)) < 2:
+        raise TooFewGroups("All rows are of one group. Give rows of at least 2 groups for an interval.")
+    wins, rivals = np.zeros(len(good)), np.zeros(len(good))  # [rows]: pairs that a row wins if good, or loses if bad; its pairs
+    for stratum in [np.ones(len(good), bool)] if strata is None else [strata == each for each in np.unique(strata)]:
+        kinds = good[stratum]
+        rivals[stratum] = np.where(kinds, (~kinds).sum(), kinds.sum())
+        if kinds.any() and not kinds.all():
+            wins[stratum] = rivals[stratum] * _ranks(score[stratum], kinds)
+    pairs = rivals[good].sum()
+    if not pairs:
+        raise OneClass("No stratum has rows of both kinds. Give more rows, or fewer strata.")
+    value = float(wins[good].sum() / pairs)
+    place = (wins - value * rivals) / pairs
+    parts, sizes = zip(*(_side(place, side, groups) for side in (good, ~good)), strict=True)
+    return Area(value, parts[0] + parts[1], (sizes[0], sizes[1]))
+
+
+def _side(place: np.ndarray, side: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
+    """(influence [groups] of the rows of one kind, their number of groups as in `Area.sizes`).
+
+    A group that holds much of its kind pulls the mean towards itself, so that its distance from it is too small: by 1 - share
+    on average, which is taken back (Bell and McCaffrey, Survey Methodology 28, 2002).
+    """
+    share = group_sums(side / side.sum(), groups)
+    parts = group_sums(np.where(side, place, 0.0), groups)
+    return parts / np.sqrt(np.maximum(1 - share, 0.5)), float(1 / (share**2).sum())
+
+
+def _ranks(score: np.ndarray, good: np.ndarray) -> np.ndarray:
+    """For each good row the share of bad rows below it, for each bad row that of good rows above it; ties count half."""
+    ups, downs = np.sort(score[good]), np.sort(score[~good])
+    above = 1 - (np.searchsorted(ups, score) + np.searchsorted(ups, score, side="right")) / (2 * len(ups))
+    below = (np.searchsorted(downs, score) + np.searchsorted(downs, score, side="right")) / (2 * len(downs))
+    return np.where(good, below, above)
+
+
+def area(
+    score: np.ndarray,
+    good: np.ndarray,
+    groups: np.ndarray,
+    *,
+    strata: np.ndarray | None = None,
+    folds: int = 1,
+    level: float = LEVEL,
+) -> Estimate:
+    """The area of a score with its interval over groups; strata as for `area_of`, folds as for `statistics.cross_validation`.
+
+    >>> import numpy as np
+    >>> good = np.repeat([True, False], 10)
+    >>> print(area(np.where(good, 1.0, 0.0), good, np.arange(20).astype(str)))
+    1.000 [0.776, 1.000]
+    """
+    found = area_of(score, good, groups, strata)
+    reach = found.quantile(level) * statistics.cross_validation(folds)
+    return Estimate(found.value, *found.interval(reach), level)
+
+
+def area_gains(
+    scores: Sequence[np.ndarray],
+    baseline: np.ndarray,
+    good: np.ndarray,
+    groups: np.ndarray,
+    *,
+    strata: np.ndarray | None = None,
+    folds: int = 1,
+    seed: int = 0,
+    level: float = LEVEL,
+) -> list[Estimate]:
+    """How much larger each score's area is than the baseline's, with intervals that hold for all scores jointly.
+
+    The variance is that of the groups' own differences. Where few groups make it up, it is drawn towards one that adds the
+    squared distances of both areas' own ends, less their covariance (Zou, Psychological Methods 12, 2007): two areas of 1
+    differ by 0, with an interval of positive width.
+    """
+    base, *own = (area_of(score, good, groups, strata) for score in (baseline, *scores))
+    gaps = np.stack([each.parts - base.parts for each in own])  # [scores, groups]
+    spread = np.sqrt((gaps**2).sum(1))
+    draws = np.random.default_rng([seed, 0xA4EA]).normal(size=(_DRAWS, len(base.parts))) @ gaps.T
+    farthest = (np.abs(draws) / np.where(spread > 0, spread, np.inf)).max(1)
+    joint = max(float(np.quantile(farthest, level)), float(stats.norm.ppf((1 + level) / 2)))
+    reach = joint * base.quantile(level) / float(stats.norm.ppf((1 + level) / 2)) * statistics.cross_validation(folds)
+    low, high = base.interval(reach)
+    found = []
+    for each, gap in zip(own, gaps, strict=True):
+        value, (least, most) = each.value - base.value, each.interval(reach)
+        size = np.sqrt((each.parts**2).sum() * (base.parts**2).sum())
+        shared = float(each.parts @ base.parts / size) if size > 0 else 0.0
+        down, up = (
+            _shrunk(gap, reach, _joined(*arms, shared))
+            for arms in ((each.value - least, high - base.value), (most - each.value, base.value - low))
+        )
+        found.append(Estimate(value, max(value - down, -1.0), min(value + up, 1.0), level))
+    return found
+
+
+def _joined(a: float, b: float, shared: float) -> float:
+    """Length of the difference of two errors of these lengths with this correlation."""
+    return float(np.sqrt(max(a**2 + b**2 - 2 * shared * a * b, 0.0)))
+
+
+def _shrunk(gap: np.ndarray, reach: float, arm: float) -> float:
+    """The reach of the groups' own differences [groups], drawn towards another arm if few groups make them up."""
+    squares = gap**2
+    if squares.sum() == 0:
+        return arm
+    heard = squares.sum() ** 2 / (squares**2).sum()
+    own = reach**2 * squares.sum()
+    return float(np.sqrt((heard * own + _TRUST * arm**2) / (heard + _TRUST)))
+
+
+def weighted_areas(score: np.ndarray, good: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Area under the ROC curve, as in scikit-learn, for all lines of row weights [lines, rows] at once."""
+    order = np.argsort(score, kind="stable")
+    starts = np.flatnonzero(np.diff(score[order], prepend=np.nan) != 0)  # rows of equal score count half
+    above, below = (np.add.reduceat(np.where(rows, weights, 0)[:, order], starts, axis=1) for rows in (good, ~good))
+    wins = above * (np.cumsum(below, axis=1) - below / 2)
+    return np.asarray(wins.sum(1) / (above.sum(1) * below.sum(1)))

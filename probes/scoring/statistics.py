@@ -1,0 +1,378 @@
+"""Intervals and tests over groups: rows of one group are not independent observations (see `groups`).
+
+Every score here is a ratio of sums over rows: right answers over rows, explained over total squares. Its standard error comes
+from the groups' own sums (linearisation), its reference distribution has one degree of freedom less than there are groups.
+
+Cross-validated scores vary more than their groups show, because folds are fitted on each other's rows. `cross_validation`
+gives the factor; docs/probes.md has the simulation that it was chosen by. All randomness is seeded: equal input gives equal
+bits.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from replaylens.probes.checks import no_nan, same_length
+from replaylens.probes.errors import TooFewGroups
+
+RESAMPLES, PERMUTATIONS, LEVEL = 1000, 99, 0.95
+EXCHANGED = 0.8
+"""share of labels that permutations must change, against a free exchange, to be a test"""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A score with its interval."""
+
+    value: float
+    low: float
+    high: float
+    level: float = LEVEL
+
+    def __contains__(self, number: float) -> bool:
+        return self.low <= number <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+# ---- sums over groups -------------------------------------------------------------------------------------------------
+
+
+def group_sums(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """values [..., rows] -> sums per group [..., groups], groups in order of their ids."""
+    place = np.unique(groups, return_inverse=True)[1]
+    order = np.argsort(place, kind="stable")
+    starts = np.flatnonzero(np.diff(place[order], prepend=-1))
+    return np.add.reduceat(np.asarray(values, dtype=np.float64)[..., order], starts, axis=-1)
+
+
+def group_weights(groups: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """[resamples, groups]: how often each group is drawn, with replacement."""
+    if groups < 2:
+        raise TooFewGroups(f"{groups} independent groups are too few. Give prompts of at least 2 for an interval.")
+    generator = np.random.default_rng([seed, 0xB007])
+    return generator.multinomial(groups, np.full(groups, 1 / groups), size=resamples)
+
+
+def cross_validation(folds: int) -> float:
+    """The factor between the standard error of a cross-validated score and the one that its groups show; 1 without folds.
+
+    Nadeau and Bengio (Machine Learning 52, 2003) give sqrt(1 + folds / (folds - 1)) for resampled splits, which is too much for
+    disjoint folds: half of their term covers in simulations (docs/probes.md).
+    """
+    return float(np.sqrt(1 + 0.5 * folds / (folds - 1))) if folds > 1 else 1.0
+
+
+def effective_groups(sizes: np.ndarray) -> float:
+    """How many groups of equal size tell as much as groups of these sizes [groups]: n for n equal ones, fewer otherwise.
+
+    One large group among small ones decides a mean almost alone, so that the number of groups says little about its error.
+    """
+    if len(sizes) < 2:
+        raise TooFewGroups(f"{len(sizes)} independent groups are too few. Give prompts of at least 2 for an interval.")
+    return float(max(sizes.sum() ** 2 / (sizes**2).sum(), 1.5))
+
+
+def _errors(above: np.ndarray, below: np.ndarray, value: np.ndarray, folds: int) -> np.ndarray:
+    """Standard errors [cells] of above.sum(1) / below.sum(1), from sums per group [cells, groups]; `below` has equal lines."""
+    count = effective_groups(below[0])
+    away = (above - value[:, None] * below) / below.sum(1)[:, None]
+    return np.asarray(cross_validation(folds) * np.sqrt(count / (count - 1) * (away**2).sum(1)))
+
+
+# ---- intervals --------------------------------------------------------------------------------------------------------
+
+
+def ratio_over_groups(
+    top: np.ndarray,
+    bottom: np.ndarray,
+    groups: np.ndarray,
+    *,
+    level: float = LEVEL,
+    folds: int = 1,
+    least: float = 0.0,
+) -> list[Estimate]:
+    """sum(top) / sum(bottom) for each line of top [cells, rows], with its interval over groups; bottom is one line.
+
+    folds  number of cross-validation folds that the scores come from; 1: one held-out side
+    least  lowest possible score: 0 for a share, which gets the interval of `_share`; -inf for r2. The highest is 1
+    """
+    same_length(top=top, bottom=bottom, groups=groups)
+    above, below = group_sums(np.atleast_2d(top), groups), group_sums(np.atleast_2d(bottom), groups)
+    value = above.sum(1) / below.sum(1)
+    error = _errors(above, below, value, folds)
+    size, rows = effective_groups(below[0]), len(groups)
+    if least == 0:
+        return [_share(v, e, size, rows, level) for v, e in zip(value, error, strict=True)]
+    reach = stats.t.ppf((1 + level) / 2, size - 1) * error
+    return [Estimate(float(v), float(v - r), float(min(v + r, 1.0)), level) for v, r in zip(value, reach, strict=True)]
+
+
+def _share(value: float, error: float, groups: float, rows: int, level: float) -> Estimate:
+    """A share with its interval: as many independent answers as would have this standard error (Korn and Graubard, Survey
+    Methodology 24, 1998), then Jeffreys' interval for them. If all rows agree, each group counts as one answer."""
+    spread = value * (1 - value)
+    count = spread / error**2 if error > 0 and spread > 0 else float(groups)
+    narrower = stats.t.ppf((1 + level) / 2, max(rows - 1, 1)) / stats.t.ppf((1 + level) / 2, groups - 1)
+    count = min(count, rows) * narrower**2 if spread > 0 else min(count, rows)
+    tail, right = (1 - level) / 2, value * count
+    low = stats.beta.ppf(tail, right + 0.5, count - right + 0.5) if value > 0 else 0.0
+    high = stats.beta.ppf(1 - tail, right + 0.5, count - right + 0.5) if value < 1 else 1.0
+    return Estimate(float(value), float(min(low, value)), float(max(high, value)), level)
+
+
+def mean_over_groups(values: np.ndarray, groups: np.ndarray, *, folds: int = 1) -> Estimate:
+    """The mean of values [rows] with its interval over groups. Zeros and ones are a share; for differences, which can be
+    -1 although none is, take `difference_over_groups`."""
+    values = np.asarray(values, dtype=np.float64)
+    if np.isin(values, (0, 1)).all():
+        return ratio_over_groups(values[None], np.ones(len(values)), groups, folds=folds)[0]
+    return difference_over_groups(values, groups, folds=folds, bounded=bool(np.abs(values).max() <= 1))
+
+
+def difference_over_groups(
+    values: np.ndarray, groups: np.ndarray, *, folds: int = 1, extra: float = 0.0, bounded: bool = True
+) -> Estimate:
+    """The mean of paired differences [rows], or of any numbers, with its t interval over groups.
+
+    If all bounded values are equal, the interval still allows for what that many groups can miss.
+
+    extra    variance of the mean that does not come from the groups
+    bounded  values are differences of shares, between -1 and 1, and not numbers of any size (nats)
+    """
+    values = np.asarray(values, dtype=np.float64)
+    above, below = group_sums(values[None], groups), group_sums(np.ones((1, len(values))), groups)
+    value, size = values.mean(), effective_groups(below[0])
+    reach = stats.t.ppf((1 + LEVEL) / 2, size - 1) * np.sqrt(_errors(above, below, np.array([value]), folds)[0] ** 2 + extra)
+    if np.ptp(values) > 0 or not bounded:
+        return Estimate(float(value), float(value - reach), float(value + reach))
+    doubt = max(_doubt(size), reach)
+    return Estimate(float(value), float(max(value - doubt, -1.0)), float(min(value + doubt, 1.0)))
+
+
+def _doubt(observations: float, level: float = LEVEL) -> float:
+    """Exact binomial bound if all observations agree: the largest share of others that is compatible with seeing none."""
+    return float(1 - ((1 - level) / 2) ** (1 / observations))
+
+
+def mean_over_placebos(values: np.ndarray, groups: np.ndarray, *, seed: int = 0, share: bool = False) -> Estimate:
+    """The mean of values [placebos, rows] with an interval over both: each resample draws groups and, independently, placebos.
+
+    Placebos are a sample of directions, as groups are a sample of prompts: if a placebo does the same to every prompt, all its
+    rows are one observation.
+
+    share  values are 0 or 1. If all are equal, resampling shows no spread; the end of the interval is then the exact
+           binomial one for the number of groups or of placebos, whichever is smaller
+    """
+    sums, sizes = group_sums(values, groups), group_sums(np.ones(len(groups)), groups)  # [placebos, groups], [groups]
+    weights = group_weights(len(sizes), RESAMPLES, seed)
+    count = len(values)
+    drawn = np.random.default_rng([seed, 0xF1A7]).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    draws = ((drawn @ sums) * weights).sum(1) / (count * (weights @ sizes))
+    value = float(values.mean())
+    low, high = (float(end) for end in np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
+    if share and np.ptp(values) == 0:
+        doubt = _doubt(min(count, len(sizes)))
+        low, high = max(0.0, value - doubt), min(1.0, value + doubt)
+    return Estimate(value, low, high)
+
+
+# ---- several cells at once --------------------------------------------------------------------------------------------
+
+
+def simultaneous(value: np.ndarray, draws: np.ndarray, groups: float, level: float = LEVEL, folds: int = 1) -> list[Estimate]:
+    """Intervals that hold for all cells jointly, so that the best cell may be picked.
+
+    draws  [resamples, cells]: scores of resampled groups
+
+    The half-width is the cell's spread times the quantile of the largest standardised deviation over all cells, widened as a
+    t quantile is against a normal one.
+    """
+    spread = draws.std(0)
+    farthest = (np.abs(draws - value) / np.where(spread > 0, spread, np.inf)).max(1)  # [resamples]
+    reach = _wider(groups, level) * cross_validation(folds) * np.quantile(farthest, level) * spread
+    return [Estimate(float(v), float(v - r), float(v + r), level) for v, r in zip(value, reach, strict=True)]
+
+
+def _wider(groups: float, level: float) -> float:
+    return float(stats.t.ppf((1 + level) / 2, groups - 1) / stats.norm.ppf((1 + level) / 2))
+
+
+def means_over_groups(values: np.ndarray, groups: np.ndarray, *, seed: int = 0, folds: int = 1) -> list[Estimate]:
+    """The mean of each line of values [cells, rows], with intervals that hold for all of them jointly."""
+    value, draws = _means(values, groups, seed)
+    return simultaneous(value, draws, effective_groups(group_sums(np.ones(len(groups)), groups)), folds=folds)
+
+
+def lower_bounds(
+    values: np.ndarray,
+    groups: np.ndarray,
+    *,
+    level: float = LEVEL,
+    seed: int = 0,
+    folds: int = 1,
+    extra: np.ndarray | float = 0.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(means, one-sided lower bounds) of each line of values [cells, rows]; the bounds hold for all cells jointly.
+
+    extra  variance of each mean that does not come from the groups
+    """
+    value, draws = _means(values, groups, seed)
+    above, below = group_sums(values, groups), group_sums(np.ones((1, len(groups))), groups)
+    error = np.sqrt(_errors(above, np.broadcast_to(below, above.shape), value, folds) ** 2 + extra)
+    spread = draws.std(0)
+    farthest = ((draws - value) / np.where(spread > 0, spread, np.inf)).max(1)
+    size = effective_groups(below[0])
+    one_sided = stats.t.ppf(level, size - 1) / stats.norm.ppf(level)
+    low = value - one_sided * np.quantile(farthest, level) * error
+    return value, np.where(spread > 0, low, value - _doubt(size, 2 * level - 1))
+
+
+def variance_of_fits(values: np.ndarray, groups: np.ndarray, folds: int) -> np.ndarray:
+    """[cells]: the part of the variance of cross-validated means of values [cells, rows] that their groups do not show."""
+    above, below = group_sums(values, groups), group_sums(np.ones((1, len(groups))), groups)
+    shown = _errors(above, np.broadcast_to(below, above.shape), above.sum(1) / below.sum(), 1)
+    return (cross_validation(folds) ** 2 - 1) * shown**2
+
+
+def _means(values: np.ndarray, groups: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(means [cells], those of resampled groups [resamples, cells])"""
+    above, below = group_sums(values, groups), group_sums(np.ones(len(groups)), groups)
+    weights = group_weights(len(below), RESAMPLES, seed)
+    return above.sum(1) / below.sum(), (weights @ above.T) / (weights @ below)[:, None]
+
+
+# ---- tests ------------------------------------------------------------------------------------------------------------
+
+
+def group_permutations(
+    labels: np.ndarray, roots: np.ndarray, count: int, seed: int = 0, groups: np.ndarray | None = None
+) -> np.ndarray:
+    """[count, rows]: for each row, the number of the row whose label it takes.
+
+    Labels move between groups (default: roots), never within one. If every group has a single label, groups exchange labels
+    freely; otherwise groups with the same number of rows exchange whole sequences of labels, which keeps what labels of a
+    group have in common. `exchanged_share` says whether that is enough for a test.
+    """
+    generator = np.random.default_rng([seed, 0x5EED])
+    place, members = _members(roots if groups is None else groups)
+    out = np.empty((count, len(roots)), dtype=np.int64)
+    if all((labels[rows] == labels[rows[0]]).all() for rows in members):
+        first = np.array([rows[0] for rows in members])
+        for number in range(count):
+            out[number] = first[generator.permutation(len(first))][place]
+        return out
+    strata: dict[int, list[np.ndarray]] = {}
+    for rows in members:
+        strata.setdefault(len(rows), []).append(rows)
+    for size in sorted(strata):
+        block = np.stack(strata[size])  # [groups of this size, rows of each]
+        for number in range(count):
+            out[number, block] = block[generator.permutation(len(block))]
+    return out
+
+
+def shuffled_order(labels: np.ndarray, roots: np.ndarray, seed: int = 0, groups: np.ndarray | None = None) -> np.ndarray:
+    """[rows]: as one line of `group_permutations`, for a control that is no test: roots of any length exchange labels.
+
+    A row takes the label of the same row of its root's partner, or of the partner's partner and so on if that root has fewer
+    rows. So labels keep their place, but sequences may be torn.
+    """
+    _, members = _members(roots if groups is None else groups)
+    if all((labels[rows] == labels[rows[0]]).all() for rows in members):
+        return np.asarray(group_permutations(labels, roots, 1, seed, groups)[0])
+    sequences = _members(roots)[1]
+    sizes = np.array([len(rows) for rows in sequences])
+    partner = np.random.default_rng([seed, 0x5EED]).permutation(len(sequences))
+    out, donor = np.empty(len(roots), dtype=np.int64), partner
+    for row in range(sizes.max()):
+        while (short := sizes[donor] <= row)[sizes > row].any():
+            donor = np.where(short, partner[donor], donor)
+        for root in np.flatnonzero(sizes > row):
+            out[sequences[root][row]] = sequences[donor[root]][row]
+    return out
+
+
+def exchanged_share(labels: np.ndarray, orders: np.ndarray) -> float:
+    """How many labels the permutations change, against a free exchange of all rows: about 1, or 0 if nothing can move."""
+    free = 1 - ((np.unique(labels, return_counts=True)[1] / len(labels)) ** 2).sum()
+    return float((labels[orders] != labels).mean() / free) if free > 0 and len(orders) else 0.0
+
+
+def _members(units: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """(number of each row's unit, rows of each unit)"""
+    different, place = np.unique(units, return_inverse=True)
+    order = np.argsort(place, kind="stable")
+    return place, np.split(order, np.cumsum(np.bincount(place, minlength=len(different)))[:-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Null:
+    """Scores of a family of cells, on the labels and on permuted ones, with a new fit for each."""
+
+    observed: np.ndarray
+    """[cells]"""
+    drawn: np.ndarray
+    """[permutations, cells]"""
+    constant: np.ndarray | None = None
+    """[1 + permutations]: what a constant guess scores on the labels and on permuted ones. Groups of unequal size give the
+    classes other frequencies under permutation, so scores count by their lead over it"""
+
+    def __repr__(self) -> str:
+        return f"Null({len(self.observed)} cells, {len(self.drawn)} permutations, p = {np.array2string(self.p, precision=3)})"
+
+    @property
+    def leads(self) -> np.ndarray:
+        """[1 + permutations, cells]: what is compared; the observed lead comes first."""
+        every = np.vstack([self.observed, self.drawn])
+        return every if self.constant is None else every - self.constant[:, None]
+
+    @property
+    def p(self) -> np.ndarray:
+        """One-sided p-value of each cell alone."""
+        leads = self.leads
+        return (1 + (leads[1:] >= leads[0] - 1e-12).sum(0)) / len(leads)
+
+    def standard(self) -> tuple[np.ndarray, np.ndarray]:
+        """Observed and drawn scores in units of each cell's own spread, so that cells can be compared.
+
+        Centre and spread include the observed score: it is one of the permutations, which keeps the test exact.
+        """
+        every = self.leads
+        spread = every.std(0)
+        scaled = (every - every.mean(0)) / np.where(spread > 0, spread, np.inf)  # a cell that never varies is not significant
+        return scaled[0], scaled[1:]
+
+
+def max_statistic(nulls: list[Null]) -> list[np.ndarray]:
+    """Family-wise p-values: how often the best of ALL cells scores as well on permuted labels. One array per Null.
+
+    Nulls of different rows (positions) are permuted separately, which makes the maximum larger, never smaller, than a joint
+    permutation would: the correction is conservative.
+    """
+    if not nulls:
+        return []
+    standard = [null.standard() for null in nulls]
+    most = np.max([drawn.max(1) for _, drawn in standard], axis=0)  # [permutations]
+    return [(1 + (most[:, None] >= seen[None] - 1e-12).sum(0)) / (1 + len(most)) for seen, _ in standard]
+
+
+def corrected_p(gains: np.ndarray, groups: np.ndarray, folds: int) -> np.ndarray:
+    """One-sided p-values [cells] that the mean of gains [cells, rows] is at most 0: a t test over groups, its standard error
+    corrected for cross-validation. For probes that are too slow to refit for every permutation."""
+    above, below = group_sums(gains, groups), group_sums(np.ones((1, len(groups))), groups)
+    value = above.sum(1) / below.sum()
+    error = _errors(above, np.broadcast_to(below, above.shape), value, folds)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.where(error > 0, value / error, np.where(value > 0, np.inf, -np.inf))
+    count = effective_groups(below[0])
+    return np.maximum(stats.t.sf(t, count - 1), 0.5**count)  # no test over groups can say more
+
+
+def false_discovery(p: np.ndarray) -> np.ndarray:
+    """Benjamini-Hochberg q-values over the whole grid."""
+    no_nan("p", p)
+    adjusted: np.ndarray = stats.false_discovery_control(p) if len(p) else p
+    return adjusted

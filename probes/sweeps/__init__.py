@@ -1,0 +1,1 @@
+"""Grids of probes over sites, layers and positions."""

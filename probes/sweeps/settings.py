@@ -1,0 +1,89 @@
+"""`SweepSettings`: everything that determines a sweep's result, checked before anything is computed."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from replaylens.probes.data.positions import Position
+from replaylens.probes.errors import ProbeError
+from replaylens.probes.fitting import registry
+from replaylens.probes.scoring.statistics import PERMUTATIONS
+
+BRANCHES = ("accepted", "rejected", "all")
+PRECISIONS = ("double", "single")
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """Options of `sweep`."""
+
+    labels: tuple[str, ...] = ("state",)
+    """labels to probe for; `state` is the task's true state"""
+    sites: tuple[str, ...] = ("S", "T", "C")
+    """residual stream (S), attention output (T), MLP output (C), or stored site names"""
+    layers: tuple[int, ...] | None = None
+    """layers of the letters; None: all"""
+    positions: tuple[str, ...] = ("step", "query")
+    """see `positions`"""
+    estimators: tuple[str, ...] = ("logistic",)
+    """see `replaylens probe --list`"""
+    split: str = "root"
+    """root, length:N, depth:N, accepted-rejected, rejected-accepted, part:A:B; or the name of a split of your own"""
+    folds: int = 5
+    branches: str = "accepted"
+    """branches whose rows are used: accepted, rejected or all"""
+    controls: bool = True
+    untrained: bool = False
+    """whether an untrained model is run as a control"""
+    residualise: tuple[str, ...] = ()
+    """index columns (position, steps, ...) whose linear effect is first removed from the rows"""
+    code_length: bool = False
+    """also compute the online code of logistic probes"""
+    seed: int = 0
+    permutations: int = PERMUTATIONS
+    """of the labels, with a new fit for each; 0: a corrected t test instead, for large grids"""
+    precision: str = "double"
+    """double: agrees with scikit-learn to rounding; single: half the memory, twice as fast"""
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        checks = {
+            f"Unknown branches {self.branches!r}. Use one of {', '.join(BRANCHES)}.": self.branches in BRANCHES,
+            f"Unknown precision {self.precision!r}. Use one of {', '.join(PRECISIONS)}.": self.precision in PRECISIONS,
+            f"{self.permutations} permutations are too few. Give at least 19, or 0 for a corrected t test.": self.permutations
+            >= 19
+            or self.permutations == 0,
+            f"Device {self.device!r} not found. Use cpu, or cuda if torch finds a GPU.": _is_there(self.device),
+            "An option is empty. Give at least one label, site, position and estimator.": all(
+                (self.labels, self.sites, self.positions, self.estimators)
+            ),
+        }
+        for message, fine in checks.items():
+            if not fine:
+                raise ProbeError(message)
+        if both := set(self.labels) & set(self.residualise):
+            raise ProbeError(f"Label {min(both)!r} is both probed and residualised, which removes it. Leave it out of one.")
+        for name in self.estimators:
+            if registry.get(name).swept == "no":
+                raise ProbeError(f"{name} does not take rows of one position. See docs/probes.md for its input.")
+        for position in self.positions:
+            Position.parse(position)
+
+    def to_json(self) -> dict[str, Any]:
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
+
+    def key(self, rows_digest: str) -> str:
+        """Hash of settings and rows: parts of a sweep can be reused only under the same key."""
+        return hashlib.sha256(json.dumps([self.to_json(), rows_digest], sort_keys=True).encode()).hexdigest()
+
+
+def _is_there(device: str) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):  # torch raises either, depending on what is missing
+        return False
+    return True

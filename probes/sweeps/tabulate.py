@@ -1,0 +1,321 @@
+"""From held-out predictions to the lines of a report: scores, intervals, tests, controls."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import numpy as np
+
+from replaylens.probes.data.groups import path_keys
+from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.design import controls
+from replaylens.probes.design.goals import CONTROL, LABEL, SHUFFLED, ZERO, Goal
+from replaylens.probes.design.splits import Split, fold_of_groups
+from replaylens.probes.fitting import information
+from replaylens.probes.fitting.heldout import held_out
+from replaylens.probes.fitting.refit import ratio, score
+from replaylens.probes.reports.report import Report, about_rows
+from replaylens.probes.scoring import metrics, statistics
+from replaylens.probes.scoring.statistics import Null
+from replaylens.probes.sweeps.settings import SweepSettings
+from replaylens.probes.sweeps.sweep_position import SweepPosition
+
+ERROR = 0.05
+"""share of sweeps without any signal that may still show one"""
+
+
+@dataclass(frozen=True, eq=False)
+class SweepBlock:
+    """The cells of one position, label and estimator, which are tested together."""
+
+    place: SweepPosition
+    number: int
+    """of the goal"""
+    estimator: str
+
+    @property
+    def goal(self) -> Goal:
+        return self.place.goals[self.number]
+
+    @property
+    def tested(self) -> np.ndarray:
+        return self.place.tested(self.goal)
+
+    @property
+    def groups(self) -> np.ndarray:
+        return np.asarray(self.place.groups[self.tested])
+
+    @property
+    def folds(self) -> int:
+        return len(self.place.split)
+
+    def predicted(self, number: int | None = None, *, untrained: bool = False) -> np.ndarray:
+        """[cells, tested rows], of this goal or of the control with that number."""
+        number = self.number if number is None else number
+        return self.place.predicted(self.estimator, number, untrained=untrained)[:, self.tested]
+
+    def gains(self, predicted: np.ndarray, goal: Goal | None = None) -> np.ndarray:
+        """[cells, tested rows], whose means are the scores of predictions."""
+        top, bottom = ratio(predicted, goal or self.goal, self.tested)
+        return np.asarray(top / bottom.mean())
+
+    def controls(self, role: str) -> list[int]:
+        """The numbers of this label's controls of a role."""
+        goals = self.place.goals
+        return [i for i, other in enumerate(goals) if other.role == role and other.label == self.goal.label]
+
+
+def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettings, notes: list[str]) -> Report:
+    """The whole report. Corrections cover all lines of labels, not those of controls."""
+    blocks = [
+        SweepBlock(place, number, estimator)
+        for place in places
+        for number, goal in enumerate(place.goals)
+        if goal.role in (LABEL, ZERO)
+        for estimator in settings.estimators
+    ]
+    main = [block for block in blocks if block.goal.role == LABEL]
+    shared: dict[tuple[str, int], Shared] = {}
+    for block in blocks:
+        if (where := (block.place.position, block.number)) not in shared:
+            shared[where] = _shared(block, settings)
+    made = [(b, list(_lines(b, shared[b.place.position, b.number], ERROR / len(main)))) for b in blocks]
+    _correct([(block, lines) for block, lines in made if block.goal.role == LABEL])
+    for block, own in made:
+        if block.goal.role == ZERO:
+            for line, p in zip(own, _corrected(block), strict=True):
+                line["p"] = float(p)
+    lines = [line for _, own in made for line in own]
+    return Report("sweep", lines, about_rows(rows), settings.to_json(), notes)
+
+
+def _correct(made: list[tuple[SweepBlock, list[dict[str, Any]]]]) -> None:
+    """Mutates the lines: p-values of each cell, corrected for the grid, and false discovery rates.
+
+    Cells with permutation tests are corrected by their largest score under permutation, the others by their number
+    (Bonferroni). If a grid has both kinds, each gets half of the error.
+    """
+    permuted = [(own, null) for block, own in made if (null := block.place.null(block.estimator, block.goal)) is not None]
+    others = [(block, own) for block, own in made if block.place.null(block.estimator, block.goal) is None]
+    kinds = 2 if permuted and others else 1
+    for (own, null), family in zip(permuted, statistics.max_statistic([null for _, null in permuted]), strict=True):
+        for i, line in enumerate(own):
+            line["p"], line["p_family"] = float(null.p[i]), min(1.0, kinds * float(family[i]))
+    count = kinds * sum(len(own) for _, own in others)
+    for block, own in others:
+        for line, p in zip(own, _corrected(block), strict=True):
+            line["p"], line["p_family"] = float(p), min(1.0, count * float(p))
+    lines = [line for _, own in made for line in own]
+    for line, q in zip(lines, statistics.false_discovery(np.array([line["p"] for line in lines])), strict=True):
+        line["q"] = float(q)
+
+
+def _corrected(block: SweepBlock) -> np.ndarray:
+    """[cells]: p-values of a t test that the score is above that of the most frequent class, or above r2 = 0."""
+    return statistics.corrected_p(block.gains(block.predicted()) - _constant(block), block.groups, block.folds)
+
+
+def _constant(block: SweepBlock) -> np.ndarray:
+    """[tested rows]: whether the most frequent class is right; for known zeros, the chance of a guess; for numbers, 0."""
+    goal, codes = block.goal, block.goal.codes[block.tested]
+    if goal.kind == "number" or goal.chance is not None:
+        return np.full(len(codes), goal.chance or 0.0)
+    return np.asarray(codes == np.bincount(codes).argmax(), dtype=float)
+
+
+def _lines(block: SweepBlock, shared: "Shared", error: float) -> Iterator[dict[str, Any]]:
+    """One line per cell."""
+    place, goal, predicted = block.place, block.goal, block.predicted()
+    top, bottom = ratio(predicted, goal, block.tested)
+    least = 0.0 if goal.kind == "class" else -np.inf
+    scores = statistics.ratio_over_groups(top, bottom, block.groups, folds=block.folds, least=least)
+    beyond = _controls(block, shared, error) if goal.role == LABEL else [{} for _ in scores]
+    more = _metrics(block)
+    null = place.null(block.estimator, goal)
+    for c, (cell, found) in enumerate(zip(place.cells, scores, strict=True)):
+        yield {
+            "site": cell.site,
+            "layer": cell.layer,
+            "position": place.position,
+            "label": goal.label,
+            "estimator": block.estimator,
+            "metric": "accuracy" if goal.kind == "class" else "r2",
+            "accuracy": found.value,
+            "low": found.low,
+            "high": found.high,
+            **{name: values[c] for name, values in more.items()},
+            "p": None,
+            "p_family": None,
+            "q": None,
+            "test": _test_name(block, null),
+            "rows": int(place.copies[block.tested].sum()),
+            "distinct": len(np.unique(path_keys(place.rows)[block.tested])),
+            "roots": len(np.unique(place.rows.roots[block.tested])),
+            "groups": len(np.unique(block.groups)),
+            "known_zero": goal.role == ZERO,
+            "chance": goal.chance,
+            **{name: values and values[1] for name, values in shared.items()},
+            "shuffled": _shuffled(block, null, c),
+            **(_NO_CONTROLS | beyond[c]),
+            **_information(block, c),
+        }
+
+
+def _test_name(block: SweepBlock, null: Null | None) -> str | None:
+    if block.goal.role != LABEL:
+        return None
+    if null is None:
+        return "corrected t"
+    return "permutation" if block.folds == 1 else "refitted permutation"
+
+
+def _metrics(block: SweepBlock) -> dict[str, list[float | None]]:
+    """Metrics of classes beside accuracy, one value per cell."""
+    goal, tested, names = block.goal, block.tested, ("auroc", "balanced_accuracy", "f1")
+    if goal.kind == "number":
+        return {name: [None] * len(block.place.cells) for name in names}
+    codes, predicted = goal.codes[tested], block.predicted()
+    found = (
+        metrics.auroc(block.place.scores(block.estimator, block.number)[:, tested], codes, block.place.fold[tested]),
+        metrics.balanced_accuracy(predicted, codes),
+        metrics.f1(predicted, codes, len(goal.classes)),
+    )
+    return {name: values.tolist() for name, values in zip(names, found, strict=True)}
+
+
+# ---- controls ---------------------------------------------------------------------------------------------------------
+
+_NO_CONTROLS = dict.fromkeys(
+    ("control_task", "selectivity", "selectivity_low", "selectivity_high", "untrained", "margin", "margin_over")
+)
+
+
+class _How(TypedDict):
+    level: float
+    extra: np.ndarray
+
+
+_REPEATS = 5
+"""cross-validations of cheap controls: their mean varies less, so that the lead of a probe over them is seen sooner"""
+_FEW = 1000
+"""rows up to which they are repeated; more rows vary little"""
+Shared = dict[str, tuple[np.ndarray | None, float] | None]
+"""control -> (gain of each tested row, score)"""
+
+
+def _shared(block: SweepBlock, settings: SweepSettings) -> Shared:
+    """Controls that do not depend on the model: the same for every cell."""
+    place, goal = block.place, block.goal
+    found: Shared = dict.fromkeys(("majority", "token_identity", "bag_of_tokens"))
+    if goal.role != LABEL or not settings.controls:
+        return found
+    repeats = _REPEATS if block.folds > 1 and len(place.rows) <= _FEW else 1
+    again = [place.split, *(_refolded(place, settings.seed + n) for n in range(1, repeats))]
+    if goal.kind == "number":
+        found["majority"] = (None, 0.0)  # the mean explains nothing
+    else:
+        found["majority"] = (None, controls.majority(goal.codes, place.split.train & goal.present, place.split.test))
+        if place.rows.has_tokens:
+            tokens = place.rows.frame["token"].to_numpy()
+            said = [controls.token_identity(goal.codes, tokens, each.train & goal.present, each.test) for each in again]
+            found["token_identity"] = _scored(block, np.stack(said))
+    if place.bags is not None:
+        simple = "logistic" if goal.kind == "class" else "ridge"
+        said = [held_out(simple, place.bags, [goal], each.train, each.test).predicted[0, 0] for each in again]
+        found["bag_of_tokens"] = _scored(block, np.stack(said))
+    return found
+
+
+def _refolded(place: SweepPosition, seed: int) -> Split:
+    """The split with its groups dealt out to folds anew."""
+    split, fold = place.split, fold_of_groups(place.groups, len(place.split), seed)
+    inside = np.arange(len(split))[:, None] == fold
+    return Split(split.name, ~inside & split.train.any(0), inside & split.test.any(0), split.roots)
+
+
+def _scored(block: SweepBlock, predicted: np.ndarray) -> tuple[np.ndarray, float]:
+    """(gains [tested rows], score), as means over predictions [repeats, rows]."""
+    gains = block.gains(predicted[:, block.tested]).mean(0)
+    return gains, float(gains.mean())
+
+
+def _controls(block: SweepBlock, shared: Shared, error: float) -> list[dict[str, Any]]:
+    """For each cell: controls of its own, and how far the score is above all controls at least.
+
+    error  that the lower bounds of all cells together may have
+    """
+    own = block.gains(block.predicted())
+    fits = statistics.variance_of_fits(own, block.groups, block.folds)  # of the probe; the control's own is small beside it
+    how = _How(level=1 - error, extra=fits)
+    found: list[dict[str, Any]] = [{} for _ in own]
+    bounds = {
+        name: statistics.lower_bounds(own - values[0], block.groups, **how)[1]
+        for name, values in shared.items()
+        if values is not None and values[0] is not None
+    }
+    if numbers := block.controls(CONTROL):
+        bounds["control_task"] = _selectivity(block, own, numbers, found, error)
+    if block.estimator in block.place.untrained:
+        blank = block.gains(block.predicted(untrained=True))
+        bounds["untrained"] = statistics.lower_bounds(own - blank, block.groups, **how)[1]
+        for line, value in zip(found, blank.mean(1), strict=True):
+            line["untrained"] = float(value)
+    for c, line in enumerate(found):
+        if bounds:
+            line["margin_over"] = min(bounds, key=lambda name: bounds[name][c])
+            line["margin"] = float(bounds[line["margin_over"]][c])
+    return found
+
+
+def _selectivity(
+    block: SweepBlock, own: np.ndarray, numbers: list[int], found: list[dict[str, Any]], error: float
+) -> np.ndarray:
+    """Lower bounds [cells] of the selectivity. Mutates `found`: adds it with its interval.
+
+    The control tasks are a sample of all random ones, so their spread counts as well.
+    """
+    goals = block.place.goals
+    drawn = np.stack([block.gains(block.predicted(number), goals[number]) for number in numbers])  # [draws, cells, rows]
+    spread = drawn.mean(2).var(0, ddof=1) / len(numbers) if len(numbers) > 1 else np.zeros(len(own))
+    how: dict[str, Any] = dict(folds=block.folds, extra=spread)
+    value, bound = statistics.lower_bounds(own - drawn.mean(0), block.groups, level=1 - error, **how)
+    for c, line in enumerate(found):
+        alone = statistics.difference_over_groups((own - drawn.mean(0))[c], block.groups, folds=block.folds, extra=spread[c])
+        line["control_task"] = float(drawn[:, c].mean())
+        line |= {"selectivity": float(value[c]), "selectivity_low": alone.low, "selectivity_high": alone.high}
+    return bound
+
+
+def _shuffled(block: SweepBlock, null: Null | None, c: int) -> float | None:
+    """The mean score on permuted labels, or that of one shuffled control if no permutation was fitted."""
+    if block.goal.role != LABEL:
+        return None
+    if null is not None and block.folds > 1:
+        return float(null.drawn[:, c].mean())
+    numbers = block.controls(SHUFFLED)
+    if not numbers:
+        return None
+    return float(score(block.predicted(numbers[0]), block.place.goals[numbers[0]], block.tested)[c])
+
+
+# ---- information ------------------------------------------------------------------------------------------------------
+
+
+def _information(block: SweepBlock, c: int) -> dict[str, Any]:
+    """Bits and calibration, for estimators that give probabilities."""
+    place, goal, tested = block.place, block.goal, block.tested
+    names = ("v_information", "calibration_error", "code_bits", "compression", "control_code_bits", "control_compression")
+    found: dict[str, Any] = dict.fromkeys(names)
+    held = place.held[block.estimator][place.cells[c]]
+    loss = held.log_loss[0, block.number][tested]
+    if goal.kind == "class" and not np.isnan(loss).any():
+        null = information.null_log_loss(goal.codes, place.split.train, place.split.test, len(goal.classes))[tested]
+        correct = held.predicted[0, block.number][tested] == goal.codes[tested]
+        confidence = held.confidence[0, block.number][tested].astype(np.float64)
+        found["v_information"] = information.v_information(loss.astype(np.float64), null)
+        found["calibration_error"] = information.calibration_error(confidence, correct)
+    if (place.cells[c], goal.label) in place.codes and block.estimator == "logistic":
+        code = place.codes[place.cells[c], goal.label]
+        found |= {"code_bits": code.bits, "compression": code.compression}
+        found |= {"control_code_bits": code.control_bits, "control_compression": code.control_compression}
+    return found

@@ -1,0 +1,268 @@
+"""Causal tests: only directions that the model uses move its answer. Also saved probes and DAS."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import beta
+
+from replaylens import tasks
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadEdit, EngineError, OtherFingerprint, UnknownSite
+from replaylens.probes.causal.interventions import ablate, interchange, steer
+from replaylens.probes.causal.stage import Stage, Subject
+from replaylens.probes.errors import BadPosition, BadProbeFile, BadRows, MissingLabel, NotLinear, ProbeError
+from replaylens.probes.fitting.probe import LinearProbe, fit_probe, placebo_probes
+from replaylens.probes.questions.forced import forced_rows
+from replaylens.probes.reports.report import Report
+from replaylens.tasks import Example
+from tests.toy_model import engine as toy_engine
+
+N = 24
+
+
+@pytest.fixture(scope="module")
+def fresh(coin_dump: Dump) -> list[Example]:
+    """Prompts on which no probe was fitted."""
+    seen = set(coin_dump.index["root"])
+    task = tasks.get("coin")(flips=(2, 5))
+    return [e for e in task.examples(range(80, 400)) if e.root not in seen][:N]
+
+
+@pytest.fixture(scope="module")
+def probe(coin_dump: Dump) -> LinearProbe:
+    return fit_probe(coin_dump, "face", layer=3, position="query", estimator="mass-mean")
+
+
+def line(report: Report, what: str) -> dict[str, float]:
+    return next(each for each in report.lines if each["what"] == what)
+
+
+def test_steering_flips_the_answer(engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]) -> None:
+    """Steering along the mass-mean direction flips the answer. Random directions of the same length do not."""
+    report = steer(engine, probe, fresh, untrained=placebo_probes(coin_dump, probe, 16))
+    assert line(report, "steer: probe")["accuracy"] > 0.9
+    assert line(report, "steer: random direction")["accuracy"] < 0.1
+    placebo = 0.025 ** (1 / 8)  # eight random directions without a flip leave room for a population in which some flip
+    probe_low = beta.ppf(0.025, N + 0.5, 0.5)  # Jeffreys' interval of N prompts that all flip
+    assert line(report, "steer: probe minus random direction")["low"] == pytest.approx(probe_low - (1 - placebo))
+    assert line(report, "steer: probe minus untrained probe")["low"] > 0
+    assert json.dumps(report.to_json()) == json.dumps(
+        steer(engine, probe, fresh, untrained=placebo_probes(coin_dump, probe, 16)).to_json()
+    ), "the same report twice"
+
+
+def test_intervals_know_that_placebos_are_a_sample(
+    engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]
+) -> None:
+    """An untrained probe flips all prompts or none: few of them give no verdict, and no interval has width zero."""
+    few = [-1, 1, 1, 1]  # three placebos equal to the probe, one with its sign reversed
+    untrained = [replace(probe, weight=sign * probe.weight) for sign in few]
+    report = steer(engine, probe, fresh, untrained=untrained, placebos=2)
+    difference = line(report, "steer: probe minus untrained probe")
+    assert difference["accuracy"] == 0.25 and difference["low"] <= 0 and difference["high"] > 0.5
+    assert any(said.startswith("Not shown") and "untrained" in said for said in report.findings)
+    assert all(each["low"] < each["high"] and each["nats_low"] < each["nats_high"] for each in report.lines)
+    one = steer(engine, probe, fresh, untrained=untrained[:1], placebos=1)
+    assert [note for note in one.notes if "only one" in note] == [
+        f"Skipped the spread between placebos: only one {name} was given." for name in ("random direction", "untrained probe")
+    ]
+
+
+def test_prompts_that_the_probe_knows(engine: Engine, probe: LinearProbe, fresh: list[Example], tmp_path: Path) -> None:
+    """A note counts the prompts that are not held out, also for a loaded probe. For older files it says that it cannot know."""
+    known = tasks.get("coin")(flips=(2, 5)).examples(3)
+    loaded = LinearProbe.load(probe.save(tmp_path / "face"))
+    for each in (probe, loaded):
+        (note,) = [n for n in steer(engine, each, [*known, *fresh[:4]], placebos=2).notes if "held out" in n]
+        assert note == "3 of 7 prompts are not held out: the probe was fitted on them."
+        assert not [n for n in steer(engine, each, fresh[:4], placebos=2).notes if "held out" in n]
+    (note,) = [n for n in steer(engine, replace(probe, roots=()), fresh[:4], placebos=2).notes if "held out" in n]
+    assert "does not record" in note
+
+
+def test_a_probe_is_one_line(probe: LinearProbe) -> None:
+    shown = repr(probe)
+    assert len(shown) < 160 and "face at S3 (blocks.3.hook_in), query: heads, tails; mass-mean" in shown
+
+
+@pytest.mark.parametrize("kept", ["dump", "run"])
+def test_layers_that_are_not_there(engine: Engine, coin_dump: Dump, kept: str) -> None:
+    """The message lists the available layers. No command accepts negative layers."""
+    given = coin_dump if kept == "dump" else engine.replay(tasks.get("coin")(flips=(2, 5)).examples(12), sites="SZ")
+    for layer, message in ((99, "No layer 99. S"), (-1, "No layer -1. S"), (None, "needs a layer")):
+        with pytest.raises(UnknownSite, match=f"{message}.*0, 1, 2, 3, 4"):
+            fit_probe(given, "face", layer=layer)
+    with pytest.raises(UnknownSite, match="layers 0 to 4"):
+        fit_probe(given, "face", site="Z.entropy", layer=99)
+    with pytest.raises(UnknownSite, match="letter to choose"):
+        fit_probe(given, "face", site="blocks.2.hook_in", layer=1)
+    with pytest.raises(UnknownSite, match="T was not captured"):
+        fit_probe(given, "face", site="T", layer=0)
+
+
+def test_no_step_no_effect(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
+    """Negative control: steps of length zero leave every answer and every margin exactly unchanged."""
+    report = steer(engine, probe, fresh, factor=0.0, placebos=1)
+    assert all(each["accuracy"] == 0 and each["nats"] == 0 for each in report.lines)
+
+
+def test_steering_back_is_no_flip(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
+    """Steering away from the other class makes the answer more certain: the sign of a direction matters."""
+    report = steer(engine, probe, fresh, factor=-1.0, placebos=1)
+    assert line(report, "steer: probe")["accuracy"] == 0
+
+
+def test_ablation_and_refit(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
+    report = ablate(engine, probe, fresh, placebos=2)
+    before, after = line(report, "refit: site, before"), line(report, "refit: site, after")
+    assert before["accuracy"] > 0.9 and after["accuracy"] < before["accuracy"]
+    assert line(report, "ablate: probe")["nats"] > line(report, "ablate: random direction")["nats"] + 1
+    assert any("refit at the last layer, after" in said for said in report.findings)
+
+
+def test_interchange(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
+    """Exchanging the component along the direction changes the answer; exchanging the whole row always does."""
+    report = interchange(engine, probe, fresh, placebos=2)
+    assert line(report, "interchange: whole row")["accuracy"] > 0.9
+    assert line(report, "interchange: probe")["accuracy"] > 0.8
+    assert line(report, "interchange: random direction")["accuracy"] < 0.2
+    assert report.notes == ["Skipped the comparison with untrained probes: none was given."]
+
+
+def test_stage_reads_the_model_itself(engine: Engine, fresh: list[Example]) -> None:
+    """Without an edit the stage gives the model's own answers and the rows of a replay, and leaves the engine clean."""
+    stage = Stage(engine, fresh[:4], "blocks.2.hook_in", "face", "step")
+    words = fresh[0].maker.answers()
+    for subject in stage.subjects:
+        assert words[subject.answer] == subject.example.answer, "coin-plain answers short prompts rightly"
+        assert len(subject.positions) == len(subject.example.events) == len(subject.classes)
+        branch = engine.prompt(subject.tokens, sites=["blocks.2.hook_in"])
+        assert torch.equal(branch.activations["blocks.2.hook_in"][subject.positions], subject.rows)
+        branch.release()
+    (outcome,) = stage.play([lambda subject: np.zeros(subject.rows.shape)])
+    assert not outcome.flipped.any() and (outcome.pull == 0).all()
+    lanes = len(engine.loop.lanes)
+    stage.play([lambda subject: np.ones(subject.rows.shape)] * 2)
+    assert len(engine.loop.lanes) == lanes
+
+
+def test_what_fails_leaves_nothing_behind(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
+    """Refused edits, labels and continuations leave no branch and no allocated page behind."""
+    before = _held(engine)
+    with pytest.raises(BadEdit):
+        steer(engine, probe, fresh[:4], factor=1e39, placebos=1)
+    with pytest.raises(MissingLabel):
+        Stage(engine, fresh[:4], "blocks.2.hook_in", "nose")
+    with pytest.raises(EngineError):
+        forced_rows(engine, fresh[:4], [" heads."] * 3 + [" heads" * 4000])
+    stage = Stage(engine, fresh[:4], "blocks.2.hook_in", "face")
+    with pytest.raises(ValueError, match="second"):
+        stage.play([lambda subject: np.zeros(subject.rows.shape), _refuse])
+    assert _held(engine) == before
+
+
+def _held(engine: Engine) -> tuple[int, int]:
+    """Branches, and pages that a branch holds. Pages that only the prefix index holds are free for whoever needs them."""
+    pool, cached = engine.runner.pool, engine.prefix.check_integrity().num_evictable
+    return len(engine.loop.lanes), pool.num_pages - pool.num_free - cached
+
+
+def _refuse(subject: Subject) -> np.ndarray:
+    raise ValueError("second")
+
+
+def test_saved_probe(probe: LinearProbe, coin_dump: Dump, tmp_path: Path) -> None:
+    """A saved probe loads with the same bits and the dump's digest, and executes nothing. A damaged file is refused."""
+    path = probe.save(tmp_path / "face")
+    loaded = LinearProbe.load(path)
+    assert np.array_equal(loaded.weight, probe.weight) and loaded.classes == probe.classes and loaded.cell == probe.cell
+    assert loaded.source["digest"] == coin_dump.digest and loaded.site == "blocks.3.hook_in"
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".safetensors"}
+    about = json.loads(path.with_suffix(".json").read_text())
+    for change in ({"schema": 99}, {"classes": ["a", "b", "c"]}, {"cell": 3}):
+        path.with_suffix(".json").write_text(json.dumps(about | change))
+        with pytest.raises(BadProbeFile):
+            LinearProbe.load(path)
+    path.with_suffix(".safetensors").write_bytes(b"nonsense")
+    with pytest.raises(BadProbeFile):
+        LinearProbe.load(path)
+    with pytest.raises(BadProbeFile):
+        LinearProbe.load(tmp_path / "nothing")
+
+
+def test_what_cannot_be_tested(engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]) -> None:
+    with pytest.raises(NotLinear, match="mlp has no direction"):
+        fit_probe(coin_dump, "face", layer=2, estimator="mlp")
+    with pytest.raises(OtherFingerprint):
+        steer(toy_engine(), probe, fresh)
+    with pytest.raises(ProbeError, match="placebo"):
+        steer(engine, probe, fresh, placebos=0)
+    with pytest.raises(ProbeError, match="No examples"):
+        steer(engine, probe, [])
+    with pytest.raises(BadPosition):
+        steer(engine, probe, fresh, position="step:9")
+    with pytest.raises(ProbeError, match="Unknown class 'edge'"):
+        probe.direction("heads", "edge")
+
+
+def test_three_classes_have_directions() -> None:
+    """The direction between two classes is the difference of their weight rows. The class of the highest score is predicted."""
+    weight = np.eye(3)
+    rest = dict(label="x", site="s", cell=None, position="all", estimator="ridge", source={})
+    probe = LinearProbe(weight, np.zeros(3), weight, ("a", "b", "c"), **rest)  # type: ignore[arg-type]
+    assert np.allclose(probe.direction("a", "c"), np.array([-1, 0, 1]) / np.sqrt(2))
+    assert probe.predict(np.array([[0, 5.0, 1]])).tolist() == ["b"] and probe.basis.shape == (2, 3)
+
+
+def test_a_subspace_is_exchanged_as_a_whole(engine: Engine, probe: LinearProbe, fresh: list[Example], tmp_path: Path) -> None:
+    """A probe may have more dimensions to exchange than its scores depend on. All dimensions are the whole row."""
+    wide = replace(probe, subspace=np.eye(probe.weight.shape[1]))
+    loaded = LinearProbe.load(wide.save(tmp_path / "wide"))
+    assert loaded.subspace is not None and np.array_equal(loaded.subspace, np.eye(len(loaded.basis)))
+    report = interchange(engine, loaded, fresh[:8], placebos=1)
+    whole, own = line(report, "interchange: whole row"), line(report, "interchange: probe")
+    assert own["accuracy"] == whole["accuracy"] and own["nats"] == pytest.approx(whole["nats"], rel=1e-3)
+    narrow = replace(probe, subspace=np.eye(probe.weight.shape[1])[:1])
+    found = line(interchange(engine, narrow, fresh[:8], placebos=1), "interchange: probe")
+    assert found["nats"] < 0.1 * whole["nats"], "one coordinate is not the row"
+
+
+@pytest.mark.slow  # importing TransformerLens takes ten seconds
+def test_direction_found_by_transformer_lens(engine: Engine) -> None:
+    """DAS on a bridge with the same weights finds a direction; exchanging along it flips our engine's answers."""
+    from benchmarks.dump import bridge, hugging_face
+    from replaylens.probes.causal.das import find_direction
+
+    task = tasks.get("coin")(flips=3, p=1.0)
+    examples = task.examples(64)
+    found = find_direction(engine, bridge(hugging_face(engine.model)), examples, "face", layer=3, epochs=15)
+    report = interchange(engine, found, task.examples(range(64, 84)), placebos=2)
+    assert line(report, "interchange: probe")["accuracy"] > 0.8
+    assert line(report, "interchange: random direction")["accuracy"] < 0.2
+    assert found.classes == ("heads", "tails") and found.basis.shape[0] == 1
+
+
+@pytest.mark.slow
+def test_subspaces_at_any_position_by_transformer_lens(engine: Engine) -> None:
+    """DAS of rank 2 at the word of the first face: exchanging there flips the answer. A label may have several classes."""
+    from benchmarks.dump import bridge, hugging_face
+    from replaylens.probes.causal.das import find_direction
+
+    task = tasks.get("coin")(flips=2, p=1.0)
+    same, theirs = task.examples(84), bridge(hugging_face(engine.model))
+    found = find_direction(engine, theirs, same[:64], "face", layer=1, position="4", rank=2, epochs=15)
+    assert found.basis.shape == (2, 128) and found.position == "4"
+    report = interchange(engine, found, same[64:], placebos=4)
+    assert line(report, "interchange: probe")["accuracy"] > 0.8
+    assert line(report, "interchange: random direction")["accuracy"] < 0.2
+    named = find_direction(engine, theirs, same[:32], "name", layer=1, position="step:1", rank=1, epochs=1)
+    assert len(named.classes) > 2 and set(named.predict(named.means)) <= set(named.classes)
+    with pytest.raises(BadRows, match="several rows per prompt"):
+        find_direction(engine, theirs, same[:8], "face", layer=2, position="step")
+    with pytest.raises(BadRows, match="rank=0"):
+        find_direction(engine, theirs, same[:8], "face", layer=2, rank=0)

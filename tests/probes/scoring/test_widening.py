@@ -1,0 +1,115 @@
+"""Every report widens the intervals of cross-validated scores. `statistics.cross_validation` gives the reason."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from replaylens import Engine, tasks
+from replaylens.engine.dump.reader import Dump
+from replaylens.probes.causal.interventions import ablate
+from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.fitting.probe import fit_probe
+from replaylens.probes.questions.judge import judge
+from replaylens.probes.questions.outcome_at_fork import outcome_at_fork
+from replaylens.probes.questions.transfer import transfer
+from replaylens.probes.questions.viable_branch import viable_branch
+from replaylens.probes.reports.report import Report
+from replaylens.probes.scoring import statistics
+from replaylens.probes.scoring.statistics import mean_over_groups, ratio_over_groups
+from replaylens.probes.sweeps.sweeping import sweep
+from tests.probes.synthetic import rows_of
+
+
+@pytest.mark.parametrize("folds, factor", [(1, 1.0), (2, math.sqrt(2)), (5, math.sqrt(1.625)), (10, math.sqrt(1 + 5 / 9))])
+def test_intervals_by_their_definition(folds: int, factor: float) -> None:
+    """Means have a t interval over groups, shares that of Korn and Graubard; standard errors carry the factor of the folds."""
+    generator = np.random.default_rng(3)
+    roots = np.repeat(np.arange(40).astype(str), 2)
+    values = generator.normal(size=80)
+    sums = np.array([(values[roots == root] - values.mean()).sum() for root in np.unique(roots)])
+    error = factor * math.sqrt(40 / 39 * (sums**2).sum()) / 80
+    found = mean_over_groups(values, roots, folds=folds)
+    assert found.high - found.value == pytest.approx(stats.t.ppf(0.975, 39) * error)
+    right = generator.random(80) < 0.6
+    sums = np.array([(right[roots == root] - right.mean()).sum() for root in np.unique(roots)])
+    error = factor * math.sqrt(40 / 39 * (sums**2).sum()) / 80
+    size = min(right.mean() * (1 - right.mean()) / error**2, 80) * (stats.t.ppf(0.975, 79) / stats.t.ppf(0.975, 39)) ** 2
+    share = ratio_over_groups(right[None], np.ones(80), roots, folds=folds)[0]
+    wanted = stats.beta.ppf([0.025, 0.975], right.mean() * size + 0.5, (1 - right.mean()) * size + 0.5)
+    assert (share.low, share.high) == pytest.approx(tuple(wanted))
+
+
+def both_answers() -> ProbeRows:
+    """A right and a wrong run of the same prompts."""
+    right = rows_of(roots=40, per_root=1)
+    return ProbeRows.join(greedy=right, sampled=ProbeRows(right.frame.assign(correct=False), right.source, right.numbers))
+
+
+def ablated(engine: Engine, coin: Dump) -> Report:
+    probe = fit_probe(coin, "face", layer=3, position="query", estimator="mass-mean")
+    return ablate(engine, probe, tasks.get("coin")(flips=(2, 5)).examples(range(80, 100)), placebos=1)
+
+
+PLANTED = dict(sites="S", layers=[0, 1], positions="all", controls=False)
+REPORTS: dict[str, tuple[Callable[[Engine, Dump, Dump], Report], Callable[[list[str]], set[int]]]] = {
+    "sweep": (
+        lambda engine, coin, steps: sweep(rows_of(roots=40), ["face", "shuffled"], folds=4, **PLANTED),
+        lambda lines: {1, 4},  # the variance of the fits is the difference of both
+    ),
+    "outcome_at_fork": (
+        lambda engine, coin, steps: outcome_at_fork(coin, layers=[3], folds=4),
+        lambda lines: {4},
+    ),
+    "transfer": (
+        lambda engine, coin, steps: transfer(steps, "implied", layers=[1], folds=4),
+        lambda lines: {4},
+    ),
+    "viable_branch": (
+        lambda engine, coin, steps: viable_branch(both_answers(), layers=[1], positions=["all"], folds=4),
+        lambda lines: {4},
+    ),
+    "judge": (
+        lambda engine, coin, steps: judge(coin, draft_layer=2, layers=[3], folds=4),
+        lambda lines: {1 if what.endswith("alone") else 4 for what in lines},  # a single number needs no fit
+    ),
+    "ablate": (
+        lambda engine, coin, steps: ablated(engine, coin),
+        lambda lines: {5 for what in lines if what.startswith("refit")},
+    ),
+}
+"""how each report is made, and for how many folds its intervals must be widened"""
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_reports_widen_what_was_cross_validated(
+    engine: Engine, coin_dump: Dump, steps_dump: Dump, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: Counter[int] = Counter()
+    factor = statistics.cross_validation
+
+    def watched(folds: int) -> float:
+        asked[folds] += 1
+        return factor(folds)
+
+    monkeypatch.setattr(statistics, "cross_validation", watched)
+    make, wanted = REPORTS[name]
+    report = make(engine, coin_dump, steps_dump)
+    if name == "ablate":  # flip rates involve no fitted predictions
+        asked.pop(1, None)
+    assert set(asked) == wanted([line.get("what", "") for line in report.lines])
+
+
+def test_the_line_of_a_sweep_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own folds: the count above does not tell a line's interval from the variance of the fits."""
+    factor, widths = statistics.cross_validation, []
+    for times in (1, 2):
+        monkeypatch.setattr(statistics, "cross_validation", lambda folds, k=times: factor(folds) * (k if folds == 4 else 1))
+        (line,) = sweep(
+            rows_of(roots=40), "face", sites="S", layers=[0], positions="all", controls=False, folds=4, permutations=0
+        ).lines
+        widths.append(line["high"] - line["low"])
+    assert widths[1] > 1.5 * widths[0]

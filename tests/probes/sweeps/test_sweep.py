@@ -1,0 +1,347 @@
+"""Sweeps: the report is reproducible, resumed or not; controls work as documented; every bad setting raises a named error."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import EngineError, OtherFingerprint
+from replaylens.probes.data import groups
+from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.design import controls
+from replaylens.probes.design.goals import make_goal
+from replaylens.probes.design.splits import by_length, by_root
+from replaylens.probes.errors import (
+    BadProbeFile,
+    BadRows,
+    MissingLabel,
+    OtherSweep,
+    ProbeError,
+    UnknownEstimator,
+)
+from replaylens.probes.fitting.heldout import held_out, residualised
+from replaylens.probes.questions.outcome_at_fork import outcome_at_fork
+from replaylens.probes.reports.report import Report
+from replaylens.probes.sweeps import sweeping
+from replaylens.probes.sweeps.sweeping import MakeSplit, sweep
+from tests.probes.synthetic import rows_of
+from tests.toy_model import engine as toy_engine
+
+QUICK: dict[str, Any] = {"sites": "S", "positions": "query", "permutations": 19}
+
+
+def body(report: Report) -> str:
+    return json.dumps(report.to_json())
+
+
+def test_coin_model_tracks_the_face(coin_dump: Dump, engine: Engine) -> None:
+    """The real model shows the face late, not in the embedding. Known zeros are not shown. The untrained model knows less."""
+    report = sweep(coin_dump, ["face", "parity"], engine=engine, **(QUICK | {"positions": ["query", "step"]}))
+    at_query = report.table.query("label == 'face' and position == 'query'").set_index("layer")
+    assert at_query.loc[4, "accuracy"] > 0.95 and at_query.loc[4, "p_family"] <= 0.05
+    assert at_query.loc[0, "low"] < 0.6 and at_query.loc[4, "untrained"] < 0.75
+    zeros = report.table[report.table["known_zero"]]
+    assert len(zeros) == 15 and (zeros["p"] > 0.005).all()
+    assert "Shown: face at query" in report.text() and "next_action" in " ".join(report.notes)
+
+
+def test_same_report_twice(coin_dump: Dump, tmp_path: Path) -> None:
+    """Reports are equal byte for byte, including the PNGs."""
+    for name in ("a", "b"):
+        sweep(coin_dump, "face", **QUICK, code_length=True).save(tmp_path / name)
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert {"report.json", "summary.txt", "table.csv", "heatmap-face-logistic.png", "curves-face-logistic.png"} <= set(files)
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    other = sweep(coin_dump, "face", **QUICK, code_length=True, seed=1)
+    assert body(other) != (tmp_path / "a" / "report.json").read_text(), "another seed gives another report"
+
+
+def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted sweep resumes from its finished parts without recomputing them, and gives the same bytes."""
+    whole = sweep(coin_dump, "face", **(QUICK | {"positions": ["query", "query-1"]}))
+    real, calls = sweeping.held_out, [0]
+
+    def limited(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 1:
+            raise KeyboardInterrupt
+        return real(*args, **options)
+
+    monkeypatch.setattr(sweeping, "held_out", limited)
+    settings = QUICK | {"positions": ["query", "query-1"], "resume": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        sweep(coin_dump, "face", **settings)
+    calls[0] = 0
+    assert body(sweep(coin_dump, "face", **settings)) == body(whole), "one part was left to compute"
+    assert calls[0] == 1
+    with pytest.raises(OtherSweep):
+        sweep(coin_dump, "parity", **settings)
+
+
+def test_parts_of_another_split_are_not_used(tmp_path: Path) -> None:
+    """Two splits share a name, as lambdas do. The second is computed, and the first is still found."""
+    settings = QUICK | {"positions": "all", "controls": False}
+    makes: list[MakeSplit] = [lambda rows: by_root(rows, 2, 0), lambda rows: by_root(rows, 5, 7)]
+    fresh = [body(sweep(rows_of(), "face", split=make, **settings)) for make in makes]
+    assert fresh[0] != fresh[1]
+    for make, report in zip([*makes, makes[0]], [*fresh, fresh[0]], strict=True):
+        assert body(sweep(rows_of(), "face", split=make, resume=tmp_path, **settings)) == report
+
+
+def test_batches_change_nothing_that_counts(coin_dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells solved one at a time or all together give the same predictions, hence the same scores, intervals and tests."""
+    together = sweep(coin_dump, "face", **QUICK).table
+    monkeypatch.setattr(sweeping, "MEMORY_MB", 0)
+    alone = sweep(coin_dump, "face", **QUICK).table
+    assert alone.equals(together)
+
+
+def test_estimators_fitted_apart() -> None:
+    """lda and sparse give the same lines, run in sequence or in two threads, and find the planted layer."""
+    settings = QUICK | {"positions": "all", "estimators": ["lda", "sparse"]}
+    report = sweep(rows_of(), "face", **settings)
+    assert body(sweep(rows_of(), "face", jobs=2, backend="threading", **settings)) == body(report)
+    table = report.table.query("label == 'face'")
+    assert (table[table["layer"] == 1]["accuracy"] > 0.85).all() and (table[table["layer"] == 0]["accuracy"] < 0.7).all()
+    assert sorted(set(table["estimator"])) == ["lda", "sparse"]
+
+
+@pytest.mark.slow
+def test_ray_backend_changes_nothing() -> None:
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # the default of 60 s is too short on a busy machine
+    ray = pytest.importorskip("ray")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    plain = sweep(rows_of(roots=40), "face", estimators="lda", **(QUICK | {"positions": "all"}))
+    try:
+        spread = sweep(rows_of(roots=40), "face", estimators="lda", backend="ray", jobs=2, **(QUICK | {"positions": "all"}))
+    finally:
+        ray.shutdown()
+    assert body(spread) == body(plain)
+
+
+def test_numbers_are_regressed_on() -> None:
+    """A number planted in the rows has r2 near 1 there and near 0 in noise. Classifiers refuse it."""
+    rows = rows_of()
+    value = rows.matrix("S", 1)[:, 2] + 0.1 * np.random.default_rng(0).normal(size=len(rows))
+    rows = ProbeRows(rows.frame.assign(height=value), rows.source, rows.numbers)
+    table = sweep(rows, "height", estimators="ridge", **(QUICK | {"positions": "all"})).table.query("label == 'height'")
+    assert table.set_index("layer").loc[1, "accuracy"] > 0.95 and (table["metric"] == "r2").all()
+    assert table.set_index("layer").loc[1, "p_family"] == 0.05
+    with pytest.raises(ProbeError, match="Use ridge"):
+        sweep(rows, "height", **(QUICK | {"positions": "all"}))
+
+
+def test_length_generalisation(coin_dump: Dump) -> None:
+    """Fitted on short prompts and tested on longer ones: there is one fold, and the sizes match."""
+    table = sweep(coin_dump, "face", split="length:3", **QUICK).table.query("label == 'face'")
+    rows = ProbeRows.of(coin_dump).accepted().at("query")
+    assert set(table["rows"]) == {int(by_length(rows, 3).test.sum())}
+
+
+def test_splits_by_branch(steps_dump: Dump) -> None:
+    """Splits from accepted to rejected, back, and by depth include rejected rows by default, on other roots."""
+    settings = QUICK | {"positions": "step", "layers": [1], "controls": False}
+    rejected = len(ProbeRows.of(steps_dump).rejected().at("step"))
+    for split in ("accepted-rejected", "depth:0"):
+        line = sweep(steps_dump, "implied", split=split, **settings).best("implied")
+        assert 0 < line["distinct"] <= rejected and line["accuracy"] > 0.7
+    assert sweep(steps_dump, "implied", split="rejected-accepted", **settings).best("implied")["distinct"] > rejected
+
+
+def test_untrained_rows_of_some_examples(coin_dump: Dump, engine: Engine) -> None:
+    """On part of a dump the untrained model reads the same paths, and the report's lines equal those without it."""
+    rows = ProbeRows.of(coin_dump)
+    some = rows.where(rows.frame["example"] >= 30)
+    with_it, without = (sweep(some, "face", engine=e, **QUICK).table for e in (engine, None))
+    assert with_it["accuracy"].equals(without["accuracy"]) and with_it["untrained"].notna().any()
+    blank = controls.untrained_rows(some.renumbered(), engine, ["S"])
+    path = some.frame[(some.frame["example"] == 31) & some.frame["accepted"]]
+    other = controls.untrained_rows(rows, engine, ["S"])
+    mine, theirs = blank.where(path_mask(blank, path)), other.where(path_mask(other, path))
+    assert np.array_equal(mine.matrix("S", 3), theirs.matrix("S", 3))
+
+
+def path_mask(rows: ProbeRows, path: pd.DataFrame) -> np.ndarray:
+    return (rows.frame["example"] == path["example"].iloc[0]).to_numpy() & rows.frame["accepted"].to_numpy()
+
+
+def test_code_length_and_information(coin_dump: Dump) -> None:
+    """Labels compress where the face is linearly readable, and not elsewhere."""
+    table = sweep(coin_dump, "face", code_length=True, **QUICK).table.query("label == 'face'").set_index("layer")
+    assert table.loc[4, "compression"] > 1.5 > 1.1 > table.loc[0, "compression"]
+    assert table.loc[4, "control_compression"] < 1.1 and (table["control_code_bits"] > 0).all()
+    assert table.loc[4, "v_information"] > 0.8 and abs(table.loc[0, "v_information"]) < 0.1
+    assert table.loc[4, "calibration_error"] < 0.1
+
+
+def test_residualised_rows_lose_the_nuisance() -> None:
+    """A layer that shows the label only through the row's position shows nothing once position is removed."""
+    rows = rows_of(per_root=2)
+    place = rows.frame["position"].to_numpy(dtype=float)
+    target = make_goal(rows.target("actions"))
+    x = torch.from_numpy(rows.matrix("S", 0))[None].clone()
+    x[0, :, 0] += torch.from_numpy(5 * place)
+    split = by_root(rows)
+    plain = held_out("logistic", x, [target], split.train, split.test).predicted[0, 0]
+    clean = held_out("logistic", x, [target], split.train, split.test, nuisance=place[:, None]).predicted[0, 0]
+    assert np.mean(plain == target.codes) > 0.95 and np.mean(clean == target.codes) < 0.6
+    left = residualised(x, place[:, None], split.train[0])
+    fitted = left[0, torch.from_numpy(split.train[0])]
+    assert abs(float(fitted[:, 0] @ torch.from_numpy(place[split.train[0]]))) < 1e-6
+
+
+# Controls
+
+
+def test_majority_is_no_worse_than_a_constant() -> None:
+    """With a row held out, the rest hold more of the other class: a majority guess is always wrong, a constant is not."""
+    codes, alone = np.array([0, 1] * 5), np.eye(10, dtype=bool)
+    assert (controls.token_identity(codes, np.zeros(10, int), ~alone, alone) != codes).all()
+    assert controls.majority(codes, ~alone, alone) == 0.5
+    some = np.array([0, 0, 1, -1, 1, 0, -1, 0])  # two rows without a class
+    one = np.arange(8)[None] < 4
+    assert controls.majority(some, ~one, one) == 2 / 3
+
+
+def test_bags_count_the_path(steps_dump: Dump) -> None:
+    """The token counts of a row, rejected or not, cover exactly the tokens on its own path."""
+    every = ProbeRows.of(steps_dump)
+    chosen = every.rejected().at("step")
+    paths = groups.histories(chosen)
+    assert paths is not None
+    bags = controls.bags(paths)
+    frame, tokens = every.frame, np.unique(np.concatenate(paths))
+    for i in (0, len(chosen) // 2, len(chosen) - 1):
+        row = chosen.frame.iloc[i]
+        own = frame[(frame["example"] == row["example"]) & (frame["branch"] == row["branch"])]
+        main = frame[(frame["example"] == row["example"]) & (frame["branch"] == 0)]
+        path = [*main[main["position"] < row["fork_position"]]["token"], *own[own["position"] <= row["position"]]["token"]]
+        assert len(path) == row["position"] + 1
+        assert bags[i].tolist() == [path.count(token) for token in tokens]
+
+
+def test_control_task_is_a_function_of_the_context(coin_dump: Dump) -> None:
+    """Equal contexts have equal control labels. Their classes are about as frequent as the real ones."""
+    every = ProbeRows.of(coin_dump)
+    here = every.accepted().at("step")
+    types, length = controls.contexts(groups.histories(here) or []) or (np.zeros(0), 0)
+    goal = make_goal(here.target("face"))
+    labels = controls.control_labels(types, goal.codes)
+    assert length >= 2 and len(np.unique(types)) >= controls.MIN_TYPES
+    assert all(len(set(labels[types == t])) == 1 for t in np.unique(types))
+    assert not np.array_equal(labels, controls.control_labels(types, goal.codes, seed=1))
+
+
+def test_controls_of_the_path_need_the_whole_path(coin_dump: Dump) -> None:
+    """A dump of step rows lacks the tokens in between: controls that need the path are skipped with a note, the others run.
+
+    Rows selected from a whole dump still know their paths.
+    """
+    every = ProbeRows.of(coin_dump).accepted()
+    narrow = every.at("step")
+    kept = ProbeRows(narrow.frame, narrow.source, narrow.numbers)
+    whole, part, steps = (sweep(rows, "face", **(QUICK | {"positions": "step:2"})) for rows in (every, narrow, kept))
+    assert part.table.equals(whole.table)
+    for report, there in ((whole, True), (steps, False)):
+        main = report.table.query("label == 'face'")
+        for name in ("bag_of_tokens", "control_task", "selectivity"):
+            assert main[name].notna().all() == main[name].notna().any() == there
+        assert main["token_identity"].notna().all() and any("paths have holes" in note for note in report.notes) != there
+    assert "Controls not run: bag_of_tokens" in steps.text()
+    with pytest.raises(BadRows, match="whole texts"):
+        outcome_at_fork(kept)
+
+
+def test_controls_of_joined_rows(coin_dump: Dump) -> None:
+    """Parts use the same example numbers, but their paths are kept apart."""
+    rows = ProbeRows.of(coin_dump)
+    alone = groups.histories(rows.at("query"))
+    for both in (ProbeRows.join(a=rows, b=rows).at("query"), ProbeRows.join(a=rows.at("query"), b=rows.at("query"))):
+        paths = groups.histories(both)
+        assert paths is not None and alone is not None
+        assert all(np.array_equal(mine, own) for mine, own in zip(paths, [*alone, *alone], strict=True))
+        assert np.array_equal(both.matrix("S", 2), np.tile(rows.at("query").matrix("S", 2), (2, 1)))
+
+
+def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
+    """An action, probed at the token that states it, is read perfectly but not shown: token identity does as well."""
+    report = sweep(coin_dump, "last_action", **(QUICK | {"positions": "step"}))
+    assert report.best("last_action")["accuracy"] == 1 and report.best("last_action")["token_identity"] == 1
+    assert report.text().startswith("Not shown: last_action at step")
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"estimators": "magic"}, UnknownEstimator, "Known: logistic"),
+        ({"estimators": "ccs"}, ProbeError, "does not take rows"),
+        ({"positions": "4"}, BadRows, "position '4': 2 independent groups"),
+        ({"positions": "400"}, BadRows, "position '400': there is no row"),
+        ({"split": "shuffle"}, ProbeError, "Use root, length:8"),
+        ({"folds": 1000}, BadRows, "for 1000 folds"),
+        ({"branches": "some"}, ProbeError, "Use one of accepted"),
+        ({"precision": "half"}, ProbeError, "double, single"),
+        ({"permutations": 3}, ProbeError, "at least 19"),
+        ({"residualise": ("nosuch",)}, MissingLabel, "'nosuch'.*position"),
+        ({"residualise": ("face",)}, MissingLabel, "column of numbers"),
+        ({"residualise": ("since_step", "until_step")}, BadRows, "'until_step': 80 of 80 rows have no value"),
+        ({"device": "cuda:99"}, ProbeError, "'cuda:99' not found"),
+        ({"device": "toaster"}, ProbeError, "'toaster' not found"),
+        ({"jobs": 0}, ProbeError, "jobs=0 runs nothing"),
+    ],
+)
+def test_bad_settings(coin_dump: Dump, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        sweep(coin_dump, "parity", **(QUICK | options))
+
+
+def test_engine_of_another_dump(coin_dump: Dump) -> None:
+    with pytest.raises(OtherFingerprint):
+        sweep(coin_dump, "face", engine=toy_engine(), **QUICK)
+
+
+def test_report_on_disk(coin_dump: Dump, report_folder: Path) -> None:
+    """A report loads as it was saved. Anything else raises a named error."""
+    report = sweep(coin_dump, "face", **QUICK)
+    report.save(report_folder)
+    loaded = Report.load(report_folder)
+    assert loaded.to_json() == report.to_json() and loaded.source["digest"] == coin_dump.digest
+    assert "NaN" not in (report_folder / "report.json").read_text()
+    (report_folder / "report.json").write_text("{}")
+    with pytest.raises(BadProbeFile):
+        Report.load(report_folder)
+    with pytest.raises(ProbeError, match="No lines for label"):
+        report.heatmap("nose")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"layers": -1}, "Invalid layers=-1. Give a list of layers"),
+        ({"layers": 2}, "Invalid layers=2. Give a list of layers"),
+        ({"layers": "2"}, "Invalid layers='2'. Give a list of layers"),
+        ({"layers": [1.5]}, "Invalid layers=1.5"),
+        ({"layers": [-1]}, "No layer -1. S is stored at layers 0, 1, 2, 3, 4. Give one of these"),
+        ({"positions": 1.5}, "Unknown position '1.5'. Use all, a number"),
+    ],
+)
+def test_options_that_cannot_be_meant(coin_dump: Dump, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=re.escape(message)):
+        sweep(coin_dump, "face", sites="S", **options)
+
+
+def test_a_folder_is_not_a_dump() -> None:
+    with pytest.raises(ProbeError, match=r"Cannot probe a str.*Dump\.open\('dumps/x'\)"):
+        sweep("dumps/x", "face")  # type: ignore[arg-type]
