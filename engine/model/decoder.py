@@ -46,6 +46,8 @@ def tapped(tap: Tap | None, site: str, value: Tensor) -> Tensor:
 
 def normed(x: Tensor, norm: Norm, sites: NormSites, ops: RowOps, tap: Tap | None) -> Tensor:
     """The norm of x. Its scale and its result before the weights are computed beside it, and only if the tap wants them."""
+    if tap is None:
+        return ops.norm(x, norm)
     scale_site, normalized_site, out_site = sites
     if wanted(tap, scale_site, normalized_site):
         scale, normalized = ops.norm_parts(x, norm)
