@@ -15,7 +15,7 @@ class BadConfig(EngineError, ValueError):
 
 
 class UnsupportedModel(EngineError, ValueError):
-    """An architecture, or a feature of one, that the decoder does not support."""
+    """An architecture, of a model or of a sparse autoencoder, or a part of one that is not supported."""
 
 
 class BadWeights(EngineError, ValueError):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.probes.causal.interventions import ablate as ablate
     from replaylens.probes.causal.interventions import interchange as interchange
     from replaylens.probes.causal.interventions import steer as steer
+    from replaylens.probes.data.feature_columns import with_features as with_features
     from replaylens.probes.data.rows import ProbeRows as ProbeRows
     from replaylens.probes.data.sequence_rows import sequences as sequences
     from replaylens.probes.design.controls import untrained_rows as untrained_rows
@@ -125,6 +126,7 @@ _WHERE = {
     "transfer_across": "questions.across",
     "untrained_rows": "design.controls",
     "viable_branch": "questions.viable_branch",
+    "with_features": "data.feature_columns",
 }
 
 __all__ = list(_WHERE)

@@ -24,7 +24,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("engine/proof",),
     ("engine/loop", "engine/pictures"),
     ("engine/serving",),
-    ("engine/thinking",),
+    ("engine/thinking", "engine/features"),
     ("engine/replay",),
     ("engine/dump", "engine/training"),
     ("engine/run", "engine/zoo"),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.engine import errors as errors
     from replaylens.engine.dump.reader import Dump as Dump
     from replaylens.engine.engine import Engine as Engine
+    from replaylens.engine.features.features import SparseFeatures as SparseFeatures
     from replaylens.engine.proof.trace import Trace as Trace
     from replaylens.engine.request.edits import Edit as Edit
     from replaylens.engine.request.sampling import Sampling as Sampling
@@ -27,13 +28,27 @@ _WHERE = {
     "Engine": "replaylens.engine.engine:Engine",
     "Run": "replaylens.engine.run:Run",
     "Sampling": "replaylens.engine.request.sampling:Sampling",
+    "SparseFeatures": "replaylens.engine.features.features:SparseFeatures",
     "Trace": "replaylens.engine.proof.trace:Trace",
     "errors": "replaylens.engine.errors",
     "probes": "replaylens.probes",
     "tasks": "replaylens.tasks",
 }
 
-__all__ = ["Branch", "Dump", "Edit", "Engine", "Run", "Sampling", "Trace", "__version__", "errors", "probes", "tasks"]
+__all__ = [
+    "Branch",
+    "Dump",
+    "Edit",
+    "Engine",
+    "Run",
+    "Sampling",
+    "SparseFeatures",
+    "Trace",
+    "__version__",
+    "errors",
+    "probes",
+    "tasks",
+]
 
 
 if not TYPE_CHECKING:  # a type checker would take `__getattr__` to mean that every name exists

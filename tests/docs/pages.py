@@ -14,6 +14,22 @@ run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=8).examples
 run.save("dump")
 os.chdir("dump")
 """,
+    "docs/features.md": """
+import json
+import os
+import torch
+from safetensors.torch import save_file
+os.makedirs("saes/block1")
+directions = torch.randn(512, 128, generator=torch.Generator().manual_seed(0))
+directions /= directions.norm(dim=1, keepdim=True)
+tensors = dict(W_enc=directions.T, b_enc=torch.full((512,), -0.5), W_dec=directions, b_dec=torch.zeros(128))
+save_file({name: value.contiguous().clone() for name, value in tensors.items()}, "saes/block1/sae_weights.safetensors")
+config = dict(architecture="topk", k=32, d_in=128, d_sae=512, metadata=dict(hook_name="blocks.1.hook_resid_post"))
+json.dump(config, open("saes/block1/cfg.json", "w"))
+import replaylens as rl
+task = rl.tasks.get("coin")(flips=(1, 4))
+rl.Engine.load("coin-plain").replay(task.examples(40), sites="S", drafter="lens").save("dumps/coin")
+""",
     "docs/feeding.md": """
 import replaylens as rl
 run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=(1, 4)).examples(20), sites="STCZ", drafter="lens")

@@ -1,0 +1,1 @@
+"""Sparse autoencoders and transcoders: features of captured rows, and edits of them."""

@@ -1,0 +1,272 @@
+"""`SparseFeatures`: a sparse autoencoder or transcoder. Encodes captured rows and makes edits of features.
+
+Each row is encoded on its own, in canonical arithmetic, so its features are a function of weights, token path and edits, as the
+row itself is.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from replaylens.engine import records
+from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, BadWeights, UnknownSite
+from replaylens.engine.features.changes import FeatureChanges, rows_at
+from replaylens.engine.features.config import FeatureConfig
+from replaylens.engine.features.product import RowProduct
+from replaylens.engine.features.rows import FeatureRows, Ids
+from replaylens.engine.features.weights import FeatureWeights
+from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.model import modes
+from replaylens.engine.model.sites import SiteTable
+from replaylens.engine.passes.batch import TILE
+from replaylens.engine.pictures.readings import word
+from replaylens.engine.request.edits import Edit, Positions
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import instance, shown, whole
+from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import Core
+
+_NUMBERS = 1 << 24
+"""activations per step; bounds the memory, and changes no bit"""
+_NONE: Mapping[int, float] = MappingProxyType({})
+
+
+class SparseFeatures:
+    """A sparse autoencoder or transcoder in SAELens' format.
+
+    f = act(W_enc^T (x - b_dec) + b_enc), without b_dec if the config says so; x is approximated by W_dec^T f + b_dec
+    act: ReLU (standard, transcoder), ReLU of the k largest (topk), ReLU above a threshold (jumprelu)
+    """
+
+    def __init__(self, config: FeatureConfig, weights: FeatureWeights) -> None:
+        self.config, self.weights = config, weights
+        self.digest = hashlib.sha256(f"{config!r} {weights.digest}".encode()).hexdigest()
+        """hash of config and tensors"""
+        self.decoder = weights.W_dec
+        """[d_sae, d_out]: what a unit of each feature adds to a row"""
+        self._norms: Tensor | None = None
+        if config.rescale_acts_by_decoder_norm:
+            with modes.canonical():
+                self._norms = weights.W_dec.double().norm(dim=-1).float()
+            if bool((self._norms == 0).any()):
+                raise BadWeights("W_dec has a row of zeros, but features are in units of its rows' lengths. Check the weights.")
+            self.decoder = weights.W_dec / self._norms[:, None]
+        self._product = RowProduct(weights.W_enc)
+        self._last: tuple[bytes, FeatureRows] | None = None
+        """hash of the rows that edits were last made from, and their features"""
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "SparseFeatures":
+        """Read a folder with `cfg.json` and `sae_weights.safetensors`, as SAELens saves it.
+
+        Raises BadConfig, UnsupportedModel or BadWeights; `require` checks that a model has its sites.
+        """
+        folder = Path(instance("folder", folder, str | Path, "the path of a folder"))  # type: ignore[arg-type]
+        path = folder / "cfg.json"
+        try:
+            content = path.read_bytes()
+        except OSError as problem:
+            raise BadConfig(f"{path} cannot be read ({problem.strerror}). Give a folder that SAELens has saved.") from None
+        config = FeatureConfig.of_json(records.parse(content, str(path), BadConfig), str(path))
+        return cls(config, FeatureWeights.read(folder / "sae_weights.safetensors", config))
+
+    def __len__(self) -> int:
+        """The number of features."""
+        return self.config.d_sae
+
+    def __repr__(self) -> str:
+        c = self.config
+        where = c.hook if not c.transcodes else f"{c.hook} to {c.hook_out}"
+        return f"SparseFeatures({c.architecture}, {c.d_sae} features of {where}, {self.digest[:12]})"
+
+    def require(self, engine: Core) -> "SparseFeatures":
+        """Return self. Raises UnknownSite or BadWeights if the model lacks its sites, or has them with other widths."""
+        self._sites(engine.sites)
+        return self
+
+    def _sites(self, table: SiteTable) -> tuple[str, str]:
+        """The sites that are encoded and decoded to, by their names in this model."""
+        found = []
+        for hook, width in ((self.config.hook, self.config.d_in), (self.config.hook_out, self.config.d_out)):
+            try:
+                name = table.resolve(hook)
+            except UnknownSite as unknown:
+                raise UnknownSite(f"{self!r}: {unknown} Load features that were trained on this model.") from None
+            size = torch.Size(table.sites[name].shape).numel()
+            if size != width:
+                raise BadWeights(
+                    f"{self!r}: {hook} has width {width} there and {size} in this model. Load features of this model."
+                )
+            found.append(name)
+        order = table.in_order()
+        if order.index(found[1]) < order.index(found[0]):
+            raise BadConfig(f"{self!r}: {found[1]} is computed before {found[0]}. Check hook_name and hook_name_out.")
+        return found[0], found[1]
+
+    # ---- encoding -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, rows: Tensor) -> FeatureRows:
+        """The active features of rows [n, d_in], or [n, heads, d_head]. Computed in float32 on the CPU.
+
+        A row gets the same bits alone or with others, and on any number of threads. Raises BadRequest for rows of another
+        width or that are not finite, NotCertified on a machine whose products cannot keep this promise.
+        """
+        c = self.config
+        if not isinstance(rows, Tensor) or rows.dim() < 2 or rows.shape[1:].numel() != c.d_in:
+            given = list(rows.shape) if isinstance(rows, Tensor) else shown(rows)
+            raise BadRequest(f"Invalid rows: {given}. Give a tensor [n, {c.d_in}], such as branch.activations[{c.hook!r}].")
+        x = rows.detach().reshape(len(rows), c.d_in).to("cpu", torch.float32)
+        if not bool(torch.isfinite(x).all()):
+            raise BadRequest("Rows to encode contain NaN or infinity. Leave them out, or compute them again.")
+        with modes.canonical():
+            return FeatureRows.of_dense(self._activations(x), c.d_sae)
+
+    def _activations(self, x: Tensor) -> Iterator[Tensor]:
+        """Dense activations, some rows at a time."""
+        c, w = self.config, self.weights
+        for some in x.split(max(TILE, _NUMBERS // c.d_sae // TILE * TILE)):
+            centred = some - w.b_dec if c.apply_b_dec_to_input else some
+            pre = self._product(centred).add_(w.b_enc)
+            if self._norms is not None:
+                pre.mul_(self._norms)
+            if w.threshold is not None:
+                pre.masked_fill_(pre <= w.threshold, 0)
+            yield (pre if c.k is None else _largest(pre, c.k)).relu_()
+
+    @torch.no_grad()
+    def decode(self, found: FeatureRows) -> Tensor:
+        """The rows that features stand for: [n, d_out]. Each is a sum over its own features, so no row depends on another."""
+        if instance("found", found, FeatureRows, "the result of encode").width != len(self):
+            raise BadRequest(f"These rows have {found.width} features, not {len(self)}. Decode with what encoded them.")
+        with modes.canonical():
+            sums = [(value[:, None] * self.decoder[index.long()]).sum(0) for index, value in map(found.row, range(len(found)))]
+            return torch.stack(sums) + self.weights.b_dec if sums else torch.empty(0, self.config.d_out)
+
+    def of(self, branch: Branch) -> FeatureRows:
+        """The features of a branch's captured rows, with positions and tokens.
+
+        Raises UnknownSite if their site was not captured, or the model does not have it.
+        """
+        recording, tokens = branch.activations, branch.tokens
+        found, positions = self.encode(recording.peek(self._captured(branch))), tuple(recording.positions())
+        words = tuple(word(branch.engine.text, tokens[position]) for position in positions)
+        return FeatureRows(found.offsets, found.indices, found.values, found.width, positions, words)
+
+    def _captured(self, branch: Branch) -> str:
+        """The captured site whose rows are encoded."""
+        site, recording = self._sites(branch.engine.sites)[0], branch.activations
+        if site in recording:
+            return site
+        if (leaves := re.fullmatch(r"blocks\.(\d+)\.hook_out", site)) is not None:
+            # the stream that leaves a block enters the next one, and letters name it so; an edit there comes in between
+            following = f"blocks.{int(leaves[1]) + 1}.hook_in"
+            edited = branch.lane.hooks or any(edit.site == following for edit in branch.lane.edits)
+            if following in recording and not edited:
+                return following
+        raise UnknownSite(f"{site} was not captured on this branch. Ask for it: prompt(..., sites=[{self.config.hook!r}]).")
+
+    # ---- editing ------------------------------------------------------------------------------------------------
+
+    def edits(
+        self,
+        branch: Branch,
+        *,
+        ablate: Ids = (),
+        set: Mapping[int, float] = _NONE,
+        scale: Mapping[int, float] = _NONE,
+        positions: Positions = None,
+    ) -> list[Edit]:
+        """Edits that change features of a branch's captured rows, for `branch.fork(edits=...)`:
+
+            x' = x + sum_i (f_i' - f_i(x)) W_dec[i]
+
+        What the features do not explain of x stays as it is. A transcoder adds this to its output site.
+
+        ablate     features set to zero
+        set        feature -> its new activation
+        scale      feature -> factor of its activation
+        positions  as in `Edit`; default: all tokens of the branch, as far as their rows are captured
+
+        The differences are computed here, from this branch's rows, so that the edit is data and its fork is certified. No row
+        of the site depends on the edited rows of other positions, so this is what a hook function would compute. Tokens that
+        are generated later are not edited: see `generate`. Raises BadEdit if no row would change.
+        """
+        changes = FeatureChanges.of(len(self), ablate, set, scale)
+        made = self._edits(branch, changes, positions)
+        if not made:
+            raise BadEdit(f"Nothing would change: {changes}, and no row at positions={shown(positions)} has them active.")
+        return made
+
+    @torch.no_grad()
+    def _edits(self, branch: Branch, changes: FeatureChanges, positions: Positions) -> list[Edit]:
+        """One edit; none if no row would change."""
+        target = self._sites(branch.engine.sites)[1]
+        captured, found = self._measured(branch)
+        rows = rows_at(positions, captured, branch.length)
+        difference = changes.differences(found)[rows]
+        moved = (difference != 0).any(1)
+        value = torch.zeros(int(moved.sum()), self.config.d_out)
+        for feature, amount in zip(changes.features, difference[moved].T, strict=True):
+            value += amount[:, None] * self.decoder[feature]  # element by element: no row depends on another
+        at = [captured[row] for row, moves in zip(rows, moved.tolist(), strict=True) if moves]
+        shape = branch.engine.sites.sites[target].shape
+        return [Edit(target, "add", value.reshape(len(at), *shape), positions=at)] if at else []
+
+    def _measured(self, branch: Branch) -> tuple[list[int], FeatureRows]:
+        """(positions, features) of a branch's tokens. The last generated one has no row yet: a twin computes it."""
+        if branch.states[-1] is not TokenState.PENDING:
+            rows = branch.activations.peek(self._captured(branch))
+            key = hashlib.sha256(rows.contiguous().view(torch.uint8).numpy().tobytes()).digest()
+            if self._last is None or self._last[0] != key:  # edits of many features are often made from the same rows
+                self._last = key, self.encode(rows)
+            return branch.activations.positions(), self._last[1]
+        (twin,) = branch.fork(at=branch.length - 1)
+        try:
+            return self._measured(twin.force(branch.tokens[-1:]))
+        finally:
+            twin.release()
+
+    def generate(
+        self,
+        branch: Branch,
+        n: int,
+        *,
+        ablate: Ids = (),
+        set: Mapping[int, float] = _NONE,
+        scale: Mapping[int, float] = _NONE,
+        positions: Positions = None,
+        sampling: Sampling | None = None,
+    ) -> Branch:
+        """A fork that continues by up to `n` tokens with features changed at all of these tokens, too.
+
+        Arguments as in `edits`; `positions` are those of the tokens that the branch has. Every generated token is computed
+        twice, first to find its features and then with its edit. The fork is certified, and its last token is edited as well.
+        """
+        n, changes = whole("n", n, 0), FeatureChanges.of(len(self), ablate, set, scale)
+        (held,) = branch.fork(edits=self._edits(branch, changes, positions))
+        for _ in range(n):
+            held.generate(1, sampling=sampling)
+            if held.finish_reason is not None:
+                break
+            if made := self._edits(held, changes, -1):
+                plain, (held,) = held, held.fork(edits=made)
+                plain.release()
+        return held
+
+
+def _largest(pre: Tensor, k: int) -> Tensor:
+    """Mutates and returns pre [n, d]: all but the k largest of each row become zero. Of equal ones the first are kept."""
+    least = pre.topk(k).values.amin(-1, keepdim=True)  # values only: which of equal ones topk returns may depend on its kernel
+    dropped = pre < least
+    tied = (dropped.sum(-1) < pre.shape[1] - k).nonzero().flatten()
+    if len(tied):
+        equal = pre[tied] == least[tied]
+        room = k - (pre[tied] > least[tied]).sum(-1, keepdim=True)
+        dropped[tied] |= equal & (equal.cumsum(-1) > room)
+    return pre.masked_fill_(dropped, 0)
