@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, BadTexts, UnsupportedModel, no_such
 from replaylens.engine.model import smollm2, weights
@@ -14,16 +13,18 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Text, load_text
 from replaylens.engine.passes.ferry import RING_BYTES
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.replay import interop, replayer
+from replaylens.engine.replay import replayer
 from replaylens.engine.replay.examples import ReplayOptions, replay_examples
+from replaylens.engine.replay.interop import TransformerLensVerbs
 from replaylens.engine.replay.labelling import NamedLabels
 from replaylens.engine.replay.texts import is_list, texts_of
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.options import named_options
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, shown, whole
 from replaylens.engine.run import Run
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Core
+from replaylens.engine.serving.request import SAMPLING
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.core import ThinkingCore
 from replaylens.engine.thinking.model import ThinkingDecoder
@@ -34,7 +35,7 @@ from replaylens.tasks import Example
 from replaylens.tasks.texts import GivenTexts
 
 
-class Engine(Core):
+class Engine(TransformerLensVerbs):
     """A model, its KV cache and its tree of branches.
 
     Make one with `Engine.load`; the parameters of the constructor are those of `Core`.
@@ -48,6 +49,7 @@ class Engine(Core):
     """
 
     @classmethod
+    @named_options
     def load(
         cls,
         source: Any,
@@ -117,6 +119,7 @@ class Engine(Core):
             capture_buffer=capture_buffer,
         )
 
+    @named_options
     def replay(
         self,
         examples: Iterable[Example] | Any,
@@ -151,7 +154,7 @@ class Engine(Core):
         deterministic  False: take the fast path's tokens; the run is then not certified and cannot be saved
         batch          number of examples served together; changes no bit
         """
-        sampling = instance("sampling", Sampling() if sampling is None else sampling, Sampling, "a Sampling")
+        sampling = instance("sampling", Sampling() if sampling is None else sampling, Sampling, SAMPLING)
         sampling = replace(sampling, seed=sampling.seed + whole("seed", seed))
         options = ReplayOptions(sites, drafter, window, sampling, edits, max_new, rejected, deterministic)
         return Run(self, replay_examples(self, self._examples(examples, text, labels), options, batch, progress), options)
@@ -194,10 +197,6 @@ class Engine(Core):
         sites  capture these instead of the recorded sites
         """
         return replayer.replay_trace(self, trace, sites)
-
-    def run_with_cache(self, tokens: Any, names_filter: Any = None, pos_slice: slice | int | None = None) -> tuple[Tensor, Any]:
-        """Logits and an `ActivationCache`, as in TransformerLens; see `interop.run_with_cache`."""
-        return interop.run_with_cache(self, tokens, names_filter, pos_slice)
 
 
 class ThinkingEngine(ThinkingCore, Engine):

@@ -141,6 +141,10 @@ class NoChatTemplate(BadTexts):
     """A chat was given, but the tokenizer has no template to write it with."""
 
 
+class UnknownOption(BadRequest, TypeError):
+    """A call with an option that does not exist, with too many values, or without one that it needs."""
+
+
 class MissingPackage(EngineError, ImportError):
     """A feature needs a package that is not installed. The message says how to install it."""
 

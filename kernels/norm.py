@@ -44,6 +44,21 @@ def _norm_kernel(
     tl.store(OUT + row[:, None] * stride_o + column[None, :], y.to(OUT.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["rows", "inner"])
+def _scale_kernel(
+    X, OUT, rows, inner, width, eps, stride_xo, stride_xi,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LAYER: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column[None, :] < width
+    at = (row // inner) * stride_xo + (row % inner) * stride_xi
+    x = tl.load(X + at[:, None] + column[None, :], mask=(row[:, None] < rows) & inside, other=0.0).to(tl.float32)
+    if LAYER:
+        x = tl.where(inside, x - (tl.sum(x, 1) / width)[:, None], 0.0)
+    tl.store(OUT + row, tl.sqrt_rn(tl.sum(x * x, 1) / width + eps), mask=row < rows)
+
+
 def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, kind: str = "rms", out: Tensor | None = None
 ) -> Tensor:
@@ -68,5 +83,23 @@ def norm(
             x, weight, bias if bias is not None else weight, out, rows, inner, width, eps,
             x.stride(0), x.stride(1) if x.dim() == 3 else 0, width,
             shape.rows, shape.block, kind == "layer", bias is not None, num_warps=shape.warps, **EXACT,
+        )  # fmt: skip
+    return out
+
+
+def norm_scale(x: Tensor, eps: float = 1e-5, kind: str = "rms") -> Tensor:
+    """What the norm of x [rows, width] or [rows, heads, width] divides by: [..., 1], float32."""
+    require(kind in ("rms", "layer"), "Unknown norm {!r}. Use rms or layer.", kind)
+    require(x.dim() in (2, 3), "x has shape {}. Expected [rows, width] or [rows, heads, width].", x.shape)
+    require_float("x", x)
+    require_rows("x", x)
+    out = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    inner = x.shape[1] if x.dim() == 3 else 1
+    rows, width = x.shape[0] * inner, x.shape[-1]
+    if rows:
+        shape = norm_shape(width)
+        _scale_kernel[(ceil_div(rows, shape.rows),)](
+            x, out, rows, inner, width, eps, x.stride(0), x.stride(1) if x.dim() == 3 else 0,
+            shape.rows, shape.block, kind == "layer", num_warps=shape.warps, **EXACT,
         )  # fmt: skip
     return out

@@ -46,6 +46,13 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) 
     return y if bias is None else y + bias
 
 
+def norm_scale(x: Tensor, eps: float, kind: str) -> Tensor:
+    """What `norm` divides by: [..., 1]"""
+    if kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    return torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
 # rope
 
 

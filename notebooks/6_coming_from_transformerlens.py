@@ -72,15 +72,27 @@ except rl.errors.UnknownSite as error:
 print("resid_post by short name:", torch.equal(cache["resid_post", 2], cache["blocks.2.hook_out"]))
 print("accumulated_resid:", tuple(cache.accumulated_resid(layer=3).shape))
 print("attention rows sum to 1:", bool((cache["pattern", 0].sum(-1) - 1).abs().max() < 1e-5))
+directions = cache.logit_attrs(cache.decompose_resid(), tokens=tokens[:, -1])
+apart = (directions - theirs.logit_attrs(theirs.decompose_resid(), tokens=tokens[:, -1])).abs().max()
+print(f"logit_attrs: {tuple(directions.shape)}, {apart:.1e} from the bridge's")
 _, last = engine.run_with_cache(tokens, lambda name: name.endswith("mlp.hook_out"), pos_slice=-1)
 print({name: tuple(value.shape) for name, value in last.items() if name.startswith("blocks.1")})
 
 # %% [markdown]
+# A name that goes in comes out, also on a branch. `engine(tokens)` returns logits or the loss.
+
+# %%
+branch = engine.prompt(tokens[0], sites=["blocks.1.hook_resid_post", "blocks.1.attn.q.hook_in"])
+print(branch.activations.keys())
+print("same bits:", torch.equal(branch.activations["blocks.1.hook_resid_post"], cache["blocks.1.hook_out"][0]))
+print(f"loss: {(engine(tokens, return_type='loss') - bridge(tokens, return_type='loss')).abs():.1e} apart")
+
+# %% [markdown]
 # ## Hooks, and what to use instead
 #
-# Hook functions work on a fork. The engine cannot know what a function computes, so such a branch is not certified. An `Edit`
-# is data: it has a hash, shares KV up to the first edited position, and can be dumped and replayed. Activation patching,
-# ablation and steering vectors are edits.
+# `run_with_hooks` is as you know it, and hook functions work on a fork. The engine cannot know what a function computes, so
+# such a branch is not certified. An `Edit` is data: it has a hash, shares KV up to the first edited position, and can be dumped
+# and replayed. Activation patching, ablation and steering vectors are edits.
 
 # %%
 direction = torch.randn(64)
@@ -93,6 +105,8 @@ def add(value, hook):
 
 with torch.no_grad():
     reference = bridge.run_with_hooks(tokens[:1], fwd_hooks=[("blocks.1.hook_resid_pre", add)])[0, -1]
+ours = engine.run_with_hooks(tokens[:1], fwd_hooks=[("blocks.1.hook_resid_pre", add)])[0, -1]
+print(f"run_with_hooks: {(ours - reference).abs().max():.1e} from the bridge's")
 root = engine.prompt(path, sites=["unembed.hook_out"])
 (hooked,) = root.fork(hooks=[("blocks.1.hook_resid_pre", add)])
 (edited,) = root.fork(edits=[rl.Edit("blocks.1.hook_resid_pre", "add", direction)])
@@ -132,7 +146,7 @@ print("as captured:", torch.equal(stored["blocks.3.hook_in"][0], run[2].activati
 # | you write | here | |
 # |---|---|---|
 # | `bridge.run_with_cache(tokens)` | `engine.run_with_cache(tokens)` | the same `ActivationCache`, canonical bits |
-# | `bridge.run_with_hooks(tokens, fwd_hooks=...)` | `branch.fork(edits=...)`, or `hooks=` | edits can be dumped and verified |
+# | `bridge.run_with_hooks(tokens, fwd_hooks=...)` | the same, or `branch.fork(edits=...)` | edits can be dumped and verified |
 # | `bridge.generate(...)`, then a second run for the activations | `branch.generate(n)`, `branch.activations` | one pass |
 # | padding and attention masks for prompts of several lengths | `engine.prompts([...])` | no padding anywhere |
 # | `torch.save(cache)` | `run.save(folder)` | labels, digest, resumable |
@@ -142,5 +156,6 @@ print("as captured:", torch.equal(stored["blocks.3.hook_in"][0], run[2].activati
 print("gradients:", cache["blocks.0.hook_in"].requires_grad)
 
 # %% [markdown]
-# All names with their shapes: `engine.sites.in_order()`. More: [the contract](../docs/determinism.md),
+# All names with their shapes: `engine.sites.in_order()`. [What differs, and what is not there](../docs/transformer_lens.md).
+# More: [the contract](../docs/determinism.md),
 # [dumps](../docs/dump_format.md), [probes](../docs/probes.md), [views](../docs/views.md).

@@ -23,6 +23,7 @@ from replaylens.engine.dump.order import RowOrder
 from replaylens.engine.dump.statistics import SiteStatistics, statistics
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump, UnknownSite, no_such
+from replaylens.engine.model.site_names import same_value
 from replaylens.engine.model.sites import at_layer
 from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.values import flag, instance, items, shown, whole
@@ -139,7 +140,8 @@ class Dump:
         layer = None if layer is None else whole("layer", layer, error=UnknownSite)
         if stored := self.manifest.layers(site) if site in tuple("STC") else {}:
             return at_layer(site, stored, layer), None
-        name = next((n for n, entry in sites.items() if site == n or site in entry.aliases), None)
+        names = (site, same_value(site))
+        name = next((n for n, entry in sites.items() if n in names or site in entry.aliases), None)
         if name is None:
             raise UnknownSite(f"{site!r} is not in this dump. It holds {', '.join(sites)}.")
         if sites[name].letter == "Z":

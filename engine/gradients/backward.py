@@ -12,7 +12,7 @@ from torch import Tensor
 from replaylens.engine.gradients.attention import through_attention
 from replaylens.engine.gradients.rowwise import activated, through_activation, through_linear, through_norm, through_rotary
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.decoder import Attention, Block, Decoder, Mlp
+from replaylens.engine.model.decoder import Attention, Block, Decoder, Mlp, NormSites
 from replaylens.engine.model.ops import Linear, Norm
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.passes.runner import WholePass
@@ -88,16 +88,16 @@ class Backward:
         x = self.values[block.in_site]
         read = x if block.parallel else self.values[block.middle_site]
         post = self._written(g, block.mlp.down, block.ln2_post, block.mlp_sites)
-        from_mlp = through_norm(self._at(block.ln2_site, self._mlp(block.mlp, post)), read, block.ln2)
+        from_mlp = through_norm(self._at(block.ln2_sites[2], self._mlp(block.mlp, post)), read, block.ln2)
         middle = g if block.parallel else self._at(block.middle_site, g + from_mlp)
         z = self._written(middle, block.attn.o, block.ln1_post, block.attn_sites)
-        from_attn = through_norm(self._at(block.ln1_site, self._attention(block.attn, z, layer)), x, block.ln1)
+        from_attn = through_norm(self._at(block.ln1_sites[2], self._attention(block.attn, z, layer)), x, block.ln1)
         entering = middle + from_attn
         return self._at(block.in_site, entering + from_mlp if block.parallel else entering)
 
-    def _written(self, g: Tensor, linear: Linear, post: Norm | None, sites: tuple[str, str]) -> Tensor:
+    def _written(self, g: Tensor, linear: Linear, post: Norm | None, sites: tuple[str, NormSites]) -> Tensor:
         """The gradient of the stream -> of the input of the product that is added to it."""
-        site, post_site = sites
+        site, (*_, post_site) = sites
         if post is not None:
             g = through_norm(self._at(post_site, g), self.values[site], post)
         return through_linear(self._at(site, g), linear)
@@ -126,8 +126,8 @@ class Backward:
             dq = through_rotary(self._at(attn.rotated_q_site, dq), rotary)
             dk = through_rotary(self._at(attn.rotated_k_site, dk), rotary)
         if attn.q_norm is not None and attn.k_norm is not None:
-            dq = through_norm(dq, self.values[attn.q_site], attn.q_norm)
-            dk = through_norm(dk, self.values[attn.k_site], attn.k_norm)
+            dq = through_norm(self._at(attn.normed_q_site, dq), self.values[attn.q_site], attn.q_norm)
+            dk = through_norm(self._at(attn.normed_k_site, dk), self.values[attn.k_site], attn.k_norm)
         dq, dk, dv = self._at(attn.q_site, dq), self._at(attn.k_site, dk), self._at(attn.v_site, dv)
         return through_linear(torch.cat([dq, dk, dv], dim=1).view(self.num_rows, -1), attn.qkv)
 

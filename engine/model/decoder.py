@@ -1,6 +1,7 @@
 """`Decoder`: one config-driven transformer over packed rows. Wiring only: the arithmetic is in `Ops`."""
 
 import math
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,6 +24,17 @@ class Tap(Protocol):
         ...
 
 
+NormSites = tuple[str, str, str]
+"""the sites of a norm: what it divides by, its result before the weights, its result"""
+
+
+def norm_sites(name: str) -> NormSites:
+    return name + ".hook_scale", name + ".hook_normalized", name + ".hook_out"
+
+
+FINAL_NORM = norm_sites("ln_final")
+
+
 def wanted(tap: Tap | None, *sites: str) -> bool:
     """Whether the tap wants any of the sites."""
     return tap is not None and any(tap.wants(site) for site in sites)
@@ -30,6 +42,18 @@ def wanted(tap: Tap | None, *sites: str) -> bool:
 
 def tapped(tap: Tap | None, site: str, value: Tensor) -> Tensor:
     return tap(site, value) if tap is not None and tap.wants(site) else value
+
+
+def normed(x: Tensor, norm: Norm, sites: NormSites, ops: RowOps, tap: Tap | None) -> Tensor:
+    """The norm of x. Its scale and its result before the weights are computed beside it, and only if the tap wants them."""
+    if tap is None:
+        return ops.norm(x, norm)
+    scale_site, normalized_site, out_site = sites
+    if wanted(tap, scale_site, normalized_site):
+        scale, normalized = ops.norm_parts(x, norm)
+        tapped(tap, scale_site, scale)
+        tapped(tap, normalized_site, normalized)
+    return tapped(tap, out_site, ops.norm(x, norm))
 
 
 class Attention(nn.Module):
@@ -42,7 +66,9 @@ class Attention(nn.Module):
         site = f"blocks.{layer}.attn."
         self.q_site, self.k_site, self.v_site = (f"{site}{part}.hook_out" for part in "qkv")
         self.rotated_q_site, self.rotated_k_site = site + "hook_rot_q", site + "hook_rot_k"
-        self.pattern_site, self.z_site = site + "hook_pattern", site + "o.hook_in"
+        self.normed_q_site, self.normed_k_site = site + "q_norm.hook_out", site + "k_norm.hook_out"
+        self.pattern_site, self.scores_site = site + "hook_pattern", site + "hook_attn_scores"
+        self.z_site = site + "o.hook_in"
         self.spec = AttentionSpec.of(config, layer)
         self.qkv = Linear(config.d_model, (heads + 2 * kv_heads) * width, config.qkv_bias)
         self.o = Linear(heads * width, config.d_model, config.out_bias)
@@ -58,17 +84,24 @@ class Attention(nn.Module):
             q, k, v = tapped(tap, self.q_site, q), tapped(tap, self.k_site, k), tapped(tap, self.v_site, v)
             joined = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = ops.norm(q, self.q_norm), ops.norm(k, self.k_norm)
+            q = tapped(tap, self.normed_q_site, ops.norm(q, self.q_norm))
+            k = tapped(tap, self.normed_k_site, ops.norm(k, self.k_norm))
             joined = None
         if rotary is not None and wanted(tap, self.rotated_q_site, self.rotated_k_site):
             q = tapped(tap, self.rotated_q_site, ops.rotate(q, rotary))
             k = tapped(tap, self.rotated_k_site, ops.rotate(k, rotary))
             rotary = joined = None
-        observe: Observer | None = None
-        if tap is not None and tap.wants(self.pattern_site):
-            observe = lambda pattern: tap(self.pattern_site, pattern)  # noqa: E731
+        observe = None if tap is None else self._observer(tap)
         z = ops.attend(Heads(q, k, v, rotary, joined), self.spec, observe)
         return tapped(tap, self.z_site, z).reshape(x.shape[0], -1)
+
+    def _observer(self, tap: Tap) -> Observer | None:
+        pattern, scores = tap.wants(self.pattern_site), tap.wants(self.scores_site)
+        if not pattern and not scores:
+            return None
+        return Observer(
+            partial(tap, self.pattern_site) if pattern else None, partial(tap, self.scores_site) if scores else None
+        )
 
 
 class Mlp(nn.Module):
@@ -103,10 +136,10 @@ class Block(nn.Module):
         norm = lambda: Norm(config.d_model, config.norm, config.norm_eps)  # noqa: E731
         self.parallel = config.parallel_residual
         site = f"blocks.{layer}."
-        self.in_site, self.ln1_site, self.middle_site = site + "hook_in", site + "ln1.hook_out", site + "ln2.hook_in"
-        self.ln2_site, self.out_site = site + "ln2.hook_out", site + "hook_out"
-        self.attn_sites = site + "attn.hook_out", site + "ln1_post.hook_out"
-        self.mlp_sites = site + "mlp.hook_out", site + "ln2_post.hook_out"
+        self.in_site, self.middle_site, self.out_site = site + "hook_in", site + "ln2.hook_in", site + "hook_out"
+        self.ln1_sites, self.ln2_sites = norm_sites(site + "ln1"), norm_sites(site + "ln2")
+        self.attn_sites = site + "attn.hook_out", norm_sites(site + "ln1_post")
+        self.mlp_sites = site + "mlp.hook_out", norm_sites(site + "ln2_post")
         self.ln1, self.attn = norm(), Attention(config, layer)
         self.ln2, self.mlp = norm(), Mlp(config, layer)
         self.ln1_post = norm() if config.post_norms else None
@@ -114,25 +147,25 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
         x = tapped(tap, self.in_site, x)
-        z = self.attn(tapped(tap, self.ln1_site, ops.norm(x, self.ln1)), rotary, ops, tap)
+        z = self.attn(normed(x, self.ln1, self.ln1_sites, ops, tap), rotary, ops, tap)
         middle = _write(x, z, self.attn.o, self.ln1_post, self.attn_sites, ops, tap)
         if not self.parallel:
             middle = x = tapped(tap, self.middle_site, middle)
-        post = self.mlp(tapped(tap, self.ln2_site, ops.norm(x, self.ln2)), ops, tap)
+        post = self.mlp(normed(x, self.ln2, self.ln2_sites, ops, tap), ops, tap)
         out = _write(middle, post, self.mlp.down, self.ln2_post, self.mlp_sites, ops, tap)
         return tapped(tap, self.out_site, out)
 
 
 def _write(
-    residual: Tensor, x: Tensor, linear: Linear, post: Norm | None, sites: tuple[str, str], ops: RowOps, tap: Tap | None
+    residual: Tensor, x: Tensor, linear: Linear, post: Norm | None, sites: tuple[str, NormSites], ops: RowOps, tap: Tap | None
 ) -> Tensor:
     """The residual stream [rows, d_model] plus the product of x, normed if `post` is given. `sites`: of product and norm."""
-    site, post_site = sites
+    site, post_sites = sites
     if post is None and not wanted(tap, site):
         return ops.linear_add(x, linear, residual)
     wrote = tapped(tap, site, ops.linear(x, linear))
     if post is not None:
-        wrote = tapped(tap, post_site, ops.norm(wrote, post))
+        wrote = normed(wrote, post, post_sites, ops, tap)
     return residual + wrote
 
 
@@ -192,7 +225,7 @@ class Decoder(nn.Module):
 
     def logits(self, x: Tensor, ops: RowOps, tap: Tap | None = None) -> Tensor:
         """Residual stream [rows, d_model] -> logits [rows, vocab]. On an earlier layer's stream, this is the logit lens."""
-        x = tapped(tap, "ln_final.hook_out", ops.norm(x, self.ln_final))
+        x = normed(x, self.ln_final, FINAL_NORM, ops, tap)
         out = ops.unembed(x, self.unembedding)
         return softcap(tapped(tap, "unembed.hook_out", out), self.config.logit_softcap)
 

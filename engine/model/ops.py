@@ -56,7 +56,18 @@ class AttentionSpec:
         return cls(layer, config.scale, config.attn_softcap, config.window(layer))
 
 
-Observer = Callable[[Tensor], object]
+@dataclass(frozen=True)
+class Observer:
+    """Who is shown the inside of an attention. None: nobody asks for it."""
+
+    pattern: Callable[[Tensor], object] | None = None
+    """called with the attention pattern: [rows, heads, keys]"""
+    scores: Callable[[Tensor], object] | None = None
+    """called with what the pattern is the softmax of: [rows, heads, keys]; MASKED where a row does not see the key"""
+
+
+MASKED = torch.finfo(torch.float32).min
+"""the score of a key that a row does not see, as in Hugging Face's models. Its softmax is 0"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +102,10 @@ class RowOps(Protocol):
         """over the last dimension; any leading shape"""
         ...
 
+    def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """(what a norm divides by: [..., 1], its result before weight and bias)"""
+        ...
+
     def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
         """gated: [rows, gate | up] -> [rows, d_mlp]"""
         ...
@@ -114,8 +129,7 @@ class Ops(RowOps, Protocol):
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         """The heads' outputs: [rows, heads, d_head].
 
-        Ops with a cache keep keys and values for later passes. `observe`, if given, is called with the attention pattern
-        [rows, heads, keys].
+        Ops with a cache keep keys and values for later passes. `observe`, if given, is shown pattern and scores.
         """
         ...
 
@@ -133,6 +147,12 @@ class TorchOps:
         if norm.kind == "layer":
             return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.eps)
         return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
+
+    def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        if norm.kind == "layer":
+            x = x - x.mean(-1, keepdim=True)
+        scale = (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        return scale, x / scale
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         angles, half = rotary.rows, rotary.table.shape[-1]
@@ -200,8 +220,11 @@ class SequenceOps(TorchOps):
         if spec.softcap or observe is not None:
             scores = softcap(q @ k.transpose(-1, -2) * spec.scale, spec.softcap)
             pattern = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-            if observe is not None:
-                observe(pattern.transpose(1, 2).reshape(rows, heads, length))
+            shown = lambda x: x.transpose(1, 2).reshape(rows, heads, length)  # noqa: E731
+            if observe is not None and observe.scores is not None:
+                observe.scores(shown(scores.masked_fill(~mask, MASKED)))
+            if observe is not None and observe.pattern is not None:
+                observe.pattern(shown(pattern))
             out = pattern @ v
         elif spec.window:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)

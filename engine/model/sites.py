@@ -11,41 +11,13 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
-from replaylens.engine.errors import UnknownSite
+from replaylens.engine.errors import BadEdit, UnknownSite
 from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.site_names import GLOBAL_SITES, LAYER_SITES, READ_ONLY, SAME_VALUES
 
 LETTERS = "STCZ"
-
-_LAYER_SITES = {
-    # name within the block: (trailing shape, legacy alias)
-    "hook_in": ("d_model", "hook_resid_pre"),
-    "ln1.hook_out": ("d_model", None),
-    "attn.q.hook_out": ("heads d_head", "attn.hook_q"),
-    "attn.k.hook_out": ("kv_heads d_head", "attn.hook_k"),
-    "attn.v.hook_out": ("kv_heads d_head", "attn.hook_v"),
-    "attn.hook_rot_q": ("heads d_head", None),
-    "attn.hook_rot_k": ("kv_heads d_head", None),
-    "attn.hook_pattern": ("heads keys", None),
-    "attn.o.hook_in": ("heads d_head", "attn.hook_z"),
-    "attn.hook_out": ("d_model", "hook_attn_out"),
-    "ln1_post.hook_out": ("d_model", "hook_attn_out"),
-    "ln2.hook_in": ("d_model", "hook_resid_mid"),
-    "ln2.hook_out": ("d_model", None),
-    "mlp.gate.hook_out": ("d_mlp", "mlp.hook_pre"),
-    "mlp.in.hook_out": ("d_mlp", "mlp.hook_pre"),
-    "mlp.out.hook_in": ("d_mlp", "mlp.hook_post"),
-    "mlp.hook_out": ("d_model", "hook_mlp_out"),
-    "ln2_post.hook_out": ("d_model", "hook_mlp_out"),
-    "hook_out": ("d_model", "hook_resid_post"),
-}
-_GLOBAL_SITES = {
-    "embed.hook_out": ("d_model", "hook_embed"),
-    "pos_embed.hook_out": ("d_model", "hook_pos_embed"),
-    "ln_final.hook_out": ("d_model", None),
-    "unembed.hook_out": ("vocab", "hook_unembed"),
-}
 
 
 @dataclass(frozen=True)
@@ -69,11 +41,15 @@ class SiteTable:
         self.sites: dict[str, Site] = {}
         self.aliases: dict[str, str] = {}
         """legacy name -> site"""
-        for name, (shape, alias) in _GLOBAL_SITES.items():
+        self.same: dict[str, str] = {}
+        """other name of the same value -> site"""
+        self.read_only: set[str] = set()
+        """names that can be captured, but not edited"""
+        for name, (shape, alias) in GLOBAL_SITES.items():
             if name != "pos_embed.hook_out" or config.learned_positions:
                 self._add(name, None, shape, alias)
         for layer in range(config.num_layers):
-            for name, (shape, alias) in _LAYER_SITES.items():
+            for name, (shape, alias) in LAYER_SITES.items():
                 if self._has(name):
                     self._add(f"blocks.{layer}.{name}", layer, shape, f"blocks.{layer}.{alias}" if alias else None)
         if config.gated_mlp:  # the linear half of a gated MLP has its own legacy name
@@ -82,18 +58,48 @@ class SiteTable:
                 self.aliases[f"blocks.{layer}.mlp.hook_pre"] = f"blocks.{layer}.mlp.gate.hook_out"
         for name, site in self.sites.items():
             self.sites[name] = replace(site, aliases=tuple(a for a, of in self.aliases.items() if of == name))
+        self._name_twice()
+
+    def _name_twice(self) -> None:
+        """Mutates: adds the names of `SAME_VALUES`, and says what cannot be edited."""
+        last = self.config.num_layers - 1
+        self.same = {"ln_final.hook_in": f"blocks.{last}.hook_out", "unembed.hook_in": "ln_final.hook_out"}
+        for layer in range(last + 1):
+            for name, (site, editable) in SAME_VALUES.items():
+                full = f"blocks.{layer}.{name}"
+                if self._has(name):
+                    self.same[full] = f"blocks.{layer}.{site}"
+                    if not editable and not (name == "mlp.in.hook_in" and not self.config.gated_mlp):
+                        self.read_only.add(full)
+            if self.config.parallel_residual:  # the MLP's norm reads what enters the block
+                self.same[f"blocks.{layer}.ln2.hook_in"] = f"blocks.{layer}.hook_in"
+                self.read_only.add(f"blocks.{layer}.ln2.hook_in")
+        self.read_only |= {name for name in self.sites if name.endswith(READ_ONLY)}
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Every name that is not a site's own -> the site with its value."""
+        return {**self.aliases, **self.same}
+
+    @cached_property
+    def twins(self) -> dict[str, str]:
+        """The residual stream between two blocks has two sites: what leaves one and what enters the next."""
+        pairs = [(f"blocks.{l}.hook_out", f"blocks.{l + 1}.hook_in") for l in range(self.config.num_layers - 1)]
+        return {a: b for one, other in pairs for a, b in ((one, other), (other, one))}
 
     def _has(self, name: str) -> bool:
         config = self.config
         absent = {
-            "ln1_post.hook_out": not config.post_norms,
-            "ln2_post.hook_out": not config.post_norms,
+            "ln1_post": not config.post_norms,
+            "ln2_post": not config.post_norms,
+            "attn.q_norm": not config.qk_norm,
+            "attn.k_norm": not config.qk_norm,
+            "mlp.gate": not config.gated_mlp,
             "attn.hook_rot_q": not config.rotary_dim,
             "attn.hook_rot_k": not config.rotary_dim,
-            "mlp.gate.hook_out": not config.gated_mlp,
             "ln2.hook_in": config.parallel_residual,
         }
-        return not absent.get(name, False)
+        return not (absent.get(name, False) or absent.get(name.rpartition(".")[0], False))
 
     def _add(self, name: str, layer: int | None, shape: str, alias: str | None) -> None:
         c = self.config
@@ -105,6 +111,7 @@ class SiteTable:
             d_mlp=c.d_mlp,
             vocab=c.vocab_size,
             keys=0,
+            one=1,
         )
         self.sites[name] = Site(name, layer, tuple(sizes[word] for word in shape.split()), ())
         if alias:  # later entries win: with post-norms, the output of the post-norm is added to the residual stream
@@ -116,10 +123,18 @@ class SiteTable:
             raise UnknownSite(f"Invalid site {name!r:.60}. Give a name as text; engine.sites lists them.")
         if name in self.sites:
             return name
-        if name in self.aliases:
-            return self.aliases[name]
-        near = difflib.get_close_matches(name, [*self.sites, *self.aliases], n=4, cutoff=0.4)
+        if name in self.names:
+            return self.names[name]
+        near = difflib.get_close_matches(name, [*self.sites, *self.names], n=4, cutoff=0.4)
         raise UnknownSite(f"Unknown site {name!r}. Nearest: {', '.join(near) or 'none'}. Letters: {LETTERS}.")
+
+    def editable(self, name: str) -> str:
+        """As `resolve`, but BadEdit for names whose value can be captured and not edited."""
+        site = self.resolve(name)
+        if name in self.read_only:
+            why = "It is computed beside the pass" if name == site else f"Its value, {site}, is read by other parts as well"
+            raise BadEdit(f"{name} can be captured but not edited. {why}. Edit a site before or after it.")
+        return site
 
     def letter(self, letter: str) -> list[str]:
         """All sites that `select` chooses for a letter. For Z of a plain decoder there are none: it is computed from S."""
@@ -143,11 +158,10 @@ class SiteTable:
 
     def select(self, sites: str | list[str] | tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
         """Resolve "STCZ", "S,T", a name, or a list of these into (site names in model order, whether Z is selected)."""
-        words = re.split(r"[,\s]+", sites.strip()) if isinstance(sites, str) else list(sites)
         names: set[str] = set()
         lens = False
-        for word in (word for word in words if not isinstance(word, str) or word):
-            if isinstance(word, str) and set(word) <= set(LETTERS):
+        for word in _words(sites):
+            if _is_letters(word):
                 lens |= "Z" in word
                 names.update(name for letter in word for name in self.letter(letter))
             else:
@@ -155,11 +169,29 @@ class SiteTable:
         order = {name: i for i, name in enumerate(self.in_order())}
         return tuple(sorted(names, key=order.__getitem__)), lens
 
+    def asked(self, sites: str | list[str] | tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+        """Site -> the names that it is asked for by, where these are not just its own. Precondition: `select` takes them."""
+        found: dict[str, dict[str, None]] = {}
+        for word in _words(sites):
+            for name in [self.resolve(word)] if not _is_letters(word) else [n for each in word for n in self.letter(each)]:
+                found.setdefault(name, {})[name if _is_letters(word) else word] = None
+        return {site: tuple(names) for site, names in found.items() if tuple(names) != (site,)}
+
     def in_order(self) -> list[str]:
         """All site names, in the order of a pass."""
         first = [n for n in ("embed.hook_out", "pos_embed.hook_out") if n in self.sites]
-        last = ["ln_final.hook_out", "unembed.hook_out"]
+        last = [n for n in self.sites if n.startswith(("ln_final.", "unembed."))]
         return first + [n for n in self.sites if n.startswith("blocks.")] + last
+
+
+def _words(sites: str | list[str] | tuple[str, ...]) -> list[str]:
+    """The letters and names of "STCZ", "S,T", a name, or a list of these."""
+    words = re.split(r"[,\s]+", sites.strip()) if isinstance(sites, str) else list(sites)
+    return [word for word in words if not isinstance(word, str) or word]
+
+
+def _is_letters(word: str) -> bool:
+    return isinstance(word, str) and set(word) <= set(LETTERS)
 
 
 @lru_cache(maxsize=32)

@@ -26,6 +26,18 @@ class Text:
         found = self.tokenizer.eos_id if self._ours else getattr(self.tokenizer, "eos_token_id", None)
         return None if found is None else int(found)
 
+    @property
+    def bos_id(self) -> int | None:
+        """What a tokenizer may put before a prompt."""
+        found = None if self.tokenizer is None or self._ours else getattr(self.tokenizer, "bos_token_id", None)
+        return None if found is None else int(found)
+
+    @property
+    def pad_id(self) -> int | None:
+        """The token that fills short texts of a batch: the padding token, or else that of the end."""
+        found = None if self.tokenizer is None or self._ours else getattr(self.tokenizer, "pad_token_id", None)
+        return self.eos_id if found is None else int(found)
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """The token ids of a text. `special` adds what the tokenizer puts before a prompt."""
         if self.tokenizer is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.config import Activation
-from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, TorchOps, softcap
+from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Linear, Norm, Observer, TorchOps, softcap
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import KV_BLOCK, Batch
 from replaylens.engine.passes.batched import BatchedProduct, by_torch
@@ -58,7 +58,7 @@ class CachedOps(CpuOps):
         q, kv = self._queries_and_kv(heads)
         batch = self.batch
         self.cache.write(spec.layer, batch.write_slots, kv[: batch.num_rows])
-        outs, patterns = [], []
+        outs, patterns, scores = [], [], list[Tensor]()
         cut = cuts(batch, spec.layer, q.shape[1])
         for number, (group, rows) in enumerate(zip(batch.groups, batch.queries, strict=True)):
             keys, values = self.cache.gather(spec.layer, group.slots)
@@ -69,15 +69,18 @@ class CachedOps(CpuOps):
                 values,
                 group.ceiling(spec.window),
                 spec.softcap,
-                observe is not None,
+                observe is not None and observe.pattern is not None,
                 spec.scale,
                 self.product,
                 cut[number] if cut else None,
+                scores if observe is not None and observe.scores is not None else None,
             )
             outs.append(z.flatten(0, 1))
             patterns.append(pattern)
-        if observe is not None:
-            observe(self._assemble(patterns, q.shape[1]))
+        if observe is not None and observe.scores is not None:
+            observe.scores(self._assemble(scores, q.shape[1], MASKED))
+        if observe is not None and observe.pattern is not None:
+            observe.pattern(self._assemble(patterns, q.shape[1], 0.0))
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, batch.query_of_row)
 
     def _queries_and_kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
@@ -90,10 +93,10 @@ class CachedOps(CpuOps):
             rotate_(heads.joined[:, : num_queries + heads.k.shape[1]], heads.rotary)
         return heads.q, heads.joined[:, num_queries:]
 
-    def _assemble(self, patterns: list[Tensor], heads: int) -> Tensor:
-        """One pattern tensor [padded rows, heads, largest number of keys] from the groups' pieces."""
+    def _assemble(self, patterns: list[Tensor], heads: int, rest: float) -> Tensor:
+        """One tensor [padded rows, heads, largest number of keys] from the groups' pieces; `rest` where a group has no key."""
         groups = self.batch.groups
-        out = torch.zeros(self.batch.padded + 1, heads, max(g.num_keys for g in groups), dtype=patterns[0].dtype)
+        out = torch.full((self.batch.padded + 1, heads, max(g.num_keys for g in groups)), rest, dtype=patterns[0].dtype)
         for group, pattern in zip(groups, patterns, strict=True):
             out[group.rows, :, : group.num_keys] = pattern
         return out[:-1]
@@ -118,11 +121,14 @@ def attend_blocks(
     scale: float = 1.0,
     product: BatchedProduct = by_torch,
     cut: Cut | None = None,
+    seen_scores: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of queries, times `scale`, over gathered keys, without the edges of `cut`.
 
     q [pieces, rows, heads, d], keys and values [kv_heads, pieces * n, d], ceiling [pieces, rows, 1, the last keys]
     -> ([pieces, rows, heads, d], pattern [pieces, rows, heads, n] or an empty tensor)
+
+    seen_scores  if given, the scores are appended to it, in the shape of the pattern
     """
     pieces, rows, heads, d = q.shape
     kv_heads = keys.shape[0]
@@ -135,6 +141,9 @@ def attend_blocks(
     torch.minimum(last, ceiling, out=last)
     if cut is not None:
         scores.view(kv_heads, pieces, rows, group, n).masked_fill_(cut.masked(kv_heads), -math.inf)
+    back = lambda x: x.view(kv_heads, pieces, rows, group, -1).permute(1, 2, 0, 3, 4)  # noqa: E731
+    if seen_scores is not None:  # a copy: the weights take their place
+        seen_scores.append(back(scores.clamp(min=MASKED)).reshape(pieces, rows, heads, n))
     weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     total = weights[..., :KV_BLOCK].sum(-1, keepdim=True)
     for first in range(KV_BLOCK, n, KV_BLOCK):  # this order defines the bits
@@ -144,7 +153,6 @@ def attend_blocks(
     out = product(weights[..., :KV_BLOCK], values[:, :KV_BLOCK])
     for first in range(KV_BLOCK, n, KV_BLOCK):
         out += product(weights[..., first : first + KV_BLOCK], values[:, first : first + KV_BLOCK])
-    back = lambda x: x.view(kv_heads, pieces, rows, group, -1).permute(1, 2, 0, 3, 4)  # noqa: E731
     z = torch.div(back(out), back(total), out=out.new_empty(pieces, rows, kv_heads, group, d)).view(q.shape)
     pattern = back(weights / total).reshape(pieces, rows, heads, n) if want_pattern else out.new_empty(0)
     return z, pattern

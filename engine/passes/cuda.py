@@ -20,6 +20,7 @@ from replaylens.kernels.activation import activation
 from replaylens.kernels.attention import PagedRows, attention, plan_tiles, rows_per_tile
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import norm as norm_kernel
+from replaylens.kernels.norm import norm_scale
 from replaylens.kernels.rope import rotate, rotate_and_store, store
 
 
@@ -40,6 +41,10 @@ class HeadOps:
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return norm_kernel(x, norm.weight, norm.bias, norm.eps, norm.kind)
+
+    def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        plain = norm_kernel(x, torch.ones_like(norm.weight), None, norm.eps, norm.kind)  # times 1: the bits before the weights
+        return norm_scale(x, norm.eps, norm.kind), plain
 
     def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
         return activation(x, kind, gated)
@@ -72,7 +77,9 @@ class CanonicalCudaOps(HeadOps):
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         if observe is not None:
-            raise UnsupportedModel("Cannot capture attention patterns on CUDA: the kernel never stores them. Use device='cpu'.")
+            raise UnsupportedModel(
+                "Cannot capture attention patterns or scores on CUDA: the kernel never stores them. Use device='cpu'."
+            )
         keys, values = self.cache.data[spec.layer]
         q, size = heads.q, self.cache.pool.page_size
         if heads.rotary is None:

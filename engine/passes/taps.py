@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit
 from replaylens.engine.model.decoder import Tap
 from replaylens.engine.passes.batch import Batch
+from replaylens.engine.request.hooks import BatchHook
 
 
 class EditTap:
@@ -33,11 +35,33 @@ class EditTap:
                         if rows:
                             value[rows] = edit.apply(value[rows], positions)
                 for name, hook in segment.hooks:
-                    if name == site:
+                    if name == site and isinstance(hook, BatchHook):
+                        self._hook_batch(site, hook, index, value)
+                    elif name == site:
                         rows_now = value[first : first + len(segment.tokens)][None]  # a batch of one, as hooks expect
                         changed = hook(rows_now, HookContext(site, segment.start))
                         value[first : first + len(segment.tokens)] = _hooked(site, rows_now, changed)[0]
         return self.inner(site, value) if self.inner is not None and self.inner.wants(site) else value
+
+    def _hook_batch(self, site: str, hook: BatchHook, index: int, value: Tensor) -> None:
+        """Mutates the value: applies a hook function to all segments that share it, once, at the first of them."""
+        owners = [i for i, s in enumerate(self.batch.segments) if any(own is hook for _, own in s.hooks)]
+        if owners[0] != index:
+            return
+        segments = [self.batch.segments[i] for i in owners]
+        if len({len(s.tokens) for s in segments}) > 1:  # one of them is computed in pieces
+            segments = segments[:1]
+        rows = [
+            slice(self.batch.offsets[i], self.batch.offsets[i] + len(s.tokens)) for i, s in zip(owners, segments, strict=False)
+        ]
+        together = torch.stack([value[each] for each in rows])
+        try:
+            changed = _hooked(site, together, hook(together, HookContext(site, segments[0].start)))
+        except Exception as error:
+            hook.errors.append(error)  # the loop repeats a failed pass branch by branch, where this is no longer a batch
+            raise hook.errors[0] from None
+        for each, new in zip(rows, changed, strict=True):
+            value[each] = new
 
 
 class UneditedTap:

@@ -1,129 +1,203 @@
-"""TransformerLens' `run_with_cache` on an engine, and the part of a model that an `ActivationCache` needs."""
+"""TransformerLens' verbs on an engine: `engine(tokens)`, `run_with_cache`, `run_with_hooks` and its tokens."""
 
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.request.values import integer, items, whole
+from replaylens.engine.replay import tokens as text
+from replaylens.engine.replay.cache_model import CacheModel
+from replaylens.engine.replay.names import HEADS_FIRST, NamesFilter, chosen, layer_number, residual_site, slice_of, sliced
+from replaylens.engine.replay.tokens import TokenInput
+from replaylens.engine.request.hooks import BatchHook
+from replaylens.engine.request.options import named_options
+from replaylens.engine.request.values import flag, items, shown
+from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 
-NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
+ReturnType = Literal["logits", "loss", "both"] | None
+FwdHook = tuple[str | Callable[[str], bool], Callable[[Tensor, Any], Tensor | None]]
+_around: ContextVar[tuple[tuple["TransformerLensVerbs", FwdHook], ...]] = ContextVar("hooks", default=())
+"""the hooks of the open `hooks` contexts"""
 
 
-def run_with_cache(
-    engine: Core,
-    tokens: str | Sequence[int] | Sequence[Sequence[int]] | Tensor,
-    names_filter: NamesFilter = None,
-    pos_slice: slice | int | None = None,
-) -> tuple[Tensor, Any]:
-    """Logits [batch, positions, vocab] and a TransformerLens `ActivationCache` of the named sites.
+class TransformerLensVerbs(Core):
+    """The methods of an engine that are called as in TransformerLens. Their values are canonical, except after hooks.
 
-    names_filter  a name, several, or a function of the name, as in TransformerLens; None: every site
-    pos_slice     positions in the cache; the logits cover all positions
-
-    Every value is canonical: it has the same bits as in a replay, a fork or a dump.
+    Sequences are of one length. Strings are padded on the right to the longest one, which changes no row before the padding.
+    prepend_bos  None: the tokenizer decides, as in `prompt`; True: with one; False: without
     """
-    from transformer_lens import ActivationCache
 
-    paths, names = _paths(engine, tokens), _chosen(engine, names_filter)
-    where = _where(pos_slice, len(paths[0]))
-    last = f"blocks.{engine.config.num_layers - 1}.hook_out"
-    branches = engine.prompts(paths, sites=[*names, last])
+    @named_options
+    def __call__(
+        self,
+        tokens: TokenInput,
+        return_type: ReturnType = "logits",
+        *,
+        loss_per_token: bool = False,
+        prepend_bos: bool | None = None,
+        stop_at_layer: int | None = None,
+    ) -> Any:
+        """Logits [batch, positions, vocab], the mean loss of predicting the tokens, both, or nothing.
+
+        stop_at_layer  returns the residual stream that enters this block instead; negative ones count from the end
+        """
+        return _run(self, tokens, (), (), return_type, loss_per_token, prepend_bos, stop_at_layer)[0]
+
+    @named_options
+    def run_with_cache(
+        self,
+        tokens: TokenInput,
+        names_filter: NamesFilter = None,
+        pos_slice: slice | int | None = None,
+        *,
+        return_type: ReturnType = "logits",
+        loss_per_token: bool = False,
+        remove_batch_dim: bool = False,
+        return_cache_object: bool = True,
+        prepend_bos: bool | None = None,
+        stop_at_layer: int | None = None,
+    ) -> tuple[Any, Any]:
+        """What `engine(tokens)` returns, and a TransformerLens `ActivationCache` of the named sites.
+
+        names_filter         a name, several, or a function of the name; None: every site that the device can capture
+        pos_slice            positions in the cache; the logits cover all positions
+        remove_batch_dim     of the cache, for one sequence
+        return_cache_object  False: a dict of tensors
+        stop_at_layer        as in `engine(tokens)`; the cache ends before this block
+
+        Every value is canonical: it has the same bits as in a replay, a fork or a dump.
+        """
+        rows, names = text.paths(self, tokens, prepend_bos), chosen(self, names_filter, stop_at_layer)
+        where = slice_of(pos_slice, len(rows[0]))
+        if flag("remove_batch_dim", remove_batch_dim) and len(rows) > 1:
+            raise BadRequest(f"remove_batch_dim=True was given for {len(rows)} sequences. Give one sequence.")
+        sites = tuple(dict.fromkeys(self.sites.resolve(name) for name in names if name not in text.INPUTS))
+        out, values = _run(self, rows, sites, (), return_type, loss_per_token, None, stop_at_layer)
+        cache: dict[str, Tensor] = {}
+        for name in names:
+            value = text.inputs(name, rows) if name in text.INPUTS else values[self.sites.resolve(name)]
+            cache[name] = value[..., where] if name in text.INPUTS else sliced(name, value, where)
+        if not flag("return_cache_object", return_cache_object):
+            return out, {name: value[0] for name, value in cache.items()} if remove_batch_dim else cache
+        from transformer_lens import ActivationCache
+
+        made = ActivationCache(cache, CacheModel(self))
+        return out, made.remove_batch_dim() if remove_batch_dim else made
+
+    @named_options
+    def run_with_hooks(
+        self,
+        tokens: TokenInput,
+        fwd_hooks: Sequence[FwdHook] = (),
+        *,
+        return_type: ReturnType = "logits",
+        loss_per_token: bool = False,
+        prepend_bos: bool | None = None,
+        stop_at_layer: int | None = None,
+    ) -> Any:
+        """As `engine(tokens)`, with hook functions: (name, or function of the name; function of value and hook) pairs.
+
+        A function sees and may replace the value of the whole batch. What it computes is not certified: an `Edit` is.
+        """
+        return _run(self, tokens, (), fwd_hooks, return_type, loss_per_token, prepend_bos, stop_at_layer)[0]
+
+    @contextmanager
+    def hooks(self, fwd_hooks: Sequence[FwdHook] = ()) -> "Iterator[TransformerLensVerbs]":
+        """A context in which `engine(tokens)`, `run_with_cache` and `run_with_hooks` run with these hooks as well.
+
+        Branches have their own: `prompt(..., hooks=...)`, `fork(hooks=...)`.
+        """
+        pairs = tuple((self, (name, function)) for name, function in _pairs(fwd_hooks))
+        before = _around.set((*_around.get(), *pairs))
+        try:
+            yield self
+        finally:
+            _around.reset(before)
+
+    @named_options
+    def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> Tensor:
+        """Token ids [batch, positions] of a text or several; padded on the right with the tokenizer's padding token."""
+        return torch.tensor(text.encoded(self, input, prepend_bos))
+
+    def to_string(self, tokens: TokenInput) -> str | list[str]:
+        """The text of token ids; of a batch, one for each."""
+        return text.decoded(self, tokens)
+
+    def to_str_tokens(self, input: TokenInput, prepend_bos: bool | None = None) -> list[str]:
+        """The text of each token of one text or path."""
+        (path,) = text.one(self, input, prepend_bos)
+        return [self.text.token(token) for token in path]
+
+    def to_single_token(self, string: str) -> int:
+        """The id of a text that is one token; BadRequest if it is not."""
+        return self._target(string)
+
+
+def _run(
+    engine: Core,
+    tokens: TokenInput,
+    sites: Sequence[str],
+    fwd_hooks: Sequence[FwdHook],
+    return_type: ReturnType,
+    loss_per_token: bool,
+    prepend_bos: bool | None,
+    stop_at_layer: int | None,
+) -> tuple[Any, dict[str, Tensor]]:
+    """(what was asked for, site -> rows [batch, positions, ...])"""
+    if return_type is not None and (not isinstance(return_type, str) or return_type not in ("logits", "loss", "both")):
+        raise BadRequest(f"Invalid return_type={shown(return_type)}. Give 'logits', 'loss', 'both' or None.")
+    per_token, paths = flag("loss_per_token", loss_per_token), text.paths(engine, tokens, prepend_bos)
+    stop = layer_number(engine, stop_at_layer)
+    wanted = residual_site(engine, stop)
+    if return_type in ("loss", "both") and (stop is not None or len(paths[0]) < 2):
+        raise BadRequest("A loss needs the whole model and at least two tokens. Ask for return_type='logits' instead.")
+    hooks = _batched(engine, [*(hook for owner, hook in _around.get() if owner is engine), *_pairs(fwd_hooks)], paths)
+    branches = engine.prompts(paths, sites=list(dict.fromkeys([*sites, wanted])), hooks=hooks)
     try:
-        logits = torch.stack([engine.lock.alone(engine.runner.logits, branch.activations[last]) for branch in branches])
-        values = {
-            name: torch.stack([_rows(name, branch.activations[name], len(paths[0])) for branch in branches]) for name in names
-        }
+        values = {site: torch.stack([branch.activations[site] for branch in branches]) for site in sites}
+        out = None if return_type is None else _residuals(branches, wanted)
+        if out is not None and stop is None:
+            out = torch.stack([engine.lock.alone(engine.runner.logits, rows).cpu() for rows in out])
     finally:
         for branch in branches:
             branch.release()
-    cache: dict[str, Tensor] = {}
-    for name, value in values.items():
-        value = value[:, where]
-        if name.endswith("hook_pattern"):
-            value = value.transpose(1, 2)  # [batch, heads, queries, keys], as in TransformerLens
-        for alias in (name, *engine.sites.sites[name].aliases):
-            cache[alias] = value
-    return logits, ActivationCache(cache, CacheModel(engine))
+    if out is None or return_type == "logits" or stop is not None:
+        return out, values
+    loss = _loss(out, paths, per_token)
+    return ((out, loss) if return_type == "both" else loss), values
 
 
-def _paths(engine: Core, tokens: str | Sequence[int] | Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
-    if isinstance(tokens, str):
-        return [engine.tokens_of(tokens)]
-    rows = items("tokens", tokens, "text, token ids, or several lists of them of one length")
-    several = rows and all(isinstance(row, Sequence | np.ndarray | Tensor) and integer(row) is None for row in rows)
-    paths = [engine.tokens_of(row) for row in rows] if several else [engine.tokens_of(rows)]
-    if len({len(path) for path in paths}) != 1:
-        raise BadRequest(
-            "The sequences differ in length, but run_with_cache returns one tensor per site. Use prompts() instead."
-        )
-    return paths
+def _residuals(branches: Sequence[Branch], site: str) -> Tensor:
+    return torch.stack([branch.activations[site] for branch in branches])
 
 
-def _where(pos_slice: slice | int | None, length: int) -> slice:
-    """The positions as a slice. A single position keeps its dimension."""
-    if pos_slice is None:
-        return slice(None)
-    if not isinstance(pos_slice, slice):
-        at = whole("pos_slice", pos_slice, -length, length - 1)
-        return slice(at, at + 1 or None)
-    start, stop = (None if end is None else whole("pos_slice", end) for end in (pos_slice.start, pos_slice.stop))
-    step = 1 if pos_slice.step is None else whole("pos_slice.step", pos_slice.step, 1)
-    return slice(*slice(start, stop, step).indices(length))
+def _loss(logits: Tensor, paths: list[list[int]], per_token: bool) -> Tensor:
+    """Minus the log-probability of each next token: [batch, positions - 1], or its mean."""
+    follows = torch.tensor(paths)[:, 1:, None]
+    loss = -logits[:, :-1].log_softmax(-1).gather(-1, follows).squeeze(-1)
+    return loss if per_token else loss.mean()
 
 
-def _chosen(engine: Core, names_filter: NamesFilter) -> list[str]:
-    every = engine.sites.in_order()
-    if names_filter is None:
-        return every
-    if callable(names_filter):
-        return [name for name in every if any(names_filter(n) for n in (name, *engine.sites.sites[name].aliases))]
-    wanted = (
-        [names_filter] if isinstance(names_filter, str) else items("names_filter", names_filter, "a name, names or a function")
-    )
-    return sorted({engine.sites.resolve(name) for name in wanted}, key=every.index)
+def _pairs(fwd_hooks: Sequence[FwdHook]) -> list[FwdHook]:
+    accepted = "a list of (name, or function of the name; function of value and hook) pairs"
+    pairs = items("fwd_hooks", fwd_hooks, accepted)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not callable(pair[1]):
+            raise BadRequest(f"Invalid hook {shown(pair)}. Give {accepted}.")
+    return [(pair[0], pair[1]) for pair in pairs]
 
 
-def _rows(name: str, value: Tensor, length: int) -> Tensor:
-    """Rows cut to the sequence: attention patterns have room for whole blocks of keys. Other sites are unchanged."""
-    return value[..., :length] if name.endswith("hook_pattern") else value
-
-
-class CacheModel:
-    """The part of a model that the methods of `ActivationCache` use."""
-
-    def __init__(self, engine: Core) -> None:
-        c = engine.config
-        self._engine = engine
-        self.cfg = SimpleNamespace(
-            n_layers=c.num_layers,
-            n_heads=c.num_heads,
-            d_model=c.d_model,
-            d_mlp=c.d_mlp,
-            d_head=c.d_head,
-            attn_only=False,
-            normalization_type="RMS" if c.norm == "rms" else "LN",
-            device="cpu",
-        )
-        self.ln_final = engine.model.ln_final
-        self.blocks = engine.model.blocks
-
-    @property
-    def unembed_matrix(self) -> Tensor:
-        """[d_model, vocab]"""
-        return self._engine.model.unembedding.t()
-
-    def to_single_token(self, text: str) -> int:
-        return self._engine._target(text)
-
-    def tokens_to_residual_directions(self, tokens: str | int | Tensor) -> Tensor:
-        """The unembedding columns of tokens."""
-        if isinstance(tokens, str):
-            tokens = self.to_single_token(tokens)
-        columns = self.unembed_matrix.t()[tokens]
-        return columns
+def _batched(engine: Core, pairs: list[FwdHook], paths: list[list[int]]) -> list[tuple[str, BatchHook]]:
+    """The hooks of all sequences of a batch. A function of the name chooses among the sites' own names."""
+    found: list[tuple[str, BatchHook]] = []
+    for name, function in pairs:
+        names = [site for site in engine.sites.in_order() if name(site)] if callable(name) else [name]
+        for each in names:
+            heads_first = engine.sites.resolve(each).endswith(HEADS_FIRST)
+            found.append((each, BatchHook(function, each, len(paths), len(paths[0]), heads_first)))
+    return found

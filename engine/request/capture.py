@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replaylens.engine.request.positions import Where
 
-HEAD_SITES = ("ln_final.hook_out", "unembed.hook_out")
+HEAD_SITES = ("ln_final.hook_scale", "ln_final.hook_normalized", "ln_final.hook_out", "unembed.hook_out")
 """sites after the last block: computed for captured rows only, from the residual stream that leaves the block"""
 
 MAX_TOP, MAX_TARGETS = 32, 63

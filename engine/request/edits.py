@@ -14,6 +14,8 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadEdit
 from replaylens.engine.model.sites import SiteTable
+from replaylens.engine.request.hooks import hook_at
+from replaylens.engine.request.options import named_fields
 from replaylens.engine.request.placed import Op, tensor_from_json, tensor_to_json
 from replaylens.engine.request.values import flag, instance, integer, items, number, shown, whole
 
@@ -23,6 +25,7 @@ _OPS = get_args(Op)
 HOOKS = "a list of (site name, function) pairs"
 
 
+@named_fields
 @dataclass(frozen=True, eq=False)
 class Edit:
     """What to change, and where.
@@ -183,5 +186,5 @@ def resolve_hooks(hooks: Iterable[Hook], table: SiteTable) -> tuple[Hook, ...]:
     for pair in items("hooks", hooks, HOOKS, BadEdit):
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not callable(pair[1]):
             raise BadEdit(f"Invalid hook {shown(pair)}. Give {HOOKS}.")
-        out.append((table.resolve(pair[0]), pair[1]))
+        out.append(hook_at(pair[0], pair[1], table))
     return tuple(out)

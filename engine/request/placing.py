@@ -1,6 +1,6 @@
 """Placing edits: an `Edit` on a branch of known length becomes one `PlacedEdit` per site, or a BadEdit that says why not."""
 
-import fnmatch
+import re
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -77,7 +77,7 @@ def _names(edit: Edit, table: SiteTable) -> list[str]:
                 f"layers was given, but {edit.site!r} is not S, T or C. Give one of these letters, a pattern such as "
                 "blocks.*.hook_out, or no layers."
             )
-        return [table.resolve(edit.site)]
+        return [table.editable(edit.site)]
     names = table.per_layer(edit.site)
     layers = range(len(names)) if edit.layers is None else edit.layers
     if bad := [layer for layer in layers if not 0 <= layer < len(names)]:
@@ -86,8 +86,9 @@ def _names(edit: Edit, table: SiteTable) -> list[str]:
 
 
 def _matching(edit: Edit, table: SiteTable) -> list[str]:
-    """The sites whose name or legacy name matches a pattern, in the order of a pass."""
-    found = {table.resolve(name) for name in fnmatch.filter([*table.sites, *table.aliases], edit.site)}
+    """The sites whose name or legacy name matches a pattern, in the order of a pass. A star stands for one part of a name."""
+    pattern = re.compile(re.escape(edit.site).replace(r"\*", "[^.]*"))
+    found = {table.editable(name) for name in (*table.sites, *table.aliases) if pattern.fullmatch(name)}
     if edit.layers is not None:
         found = {name for name in found if layer_of(name) in edit.layers}
     if not found:

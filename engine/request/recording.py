@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import IntegrityError, UnknownSite
+from replaylens.engine.model.ops import MASKED
+from replaylens.engine.model.site_names import KEY_SITES, SCORES
 from replaylens.engine.request.positions import before
 
 
@@ -42,11 +44,15 @@ class Chunk:
 class Recording:
     """The captured rows of one branch, by position. Rolls back with the branch; forks share their common rows.
 
-    Reads like a dictionary from sites to tensors; sites may be called by their older names.
+    Reads like a dictionary from sites to tensors. It lists them by the names they were asked for, and finds them by any name.
     """
 
     aliases: Mapping[str, str] = {}
-    """older names of sites"""
+    """other names of sites"""
+    twins: Mapping[str, str] = {}
+    """sites whose rows are those of another site"""
+    asked: Mapping[str, tuple[str, ...]] = {}
+    """site -> the names that it is listed by; others have their own"""
 
     def __init__(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> None:
         self.base = base
@@ -98,7 +104,8 @@ class Recording:
     def like(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> "Recording":
         """A recording of the same kind, with these rows."""
         made = self._empty(base)
-        made.chunks, made.open_end, made.aliases = list(chunks), open_end, self.aliases
+        made.chunks, made.open_end = list(chunks), open_end
+        made.aliases, made.twins, made.asked = self.aliases, self.twins, self.asked
         return made
 
     def _empty(self, base: int) -> "Recording":
@@ -119,21 +126,21 @@ class Recording:
         return next((list(chunk.rows) for chunk in self.chunks if chunk.rows), [])
 
     def keys(self) -> list[str]:
-        """The sites, as in a dictionary."""
-        return self.sites()
+        """The names of the sites, as in a dictionary."""
+        return [name for site in self.sites() for name in self.asked.get(site, (site,))]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.sites())
+        return iter(self.keys())
 
     def __len__(self) -> int:
-        """The number of sites, as in a dictionary."""
-        return len(self.sites())
+        """The number of names, as in a dictionary."""
+        return len(self.keys())
 
     def __bool__(self) -> bool:
         return True  # also before its first row
 
     def __contains__(self, site: object) -> bool:
-        return isinstance(site, str) and self.aliases.get(site, site) in self.sites()
+        return isinstance(site, str) and self._found(site) is not None
 
     def get(self, site: str) -> Tensor | None:
         """A copy of all rows of a site; None if it was not captured."""
@@ -143,7 +150,7 @@ class Recording:
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Sites with all their rows, as in a dictionary."""
-        return ((site, self[site]) for site in self.sites())
+        return ((name, self[name]) for name in self.keys())
 
     def __repr__(self) -> str:
         return f"Recording(positions {self.base} to {self.end - 1}, {len(self.sites())} sites)"
@@ -167,18 +174,32 @@ class Recording:
         return self._pieces(self._named(site))
 
     def _named(self, site: str) -> str:
-        """The current name of a captured site; UnknownSite if it was not captured."""
-        if site not in self:
-            raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(self.sites()) or 'nothing'}.")
-        return self.aliases.get(site, site)
+        """The captured site with the rows of that name; UnknownSite if it was not captured."""
+        found = self._found(site) if isinstance(site, str) else None
+        if found is None:
+            raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(self.keys()) or 'nothing'}.")
+        return found
+
+    def _found(self, name: str) -> str | None:
+        """The captured site with the rows of that name."""
+        site, captured = self.aliases.get(name, name), self.sites()
+        if site not in captured:
+            site = self.twins.get(site, "")
+        return site if site in captured else None
 
     def _pieces(self, site: str) -> list[Tensor]:
         """The rows of a captured site, chunk by chunk."""
         pieces = [chunk.piece(site) for chunk in self.chunks if chunk.rows]
-        if len(pieces) > 1 and len({piece.shape[1:] for piece in pieces}) > 1:  # patterns: later rows have room for more keys
-            most = max(piece.shape[-1] for piece in pieces)
-            pieces = [torch.nn.functional.pad(piece, (0, most - piece.shape[-1])) for piece in pieces]
-        return pieces
+        if not site.endswith(KEY_SITES):
+            return pieces
+        rest = MASKED if site.endswith(SCORES) else 0.0
+        return [_keys(piece, self.end, rest) for piece in pieces]
+
+
+def _keys(rows: Tensor, count: int, rest: float) -> Tensor:
+    """Rows [rows, heads, keys] with `count` keys: a pass leaves room for whole blocks of them, and later rows have more."""
+    missing = count - rows.shape[-1]
+    return torch.nn.functional.pad(rows, (0, missing), value=rest) if missing > 0 else rows[..., :count]
 
 
 def _cut(chunks: list[Chunk], length: int) -> list[Chunk]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.request.options import named_fields
 from replaylens.engine.request.values import flag, instance, items, number, whole
 
 COLDEST = 1e-6
@@ -32,6 +33,7 @@ class Tallied(Protocol):
         ...
 
 
+@named_fields
 @dataclass(frozen=True)
 class Sampling:
     """How to choose the next token. The default is greedy.

@@ -21,6 +21,7 @@ from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
+from replaylens.engine.request.options import named_options
 from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.sampling import Sampling
@@ -227,6 +228,7 @@ class Branch(Differentiable, Uncopied):
 
     # ---- changing -----------------------------------------------------------------------------------------------
 
+    @named_options
     def fork(self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()) -> list[Self]:
         """`n` new branches with this path, or its first `at` tokens. They share pages; release them when done.
 
@@ -246,6 +248,7 @@ class Branch(Differentiable, Uncopied):
         self.engine.force_all([self], [tokens])
         return self
 
+    @named_options
     def generate(
         self,
         n: int,
@@ -265,6 +268,7 @@ class Branch(Differentiable, Uncopied):
         self.engine.serve([self], [request], progress)
         return self
 
+    @named_options
     def stream(
         self,
         n: int,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -35,6 +35,7 @@ from replaylens.engine.proof import certificates, fingerprint
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
+from replaylens.engine.request.options import named_options
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.positions import Where
@@ -44,10 +45,12 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.logits import At, chosen
-from replaylens.engine.serving.request import Request
+from replaylens.engine.serving.request import SAMPLING, Request
 from replaylens.engine.serving.stream import Stream
 from replaylens.engine.serving.uncopied import Uncopied
 from replaylens.engine.serving.variants import Variants
+
+AnyBranch = TypeVar("AnyBranch", bound=Branch)
 
 SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
@@ -149,6 +152,7 @@ class Core(Uncopied):
 
     # ---- branches -----------------------------------------------------------------------------------------------
 
+    @named_options
     def prompt(
         self,
         text: str | Sequence[int] | Tensor,
@@ -166,9 +170,10 @@ class Core(Uncopied):
     ) -> Branch:
         """A new root branch with its prompt computed. Options as in `prompts`."""
         capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
-        (branch,) = self._planted([text], capture, edits, hooks)
+        (branch,) = self._named(self._planted([text], capture, edits, hooks), sites)
         return branch
 
+    @named_options
     def prompts(
         self,
         texts: Iterable[str | Sequence[int] | Tensor],
@@ -193,7 +198,16 @@ class Core(Uncopied):
                        what is stored of them and where, as in `capture_spec`
         """
         capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
-        return self._planted(texts, capture, edits, hooks)
+        return self._named(self._planted(texts, capture, edits, hooks), sites)
+
+    def _named(self, branches: list[AnyBranch], sites: str | Sequence[str] | None) -> list[AnyBranch]:
+        """Mutates: captured rows are listed by the names that they were asked for. Returns the branches."""
+        asked = self.sites.asked(sites if isinstance(sites, str) else () if sites is None else tuple(sites))
+        for branch in branches if asked else ():
+            for recording in (branch.lane.recording, branch.lane.template):
+                if recording is not None:
+                    recording.asked = asked
+        return branches
 
     def _wanted(
         self,
@@ -245,6 +259,7 @@ class Core(Uncopied):
         """The user's handle on a lane."""
         return Branch(self, lane)
 
+    @named_options
     def generate(
         self,
         branches: Sequence[Branch],
@@ -269,11 +284,11 @@ class Core(Uncopied):
         drafts         for the `forced` drafter: chains of tokens by their start position
         final          also compute the last token's own row
         """
-        branches = items("branches", branches, "a list of branches")
+        branches = items("branches", branches, "a list of branches, such as [engine.prompt(...)]")
         if sampling is None or isinstance(sampling, Sampling):
             own = [sampling or Sampling()] * len(branches)
         else:
-            own = items("sampling", sampling, "a Sampling, or one for each branch")
+            own = items("sampling", sampling, f"{SAMPLING}, or one for each branch")
         if len(own) != len(branches):
             raise BadRequest(f"Got {len(own)} samplings for {len(branches)} branches. Give one for all, or one for each.")
         how = (drafter, window, deterministic, keep_rejected, drafts, final)
@@ -361,6 +376,7 @@ class Core(Uncopied):
             self.forest.force(branch.lane, ids)
         return jobs
 
+    @named_options
     def stream(
         self,
         branch: Branch,

@@ -90,6 +90,9 @@ def differentiable(engine: Source, sites: str | Sequence[str]) -> tuple[str, ...
     names, lens = engine.sites.select(sites if isinstance(sites, str) else tuple(sites))
     if lens:
         raise NoGradient("Z, the logit lens, is read from S and has no gradient of its own. Ask for S.")
+    given = (sites,) if isinstance(sites, str) else tuple(sites)
+    if beside := [name for name in (*given, *names) if name in engine.sites.read_only]:
+        raise NoGradient(f"{beside[0]} has no gradient of its own: nothing later is computed from it alone. Ask for another.")
     if not names:
         raise BadRequest("No sites. Name some, e.g. sites='STC', or capture them on the branch.")
     return names

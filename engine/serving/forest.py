@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -41,7 +41,8 @@ class Forest:
     ) -> None:
         self.runner, self.tree, self.prefix, self.loop, self.trace = runner, tree, prefix, loop, trace
         self.lock = lock
-        self.aliases = sites.table(runner.model.config).aliases
+        self.aliases = sites.table(runner.model.config).names
+        self._twins = sites.table(runner.model.config).twins
         self._thread = threading.local()
         if trace is not None:  # the loop builds no events that nobody reads
             loop.listeners.append(self._listen)
@@ -56,12 +57,17 @@ class Forest:
         lane = Lane(self.tree.plant(path), table, computed=table.length, edits=edits, hooks=hooks, capture=capture)
         if capture is not None:
             lane.recording = Recording()
-            lane.recording.aliases = self.aliases
+            lane.recording.aliases, lane.recording.twins = self.aliases, self.twins(lane)
         self.add(lane)
         self.note(
             lane, "plant", edits, hooks, tokens=path, capture=asdict(capture) if capture and self.trace is not None else None
         )
         return lane
+
+    def twins(self, lane: Lane) -> Mapping[str, str]:
+        """Sites of a lane whose rows are those of another site: between two blocks, unless something is changed there."""
+        changed = {edit.site for edit in lane.edits} | {site for site, _ in lane.hooks}
+        return {a: b for a, b in self._twins.items() if a not in changed and b not in changed} if changed else self._twins
 
     def add(self, lane: Lane) -> None:
         """Mutates: adds a lane, traced unless its thread is `quiet`. Precondition: the lock is held."""
@@ -81,6 +87,7 @@ class Forest:
         recorded = lane.template if lane.recording is None else lane.recording
         if recorded is not None and lane.capture is not None:
             new.recording = self._inherited(lane, recorded, same, recorded.num_valid(at, lane.capture.lag))
+            new.recording.twins = self.twins(new)
         self.add(new)
         self.note(lane, "fork", edits, hooks, child=child, at=at)
         return new
@@ -224,11 +231,13 @@ class Forest:
         """Wait until submitted jobs are done, stepping the loop if no other thread does. Raises the first error among them."""
         with tqdm(total=sum(job.new_tokens for job in jobs), unit="token", disable=not progress) as bar:
 
-            def show() -> None:
+            def show() -> None:  # what a job that stopped early leaves out is no longer to come
+                bar.total = sum(job.generated if job.done else job.new_tokens for job in jobs)
                 bar.update(sum(job.generated for job in jobs) - bar.n)
 
             self.lock.drive(self.loop.step, lambda: all(job.done for job in jobs), show if progress else None)
             show()
+            bar.refresh()
         for job in jobs:
             if job.error is not None:
                 raise job.error

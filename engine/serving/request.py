@@ -8,6 +8,8 @@ from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, items, token_ids, whole
 
+SAMPLING = "a Sampling, such as Sampling(temperature=0.7)"
+
 
 @dataclass(frozen=True)
 class Request:
@@ -32,7 +34,7 @@ class Request:
         """The fields as plain Python values; BadRequest names the field that is invalid."""
         return {
             "n": whole("n", self.n, 1),
-            "sampling": instance("sampling", self.sampling, Sampling, "a Sampling, or one for each branch"),
+            "sampling": instance("sampling", self.sampling, Sampling, SAMPLING),
             "drafter": instance("drafter", self.drafter, str, "the name of a drafter"),
             "window": None if self.window is None else whole("window", self.window, 1),
             "deterministic": flag("deterministic", self.deterministic),

@@ -26,6 +26,7 @@ from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
+from replaylens.engine.request.options import named_options
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
 from replaylens.engine.request.values import items, one_path, shown, token_ids, whole
@@ -122,6 +123,7 @@ class ThinkingCore(Core):
         rest = tuple(name for name in spec.sites if name not in LETTERS)
         return replace(spec, sites=rest or (spec.last,), thoughts=thoughts)
 
+    @named_options
     def prompt(
         self,
         text: str | Sequence[int] | Tensor,
@@ -141,9 +143,11 @@ class ThinkingCore(Core):
     ) -> "ThinkingBranch":
         """A new root branch that thinks on its prompt. Options as in `prompts`; `drafts` are those of this prompt."""
         capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
-        (branch,) = self._thought_along([text], capture, edits, hooks, guess, None if drafts is None else [drafts])
+        given = None if drafts is None else [drafts]
+        (branch,) = self._named(self._thought_along([text], capture, edits, hooks, guess, given), sites)
         return branch
 
+    @named_options
     def prompts(
         self,
         texts: Iterable[str | Sequence[int] | Tensor],
@@ -171,7 +175,7 @@ class ThinkingCore(Core):
         Only the chunks of a prompt and the first chunk after it receive states. An edit of S elsewhere has no effect.
         """
         capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
-        return self._thought_along(texts, capture, edits, hooks, guess, drafts)
+        return self._named(self._thought_along(texts, capture, edits, hooks, guess, drafts), sites)
 
     def _thought_along(
         self,

@@ -52,7 +52,7 @@ class Goal:
 def make_goal(target: Target, role: str = LABEL, chance: float | None = None) -> Goal:
     """A goal from a target. Raises BadRows if no row has a value."""
     if not target.present.any():
-        raise BadRows(f"Label {target.name!r} has no value at these {len(target.present)} rows. Choose another position.")
+        raise BadRows(f"Label {target.name!r} has no value at any row there. Choose another label or position.")
     if target.kind == "number":
         return Goal(target.name, role, "number", (), np.where(target.present, target.values, 0.0), target.present)
     classes = target.classes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit
+from replaylens.engine.errors import BadEdit, UnsupportedModel
 from replaylens.engine.model import weights
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -50,7 +50,10 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
     yield launched(request.param), engine(request.param)
 
 
-@pytest.mark.parametrize("sites", ["S", "STC", "Z", "STCZ", "blocks.1.attn.hook_q,ln_final.hook_out,unembed.hook_out"])
+NORMS = "blocks.1.ln1.hook_scale,blocks.1.ln2.hook_normalized,ln_final.hook_scale,ln_final.hook_normalized"
+
+
+@pytest.mark.parametrize("sites", ["S", "STC", "Z", "STCZ", "blocks.1.attn.hook_q,ln_final.hook_out,unembed.hook_out", NORMS])
 def test_captured_bursts_give_the_rows_of_launched_passes(pair: tuple[Engine, Engine], sites: str) -> None:
     slow, fast = pair
     for sampling in (GREEDY, DRAWN):
@@ -202,3 +205,16 @@ def test_one_long_lived_branch_does_not_keep_the_rows_of_all() -> None:
         block = getattr(chunk.rows, "_block", None)
         assert getattr(chunk.rows, "_burst", None) is None
         assert block is None or block._live * 4 >= block.num_rows  # the rest of a prompt may have its own pass
+
+
+def test_patterns_and_scores_are_refused_and_left_out(pair: tuple[Engine, Engine]) -> None:
+    """The kernel never stores them. A cache without a filter has every other site."""
+    _, fast = pair
+    for site in ("blocks.1.attn.hook_pattern", "blocks.1.attn.hook_attn_scores"):
+        with pytest.raises(UnsupportedModel, match="patterns or scores on CUDA"):
+            fast.prompt(PROMPTS[3], sites=[site])
+    _, cache = fast.run_with_cache([PROMPTS[3]], return_cache_object=False)
+    assert not any(name.endswith(("hook_pattern", "hook_attn_scores")) for name in cache)
+    x, scale, plain = (cache[f"blocks.1.ln1.{part}"].float() for part in ("hook_in", "hook_scale", "hook_normalized"))
+    assert float((plain * scale - x).std(-1).max()) < 0.05, "up to the mean, which a LayerNorm subtracts"
+    fast.check_integrity()

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from replaylens.kernels import reference
-from replaylens.kernels.norm import norm
+from replaylens.kernels.norm import norm, norm_scale
 
 KINDS = ["rms", "layer"]
 
@@ -25,6 +25,23 @@ def test_agrees_with_float64_and_rows_stand_alone(case, same, kind, width):
     case.close(got, reference.norm(x.double(), weight.double(), double(bias), 1e-5, kind))
     for start, count in ((0, 1), (3, 3), (rows - 1, 1)):
         same(norm(x[start : start + count], weight, bias, 1e-5, kind), got[start : start + count])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [24, 576, 4096])
+def test_scale_is_what_the_norm_divides_by_and_rows_stand_alone(case, same, kind, width):
+    rows = 129 if case.gpu else 17
+    x = case.randn(rows, width, scale=3.0) + 1
+    scale = norm_scale(x, 1e-5, kind)
+    assert scale.shape == (rows, 1) and scale.dtype == torch.float32
+    want = reference.norm_scale(x.double(), 1e-5, kind)
+    assert float(((scale.double() - want) / want).abs().max()) < 1e-6
+    for start, count in ((0, 1), (3, 3), (rows - 1, 1)):
+        same(norm_scale(x[start : start + count], 1e-5, kind), scale[start : start + count])
+    plain = norm(x, torch.ones_like(x[0]), None, 1e-5, kind)
+    case.close(plain, reference.norm(x.double(), torch.ones_like(x[0]).double(), None, 1e-5, kind))
+    heads = case.randn(5, 7, width)
+    same(norm_scale(heads[:, 1:4], 1e-5, kind)[:, 1], norm_scale(heads[:, 2].contiguous(), 1e-5, kind))
 
 
 def test_heads_of_a_packed_product(case, same):

@@ -91,7 +91,7 @@ CLAIMS = {
     "3_branches": ["implied:", "accepted rows where text and truth differ: 0%", "S1 follows the text"],
     "4_thinking_states": ["100% right", "the other face's"],
     "5_real_model": ["states equal: [True, True, True]", "KV equal:     [True, True, True]", "verified: 6 examples"],
-    "6_coming_from_transformerlens": ["121 of 121 names", "edit: ", "as captured: True", "gradients: False"],
+    "6_coming_from_transformerlens": ["186 of 186 names", "edit: ", "as captured: True", "gradients: False"],
     "7_your_own_activations": [
         "Shown: side at 7",
         "Shown: side at last",

@@ -102,6 +102,8 @@ BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "not logits": (Divergence("heads"), "S", errors.BadMetric, "Give a branch"),
     "an unknown token": (LogProbability(99), "S", errors.BadRequest, "Token 99"),
     "Z": (LogProbability(3), "SZ", errors.NoGradient, "logit lens"),
+    "a value beside the pass": (LogProbability(3), ["blocks.0.ln1.hook_scale"], errors.NoGradient, "hook_scale"),
+    "one reader of several": (LogProbability(3), ["blocks.0.attn.q.hook_in"], errors.NoGradient, "q.hook_in"),
     "no sites": (LogProbability(3), None, errors.BadRequest, "Name some"),
     "an unknown site": (LogProbability(3), "blocks.7.hook_in", errors.UnknownSite, "Nearest"),
 }

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import UnknownSite
+from replaylens.engine.errors import BadEdit, UnknownSite
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.site_names import KEY_SITES
 from replaylens.engine.model.sites import SiteTable, by_letter, table
 from replaylens.engine.model.weights import load
 from replaylens.engine.thinking.sites import ThinkingSites
@@ -46,6 +47,17 @@ class Replace(Capture):
         return value + 1
 
 
+class Ramp(Capture):
+    """A tap that adds a ramp to what flows through its site: a norm that subtracts the mean does not remove it."""
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        return ramped(value)
+
+
+def ramped(value: Tensor) -> Tensor:
+    return value + torch.linspace(-1, 1, value.shape[-1])
+
+
 def tokens() -> list[Tensor]:
     return sequences((LENGTH,) * SEQUENCES)
 
@@ -74,8 +86,8 @@ def compare(name: str, site: str, known_as: str) -> float:
     """Largest difference between our `site` and the bridge's `known_as`, brought into the bridge's shape."""
     theirs: Tensor = bridged(name)[known_as]
     ours = captured(name)[site].unflatten(0, (SEQUENCES, LENGTH))
-    if site.endswith("hook_pattern"):
-        ours = ours.transpose(1, 2)  # theirs: [sequence, head, query, key]
+    if site.endswith((*KEY_SITES, "_norm.hook_out")):
+        ours = ours.transpose(1, 2)  # theirs: [sequence, head, query, key], or [sequence, head, position, d_head]
     assert ours.numel() == theirs.numel(), f"{known_as}: {tuple(ours.shape)} against {tuple(theirs.shape)}"
     return float((ours.reshape(theirs.shape) - theirs).abs().max())
 
@@ -103,6 +115,50 @@ def test_every_alias_is_the_bridges(name: str) -> None:
     assert len(aliases) == len(set(aliases)) > 7 * decoder(name).config.num_layers
     wrong = {a: error for a in aliases if not (error := compare(name, sites.resolve(a), a)) < TOLERANCE}
     assert wrong == {}
+
+
+@families
+def test_both_sides_of_a_module_are_the_bridges(name: str) -> None:
+    """A second name of a value resolves to the site that holds what the bridge gives under that name."""
+    sites = table(decoder(name).config)
+    assert len(sites.same) >= 8 * decoder(name).config.num_layers + 2
+    assert not set(sites.same) & {*sites.sites, *sites.aliases}
+    wrong = {a: error for a in sites.same if not (error := compare(name, sites.resolve(a), a)) < TOLERANCE}
+    assert wrong == {}
+    shifted = {a: sites.resolve(b) for a, b in zip(sites.same, [*sites.same][1:], strict=False)}
+    assert any(
+        captured(name)[site].shape == captured(name)[sites.resolve(a)].shape and compare(name, site, a) > 0.01
+        for a, site in shifted.items()
+    ), "negative control: another name has another value"
+
+
+@families
+def test_the_bridge_has_no_other_names(name: str) -> None:
+    """What is left out is listed in docs/transformer_lens.md with the reason."""
+    left_out = ("hook_cos", "hook_sin", "rotary_emb.hook_in", "hook_hidden_states", "embed.hook_in")
+    norms = tuple(f"attn.{x}_norm.hook_{part}" for x in "qk" for part in ("in", "scale", "normalized"))
+    sites = table(decoder(name).config)
+    unknown = {key for key in bridged(name).cache_dict if key not in sites.sites and key not in sites.names}
+    assert {key for key in unknown if not key.endswith((*left_out, *norms))} == set()
+
+
+@families
+@torch.no_grad()
+def test_an_edit_at_a_second_name_is_the_bridges_or_refused(name: str) -> None:
+    """Where other parts read the same value, an edit at the second name would mean less there than here."""
+    sites = table(decoder(name).config)
+    for known_as in (known_as for known_as in sites.same if known_as.startswith("blocks.1.")):
+        theirs = bridge(name).run_with_hooks(
+            torch.stack(tokens()), fwd_hooks=[(known_as, lambda value, hook: ramped(value))], return_type="logits"
+        )
+        ours = torch.stack(logits(decoder(name), tokens(), Ramp(sites.resolve(known_as))))
+        same = float((ours - theirs).abs().max()) < TOLERANCE
+        if known_as in sites.read_only:
+            with pytest.raises(BadEdit, match="can be captured but not edited"):
+                sites.editable(known_as)
+        else:
+            assert sites.editable(known_as) == sites.resolve(known_as)
+        assert same == (known_as not in sites.read_only), known_as
 
 
 @pytest.mark.parametrize("letter, legacy", [("S", "hook_resid_pre"), ("T", "hook_attn_out"), ("C", "hook_mlp_out")])
@@ -172,7 +228,7 @@ def test_table_lists_what_a_pass_comes_by(name: str) -> None:
     names, lens = sites.select(list(captured(name)))
     assert set(names) == set(captured(name)) and not lens
     for site, value in captured(name).items():
-        keys = (LENGTH,) if site.endswith("hook_pattern") else ()
+        keys = (LENGTH,) if site.endswith(KEY_SITES) else ()
         shape = sites.sites[site].shape
         assert tuple(value.shape) == (SEQUENCES * LENGTH, *(shape[:-1] + keys if keys else shape)), site
         assert sites.sites[site].layer == (int(site.split(".")[1]) if site.startswith("blocks.") else None)
@@ -276,14 +332,14 @@ def test_sites_of_other_families_are_unknown(name: str, absent: str) -> None:
 def test_watching_changes_no_bits(name: str) -> None:
     """Capturing sites, one by one, leaves the logits' bits alone.
 
-    The pattern is the one exception: to show it, attention is computed explicitly.
+    Pattern and scores are the exception: to show them, attention is computed explicitly.
     """
     plain = logits(decoder(name), tokens())
     for site in table(decoder(name).config).sites:
         tap = Capture(site)
         watched = logits(decoder(name), tokens(), tap)
         assert list(tap.seen) == [site]
-        if not site.endswith("hook_pattern"):
+        if not site.endswith(KEY_SITES):
             assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True)), site
 
 

@@ -27,9 +27,11 @@ def _tokenizer(folder: str) -> Any:
     """A tokenizer of 97 made-up words, saved to the folder and loaded again."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=words, unk_token="w0", eos_token="w1", bos_token="w2", pad_token="w3"
     ).save_pretrained(folder)

@@ -10,6 +10,7 @@ from replaylens.engine.errors import BadRequest, BadWeights, OtherFingerprint, U
 from replaylens.engine.lens import tuned as tuned_lens
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.model import weights
+from replaylens.engine.model.site_names import KEY_SITES
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
 
@@ -73,7 +74,7 @@ def test_every_site_has_the_shape_that_transformer_lens_gives_it(name: str) -> N
         assert len(both) > 40
         assert {key: cache[key].shape for key in both} == {key: theirs[key].shape for key in both}, length
         for key, site in subject.sites.sites.items():  # including sites that TransformerLens lacks
-            keys = [subject.config.num_heads, length, length] if key.endswith("hook_pattern") else [length, *site.shape]
+            keys = [subject.config.num_heads, length, length] if key.endswith(KEY_SITES) else [length, *site.shape]
             assert list(cache[key].shape) == [1, *keys], key
 
 

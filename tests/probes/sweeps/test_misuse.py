@@ -243,3 +243,20 @@ def test_the_command_takes_permutations(coin_dump: Dump) -> None:
     done = CliRunner().invoke(app, ["probe", coin_dump.url, *where, "--permutations", "19", "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["settings"]["permutations"] == 19
+
+
+@pytest.mark.parametrize("empty", [[None] * 60, [float("nan")] * 60, ["one"] * 60])
+def test_a_label_without_values_is_skipped_and_the_others_are_probed(empty: list[Any]) -> None:
+    """A sweep says what it skips. Alone, the label is a named error, also for a single probe."""
+    draw = np.random.default_rng(0)
+    values, side = draw.normal(size=(60, 4)).astype(np.float32), draw.integers(0, 2, 60)
+    rows = ProbeRows.of_arrays({"X": values}, {"side": side, "empty": empty}, groups=np.arange(60))
+    how: dict[str, Any] = {"estimators": "ridge", "permutations": 0}
+    report = sweep(rows, ["empty", "side"], **how)
+    assert {line["label"] for line in report.lines} == {"side"}
+    assert any(note.startswith("Skipped label 'empty'") for note in report.notes)
+    alone = sweep(rows, "side", **how)
+    assert report.best("side")["accuracy"] == alone.best("side")["accuracy"]
+    for call in (lambda: sweep(rows, "empty", **how), lambda: fit_probe(rows, "empty", site="X", position="all")):
+        with pytest.raises(ProbeError, match="'empty'"):
+            call()

@@ -1,0 +1,320 @@
+"""What a TransformerLens user types, with TransformerLens' own answers beside it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens import Edit, tasks
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadEdit, BadRequest, UnknownSite
+from replaylens.engine.model import weights
+from tests.engine.replay.bridges import bridge
+from tests.families import hugging_face
+
+TOKENS = torch.randint(4, 97, (2, 21), generator=torch.Generator().manual_seed(4))
+NAMES = ["llama", "gpt2"]
+MORE = [*NAMES, "gemma2", "qwen3", "neox"]
+CLOSE = 1e-4
+
+
+def engine(name: str) -> Engine:
+    return Engine(weights.load(hugging_face(name)), tokenizer=bridge(name).tokenizer)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Engine:
+    return engine("llama")
+
+
+def near(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.shape == theirs.shape
+    assert torch.allclose(ours, theirs, atol=CLOSE), float((ours - theirs).abs().max())
+
+
+# Names
+
+
+def test_a_name_that_goes_in_comes_out(llama: Engine) -> None:
+    """Under each name that was asked for, also in lists, forks and rejected branches; letters give sites their own names."""
+    path = TOKENS[0].tolist()
+    asked = ["blocks.1.hook_resid_post", "blocks.0.attn.o.hook_out", "blocks.2.hook_in", "blocks.2.hook_resid_pre"]
+    branch = llama.prompt(path, sites=asked)
+    (fork,) = branch.fork(at=9)
+    fork.generate(6, drafter="ngram", final=True)
+    own = ["blocks.1.hook_out", "blocks.0.attn.hook_out", "blocks.2.hook_in"]
+    truth = llama.prompt(path, sites=own).activations
+    for each in (branch, fork):
+        rows = each.activations
+        assert sorted(rows) == sorted(rows.keys()) == sorted(asked) == sorted(dict(rows.items())) and len(rows) == 4
+        for name, site in zip(asked, [*own, own[2]], strict=True):
+            assert name in rows and site in rows
+            assert torch.equal(rows[name][:9], truth[site][:9]) and torch.equal(rows[name], rows[site])
+    assert "blocks.0.hook_in" not in branch.activations
+    with pytest.raises(UnknownSite, match=r"Captured: blocks\.0\.attn\.o\.hook_out, blocks\.1\.hook_resid_post"):
+        branch.activations["blocks.0.hook_in"]
+    assert llama.prompt(path, sites=["S", "blocks.1.hook_resid_pre"]).activations.keys()[1:3] == [
+        "blocks.1.hook_in",
+        "blocks.1.hook_resid_pre",
+    ]
+
+
+def test_a_dump_is_read_by_the_names_it_was_asked_for(tmp_path: Path) -> None:
+    coin = Engine.load("coin-plain")
+    asked = ["blocks.1.hook_resid_post", "blocks.1.attn.o.hook_out", "blocks.1.mlp.in.hook_in", "blocks.2.ln1.hook_scale"]
+    run = coin.replay(tasks.get("coin")(flips=2).examples(2), sites=asked)
+    dump = run.save(tmp_path / "dump")
+    assert set(run[0].activations) == set(asked)
+    for name in asked:
+        assert torch.equal(dump.to_torch(name)[: len(run[0].tokens)], run[0].activations[name]), name
+    with pytest.raises(UnknownSite):
+        dump.to_torch("blocks.1.attn.hook_in")
+
+
+def test_the_stream_between_blocks_has_two_names_until_it_is_changed_there(llama: Engine) -> None:
+    path = TOKENS[0].tolist()
+    root = llama.prompt(path, sites="S")
+    truth = llama.prompt(path, sites=["blocks.0.hook_resid_post"]).activations
+    assert torch.equal(root.activations["blocks.0.hook_resid_post"], truth["blocks.0.hook_out"])
+    shift = [Edit("blocks.1.hook_in", "add", torch.ones(32))]
+    edited = [root.fork(edits=shift)[0], llama.prompt(path, sites="S", edits=shift)]
+    hooked = llama.prompt(path, sites="S", hooks=[("blocks.1.hook_in", lambda value, hook: value + 1)])
+    for branch in (*edited, hooked):
+        assert "blocks.0.hook_out" not in branch.activations and "blocks.1.hook_out" in branch.activations
+        with pytest.raises(UnknownSite):
+            branch.activations["blocks.0.hook_resid_post"]
+
+
+def test_patterns_are_as_long_as_their_keys(llama: Engine) -> None:
+    """One key per position, however many a pass leaves room for, and whichever pass a row is from."""
+    sites = ["blocks.1.attn.hook_pattern", "blocks.1.attn.hook_attn_scores"]
+    path = (TOKENS.flatten().tolist() * 2)[:80]
+    whole, stepped = llama.prompt(path, sites=sites), llama.prompt(path[:7], sites=sites)
+    assert stepped.activations[sites[0]].shape == (7, 4, 7)
+    stepped.force(path[7:30]).force(path[30:])
+    for site in sites:
+        assert torch.equal(whole.activations[site], stepped.activations[site])
+        assert whole.activations[site].shape == (80, 4, 80)
+        assert torch.equal(whole.fork(at=20)[0].activations[site], stepped.activations[site][:20, :, :20])
+    scores = whole.activations[sites[1]]
+    assert torch.allclose(scores.softmax(-1), whole.activations[sites[0]], atol=1e-6)
+    assert bool((scores[3, :, 4:] == torch.finfo(torch.float32).min).all()) and bool((scores[3, :, :4] > -99).all())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "neox"])
+def test_new_sites_have_the_same_bits_alone_and_in_company(name: str) -> None:
+    """Also token by token. They change no other bit: S and the logits are those of a run that does not ask for them."""
+    served = engine(name)
+    table = served.sites
+    new = [site for site in table.sites if site.endswith(("hook_scale", "hook_normalized", "attn_scores", "_norm.hook_out"))]
+    assert len(new) >= 5 * 3 + 2
+    kept = ["S", "unembed.hook_out"]
+    path = TOKENS[0].tolist()
+    alone = served.prompt(path, sites=[*new, *kept]).activations
+    company = served.prompts([TOKENS[1].tolist(), path, path[:5]], sites=[*new, *kept])[1].activations
+    stepped = served.prompt(path[:4], sites=[*new, *kept])
+    for token in path[4:]:
+        stepped.force([token])
+    plain = served.prompt(path, sites=kept).activations
+    for site in alone:
+        assert torch.equal(alone[site], company[site]) and torch.equal(alone[site], stepped.activations[site]), site
+    assert all(torch.equal(plain[site], alone[site]) for site in plain)
+    for norm in ("blocks.1.ln1", "blocks.2.ln2", "ln_final"):
+        rows, weight = alone[norm + ".hook_normalized"], dict(served.model.named_parameters())[norm + ".weight"]
+        bias = dict(served.model.named_parameters()).get(norm + ".bias", 0)
+        assert torch.allclose(
+            rows * weight + bias, served.prompt(path, sites=[norm + ".hook_out"]).activations[norm + ".hook_out"], atol=1e-5
+        )
+
+
+def test_what_can_only_be_read_is_not_changed(llama: Engine) -> None:
+    path, seen = TOKENS[0].tolist(), []
+    root = llama.prompt(path, sites="S")
+    for name in ("blocks.1.attn.q.hook_in", "blocks.1.ln1.hook_scale", "blocks.1.attn.hook_attn_scores"):
+        with pytest.raises(BadEdit, match="can be captured but not edited"):
+            root.fork(edits=[Edit(name, "zero")])
+        hooked = llama.prompt(path, sites="S", hooks=[(name, lambda value, hook: seen.append(value))])
+        assert all(torch.equal(hooked.activations[site], root.activations[site]) for site in root.activations)
+        with pytest.raises(BadEdit, match="can be read but not changed"):
+            llama.prompt(path, hooks=[(name, lambda value, hook: value + 1)])
+        with pytest.raises(BadEdit, match="can be read but not changed"):
+            llama.prompt(path, hooks=[(name, lambda value, hook: value.zero_())])
+    assert len(seen) == 3
+    assert root.fork(edits=[Edit("blocks.1.attn.o.hook_out", "zero")])[0].certified
+    with pytest.raises(BadEdit, match="never called"):
+        llama.prompt(path, hooks=[("ln_final.hook_scale", lambda value, hook: value)])
+    llama.check_integrity()
+
+
+# run_with_cache
+
+
+@pytest.mark.parametrize("name", MORE)
+@torch.no_grad()
+def test_every_name_of_the_cache(name: str) -> None:
+    """The cache without a filter has the bridge's names and values; what it lacks is in the docs."""
+    out, cache = engine(name).run_with_cache(TOKENS)
+    theirs_out, theirs = bridge(name).run_with_cache(TOKENS)
+    near(out, theirs_out)
+    absent = {key for key in theirs.cache_dict if key not in cache.cache_dict}
+    assert {key.rsplit(".", 2)[-1] for key in absent if "_norm." not in key and "rotary" not in key} <= {
+        "hook_cos",
+        "hook_sin",
+        "hook_hidden_states",
+    }
+    for key in set(cache.keys()) & set(theirs.keys()):
+        near(cache[key].float(), theirs[key].float())
+
+
+@torch.no_grad()
+def test_options_of_run_with_cache(llama: Engine) -> None:
+    theirs = bridge("llama")
+    names = ["blocks.0.hook_resid_pre", "blocks.1.attn.hook_pattern", "blocks.0.attn.q.hook_in"]
+    one = TOKENS[:1]
+    (out, cache), (wanted, want) = (m.run_with_cache(one, names_filter=names, remove_batch_dim=True) for m in (llama, theirs))
+    near(out, wanted)
+    for key in names:
+        near(cache[key], want[key])
+    for kind in ("loss", "both", None):
+        ours, other = (m.run_with_cache(TOKENS, names_filter=names, return_type=kind)[0] for m in (llama, theirs))
+        for a, b in zip(ours, other, strict=True) if kind == "both" else [(ours, other)] if kind else []:
+            near(a, b)
+        assert kind or ours is None
+    for stop in (0, 1, 2, -1):
+        (out, cache), (wanted, want) = (m.run_with_cache(TOKENS, stop_at_layer=stop) for m in (llama, theirs))
+        near(out, wanted)
+        assert {key.split(".")[1] for key in cache if key.startswith("blocks")} == set(map(str, range(stop % 3)))
+    near(llama(TOKENS, stop_at_layer=3), llama.run_with_cache(TOKENS, "blocks.2.hook_out")[1]["blocks.2.hook_out"])
+    plain = llama.run_with_cache(TOKENS, "blocks.0.hook_in", return_cache_object=False)[1]
+    assert type(plain) is dict and plain["blocks.0.hook_in"].shape == (2, 21, 32)
+    near(llama(TOKENS, return_type="loss", loss_per_token=True), theirs(TOKENS, return_type="loss", loss_per_token=True))
+    assert torch.equal(llama(TOKENS), llama.run_with_cache(TOKENS, "blocks.0.hook_in")[0])
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"remove_batch_dim": True}, "for 2 sequences. Give one"),
+        ({"return_type": "logit"}, "Give 'logits', 'loss', 'both' or None"),
+        ({"stop_at_layer": 4}, "between -3 and 3"),
+        ({"stop_at_layer": 1, "names_filter": ["blocks.1.hook_in"]}, "not computed with stop_at_layer=1"),
+        ({"stop_at_layer": 1, "return_type": "loss"}, "needs the whole model"),
+        ({"prepend_bos": True}, "is for text"),
+    ],
+)
+def test_options_that_do_not_fit(llama: Engine, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadRequest, match=says):
+        llama.run_with_cache(TOKENS, **options)
+
+
+@torch.no_grad()
+def test_texts(llama: Engine) -> None:
+    """Strings, lists of them, and what comes before them. Padding on the right changes nothing before it."""
+    theirs, texts = bridge("llama"), ["w51 w52 w43", "w40 w50 w60 w61", "w70"]
+    for bos in (True, False):
+        assert torch.equal(
+            llama.to_tokens(texts, prepend_bos=bos), theirs.to_tokens(texts, prepend_bos=bos, padding_side="right")
+        )
+        near(llama(texts[0], prepend_bos=bos), theirs(texts[0], prepend_bos=bos))
+    assert torch.equal(llama.to_tokens(texts[0]), torch.tensor([llama.prompt(texts[0]).tokens]))
+    logits, cache = llama.run_with_cache(texts, "blocks.2.hook_out")
+    for i, text in enumerate(texts):
+        own, rows = llama.run_with_cache(text, "blocks.2.hook_out")
+        assert torch.equal(logits[i, : own.shape[1]], own[0])
+        assert torch.equal(cache["blocks.2.hook_out"][i, : own.shape[1]], rows["blocks.2.hook_out"][0])
+    assert llama.to_string(TOKENS) == theirs.to_string(TOKENS) and llama.to_string(TOKENS[0]) == theirs.to_string(TOKENS[0])
+    assert llama.to_str_tokens(texts[0], prepend_bos=False) == theirs.to_str_tokens(texts[0], prepend_bos=False)
+    assert llama.to_single_token("w7") == 7 and llama.to_tokens(texts).shape == (3, 5)
+    with pytest.raises(BadRequest, match="one token each"):
+        llama.to_single_token("w7 w8")
+    with pytest.raises(BadRequest, match="no tokenizer"):
+        Engine(weights.load(hugging_face("llama"))).to_tokens("w7")
+
+
+# The cache's own methods
+
+
+@pytest.mark.parametrize("name", MORE)
+@torch.no_grad()
+def test_methods_of_the_cache(name: str) -> None:
+    _, ours = engine(name).run_with_cache(TOKENS)
+    _, theirs = bridge(name).run_with_cache(TOKENS)
+    token, other = TOKENS[:, -1], TOKENS[:, 3]
+    calls = {
+        "accumulated_resid": lambda c: c.accumulated_resid(apply_ln=True),
+        "accumulated_resid at a layer": lambda c: c.accumulated_resid(layer=1, apply_ln=True, pos_slice=-1),
+        "decompose_resid": lambda c: c.decompose_resid(apply_ln=True),
+        "apply_ln_to_stack": lambda c: c.apply_ln_to_stack(c.decompose_resid(layer=2), layer=2),
+        "logit_attrs": lambda c: c.logit_attrs(c.decompose_resid(), tokens=token, incorrect_tokens=other),
+        "logit_attrs of a number": lambda c: c.logit_attrs(c.decompose_resid(), tokens=5),
+        "logit_attrs of a word": lambda c: c.logit_attrs(c.decompose_resid(), tokens="w5"),
+        "stack_head_results": lambda c: c.stack_head_results(apply_ln=True, incl_remainder=True),
+        "stack_neuron_results": lambda c: c.stack_neuron_results(layer=1, pos_slice=-1),
+        "get_neuron_results": lambda c: c.get_neuron_results(1, neuron_slice=[1, 5]),
+        "get_full_resid_decomposition": lambda c: c.get_full_resid_decomposition(layer=2, pos_slice=-1, apply_ln=True),
+        "folded": lambda c: c.get_full_resid_decomposition(expand_neurons=False, pos_slice=-1),
+    }
+    for said, call in calls.items():
+        try:
+            wanted = call(theirs)
+        except KeyError:  # a parallel block has no stream between attention and MLP, for the bridge as for us
+            with pytest.raises(KeyError):
+                call(ours)
+            continue
+        assert torch.allclose(call(ours), wanted, atol=2e-4), said
+    stack = ours.accumulated_resid(apply_ln=True)
+    assert torch.equal(stack[-1], ours["ln_final.hook_out"]), "the final norm has canonical bits"
+
+
+# Hooks
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_run_with_hooks(name: str) -> None:
+    """Hook functions see and change the whole batch; filters of names, contexts and in-place changes too."""
+    ours, theirs, shapes = engine(name), bridge(name), ([], [])
+    _, clean = theirs.run_with_cache(TOKENS.flip(0))
+
+    def patch(value: Tensor, hook: Any) -> Tensor:
+        value[:, 7] = clean[hook.name][:, 7]
+        return value
+
+    def scale(value: Tensor, hook: Any) -> Tensor:
+        return value * torch.tensor([0.5, 2.0])[:, None, None]
+
+    hooks = [("blocks.1.hook_in", patch), (lambda n: n.endswith("mlp.hook_out"), scale)]
+    with torch.no_grad():
+        near(ours.run_with_hooks(TOKENS, fwd_hooks=hooks), theirs.run_with_hooks(TOKENS, fwd_hooks=hooks))
+        assert not torch.allclose(ours(TOKENS), ours.run_with_hooks(TOKENS, fwd_hooks=hooks), atol=CLOSE)
+        for model, seen in zip((ours, theirs), shapes, strict=True):
+            for site in ("attn.hook_pattern", "attn.hook_attn_scores", "attn.q.hook_in", "attn.hook_z"):
+                look = [(f"blocks.1.{site}", lambda value, hook, seen=seen: seen.append(value.clone()))]
+                model.run_with_hooks(TOKENS, fwd_hooks=look)
+        for a, b in zip(*shapes, strict=True):
+            near(a, b)
+        with theirs.hooks(fwd_hooks=hooks):
+            wanted, _ = theirs.run_with_cache(TOKENS, return_type="loss")
+        with ours.hooks(fwd_hooks=hooks[:1]), ours.hooks(fwd_hooks=hooks[1:]) as same:
+            assert same is ours
+            loss, _ = ours.run_with_cache(TOKENS, "blocks.0.hook_in", return_type="loss")
+            near(loss, wanted)
+            assert torch.equal(engine(name)(TOKENS), theirs_plain := engine(name)(TOKENS)), "another engine has no hooks"
+        assert torch.equal(ours(TOKENS), theirs_plain), "and none are left"
+
+
+def test_hooks_that_do_not_fit(llama: Engine) -> None:
+    small = Engine(weights.load(hugging_face("llama")), max_rows=16)
+    with pytest.raises(BadRequest, match="max_rows=42 or more"):
+        small.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.hook_in", lambda value, hook: value)])
+    assert small(TOKENS).shape == (2, 21, 97), "without hooks a batch may take several passes"
+    with pytest.raises(BadEdit, match="returned a tensor of shape"):
+        llama.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.hook_in", lambda value, hook: value[:, :3])])
+    with pytest.raises(BadRequest, match="Invalid hook"):
+        llama.run_with_hooks(TOKENS, fwd_hooks=["blocks.1.hook_in"])
+    with pytest.raises(UnknownSite, match="Nearest"):
+        llama.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.hook_im", lambda value, hook: value)])
+    for each in (llama, small):
+        assert len(each.check_integrity()) > 0 and len(each.loop.jobs) == 0
