@@ -150,6 +150,7 @@ class _Maker:
 def is_list(given: Any) -> bool:
     """Whether this is an ordered iterable, and neither a text nor a table."""
     several = isinstance(given, Iterable) and not isinstance(given, str | bytes | Set | Mapping)
+    several = several and getattr(given, "ndim", 1) > 0  # an array of no dimension says that it is iterable
     return several and not hasattr(given, "columns") and not hasattr(given, "column_names")
 
 
