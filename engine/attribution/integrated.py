@@ -6,7 +6,7 @@ from replaylens.engine.attribution.effects import Attribution
 from replaylens.engine.attribution.patching import Prompt, patch_effects, paths_of, words_of
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.gradients.gradients import row_sums
-from replaylens.engine.gradients.metric import Metric
+from replaylens.engine.gradients.metric import AnyMetric
 from replaylens.engine.gradients.tape import Tape
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place_all
@@ -20,7 +20,7 @@ def integrated_gradients(
     engine: Core,
     text: Prompt,
     baseline: Prompt | None,
-    metric: Metric | Branch,
+    metric: AnyMetric | Branch,
     site: str = "embed.hook_out",
     *,
     steps: int = 16,

@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 from replaylens.engine.attribution.effects import Attribution
 from replaylens.engine.errors import BadRequest, NoGradient
 from replaylens.engine.gradients.gradients import row_sums
-from replaylens.engine.gradients.metric import Function, Metric, value_of
+from replaylens.engine.gradients.metric import AnyMetric, LogitsFunction, value_of
 from replaylens.engine.model import modes
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.request.edits import Edit
@@ -28,7 +28,7 @@ def attribution_patching(
     engine: Core,
     clean: Prompt,
     corrupt: Prompt,
-    metric: Metric | Branch,
+    metric: AnyMetric | Branch,
     sites: str | Sequence[str] = "STC",
     *,
     compare: bool = False,
@@ -71,7 +71,7 @@ def patch_effects(
     path: list[int],
     rows: Mapping[str, Tensor],
     changed: Mapping[str, Sequence[bool]],
-    function: Function,
+    function: LogitsFunction,
     before: float,
     progress: bool,
 ) -> Tensor:
@@ -98,7 +98,7 @@ def patch_effects(
     return effects
 
 
-def _measured(engine: Core, root: Branch, edits: list[Edit], last: str, function: Function) -> list[float]:
+def _measured(engine: Core, root: Branch, edits: list[Edit], last: str, function: LogitsFunction) -> list[float]:
     """The metric of `root` under each edit, all computed together."""
     forks: list[Branch] = []
     try:

@@ -10,9 +10,9 @@ from torch import Tensor
 from replaylens.engine.errors import BadMetric
 from replaylens.engine.request.values import integer, shown
 
-Function = Callable[[Tensor], Tensor]
+LogitsFunction = Callable[[Tensor], Tensor]
 """the last row's logits [vocab] -> a scalar"""
-Target = Callable[[str | int], int]
+TokenId = Callable[[str | int], int]
 """a token, as text or id -> its id"""
 
 
@@ -23,7 +23,7 @@ class LogitDifference:
     right: str | int
     wrong: str | int
 
-    def function(self, target: Target) -> Function:
+    def function(self, target: TokenId) -> LogitsFunction:
         """The metric as a function of the logits."""
         right, wrong = target(self.right), target(self.wrong)
         return lambda logits: logits[right] - logits[wrong]
@@ -35,7 +35,7 @@ class LogProbability:
 
     token: str | int
 
-    def function(self, target: Target) -> Function:
+    def function(self, target: TokenId) -> LogitsFunction:
         """The metric as a function of the logits."""
         token = target(self.token)
         return lambda logits: logits.log_softmax(-1)[token]
@@ -50,7 +50,7 @@ class Divergence:
 
     other: Any
 
-    def function(self, target: Target) -> Function:
+    def function(self, target: TokenId) -> LogitsFunction:
         """The metric as a function of the logits. Precondition: `other` is a tensor; `Branch.gradients` replaces branches."""
         if not isinstance(self.other, Tensor) or self.other.dim() != 1:
             raise BadMetric(f"Invalid Divergence({shown(self.other)}). Give a branch, or a tensor of logits [vocab].")
@@ -65,14 +65,14 @@ class Divergence:
 
 
 Named = LogitDifference | LogProbability | Divergence
-Metric = Named | str | int | Sequence[str | int] | Function
+AnyMetric = Named | str | int | Sequence[str | int] | LogitsFunction
 FORMS = (
     "a pair of tokens (their logit difference), one token (its log-probability), another branch (the KL divergence from its "
     "distribution), or a function of the last row's logits [vocab]"
 )
 
 
-def named(metric: Any) -> Named | Function:
+def named(metric: Any) -> Named | LogitsFunction:
     """A metric in any of its forms; BadMetric lists them."""
     if isinstance(metric, Named):
         return metric
@@ -82,16 +82,16 @@ def named(metric: Any) -> Named | Function:
         return LogitDifference(*metric)
     if not callable(metric) or isinstance(metric, type):
         raise BadMetric(f"Invalid metric={shown(metric)}. Give {FORMS}.")
-    function: Function = metric
+    function: LogitsFunction = metric
     return function
 
 
-def function_of(metric: Named | Function, target: Target) -> Function:
+def function_of(metric: Named | LogitsFunction, target: TokenId) -> LogitsFunction:
     """The metric as a function of the logits [vocab]."""
     return metric.function(target) if isinstance(metric, Named) else metric
 
 
-def value_of(function: Function, logits: Tensor) -> Tensor:
+def value_of(function: LogitsFunction, logits: Tensor) -> Tensor:
     """The metric of logits [vocab], as a scalar tensor; BadMetric if it is none."""
     value = function(logits)
     if not isinstance(value, Tensor) or value.numel() != 1:
@@ -102,7 +102,7 @@ def value_of(function: Function, logits: Tensor) -> Tensor:
     return value.reshape(())
 
 
-def derivative(function: Function, logits: Tensor) -> tuple[float, Tensor]:
+def derivative(function: LogitsFunction, logits: Tensor) -> tuple[float, Tensor]:
     """The metric of logits [vocab] and its derivative [vocab]. Logits are data here: their own history is ignored."""
     with torch.inference_mode(False), torch.enable_grad():
         leaf = logits.clone().requires_grad_()

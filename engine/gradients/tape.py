@@ -9,7 +9,7 @@ from torch import Tensor
 from replaylens.engine.errors import NoGradient
 from replaylens.engine.gradients.backward import Backward, needed_sites
 from replaylens.engine.gradients.gradients import Gradients
-from replaylens.engine.gradients.metric import Function, derivative, value_of
+from replaylens.engine.gradients.metric import LogitsFunction, derivative, value_of
 from replaylens.engine.model import modes
 from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.runner import Runner, WholePass
@@ -59,13 +59,13 @@ class Tape:
             forward.values.update(runner.head(forward.residual, head))
         return cls(runner, tuple(tokens), edits, asked, forward)
 
-    def measure(self, function: Function) -> float:
+    def measure(self, function: LogitsFunction) -> float:
         """The metric alone, to the bits of `Gradients.value`."""
         with modes.canonical(1):
             return float(value_of(function, self.logits))
 
     @torch.inference_mode()
-    def gradients(self, function: Function, aliases: Mapping[str, str], certified: bool) -> Gradients:
+    def gradients(self, function: LogitsFunction, aliases: Mapping[str, str], certified: bool) -> Gradients:
         """The gradients of a metric at the asked sites. On one thread, so that the number of threads changes no bit."""
         num_keys, asked = len(self.tokens), frozenset(self.asked)
         with modes.canonical(1):

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from replaylens.engine.errors import BadRequest, ClosedBranch, NoGradient
 from replaylens.engine.gradients.gradients import Gradients
-from replaylens.engine.gradients.metric import Divergence, Function, Metric, Named, function_of, named
+from replaylens.engine.gradients.metric import AnyMetric, Divergence, LogitsFunction, Named, function_of, named
 from replaylens.engine.gradients.tape import Tape
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus
@@ -15,7 +15,7 @@ from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock
 
 
-class Source(Protocol):
+class GradientSource(Protocol):
     """What gradients need from the branch's engine."""
 
     sites: SiteTable
@@ -30,12 +30,12 @@ class Source(Protocol):
 class Differentiable:
     """A path with edits, whose gradients can be computed."""
 
-    engine: Source
+    engine: GradientSource
     lane: Lane
     lock: EngineLock
     record: BranchRecord
 
-    def gradients(self, metric: "Metric | Differentiable", sites: str | Sequence[str] | None = None) -> Gradients:
+    def gradients(self, metric: "AnyMetric | Differentiable", sites: str | Sequence[str] | None = None) -> Gradients:
         """The gradient of a metric of the next token's logits, at every position of the path.
 
         metric  a pair of tokens (their logit difference), one token (its log-probability), another branch (the KL divergence
@@ -69,14 +69,14 @@ class Differentiable:
 
 
 def tape_of(
-    engine: Source, tokens: list[int], edits: tuple[PlacedEdit, ...], sites: tuple[str, ...], backward: bool = True
+    engine: GradientSource, tokens: list[int], edits: tuple[PlacedEdit, ...], sites: tuple[str, ...], backward: bool = True
 ) -> Tape:
     """A path computed alone, with the values of these sites, and those that their gradients need. Changes nothing."""
     engine.lock.refuse_within_step()
     return engine.lock.alone(lambda: Tape.of(engine.forest.runner, list(tokens), edits, sites, backward))
 
 
-def metric_of(engine: Source, metric: Metric | Differentiable) -> tuple[Function, bool]:
+def metric_of(engine: GradientSource, metric: AnyMetric | Differentiable) -> tuple[LogitsFunction, bool]:
     """A metric in any of its forms as a function of the logits, and whether its bits are promised."""
     promised = True
     if isinstance(metric, Differentiable):
@@ -85,7 +85,7 @@ def metric_of(engine: Source, metric: Metric | Differentiable) -> tuple[Function
     return function_of(found, engine._target), promised and isinstance(found, Named)
 
 
-def differentiable(engine: Source, sites: str | Sequence[str]) -> tuple[str, ...]:
+def differentiable(engine: GradientSource, sites: str | Sequence[str]) -> tuple[str, ...]:
     """The names of sites that have a gradient; NoGradient if one has none, BadRequest if there are none."""
     names, lens = engine.sites.select(sites if isinstance(sites, str) else tuple(sites))
     if lens:

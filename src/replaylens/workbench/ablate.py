@@ -18,7 +18,7 @@ from replaylens.engine.serving.core import Core
 from replaylens.probes.reports.figures import bars
 from replaylens.probes.scoring.statistics import difference_over_groups
 from replaylens.workbench.drawing import Grid, figure, paragraph, view
-from replaylens.workbench.metric import FORMS, Function, Metric, MetricTokens
+from replaylens.workbench.metric import FORMS, RowsFunction, Metric, MetricTokens
 
 How = Literal["zero", "mean", "resample"]
 MAX_BARS = 40
@@ -98,7 +98,7 @@ def ablate(
     engine: Core,
     prompts: Sequence[str | list[int]],
     *,
-    metric: MetricTokens | Function | Sequence[MetricTokens],
+    metric: MetricTokens | RowsFunction | Sequence[MetricTokens],
     heads: bool | Sequence[tuple[int, int]] = False,
     neurons: Sequence[tuple[int, int]] = (),
     directions: Sequence[tuple[int, Tensor]] = (),

@@ -12,7 +12,7 @@ from replaylens.engine.pictures.readings import word
 from replaylens.engine.request.values import integer, shown
 from replaylens.engine.serving.core import Core
 
-Function = Callable[[Tensor], Tensor]
+RowsFunction = Callable[[Tensor], Tensor]
 MetricTokens = str | int | Sequence[str | int]
 FORMS = "a pair of tokens (their logit difference), one token (its log-probability), or a function of logits [rows, vocab]"
 
@@ -22,10 +22,10 @@ class Metric:
     """A function of logits, with its name."""
 
     name: str
-    function: Function
+    function: RowsFunction
 
     @classmethod
-    def of(cls, engine: Core, given: "MetricTokens | Function | Metric") -> "Metric":
+    def of(cls, engine: Core, given: "MetricTokens | RowsFunction | Metric") -> "Metric":
         """A pair of tokens, one token, or a function of logits [rows, vocab] that returns [rows]; BadRequest for others."""
         if isinstance(given, Metric):
             return given

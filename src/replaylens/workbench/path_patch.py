@@ -10,7 +10,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.serving.core import Core
-from replaylens.workbench.metric import Function, Metric, MetricTokens
+from replaylens.workbench.metric import RowsFunction, Metric, MetricTokens
 from replaylens.workbench.patch import Direction, PatchResult, activations, both, of_source
 
 Into = Literal["q", "k", "v"]
@@ -21,7 +21,7 @@ def path_patch(
     clean: str | list[int],
     corrupt: str | list[int],
     *,
-    metric: MetricTokens | Function,
+    metric: MetricTokens | RowsFunction,
     receivers: Sequence[tuple[int, int]] | Literal["logits"] = "logits",
     into: Into = "v",
     direction: Direction = "denoise",

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replaylens.engine.gradients.metric import Function
+from replaylens.engine.gradients.metric import LogitsFunction
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.request.placed import PlacedEdit
@@ -32,7 +32,9 @@ class Keeping:
         return value
 
 
-def of_decoder(model: Decoder, tokens: list[int], metric: Function, edits: Sequence[PlacedEdit] = ()) -> dict[str, Tensor]:
+def of_decoder(
+    model: Decoder, tokens: list[int], metric: LogitsFunction, edits: Sequence[PlacedEdit] = ()
+) -> dict[str, Tensor]:
     """Every site but patterns, which the reference ops only show. Precondition: a float64 model of its own."""
     model.requires_grad_(False).embed.requires_grad_(True)
     if model.pos_embed is not None:
@@ -43,7 +45,7 @@ def of_decoder(model: Decoder, tokens: list[int], metric: Function, edits: Seque
     return {site: value.grad for site, value in kept.values.items() if value.grad is not None}
 
 
-def of_hugging_face(model: Any, tokens: list[int], metric: Function) -> dict[str, Tensor]:
+def of_hugging_face(model: Any, tokens: list[int], metric: LogitsFunction) -> dict[str, Tensor]:
     """S, T, C and the attention patterns of a model in memory, by our letters and the layer: "T2"."""
     kept: dict[str, Tensor] = {}
 

@@ -69,7 +69,7 @@ def test_older_names_when_reading() -> None:
     rows = engine().prompt(PROMPT, sites=["blocks.1.hook_resid_pre", "blocks.0.hook_mlp_out"]).activations
     assert torch.equal(rows["blocks.1.hook_resid_pre"], rows[S])
     assert "blocks.1.hook_resid_pre" in rows and "blocks.0.hook_resid_pre" not in rows
-    assert len(rows) == 2 and rows.keys() == ["blocks.0.mlp.hook_out", S]
+    assert len(rows) == 2 and rows.keys() == ["blocks.0.hook_mlp_out", "blocks.1.hook_resid_pre"], "as asked for"
     found = rows.get("blocks.0.hook_mlp_out")
     assert found is not None and torch.equal(found, rows["blocks.0.mlp.hook_out"])
     assert rows.get("blocks.0.hook_in") is None
