@@ -18,7 +18,7 @@ from replaylens.engine.serving.core import Core
 from replaylens.probes.reports.figures import bars
 from replaylens.probes.scoring.statistics import difference_over_groups
 from replaylens.workbench.drawing import Grid, figure, paragraph, view
-from replaylens.workbench.metric import FORMS, RowsFunction, Metric, MetricTokens
+from replaylens.workbench.metric import FORMS, Metric, MetricTokens, RowsFunction
 
 How = Literal["zero", "mean", "resample"]
 MAX_BARS = 40

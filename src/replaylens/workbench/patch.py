@@ -14,7 +14,7 @@ from replaylens.engine.request.values import whole
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.logits import At, chosen
 from replaylens.workbench.drawing import Grid, figure, paragraph, plain, view
-from replaylens.workbench.metric import RowsFunction, Metric, MetricTokens, words
+from replaylens.workbench.metric import Metric, MetricTokens, RowsFunction, words
 
 Direction = Literal["denoise", "noise"]
 Values = Literal["effect", "raw"]

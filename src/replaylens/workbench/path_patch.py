@@ -10,7 +10,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.serving.core import Core
-from replaylens.workbench.metric import RowsFunction, Metric, MetricTokens
+from replaylens.workbench.metric import Metric, MetricTokens, RowsFunction
 from replaylens.workbench.patch import Direction, PatchResult, activations, both, of_source
 
 Into = Literal["q", "k", "v"]
