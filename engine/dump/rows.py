@@ -222,7 +222,7 @@ def _final_rows(engine: Core, path: ExamplePath, final: str, edited: bool) -> Te
         raise BadRequest(
             f"{final} was not captured, and edited paths and models that think need it for log-probabilities. Capture S, too."
         )
-    (branch,) = engine.planted([path.tokens], engine.capture_spec([final]), [own_edits(path.example)])
+    (branch,) = engine.planted([path.tokens], engine.capture_spec([final]), [own_edits(path.example, engine.sites)])
     try:
         return branch.activations.peek(final)[path.base :]
     finally:

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field, replace
 
 from tqdm.auto import tqdm
 
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadRequest, EngineError
 from replaylens.engine.loop.lane import Statistics
 from replaylens.engine.memory.tree import BranchRecord
+from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.request.edits import Edit, listed
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.engine.request.placing import place_all
+from replaylens.engine.request.placing import place_all, require_fit
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, whole
@@ -134,7 +135,8 @@ def prompt_examples(engine: Core, examples: Sequence[Example], o: ReplayOptions)
         )
     paths = [engine.tokens_of(prompt) for prompt in prompts]
     edits = [
-        own_edits(example) + place_all(o.edits, engine.sites, len(path)) for example, path in zip(examples, paths, strict=True)
+        own_edits(example, engine.sites) + place_all(o.edits, engine.sites, len(path))
+        for example, path in zip(examples, paths, strict=True)
     ]
     capture = engine.capture_spec(o.sites, rejected=o.rejected) if o.sites else None
     return engine.planted(paths, capture, edits)
@@ -146,10 +148,12 @@ def prompt_of(example: Example) -> str | list[int]:
     return example.prompt if given is None else list(given.tokens[: given.num_prompt])
 
 
-def own_edits(example: Example) -> tuple[PlacedEdit, ...]:
-    """The edits of a branch that became a text. BadRequest if they are damaged."""
+def own_edits(example: Example, table: SiteTable) -> tuple[PlacedEdit, ...]:
+    """The edits of a branch that became a text. BadRequest if they are damaged, BadEdit if the model has no such place."""
     try:
-        return tuple(PlacedEdit.from_json(raw) for raw in (example.given.edits if example.given else ()))
+        return tuple(require_fit(PlacedEdit.from_json(raw), table) for raw in (example.given.edits if example.given else ()))
+    except EngineError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadRequest(f"Text {example.index} has edits that cannot be read: {error!r}.") from error
 

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -10,10 +12,11 @@ from replaylens.engine.errors import BadEdit, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable, layer_of
 from replaylens.engine.request.edits import Edit, Positions, listed
-from replaylens.engine.request.placed import PATTERN, PlacedEdit
+from replaylens.engine.request.placed import PATTERN, Op, PlacedEdit
 from replaylens.engine.request.values import instance
 
 _NOT_EDITABLE = ("ln_final.hook_out", "unembed.hook_out")
+_MAX_KEYS = 1 << 20
 
 
 def place_all(edits: Iterable[Edit], table: SiteTable, length: int) -> tuple[PlacedEdit, ...]:
@@ -28,6 +31,7 @@ def place(edit: Edit, table: SiteTable, length: int, later: bool = False) -> lis
     """
     edit = instance("edits", edit, Edit, "a list of Edits", BadEdit).plain()
     start, stop, picks = _where(edit.positions, length)
+    edit = replace(edit, value=_in_order(edit, length))
     if picks and picks[0] >= length and not later:
         raise BadEdit(
             f"positions={edit.positions} changes nothing: the branch has {length} tokens, at positions 0 to {length - 1}. "
@@ -46,6 +50,25 @@ def place(edit: Edit, table: SiteTable, length: int, later: bool = False) -> lis
             made = _on_rows(edit, name, shape, heads, (start, stop, picks))
         placed.append(made.keyed())
     return placed
+
+
+def require_fit(edit: PlacedEdit, table: SiteTable) -> PlacedEdit:
+    """A placed edit that came from elsewhere, for this model; BadEdit if the model has no such place or shape."""
+    table.editable(edit.site)
+    shape = table.sites[table.resolve(edit.site)].shape
+    numbers = [edit.start, *([] if edit.stop is None else [edit.stop]), *edit.picks, *edit.keys, *edit.heads]
+    if edit.op not in get_args(Op) or any(type(number) is not int or number < 0 for number in numbers):
+        raise BadEdit(f"An edit of {edit.site} has an unknown op or a position below 0. The file it comes from is damaged.")
+    if bad := [head for head in edit.heads if head >= shape[0]]:
+        raise BadEdit(
+            f"An edit of {edit.site} names head {bad[0]}; this model has {shape[0]}. Replay on the model it was made with."
+        )
+    tensors = [x for x in (edit.value, edit.when) if x is not None]
+    if not edit.on_pattern and any(tuple(x.shape[x.dim() - len(shape) :]) != shape for x in tensors):
+        raise BadEdit(
+            f"An edit of {edit.site} is for rows of another shape than {shape}. Replay on the model it was made with."
+        )
+    return edit
 
 
 def _on_rows(
@@ -90,6 +113,11 @@ def _matching(edit: Edit, table: SiteTable) -> list[str]:
     pattern = re.compile(re.escape(edit.site).replace(r"\*", "[^.]*"))
     found = {table.editable(name) for name in (*table.sites, *table.aliases) if pattern.fullmatch(name)}
     if edit.layers is not None:
+        there = {layer_of(name) for name in found}
+        if unknown := [layer for layer in edit.layers if layer not in there]:
+            raise BadEdit(
+                f"No site that matches {edit.site!r} is at layer {unknown[0]}. Layers count from 0, never from the end."
+            )
         found = {name for name in found if layer_of(name) in edit.layers}
     if not found:
         at = "" if edit.layers is None else f" at layers {list(edit.layers)}"
@@ -112,6 +140,19 @@ def _where(positions: Positions, length: int) -> tuple[int, int | None, tuple[in
     if not picks or picks[0] < 0:
         raise BadEdit(f"Invalid positions={positions} on a branch of {length} tokens. Give at least one, none before 0.")
     return picks[0], picks[-1] + 1, picks
+
+
+def _in_order(edit: Edit, length: int) -> Tensor | None:
+    """The value with its rows, one for each of several positions, in the order of the positions."""
+    value, given = edit.value, edit.positions
+    if value is None or isinstance(given, slice) or not isinstance(given, Sequence) or edit.op not in ("add", "set"):
+        return value
+    places = [p + length if p < 0 else p for p in given]
+    if value.dim() < 2 or len(value) != len(places) or places == sorted(set(places)):
+        return value
+    if len(set(places)) < len(places):
+        raise BadEdit(f"positions={list(given)} names a position twice, with a row for each. Give each position once.")
+    return value[sorted(range(len(places)), key=places.__getitem__)]
 
 
 def _heads(edit: Edit, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -152,7 +193,11 @@ def _keys(edit: Edit, name: str, start: int, picks: tuple[int, ...], length: int
     if edit.value is not None or edit.keep_norm or edit.when is not None:
         raise BadEdit(f"Edits of {name} take neither value, keep_norm nor when.")
     first, stop, some = _where(edit.keys, length)
-    keys = some or tuple(range(first, length if stop is None else stop))
+    if not some and stop is None:
+        raise BadEdit(f"keys={edit.keys} has no end. Name the keys, such as slice({first}, {max(length, first + 1)}).")
+    if not some and stop is not None and stop - first > _MAX_KEYS:
+        raise BadEdit(f"keys={edit.keys} names over {_MAX_KEYS} keys. Give a shorter range.")
+    keys = some or tuple(range(first, stop or first))
     last = max(picks) if picks else None
     if last is not None and min(keys) > last:
         raise BadEdit(f"keys={edit.keys} changes nothing: they come after the edited positions, which do not attend to them.")
@@ -174,6 +219,8 @@ def _check_value(op: str, value: Tensor | None, name: str, shape: tuple[int, ...
         raise BadEdit(f"The value for {name} holds NaN or infinity.")
     if op == "project_out":
         return _orthonormal(value.reshape(-1, *shape) if value.shape[-1:] == shape[-1:] else value, shape)
+    if op == "resample" and not len(value):
+        raise BadEdit(f"The value for {name} has no rows to draw from.")
     several = (len(value), *shape) if op == "resample" else (count, *shape) if count else shape
     if tuple(value.shape) not in ((several,) if op == "resample" else (shape, several)):
         if count is None and tuple(value.shape[1:]) == shape:

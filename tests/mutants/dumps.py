@@ -110,7 +110,7 @@ DUMPS = (
     Mutant(
         "edits-of-a-branch-forgotten",
         "replaylens.engine.replay.examples",
-        "own_edits(example) + place_all(",
+        "own_edits(example, engine.sites) + place_all(",
         "place_all(",
         "a branch that is replayed as a text keeps its edits",
         ("tests/engine/replay/test_texts.py",),
@@ -118,7 +118,7 @@ DUMPS = (
     Mutant(
         "probabilities-without-edits",
         "replaylens.engine.dump.rows",
-        "[own_edits(path.example)]",
+        "[own_edits(path.example, engine.sites)]",
         "[()]",
         "log-probabilities of an edited branch are those under its edits",
         ("tests/engine/replay/test_texts.py",),

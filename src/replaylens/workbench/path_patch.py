@@ -46,7 +46,7 @@ def path_patch(
     """
     path, other = both(engine, clean, corrupt, direction)
     measure, count, everywhere = Metric.of(engine, metric), engine.config.num_heads, range(len(path))
-    ends = [] if isinstance(receivers, str) else _receivers(engine, receivers, into)
+    ends = [] if isinstance(receivers, str) and receivers == "logits" else _receivers(engine, receivers, into)
     last = max((layer for layer, _, _ in ends), default=engine.config.num_layers)
     outputs = [engine.sites.resolve(f"blocks.{layer}.attn.hook_z") for layer in range(last)]
     changed, held = activations(engine, other, outputs), activations(engine, path, outputs)
