@@ -43,6 +43,11 @@ class Attribution:
     certified: bool
     """whether the bits of both are promised"""
 
+    def __repr__(self) -> str:
+        size = f"{len(self.sites)} sites, {len(self.words)} positions"
+        compared = "" if self.real is None else f", correlation {self.correlation:.2f} with real effects"
+        return f"Attribution({self.before:.4g} to {self.after:.4g}; {size}{compared})"
+
     @property
     def correlation(self) -> float:
         """Pearson's correlation of estimates and real effects, over all rows. NaN if one of them does not vary."""

@@ -28,6 +28,10 @@ class Gradients(Mapping[str, Tensor]):
     _found: Mapping[str, Tensor] = field(repr=False)
     _aliases: Mapping[str, str] = field(repr=False)
 
+    def __repr__(self) -> str:
+        promised = "certified" if self.certified else "not certified"
+        return f"Gradients(of {self.value:.4g} at {len(self._found)} sites, {len(self.tokens)} positions, {promised})"
+
     def __getitem__(self, site: str) -> Tensor:
         """A copy of a site's gradient, by its name or a legacy name."""
         return self.peek(site).clone()

@@ -48,7 +48,7 @@ class Differentiable:
         """
         names = self._differentiable(sites)
         function, promised = metric_of(self.engine, metric)
-        return self.tape(names).gradients(function, self.engine.sites.aliases, self.lane.certified and promised)
+        return self.tape(names).gradients(function, self.engine.sites.names, self.lane.certified and promised)
 
     def tape(self, sites: tuple[str, ...]) -> Tape:
         """The path computed alone, with the values that gradients at these sites need. Changes nothing."""

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pandas as pd
 
 CONTROLS = ("majority", "token_identity", "bag_of_tokens", "shuffled", "control_task", "untrained")
+OF_TEXT = ("token_identity", "bag_of_tokens", "control_task")
+"""controls that need the tokens of the paths; where they are missing, a verdict says so"""
 LEVEL = 0.05
 
 
@@ -45,6 +47,9 @@ def _labels(main: pd.DataFrame) -> Iterator[str]:
         where = f"{best['site']}{'' if pd.isna(best['layer']) else int(best['layer'])}"
         controls = [(float(best[name]), name.replace("_", " ")) for name in CONTROLS if pd.notna(best.get(name))]
         against = "best control {:.3f} ({})".format(*max(controls)) if controls else "no controls"
+        without = [name.replace("_", " ") for name in OF_TEXT if pd.isna(best.get(name))]
+        if without and pd.notna(best.get("majority")):
+            against += f", without {' and '.join(without)}"
         score = f"{best['metric']} {best['accuracy']:.3f} [{best['low']:.3f}, {best['high']:.3f}] at {where}, {against}"
         head = f"{label} at {position} ({estimator})"
         if len(fine):

@@ -38,6 +38,9 @@ class AblateResult:
     ablated: Tensor
     """[units, prompts]"""
 
+    def __repr__(self) -> str:
+        return f"AblateResult({self.metric}, {self.how}: {len(self.units)} units, {len(self.plain)} prompts)"
+
     @property
     def effect(self) -> Tensor:
         """ablated - plain: [units, prompts]; negative if the metric needs the unit."""

@@ -35,6 +35,10 @@ class AttentionResult:
     path: tuple[int, ...]
     """token ids"""
 
+    def __repr__(self) -> str:
+        layers, heads = self.pattern.shape[:2]
+        return f"AttentionResult({layers} layers, {heads} heads, {len(self.tokens)} tokens)"
+
     @property
     def frame(self) -> pd.DataFrame:
         """One line per head: where its attention goes, as means over queries, and the entropy of its pattern in nats.

@@ -50,6 +50,10 @@ class LensResult:
     logprob: Tensor
     """[layers, positions]"""
 
+    def __repr__(self) -> str:
+        about = "the next token" if self.token is None else repr(self.token)
+        return f"LensResult({len(self.layers)} layers, {len(self.tokens)} tokens, rank of {about})"
+
     @property
     def probability(self) -> Tensor:
         """Of the likeliest token: [layers, positions]."""

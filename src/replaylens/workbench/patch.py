@@ -38,6 +38,10 @@ class PatchResult:
     numbers: dict[str, tuple[int, ...]]
     """site -> the positions or heads of its columns"""
 
+    def __repr__(self) -> str:
+        grids = ", ".join(f"{site} {tuple(values.shape)}" for site, values in self.raw.items())
+        return f"PatchResult({self.metric}, {self.direction}: {self.base:.4g} to {self.source:.4g}; {grids})"
+
     @property
     def effect(self) -> dict[str, Tensor]:
         """(raw - base) / (source - base): 0 if a patch changes nothing, 1 if it carries the whole difference over."""

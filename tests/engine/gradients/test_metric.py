@@ -142,3 +142,9 @@ def test_within_a_pass() -> None:
 
     with pytest.raises(errors.BadRequest, match="during a pass"):
         subject.prompt(PATH, hooks=[("blocks.0.hook_in", hook)])
+
+
+def test_a_name_that_goes_in_comes_out() -> None:
+    found = engine().prompt(PATH).gradients((3, 8), ["blocks.1.attn.hook_in", "blocks.0.hook_resid_post"])
+    assert torch.equal(found["blocks.1.attn.hook_in"], found["blocks.1.ln1.hook_out"])
+    assert found["blocks.0.hook_resid_post"].shape == (len(PATH), 32) and "2 sites" in repr(found)

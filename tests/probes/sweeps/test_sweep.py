@@ -30,6 +30,7 @@ from replaylens.probes.errors import (
 from replaylens.probes.fitting.heldout import held_out, residualised
 from replaylens.probes.questions.outcome_at_fork import outcome_at_fork
 from replaylens.probes.reports.report import Report
+from replaylens.probes.reports.summary import summarise
 from replaylens.probes.sweeps import sweeping
 from replaylens.probes.sweeps.sweeping import MakeSplit, sweep
 from tests.probes.synthetic import rows_of
@@ -345,3 +346,10 @@ def test_options_that_cannot_be_meant(coin_dump: Dump, options: dict[str, Any], 
 def test_a_folder_is_not_a_dump() -> None:
     with pytest.raises(ProbeError, match=r"Cannot probe a str.*Dump\.open\('dumps/x'\)"):
         sweep("dumps/x", "face")  # type: ignore[arg-type]
+
+
+def test_a_verdict_names_the_controls_that_it_lacks() -> None:
+    """Where paths have holes, the bag of tokens cannot be built; "Shown" must not read as if it had been beaten."""
+    table = sweep(rows_of(roots=40), "face", sites="S", layers=[1], positions="all", permutations=0).table
+    assert not any("without" in line for line in summarise(table))
+    assert any("without bag of tokens" in line for line in summarise(table.assign(bag_of_tokens=np.nan)))
