@@ -332,6 +332,9 @@ class Core(Uncopied):
 
         edits  made in every variant, before its own
         """
+        variants = items("variants", variants, "a list of lists of Edits", BadEdit)
+        if not variants:
+            raise BadEdit("No variants. Give at least one list of edits; an empty list leaves the text as it is.")
         with self.variants(text, edits) as base:
             at, columns = chosen(positions, len(base.path)), slice(None) if tokens is None else self.token_ids_of(tokens)
             found = base.read(variants, at, lambda logits: logits[..., columns], progress)

@@ -78,3 +78,9 @@ def test_paths_that_do_not_exist_are_refused() -> None:
     ):
         with pytest.raises(BadRequest, match=message):
             path_patch(served, CLEAN_TEXT, CORRUPT_TEXT, metric=" tails", receivers=receivers, into=into)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("receivers", ["x", [(1,)], [5]])
+def test_receivers_that_are_none(receivers: Any) -> None:
+    with pytest.raises(BadRequest, match=r"receiver"):
+        path_patch(Engine.load("coin-plain"), CLEAN_TEXT, CORRUPT_TEXT, metric=(" heads", " tails"), receivers=receivers)

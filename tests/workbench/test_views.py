@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 
 from replaylens import Edit, Engine, Sampling, attention, steer
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadEdit, BadRequest
 from replaylens.engine.model import weights
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
@@ -49,6 +49,15 @@ def test_options_of_steering() -> None:
             steer(served, bad, [HEADS], layers=[2], strengths=[1])  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match="layers=9"):
         steer(served, vector, [HEADS], layers=[9], strengths=[1])
+
+
+def test_refused_steering_leaves_no_branch() -> None:
+    served = Engine.load("coin-plain")
+    with pytest.raises(BadEdit, match="NaN"):
+        steer(served, torch.full((128,), math.nan), [HEADS], layers=[2], strengths=[4], n=4)
+    with pytest.raises(BadRequest, match="contrast"):
+        steer(served, (HEADS, TAILS), [HEADS], layers=[2], strengths=[4], n=4)  # type: ignore[arg-type]
+    assert not served.loop.lanes
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

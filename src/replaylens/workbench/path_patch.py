@@ -77,6 +77,8 @@ def _receivers(engine: Core, receivers: Sequence[tuple[int, int]], into: Into) -
     group = 1 if into == "q" else config.num_heads // config.num_kv_heads
     made = []
     for pair in items("receivers", receivers, "(layer, head) pairs, or 'logits'"):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise BadRequest(f"Invalid receiver {pair!r:.60}. Give (layer, head) pairs, or 'logits'.")
         layer, head = (
             whole("receivers (layer)", pair[0], 1, config.num_layers - 1),
             whole("receivers", pair[1], 0, config.num_heads - 1),

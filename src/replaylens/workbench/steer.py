@@ -102,13 +102,14 @@ def steer(
         made += roots
         told: list[tuple[str, float, float, Branch]] = []
         for text, root in zip(texts, roots, strict=True):
-            told.append((text, math.nan, 0.0, root.fork()[0]))
+            made += (plain := root.fork())
+            told.append((text, math.nan, 0.0, plain[0]))
             where = slice(None if whole_prompt else root.length - 1, None)
             for layer in chosen:
                 for factor in [factor for factor in factors if factor]:
                     edit = Edit(streams[layer], "add", vectors[layer], where, factor=factor, keep_norm=keep_norm)
-                    told.append((text, float(layer), factor, root.fork(edits=[edit])[0]))
-        made += [branch for *_, branch in told]
+                    made += (steered := root.fork(edits=[edit]))
+                    told.append((text, float(layer), factor, steered[0]))
         engine.generate([branch for *_, branch in told], n, sampling=sampling, progress=progress)
         lines = [(text, at, factor, engine.text.decode(b.generated)) for text, at, factor, b in told]
         surprise = _perplexities(engine, [branch for *_, branch in told])
@@ -131,7 +132,7 @@ def _vectors(engine: Core, given: Tensor | Contrast | LinearProbe, layers: list[
         if given.shape != (width,):
             raise BadRequest(f"The vector has shape {tuple(given.shape)}; expected ({width},).")
         return dict.fromkeys(layers, given.detach().float().cpu())
-    if not isinstance(given, tuple) or len(given) != 2 or not all(len(side) for side in given):
+    if not isinstance(given, tuple) or len(given) != 2 or any(isinstance(side, str) or not len(side) for side in given):
         raise BadRequest("Give a vector, a probe, or a contrast: (positive texts, negative texts), both with at least one.")
     positive, negative = (_last_rows(engine, list(side), layers) for side in given)
     return {layer: positive[layer].mean(0) - negative[layer].mean(0) for layer in layers}

@@ -1,10 +1,12 @@
 """Variants and logits: a text under many lists of edits has the bits of each list alone."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, OutOfPages
+from replaylens.engine.errors import BadEdit, BadRequest, OutOfPages
 from replaylens.engine.request.edits import Edit
 from tests.toy_model import engine, random_model, watch_passes
 
@@ -102,3 +104,9 @@ def test_a_bad_variant_leaves_nothing_behind() -> None:
         served.logits_under(PATH, [[Edit("blocks.0.hook_in", "add", torch.full((32,), 3e38), positions=3)] * 2])
     served.prefix.clear()
     assert served.runner.pool.num_free == before
+
+
+@pytest.mark.parametrize("variants", [[], 5])
+def test_no_variants(variants: Any) -> None:
+    with pytest.raises(BadEdit, match="variants"):
+        engine().logits_under([1, 2, 3], variants)
