@@ -182,17 +182,28 @@ class Variants:
                 self.runner.reserve(table, table.length, length)
             segments = [Segment(t, v.start, self.path[v.start :], 0, v.edits) for t, v in zip(tables, live, strict=True)]
             first = live[0].layer
-            entering = None if first < 0 else torch.cat([self.stream(first)[v.start :] for v in live])
+            stream = None if first < 0 else self.stream(first).to(self.runner.device)
+            entering = None if stream is None else torch.cat([stream[v.start :] for v in live])
             tap = PassTap(frozenset(out) - {self.streams[-1]})
             result = self.runner.resumed(segments, entering, max(first, 0), tap)
             finite(result.residual[: result.batch.num_rows], "activations")
             found = {**tap.values, self.streams[-1]: result.residual}  # a site below the first block keeps the base's rows
-            for index, variant in enumerate(live):
-                own = at >= variant.start
-                rows = (result.batch.offsets[index] + at[own] - variant.start).to(result.residual.device)
-                for site in out.keys() & found.keys():
-                    out[site][chunk.index(variant), own] = found[site][rows].to(out[site])
+            which, places, packed = _places(live, chunk, at, result.batch.offsets)
+            packed = packed.to(result.residual.device)
+            for site in out.keys() & found.keys():
+                out[site][which, places] = found[site][packed].to(out[site])
         finally:
             for table in tables:
                 pool.release(table)
         return True
+
+
+def _places(live: list[EditedCopy], chunk: list[EditedCopy], at: Tensor, offsets: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every computed row at the positions `at`: the variant's place in the chunk, its place in `at`, its packed row."""
+    which, places, packed = [], [], []
+    for index, variant in enumerate(live):
+        own = (at >= variant.start).nonzero().flatten()
+        which.append(torch.full_like(own, chunk.index(variant)))
+        places.append(own)
+        packed.append(offsets[index] + at[own] - variant.start)
+    return torch.cat(which), torch.cat(places), torch.cat(packed)
