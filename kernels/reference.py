@@ -102,6 +102,16 @@ def attention(
     return out
 
 
+# edit
+
+
+def keep_lengths(before: Tensor, after: Tensor, kept: Tensor, heads: int) -> Tensor:
+    """Rows of `after` [rows, heads * width] with `kept` scaled to the lengths of the vectors in `before`"""
+    x, y = before.unflatten(1, (heads, -1)), after.unflatten(1, (heads, -1))
+    scaled = (y * (x.norm(dim=-1, keepdim=True) / y.norm(dim=-1, keepdim=True))).flatten(1)
+    return torch.where(kept.bool()[:, None], scaled, after)
+
+
 # sample
 
 _MIX_1, _MIX_2 = -4658895280553007687, -7723592293110705685  # 0xbf58476d1ce4e5b9, 0x94d049bb133111eb as int64

@@ -216,7 +216,7 @@ class DecodeGraph:
         return out[:, : len(places)]
 
     def _edited(self, program: EditProgram | None, requests: int, steps: int) -> tuple[Tensor, Tensor] | None:
-        """What the rows of every step do: numbers [steps, stages, 2, size] and masks [steps, projections, size]."""
+        """What the rows of every step do: numbers [steps, stages, NUMBERS, size] and masks [steps, projections, size]."""
         if program is None:
             return None
         self.edits.load_vectors(program)

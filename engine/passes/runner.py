@@ -99,6 +99,8 @@ class Runner:
         self.model, self.certificate, self.capture_buffer = model, certificate, capture_buffer
         self.pool = PagePool(num_pages, page_size)
         self.device = model.embed.device.type
+        self.kernels = self.device != "cpu"
+        """whether the arithmetic is that of our kernels. Tests set it on a CPU, where Triton's interpreter runs them"""
         self.products = Products(certificate.allowed)
         self._threads_for = cache(certificate.threads_for)
         self.worth_threads = _WORTH_THREADS
@@ -164,7 +166,7 @@ class Runner:
         """A whole path with its edits in one canonical pass, in a cache of its own: needs no pages and changes no branch."""
         num_rows, pool = len(tokens), PagePool(-(-len(tokens) // KV_BLOCK), KV_BLOCK)
         pool.reserve(table := PageTable(), 0, num_rows)
-        cache = KVCache(self.model.config, pool, self.model.embed.dtype, self.device)
+        cache = KVCache(self.model.config, pool, self.model.embed.dtype, self.device, kernels=self.kernels)
         batch = Batch([Segment(table, 0, tokens, 1, edits)], pool, self.certificate.query_rows, self.tile, self.device)
         edited = self._edited(batch, tap)
         outer = None if edited is None else UneditedTap(frozenset(edit.site for edit in edits), edited)
@@ -220,7 +222,7 @@ class Runner:
 
     def ops(self, batch: Batch, cache: KVCache, exact: bool = True) -> Ops:
         """The arithmetic of a pass over a batch with pages in `cache`: the runner's cache, or another of the same layout."""
-        if self.device == "cpu":
+        if not self.kernels:
             c = self.model.config
             product = batched_product(_ANY_SIZE, c.num_heads // c.num_kv_heads, c.d_head)
             return CanonicalCpuOps(batch, cache, self.products, product) if exact else FastCpuOps(batch, cache, product)
@@ -231,7 +233,7 @@ class Runner:
 
     def head_ops(self, exact: bool = True) -> RowOps:
         """Ops for rows outside a pass: norms and products, no attention."""
-        if self.device == "cpu":
+        if not self.kernels:
             return CanonicalRowOps(self.products) if exact else TorchOps()
         from replaylens.engine.passes import cuda
 
@@ -273,7 +275,7 @@ class Runner:
             tap = None
         if not any(s.edits or s.hooks for s in batch.segments):
             return tap
-        if self.device == "cpu":
+        if not self.kernels:
             return EditTap(batch, tap)
         inner = EditTap(batch, tap, edits=False) if any(s.hooks for s in batch.segments) else tap
         if (program := self._program(batch)) is None:

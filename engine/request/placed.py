@@ -60,9 +60,7 @@ class PlacedEdit:
     @property
     def needs_cpu(self) -> str:
         """What of it only the CPU computes; empty: nothing."""
-        if self.on_pattern:
-            return "Editing an attention pattern"
-        return "keep_norm" if self.keep_norm else "" if self.when is None else "when"
+        return "Editing an attention pattern" if self.on_pattern else ""
 
     def touches(self, first: int, end: int) -> bool:
         """Whether any position of [first, end) is edited."""

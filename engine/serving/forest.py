@@ -94,7 +94,7 @@ class Forest:
 
     def _require_computable(self, edits: Edits) -> None:
         """BadEdit if the device cannot compute one of the edits."""
-        for edit in edits if self.runner.device != "cpu" else ():
+        for edit in edits if self.runner.kernels else ():
             if edit.needs_cpu:
                 raise BadEdit(f"{edit.needs_cpu} is available on a CPU only ({edit.site}). Load the engine with device='cpu'.")
 

@@ -214,8 +214,8 @@ def test_what_a_gpu_lacks_is_refused_there() -> None:
     """The check alone, on an engine that says it is on a GPU."""
     served: Engine = toy_engine()
     root = served.prompt(SHORT)
-    served.runner.device = "cuda"
+    served.runner.kernels = True
     with pytest.raises(BadEdit, match="available on a CPU only"):
         root.fork(edits=[Edit("blocks.0.attn.hook_pattern", "mask", positions=5, keys=0)])
-    served.runner.device = "cpu"
+    served.runner.kernels = False
     assert root.fork(edits=[Edit("blocks.0.attn.hook_pattern", "mask", positions=5, keys=0)])
