@@ -106,7 +106,7 @@ def _measured(engine: Core, root: Branch, edits: list[Edit], last: str, function
             forks += root.fork(edits=[edit])
         engine.forest.compute([fork.lane for fork in forks])
         residual = torch.cat([fork.activations[last] for fork in forks])
-        logits = engine.lock.alone(engine.runner.logits, residual)
+        logits = engine.lock.alone(engine.runner.logits, residual).cpu()
         with modes.canonical(1):
             return [float(value_of(function, row)) for row in logits]
     finally:

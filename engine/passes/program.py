@@ -287,7 +287,7 @@ class ProgramTap:
                 loaded.load(stage)
 
     def point(self, numbers: Tensor, masks: Tensor) -> None:
-        """Mutates: takes what the rows do. numbers [stages, NUMBERS, rows], masks [projections, rows], as `rows_of` lists them."""
+        """Mutates: takes what the rows do, as `rows_of` lists it. numbers [stages, NUMBERS, rows], masks [projections, rows]"""
         stage = projection = 0
         for stages in self._stages.values():
             for loaded in stages:
