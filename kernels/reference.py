@@ -85,8 +85,13 @@ def attention(
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
+    hidden: Tensor | None = None,
+    zeroed: Tensor | None = None,
 ) -> Tensor:
-    """q [rows, heads, d_head] over the keys 0..position of each row's sequence -> [rows, heads, d_head]"""
+    """q [rows, heads, d_head] over the keys 0..position of each row's sequence -> [rows, heads, d_head]
+
+    hidden, zeroed  [rows, heads, keys] bool: edges hidden from the softmax, and those whose weights become zero after it
+    """
     out = torch.empty_like(q)
     group = q.shape[1] // k_cache.shape[1]
     for i, (s, position) in enumerate(zip(sequence.tolist(), positions.tolist(), strict=True)):
@@ -98,7 +103,12 @@ def attention(
         score = torch.einsum("hd,khd->hk", q[i], k) * scale
         if softcap:
             score = torch.tanh(score / softcap) * softcap
-        out[i] = torch.einsum("hk,khd->hd", score.softmax(-1), v)
+        if hidden is not None:
+            score = score.masked_fill(hidden[i][:, keys], -torch.inf)
+        weight = score.softmax(-1)
+        if zeroed is not None:
+            weight = weight.masked_fill(zeroed[i][:, keys], 0.0)
+        out[i] = torch.einsum("hk,khd->hd", weight, v)
     return out
 
 

@@ -18,6 +18,7 @@ from replaylens.engine.passes.batch import KV_BLOCK, Batch, Segment
 from replaylens.engine.passes.batched import batched_product
 from replaylens.engine.passes.certificate import Certificate
 from replaylens.engine.passes.cpu import CanonicalCpuOps, CanonicalRowOps, FastCpuOps
+from replaylens.engine.passes.edges import cuts_any
 from replaylens.engine.passes.ferry import RING_BYTES, Ferry
 from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.products import Products
@@ -211,7 +212,8 @@ class Runner:
 
     def _replayed(self, batch: Batch, tap: Tap | None, exact: bool) -> Tensor | None:
         """The residual stream after the last block, from a graph. None if the pass has no graph and must be launched."""
-        if self.graphs is None or not isinstance(tap, PassTap | None) or any(s.hooks for s in batch.segments):
+        launched = not isinstance(tap, PassTap | None) or any(s.hooks for s in batch.segments) or cuts_any(batch)
+        if self.graphs is None or launched:
             return None
         ran = self.graphs.run(batch, tap.wanted if tap is not None else frozenset(), exact, self._program(batch))
         if ran is None:
@@ -229,7 +231,7 @@ class Runner:
         from replaylens.engine.passes import cuda  # its kernels need triton, which a CPU machine may lack
 
         rows = cuda.device_rows(batch, cache)
-        return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(cache, rows)
+        return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(cache, rows, batch if cuts_any(batch) else None)
 
     def head_ops(self, exact: bool = True) -> RowOps:
         """Ops for rows outside a pass: norms and products, no attention."""

@@ -44,8 +44,7 @@ class Edit:
     heads      of a site with heads, such as attn.hook_z; without them all are edited. Those of hook_k and hook_v are key heads
     keys       of attn.hook_pattern: the positions that the edited positions no longer attend to
     keep_norm  for `add`: scale the result back to the length that the vector had
-    when       a direction [*site shape]: edit only rows with a positive projection on it. On a GPU, neither `keep_norm` nor
-               `when` nor edits of attention patterns are available: BadEdit says so
+    when       a direction [*site shape]: edit only rows with a positive projection on it
 
     >>> from replaylens import Engine
     >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips. What's the state? A:")

@@ -57,11 +57,6 @@ class PlacedEdit:
         """Whether it edits an attention pattern, inside attention rather than on rows."""
         return self.site.endswith(PATTERN)
 
-    @property
-    def needs_cpu(self) -> str:
-        """What of it only the CPU computes; empty: nothing."""
-        return "Editing an attention pattern" if self.on_pattern else ""
-
     def touches(self, first: int, end: int) -> bool:
         """Whether any position of [first, end) is edited."""
         if self.picks:

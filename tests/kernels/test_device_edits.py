@@ -19,6 +19,12 @@ EDITS = {
         Edit("blocks.0.attn.hook_z", "add", VECTOR[:8].expand(1, 8), heads=[2], positions=slice(2, None), keep_norm=True)
     ],
     "when": [Edit("S", "add", VECTOR, when=PLANE, **ROW)],
+    "masked edges": [Edit("blocks.0.attn.hook_pattern", "mask", positions=slice(2, None), keys=[0, 1], heads=[1, 3])],
+    "zeroed edges": [
+        Edit("blocks.0.attn.hook_pattern", "zero", positions=[1, 4], keys=slice(0, 2)),
+        Edit("blocks.0.attn.hook_pattern", "mask", positions=4, keys=[1, 3], heads=[0]),
+        Edit("S", "add", VECTOR, layers=[0], positions=0),
+    ],
     "several": [
         Edit("S", "add", VECTOR, keep_norm=True, when=PLANE, **ROW),
         Edit("S", "zero", layers=[0], positions=[2, 3], when=VECTOR),
