@@ -212,8 +212,9 @@ class Runner:
 
     def _replayed(self, batch: Batch, tap: Tap | None, exact: bool) -> Tensor | None:
         """The residual stream after the last block, from a graph. None if the pass has no graph and must be launched."""
-        launched = not isinstance(tap, PassTap | None) or any(s.hooks for s in batch.segments) or cuts_any(batch)
-        if self.graphs is None or launched:
+        if self.graphs is None or not isinstance(tap, PassTap | None) or any(s.hooks for s in batch.segments):
+            return None
+        if cuts_any(batch):
             return None
         ran = self.graphs.run(batch, tap.wanted if tap is not None else frozenset(), exact, self._program(batch))
         if ran is None:
