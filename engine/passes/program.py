@@ -60,10 +60,17 @@ class EditStage:
         """[rows] int32: whether the row's vectors keep their lengths"""
         self.when = np.zeros_like(self.codes)
         """[rows] int32: 0, or the number of the row's condition, from 1 on"""
+        self.num_vectors = 0
+        """of all tables"""
+        self._firsts: dict[bytes, int] = {}
 
-    @property
-    def num_vectors(self) -> int:
-        return sum(self.count(edit) for edit in self.tables)
+    def first_vector(self, edit: PlacedEdit) -> int:
+        """The row of the table where an edit's vectors begin. Mutates: enters the edit if it is new."""
+        if edit.key not in self._firsts:
+            self._firsts[edit.key] = self.num_vectors
+            self.tables.append(edit)
+            self.num_vectors += self.count(edit)
+        return self._firsts[edit.key]
 
     def count(self, edit: PlacedEdit) -> int:
         """The vectors of an edit in the table."""
@@ -174,13 +181,7 @@ def _enter(stage: EditStage, edit: PlacedEdit, positions: list[int], shift: int,
 
 def _vector_rows(stage: EditStage, edit: PlacedEdit, positions: list[int], rank: int) -> list[int]:
     """The rows of the table with an edit's vectors, one per position. Mutates: enters the edit if it is new."""
-    first = 0
-    for other in stage.tables:
-        if other.key == edit.key:
-            break
-        first += stage.count(other)
-    else:
-        stage.tables.append(edit)
+    first = stage.first_vector(edit)
     if edit.op == "resample":
         return [first + draw for draw in edit.draws(positions)]
     if edit.vectors.dim() > rank:  # one vector per edited position

@@ -99,8 +99,11 @@ class Variants:
             for chunk in self._chunks(placed):
                 rows = last.repeat(len(chunk), 1, 1)
                 self._compute(chunk, at, {self.streams[-1]: rows})
-                logits = self.forest.lock.alone(self.runner.logits, rows.flatten(0, 1)).cpu()
-                kept |= zip((v.number for v in chunk), read(logits.view(len(chunk), len(at), -1)), strict=True)
+                logits = _on_host(self.forest.lock.alone(self.runner.logits, rows.flatten(0, 1)))
+                found = read(logits.view(len(chunk), len(at), -1))
+                if found.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr():
+                    found = found.clone()  # the memory of the logits is used again
+                kept |= zip((v.number for v in chunk), found, strict=True)
                 bar.update(len(chunk))
         return torch.stack([kept[number] for number in range(len(placed))])
 
@@ -200,10 +203,15 @@ class Variants:
 
 def _places(live: list[EditedCopy], chunk: list[EditedCopy], at: Tensor, offsets: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Of every computed row at the positions `at`: the variant's place in the chunk, its place in `at`, its packed row."""
-    which, places, packed = [], [], []
-    for index, variant in enumerate(live):
-        own = (at >= variant.start).nonzero().flatten()
-        which.append(torch.full_like(own, chunk.index(variant)))
-        places.append(own)
-        packed.append(offsets[index] + at[own] - variant.start)
-    return torch.cat(which), torch.cat(places), torch.cat(packed)
+    numbers = {variant.number: place for place, variant in enumerate(chunk)}
+    starts = torch.tensor([variant.start for variant in live])
+    index, places = (at[None, :] >= starts[:, None]).nonzero(as_tuple=True)
+    packed = torch.tensor(offsets[:-1])[index] + at[places] - starts[index]
+    return torch.tensor([numbers[variant.number] for variant in live])[index], places, packed
+
+
+def _on_host(logits: Tensor) -> Tensor:
+    """A copy on the host, in pinned memory: logits of a grid are many, and pinned memory is used again for the next chunk."""
+    if not logits.is_cuda:
+        return logits
+    return torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True).copy_(logits)
