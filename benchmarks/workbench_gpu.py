@@ -4,19 +4,22 @@
 
 The model has random weights in bfloat16. A round is the whole verb: both prompts, all cells, the metric. The best round counts;
 the first ones compile and do not. Some cells are then computed again, alone, by `logits` under the same edit, and must have the
-same bits.
+same bits. Gradients and attribution at all S, T and C of the same prompt follow, in units of its forward pass.
 """
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.baselines.subject import SHAPE, TINY_SHAPE, random_decoder
-from benchmarks.table import RESULTS, Table
-from replaylens import Edit, Engine, patch
+from benchmarks.table import RESULTS, Table, in_turns
+from replaylens import Edit, Engine, attribution_patching, patch
+from replaylens.engine.request.capture import PassTap
 
 AIM = 3.0
 """seconds"""
@@ -85,6 +88,36 @@ def measure(table: Table, engine: Engine, positions: int, rounds: int) -> None:
     table.add("cells with the bits of the same edit made alone", aim=f"{CHECKED} of {CHECKED}", met=not apart, apart=apart)
 
 
+def measure_gradients(table: Table, engine: Engine, positions: int, rounds: int) -> None:
+    """Mutates the table: gradients and attribution of one prompt, in forward passes."""
+    clean, corrupt = prompts(engine, positions)
+    branch = engine.prompt(corrupt)
+
+    def finished(work: Callable[[], Any]) -> Callable[[], None]:
+        """The work, and what it has started on the device."""
+
+        def run() -> None:
+            work()
+            if engine.runner.device == "cuda":
+                torch.cuda.synchronize()
+
+        return run
+
+    forward, gradients, attribution = in_turns(
+        finished(lambda: engine.runner.whole(corrupt, (), PassTap(frozenset()))),
+        finished(lambda: branch.gradients(METRIC, "STC")),
+        finished(lambda: attribution_patching(engine, clean, corrupt, METRIC)),
+        rounds=rounds,
+    )
+    certified = branch.gradients(METRIC, "STC").certified
+    branch.release()
+    what = f"{positions} tokens, S, T, C, in forward passes"
+    table.add(
+        f"gradients: {what}", ratio=gradients / forward, ms=1e3 * gradients, forward_ms=1e3 * forward, certified=certified
+    )
+    table.add(f"attribution: {what}", ratio=attribution / forward, ms=1e3 * attribution)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: shows that everything runs")
@@ -95,7 +128,9 @@ def main() -> None:
     given = parser.parse_args()
     what = "tiny shape, float32, CPU" if given.tiny else f"Llama-3.1-8B shape, bfloat16, {torch.cuda.get_device_name()}"
     table = Table("workbench-gpu", f"random weights, {what}", out=given.out)
-    measure(table, make_engine(given.tiny, given.max_rows), given.positions, given.rounds)
+    engine = make_engine(given.tiny, given.max_rows)
+    measure(table, engine, given.positions, given.rounds)
+    measure_gradients(table, engine, given.positions, given.rounds)
 
 
 if __name__ == "__main__":

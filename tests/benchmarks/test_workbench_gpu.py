@@ -19,12 +19,12 @@ def rows(out: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
 
 
 def test_grid_and_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid, cells = rows(tmp_path / "out.json", monkeypatch)
-    assert grid["cells"] == 3 * 6 and grid["met"] and cells["met"] and cells["apart"] == 0
+    grid, cells, gradients, _ = rows(tmp_path / "out.json", monkeypatch)
+    assert grid["cells"] == 3 * 6 and grid["met"] and cells["met"] and cells["apart"] == 0 and gradients["certified"]
 
 
 def test_a_cell_with_other_bits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = workbench_gpu.grid
     monkeypatch.setattr(workbench_gpu, "grid", lambda *given: torch.nextafter(honest(*given), torch.tensor(9.0)))
-    _, cells = rows(tmp_path / "out.json", monkeypatch)
+    _, cells, *_ = rows(tmp_path / "out.json", monkeypatch)
     assert not cells["met"] and cells["apart"] == workbench_gpu.CHECKED
