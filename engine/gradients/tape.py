@@ -74,10 +74,10 @@ class Tape:
         num_keys, asked, products = len(self.tokens), frozenset(self.asked), self._products()
         with modes.canonical(1):
             value, g = derivative(function, self.logits)
-            backward = Backward(self.runner.model, self.forward, self.edits, asked, products)
-            kept = _in_order(self.asked, backward.run(g.to(self.runner.device)), num_keys)
-        for site, gradient in kept.items():
-            finite(gradient, f"gradients at {site}")
+            found = Backward(self.runner.model, self.forward, self.edits, asked, products).run(g.to(self.runner.device))
+            for site in self.asked:
+                finite(found[site], f"gradients at {site}")
+            kept = _in_order(self.asked, found, num_keys)
         values = _in_order(self.asked, self.forward.values, num_keys)
         return Gradients(value, self.tokens, certified and products.certified, values, kept, aliases)
 
