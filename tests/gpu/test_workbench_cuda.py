@@ -119,7 +119,7 @@ def test_cells_of_a_grid_with_cut_edges() -> None:
     """Variants start at their own layer, in one pass, with the bits of each edit alone."""
     served = engine("llama", "cuda", torch.bfloat16)
     cells = [(f"blocks.{layer}.attn.hook_pattern", head) for layer in (0, 2) for head in (0, 3)]
-    variants = [[Edit(site, "mask", positions=74, keys=[7], heads=[head])] for site, head in cells]
+    variants = [[Edit(site, "mask", positions=74, keys=slice(0, 60), heads=[head])] for site, head in cells]
     variants += [EDITS["keep_norm"], EDITS["when"]]
     logits = served.logits_under(PATH, variants)
     for edits, row in zip(variants, logits, strict=True):
