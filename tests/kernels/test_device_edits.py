@@ -12,21 +12,18 @@ from tests.toy_model import random_model
 PATH = [3, 1, 4, 1, 5]
 VECTOR = torch.randn(32, generator=torch.Generator().manual_seed(1))
 PLANE = torch.randn(32, generator=torch.Generator().manual_seed(3))
-ROW = dict(layers=[0], factor=3.0)
 EDITS = {
-    "keep_norm": [Edit("S", "add", VECTOR, keep_norm=True, **ROW)],
     "keep_norm of a head": [
         Edit("blocks.0.attn.hook_z", "add", VECTOR[:8].expand(1, 8), heads=[2], positions=slice(2, None), keep_norm=True)
     ],
-    "when": [Edit("S", "add", VECTOR, when=PLANE, **ROW)],
-    "masked edges": [Edit("blocks.0.attn.hook_pattern", "mask", positions=slice(2, None), keys=[0, 1], heads=[1, 3])],
-    "zeroed edges": [
+    "when": [Edit("S", "add", VECTOR, layers=[0], factor=3.0, when=PLANE)],
+    "edges": [
+        Edit("blocks.0.attn.hook_pattern", "mask", positions=slice(2, None), keys=[0, 1], heads=[1, 3]),
         Edit("blocks.0.attn.hook_pattern", "zero", positions=[1, 4], keys=slice(0, 2)),
-        Edit("blocks.0.attn.hook_pattern", "mask", positions=4, keys=[1, 3], heads=[0]),
         Edit("S", "add", VECTOR, layers=[0], positions=0),
     ],
     "several": [
-        Edit("S", "add", VECTOR, keep_norm=True, when=PLANE, **ROW),
+        Edit("S", "add", VECTOR, layers=[0], factor=3.0, keep_norm=True, when=PLANE),
         Edit("S", "zero", layers=[0], positions=[2, 3], when=VECTOR),
         Edit("S", "project_out", PLANE, layers=[0], when=-VECTOR),
     ],

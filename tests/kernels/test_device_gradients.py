@@ -11,7 +11,7 @@ from replaylens.engine.request.edits import Edit
 from tests.kernels.interpreted import DEVICES, served
 from tests.toy_model import random_model
 
-PATH, OTHER = [3, 1, 4, 1, 5, 9, 2], [8, 2, 8]
+PATH, OTHER = [3, 1, 4, 1, 5], [8, 2]
 SITES = ["S", "T", "C", "blocks.0.attn.hook_q", "blocks.0.attn.hook_k", "blocks.0.mlp.hook_post", "ln_final.hook_out"]
 VECTOR = torch.randn(32, generator=torch.Generator().manual_seed(1))
 EDITS = [
@@ -40,7 +40,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 def test_the_numbers_of_the_cpu_and_the_same_bits_in_company(engine: Engine, host: Engine, edits: list[Edit]) -> None:
     found = engine.prompt(PATH, edits=edits).gradients((3, 8), SITES)
     truth = host.prompt(PATH, edits=edits).gradients((3, 8), SITES)
-    assert found.certified and abs(found.value - truth.value) < 1e-4
+    assert found.certified and abs(found.value - truth.value) < 1e-4 * max(1.0, abs(truth.value))
     assert {site: apart(found[site], truth[site]) for site in truth if apart(found[site], truth[site]) > 1e-4} == {}
     assert all(not gradient.is_cuda for gradient in found.values())
     (fork,) = engine.prompts([OTHER, [*PATH, 7]])[1].fork(at=len(PATH), edits=edits)
