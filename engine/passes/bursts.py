@@ -110,11 +110,8 @@ class StepRows(Mapping[str, Tensor]):
         self._rows: Rows = {}
 
     def __getitem__(self, site: str) -> Tensor:
-        burst = self._burst  # read once: another thread may be in `own`
-        if burst is None:
-            return self._rows[site]
-        name, i = self._names[site], self._request
-        return torch.stack([block[name][held.index(i)] for block, held in burst.steps[self._keep] if i in held])
+        self.own()  # all sites together: one by one, picking rows out of every step takes longer than copying them
+        return self._rows[site]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -130,9 +127,19 @@ class StepRows(Mapping[str, Tensor]):
 
     def own(self) -> None:
         """Mutates: copies the rows and lets go of the burst."""
-        if self._burst is not None:
-            self._rows = {site: self[site] for site in self._names}
-            self._burst = None
+        burst = self._burst  # read once: another thread may be here, too, with the same result
+        if burst is None:
+            return
+        mine = [(block, held.index(self._request)) for block, held in burst.steps[self._keep] if self._request in held]
+        wanted, found = set(self._names.values()), Rows()
+        for number, (names, _) in enumerate(mine[0][0].groups()):
+            if picked := [place for place, name in enumerate(names) if name in wanted]:
+                chosen = slice(None) if len(picked) == len(names) else picked
+                stacked = torch.stack([block.groups()[number][1][chosen, i] for block, i in mine], dim=1)  # [sites, steps, ...]
+                found |= {names[place]: rows for place, rows in zip(picked, stacked, strict=True)}
+        self._rows = {site: found[name] for site, name in self._names.items()}
+        self._burst = None
+        burst.dropped()
 
     def __del__(self) -> None:
         if self._burst is not None:
