@@ -30,7 +30,7 @@ class EditTap:
                 first = self.batch.offsets[index]
                 for edit in segment.edits if self.edits else ():
                     if edit.site == site:
-                        positions = edit.positions(segment.start, segment.end)
+                        positions = edit.edited(segment.start, segment.tokens)
                         rows = [first + p - segment.start for p in positions]
                         if rows:
                             value[rows] = edit.apply(value[rows], positions)

@@ -11,7 +11,7 @@ from replaylens.engine.memory.tree import BranchRecord
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.request.edits import Edit, listed
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.engine.request.placing import place_all, require_fit
+from replaylens.engine.request.placing import require_fit
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, whole
@@ -135,7 +135,7 @@ def prompt_examples(engine: Core, examples: Sequence[Example], o: ReplayOptions)
         )
     paths = [engine.tokens_of(prompt) for prompt in prompts]
     edits = [
-        own_edits(example, engine.sites) + place_all(o.edits, engine.sites, len(path))
+        own_edits(example, engine.sites) + engine.placed(o.edits, len(path))
         for example, path in zip(examples, paths, strict=True)
     ]
     capture = engine.capture_spec(o.sites, rejected=o.rejected) if o.sites else None

@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -36,15 +36,17 @@ class PlacedEdit:
     heads: tuple[int, ...] = ()
     """edited heads, in order; empty: all"""
     keys: tuple[int, ...] = ()
-    """of an attention pattern: the positions that the edited rows no longer attend to"""
+    """of an attention pattern: the keys whose edges from the edited rows change"""
     keep_norm: bool = False
     when: Tensor | None = None
     """[*site shape]: only rows with a positive projection on it are edited"""
+    tokens: tuple[int, ...] = ()
+    """only positions that hold one of these tokens are edited; empty: all"""
 
     def keyed(self) -> "PlacedEdit":
         """The same edit with its content hash, which covers everything but `needs`."""
         parts: tuple[Any, ...] = (self.site, self.op, self.start, self.stop, self.picks, self.factor, self.seed)
-        if extra := {name: getattr(self, name) for name in ("heads", "keys", "keep_norm") if getattr(self, name)}:
+        if extra := {name: getattr(self, name) for name in ("heads", "keys", "keep_norm", "tokens") if getattr(self, name)}:
             parts = (*parts, extra)  # an edit without them keeps the hash that it has in older traces
         digest = hashlib.blake2b(repr(parts).encode(), digest_size=16)
         for name, tensor in (("", self.value), ("when", self.when)):
@@ -60,6 +62,8 @@ class PlacedEdit:
     @property
     def needs_cpu(self) -> str:
         """What of it only the CPU computes; empty: nothing."""
+        if self.tokens:
+            return "An edit of chosen tokens"
         if self.on_pattern:
             return "Editing an attention pattern"
         return "keep_norm" if self.keep_norm else "" if self.when is None else "when"
@@ -79,6 +83,18 @@ class PlacedEdit:
         if self.picks:
             return [p for p in self.picks if first <= p < end]
         return list(range(max(first, self.start), end if self.stop is None else min(end, self.stop)))
+
+    def edited(self, start: int, tokens: Sequence[int]) -> list[int]:
+        """The edited positions among those of `tokens`, the first of which is at `start`, in order."""
+        found = self.positions(start, start + len(tokens))
+        return [p for p in found if tokens[p - start] in self.tokens] if self.tokens else found
+
+    def on_path(self, tokens: Sequence[int]) -> "PlacedEdit | None":
+        """The same edit of a whole path, at positions instead of tokens; None if it changes nothing there."""
+        if not self.tokens:
+            return self
+        found = tuple(self.edited(0, tokens))
+        return replace(self, start=found[0], stop=found[-1] + 1, picks=found, tokens=()) if found else None
 
     def apply(self, rows: Tensor, positions: list[int]) -> Tensor:
         """The edited rows [n, ...] at these positions. Precondition: all are edited. No row depends on another."""
@@ -123,7 +139,7 @@ class PlacedEdit:
         """All fields, including tensors, for traces. Fields that older traces lack are left out if they are empty."""
         out: dict[str, Any] = {name: getattr(self, name) for name in ("site", "op", "start", "stop", "factor", "seed", "needs")}
         out["picks"] = list(self.picks)
-        out |= {name: list(getattr(self, name)) for name in ("heads", "keys") if getattr(self, name)}
+        out |= {name: list(getattr(self, name)) for name in ("heads", "keys", "tokens") if getattr(self, name)}
         out |= {"keep_norm": True} if self.keep_norm else {}
         tensors = {"value": self.value, "when": self.when}
         return out | {name: tensor_to_json(tensor) for name, tensor in tensors.items() if tensor is not None}
@@ -145,6 +161,7 @@ class PlacedEdit:
             keys=tuple(raw.get("keys", ())),
             keep_norm=raw.get("keep_norm", False),
             when=when,
+            tokens=tuple(raw.get("tokens", ())),
         ).keyed()
 
 
