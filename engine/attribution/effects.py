@@ -93,12 +93,15 @@ class Attribution:
             most = float(grid.abs().max()) or 1.0
             colors = {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
             for axis, (kind, rows) in zip(line, kinds.items(), strict=True):
-                shown = axis.imshow(grid[rows].numpy(), aspect="auto", origin="lower", interpolation="nearest", **colors)
+                shown = axis.pcolormesh(grid[rows].numpy(), **colors)  # shapes, as a report page needs them
                 axis.set(title=_TITLES.get(kind, kind), ylabel="layer")
-                axis.yaxis.get_major_locator().set_params(integer=True)
-                axis.set_xticks(range(len(self.words)), [repr(word)[1:-1] for word in self.words], rotation=90, fontsize=6)
+                axis.set_yticks([i + 0.5 for i in range(len(rows))], [str(i) for i in range(len(rows))], fontsize=6)
+                axis.set_xticks([i + 0.5 for i in range(len(self.words))], self._labels(), rotation=90, fontsize=6)
             figure.colorbar(shown, ax=line, label=f"change of the metric: {what}")
         return figure
+
+    def _labels(self) -> list[str]:
+        return [repr(word)[1:-1].replace("$", r"\$") for word in self.words]  # a dollar sign would start a formula
 
     def _kinds(self) -> dict[str, list[int]]:
         """Sites of one kind in layer order: their rows by the name within a block. The stream that leaves the last block
