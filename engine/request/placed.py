@@ -123,7 +123,7 @@ class PlacedEdit:
 
     def draws(self, positions: list[int]) -> list[int]:
         """The vector that a `resample` draws at each position."""
-        return [int(hash_bits(self.seed, p, np.zeros(1, dtype=np.uint64))[0] % len(self.vectors)) for p in positions]
+        return drawn(self.seed, positions, len(self.vectors))
 
     def place(self, position: int) -> int:
         """The index of `position` among the edited positions. Precondition: it is edited."""
@@ -163,6 +163,11 @@ class PlacedEdit:
             when=when,
             tokens=tuple(raw.get("tokens", ())),
         ).keyed()
+
+
+def drawn(seed: int, positions: Iterable[int], count: int) -> list[int]:
+    """One of `count` rows for each position, by seed and position."""
+    return [int(hash_bits(seed, p, np.zeros(1, dtype=np.uint64))[0] % count) for p in positions]
 
 
 def tensor_to_json(value: Tensor) -> dict[str, Any]:

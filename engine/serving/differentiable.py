@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from replaylens.engine.errors import BadRequest, ClosedBranch, NoGradient
 from replaylens.engine.gradients.gradients import Gradients
 from replaylens.engine.gradients.metric import AnyMetric, Divergence, LogitsFunction, Named, function_of, named
@@ -50,6 +52,10 @@ class Differentiable:
         function, promised = metric_of(self.engine, metric)
         return self.tape(names).gradients(function, self.engine.sites.names, self.lane.certified and promised)
 
+    def logits(self) -> Tensor:
+        """Of the next token: [vocab]."""
+        raise NotImplementedError
+
     def tape(self, sites: tuple[str, ...]) -> Tape:
         """The path computed alone, with the values that gradients at these sites need. Changes nothing."""
         lane, record = self.lane, self.record
@@ -80,7 +86,7 @@ def metric_of(engine: GradientSource, metric: AnyMetric | Differentiable) -> tup
     """A metric in any of its forms as a function of the logits, and whether its bits are promised."""
     promised = True
     if isinstance(metric, Differentiable):
-        promised, metric = metric.lane.certified, Divergence(metric.tape(()).logits)
+        promised, metric = metric.lane.certified, Divergence(metric.logits())  # its own edits and hooks need no gradient
     found = named(metric)
     return function_of(found, engine._target), promised and isinstance(found, Named)
 
