@@ -170,13 +170,19 @@ def _request(engine: Core, example: Example, branch: Branch, options: ReplayOpti
     o, n = options, options.max_new
     if n is None:
         n = 0 if example.given is not None else len(engine.text.encode(example.completion, special=False)) + 2
-    if not n:
+    if not n or _ended(engine, example):
         return None
     n = min(n, engine.config.max_positions - branch.length)
     if n < 1:
         raise BadRequest(f"Example {example.index}: its prompt of {branch.length} tokens leaves no room to generate.")
     sampling = replace(o.sampling, seed=(o.sampling.seed + example.index) % 2**64)
     return Request(n, sampling, o.drafter, o.window, o.deterministic, final=True)
+
+
+def _ended(engine: Core, example: Example) -> bool:
+    """Whether a branch that became a text had generated the token that ends a sequence."""
+    given = example.given
+    return given is not None and len(given.tokens) > given.num_prompt and given.tokens[-1] == engine.text.eos_id
 
 
 def result_of(engine: Core, example: Example, branch: Branch) -> Result:

@@ -98,14 +98,22 @@ class PlacedEdit:
 
     def apply(self, rows: Tensor, positions: list[int]) -> Tensor:
         """The edited rows [n, ...] at these positions. Precondition: all are edited. No row depends on another."""
+        if self.when is not None:
+            return self._where_positive(rows, positions, self.when.to(rows))
         edited = self._changed(rows, positions)
         if self.keep_norm:
             edited = edited * (_lengths(rows) / _lengths(edited))
-        if self.when is not None:
-            edited = torch.where(_dots(rows, self.when.to(rows)) > 0, edited, rows)
         if self.heads:
             chosen, edited = edited[:, list(self.heads)], rows.clone()
             edited[:, list(self.heads)] = chosen
+        return edited
+
+    def _where_positive(self, rows: Tensor, positions: list[int], direction: Tensor) -> Tensor:
+        """Rows with a positive projection are edited. The others are not computed: their derivative may not exist."""
+        chosen = (_dots(rows, direction) > 0).squeeze(-1).nonzero().squeeze(-1)
+        edited = rows.clone()
+        if len(chosen):
+            edited[chosen] = replace(self, when=None).apply(rows[chosen], [positions[i] for i in chosen.tolist()])
         return edited
 
     def _changed(self, rows: Tensor, positions: list[int]) -> Tensor:

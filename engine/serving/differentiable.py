@@ -13,8 +13,11 @@ from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.request.placed import PlacedEdit
+from replaylens.engine.request.values import items
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock
+
+SITES = "letters among S, T and C, a site name, or a list of these"
 
 
 class GradientSource(Protocol):
@@ -69,8 +72,9 @@ class Differentiable:
 
     def _differentiable(self, sites: str | Sequence[str] | None) -> tuple[str, ...]:
         """The names of the sites; those that are captured if none are given."""
-        if sites is None or not len(sites):
-            sites = () if self.lane.capture is None else self.lane.capture.sites
+        if sites is None or (not isinstance(sites, str) and not items("sites", sites, SITES)):
+            captured = () if self.lane.capture is None else self.lane.capture.sites
+            sites = tuple(site for site in captured if site not in self.engine.sites.read_only)  # others have no gradient
         return differentiable(self.engine, sites)
 
 
@@ -93,10 +97,11 @@ def metric_of(engine: GradientSource, metric: AnyMetric | Differentiable) -> tup
 
 def differentiable(engine: GradientSource, sites: str | Sequence[str]) -> tuple[str, ...]:
     """The names of sites that have a gradient; NoGradient if one has none, BadRequest if there are none."""
-    names, lens = engine.sites.select(sites if isinstance(sites, str) else tuple(sites))
+    sites = sites if isinstance(sites, str) else tuple(items("sites", sites, SITES))
+    names, lens = engine.sites.select(sites)
     if lens:
         raise NoGradient("Z, the logit lens, is read from S and has no gradient of its own. Ask for S.")
-    given = (sites,) if isinstance(sites, str) else tuple(sites)
+    given = (sites,) if isinstance(sites, str) else sites
     if beside := [name for name in (*given, *names) if name in engine.sites.read_only]:
         raise NoGradient(f"{beside[0]} has no gradient of its own: nothing later is computed from it alone. Ask for another.")
     if not names:

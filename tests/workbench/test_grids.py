@@ -321,7 +321,8 @@ def test_the_lens_is_the_unembedded_residual_stream() -> None:
         torch.testing.assert_close(result.entropy[layer], -(log_p.exp() * log_p).sum(-1))
         torch.testing.assert_close(result.logprob[layer], log_p[:, tails])
         assert torch.equal(result.top_ids[layer, :, 0].long(), log_p.argmax(-1))
-        assert result.rank[layer].tolist() == [float((row > row[tails]).sum()) for row in log_p]
+        assert result.rank[layer].tolist() == [int((row > row[tails]).sum()) for row in log_p]
+    assert result.rank.dtype == torch.int64
     assert torch.equal(result.top_ids[-1, :, 0].long(), served.logits(text, positions=None).argmax(-1))
     assert not result.kl[-1].any() and (result.kl[0] > 0).any()
     assert result.top[-1][-1][0] == " tails" and result.rank[-1, -1] == 0
@@ -333,6 +334,7 @@ def test_the_lens_of_the_next_token_and_its_pictures() -> None:
     assert result.rank[:, -1].isnan().all() and not result.rank[:, :-1].isnan().any()
     frame = result.frame
     assert len(frame) == 5 * 15 and frame.iloc[-1]["top"] == " tails"
+    assert str(frame["rank"].dtype) == "Int64" and frame["rank"].isna().sum() == 5
     for measure in ("probability", "entropy", "kl", "rank", "logprob"):
         assert isinstance(result.plot(measure), Figure)  # type: ignore[arg-type]
     assert " tails" in result._repr_html_()
