@@ -57,9 +57,7 @@ def _amounts(name: str, given: Mapping[int, float], width: int) -> list[tuple[in
     ids = feature_ids(name, list(given), width)
     found = [(feature, number(name, amount)) for feature, amount in zip(ids, given.values(), strict=True)]
     if large := [amount for _, amount in found if abs(amount) > _MAX]:
-        raise BadRequest(
-            f"Invalid {name}={shown(given)}. {large[0]:.3g} is beyond float32, which ends at {_MAX:.3g}."
-        )
+        raise BadRequest(f"Invalid {name}={shown(given)}. {large[0]:.3g} is beyond float32, which ends at {_MAX:.3g}.")
     return found
 
 

@@ -14,12 +14,13 @@ import typer
 from typer.testing import CliRunner
 
 from replaylens.commands import dump as commands
+from replaylens.commands.inspect import inspect
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from tests.engine.dump.damage import flip_bit
 
 app = typer.Typer()
-for command in (commands.dump, commands.replay, commands.inspect, commands.verify, commands.diff):
+for command in (commands.dump, commands.replay, inspect, commands.verify, commands.diff):
     app.command()(command)
 
 SAME = ["--n", "10", "--knob", "flips=1,3", "--max-new", "7", "--shard-examples", "4"]
