@@ -8,12 +8,12 @@ from replaylens.engine.request.edits import Edit, span
 from replaylens.engine.request.placed import PlacedEdit
 
 _MAX_KEYS = 1 << 20
-Where = tuple[int, int | None, tuple[int, ...]]
+PlacedSpan = tuple[int, int | None, tuple[int, ...]]
 """start, stop, single positions instead"""
 
 
 def on_pattern(
-    edit: Edit, name: str, num_heads: int, window: int, heads: tuple[int, ...], where: Where, length: int
+    edit: Edit, name: str, num_heads: int, window: int, heads: tuple[int, ...], where: PlacedSpan, length: int
 ) -> PlacedEdit:
     """The placed edit of an attention pattern; BadEdit if it changes no edge.
 

@@ -21,7 +21,7 @@ from replaylens.engine.pictures.summary import fact_list
 from replaylens.probes.reports.report import Report
 from replaylens.views import dumped, heatmap, lens_map, page, probe_section, result_section
 from replaylens.views.dumped import DumpedExample
-from replaylens.views.result_section import Result
+from replaylens.views.result_section import Reportable
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class ReportPage:
     decode: Decode | None = None
     trees: int = page.MAX_TREES
     title: str = ""
-    results: tuple[Result, ...] = ()
+    results: tuple[Reportable, ...] = ()
 
-    def add(self, *results: Result) -> "ReportPage":
+    def add(self, *results: Reportable) -> "ReportPage":
         """The same page with more results at its end."""
         return replace(self, results=(*self.results, *results))
 
@@ -77,7 +77,7 @@ class ReportPage:
 def report(
     path: str | Path,
     *,
-    results: Sequence[Result] = (),
+    results: Sequence[Reportable] = (),
     dump: Dump | None = None,
     probes: Sequence[Report] = (),
     title: str = "",

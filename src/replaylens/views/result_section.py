@@ -21,7 +21,7 @@ _DROPPED = re.compile(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.
 
 
 @runtime_checkable
-class Result(Protocol):
+class Reportable(Protocol):
     """What a verb returns: lens, patch, path_patch, ablate, steer, attention, and the two attributions."""
 
     @property
@@ -32,24 +32,24 @@ class Result(Protocol):
     def _repr_html_(self) -> str: ...
 
 
-def checked(results: Any) -> tuple[Result, ...]:
+def checked(results: Any) -> tuple[Reportable, ...]:
     """The results; BadRequest names what is none."""
     found = items("results", results, "a list of results, such as [patch(...)]")
-    if bad := [each for each in found if isinstance(each, type) or not isinstance(each, Result)]:
+    if bad := [each for each in found if isinstance(each, type) or not isinstance(each, Reportable)]:
         raise BadRequest(
             f"Invalid results: {shown(bad[0])} is no result. Give what lens, patch, ablate, steer or attention return."
         )
     return tuple(found)
 
 
-def draw_all(results: Iterable[Result]) -> Markup:
+def draw_all(results: Iterable[Reportable]) -> Markup:
     """All results of the page, in order."""
     return join(_draw(result) for result in results)
 
 
-def _draw(result: Result) -> Markup:
+def _draw(result: Reportable) -> Markup:
     """One result: its figure, and below it the view that a notebook shows."""
-    kind = re.sub(r"(?<!^)([A-Z])", r" \1", type(result).__name__.removesuffix("Result")).lower()
+    kind = re.sub(r"(?<!^)([A-Z])", r" \1", type(result).__name__.removesuffix("Reportable")).lower()
     view = result._repr_html_().removeprefix(style()).removesuffix(script())
     figure = tag("figure", svg(result.plot()), class_="rl-figure")
     return join([tag("h3", kind), figure, tag("details", tag("summary", "Table"), Markup(view))])

@@ -18,8 +18,8 @@ from replaylens.engine.serving.core import Core
 from replaylens.probes.reports.figures import bars
 from replaylens.probes.scoring.statistics import difference_over_groups
 from replaylens.workbench.drawing import Grid, figure, paragraph, view
-from replaylens.workbench.heads import Heads
-from replaylens.workbench.metric import FORMS, AnyMetric, Metric
+from replaylens.workbench.heads import HeadChoice
+from replaylens.workbench.metric import FORMS, Metric, RowMetric
 from replaylens.workbench.units import How, units_of
 
 MAX_BARS = 40
@@ -61,7 +61,7 @@ class AblateResult:
         return pd.DataFrame(lines).sort_values("effect", ascending=False, key=abs, kind="stable", ignore_index=True)
 
     def plot(self) -> Figure:
-        """Heads: a heat map of mean effects, layers by heads. Others: bars with their intervals, the largest first."""
+        """HeadChoice: a heat map of mean effects, layers by heads. Others: bars with their intervals, the largest first."""
         if (grid := self._grid()) is not None:
             return figure([grid], f"change of {self.metric}", "layer", "head")
         top = self.frame.head(MAX_BARS).rename(columns={"unit": "what", "effect": "accuracy"})
@@ -91,8 +91,8 @@ def ablate(
     engine: Core,
     prompts: Sequence[str | list[int]],
     *,
-    metric: AnyMetric | Sequence[AnyMetric],
-    heads: Heads = False,
+    metric: RowMetric | Sequence[RowMetric],
+    heads: HeadChoice = False,
     neurons: Sequence[tuple[int, int]] = (),
     directions: Sequence[tuple[int, Tensor]] = (),
     how: How = "zero",

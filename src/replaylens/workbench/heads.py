@@ -7,7 +7,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.values import integer, items, shown, whole
 from replaylens.engine.serving.core import Core
 
-Heads = bool | Sequence[int] | Sequence[tuple[int, int]]
+HeadChoice = bool | Sequence[int] | Sequence[tuple[int, int]]
 FORMS = "True (all), head numbers (in every layer), or (layer, head) pairs"
 
 

@@ -15,7 +15,7 @@ from replaylens.engine.serving.core import Core
 
 RowsFunction = Callable[[Tensor], Tensor]
 MetricTokens = str | int | Sequence[str | int]
-AnyMetric = MetricTokens | RowsFunction | Named | Branch
+RowMetric = MetricTokens | RowsFunction | Named | Branch
 FORMS = (
     "a pair of tokens (their logit difference), one token (its log-probability), a branch (the KL divergence from its "
     "distribution), or a function of logits [rows, vocab]"
@@ -30,7 +30,7 @@ class Metric:
     function: RowsFunction
 
     @classmethod
-    def of(cls, engine: Core, given: "AnyMetric | Metric") -> "Metric":
+    def of(cls, engine: Core, given: "RowMetric | Metric") -> "Metric":
         """A metric in any of its forms; BadMetric for others."""
         if isinstance(given, Metric):
             return given

@@ -12,11 +12,11 @@ from replaylens.engine.request.values import instance
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.logits import At
 from replaylens.workbench.aligned import Align, Aligned, Direction
-from replaylens.workbench.heads import Heads, chosen_heads, chosen_layers
-from replaylens.workbench.metric import AnyMetric, Metric, words
+from replaylens.workbench.heads import HeadChoice, chosen_heads, chosen_layers
+from replaylens.workbench.metric import Metric, RowMetric, words
 from replaylens.workbench.patch_result import PatchResult
 
-Cell = tuple[int, int]
+LayerCell = tuple[int, int]
 """layer, and position or head"""
 
 
@@ -25,11 +25,11 @@ def patch(
     clean: str | list[int],
     corrupt: str | list[int],
     *,
-    metric: AnyMetric,
+    metric: RowMetric,
     sites: str = "S",
     layers: Sequence[int] | None = None,
     positions: At = None,
-    heads: Heads = False,
+    heads: HeadChoice = False,
     direction: Direction = "denoise",
     align: Align = None,
     progress: bool = False,
@@ -88,7 +88,9 @@ def of_source(engine: Core, path: list[int], measure: Metric, base: float) -> fl
     return found
 
 
-def _cells(engine: Core, sites: str, layers: Sequence[int] | None, heads: Heads, two: Aligned) -> dict[str, list[Cell]]:
+def _cells(
+    engine: Core, sites: str, layers: Sequence[int] | None, heads: HeadChoice, two: Aligned
+) -> dict[str, list[LayerCell]]:
     """The cells of each grid."""
     count = engine.config.num_layers
     if heads is not False:
@@ -108,7 +110,7 @@ def _names(engine: Core, site: str) -> list[str]:
     return [engine.sites.resolve(f"blocks.{layer}.attn.hook_z") for layer in range(engine.config.num_layers)]
 
 
-def _first(cells: list[Cell]) -> list[int]:
+def _first(cells: list[LayerCell]) -> list[int]:
     return sorted({layer for layer, _ in cells})
 
 
@@ -128,7 +130,7 @@ def _edit(name: str, rows: dict[str, Tensor], number: int, two: Aligned, head: b
     return Edit(name, "set", rows[name][dict(two.pairs)[number]], positions=number)
 
 
-def _grid(cells: list[Cell], found: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+def _grid(cells: list[LayerCell], found: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
     """(layers, numbers, values [layers, numbers]); NaN where there is no cell."""
     layers, numbers = (tuple(sorted({cell[i] for cell in cells})) for i in (0, 1))
     values = torch.full((len(layers), len(numbers)), math.nan)

@@ -12,7 +12,7 @@ from replaylens.engine.request.values import items, whole
 from replaylens.engine.serving.core import Core
 from replaylens.workbench.aligned import Align, Aligned, Direction
 from replaylens.workbench.heads import pair_of
-from replaylens.workbench.metric import AnyMetric, Metric
+from replaylens.workbench.metric import Metric, RowMetric
 from replaylens.workbench.patch import activations, of_source
 from replaylens.workbench.patch_result import PatchResult
 
@@ -24,7 +24,7 @@ def path_patch(
     clean: str | list[int],
     corrupt: str | list[int],
     *,
-    metric: AnyMetric,
+    metric: RowMetric,
     receivers: Sequence[tuple[int, int]] | Literal["logits"] = "logits",
     into: Into = "v",
     direction: Direction = "denoise",

@@ -13,7 +13,7 @@ from replaylens.engine.request.placed import drawn
 from replaylens.engine.request.values import items, shown, whole
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.logits import chosen
-from replaylens.workbench.heads import Heads, chosen_heads, pair_of
+from replaylens.workbench.heads import HeadChoice, chosen_heads, pair_of
 
 How = Literal["zero", "mean", "resample"]
 
@@ -58,7 +58,7 @@ class Unit:
         return Edit(self.site, "resample", own, positions=positions, heads=head, seed=seed)
 
 
-def units_of(engine: Core, heads: Heads, neurons: Any, directions: Any) -> list[Unit]:
+def units_of(engine: Core, heads: HeadChoice, neurons: Any, directions: Any) -> list[Unit]:
     """All chosen units; BadRequest if there are none, or if one does not exist."""
     config, resolve = engine.config, engine.sites.resolve
     made = []
