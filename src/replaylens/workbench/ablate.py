@@ -61,7 +61,7 @@ class AblateResult:
         return pd.DataFrame(lines).sort_values("effect", ascending=False, key=abs, kind="stable", ignore_index=True)
 
     def plot(self) -> Figure:
-        """HeadChoice: a heat map of mean effects, layers by heads. Others: bars with their intervals, the largest first."""
+        """Heads: a heat map of mean effects, layers by heads. Others: bars with their intervals, the largest first."""
         if (grid := self._grid()) is not None:
             return figure([grid], f"change of {self.metric}", "layer", "head")
         top = self.frame.head(MAX_BARS).rename(columns={"unit": "what", "effect": "accuracy"})
