@@ -49,7 +49,7 @@ def draw_all(results: Iterable[Reportable]) -> Markup:
 
 def _draw(result: Reportable) -> Markup:
     """One result: its figure, and below it the view that a notebook shows."""
-    kind = re.sub(r"(?<!^)([A-Z])", r" \1", type(result).__name__.removesuffix("Reportable")).lower()
+    kind = re.sub(r"(?<!^)([A-Z])", r" \1", type(result).__name__.removesuffix("Result")).lower()
     view = result._repr_html_().removeprefix(style()).removesuffix(script())
     figure = tag("figure", svg(result.plot()), class_="rl-figure")
     return join([tag("h3", kind), figure, tag("details", tag("summary", "Table"), Markup(view))])

@@ -135,10 +135,15 @@ def _vectors(engine: Core, given: Tensor | Contrast | LinearProbe, layers: list[
         if given.shape != (width,):
             raise BadRequest(f"The vector has shape {tuple(given.shape)}; expected ({width},).")
         return dict.fromkeys(layers, given.detach().float().cpu())
-    if not isinstance(given, tuple) or len(given) != 2 or any(isinstance(side, str) or not len(side) for side in given):
+    if not isinstance(given, tuple) or len(given) != 2 or not all(_is_side(side) for side in given):
         raise BadRequest("Give a vector, a probe, or a contrast: (positive texts, negative texts), both with at least one.")
     positive, negative = (_last_rows(engine, list(side), layers) for side in given)
     return {layer: positive[layer].mean(0) - negative[layer].mean(0) for layer in layers}
+
+
+def _is_side(side: object) -> bool:
+    """Whether this is a list of texts, with at least one."""
+    return isinstance(side, list | tuple) and bool(side) and all(isinstance(text, str) for text in side)
 
 
 def _last_rows(engine: Core, texts: list[str], layers: list[int]) -> dict[int, Tensor]:
