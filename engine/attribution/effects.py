@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _TITLES = {
     "hook_in": "residual stream",
+    "attn.o.hook_in": "attention heads",
     "attn.hook_out": "attention output",
     "ln1_post.hook_out": "attention output",
     "mlp.hook_out": "MLP output",

@@ -42,7 +42,7 @@ class Cut:
         weights.masked_fill_(_by_key_heads(self.zero, len(weights)), 0.0)
         if self.put is None or seen is None:
             return
-        put = _by_key_heads(self.put, len(weights))
+        put = _by_key_heads(self.put, len(weights)).to(weights)
         given = ~put.isnan()
         rows = given.any(-1, keepdim=True)
         torch.where(rows, weights / total, weights, out=weights)

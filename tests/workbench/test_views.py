@@ -62,7 +62,12 @@ def test_options_of_steering() -> None:
     drawn = steer(served, vector, [HEADS], layers=[2], strengths=[4], n=4, sampling=Sampling(temperature=1.0, seed=3))
     kept = steer(served, vector, [HEADS], layers=[2], strengths=[4], n=4, keep_norm=True, whole_prompt=True)
     assert len(drawn.frame) == len(kept.frame) == 2 and torch.equal(drawn.vectors[2], vector)
-    for bad, message in ((torch.zeros(3), "shape"), (([], [HEADS]), "at least one"), ("text", "Give a vector"), ((1, 2), "Give a vector")):
+    for bad, message in (
+        (torch.zeros(3), "shape"),
+        (([], [HEADS]), "at least one"),
+        ("text", "Give a vector"),
+        ((1, 2), "Give a vector"),
+    ):
         with pytest.raises(BadRequest, match=message):
             steer(served, bad, [HEADS], layers=[2], strengths=[1])  # type: ignore[arg-type]
     for options, message in (

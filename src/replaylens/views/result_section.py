@@ -52,7 +52,8 @@ def _draw(result: Reportable) -> Markup:
     kind = re.sub(r"(?<!^)([A-Z])", r" \1", type(result).__name__.removesuffix("Result")).lower()
     view = result._repr_html_().removeprefix(style()).removesuffix(script())
     figure = tag("figure", svg(result.plot()), class_="rl-figure")
-    return join([tag("h3", kind), figure, tag("details", tag("summary", "Table"), Markup(view))])
+    about = tag("p", repr(result), class_="rl-quiet")
+    return join([tag("h3", kind), about, figure, tag("details", tag("summary", "Table"), Markup(view))])
 
 
 def svg(figure: "Figure") -> Markup:

@@ -35,6 +35,10 @@ class SteerResult:
     vectors: dict[int, Tensor]
     """layer -> the vector that strength 1 adds"""
 
+    def __repr__(self) -> str:
+        prompts, layers = self.frame["prompt"].nunique(), ", ".join(map(str, self.vectors))
+        return f"SteerResult({prompts} prompts, layers {layers}, {len(self.frame)} continuations)"
+
     def plot(self) -> Figure:
         """Perplexity under the unsteered model against strength, one line per layer: the mean of logarithms over prompts."""
         made = Picture(figsize=(5.4, 3.4), layout="constrained")

@@ -191,6 +191,19 @@ def test_hiding_or_setting_outside_a_window_is_refused() -> None:
     served.check_integrity()
 
 
+def test_no_weight_is_set_where_a_row_sees_no_key() -> None:
+    """An edit of a range of positions reaches those that see the key: none before it, none whose window has left it."""
+    served = engine("gemma2")
+    window = max(served.config.windows)
+    site = f"blocks.{served.config.windows.index(window)}.attn.hook_pattern"
+    edit = Edit(site, "set", 0.25, positions=slice(0, None), keys=[4])
+    plain, edited = (served.prompt(TOKENS, sites=[site], edits=edits).activations[site] for edits in ([], [edit]))
+    sees = [4 <= query < 4 + window for query in range(LENGTH)]
+    assert (edited[sees][:, :, 4] == 0.25).all() and 4 + window < LENGTH
+    blind = [not each for each in sees]
+    assert torch.equal(edited[blind], plain[blind]) and not edited[blind][:, :, 4].any()
+
+
 def test_what_a_gpu_lacks_is_refused_there() -> None:
     """The check alone, on an engine that says it is on a GPU."""
     served: Engine = toy_engine()
