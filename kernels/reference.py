@@ -86,11 +86,12 @@ def attention(
     softcap: float = 0.0,
     window: int = 0,
     hidden: Tensor | None = None,
-    zeroed: Tensor | None = None,
+    replaced: Tensor | None = None,
 ) -> Tensor:
     """q [rows, heads, d_head] over the keys 0..position of each row's sequence -> [rows, heads, d_head]
 
-    hidden, zeroed  [rows, heads, keys] bool: edges hidden from the softmax, and those whose weights become zero after it
+    hidden    [rows, heads, keys] bool: edges hidden from the softmax
+    replaced  [rows, heads, keys]: weights that edges have after it; NaN: those of the softmax
     """
     out = torch.empty_like(q)
     group = q.shape[1] // k_cache.shape[1]
@@ -106,8 +107,8 @@ def attention(
         if hidden is not None:
             score = score.masked_fill(hidden[i][:, keys], -torch.inf)
         weight = score.softmax(-1)
-        if zeroed is not None:
-            weight = weight.masked_fill(zeroed[i][:, keys], 0.0)
+        if replaced is not None:
+            weight = torch.where(replaced[i][:, keys].isnan(), weight, replaced[i][:, keys])
         out[i] = torch.einsum("hk,khd->hd", weight, v)
     return out
 

@@ -83,10 +83,10 @@ class Admission:
         return turn
 
     def _may_burst(self, job: Job, start: int) -> bool:
-        """Whether the device can decode on its own: no hook functions, no edits of the attention patterns of tokens to come,
-        and neither sampling nor lens needs the host."""
+        """Whether the device can decode on its own: no hook functions, no edits of patterns or of chosen tokens at positions to
+        come, and neither sampling nor lens needs the host."""
         lane = job.lane
-        if any(edit.on_pattern and edit.touches(start, start + MAX_BURST) for edit in lane.edits):
+        if any((edit.on_pattern or edit.tokens) and edit.touches(start, start + MAX_BURST) for edit in lane.edits):
             return False
         plain = not lane.hooks and self.runner.cache.chain is None and (lane.capture is None or lane.capture.on_device)
         return self._alone and plain and job.sampling.bare and job.forced_drafts is None

@@ -313,7 +313,7 @@ class Bursts:
             tokens, views = self.run(places[: SIZES[-1]], steps, exact)
             more, others = self.run(places[SIZES[-1] :], steps, exact)
             return tokens + more, views + others
-        program = self.runner.program([(place.position, steps, place.edits) for place in places])
+        program = self.runner.program([(place.position, steps, place.edits, None) for place in places])
         tables = [place.table for place in places]
         pages = page_numbers(
             tables, (len(tables), next_power_of_2(max(len(table.pages) for table in tables))), self.spare.pages[0]

@@ -16,7 +16,7 @@ from replaylens.engine.model.config import Activation
 from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import Batch
-from replaylens.engine.passes.edges import cut_pairs
+from replaylens.engine.passes.cut_pairs import cut_pairs
 from replaylens.engine.passes.sharing import KeyLayout, Sharing, find_sharing
 from replaylens.kernels.activation import activation
 from replaylens.kernels.attention import PagedRows, attention, plan_tiles, rows_per_tile

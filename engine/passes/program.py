@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replaylens.engine.errors import EngineBug
 from replaylens.engine.model.decoder import Tap
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.request.placed import PlacedEdit, without_direction
@@ -35,6 +36,17 @@ class EditedRows:
     """position of the first row"""
     count: int
     edits: tuple[PlacedEdit, ...]
+    tokens: Sequence[int] | None = None
+    """of the rows; None: not known, and no edit of them asks for tokens"""
+
+    def edited(self, edit: PlacedEdit) -> list[int]:
+        """The positions that one of the edits changes."""
+        if self.tokens is not None:
+            return edit.edited(self.start, self.tokens)
+        found = edit.positions(self.start, self.start + self.count)
+        if found and edit.tokens:
+            raise EngineBug(f"An edit of {edit.site} at chosen tokens is applied to rows whose tokens are not known.")
+        return found
 
 
 @dataclass
@@ -126,7 +138,7 @@ class EditProgram:
             for edit in each.edits:
                 if edit.on_pattern:  # attention applies it
                     continue
-                if positions := edit.positions(each.start, each.start + each.count):
+                if positions := each.edited(edit):
                     number = seen.get(edit.site, 0)
                     seen[edit.site] = number + 1
                     stage = self._stage(edit.site, number, table)

@@ -18,7 +18,6 @@ from replaylens.engine.passes.batch import KV_BLOCK, Batch, Segment
 from replaylens.engine.passes.batched import batched_product
 from replaylens.engine.passes.certificate import Certificate
 from replaylens.engine.passes.cpu import CanonicalCpuOps, CanonicalRowOps, FastCpuOps
-from replaylens.engine.passes.edges import cuts_any
 from replaylens.engine.passes.ferry import RING_BYTES, Ferry
 from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.products import Products
@@ -124,9 +123,12 @@ class Runner:
 
         return Vectors(self.model.embed.dtype, self.device)
 
-    def program(self, rows: "Sequence[tuple[int, int, tuple[PlacedEdit, ...]]]") -> "EditProgram | None":
-        """The edits of packed rows, each given as (first position, number of rows, edits). None: there are none to apply."""
-        if not any(edits for *_, edits in rows):
+    def program(self, rows: "Sequence[tuple[int, int, tuple[PlacedEdit, ...], Sequence[int] | None]]") -> "EditProgram | None":
+        """The edits of packed rows, each given as (first position, number of rows, edits, tokens). None: none to apply.
+
+        tokens  None: not known yet. Precondition: no edit of the rows asks for them
+        """
+        if not any(edits for *_, edits, _ in rows):
             return None
         from replaylens.engine.passes.program import EditedRows, EditProgram
 
@@ -214,7 +216,7 @@ class Runner:
         """The residual stream after the last block, from a graph. None if the pass has no graph and must be launched."""
         if self.graphs is None or not isinstance(tap, PassTap | None) or any(s.hooks for s in batch.segments):
             return None
-        if cuts_any(batch):
+        if batch.cuts_edges:
             return None
         ran = self.graphs.run(batch, tap.wanted if tap is not None else frozenset(), exact, self._program(batch))
         if ran is None:
@@ -232,7 +234,7 @@ class Runner:
         from replaylens.engine.passes import cuda  # its kernels need triton, which a CPU machine may lack
 
         rows = cuda.device_rows(batch, cache)
-        return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(cache, rows, batch if cuts_any(batch) else None)
+        return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(cache, rows, batch if batch.cuts_edges else None)
 
     def head_ops(self, exact: bool = True) -> RowOps:
         """Ops for rows outside a pass: norms and products, no attention."""
@@ -270,7 +272,7 @@ class Runner:
         return torch.cat(out) if len(out) > 1 else out[0]
 
     def _program(self, batch: Batch) -> "EditProgram | None":
-        return self.program([(s.start, len(s.tokens), s.edits) for s in batch.segments])
+        return self.program([(s.start, len(s.tokens), s.edits, s.tokens) for s in batch.segments])
 
     def _edited(self, batch: Batch, tap: Tap | None) -> Tap | None:
         """The tap, behind the edits and hooks of the batch. None if nothing is kept or edited."""

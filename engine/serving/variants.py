@@ -21,11 +21,12 @@ from replaylens.engine.passes.finite import finite
 from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.engine.request.placing import place_all
 from replaylens.engine.serving.forest import Forest
 
 Read = Callable[[Tensor], Tensor]
 """logits [variants, positions, vocab] -> what is kept of them [variants, ...]"""
+Placed = Callable[[Sequence[Edit], int], tuple[PlacedEdit, ...]]
+"""edits, and the number of a branch's tokens -> the placed edits"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +46,14 @@ class Variants:
     """A path with all its residual streams, ready to be computed under edits. Use it in a `with` block."""
 
     def __init__(
-        self, forest: Forest, sites: SiteTable, path: Sequence[int], edits: Sequence[Edit] = (), keep: Sequence[str] = ()
+        self, forest: Forest, sites: SiteTable, placed: Placed, path: Sequence[int], edits: Sequence[Edit], keep: Sequence[str]
     ) -> None:
         """
         edits  of the base, which every variant has too
         keep   sites that `capture` can give
         """
         self.forest, self.runner, self.sites, self.path = forest, forest.runner, sites, list(path)
-        self.edits = place_all(edits, sites, len(self.path))
+        self.placed, self.edits = placed, placed(edits, len(self.path))
         self.streams = tuple(sites.per_layer("S"))
         self.keep = tuple(sites.resolve(name) for name in keep)
         self._lane: Lane | None = None
@@ -122,7 +123,7 @@ class Variants:
         return kept
 
     def _variant(self, number: int, edits: Sequence[Edit]) -> EditedCopy:
-        own = place_all(edits, self.sites, len(self.path))
+        own = self.placed(edits, len(self.path))
         start = min([len(self.path), *(edit.first for edit in own)])
         layer = min((-1 if (found := layer_of(edit.site)) is None else found for edit in own), default=0)
         edited = {edit.site for edit in self.edits}

@@ -42,6 +42,11 @@ EDITS = {
         Edit(PATTERN, "zero", positions=[72, 73, 74], keys=[71, 72], heads=[0]),
         Edit("blocks.*.attn.hook_pattern", "zero", positions=74, keys=73),
     ],
+    "weights": [Edit(PATTERN, "set", torch.tensor([0.4, 0.1]), positions=slice(60, None), keys=[58, 59], heads=[0, 1])],
+    "tokens": [
+        Edit("S", "add", VECTOR, layers=[1], factor=4.0, tokens=PATH[20:40], keep_norm=True),
+        Edit(PATTERN, "mask", keys=[1, 2], positions=slice(9, None), tokens=PATH[30:50]),
+    ],
     "all": [
         Edit(PATTERN, "mask", positions=[74], keys=[1, 70]),
         Edit("S", "add", VECTOR, layers=[1], keep_norm=True, when=PLANE),

@@ -22,6 +22,11 @@ EDITS = {
         Edit("blocks.0.attn.hook_pattern", "zero", positions=[1, 4], keys=slice(0, 2)),
         Edit("S", "add", VECTOR, layers=[0], positions=0),
     ],
+    "weights, and chosen tokens": [
+        Edit("blocks.0.attn.hook_pattern", "set", torch.tensor([0.5, 0.0, 2.0]), positions=4, keys=[0, 2, 4], heads=[2]),
+        Edit("blocks.0.attn.hook_pattern", "mask", positions=slice(1, None), keys=[0], tokens=[4]),
+        Edit("S", "add", VECTOR, layers=[0], tokens=[1]),
+    ],
     "several": [
         Edit("S", "add", VECTOR, layers=[0], factor=3.0, keep_norm=True, when=PLANE),
         Edit("S", "zero", layers=[0], positions=[2, 3], when=VECTOR),

@@ -32,7 +32,7 @@ DEVICE = (
     Mutant(
         "zeroed-edges-kept",
         "replaylens.kernels.edges",
-        "tl.where(edge == 2, 0.0, p)",
+        "tl.where(replaced, 0.0, p)",
         "p",
         "a zeroed edge carries no value",
         ("tests/kernels/test_edges.py",),
@@ -40,7 +40,7 @@ DEVICE = (
     Mutant(
         "cut-edges-forgotten",
         "replaylens.engine.passes.runner",
-        "batch if cuts_any(batch) else None",
+        "batch if batch.cuts_edges else None",
         "None",
         "edits of attention patterns reach the attention of a GPU",
         ("tests/kernels/test_device_edits.py",),

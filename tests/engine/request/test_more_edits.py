@@ -178,7 +178,7 @@ def test_the_hash_of_an_old_edit_has_not_moved() -> None:
         (Edit(Z, "zero", heads=[4]), "heads 0 to 3"),
         (Edit(Z, "set", torch.zeros(3, 8), heads=[0]), "must end with"),
         (Edit("blocks.0.hook_in", "mask", keys=[0]), "for attention patterns"),
-        (Edit("blocks.0.attn.hook_pattern", "set", VECTOR), "takes the ops 'mask'"),
+        (Edit("blocks.0.attn.hook_pattern", "add", VECTOR), "takes the ops 'mask'"),
         (Edit("blocks.0.attn.hook_pattern", "mask", positions=5), "with keys"),
         (Edit("blocks.0.attn.hook_pattern", "mask", positions=5, keys=6), "changes nothing"),
         (Edit("blocks.0.attn.hook_pattern", "mask", positions=2, keys=[0, 1, 2]), "hides every key"),
