@@ -321,7 +321,8 @@ def _schedule(
     if split is None:  # more than two programs per multiprocessor gain nothing
         num_tiles = len(rows.position) if rows.tiles is None else len(rows.tiles)
         split = splits > 1 and num_tiles * kv_heads < 2 * num_multiprocessors(rows.position.device)
-    return tile or attention_tile(pairs, d_head, dtype, group, split), split, splits
+    short = rows.shared is not None and not window
+    return tile or attention_tile(pairs, d_head, dtype, group, split, short), split, splits
 
 
 def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:

@@ -164,7 +164,7 @@ def shared_states(
         num_tiles, splits = len(level.tiles), -(-level.max_keys // kv_split) + 1
         fits = tile.rows >= level.pairs
         require(fits, "A tile of {} pairs cannot hold {} pairs.", tile.rows, level.pairs)
-        own = num_tiles * kv_heads <= num_multiprocessors(q.device) // 2 if split is None else split
+        own = num_tiles * kv_heads <= num_multiprocessors(q.device) // 3 if split is None else split
         partial = count = q
         if own:
             size = num_tiles * kv_heads * splits * tile.rows * (head_block + 2)

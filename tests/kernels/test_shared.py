@@ -85,10 +85,8 @@ def test_trees_of_any_shape_have_the_bits_of_each_row_alone(case, same, split, s
         tree = Tree(case, seed + 10 * split, decode=decode)
         alone = tree.attend(softcap=softcap)
         for levels, rows in ((3, 8), (1, 3), (2, 5)) if case.gpu else ((3, 2),):
-            found = tree.attend(
-                tree.shared(rows, levels), 0 if decode else 8, softcap=softcap, split=split, split_shared=split_shared, tile=tile,
-                shared_tile=tile,
-            )  # fmt: skip
+            schedule = dict(split=split, split_shared=split_shared, tile=tile, shared_tile=tile)
+            found = tree.attend(tree.shared(rows, levels), 0 if decode else 8, softcap=softcap, **schedule)
             same(found, alone)
 
 
