@@ -58,7 +58,7 @@ def integrated_gradients(
         edit = Edit(name, "set", here + (there - here) * share, range(len(path)))
         return tape_of(engine, path, place_all([edit], engine.sites, len(path)), names)
 
-    mean = torch.zeros_like(there)
+    mean = torch.zeros_like(there, dtype=torch.float32)
     for step in range(steps):
         mean += moved((step + 0.5) / steps).gradients(function, engine.sites.aliases, promised)[name]
     estimate = row_sums((there - here) * (mean / steps))[None]

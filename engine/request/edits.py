@@ -47,8 +47,7 @@ class Edit:
                weights: [keys], [heads, keys] or [number of positions, heads, keys]; without keys, rows from key 0 on, as long
                as what their position sees, such as captured ones
     keep_norm  for `add`: scale the result back to the length that the vector had
-    when       a direction [*site shape]: edit only rows with a positive projection on it. On a GPU, neither `keep_norm` nor
-               `when` nor `tokens` nor edits of attention patterns are available: BadEdit says so
+    when       a direction [*site shape]: edit only rows with a positive projection on it
     tokens     a token or several, as text or ids: edit only positions that hold one of them, also those still to come
 
     >>> from replaylens import Engine

@@ -59,15 +59,6 @@ class PlacedEdit:
         """Whether it edits an attention pattern, inside attention rather than on rows."""
         return self.site.endswith(PATTERN)
 
-    @property
-    def needs_cpu(self) -> str:
-        """What of it only the CPU computes; empty: nothing."""
-        if self.tokens:
-            return "An edit of chosen tokens"
-        if self.on_pattern:
-            return "Editing an attention pattern"
-        return "keep_norm" if self.keep_norm else "" if self.when is None else "when"
-
     def touches(self, first: int, end: int) -> bool:
         """Whether any position of [first, end) is edited."""
         if self.picks:

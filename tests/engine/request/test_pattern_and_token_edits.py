@@ -204,18 +204,6 @@ def test_no_weight_is_set_where_a_row_sees_no_key() -> None:
     assert torch.equal(edited[blind], plain[blind]) and not edited[blind][:, :, 4].any()
 
 
-def test_what_a_gpu_lacks_is_refused_there() -> None:
-    """The check alone, on an engine that says it is on a GPU."""
-    served: Engine = toy_engine()
-    root = served.prompt(SHORT)
-    for edit in (Edit("blocks.0.attn.hook_pattern", "set", 0.5, positions=5, keys=0), Edit("S", "zero", tokens=SHORT[0])):
-        served.runner.device = "cuda"
-        with pytest.raises(BadEdit, match="available on a CPU only"):
-            root.fork(edits=[edit])
-        served.runner.device = "cpu"
-        assert root.fork(edits=[edit])
-
-
 def test_an_unknown_op_is_refused_at_once() -> None:
     with pytest.raises(BadEdit, match="Unknown op 'zeroo'"):
         Edit("S", "zeroo")  # type: ignore[arg-type]
