@@ -152,9 +152,7 @@ class Block(nn.Module):
         own = (attn, *attn_norm, self.middle_site, *self.ln2_sites, inner.gate_site, inner.up_site, inner.post_site)
         return (*own, mlp, *mlp_norm, self.out_site)
 
-    def forward(
-        self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None, rows: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None, rows: Tensor | None = None) -> Tensor:
         """rows  the only rows to compute after attention; None: all. The tap must not want `late_sites` then"""
         x = tapped(tap, self.in_site, x)
         z = self.attn(normed(x, self.ln1, self.ln1_sites, ops, tap), rotary, ops, tap)
@@ -196,6 +194,13 @@ class Decoder(nn.Module):
         self._rope_index = [self._ropes.index(config.rope_of(layer)) for layer in range(config.num_layers)]
         for i, rope in enumerate(self._ropes if config.rotary_dim else ()):
             self.register_buffer(f"rotary_{i}", rotary_table(rope, config.rotary_dim, config.max_positions), persistent=False)
+
+    @property
+    def late_sites(self) -> tuple[str, ...]:
+        """The sites of the last block after its attention."""
+        last = self.blocks[-1]
+        assert isinstance(last, Block)
+        return last.late_sites
 
     def embedding(self, tokens: Tensor, positions: Tensor, tap: Tap | None = None) -> Tensor:
         """tokens, positions [rows] -> the residual stream entering block 0 [rows, d_model]"""

@@ -194,7 +194,7 @@ class Runner:
                 x[: batch.num_rows] = entering.to(x)
             chosen = [*ends, *[0] * (-len(ends) % self.tile)]  # padded like the rows of a batch
             rows = torch.tensor(chosen, dtype=torch.int64, device=x.device)
-            all_rows = wanted(tap, *self.model.blocks[-1].late_sites)  # type: ignore[operator]
+            all_rows = wanted(tap, *self.model.late_sites)
             number = self.model.config.num_layers
             residual = self.model.run_blocks(x, batch.positions, ops, tap, layer, number, None if all_rows else rows)
             residual = (residual[rows] if all_rows else residual)[: len(ends)]

@@ -18,10 +18,12 @@ from replaylens.commands.engines import (
     DeviceOption,
     DrafterOption,
     DraftModelOption,
+    FeaturesOption,
     MakerOption,
     ModelOption,
     WindowOption,
     check_drafter,
+    encoders,
     engine_that_made,
 )
 from replaylens.commands.reporting import reporting
@@ -71,6 +73,11 @@ def dump(
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}.  [default: the model's]")] = None,
     rejected: Annotated[bool, typer.Option(help="Keep rejected branches.")] = True,
     probabilities: Annotated[bool, typer.Option(help="Store log-probability and entropy of every row.")] = True,
+    features: FeaturesOption = None,
+    keep: Annotated[
+        int | None,
+        typer.Option(min=1, help="Features per row of --features, the strongest.  [default: k of a TopK SAE, or 64]"),
+    ] = None,
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = 0,
     max_new: MaxNewOption = None,
@@ -120,6 +127,8 @@ def dump(
                 raise BadRequest("--texts does not work with Ray. Leave out --ray and --workers, or write parts with --shard.")
             if task is not None and ":" in task:
                 raise BadRequest(f"--task {task} does not work with Ray: workers find tasks by name. Install its entry point.")
+            if features:
+                raise BadRequest("--features does not work with Ray. Leave out --ray and --workers, or use --shard.")
             if writers is not None:
                 raise BadRequest("--writers does not work with Ray, whose workers write one shard each. Give more --workers.")
             from replaylens.engine.cluster import dump_on_cluster
@@ -129,6 +138,7 @@ def dump(
             made = dump_on_cluster(model, out, task or TASK, n or EXAMPLES, **where, **common, **options)
         else:
             engine = Engine.load(model, **chosen)
+            options |= {"features": encoders(features), "keep": keep}
             if texts is not None:
                 given = engine.texts(texts, text=text, labels=label or ())
                 plan = make_plan(engine, given, min(n or len(given), len(given)), sampling=sampling, **options)
@@ -303,6 +313,7 @@ def verify(
     sample: Annotated[str, typer.Option(help="Share of the examples to replay: 0.01, or 1%.")] = "0.01",
     every: Annotated[bool, typer.Option("--all", help="Replay every example.")] = False,
     task: DumpTaskOption = None,
+    features: FeaturesOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
     batch: BatchOption = 32,
     as_json: JsonOption = False,
@@ -314,7 +325,8 @@ def verify(
         know_task(task, path)
         maker = _maker(path, device) if model is None else Engine.load(model, device=device)
         engine = maker or Engine.load(MODEL, device=device)  # any engine can check the files
-        verdict = verify_dump(path, engine, sample=share, seed=seed, batch=batch, progress=not quiet)
+        how: dict[str, Any] = {"sample": share, "seed": seed, "batch": batch, "features": encoders(features)}
+        verdict = verify_dump(path, engine, progress=not quiet, **how)
         if verdict.status == OTHER and maker is None:
             verdict = replace(verdict, notes=("No embedded model made this dump. Name its model with --model.",))
     typer.echo(json.dumps(asdict(verdict), indent=1) if as_json else str(verdict))

@@ -58,7 +58,9 @@ def test_only_the_rows_that_are_read_leave_the_last_block(family: dict[str, Any]
         branch = alone.prompt(PATH, sites=["unembed.hook_out"], edits=edits)
         assert torch.equal(logits, branch.activations["unembed.hook_out"][wanted])
     changed = [not torch.equal(logits, found[0]) for logits in found[1:]]
-    assert all(changed[:-1]) and changed[-1] == (positions != [6, 3]), "control: every edit before a row that is read changes it"
+    assert all(changed[:-1]) and changed[-1] == (positions != [6, 3]), (
+        "control: every edit before a row that is read changes it"
+    )
     served.check_integrity()
 
 
