@@ -7,7 +7,6 @@ were active in all. A row with fewer is padded with the number -1 and the activa
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +18,6 @@ from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.records import Hash, Positive
 from replaylens.engine.request.values import instance, shown, whole
 from replaylens.engine.serving.core import Core
-
-if TYPE_CHECKING:
-    from replaylens.engine.dump.plan import DumpPlan
 
 PARTS = ("indices", "values", "counts")
 PREFIX = "features."
@@ -77,9 +73,9 @@ def planned(engine: Core, encoders: Encoders, keep: int | None) -> tuple[StoredF
     return tuple(made)
 
 
-def matched(plan: "DumpPlan", encoders: Encoders) -> Encoders:
-    """The encoders of a plan. BadRequest names those that are missing, or that have other weights."""
-    for stored in plan.features:
+def matched(planned: Sequence[StoredFeatures], encoders: Encoders) -> Encoders:
+    """The encoders themselves. BadRequest names planned features that are missing, or that have other weights."""
+    for stored in planned:
         if stored.name not in encoders:
             raise BadRequest(
                 f"The features {stored.name!r} (digest {stored.digest[:12]}) of {stored.site} are planned, but a plan does not "

@@ -242,7 +242,7 @@ def _tensors(engine: Core, plan: DumpPlan, paths: list[ExamplePath], rows: np.nd
 
 def _feature_rows(plan: DumpPlan, paths: list[ExamplePath], chosen: Tensor) -> Rows:
     """The features of the kept rows, encoded from the rows as they were captured."""
-    encoders, made = matched(plan, plan.encoders), Rows()
+    encoders, made = matched(plan.features, plan.encoders), Rows()
     for stored in plan.features:
         site = _captured(plan, paths, stored.site)
         rows = _gather(paths, site, chosen if len(chosen) else torch.tensor([0]))

@@ -117,7 +117,8 @@ class _Replay:
         plan = dump.manifest.plan
         if plan.positions.startswith(CUSTOM) and selector is None:
             raise BadRequest(f"This dump keeps positions {plan.positions}. Pass that function as `selector`.")
-        self.dump, self.engine, self.plan = dump, engine, replace(plan, selector=selector, encoders=matched(plan, features))
+        self.dump, self.engine = dump, engine
+        self.plan = replace(plan, selector=selector, encoders=matched(plan.features, features))
         known = plan.drafter in engine.loop.drafters and drafter_settings(engine, plan.drafter) == plan.drafter_settings
         self.same_drafter = plan.reproducible and known
         if plan.rejected and not self.same_drafter and "thoughts" in plan.drafter_settings:
