@@ -23,11 +23,12 @@ from replaylens.engine.passes.runner import LENS_ROWS
 from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.engine.request.placing import place_all
 from replaylens.engine.serving.forest import Forest
 
 Read = Callable[[Tensor], Tensor]
 """logits [variants, positions, vocab] -> what is kept of them [variants, ...]"""
+Placed = Callable[[Sequence[Edit], int], tuple[PlacedEdit, ...]]
+"""edits, and the number of a branch's tokens -> the placed edits"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +48,14 @@ class Variants:
     """A path with all its residual streams, ready to be computed under edits. Use it in a `with` block."""
 
     def __init__(
-        self, forest: Forest, sites: SiteTable, path: Sequence[int], edits: Sequence[Edit] = (), keep: Sequence[str] = ()
+        self, forest: Forest, sites: SiteTable, placed: Placed, path: Sequence[int], edits: Sequence[Edit], keep: Sequence[str]
     ) -> None:
         """
         edits  of the base, which every variant has too
         keep   sites that `capture` can give
         """
         self.forest, self.runner, self.sites, self.path = forest, forest.runner, sites, list(path)
-        self.edits = place_all(edits, sites, len(self.path))
+        self.placed, self.edits = placed, placed(edits, len(self.path))
         self.streams = tuple(sites.per_layer("S"))
         self.keep = tuple(sites.resolve(name) for name in keep)
         self._lane: Lane | None = None
@@ -105,8 +106,11 @@ class Variants:
                 bar.update(len(chunk))
         kept = []
         for some in final.split(max(1, LENS_ROWS // len(at))):  # the unembedding is large: as many rows at once as it takes
-            logits = self.forest.lock.alone(self.runner.logits, some.flatten(0, 1)).cpu()
-            kept.append(read(logits.view(len(some), len(at), -1)))
+            logits = _on_host(self.forest.lock.alone(self.runner.logits, some.flatten(0, 1)))
+            found = read(logits.view(len(some), len(at), -1))
+            if found.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr():
+                found = found.clone()  # the memory of the logits is used again
+            kept.append(found)
         return torch.cat(kept)
 
     def capture(self, variants: Sequence[Sequence[Edit]], progress: bool = False) -> dict[str, Tensor]:
@@ -124,7 +128,7 @@ class Variants:
         return kept
 
     def _variant(self, number: int, edits: Sequence[Edit]) -> EditedCopy:
-        own = place_all(edits, self.sites, len(self.path))
+        own = self.placed(edits, len(self.path))
         start = min([len(self.path), *(edit.first for edit in own)])
         layer = min((-1 if (found := layer_of(edit.site)) is None else found for edit in own), default=0)
         edited = {edit.site for edit in self.edits}
@@ -188,19 +192,34 @@ class Variants:
                 self.runner.reserve(table, table.length, length)
             segments = [Segment(t, v.start, self.path[v.start : length], 0, v.edits) for t, v in zip(tables, live, strict=True)]
             first = live[0].layer
-            entering = None if first < 0 else torch.cat([self.stream(first)[v.start : length] for v in live])
+            stream = None if first < 0 else self.stream(first).to(self.runner.device)
+            entering = None if stream is None else torch.cat([stream[v.start : length] for v in live])
             tap = PassTap(frozenset(out) - {self.streams[-1]})
-            firsts = accumulate((length - v.start for v in live[:-1]), initial=0)
-            rows = [first - v.start + at[at >= v.start] for first, v in zip(firsts, live, strict=True)]
-            result = self.runner.resumed(segments, entering, max(first, 0), tap, torch.cat(rows).tolist())
-            ends = finite(result.residual, "activations").split([len(own) for own in rows])
-            for variant, own, end in zip(live, rows, ends, strict=True):
-                place, edited = chunk.index(variant), at >= variant.start
-                if self.streams[-1] in out:
-                    out[self.streams[-1]][place, edited] = end.to(out[self.streams[-1]])
-                for site, value in tap.values.items():  # a site below the first block keeps the base's rows
-                    out[site][place, edited] = value[own.to(value.device)].to(out[site])
+            offsets = list(accumulate((length - v.start for v in live), initial=0))
+            which, places, packed = _places(live, chunk, at, offsets)
+            result = self.runner.resumed(segments, entering, max(first, 0), tap, packed.tolist())
+            packed = packed.to(result.residual.device)
+            found = {site: value[packed] for site, value in tap.values.items()}
+            found[self.streams[-1]] = finite(result.residual, "activations")
+            for site in out.keys() & found.keys():  # a site below the first block keeps the base's rows
+                out[site][which, places] = found[site].to(out[site])
         finally:
             for table in tables:
                 pool.release(table)
         return True
+
+
+def _places(live: list[EditedCopy], chunk: list[EditedCopy], at: Tensor, offsets: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every computed row at the positions `at`: the variant's place in the chunk, its place in `at`, its packed row."""
+    numbers = {variant.number: place for place, variant in enumerate(chunk)}
+    starts = torch.tensor([variant.start for variant in live])
+    index, places = (at[None, :] >= starts[:, None]).nonzero(as_tuple=True)
+    packed = torch.tensor(offsets[:-1])[index] + at[places] - starts[index]
+    return torch.tensor([numbers[variant.number] for variant in live])[index], places, packed
+
+
+def _on_host(logits: Tensor) -> Tensor:
+    """A copy on the host, in pinned memory: logits of a grid are many, and pinned memory is used again for the next ones."""
+    if not logits.is_cuda:
+        return logits
+    return torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True).copy_(logits)

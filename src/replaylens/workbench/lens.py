@@ -65,7 +65,8 @@ class LensResult:
     kl: Tensor
     """[layers, positions]: KL(model's output || layer), in nats"""
     rank: Tensor
-    """[layers, positions]: how many tokens are likelier"""
+    """[layers, positions]: how many tokens are likelier. Whole numbers if a token is given; else NaN in the last position,
+    and so floats"""
     logprob: Tensor
     """[layers, positions]"""
     features: tuple[FeatureLine, ...] = ()
@@ -86,7 +87,8 @@ class LensResult:
         at = [(i, j) for i in range(len(self.layers)) for j in range(len(self.tokens))]
         columns = {name: getattr(self, name).flatten().numpy() for name in ("probability", "entropy", "kl", "rank", "logprob")}
         facts = [(i, self.layers[i], j, self.tokens[j], self.top[i][j][0]) for i, j in at]
-        return pd.DataFrame(facts, columns=["layer", "name", "position", "token", "top"]).assign(**columns)
+        frame = pd.DataFrame(facts, columns=["layer", "name", "position", "token", "top"]).assign(**columns)
+        return frame.astype({"rank": "Int64"})  # whole numbers that may be missing
 
     def grid(self, measure: Measure = "probability") -> Grid:
         """The numbers of one measure, with the likeliest tokens as words."""
@@ -173,4 +175,5 @@ def lens(
     top = tuple(tuple(tuple(text_of[i] for i in cell) for cell in line) for line in ids.tolist())
     names = tuple(layer_name(layer, len(spec.sites)) for layer in range(len(spec.sites)))
     about = None if target is None else word(engine.text, target)
+    rank = rank if target is None else rank.long()
     return LensResult(words(engine, path), names, about, top, ids, logprobs, entropy, kl, rank, logprob, lines)
