@@ -198,7 +198,8 @@ class Variants:
             offsets = list(accumulate((length - v.start for v in live), initial=0))
             which, places, packed = _places(live, chunk, at, offsets)
             result = self.runner.resumed(segments, entering, max(first, 0), tap, packed.tolist())
-            found = {site: value[packed.to(value.device)] for site, value in tap.values.items()}
+            packed = packed.to(result.residual.device)
+            found = {site: value[packed] for site, value in tap.values.items()}
             found[self.streams[-1]] = finite(result.residual, "activations")
             for site in out.keys() & found.keys():  # a site below the first block keeps the base's rows
                 out[site][which, places] = found[site].to(out[site])
@@ -218,7 +219,7 @@ def _places(live: list[EditedCopy], chunk: list[EditedCopy], at: Tensor, offsets
 
 
 def _on_host(logits: Tensor) -> Tensor:
-    """A copy on the host, in pinned memory: logits of a grid are many, and pinned memory is used again for the next chunk."""
+    """A copy on the host, in pinned memory: logits of a grid are many, and pinned memory is used again for the next ones."""
     if not logits.is_cuda:
         return logits
     return torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True).copy_(logits)

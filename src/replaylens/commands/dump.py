@@ -123,27 +123,27 @@ def dump(
     with reporting(lambda: "the same command with --resume"):
         check_drafter(model, drafter, draft_model)
         _check_texts(out, texts, label, task, knob)
-        options = dict(sites=sites, drafter=drafter, window=window, positions=positions, dtype=dtype, rejected=rejected)
+        options: dict[str, Any] = dict(
+            sites=sites, drafter=drafter, window=window, positions=positions, dtype=dtype, rejected=rejected
+        )
         options |= dict(probabilities=probabilities, max_new=max_new, examples_per_shard=shard_examples)
         labels = [name.strip() for each in label or () for name in each.split(",") if name.strip()]
         loaded, common = dict(device=device, draft_model=draft_model), dict(batch=batch, resume=resume, progress=not quiet)
         sampling = Sampling(temperature=temperature, seed=seed)
         wanted = _Wanted(out, task, n, texts, text, labels, model, settings(knob), sampling, loaded, common)
         if ray is None and workers is None:
-            made = _dump_here(wanted, options | {"keep": keep}, features, _part(shard), writers or 1)
+            options |= dict(features=encoders(features), keep=keep)
+            made = _dump_here(wanted, options, _part(shard), writers or 1)
+        elif features:
+            raise BadRequest("--features does not work with Ray. Leave out --ray and --workers, or use --shard.")
         else:
-            if features:
-                raise BadRequest("--features does not work with Ray. Leave out --ray and --workers, or use --shard.")
             made = _dump_on_cluster(wanted, options, ray or "local", workers, shard, writers)
         _tell_dump(made, out, as_json)
 
 
-def _dump_here(
-    wanted: _Wanted, options: dict[str, Any], features: list[str] | None, part: tuple[int, int], writers: int
-) -> Dump | None:
+def _dump_here(wanted: _Wanted, options: dict[str, Any], part: tuple[int, int], writers: int) -> Dump | None:
     """The dump; None if other processes have yet to write their shards."""
     engine = Engine.load(wanted.model, **wanted.loaded)
-    options = options | {"features": encoders(features)}
     if wanted.texts is not None:
         given = engine.texts(wanted.texts, text=wanted.text, labels=wanted.labels)
         plan = make_plan(engine, given, min(wanted.n or len(given), len(given)), sampling=wanted.sampling, **options)
