@@ -1,0 +1,1 @@
+"""Resampling: rollouts from fork positions and the counts of their outcomes."""
