@@ -35,9 +35,7 @@ def legend(outcomes: Sequence[str], shown: Sequence[str]) -> Markup:
     return tag("span", *chips, class_="rl-legend")
 
 
-def curve_svg(
-    texts: Sequence[str], outcomes: Sequence[str], value: np.ndarray, low: np.ndarray, high: np.ndarray
-) -> Markup:
+def curve_svg(texts: Sequence[str], outcomes: Sequence[str], value: np.ndarray, low: np.ndarray, high: np.ndarray) -> Markup:
     """Probability of each outcome [forks, outcomes] with its interval, and a legend. Readable without a script."""
     drawn = tag("svg", curve(texts, outcomes, value, low, high), viewBox=f"0 0 {WIDTH} {HEIGHT + 24}", role="img", width="100%")
     return join([legend(outcomes, [""] * len(outcomes)), drawn])
@@ -63,7 +61,9 @@ def curve(texts: Sequence[str], outcomes: Sequence[str], value: np.ndarray, low:
         parts.append(tag("polygon", points=_points(band), fill=fill, opacity=0.25))
         parts.append(tag("polyline", points=_points(list(zip(x, y, strict=True))), fill="none", stroke=fill, stroke_width=2.4))
         if len(known) <= 80:
-            parts += [tag("circle", cx=f"{a:.1f}", cy=f"{b:.1f}", r=3.2, fill=fill, class_="edge") for a, b in zip(x, y, strict=True)]
+            parts += [
+                tag("circle", cx=f"{a:.1f}", cy=f"{b:.1f}", r=3.2, fill=fill, class_="edge") for a, b in zip(x, y, strict=True)
+            ]
     step = max(1, -(-len(texts) // 25))
     parts += [_label(centre[i], HEIGHT + 16, str(i + 1), "middle") for i in range(0, len(texts), step)]
     return join(parts)

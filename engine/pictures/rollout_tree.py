@@ -25,11 +25,15 @@ from replaylens.engine.pictures.html import asset, join, script, style, tag, voi
 from replaylens.engine.pictures.outcomes import HEIGHT, WIDTH, columns, curve, legend, variables
 from replaylens.engine.pictures.paths import visible
 
-MAX_TILES = 3000
-"""of all columns together; the rarest branches of a fork share one tile"""
+MAX_TILES, MAX_BRANCHES = 3000, 8
+"""of all columns together, and of one column; the rarest branches of a fork share a tile"""
 TILE = 66
 """height of a column of tiles"""
 _LEVEL = 0.95
+_CAPTION = (
+    "Curve: outcomes of rollouts from before each unit, with 95 % intervals. Tiles: the branches of each fork, as wide as they "
+    "are probable, in the colours of their outcomes; framed: the path itself. Click a column or a unit to open its tree."
+)
 
 
 class Drawn(Protocol):
@@ -60,10 +64,10 @@ class RolloutTree:
     def __post_init__(self) -> None:
         if not len(self.fork) == len(self.units) == len(self.outcome):
             raise BadRequest(
-                f"{len(self.fork)} forks, {len(self.units)} texts and {len(self.outcome)} outcomes. Give one of each per rollout."
+                f"{len(self.fork)} forks, {len(self.units)} texts, {len(self.outcome)} outcomes. Give one of each per rollout."
             )
         for what, numbers, most in (("fork", self.fork, len(self.texts)), ("outcome", self.outcome, len(self.outcomes))):
-            if numbers and not (0 <= min(numbers) and max(numbers) < most):
+            if numbers and (min(numbers) < 0 or max(numbers) >= most):
                 raise BadRequest(f"Numbers of the {what} go from 0 to {most - 1}; given: {min(numbers)} to {max(numbers)}.")
 
     def __repr__(self) -> str:
@@ -104,8 +108,9 @@ class RolloutTree:
             class_="rl-overview",
         )
         panels = [tag("div", class_=name, aria_live="polite") for name in ("rl-fork", "rl-list", "rl-one")]
-        parts = [head, overview, _text(self, table), *panels, *_data(self)]
-        return tag("div", *parts, class_="rl-rollouts", style=variables(len(self.outcomes)), data_outcomes=json.dumps(self.outcomes))
+        parts = [head, overview, tag("p", _CAPTION, class_="rl-quiet"), _text(self, table), *panels, *_data(self)]
+        look, names = variables(len(self.outcomes)), json.dumps(self.outcomes)
+        return tag("div", *parts, class_="rl-rollouts", style=look, data_outcomes=names, data_first=_largest_change(table))
 
 
 # ---- the overview -----------------------------------------------------------------------------------------------------
@@ -120,9 +125,17 @@ def _curve(tree: RolloutTree, table: np.ndarray) -> Markup:
     return curve(tree.texts, tree.outcomes, value, low, high)
 
 
+def _largest_change(table: np.ndarray) -> int:
+    """The fork whose unit changes the outcomes most: the one that is open at first."""
+    total = table.sum(1, keepdims=True)
+    share = np.divide(table, total, out=np.zeros(table.shape), where=total > 0)
+    moved = np.abs(np.diff(share, axis=0)).sum(1) * (total[1:, 0] > 0) * (total[:-1, 0] > 0)
+    return int(moved.argmax()) if len(moved) and moved.max() > 0 else int((total[:, 0] > 0).argmax()) if len(table) else 0
+
+
 def _tiles(tree: RolloutTree, table: np.ndarray) -> list[Markup]:
     """One column per fork: a tile per folded branch, split by outcome; the path's own branch comes first, with a frame."""
-    edges, top, most = columns(len(tree.texts)), HEIGHT + 24, max(1, MAX_TILES // max(table.size, 1))
+    edges, top, most = columns(len(tree.texts)), HEIGHT + 24, min(MAX_BRANCHES, max(1, MAX_TILES // max(table.size, 1)))
     branches: list[Counter[tuple[str, int]]] = [Counter() for _ in tree.texts]
     for fork, units, outcome in zip(tree.fork, tree.units, tree.outcome, strict=True):
         branches[fork][units[0] if units else "", outcome] += 1
@@ -130,7 +143,9 @@ def _tiles(tree: RolloutTree, table: np.ndarray) -> list[Markup]:
     for fork, found in enumerate(branches):
         left, wide = edges[fork] + 0.08 * (edges[1] - edges[0]), 0.84 * (edges[1] - edges[0])
         parts = _column(tree, fork, found, int(table[fork].sum()), left, wide, top, most)
-        column = tag("rect", x=f"{edges[fork]:.1f}", y=0, width=f"{edges[1] - edges[0]:.1f}", height=top + TILE, class_="rl-hit")
+        column = tag(
+            "rect", x=f"{edges[fork]:.1f}", y=0, width=f"{edges[1] - edges[0]:.1f}", height=top + TILE, class_="rl-hit"
+        )
         made.append(tag("g", *parts, column, data_fork=fork, data_tip=_facts(tree, fork, table[fork]), class_="rl-column"))
     return made
 
@@ -143,10 +158,10 @@ def _column(
         sizes[unit] += count
     own = tree.texts[fork]
     ranked = sorted(sizes, key=lambda unit: (unit != own, -sizes[unit], unit))
-    shown, rest = ranked[:most], set(ranked[most:])
+    shown, rest = ranked[:most], ranked[most:]
     parts, x = [], left
-    for unit in [*shown, *([None] if rest else [])]:
-        mine = {k: sum(found[u, k] for u in (rest if unit is None else [unit])) for k in range(len(tree.outcomes))}
+    for tile in [*([unit] for unit in shown), *([rest] if rest else [])]:
+        mine = {k: sum(found[unit, k] for unit in tile) for k in range(len(tree.outcomes))}
         size, y = sum(mine.values()), top
         width = wide * size / total
         for k, count in mine.items():
@@ -154,7 +169,7 @@ def _column(
                 high = TILE * count / size
                 parts.append(_tile(x, y, width, high, f"fill:var(--o{k})"))
                 y += high
-        if unit == own:
+        if tile == [own]:
             parts.append(_tile(x, top, width, TILE, None, class_="rl-own"))
         x += width
     return parts
@@ -163,7 +178,13 @@ def _column(
 def _tile(x: float, y: float, width: float, height: float, look: str | None, class_: str = "rl-tile") -> Markup:
     gap = min(0.6, width / 6)
     return tag(
-        "rect", x=f"{x:.1f}", y=f"{y:.1f}", width=f"{max(width - gap, 0.3):.1f}", height=f"{height:.1f}", style=look, class_=class_
+        "rect",
+        x=f"{x:.1f}",
+        y=f"{y:.1f}",
+        width=f"{max(width - gap, 0.3):.1f}",
+        height=f"{height:.1f}",
+        style=look,
+        class_=class_,
     )
 
 
@@ -185,7 +206,17 @@ def _text(tree: RolloutTree, table: np.ndarray) -> Markup:
         look = f"border-color:var(--o{mostly})" if table[fork].any() else None
         number = tag("sup", fork + 1)
         made.append(
-            tag("span", number, text, class_="rl-unit", style=look, data_fork=fork, tabindex=0, role="button", data_tip=_facts(tree, fork, table[fork]))
+            tag(
+                "span",
+                number,
+                text,
+                class_="rl-unit",
+                style=look,
+                data_fork=fork,
+                tabindex=0,
+                role="button",
+                data_tip=_facts(tree, fork, table[fork]),
+            )
         )
     return tag("p", *before, *made, class_="rl-path")
 
@@ -197,7 +228,13 @@ def _data(tree: RolloutTree) -> list[Markup]:
     """Rollouts with every different unit once, and the lenses, compressed."""
     number: dict[str, int] = {}
     flat = [number.setdefault(unit, len(number)) for units in tree.units for unit in units]
-    content = {"units": list(number), "fork": tree.fork, "outcome": tree.outcome, "lengths": [len(u) for u in tree.units], "flat": flat}
+    content = {
+        "units": list(number),
+        "fork": tree.fork,
+        "outcome": tree.outcome,
+        "lengths": [len(u) for u in tree.units],
+        "flat": flat,
+    }
     blocks = [_packed(content, "rl-rollout-data")]
     if tree.lenses:
         blocks.append(_packed({str(n): drawn._repr_html_() for n, drawn in tree.lenses.items()}, "rl-rollout-lenses"))
@@ -223,7 +260,9 @@ def _page(tree: RolloutTree) -> str:
     """A page of its own, whose policy allows no request and no script but its own."""
     code = asset("view.js") + asset("rollouts.js")
     allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; base-uri 'none'; form-action 'none'"
+    )
     head = [
         void("meta", charset="utf-8"),
         void("meta", http_equiv="Content-Security-Policy", content=policy),

@@ -26,10 +26,12 @@ class OutcomeCounts:
         shape = (len(self.positions), len(self.outcomes))
         if self.counts.shape != shape or len(self.texts) != shape[0]:
             raise BadRequest(
-                f"The counts have shape {list(self.counts.shape)} and there are {len(self.texts)} texts, for {shape[0]} positions "
-                f"and {shape[1]} outcomes. Give counts [positions, outcomes] and one text per position."
+                f"The counts have shape {list(self.counts.shape)} and there are {len(self.texts)} texts, for {shape[0]} "
+                f"positions and {shape[1]} outcomes. Give counts [positions, outcomes] and one text per position."
             )
         if self.counts.dtype != np.int64 or (self.counts < 0).any():
             raise BadRequest(f"The counts are {self.counts.dtype}. Give int64 numbers of at least 0.")
         if self.probabilities is not None and self.probabilities.shape != shape:
-            raise BadRequest(f"The probabilities have shape {list(self.probabilities.shape)}. Give {list(shape)}, as the counts.")
+            raise BadRequest(
+                f"The probabilities have shape {list(self.probabilities.shape)}. Give {list(shape)}, as the counts."
+            )

@@ -9,6 +9,7 @@ A slow drift is no change point of this model: it is cut into several small ones
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,7 +89,9 @@ class ChangePoints:
         return table
 
 
-def change_points(counts: OutcomeCounts, *, most: int = MAX_CHANGES, level: float = LEVEL, prior: float = PRIOR) -> ChangePoints:
+def change_points(
+    counts: OutcomeCounts, *, most: int = MAX_CHANGES, level: float = LEVEL, prior: float = PRIOR
+) -> ChangePoints:
     """The posterior of where and how often the outcome distribution changes.
 
     most   change points at most
@@ -156,7 +159,7 @@ def _posterior(
     best = int(number.argmax())
     ends = [_place(before[j - 1, 1:-1] + after[best - j, 1:-1], level) for j in range(1, best + 1)]
     cuts = [0, *(at for at, _, _, _ in ends), length]
-    parts = [shares(table[a:b].sum(0)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [shares(table[a:b].sum(0)) for a, b in pairwise(cuts)]
     points = tuple(
         ChangePoint(at, low, high, counts.positions[at], counts.texts[at - 1], p, float(variation(parts[k], parts[k + 1])))
         for k, (at, low, high, p) in enumerate(ends)

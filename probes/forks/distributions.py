@@ -88,15 +88,19 @@ def outcome_curve(counts: OutcomeCounts, *, level: float = LEVEL, joint: bool = 
         raise ProbeError(f"level={level} is no confidence level. Give a number between 0 and 1, such as 0.95.")
     total = counts.counts.sum(1)
     value = shares(counts.counts) if counts.probabilities is None else counts.probabilities
-    low, high = interval(value, total[:, None], 1 - (1 - level) / value.size, exact=True) if joint else interval(
-        value, total[:, None], level
+    low, high = (
+        interval(value, total[:, None], 1 - (1 - level) / value.size, exact=True)
+        if joint
+        else interval(value, total[:, None], level)
     )
     return OutcomeCurve(
         counts.positions, counts.texts, counts.outcomes, total, value, low, high, entropy(value, total), level, joint
     )
 
 
-def interval(value: np.ndarray, total: np.ndarray, level: float = LEVEL, *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def interval(
+    value: np.ndarray, total: np.ndarray, level: float = LEVEL, *, exact: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """(low, high) of shares of `total` rollouts: Jeffreys' interval, or the exact one of Clopper and Pearson, which never
     holds less often than its level. Means of probabilities vary less than shares, so both are conservative for them."""
     right, tail = np.nan_to_num(value) * total, (1 - level) / 2

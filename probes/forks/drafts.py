@@ -85,7 +85,9 @@ def draft_agreement(
     p = (1 + (drawn >= mass.mean() - 1e-12).sum()) / (1 + permutations)
     found = mean_over_groups((mass > 0).astype(np.float64), group)
     gain = difference_over_groups(mass - control, group)
-    return DraftAgreement(found, difference_over_groups(mass, group), float(control.mean()), gain, float(p), len(keep))
+    own = difference_over_groups(mass, group)
+    share_of = Estimate(own.value, max(own.low, 0.0), min(own.high, 1.0))
+    return DraftAgreement(found, share_of, float(control.mean()), gain, float(p), len(keep))
 
 
 def _exchanged(group: np.ndarray, generator: np.random.Generator) -> np.ndarray:

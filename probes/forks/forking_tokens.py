@@ -127,7 +127,9 @@ def forking_tokens(
         }
     )
     at = np.repeat(np.arange(len(forks)), [len(fork.tokens) - 1 for fork in forks])
-    sure, maybe = (np.bincount(at, table["weight"] * mask, len(forks)) for mask in (found.low > threshold, found.high > threshold))
+    sure, maybe = (
+        np.bincount(at, table["weight"] * mask, len(forks)) for mask in (found.low > threshold, found.high > threshold)
+    )
     unseen = np.array([max(1 - fork.weights.sum(), 0.0) for fork in forks])
     names = [fork.position for fork in forks], [fork.tokens[0] for fork in forks]
     return ForkingTokens(*names, table, sure, np.minimum(maybe + unseen, 1.0), threshold, level)

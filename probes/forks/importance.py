@@ -81,7 +81,9 @@ class Importance:
 
         axes = Picture(figsize=(min(0.3 * len(self.texts), 18) + 3, 3.2), layout="constrained").subplots()
         found, x = self.distances, np.arange(len(self.texts))
-        axes.vlines(x, found.low, np.minimum(found.high, np.nanmax([*found.high[np.isfinite(found.high)], 0.0])), color="#8a949e")
+        axes.vlines(
+            x, found.low, np.minimum(found.high, np.nanmax([*found.high[np.isfinite(found.high)], 0.0])), color="#8a949e"
+        )
         axes.scatter(x, found.value, s=24, facecolors=np.where(self.shown, "#0b4f8f", "none"), edgecolors="#0b4f8f", zorder=3)
         axes.set(xlabel="unit", ylabel=f"{self.kind} importance\n({MEASURES[self.measure]})", xticks=x)
         return axes
@@ -111,9 +113,7 @@ def importance(
     [['One.', 0.02, False], ['Two.', 0.47, True]]
     """
     whole = whole_counts(counts)
-    found = distances(
-        whole[:-1], whole[1:], measure, level=level, permutations=permutations, resamples=resamples, seed=seed
-    )
+    found = distances(whole[:-1], whole[1:], measure, level=level, permutations=permutations, resamples=resamples, seed=seed)
     names = counts.positions[:-1], counts.texts[:-1]
     return Importance("resampling", measure, *names, found, holm(found.p), whole[:-1], whole[1:], level)
 

@@ -50,8 +50,8 @@ def distances(
         raise ProbeError(f"Unknown measure {measure!r}. Use {' or '.join(MEASURES)}.")
     if not 0 < level < 1 or permutations < 19 or resamples < 99:
         raise ProbeError(
-            f"level={level}, permutations={permutations}, resamples={resamples} give no interval or test. Give a level between 0 "
-            f"and 1, at least 19 permutations and 99 resamples."
+            f"level={level}, permutations={permutations}, resamples={resamples} give no interval or test. Give a level between "
+            f"0 and 1, at least 19 permutations and 99 resamples."
         )
     most = 1.0 if measure == "tv" else np.inf
     columns = [np.full(len(first), fill) for fill in (np.nan, np.nan, 0.0, most, 1.0)]

@@ -32,7 +32,7 @@ from replaylens.probes.scoring.statistics import (
     shuffled_order,
 )
 
-LOSS, EXPLAINED, GAIN = "log-loss, nats", "share explained", "gain, nats"
+LOSS, GAIN = "log-loss, nats", "gain, nats"
 FREQUENCIES, SHUFFLED, UNTRAINED = "outcome frequencies", "shuffled", "untrained"
 Key = str | tuple[str, int]
 
@@ -101,8 +101,8 @@ class _Forks:
         total = counts.sum(1)
         if (total == 0).any() or (counts.sum(0) > 0).sum() < 2:
             raise BadRows(
-                f"{int((total == 0).sum())} of {len(total)} forks have no rollouts, and {int((counts.sum(0) > 0).sum())} outcomes "
-                f"occur. Give forks with rollouts, and at least two outcomes."
+                f"{int((total == 0).sum())} of {len(total)} forks have no rollouts, and {int((counts.sum(0) > 0).sum())} "
+                f"outcomes occur. Give forks with rollouts, and at least two outcomes."
             )
         _require_apart(tokens, groups)
         inside = np.arange(folds)[:, None] == fold_of_groups(groups, folds, seed)
@@ -133,7 +133,9 @@ class _Forks:
     def frequencies(self) -> np.ndarray:
         """[forks]: cross-entropy of the mean shares of the training forks."""
         means = (np.log(self.target[fit].mean(0).clip(1e-300)) for fit in self.split.train)
-        log_p = [np.tile(smoothed(mean, int(fit.sum())), (len(fit), 1)) for mean, fit in zip(means, self.split.train, strict=True)]
+        log_p = [
+            np.tile(smoothed(mean, int(fit.sum())), (len(fit), 1)) for mean, fit in zip(means, self.split.train, strict=True)
+        ]
         return self._judged(log_p)
 
     def _judged(self, log_p: Sequence[np.ndarray]) -> np.ndarray:
@@ -152,7 +154,14 @@ class _Forks:
         for x in (*self.states.values(), self.target):
             content.update(np.ascontiguousarray(x).tobytes())
         roots = len(np.unique(self.groups))
-        return {"task": None, "knobs": {}, "digest": content.hexdigest(), "fingerprint": None, "rows": len(self.total), "roots": roots}
+        return {
+            "task": None,
+            "knobs": {},
+            "digest": content.hexdigest(),
+            "fingerprint": None,
+            "rows": len(self.total),
+            "roots": roots,
+        }
 
     def notes(self) -> list[str]:
         return [] if self.untrained else ["Skipped the untrained model: no states of one were given (untrained=)."]
@@ -169,8 +178,8 @@ def _require_apart(tokens: Sequence[np.ndarray], groups: np.ndarray) -> None:
         first = seen.setdefault(np.asarray(path, dtype=np.int64).tobytes(), number)
         if groups[first] != groups[number]:
             raise SharedRows(
-                f"Forks {first} and {number} have the same path but different groups, {groups[first]!r} and {groups[number]!r}: "
-                f"a probe fitted on one would be tested on the other. Give both the same group."
+                f"Forks {first} and {number} have the same path but different groups, {groups[first]!r} and "
+                f"{groups[number]!r}: a probe fitted on one would be tested on the other. Give both the same group."
             )
 
 
@@ -180,17 +189,22 @@ def _texts(tokens: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     last = np.array([path[-1] for path in tokens])
     one_hot = (last[:, None] == np.unique(last)[None]).astype(np.float64)
     length = np.array([[len(path)] for path in tokens], dtype=np.float64)
-    return {"length": length, "last token": one_hot, "bag of tokens": bag, "whole text": np.column_stack([bag, one_hot, length])}
+    return {
+        "length": length,
+        "last token": one_hot,
+        "bag of tokens": bag,
+        "whole text": np.column_stack([bag, one_hot, length]),
+    }
 
 
 def _scores(losses: dict[str, np.ndarray], data: _Forks) -> list[dict[str, Any]]:
-    """Loss of everything, with the share of what can be explained: 0 for the frequencies, 1 for the forks' own distributions."""
+    """Loss of everything, with the share of what can be explained: 0 for the frequencies, 1 for the true distributions."""
     folds, room = len(data.split), float((losses[FREQUENCIES] - data.floor).mean())
     lines = []
     for name, loss in losses.items():
         score = difference_over_groups(loss, data.groups, folds=folds, bounded=False)
         part = float((losses[FREQUENCIES] - loss).mean()) / room if room > 0 else float("nan")
-        lines.append(score_line(name, LOSS, score, len(loss), **{EXPLAINED.replace(" ", "_"): part}))
+        lines.append(score_line(name, LOSS, score, len(loss), share_explained=part))
     return lines
 
 
@@ -198,7 +212,9 @@ def _gains(
     cells: dict[str, np.ndarray], losses: dict[str, np.ndarray], data: _Forks, folds: int, seed: int
 ) -> list[dict[str, Any]]:
     """Loss of each baseline minus that of each cell; the low ends are one-sided and hold for all of them jointly."""
-    pairs = [(cell, name) for cell in cells for name in losses if not name.startswith(UNTRAINED) or name == f"{UNTRAINED} {cell}"]
+    pairs = [
+        (cell, name) for cell in cells for name in losses if not name.startswith(UNTRAINED) or name == f"{UNTRAINED} {cell}"
+    ]
     gains = np.stack([losses[name] - cells[cell] for cell, name in pairs])
     _, low = lower_bounds(gains, data.groups, seed=seed, folds=folds)
     p = corrected_p(gains, data.groups, folds)
@@ -219,8 +235,8 @@ def _say(lines: list[dict[str, Any]]) -> list[str]:
         verdict = "Shown" if worst["low"] > 0 else "Not shown"
         part = scores[cell]["share_explained"]
         said.append(
-            f"{verdict}: {cell} tells more of the coming outcomes than every baseline. Loss {scores[cell]['accuracy']:.3f} nats, "
-            f"{part:.0%} of what can be explained; least gain {worst['accuracy']:+.3f} (at least {worst['low']:+.3f}) nats over "
-            f"{worst['what'].removeprefix(f'{cell} against ')}."
+            f"{verdict}: {cell} tells more of the coming outcomes than every baseline. Loss {scores[cell]['accuracy']:.3f} "
+            f"nats, {part:.0%} of what can be explained; least gain {worst['accuracy']:+.3f} (at least {worst['low']:+.3f}) "
+            f"nats over {worst['what'].removeprefix(f'{cell} against ')}."
         )
     return said

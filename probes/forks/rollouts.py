@@ -39,7 +39,7 @@ class Rollouts:
         unknown = sorted(set(self.outcome) - set(self.outcomes))
         if unknown:
             raise BadRows(f"Outcome {unknown[0]!r} is not among {', '.join(self.outcomes)}. List it in `outcomes`.")
-        if len(self.fork) and not (0 <= self.fork.min() and self.fork.max() < len(self.positions)):
+        if len(self.fork) and (self.fork.min() < 0 or self.fork.max() >= len(self.positions)):
             raise BadRows(f"Forks go from 0 to {len(self.positions) - 1}; given: {self.fork.min()} to {self.fork.max()}.")
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class Rollouts:
         """The outcomes counted at each position."""
         place = {name: k for k, name in enumerate(self.outcomes)}
         table = np.zeros((len(self.positions), len(self.outcomes)), dtype=np.int64)
-        np.add.at(table, (self.fork, [place[name] for name in self.outcome]), 1)
+        np.add.at(table, (self.fork, np.array([place[name] for name in self.outcome], dtype=np.int64)), 1)
         return OutcomeCounts(self.positions, self.outcomes, table, self.texts)
 
     def where(self, mask: np.ndarray) -> "Rollouts":

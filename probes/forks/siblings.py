@@ -43,7 +43,9 @@ class SiblingDivergence:
     @property
     def frame(self) -> pd.DataFrame:
         """One line per depth."""
-        ends = {f"{name}{end}": [getattr(each, end or "value") for each in found] for name, found in self._each() for end in _ENDS}
+        ends = {
+            f"{name}{end}": [getattr(each, end or "value") for each in found] for name, found in self._each() for end in _ENDS
+        }
         renamed = {name.replace("low", "_low").replace("high", "_high"): values for name, values in ends.items()}
         return pd.DataFrame(
             {"depth": self.depths, "pairs": self.pairs, **renamed, "p": self.p, "p_family": self.p_family, "shown": self.shown}
@@ -59,7 +61,9 @@ class SiblingDivergence:
         axes = Picture(figsize=(6, 3.4), layout="constrained").subplots()
         for (name, found), colour in zip(self._each(), ("#59636e", "#0b4f8f"), strict=True):
             axes.plot(self.depths, [each.value for each in found], marker="o", markersize=3, color=colour, label=name)
-            axes.fill_between(self.depths, [e.low for e in found], [e.high for e in found], color=colour, alpha=0.2, linewidth=0)
+            axes.fill_between(
+                self.depths, [e.low for e in found], [e.high for e in found], color=colour, alpha=0.2, linewidth=0
+            )
         axes.axhline(0, color="#8a949e", linewidth=0.8)
         axes.set(xlabel="tokens after the fork", ylabel="relative distance of states")
         axes.legend(fontsize=8)

@@ -102,7 +102,7 @@
       fill();
     };
 
-    // The tree of one fork: rows are given to leaves, and a parent stands in the middle of its children.
+    // The tree of one fork: leaves stand below each other, and a parent beside the first of its children.
     const layout = (node, depth, state) => {
       node.depth = depth;
       node.x = depth * (WIDE + GAP);
@@ -116,10 +116,9 @@
         state.y += node.high + 8;
         return;
       }
-      const top = state.y;
+      node.y = state.y;
       children.forEach((child) => layout(child, depth + 1, state));
       node.high = Math.max(LOW, thick + 4);
-      node.y = Math.max(top, (children[0].y + children.at(-1).y + children.at(-1).high) / 2 - node.high / 2);
       state.y = Math.max(state.y, node.y + node.high + 8);
     };
     const unfold = (node) => {
@@ -128,7 +127,7 @@
     };
     const limited = (nodes, parent) => {
       const total = parent.own.length;
-      const kept = nodes.filter((n, i) => i < SHOWN && n.own.length / total >= LEAST || parent.every);
+      const kept = nodes.filter((n, i) => i < SHOWN && n.own.length / total >= LEAST);
       const rest = nodes.slice(kept.length);
       if (rest.length === 1) return nodes;
       if (!rest.length) return kept;
