@@ -108,9 +108,9 @@ def sibling_divergence(
         kept.append(depth)
         pairs.append(found.pairs)
         distance.append(difference_over_groups(found.mean, found.groups, bounded=False))
-        gap.append(difference_over_groups(found.gaps(None), found.groups[found.mixed], bounded=False))
-        drawn = np.array([found.gaps(generator).mean() for _ in range(permutations)])
-        nulls.append(Null(np.array([gap[-1].value]), drawn[:, None]))
+        gap.append(difference_over_groups(found.gaps()[0], found.groups[found.mixed], bounded=False))
+        drawn = found.gaps(generator, permutations).mean(1, keepdims=True)
+        nulls.append(Null(np.array([gap[-1].value]), drawn))
     if not kept:
         raise BadRows("No depth has two forks with siblings of different outcomes. Give more forks, or more siblings of each.")
     family = np.concatenate(max_statistic(nulls))
@@ -151,13 +151,14 @@ class _Depth:
         mixed = [i for i, own in enumerate(names) if 1 < len(np.unique(own)) < len(own)]
         return cls(tables, names, np.array(mean), np.array(group), np.array(mixed, dtype=np.int64))
 
-    def gaps(self, generator: np.random.Generator | None) -> np.ndarray:
-        """[mixed forks]: different minus equal outcomes; a generator exchanges outcomes between siblings first."""
-        out = np.empty(len(self.mixed))
+    def gaps(self, generator: np.random.Generator | None = None, draws: int = 1) -> np.ndarray:
+        """[draws, mixed forks]: different minus equal outcomes; a generator exchanges outcomes between siblings first."""
+        out = np.empty((draws, len(self.mixed)))
         for i, fork in enumerate(self.mixed):
-            table, own = self.tables[fork], self.outcomes[fork]
-            own = own if generator is None else generator.permutation(own)
-            upper = np.triu_indices(len(own), 1)
-            same = (own[:, None] == own[None])[upper]
-            out[i] = table[upper][~same].mean() - table[upper][same].mean()
+            own = np.tile(self.outcomes[fork], (draws, 1))
+            own = own if generator is None else generator.permuted(own, axis=1)
+            upper = np.triu_indices(own.shape[1], 1)
+            apart = self.tables[fork][upper]
+            same = own[:, upper[0]] == own[:, upper[1]]  # [draws, pairs]
+            out[:, i] = (~same @ apart) / (~same).sum(1) - (same @ apart) / same.sum(1)
         return out

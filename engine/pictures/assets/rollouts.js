@@ -136,13 +136,14 @@
     };
     const ribbon = (svg, parent, child, from) => {
       const x1 = parent.x + WIDE, x2 = child.x, middle = (x1 + x2) / 2;
-      let a = from, b = child.y + child.high / 2 - child.thick / 2;
+      let a = from, b = child.y + child.high / 2 - child.thick / 2;  // strokes, not areas: a steep ribbon keeps its width
       child.mix.forEach((count, k) => {
         if (!count) return;
         const t = child.thick * count / child.own.length;
         const path = svg.appendChild(document.createElementNS(SVG, "path"));
-        path.setAttribute("d", `M${x1} ${a}C${middle} ${a} ${middle} ${b} ${x2} ${b}V${b + t}C${middle} ${b + t} ${middle} ${a + t} ${x1} ${a + t}Z`);
-        path.setAttribute("style", `fill:var(--o${k})`);
+        const [y1, y2] = [a + t / 2, b + t / 2];
+        path.setAttribute("d", `M${x1} ${y1}C${middle} ${y1} ${middle} ${y2} ${x2} ${y2}`);
+        path.setAttribute("style", `fill:none;stroke:var(--o${k});stroke-width:${t}px`);
         path.setAttribute("opacity", "0.8");
         a += t;
         b += t;

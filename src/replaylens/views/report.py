@@ -15,8 +15,9 @@ from replaylens.engine.dump.verify import MISMATCH, VERIFIED, Verification
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.pictures import thoughts as thinking
 from replaylens.engine.pictures import tree_html
-from replaylens.engine.pictures.html import join, tag, void
+from replaylens.engine.pictures.html import asset, join, tag, void
 from replaylens.engine.pictures.readings import Decode
+from replaylens.engine.pictures.rollout_tree import RolloutTree, rollout_style
 from replaylens.engine.pictures.summary import fact_list
 from replaylens.probes.reports.report import Report
 from replaylens.views import dumped, heatmap, lens_map, page, probe_section
@@ -25,7 +26,7 @@ from replaylens.views.dumped import DumpedExample
 
 @dataclass(frozen=True)
 class ReportPage:
-    """A page about a dump, probe reports, or both.
+    """A page about a dump, probe reports, trees of rollouts, or all of them.
 
     verdict  verification of the dump; None: none was run, and the page says so
     decode   texts of tokens that occur only in the lens
@@ -38,6 +39,7 @@ class ReportPage:
     decode: Decode | None = None
     trees: int = page.MAX_TREES
     title: str = ""
+    rollouts: tuple[RolloutTree, ...] = ()
 
     def save(self, path: str | Path, progress: bool = False) -> Path:
         """Write the page under a temporary name, then rename it."""
@@ -55,11 +57,13 @@ class ReportPage:
             digest = None if self.dump is None else self.dump.digest
             body = probe_section.draw_all(self.probes, digest)
             sections.insert(len(sections) - 1 if sections else 0, page.Section("probes", "Probes", body))
+        if self.rollouts:
+            sections.append(page.Section("rollouts", "Rollouts", join(tree.draw() for tree in self.rollouts)))
         tasks = [self.dump.manifest.plan.task] if self.dump is not None else [p.source["task"] or "arrays" for p in self.probes]
-        title = self.title or f"replaylens: {', '.join(dict.fromkeys(tasks))}"
-        return page.assemble(
-            title, "; ".join([*lead, *(f"{p.kind}, {len(p.lines)} lines" for p in self.probes)]), sections, data
-        )
+        title = self.title or f"replaylens: {', '.join(dict.fromkeys(tasks)) or 'rollouts'}"
+        lead += [f"{p.kind}, {len(p.lines)} lines" for p in self.probes] + [repr(tree) for tree in self.rollouts]
+        code, look = (asset("rollouts.js"), rollout_style()) if self.rollouts else ("", page.NO_STYLE)
+        return page.assemble(title, "; ".join(lead), sections, data, code=code, more_style=look)
 
 
 def page_file(path: str | Path) -> Path:
