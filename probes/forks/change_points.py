@@ -108,13 +108,14 @@ def change_points(
     if not prior > 0 or not 0 < level < 1:
         raise ProbeError(f"prior={prior} and level={level} are not valid. Give a prior above 0 and a level between 0 and 1.")
     table = whole_counts(counts)
-    length = len(table)
+    rolled = np.flatnonzero(table.sum(1))  # forks without rollouts say nothing: a change there would be free
+    table, length = table[rolled], len(rolled)
     if length < 2:
-        raise BadRows(f"{length} positions have no change between them. Give counts at two positions or more.")
+        raise BadRows(f"{length} positions with rollouts have no change between them. Give two or more.")
     most = min(most, length - 1)
     stretch = _stretches(table, prior)
     before, after = _before(stretch, most), _after(stretch, most)
-    return _posterior(counts, table, before, after, most, level)
+    return _posterior(counts, table, rolled, before, after, most, level)
 
 
 def _stretches(table: np.ndarray, prior: float) -> np.ndarray:
@@ -144,8 +145,15 @@ def _after(stretch: np.ndarray, most: int) -> np.ndarray:
 
 
 def _posterior(
-    counts: OutcomeCounts, table: np.ndarray, before: np.ndarray, after: np.ndarray, most: int, level: float
+    counts: OutcomeCounts,
+    table: np.ndarray,
+    rolled: np.ndarray,
+    before: np.ndarray,
+    after: np.ndarray,
+    most: int,
+    level: float,
 ) -> ChangePoints:
+    """Of the forks `rolled`, whose counts are `table`; a change is put at the first of them after it."""
     length = len(table)
     m = np.arange(most + 1)
     places = gammaln(length) - gammaln(m + 1) - gammaln(length - m)  # log of the number of ways to place m changes
@@ -160,11 +168,16 @@ def _posterior(
     ends = [_place(before[j - 1, 1:-1] + after[best - j, 1:-1], level) for j in range(1, best + 1)]
     cuts = [0, *(at for at, _, _, _ in ends), length]
     parts = [shares(table[a:b].sum(0)) for a, b in pairwise(cuts)]
-    points = tuple(
-        ChangePoint(at, low, high, counts.positions[at], counts.texts[at - 1], p, float(variation(parts[k], parts[k + 1])))
-        for k, (at, low, high, p) in enumerate(ends)
-    )
-    return ChangePoints(counts.positions, counts.texts, np.minimum(chance, 1.0), number, points, level)
+    points = tuple(_point(counts, rolled, each, float(variation(parts[k], parts[k + 1]))) for k, each in enumerate(ends))
+    probability = np.zeros(len(counts.positions))
+    probability[rolled] = np.minimum(chance, 1.0)
+    return ChangePoints(counts.positions, counts.texts, probability, number, points, level)
+
+
+def _point(counts: OutcomeCounts, rolled: np.ndarray, place: tuple[int, int, int, float], size: float) -> ChangePoint:
+    """A change point as forks of the whole path: forks without rollouts before the interval may be its place too."""
+    at, low, high = int(rolled[place[0]]), int(rolled[place[1] - 1]) + 1, int(rolled[place[2]])
+    return ChangePoint(at, low, high, counts.positions[at], counts.texts[at - 1], place[3], size)
 
 
 def _place(log: np.ndarray, level: float) -> tuple[int, int, int, float]:

@@ -118,16 +118,22 @@ class _Drawing:
     def p(self, observed: float, under: np.ndarray) -> float:
         return float((1 + (under >= observed - 1e-12).sum()) / (1 + self.permutations))
 
+    def _rejects_not(self, p: float, level: float) -> bool:
+        """Whether the permutations are enough for a test at this level, and it does not reject that both sides are equal."""
+        return p > 1 - level and (1 - level) * (1 + self.permutations) >= 1
+
     def variation(self, level: float) -> tuple[float, float, float, float, float]:
         """(value, plug-in, low, high, p). The interval: a distance of the truth from the plug-in point of at most c moves
-        total variation by at most c (triangle inequality), so it holds wherever the truth is, also at zero."""
+        total variation by at most c (triangle inequality), so it holds wherever the truth is, also at zero. Its low end is 0
+        unless the test rejects that."""
         plug_in = float(variation(shares(self.a), shares(self.b)))
         under = variation(*map(shares, self.exchanged))
         value = float(np.sqrt(max(plug_in**2 - (under**2).mean(), 0.0)))
         one, other = map(shares, self.again)
         away = variation(one - other, smoothed(self.a) - smoothed(self.b))
-        reach = _quantile(away, level)
-        return value, plug_in, max(plug_in - reach, 0.0), min(plug_in + reach, 1.0), self.p(plug_in, under)
+        reach, p = _quantile(away, level), self.p(plug_in, under)
+        low = 0.0 if self._rejects_not(p, level) else max(plug_in - reach, 0.0)
+        return value, plug_in, low, min(plug_in + reach, 1.0), p
 
     def divergence(self, level: float) -> tuple[float, float, float, float, float]:
         """(value, plug-in, low, high, p). The interval: from the lower of the percentiles of redrawn and of bias-corrected
@@ -137,7 +143,7 @@ class _Drawing:
         bias = float(again.mean()) - plug_in
         low, high = (float(end) for end in np.quantile(again, [(1 - level) / 2, (1 + level) / 2]))
         p = self.p(plug_in, under)
-        low = max(min(low, low - 2 * bias), 0.0) if p <= 1 - level else 0.0
+        low = 0.0 if self._rejects_not(p, level) else max(min(low, low - 2 * bias), 0.0)
         return plug_in - bias, plug_in, low, max(high, high - 2 * bias), p
 
 
@@ -145,5 +151,5 @@ def _quantile(norms: np.ndarray, level: float) -> float:
     """Of norms of about normal vectors. Beyond what the draws resolve, the quantile for 95 % is scaled as that of one normal
     number is, whose tail is the heaviest of all."""
     if (1 - level) * len(norms) >= 5:
-        return float(np.quantile(norms, level))
+        return float(np.quantile(norms, level, method="higher"))
     return float(np.quantile(norms, LEVEL) * stats.norm.ppf((1 + level) / 2) / stats.norm.ppf((1 + LEVEL) / 2))
