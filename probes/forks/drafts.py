@@ -80,8 +80,8 @@ def draft_agreement(
     if not elsewhere.any(1).all():
         raise BadRows("All forks are of one group. Give forks of several roots.")
     control = (share[:, draft] * elsewhere).sum(1) / elsewhere.sum(1)
-    generator = np.random.default_rng([seed, 0xD4AF])
-    drawn = np.array([share[at, draft[_exchanged(group, generator)]].mean() for _ in range(permutations)])
+    generator, blocks = np.random.default_rng([seed, 0xD4AF]), _blocks(group)
+    drawn = np.array([share[at, draft[_exchanged(blocks, generator)]].mean() for _ in range(permutations)])
     p = (1 + (drawn >= mass.mean() - 1e-12).sum()) / (1 + permutations)
     found = mean_over_groups((mass > 0).astype(np.float64), group)
     gain = difference_over_groups(mass - control, group)
@@ -90,11 +90,16 @@ def draft_agreement(
     return DraftAgreement(found, share_of, float(control.mean()), gain, float(p), len(keep))
 
 
-def _exchanged(group: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """[forks]: the fork whose draft each fork takes; whole groups of equal size are exchanged."""
-    out = np.arange(len(group))
+def _blocks(group: np.ndarray) -> list[np.ndarray]:
+    """[groups of one size, forks of each], for every size of a group."""
     members = [np.flatnonzero(group == name) for name in np.unique(group)]
-    for size in sorted({len(rows) for rows in members}):
-        block = np.stack([rows for rows in members if len(rows) == size])
+    sizes = sorted({len(rows) for rows in members})
+    return [np.stack([rows for rows in members if len(rows) == size]) for size in sizes]
+
+
+def _exchanged(blocks: list[np.ndarray], generator: np.random.Generator) -> np.ndarray:
+    """[forks]: the fork whose draft each fork takes; whole groups of equal size are exchanged."""
+    out = np.empty(sum(block.size for block in blocks), dtype=np.int64)
+    for block in blocks:
         out[block] = block[generator.permutation(len(block))]
     return out

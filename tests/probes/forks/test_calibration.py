@@ -5,8 +5,8 @@ import pytest
 
 from tests.calibrate_forks import BIASES, SETTINGS, Setting, rate_of
 
-QUICK = 40
-"""simulations; an error rate of 5 % shows more than 6 errors in 1 of 300 runs, and the seeds are fixed"""
+QUICK = 30
+"""simulations; an error rate of 5 % shows more than 5 errors in 1 of 300 runs, and the seeds are fixed"""
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 CHOSEN = (
     "importance, tv, 10 units, 30 rollouts, 2 outcomes, rarest 0.5",
@@ -18,7 +18,6 @@ CHOSEN = (
     "draft agreement, 60 forks of 30 roots",
     "tv, equal, 30 rollouts",
     "tv, 4 outcomes, near, 100 rollouts",
-    "kl, near, 100 rollouts",
     "place of a change of .2, 100 rollouts",
     "importance, tv, one of 10 units by .3, 100 rollouts",
     "change points, one change of .2, 100 rollouts",
@@ -41,7 +40,7 @@ def test_quick_control() -> None:
 
 def test_estimates_lose_the_bias_of_counting() -> None:
     """At equal distributions the corrected distance is nearer to 0 than the plug-in one, at far ones no farther off."""
-    found = {setting.name: setting.rate(100).rate for setting in BIASES if "100 rollouts" in setting.name}
+    found = {setting.name: setting.rate(60).rate for setting in BIASES if "100 rollouts" in setting.name}
     for measure in ("tv", "kl"):
         for about in ("equal", "4 outcomes, equal"):
             assert abs(found[f"{measure}, {about}, 100 rollouts"]) < 0.6 * found[f"{measure} (plug-in), {about}, 100 rollouts"]
