@@ -263,7 +263,7 @@ POWERS: tuple[tuple[str, Draw, float], ...] = (
     ("sibling divergence, effect 2.25 at the last depth", siblings_found(3.0), 1),
     ("draft agreement, half of the drafts", drafts_found(0.5), 1),
 )
-ERROR, HOLDS, FAIR_HOLDS = (0.0, 0.05), (0.95, 1.0), (0.93, 0.97)
+ERROR, HOLDS, FAIR_HOLDS = (0.0, 0.05), (0.95, 1.0), (0.93, 0.99)
 SETTINGS: tuple[Setting, ...] = (
     *(
         Setting("error", f"importance, {measure}, 10 units, {n} rollouts, {len(p)} outcomes, rarest {min(p)}", draw, ERROR)
