@@ -56,7 +56,7 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.probes.forks.importance import importance as importance
     from replaylens.probes.forks.outcome_probe import outcome_probe as outcome_probe
     from replaylens.probes.forks.resilience import resilience as resilience
-    from replaylens.probes.forks.rollouts import Rollouts as Rollouts
+    from replaylens.probes.forks.rollout_texts import RolloutTexts as RolloutTexts
     from replaylens.probes.forks.siblings import sibling_divergence as sibling_divergence
     from replaylens.probes.questions.across import transfer_across as transfer_across
     from replaylens.probes.questions.amnesic import amnesic as amnesic
@@ -92,7 +92,7 @@ _WHERE = {
     "MomentStream": "estimators.moments",
     "ProbeRows": "data.rows",
     "Report": "reports.report",
-    "Rollouts": "forks.rollouts",
+    "RolloutTexts": "forks.rollout_texts",
     "Solution": "estimators.solvers",
     "SparseProbe": "estimators.sparse",
     "Split": "design.splits",

@@ -27,7 +27,7 @@ from replaylens.probes.forks.importance import counterfactual_importance, import
 from replaylens.probes.forks.multinomials import Measure, distances, divergence, variation
 from replaylens.probes.forks.outcome_probe import outcome_probe
 from replaylens.probes.forks.resilience import resilience
-from replaylens.probes.forks.rollouts import Rollouts
+from replaylens.probes.forks.rollout_texts import RolloutTexts
 from replaylens.probes.forks.siblings import sibling_divergence
 from tests.calibrate import Rate, table
 
@@ -120,7 +120,7 @@ def importance_found(measure: Measure, rollouts: int, *stretches: tuple[int, tup
     return draw
 
 
-def rollouts_of(generator: np.random.Generator, same: float, effect: float, forks: int = 5, each: int = 60) -> Rollouts:
+def rollouts_of(generator: np.random.Generator, same: float, effect: float, forks: int = 5, each: int = 60) -> RolloutTexts:
     """Rollouts whose first unit is the path's with probability `same`, and another one otherwise, which moves unit 2."""
     fork = np.repeat(np.arange(forks), each)
     kept = generator.random(len(fork)) < same
@@ -128,7 +128,7 @@ def rollouts_of(generator: np.random.Generator, same: float, effect: float, fork
     outcome = np.where(generator.random(len(fork)) < p, "yes", "no").tolist()
     texts = [f"unit number {i} of the path." for i in range(forks)]
     units = [(texts[f] if k else "Something else altogether here.", "end.") for f, k in zip(fork, kept, strict=True)]
-    return Rollouts(list(range(forks)), texts, ["yes", "no"], fork, units, outcome)
+    return RolloutTexts(list(range(forks)), texts, ["yes", "no"], fork, units, outcome)
 
 
 def counterfactual_found(effect: float, at: int | None = None) -> Draw:

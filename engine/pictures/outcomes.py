@@ -8,9 +8,9 @@ from markupsafe import Markup
 from replaylens.engine.pictures.html import join, tag
 from replaylens.engine.pictures.paths import visible
 
-FILLS = ("#4f9ddb", "#f0a23b", "#57bd96", "#d67ab5", "#e6d352", "#9188d8", "#c8784c", "#7fd0d8")
-"""distinguishable with every common kind of colour blindness, in this order; dark text is readable on all"""
-REST = "#aab1b8"
+FILLS = ("#4f9ddb", "#f0a23b", "#a6dcee", "#ee3a70", "#a6b8a6", "#dcdc28", "#8270ee", "#ee5eb8")
+"""the first five as far apart as token states, with every common kind of colour blindness; dark text is readable on all"""
+REST = "#85898d"
 """of outcomes beyond the eighth"""
 WIDTH, HEIGHT, LEFT, TOP = 1000, 150, 34, 8
 """size of the curve, and where its plot begins"""

@@ -1,1 +1,1 @@
-"""Resampling: rollouts from fork positions and the counts of their outcomes."""
+"""Resampling: which rollouts are drawn, from which seeds, how their answers are read, and what is kept of them."""

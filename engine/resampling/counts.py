@@ -1,37 +1,46 @@
-"""`OutcomeCounts`: how often each outcome came of the rollouts from each fork position."""
+"""`OutcomeCounts`: how often each outcome followed each fork. What statistics of forks start from."""
 
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from replaylens.engine.errors import BadRequest
 
 
 @dataclass(frozen=True, eq=False)
 class OutcomeCounts:
-    """Counts of outcomes of rollouts. Row i: rollouts from the prefix before the unit (sentence or token) that starts there."""
+    """Counts of outcomes at each fork position. Immutable; the arrays must not be changed.
+
+    >>> counts = OutcomeCounts([4, 9], ["heads", "tails"], np.array([[3, 1], [0, 4]]), [" Alice flips.", " Bob flips."])
+    >>> counts.shares.tolist()
+    [[0.75, 0.25], [0.0, 1.0]]
+    """
 
     positions: list[int]
-    """token positions of the forks, ascending"""
+    """fork positions: the number of tokens that the rollouts share with the path"""
     outcomes: list[str]
-    counts: np.ndarray
-    """int64 [positions, outcomes]"""
+    """the names of the outcomes"""
+    counts: NDArray[np.int64]
+    """[positions, outcomes]: rollouts with this outcome. With choice tokens, rollouts whose likeliest choice it is"""
     texts: list[str]
-    """the text of the unit that starts at each position"""
-    probabilities: np.ndarray | None = None
-    """float64 [positions, outcomes]: mean probability of each outcome over the rollouts, where answers are read as
-    probabilities of choice tokens instead of samples"""
+    """the text of the unit of the path, such as a sentence, that starts at each position; "" at its end"""
+    probabilities: NDArray[np.float64] | None = None
+    """[positions, outcomes]: with choice tokens, the mean probability of each choice over the rollouts; otherwise None"""
 
     def __post_init__(self) -> None:
         shape = (len(self.positions), len(self.outcomes))
-        if self.counts.shape != shape or len(self.texts) != shape[0]:
-            raise BadRequest(
-                f"The counts have shape {list(self.counts.shape)} and there are {len(self.texts)} texts, for {shape[0]} "
-                f"positions and {shape[1]} outcomes. Give counts [positions, outcomes] and one text per position."
-            )
-        if self.counts.dtype != np.int64 or (self.counts < 0).any():
-            raise BadRequest(f"The counts are {self.counts.dtype}. Give int64 numbers of at least 0.")
-        if self.probabilities is not None and self.probabilities.shape != shape:
-            raise BadRequest(
-                f"The probabilities have shape {list(self.probabilities.shape)}. Give {list(shape)}, as the counts."
-            )
+        for name in ("counts", "probabilities"):
+            given = getattr(self, name)
+            if given is not None and np.shape(given) != shape:
+                raise BadRequest(f"{name} is of shape {np.shape(given)}, for {shape[0]} positions and {shape[1]} outcomes.")
+        if len(self.texts) != shape[0]:
+            raise BadRequest(f"Got {len(self.texts)} texts for {shape[0]} positions. Give one for each.")
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """The estimated outcome distribution at each position: [positions, outcomes]. nan where nothing was drawn."""
+        if self.probabilities is not None:
+            return self.probabilities
+        with np.errstate(invalid="ignore"):
+            return np.asarray(self.counts / self.counts.sum(1, keepdims=True))

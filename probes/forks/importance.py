@@ -23,7 +23,7 @@ from replaylens.probes.forks.multinomials import (
     distances,
     whole_counts,
 )
-from replaylens.probes.forks.rollouts import Rollouts
+from replaylens.probes.forks.rollout_texts import RolloutTexts
 from replaylens.probes.forks.similarity import Similar, overlap
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def importance(
 
 
 def counterfactual_importance(
-    rollouts: Rollouts,
+    rollouts: RolloutTexts,
     *,
     similar: Similar | None = None,
     measure: Measure = "tv",
@@ -154,5 +154,5 @@ def holm(p: np.ndarray) -> np.ndarray:
     return out
 
 
-def _each(rollouts: Rollouts) -> "zip[tuple[int, tuple[str, ...]]]":
+def _each(rollouts: RolloutTexts) -> "zip[tuple[int, tuple[str, ...]]]":
     return zip(rollouts.fork.tolist(), rollouts.units, strict=True)

@@ -9,7 +9,7 @@ import pandas as pd
 from replaylens.probes.errors import BadRows
 from replaylens.probes.forks.distributions import interval
 from replaylens.probes.forks.multinomials import LEVEL
-from replaylens.probes.forks.rollouts import Rollouts
+from replaylens.probes.forks.rollout_texts import RolloutTexts
 from replaylens.probes.forks.similarity import Similar, overlap
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Resilience:
         return table
 
 
-def resilience(rollouts: Rollouts, *, similar: Similar | None = None, level: float = LEVEL) -> Resilience:
+def resilience(rollouts: RolloutTexts, *, similar: Similar | None = None, level: float = LEVEL) -> Resilience:
     """How often each unit's content comes back in rollouts from before it.
 
     similar  whether two units say the same; default: `overlap()`, at least six of ten words in common

@@ -13,7 +13,7 @@ import pytest
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.pictures.rollout_tree import RolloutTree
-from replaylens.probes.forks.rollouts import Rollouts
+from replaylens.probes.forks.rollout_texts import RolloutTexts
 from replaylens.views.report import ReportPage
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE
@@ -23,7 +23,7 @@ ITS_DATA_AND_SCRIPT = 2
 WORDS = ("the", "coin", "is", "flipped", "so", "we", "count", "again", "and", "wait", "while", "heads", "or", "tails", "follow")
 
 
-def rollouts_of(forks: int, each: int, depth: int = 5, seed: int = 0) -> Rollouts:
+def rollouts_of(forks: int, each: int, depth: int = 5, seed: int = 0) -> RolloutTexts:
     """Rollouts that keep the path's unit half of the time, and that change their outcome at the middle fork."""
     generator = random.Random(seed)
 
@@ -38,11 +38,11 @@ def rollouts_of(forks: int, each: int, depth: int = 5, seed: int = 0) -> Rollout
         own = [pool[f + d][0 if generator.random() < 0.5 else generator.randrange(10)] for d in range(depth)]
         units.append((*own, unit()))
         outcome.append("even" if generator.random() < (0.9 if f > forks // 2 else 0.3) else "odd")
-    return Rollouts(list(range(forks)), texts, ["even", "odd"], fork, units, outcome)
+    return RolloutTexts(list(range(forks)), texts, ["even", "odd"], fork, units, outcome)
 
 
 @pytest.fixture(scope="module")
-def rollouts() -> Rollouts:
+def rollouts() -> RolloutTexts:
     return rollouts_of(6, 40)
 
 
@@ -63,7 +63,7 @@ def data_of(html: str) -> dict[str, Any]:
 # ---- the page ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_holds_every_rollout_once(rollouts: Rollouts, tmp_path: Path) -> None:
+def test_the_page_holds_every_rollout_once(rollouts: RolloutTexts, tmp_path: Path) -> None:
     """Texts come back from the page's table, in which each different unit occurs once; equal input gives equal bytes."""
     tree = rollouts.tree("a title", prompt="The prompt.")
     html = tree.save(tmp_path / "new" / "x.html").read_text()
@@ -78,7 +78,7 @@ def test_the_page_holds_every_rollout_once(rollouts: Rollouts, tmp_path: Path) -
     assert data["fork"] == rollouts.fork.tolist() and [rollouts.outcomes[k] for k in data["outcome"]] == rollouts.outcome
 
 
-def test_tiles_are_as_wide_as_their_branches_are_probable(rollouts: Rollouts) -> None:
+def test_tiles_are_as_wide_as_their_branches_are_probable(rollouts: RolloutTexts) -> None:
     """In each column, tiles of one outcome have the area of its share; the path's own branch has a frame of its width."""
     html = rollouts.tree().draw()
     counts = rollouts.counts().counts
@@ -102,7 +102,7 @@ def test_markup_stays_text(hostile: RolloutTree, tmp_path: Path) -> None:
     parsed(hostile._repr_html_())
 
 
-def test_a_section_of_the_report(rollouts: Rollouts) -> None:
+def test_a_section_of_the_report(rollouts: RolloutTexts) -> None:
     html = ReportPage(rollouts=(rollouts.tree("first"), rollouts.tree("second"))).html()
     found = assert_harmless(html, 1 + 2)
     assert {"Rollouts", "first", "second", "replaylens: rollouts"} <= set(found.texts)
@@ -134,7 +134,7 @@ class Lens:
         return "<div class='rl-view'><b>the lens of this rollout</b></div>"
 
 
-def test_click_through_a_tree(tab: Any, rollouts: Rollouts, tmp_path: Path) -> None:  # noqa: F811
+def test_click_through_a_tree(tab: Any, rollouts: RolloutTexts, tmp_path: Path) -> None:  # noqa: F811
     """Column, branch, rollout, lens: each click shows what the counts say."""
     chosen = next(i for i, f in enumerate(rollouts.fork) if f == 1)
     tree = RolloutTree(**{**vars(rollouts.tree("clicks")), "lenses": {chosen: Lens()}})
@@ -164,7 +164,7 @@ def test_click_through_a_tree(tab: Any, rollouts: Rollouts, tmp_path: Path) -> N
     assert tab.inner_text(".rl-one p").strip() == "".join(rollouts.units[chosen]).strip()
 
 
-def test_more_branches_unfold(tab: Any, rollouts: Rollouts, tmp_path: Path) -> None:  # noqa: F811
+def test_more_branches_unfold(tab: Any, rollouts: RolloutTexts, tmp_path: Path) -> None:  # noqa: F811
     """Rare branches are folded into one; a click puts them in its place, and no rollout is lost."""
     tab.goto(rollouts.tree().save(tmp_path / "x.html").as_uri())
     tab.wait_for_selector(".rl-node")
@@ -177,7 +177,7 @@ def test_more_branches_unfold(tab: Any, rollouts: Rollouts, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_text_wraps_and_keyboard_works(tab: Any, rollouts: Rollouts, tmp_path: Path, theme: str) -> None:  # noqa: F811
+def test_text_wraps_and_keyboard_works(tab: Any, rollouts: RolloutTexts, tmp_path: Path, theme: str) -> None:  # noqa: F811
     """A narrow window: nothing but the tree's own canvas scrolls sideways. Enter opens a unit; hovering shows its counts."""
     tab.emulate_media(color_scheme=theme)
     tab.set_viewport_size({"width": 480, "height": 700})
@@ -205,7 +205,7 @@ def test_markup_in_a_browser(tab: Any, hostile: RolloutTree, tmp_path: Path) -> 
     assert HOSTILE[0] in tab.inner_text(".rl-one")
 
 
-def test_two_trees_in_the_report(tab: Any, rollouts: Rollouts, tmp_path: Path) -> None:  # noqa: F811
+def test_two_trees_in_the_report(tab: Any, rollouts: RolloutTexts, tmp_path: Path) -> None:  # noqa: F811
     """They work side by side, each with its own selection."""
     page = ReportPage(rollouts=(rollouts.tree("one"), rollouts.tree("two"))).save(tmp_path / "report.html")
     tab.goto(page.as_uri())
@@ -216,7 +216,7 @@ def test_two_trees_in_the_report(tab: Any, rollouts: Rollouts, tmp_path: Path) -
     assert tab.locator(".rl-rollouts").first.locator(".rl-fork").get_attribute("data-number") == "3"
 
 
-def test_a_notebook_output_runs_twice(tab: Any, rollouts: Rollouts, tmp_path: Path) -> None:  # noqa: F811
+def test_a_notebook_output_runs_twice(tab: Any, rollouts: RolloutTexts, tmp_path: Path) -> None:  # noqa: F811
     """Each output brings the script along; a tree is prepared once."""
     cell = rollouts.tree()._repr_html_()
     (tmp_path / "notebook.html").write_text(f"<!DOCTYPE html><meta charset=utf-8><body>{cell}{cell}</body>")

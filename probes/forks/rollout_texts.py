@@ -1,6 +1,6 @@
-"""`Rollouts`: the texts and outcomes of rollouts from forks along one path."""
+"""`RolloutTexts`: the texts and outcomes of rollouts from forks along one path."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +11,11 @@ from replaylens.engine.resampling.counts import OutcomeCounts
 from replaylens.probes.checks import mask_of
 from replaylens.probes.errors import BadRows
 
+_NO_ANSWER = "no answer"
+
 
 @dataclass(frozen=True, eq=False)
-class Rollouts:
+class RolloutTexts:
     """One entry per rollout. Raises BadRows for lengths or outcomes that do not fit."""
 
     positions: list[int]
@@ -46,22 +48,31 @@ class Rollouts:
         return len(self.fork)
 
     def __repr__(self) -> str:
-        return f"Rollouts({len(self)} from {len(self.positions)} forks, {', '.join(self.outcomes)})"
+        return f"RolloutTexts({len(self)} from {len(self.positions)} forks, {', '.join(self.outcomes)})"
 
     @classmethod
-    def of_frame(cls, frame: pd.DataFrame, texts: Sequence[str], outcomes: Sequence[str] | None = None) -> "Rollouts":
-        """From a frame with the columns `position`, `outcome` and `units` (a sequence of texts), one line per rollout.
+    def of_frame(
+        cls,
+        frame: pd.DataFrame,
+        texts: Sequence[str],
+        *,
+        outcomes: Sequence[str] | None = None,
+        split: Callable[[str], Sequence[str]] | None = None,
+    ) -> "RolloutTexts":
+        """From a frame with the columns `position`, `outcome` (None: no answer) and `units`, one line per rollout.
 
         texts     the path's unit at each position that occurs, in ascending order
         outcomes  their order; default: by frequency
+        split     makes units of the column `text`, in place of the column `units`
         """
-        missing = [name for name in ("position", "outcome", "units") if name not in frame]
+        wanted = "units" if split is None else "text"
+        missing = [name for name in ("position", "outcome", wanted) if name not in frame]
         if missing:
             raise BadRows(f"The frame has no column {missing[0]!r}. It has {', '.join(map(str, frame.columns))}.")
         positions, fork = np.unique(frame["position"].to_numpy(), return_inverse=True)
-        names = [str(name) for name in frame["outcome"]]
+        names = [_NO_ANSWER if pd.isna(name) else str(name) for name in frame["outcome"]]
         order = list(outcomes) if outcomes is not None else list(pd.Series(names, dtype=object).value_counts().index)
-        units = [tuple(each) for each in frame["units"]]
+        units = [tuple(each if split is None else split(each)) for each in frame[wanted]]
         return cls(positions.tolist(), list(texts), order, fork.astype(np.int64), units, names)
 
     def counts(self) -> OutcomeCounts:
@@ -71,11 +82,11 @@ class Rollouts:
         np.add.at(table, (self.fork, np.array([place[name] for name in self.outcome], dtype=np.int64)), 1)
         return OutcomeCounts(self.positions, self.outcomes, table, self.texts)
 
-    def where(self, mask: np.ndarray) -> "Rollouts":
+    def where(self, mask: np.ndarray) -> "RolloutTexts":
         """Some of the rollouts; positions and outcomes stay."""
         at = np.flatnonzero(mask_of("mask of rollouts", mask, len(self)))
         units, outcome = [self.units[i] for i in at], [self.outcome[i] for i in at]
-        return Rollouts(self.positions, self.texts, self.outcomes, self.fork[at], units, outcome)
+        return RolloutTexts(self.positions, self.texts, self.outcomes, self.fork[at], units, outcome)
 
     def tree(self, title: str = "", prompt: str = "") -> RolloutTree:
         """The picture of all rollouts, folded where they say the same; `prompt` is shown before the path."""
