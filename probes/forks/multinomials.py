@@ -17,7 +17,7 @@ Measure = Literal["tv", "kl"]
 MEASURES = {"tv": "total variation", "kl": "KL divergence, nats"}
 PERMUTATIONS, RESAMPLES, LEVEL = 999, 999, 0.95
 PRIOR = 0.5
-"""added to the count of every outcome that a pair has (Jeffreys): an outcome that was not seen is not impossible"""
+"""added to the count of every outcome (Jeffreys): an outcome that was not seen is not impossible"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +56,8 @@ def distances(
     most = 1.0 if measure == "tv" else np.inf
     columns = [np.full(len(first), fill) for fill in (np.nan, np.nan, 0.0, most, 1.0)]
     for pair in np.flatnonzero((first.sum(1) > 0) & (second.sum(1) > 0)):
-        there = (first[pair] + second[pair]) > 0
-        drawing = _Drawing(first[pair][there], second[pair][there], permutations, resamples, [seed, int(pair), 0xD157])
+        sides = _seen(first[pair], second[pair])
+        drawing = _Drawing(*sides, permutations, resamples, [seed, int(pair), 0xD157])
         found = drawing.variation(level) if measure == "tv" else drawing.divergence(level)
         for column, number in zip(columns, found, strict=True):
             column[pair] = number
@@ -103,6 +103,15 @@ def whole_counts(counts: OutcomeCounts) -> np.ndarray:
     whole = np.floor(exact).astype(np.int64)
     rank = np.argsort(np.argsort(whole - exact, axis=1, kind="stable"), axis=1)  # largest remainders first
     return whole + (rank < total - whole.sum(1, keepdims=True))
+
+
+def _seen(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both sides without the outcomes that neither has, which count as one that was not seen: rollouts that all agree leave
+    room for others, and twenty outcomes that never occur no more than one."""
+    there = (a + b) > 0
+    if there.all() and there.sum() > 1:
+        return a, b
+    return np.append(a[there], 0), np.append(b[there], 0)
 
 
 class _Drawing:

@@ -17,7 +17,7 @@ from replaylens.probes.checks import folds_and_seed, same_length
 from replaylens.probes.data.rows import Cell
 from replaylens.probes.design.controls import bags
 from replaylens.probes.design.splits import Split, fold_of_groups
-from replaylens.probes.errors import BadRows, SharedRows
+from replaylens.probes.errors import BadRows, SharedRows, UnknownEstimator
 from replaylens.probes.estimators.solvers import solve
 from replaylens.probes.fitting.chosen import solve_chosen
 from replaylens.probes.fitting.information import smoothed
@@ -34,6 +34,7 @@ from replaylens.probes.scoring.statistics import (
 
 LOSS, GAIN = "log-loss, nats", "gain, nats"
 FREQUENCIES, SHUFFLED, UNTRAINED = "outcome frequencies", "shuffled", "untrained"
+ESTIMATORS = ("logistic-cv", "logistic")
 Key = str | tuple[str, int]
 
 
@@ -57,6 +58,8 @@ def outcome_probe(
     untrained  the same states of a model with random weights: one more baseline, cell by cell
     estimator  logistic-cv (its regularisation chosen by inner folds) or logistic (C = 1)
     """
+    if estimator not in ESTIMATORS:
+        raise UnknownEstimator(f"{estimator!r} gives no probabilities of outcomes. Use {' or '.join(ESTIMATORS)}.")
     folds, seed = folds_and_seed(folds, seed)
     data = _Forks.of(states, counts, groups, tokens, untrained, folds, seed)
     texts = _texts(tokens)

@@ -87,6 +87,16 @@ def test_pairs_without_rollouts_say_nothing() -> None:
         distances(np.ones((1, 2), int), np.ones((1, 2), int), permutations=0)
 
 
+@pytest.mark.parametrize("outcomes", [1, 2, 20])
+def test_rollouts_that_all_agree_leave_room(outcomes: int) -> None:
+    """The high end of the interval is near the exact bound for outcomes that 40 rollouts did not show; others add nothing."""
+    table = np.zeros((1, outcomes), dtype=np.int64)
+    table[0, 0] = 40
+    for measure in ("tv", "kl"):
+        found = distances(table, table, measure)  # type: ignore[arg-type]
+        assert found.low[0] == 0 and found.p[0] == 1 and 0.02 < found.high[0] < 0.2
+
+
 def test_equal_input_gives_equal_bits() -> None:
     a, b = np.array([[30, 20]]), np.array([[20, 30]])
     one, again, other = (distances(a, b, seed=seed) for seed in (3, 3, 4))

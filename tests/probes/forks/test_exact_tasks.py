@@ -12,10 +12,15 @@ import numpy as np
 import pytest
 
 from replaylens import tasks
+from replaylens.engine.engine import Engine
 from replaylens.engine.resampling.counts import OutcomeCounts
+from replaylens.probes.data.groups import histories, independent
+from replaylens.probes.data.rows import ProbeRows
 from replaylens.probes.forks.change_points import change_points
 from replaylens.probes.forks.distributions import outcome_curve
 from replaylens.probes.forks.importance import importance
+from replaylens.probes.forks.outcome_probe import Key, outcome_probe
+from replaylens.probes.questions.outcome_at_fork import outcome_target
 
 FACES = ["heads", "tails"]
 EXAMPLES = 600
@@ -62,6 +67,24 @@ def test_change_points_of_fork(fork_path: Path) -> None:
     counts = fork_path.counts
     before = OutcomeCounts(counts.positions[:target], counts.outcomes, counts.counts[:target], counts.texts[:target])
     assert not change_points(before).shown, "negative control: until the target, nothing changes"
+
+
+def test_outcome_probe_on_a_real_model() -> None:
+    """Rollouts drawn from the exact distribution at each step: the third layer of coin-plain tells of it, its embedding and
+    the text as a bag do not."""
+    run = Engine.load("coin-plain").replay(tasks.get("coin")(flips=(2, 4), p=0.3).examples(60), sites="S")
+    every = ProbeRows.of(run).accepted()
+    here, target = every.at("step"), outcome_target(every, "step")
+    chosen = independent(here)
+    p = target.values[np.isin(here.numbers, chosen.rows.numbers)]
+    heads = np.random.default_rng(0).binomial(60, p)
+    states: dict[Key, np.ndarray] = {("S", layer): chosen.rows.matrix("S", layer) for layer in (0, 3)}
+    paths = histories(chosen.rows)
+    assert paths is not None
+    report = outcome_probe(states, np.stack([heads, 60 - heads], 1), chosen.groups, tokens=paths, estimator="logistic")
+    assert [line.partition(" tells")[0] for line in report.findings] == ["Not shown: S0", "Shown: S3"]
+    explained = {line["what"]: line.get("share_explained") for line in report.lines}
+    assert explained["S3"] > 0.5 > 0.1 > max(explained["S0"], explained["whole text"], explained["shuffled at S3"])
 
 
 # ---- the paths --------------------------------------------------------------------------------------------------------

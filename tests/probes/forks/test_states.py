@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from replaylens.probes.errors import BadRows, SharedRows
+from replaylens.probes.errors import BadRows, SharedRows, UnknownEstimator
 from replaylens.probes.forks.drafts import draft_agreement
 from replaylens.probes.forks.outcome_probe import GAIN, outcome_probe
 from replaylens.probes.forks.siblings import sibling_divergence
@@ -54,6 +54,8 @@ def test_an_outcome_probe_refuses_leaks_and_empty_forks() -> None:
     x, tokens = np.zeros((4, 2)), [np.array([1, 2])] * 4
     with pytest.raises(SharedRows, match="Forks 0 and 1 have the same path"):
         outcome_probe({"S": x}, np.ones((4, 2), dtype=np.int64), np.arange(4), tokens=tokens)
+    with pytest.raises(UnknownEstimator, match="'ridge' gives no probabilities"):
+        outcome_probe({"S": x}, np.ones((4, 2), dtype=np.int64), np.arange(4), tokens=tokens, estimator="ridge")
     with pytest.raises(BadRows, match="4 of 4 forks have no rollouts"):
         outcome_probe({"S": x}, np.zeros((4, 2), dtype=np.int64), np.arange(4), tokens=tokens)
     with pytest.raises(BadRows, match="Different numbers of rows"):
