@@ -1,5 +1,5 @@
 (() => {
-  const PAGE = 12, SHOWN = 7, LEAST = 0.01, WIDE = 250, GAP = 70, LOW = 52, THICK = 110;
+  const PAGE = 12, SHOWN = 7, LEAST = 0.01, WIDE = 250, GAP = 90, LOW = 52, THICK = 48;
   const SVG = "http://www.w3.org/2000/svg";
   const make = (name, look, text) => {
     const made = document.createElement(name);
@@ -107,7 +107,7 @@
       node.depth = depth;
       node.x = depth * (WIDE + GAP);
       state.wide = Math.max(state.wide, node.x + WIDE);
-      const thick = Math.max(2, THICK * node.own.length / state.total);
+      const thick = Math.max(1.5, THICK * node.own.length / state.total);
       node.thick = thick;
       const children = node.open ? node.children : [];
       if (!children.length) {
