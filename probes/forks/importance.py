@@ -109,7 +109,7 @@ def importance(
     >>> import numpy as np
     >>> from replaylens.engine.resampling.counts import OutcomeCounts
     >>> counts = OutcomeCounts([0, 4, 8], ["a", "b"], np.array([[50, 50], [48, 52], [95, 5]]), ["One.", "Two.", "Three."])
-    >>> importance(counts).frame[["text", "plug_in", "shown"]].values.tolist()
+    >>> importance(counts).frame[["text", "plug_in", "shown"]].round(3).values.tolist()
     [['One.', 0.02, False], ['Two.', 0.47, True]]
     """
     whole = whole_counts(counts)
