@@ -44,6 +44,15 @@ def test_the_curve_covers_the_truth_of_coin(coin_paths: list[Path]) -> None:
     assert np.concatenate([_inside(path, joint=False) for path in shifted]).mean() < 0.6, "negative control"
 
 
+@pytest.mark.slow
+def test_the_curve_covers_the_truth_of_many_coins() -> None:
+    """The same on 300 texts, whose mean docs/forks.md gives."""
+    paths = _coin_paths(range(100, 200))
+    held = np.concatenate([_inside(path, joint=False) for path in paths])
+    assert len(held) > 1800 and 0.94 <= held.mean() <= 0.96
+    assert np.mean([_inside(path, joint=True).all() for path in paths]) >= 0.95
+
+
 def test_importance_covers_the_truth_of_coin(coin_paths: list[Path]) -> None:
     """The interval of each unit holds the exact total variation between before and after; a shown unit has one above 0."""
     held, shown = [], []
@@ -93,7 +102,11 @@ def test_outcome_probe_on_a_real_model() -> None:
 @pytest.fixture(scope="module")
 def coin_paths() -> list[Path]:
     """Coin texts as symbols, one word an action; the rollouts of a path are all examples of its own seed that begin alike."""
-    return [_coin_path(p, start, seed) for p, start in ((0.5, "random"), (0.3, "heads"), (0.2, "random")) for seed in range(12)]
+    return _coin_paths(range(12))
+
+
+def _coin_paths(seeds: range) -> list[Path]:
+    return [_coin_path(p, start, seed) for p, start in ((0.5, "random"), (0.3, "heads"), (0.2, "random")) for seed in seeds]
 
 
 def _coin_path(p: float, start: str, seed: int) -> Path:
