@@ -106,7 +106,8 @@ def test_a_section_of_the_report(rollouts: RolloutTexts) -> None:
     html = ReportPage(rollouts=(rollouts.tree("first"), rollouts.tree("second"))).html()
     found = assert_harmless(html, 1 + 2)
     assert {"Rollouts", "first", "second", "replaylens: rollouts"} <= set(found.texts)
-    assert "rl-overview" not in ReportPage(title="none").html(), "no style of rollouts where there are none"
+    with pytest.raises(BadRequest, match="would be empty"):
+        ReportPage(title="none").html()
 
 
 def test_five_thousand_rollouts_are_small(tmp_path: Path) -> None:

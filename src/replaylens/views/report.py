@@ -1,9 +1,9 @@
-"""`ReportPage`: a dump and its probe reports as one HTML file to share."""
+"""`ReportPage`: a dump, its probe reports and results of the workbench as one HTML file to share."""
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,17 +20,19 @@ from replaylens.engine.pictures.readings import Decode
 from replaylens.engine.pictures.rollout_tree import RolloutTree, rollout_style
 from replaylens.engine.pictures.summary import fact_list
 from replaylens.probes.reports.report import Report
-from replaylens.views import dumped, heatmap, lens_map, page, probe_section
+from replaylens.views import dumped, heatmap, lens_map, page, probe_section, result_section
 from replaylens.views.dumped import DumpedExample
+from replaylens.views.result_section import Reportable
 
 
 @dataclass(frozen=True)
 class ReportPage:
-    """A page about a dump, probe reports, trees of rollouts, or all of them.
+    """A page about a dump, probe reports, results of the workbench, trees of rollouts, or several of these.
 
     verdict  verification of the dump; None: none was run, and the page says so
     decode   texts of tokens that occur only in the lens
     trees    maximum number of examples with a tree
+    results  what `lens`, `patch`, `ablate`, `steer`, `attention` and attributions return, in the order of the page
     """
 
     dump: Dump | None = None
@@ -39,7 +41,12 @@ class ReportPage:
     decode: Decode | None = None
     trees: int = page.MAX_TREES
     title: str = ""
+    results: tuple[Reportable, ...] = ()
     rollouts: tuple[RolloutTree, ...] = ()
+
+    def add(self, *results: Reportable) -> "ReportPage":
+        """The same page with more results at its end."""
+        return replace(self, results=(*self.results, *results))
 
     def save(self, path: str | Path, progress: bool = False) -> Path:
         """Write the page under a temporary name, then rename it."""
@@ -57,13 +64,43 @@ class ReportPage:
             digest = None if self.dump is None else self.dump.digest
             body = probe_section.draw_all(self.probes, digest)
             sections.insert(len(sections) - 1 if sections else 0, page.Section("probes", "Probes", body))
+        results = result_section.checked(self.results)
+        if results:
+            sections.append(page.Section("results", "Results", result_section.draw_all(results)))
         if self.rollouts:
             sections.append(page.Section("rollouts", "Rollouts", join(tree.draw() for tree in self.rollouts)))
+        if not sections:
+            raise BadRequest("The page would be empty. Give a dump, probe reports, results or rollouts.")
         tasks = [self.dump.manifest.plan.task] if self.dump is not None else [p.source["task"] or "arrays" for p in self.probes]
-        title = self.title or f"replaylens: {', '.join(dict.fromkeys(tasks)) or 'rollouts'}"
-        lead += [f"{p.kind}, {len(p.lines)} lines" for p in self.probes] + [repr(tree) for tree in self.rollouts]
+        title = self.title or f"replaylens: {', '.join(dict.fromkeys(tasks)) or ('results' if results else 'rollouts')}"
+        lead += [f"{p.kind}, {len(p.lines)} lines" for p in self.probes]
+        lead += [f"{len(results)} result{'s' * (len(results) > 1)}"] if results else []
+        lead += [repr(tree) for tree in self.rollouts]
         code, look = (asset("rollouts.js"), rollout_style()) if self.rollouts else ("", page.NO_STYLE)
         return page.assemble(title, "; ".join(lead), sections, data, code=code, more_style=look)
+
+
+def report(
+    path: str | Path,
+    *,
+    results: Sequence[Reportable] = (),
+    dump: Dump | None = None,
+    probes: Sequence[Report] = (),
+    title: str = "",
+) -> Path:
+    """Write results of the workbench, with a dump and probe reports if given, as one self-contained page.
+
+    results  what `lens`, `patch`, `path_patch`, `ablate`, `steer`, `attention` and attributions return
+
+    >>> import tempfile
+    >>> from replaylens import Engine, attention, lens, report
+    >>> engine, text = Engine.load("coin-plain"), "A coin's state is heads. Alice flips. What's the state? A:"
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     page = report(f"{folder}/page.html", results=[lens(engine, text), attention(engine, text, layers=[1])])
+    ...     page.read_text().count("<svg")
+    2
+    """
+    return ReportPage(dump, tuple(probes), title=title, results=result_section.checked(results)).save(path)
 
 
 def page_file(path: str | Path) -> Path:
