@@ -61,7 +61,7 @@ class Committer:
 
     def abandon(self, turn: Turn) -> None:
         """Undo a turn whose pass failed: the branch is as it was before. Mutates tree, lane and pages."""
-        lane = turn.job.lane
+        lane, turn.job.window_open = turn.job.lane, None
         self.drop_drafts(turn)
         self._release_forks(turn)
         lane.computed = min(lane.computed, turn.start)

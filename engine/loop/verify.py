@@ -56,6 +56,18 @@ def judged(turns: list[Turn], result: PassResult, tree: BranchTree) -> dict[Turn
     return verdicts | {turn: _by_host(turn, result, first[turn], tree) for turn in turns if turn not in verdicts}
 
 
+def drafted(turns: list[Turn], result: PassResult, tree: BranchTree) -> dict[Turn, int]:
+    """The next draft of every turn: what its sampling chooses from its row of the fast batch."""
+    before = list(accumulate((segment.num_logits for segment in result.batch.segments), initial=0))
+    chosen = {}
+    for turn in turns:
+        record, window = tree.branch(turn.job.lane.branch), turn.job.window_open
+        assert window is not None
+        path = record.past.path(turn.end, window.chain)
+        chosen[turn] = result.choose(before[turn.segments[0]], turn.job.sampling, path, record.root_length)
+    return chosen
+
+
 def _by_host(turn: Turn, result: PassResult, first: list[int], tree: BranchTree) -> Verdict:
     chains, sampling = turn.chains, turn.job.sampling
     if sampling.plain_greedy:
