@@ -56,7 +56,7 @@ def test_an_interrupt_leaves_what_was_yielded(monkeypatch: pytest.MonkeyPatch) -
     subject = engine()
     branch = subject.prompt(PROMPT)
     stream = branch.stream(20, window=4)
-    taken = [next(stream)]
+    taken = [next(stream), next(stream)]  # the first comes out of the canonical pass, the second with a window
     step, ahead = subject.loop.step, branch.length
 
     def interrupted() -> None:
