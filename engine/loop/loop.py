@@ -18,7 +18,7 @@ from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.reservations import Reservations
 from replaylens.engine.loop.stops import Stops
 from replaylens.engine.loop.turn import Turn
-from replaylens.engine.loop.verify import Verdict, drafted, judged
+from replaylens.engine.loop.verify import Verdict, drafted, judged, overruled
 from replaylens.engine.memory.prefix import PrefixIndex, Trail
 from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
 from replaylens.engine.model.text import Text
@@ -246,16 +246,19 @@ class Loop:
 
     def _conclude(self, turn: Turn, rows: PassRows, verdict: Verdict | None) -> None:
         """Commit one turn, with its verdict if it was deciding."""
-        job, outcome = turn.job, Outcome()
+        job, outcome, void = turn.job, Outcome(), list[int]()
         if verdict is not None:
+            if self.listeners and any(turn.chains):
+                void = overruled(turn, verdict, rows.result, self.tree)
             outcome = self._take(turn, verdict)
         rejected_before = len(job.rejected)
         self.committer.commit(turn, outcome, rows)
         if any(turn.chains):
             rejected = job.rejected[rejected_before:]
-            self._notify(
-                "verdict", job, chain=outcome.chain, accepted=outcome.accepted, pending=outcome.pending, rejected=rejected
-            )
+            said: dict[str, Any] = {"chain": outcome.chain, "accepted": outcome.accepted, "pending": outcome.pending}
+            if void and rejected:
+                said["overruled"] = void
+            self._notify("verdict", job, **said, rejected=rejected)
         self._finish_turn(turn)
 
     def _finish_turn(self, turn: Turn) -> None:

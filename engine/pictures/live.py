@@ -53,7 +53,9 @@ def _path(
             logprob = before.logprob(position - 1, record.tokens[position])
         entropy, lens = (reading.entropy(position), reading.layers(position)) if reading else (None, ())
         shown_as = word(text, record.tokens[position])
-        tokens.append(Token(shown_as, position, record.states[position], logprob, entropy, lens))
+        promised = record.uncertified_from is None or position < record.uncertified_from
+        why = "" if promised else record.uncertified_why
+        tokens.append(Token(shown_as, position, record.states[position], logprob, entropy, lens, why=why))
     return DrawnPath(record.id, parent, own, record.status.value, tuple(tokens))
 
 

@@ -60,6 +60,7 @@ class _Verdict(_Event):
     accepted: Count
     pending: TokenIds
     rejected: TokenIds
+    overruled: TokenIds = ()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from replaylens.engine.errors import BadTrace, ReplayMismatch
 from replaylens.engine.loop.lane import Lane
+from replaylens.engine.memory.tree import ORDINARY
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.placed import PlacedEdit
@@ -59,14 +60,16 @@ class _Replayer:
 
     def run(self) -> dict[int, Branch]:
         with self.engine.forest.made() as self.lanes:
-            for number, event in enumerate(self.trace.events):
-                try:
+            number, kind = 0, "none"
+            try:
+                for number, event in enumerate(self.trace.events):
+                    kind = event["event"]
                     self._apply(number, event)
-                except BadTrace:
-                    raise
-                except (KeyError, TypeError, ValueError, AttributeError) as e:
-                    raise BadTrace(f"Event {number} ({event['event']}) does not fit the events before it: {e!r}.") from e
-            self._serve()
+                self._serve()
+            except BadTrace:
+                raise
+            except (KeyError, TypeError, ValueError, AttributeError) as e:
+                raise BadTrace(f"Event {number} ({kind}) or one before it does not fit the others: {e!r}.") from e
         return self.branches
 
     def _apply(self, number: int, event: dict[str, Any]) -> None:
@@ -120,6 +123,7 @@ class _Replayer:
         if end is not None and "tokens" in end:  # fast-path tokens: they cannot be verified, so the recorded ones are taken
             self._serve()
             branch.lane.exact = False
+            self.engine.tree.uncertify(branch.id, branch.length, ORDINARY)
             if more := end["tokens"][branch.length :]:
                 branch.force(more)
             if (ended := end.get("ended", end["reason"])) in ("eos", "stop"):
