@@ -33,6 +33,8 @@ class Slot:
     drafted: bool = False
     why: str = ""
     """why nothing is promised of it; empty: it is certified"""
+    label: str = ""
+    """its name, if it is not a token of the path but a thought"""
 
     @property
     def visible(self) -> str:
@@ -45,7 +47,7 @@ class Slot:
 
     @property
     def name(self) -> str:
-        return f"T{self.number}{'′' if self.drafted else ''}"
+        return self.label or f"T{self.number}{'′' if self.drafted else ''}"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ class Token:
     """the task's labels here"""
     why: str = ""
     """why nothing is promised of it; empty: it is certified"""
+    thought: tuple[str, ...] = ()
+    """what a model that thinks thought after it, including <EOS>"""
 
     @property
     def kind(self) -> str:

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from replaylens.engine.pictures.frames import Frame
 from replaylens.engine.pictures.palette import KINDS, NAMES, ORDINARY
-from replaylens.engine.pictures.paths import DrawnPath, Paths, Token
+from replaylens.engine.pictures.paths import DrawnPath, Paths, Token, visible
 
 
 def tree_lines(tree: Paths) -> Iterator[Text]:
@@ -30,7 +30,11 @@ def _runs(tokens: tuple[Token, ...]) -> Iterator[Text | tuple[str, str]]:
         yield f" {KINDS[kind].ascii}{len(some)} ", "dim"
         if kind == ORDINARY:
             yield f"[{standing}]", "dim"
-        yield Text("".join(token.visible for token in some), style=KINDS[kind].terminal)
+        yield Text("".join(token.visible + _thought(token) for token in some), style=KINDS[kind].terminal)
+
+
+def _thought(token: Token) -> str:
+    return f"{{Z {' '.join(map(visible, token.thought))}}}" if token.thought else ""
 
 
 def legend() -> Text:

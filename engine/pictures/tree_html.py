@@ -42,9 +42,11 @@ def _grid(tree: Paths, stem: int) -> Iterator[Markup]:
 
 def chip(token: Token, path: DrawnPath, place: str | None = None) -> Markup:
     """One token in its colour. Its title lists facts, one per line, with tabs between columns."""
+    thought = tag("small", f"Z {' '.join(map(visible, token.thought))}", class_="rl-said") if token.thought else ""
     return tag(
         "span",
         token.visible,
+        thought,
         class_=f"rl-token rl-{token.kind}",
         style=place,
         title="\n".join(_facts(token, path)),
@@ -56,6 +58,8 @@ def _facts(token: Token, path: DrawnPath) -> Iterator[str]:
     yield f"{KINDS[token.kind].mark} {visible(token.text)}"
     yield f"position\t{token.position}"
     yield f"state\t{token.standing}, branch {path.branch}"
+    if token.thought:
+        yield f"thought\t{' '.join(map(visible, token.thought))}"
     if token.logprob is not None:
         yield f"log-prob\t{token.logprob:.3f}"
     if token.entropy is not None:
