@@ -106,6 +106,11 @@ class Run(Sequence[Result]):
         told = timeline(self.engine.trace, result.branch, decode, known, f"example {result.example.index}")
         return told if result.thoughts is None else with_rounds(told, self.engine.text, result.thoughts)
 
+    def most_telling(self) -> Timeline:
+        """The timeline of the example that shows most of the protocol: drafts that were accepted and drafts that were rejected
+        in one verification, early on. Needs an engine with record=True."""
+        return max((self.timeline(i) for i in range(len(self))), key=lambda told: (told.interest, -told.capacity))
+
     def _result(self, index: int) -> Result:
         return self.results[whole("index", index, -len(self), len(self) - 1)]
 

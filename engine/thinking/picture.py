@@ -37,7 +37,7 @@ def picture(text: Text, tokens: list[int], thoughts: Thoughts, title: str = "Thi
     if answer := tuple(word(text, token) for token in tokens[len(chunks) * c :]):
         chunks.append(DrawnChunk(answer, (), norm(len(chunks))))
     rounds = tuple(DrawnRound(r.first, r.kept, r.last, dropped(r)) for r in thoughts.rounds)
-    return Thinking(tuple(chunks), rounds, title, (thoughts.config.write_layer, thoughts.config.read_layer))
+    return Thinking(tuple(chunks), rounds, title, thoughts.config.layers)
 
 
 def thoughts_by_branch(text: Text, record: BranchRecord, thoughts: Thoughts) -> dict[int, dict[int, Words]]:

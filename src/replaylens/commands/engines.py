@@ -1,5 +1,6 @@
 """Options that choose an engine: model, device and drafter; and the engine that made a dump."""
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -46,6 +47,13 @@ def check_drafter(model: str, drafter: str, draft_model: str | None) -> None:
         raise BadRequest(f"--drafter model needs a draft model for {model}. Name it with --draft-model, such as coin-draft.")
     if draft_model is not None and drafter != "model":
         raise BadRequest(f"--draft-model {draft_model} would not be used with --drafter {drafter}. Give --drafter model.")
+
+
+def verify_command(dump: str, model: str | None = None, task: str | None = None, device: str = "cpu") -> str:
+    """The command that verifies a dump, to paste into a shell."""
+    options = {"--model": model, "--task": task, "--device": None if device == "cpu" else device}
+    given = [part for name, value in options.items() if value is not None for part in (name, value)]
+    return shlex.join(["replaylens", "verify", dump, "--all", *given])
 
 
 def engine_that_made(dump: Dump, device: str) -> Engine | None:
