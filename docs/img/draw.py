@@ -43,7 +43,7 @@ def _round(told: Timeline, ending: Phase) -> list[Frame]:
     """Prefill, then the first round with this ending after accepted drafts, as in the protocol's two pictures."""
     for i, frame in enumerate(told.frames):
         checks = told.frames[i - 1].checks if frame.phase is ending else ()
-        last_of_all = checks and (checks[-1].draft is None if ending is Phase.ACCEPT else checks[-1].verifier is None)
+        last_of_all = checks and checks[-1].void is (ending is Phase.ROLLBACK) and checks[-1].draft is None
         if last_of_all and checks[0].accepted:
             return [told.frames[0], *told.frames[i - 2 : i + 1]]
     return []

@@ -161,6 +161,17 @@ def test_averages_start_at_the_answer_too(coin: Dump) -> None:
         assert each.columns[:3] == ("-1", "+0", "+1")
 
 
+def test_the_scale_shows_the_inner_layers(coin: Dump) -> None:
+    """Before the first block the lens is far off, and the output is exact: neither decides what the others look like."""
+    from replaylens.views import dumped
+
+    (emitted, _, kl) = lens_map.averages(dumped.examples(coin)).maps()
+    first, inner = kl.cells[-1], [cell for line in kl.cells[1:-1] for cell in line]
+    assert min(cell.value for cell in first if cell) > kl.high, "beyond the end of the scale"
+    assert sum(kl.low <= cell.value <= kl.high for cell in inner if cell) >= 0.85 * len(inner)
+    assert emitted.low > -10
+
+
 def test_a_few_extreme_values_do_not_wash_out_the_others() -> None:
     values = [1.0 + i / 100 for i in range(100)] + [400.0, -400.0]
     low, high = lens_map.clipped(values)

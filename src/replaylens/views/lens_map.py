@@ -13,6 +13,8 @@ from replaylens.views.dumped import DumpedExample
 from replaylens.views.heatmap import Heatmap, HeatmapCell, span
 
 MAX_COLUMNS = 40
+MIN_LAYERS = 3
+"""up to this many layers, none is left out of the colour scale"""
 MEASURES = {
     "Z.emitted": "log-prob of the next token",
     "Z.entropy": "entropy, nats",
@@ -88,12 +90,13 @@ class LensAverages:
             return None
         means = {offset: np.stack(by_offset[offset]) for offset in offsets}  # [roots, layers]
         layers = next(iter(means.values())).shape[1]
-        low, high = clipped([float(x) for m in means.values() for x in m.mean(0)])
+        inner = slice(1, -1) if layers > MIN_LAYERS else slice(None)  # the ends are extreme or trivial
+        low, high = clipped([float(x) for m in means.values() for x in m.mean(0)[inner]])
         cells = tuple(tuple(_average(means[o], layer) for o in offsets) for layer in reversed(range(layers)))
         names = tuple(layer_name(layer, layers) for layer in reversed(range(layers)))
         note = (
-            f"Columns count tokens from the first generated one (+0). Colours go from {low:.2f} to {high:.2f}, without the "
-            "extreme 5 % at each end. Hover for the 95 % interval over roots."
+            f"Columns count tokens from the first generated one (+0). Colours go from {low:.2f} to {high:.2f}, where most "
+            "values of the inner layers lie; values beyond have the colour of that end. Hover for the 95 % interval over roots."
         )
         return Heatmap(title, names, tuple(f"{o:+d}" for o in offsets), cells, low, high, note)
 

@@ -36,7 +36,7 @@ def draw(probes: Sequence[Report], run: str = "", example: DumpedExample | None 
     points += [tag("ul", *(tag("li", line) for line in headlines), class_="rl-headline")] if headlines else []
     cells = [line for report in probes if report.kind == "sweep" for line in _best(report)]
     table = [_table(cells[:MAX_LINES])] if cells else []
-    tree = [tag("h3", f"Example {example.index}"), tree_html.draw(example.tree)] if example is not None else []
+    tree = [tag("div", tree_html.draw(example.tree), class_="rl-one")] if example is not None else []
     return join([*points, *table, *tree])
 
 
@@ -53,7 +53,7 @@ def _headlines(report: Report) -> list[str]:
     by_label: dict[str, str] = {}
     for line in sorted(told, key=lambda line: not line.startswith("Shown:")):  # what is shown comes first
         by_label.setdefault(line.split(" at ")[0].partition(": ")[2], line)
-    return list(by_label.values()) if report.kind == "sweep" and told else lines[:1]
+    return list(by_label.values()) if report.kind == "sweep" and told else [f"{report.kind}: {line}" for line in lines[:1]]
 
 
 def _best(report: Report) -> Iterable[dict[str, Any]]:
