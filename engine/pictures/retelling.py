@@ -64,11 +64,13 @@ class _Teller:
         self.branch, self.decode, self.known = branch, decode, known
         self.lines: dict[int, _Line] = {}
         self.running: set[int] = set()
+        self.mine = False
+        """whether the current event is the branch's own; of other branches no frames are made"""
         self.frames: list[Frame] = []
 
     def hear(self, event: dict[str, Any]) -> None:
         """Mutates: process one event."""
-        line, mine = self.lines.get(event["branch"]), event["branch"] == self.branch
+        line, self.mine = self.lines.get(event["branch"]), event["branch"] == self.branch
         made: Iterator[Frame] = iter(())
         match event["event"]:
             case "plant":
@@ -101,7 +103,7 @@ class _Teller:
                 line.uncertified_from = None if line.uncertified_from is None else min(line.uncertified_from, event["to"])
                 made = iter([self._frame(line, Phase.ROLLBACK, f"rolled back to {event['to']} tokens")])
         frames = list(made)  # consumed for every branch, because that updates its line
-        self.frames += frames if mine else []
+        self.frames += frames if self.mine else []
 
     def _start(self, branch: int) -> None:
         self.running.add(branch)
@@ -116,8 +118,10 @@ class _Teller:
         if event.get("hooks"):
             child.uncertify(0, HOOKED)
         if event["child"] == self.branch:
+            self.mine = True
             caption = f"forked from branch {event['branch']} at {at}: pages shared, nothing copied"
             self.frames.append(self._frame(child, Phase.FORK, caption))
+            self.mine = False  # the event is its parent's
 
     def _draft(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
         yield from self._direct(line, event["branch"], event["at"])
@@ -153,7 +157,7 @@ class _Teller:
     def _checks(self, line: _Line, followed: list[int], accepted: int, said: list[int], void: list[int]) -> tuple[Check, ...]:
         """The verifier's tokens: those that are committed, `said`, then those that follow a rejected draft, `void`."""
         checks = []
-        for i in range(max(len(followed), len(said) + len(void))):
+        for i in range(max(len(followed), len(said) + len(void)) if self.mine else 0):
             number = line.at - line.num_prompt + i
             draft = self._slot(line, followed[i], DRAFT, number, drafted=True) if i < len(followed) else None
             state = ACCEPTED if i < accepted else PENDING if i < len(said) else REJECTED
@@ -205,6 +209,8 @@ class _Teller:
 
     def _frame(self, line: _Line, phase: Phase, caption: str, chain: int = 0, checks: tuple[Check, ...] = ()) -> Frame:
         """The current state of the line. Drafts have their own KV slots after those of the sequence."""
+        if not self.mine:
+            return Frame(phase, caption, Fill(0))
         first = len(line.tokens) - line.num_prompt
         slots = [self._slot(line, token, self._state(line, p), p - line.num_prompt) for p, token in enumerate(line.tokens)]
         drafts = [tuple(self._slot(line, t, DRAFT, first + i, True) for i, t in enumerate(c)) for c in line.chains]
