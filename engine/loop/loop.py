@@ -106,7 +106,7 @@ class Loop:
                 turn.job.window_open = None
                 turn.chains = _verifiable(chains, turn.num_drafts, len(turn.tables), self.runner.model.config.vocab_size)
                 self.tree.append(turn.job.lane.branch, turn.chains[0], TokenState.DRAFT)
-                self._notify("draft", turn.job, at=turn.end, chains=turn.chains)
+                self._notify("draft", turn.job, at=turn.end, chains=turn.chains, after=turn.rows[-1])
         return turns
 
     def _propose(self, name: str, turns: list[Turn]) -> list[Chains]:

@@ -124,7 +124,7 @@ class _Teller:
             self.mine = False  # the event is its parent's
 
     def _draft(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
-        yield from self._direct(line, event["branch"], event["at"])
+        yield from self._direct(line, event["branch"], event["at"], last=event.get("after"))
         line.at, line.chains = event["at"], event["chains"]
         if any(line.chains):
             width = f" in {len(line.chains)} chains" if len(line.chains) > 1 else ""
@@ -173,8 +173,10 @@ class _Teller:
         if event["generated"] == 0:
             line.computed = event["length"]
 
-    def _direct(self, line: _Line, branch: int, length: int, digest: str | None = None) -> Iterator[Frame]:
-        """Tokens committed one by one since the last event."""
+    def _direct(
+        self, line: _Line, branch: int, length: int, digest: str | None = None, last: int | None = None
+    ) -> Iterator[Frame]:
+        """Tokens committed one by one since the last event; `last` is the last of them, if the event names it."""
         count = length - len(line.tokens)
         if count <= 0:
             return
@@ -182,7 +184,7 @@ class _Teller:
         known = path[: len(line.tokens)] == line.tokens and len(path) == length
         if digest is not None and known:
             known = path_digest(path) == digest
-        new = path[len(line.tokens) :] if known else [None] * count
+        new = path[len(line.tokens) :] if known else [*[None] * (count - 1), last]
         if len(line.tokens) == line.num_prompt and not line.why:
             line.tokens, line.first_token, new = [*line.tokens, new[0]], True, new[1:]
             yield from self._first_token(line, branch)

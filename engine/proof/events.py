@@ -52,6 +52,7 @@ class _Generate(_Event):
 class _Draft(_Event):
     at: Count
     chains: tuple[TokenIds, ...]
+    after: Count | None = None
 
 
 @dataclass(frozen=True)

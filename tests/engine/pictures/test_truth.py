@@ -160,6 +160,17 @@ def test_t0_comes_out_of_the_prefill() -> None:
         assert all(frame.generated[0].name == "T0" and frame.generated[0].kind == "accepted" for frame in others)
 
 
+def test_a_saved_trace_knows_t0_too(tmp_path: Any) -> None:
+    """It is not drafted, but the event of the drafts after it names it."""
+    subject = recorded()
+    branch = subject.prompt(P).generate(9, window=4)
+    subject.trace.save(tmp_path / "t.trace")
+    told = timeline(Trace.load(tmp_path / "t.trace"), branch.id, lambda token: f" {token}")
+    assert [[s.text for s in f.generated] for f in told.frames] == [
+        [s.text for s in f.generated] for f in branch.timeline().frames
+    ]
+
+
 def test_the_verifiers_tokens_after_the_mismatch_are_crossed_out() -> None:
     """T1 accepted, T2 instead of T2′, T3 and T4 void: what the verifier chose after the rejected drafts."""
     t = continuation(toy(), P, 4)
