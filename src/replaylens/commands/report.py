@@ -13,7 +13,7 @@ import typer
 
 from replaylens.commands.dump import JsonOption, QuietOption
 from replaylens.commands.engines import MakerOption, engine_that_made, verify_command
-from replaylens.commands.reporting import reporting
+from replaylens.commands.reporting import reporting, size
 from replaylens.commands.task_options import DumpTaskOption, know_task
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, Verification
@@ -56,11 +56,11 @@ def report(
         layers = engine.thinking.layers if isinstance(engine, ThinkingEngine) else None
         page = ReportPage(dump, probes, verdict, decode, trees, title, check=check, layers=layers)
         written = page.save(out, progress=not quiet)
-    found, size = "not replayed" if verdict is None else verdict.status, written.stat().st_size
+    found, count = "not replayed" if verdict is None else verdict.status, written.stat().st_size
     if as_json:
-        typer.echo(json.dumps({"path": str(written), "bytes": size, "verdict": None if verdict is None else asdict(verdict)}))
+        typer.echo(json.dumps({"path": str(written), "bytes": count, "verdict": None if verdict is None else asdict(verdict)}))
     else:
-        typer.echo(f"{written}: {size / 1e6:.1f} MB; {found}")
+        typer.echo(f"{written}: {size(count)}; {found}")
     if verdict is not None and verdict.status == MISMATCH:
         raise typer.Exit(1)
 

@@ -1,10 +1,10 @@
-"""`ReportPage`: a dump and its probe reports as one HTML file to share."""
+"""`ReportPage`: a dump, its probe reports and results of the workbench as one HTML file to share."""
 
 import json
 import os
 import shlex
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,17 +21,19 @@ from replaylens.engine.pictures.readings import Decode
 from replaylens.engine.pictures.summary import fact_list
 from replaylens.engine.pictures.timeline import Timeline
 from replaylens.probes.reports.report import Report
-from replaylens.views import dumped, heatmap, lens_map, opening, page, probe_section
+from replaylens.views import dumped, heatmap, lens_map, opening, page, probe_section, result_section
 from replaylens.views.dumped import DumpedExample
+from replaylens.views.result_section import Reportable
 
 
 @dataclass(frozen=True)
 class ReportPage:
-    """A page about a dump, probe reports, or both.
+    """A page about a dump, probe reports, results of the workbench, or several of these.
 
     verdict  verification of the dump; None: none was run, and the page says so
     decode   texts of tokens that occur only in the lens
     trees    maximum number of examples with a tree
+    results  what `lens`, `patch`, `ablate`, `steer`, `attention` and attributions return, in the order of the page
     decoded  timelines of examples, which show how they were decoded
     check    the command that verifies the dump; default: for an embedded model
     layers   of a model that thinks: the blocks where states are added and thoughts are read; None: not known
@@ -43,9 +45,14 @@ class ReportPage:
     decode: Decode | None = None
     trees: int = page.MAX_TREES
     title: str = ""
+    results: tuple[Reportable, ...] = ()
     decoded: tuple[Timeline, ...] = ()
     check: str = ""
     layers: tuple[int, int] | None = None
+
+    def add(self, *results: Reportable) -> "ReportPage":
+        """The same page with more results at its end."""
+        return replace(self, results=(*self.results, *results))
 
     def save(self, path: str | Path, progress: bool = False) -> Path:
         """Write the page under a temporary name, then rename it."""
@@ -67,12 +74,40 @@ class ReportPage:
             sections.append(page.Section("decoded", "How it was decoded", _decoded(self.decoded)))
         if self.dump is None and self.probes:
             sections.append(page.Section("found", "What was found", opening.draw(self.probes)))
+        results = result_section.checked(self.results)
+        if results:
+            sections.append(page.Section("results", "Results", result_section.draw_all(results)))
+        if not sections:
+            raise BadRequest("The page would be empty. Give a dump, probe reports or results.")
         sections.sort(key=lambda section: opening.rank(section.key))
         tasks = [self.dump.manifest.plan.task] if self.dump is not None else [p.source["task"] or "arrays" for p in self.probes]
-        title = self.title or f"replaylens: {', '.join(dict.fromkeys(tasks))}"
-        return page.assemble(
-            title, "; ".join([*lead, *(f"{p.kind}, {len(p.lines)} lines" for p in self.probes)]), sections, data
-        )
+        title = self.title or f"replaylens: {', '.join(dict.fromkeys(tasks)) or 'results'}"
+        lead += [f"{p.kind}, {len(p.lines)} lines" for p in self.probes]
+        lead += [f"{len(results)} result{'s' * (len(results) > 1)}"] if results else []
+        return page.assemble(title, "; ".join(lead), sections, data)
+
+
+def report(
+    path: str | Path,
+    *,
+    results: Sequence[Reportable] = (),
+    dump: Dump | None = None,
+    probes: Sequence[Report] = (),
+    title: str = "",
+) -> Path:
+    """Write results of the workbench, with a dump and probe reports if given, as one self-contained page.
+
+    results  what `lens`, `patch`, `path_patch`, `ablate`, `steer`, `attention` and attributions return
+
+    >>> import tempfile
+    >>> from replaylens import Engine, attention, lens, report
+    >>> engine, text = Engine.load("coin-plain"), "A coin's state is heads. Alice flips. What's the state? A:"
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     page = report(f"{folder}/page.html", results=[lens(engine, text), attention(engine, text, layers=[1])])
+    ...     page.read_text().count("<svg")
+    2
+    """
+    return ReportPage(dump, tuple(probes), title=title, results=result_section.checked(results)).save(path)
 
 
 def page_file(path: str | Path) -> Path:
