@@ -25,7 +25,7 @@ from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.replay.examples import ReplayOptions, Result
 from replaylens.engine.request.values import flag, whole
 from replaylens.engine.serving.core import Core
-from replaylens.engine.thinking.picture import picture
+from replaylens.engine.thinking.picture import picture, thoughts_by_branch, with_rounds
 
 
 class Run(Sequence[Result]):
@@ -87,7 +87,9 @@ class Run(Sequence[Result]):
         result = self._result(index)
         recordings = {result.branch: result.recording} | {path.branch: path.activations for path in result.rejected}
         title = f"example {result.example.index}" + {True: ", right", False: ", wrong", None: ""}[result.correct]
-        return self.engine.lock.alone(tree_of, result.record, recordings, self.engine.text, title)
+        text, thoughts = self.engine.text, result.thoughts
+        said = None if thoughts is None else thoughts_by_branch(text, result.record, thoughts)
+        return self.engine.lock.alone(tree_of, result.record, recordings, text, title, said)
 
     def picture(self, index: int) -> Thinking:
         """The Thinking-States picture of one example: chunks, states, thoughts. Draws itself in a notebook; or `print` it.
@@ -103,7 +105,13 @@ class Run(Sequence[Result]):
         """One example step by step: prefill, decode, verify, rollback, and the contents of the KV cache."""
         result = self._result(index)
         decode, known = partial(word, self.engine.text), {result.branch: result.tokens}
-        return timeline(self.engine.trace, result.branch, decode, known, f"example {result.example.index}")
+        told = timeline(self.engine.trace, result.branch, decode, known, f"example {result.example.index}")
+        return told if result.thoughts is None else with_rounds(told, self.engine.text, result.thoughts)
+
+    def most_telling(self) -> Timeline:
+        """The timeline of the example that shows most of the protocol: drafts that were accepted and drafts that were rejected
+        in one verification, early on. Needs an engine with record=True."""
+        return max((self.timeline(i) for i in range(len(self))), key=lambda told: (told.interest, -told.capacity))
 
     def _result(self, index: int) -> Result:
         return self.results[whole("index", index, -len(self), len(self) - 1)]

@@ -72,7 +72,9 @@ def test_page_is_there_and_holds_everything(shown: str, out: Path) -> None:
     assert page.resolve().as_uri() in shown
     text = page.read_text()
     assert Dump.open(out / f"coin-{EXAMPLES}").digest in text
-    assert all(f'id="{section}"' in text for section in ("overview", "certificate", "examples", "probes", "lens"))
+    assert all(
+        f'id="{section}"' in text for section in ("found", "decoded", "overview", "certificate", "examples", "probes", "lens")
+    )
     assert not re.search(r"(src|href)=[\"']https?:", text)
 
 

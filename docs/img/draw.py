@@ -12,7 +12,7 @@ from typing import Any
 
 import replaylens as rl
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.engine import Engine
+from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.pictures.frames import Frame, Phase
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.pictures.timeline import Timeline
@@ -44,7 +44,7 @@ def _round(told: Timeline, ending: Phase) -> list[Frame]:
     """Prefill, then the first round with this ending after accepted drafts, as in the protocol's two pictures."""
     for i, frame in enumerate(told.frames):
         checks = told.frames[i - 1].checks if frame.phase is ending else ()
-        last_of_all = checks and (checks[-1].draft is None if ending is Phase.ACCEPT else checks[-1].verifier is None)
+        last_of_all = checks and checks[-1].void is (ending is Phase.ROLLBACK) and checks[-1].draft is None
         if last_of_all and checks[0].accepted:
             return [told.frames[0], *told.frames[i - 2 : i + 1]]
     return []
@@ -67,7 +67,10 @@ def _pages(run: Run, told: Timeline, folder: Path) -> dict[str, Path]:
     wrong.force(" heads")
     right.generate(8, drafter="lens", window=4)
     wrong.generate(8, drafter="lens", window=4)
-    views = {"tree": run.tree(most), "forks": root.tree(), "timeline": told}
+    thinking = Engine.load("coin-thinking")
+    assert isinstance(thinking, ThinkingEngine)
+    thought = thinking.prompt("A coin's state is heads. Alice flips, then Bob flips. What's the state? A:").generate(2)
+    views = {"tree": run.tree(most), "forks": root.tree(), "timeline": told, "thoughts": thought.picture()}
     pages = {}
     for name, view in views.items():
         pages[name] = folder / f"{name}.html"
@@ -75,7 +78,7 @@ def _pages(run: Run, told: Timeline, folder: Path) -> dict[str, Path]:
     dump = run.save(folder / "coin")
     found = sweep(dump, ("face", "parity"), positions=("step", "step+1", "query"))
     verdict = verify(dump.url, run.engine, sample="all")
-    page = ReportPage(dump, (found,), verdict, lambda token: word(run.engine.text, token))
+    page = ReportPage(dump, (found,), verdict, lambda token: word(run.engine.text, token), decoded=(told,))
     pages["report"] = page.save(folder / "report.html")
     pages["rollouts"] = _rollouts(run.engine, folder)
     return pages
@@ -101,6 +104,7 @@ def _screenshots(pages: dict[str, Path], chromium: str) -> None:
             tab.goto(pages["rollouts"].as_uri())
             tab.locator(".rl-node").nth(1).click()
             tab.locator(".rl-rollouts").screenshot(path=HERE / f"rollouts-{theme}.png")
+            _thoughts(tab, pages["thoughts"], HERE / f"thoughts-{theme}.png")
             tab.close()
         tab = browser.new_page(viewport={"width": 860, "height": 400})
         tab.goto(pages["forks"].as_uri())
@@ -118,9 +122,16 @@ def _tree(tab: Any, page: Path, out: Path) -> None:
     tab.screenshot(path=out, clip={"x": 0, "y": 0, "width": 1180, "height": 420})
 
 
+def _thoughts(tab: Any, page: Path, out: Path) -> None:
+    tab.set_viewport_size({"width": 1720, "height": 400})
+    tab.goto(page.as_uri())
+    tab.locator(".rl-view").screenshot(path=out)
+
+
 def _sections(tab: Any, page: Path, theme: str) -> None:
     tab.goto(f"{page.as_uri()}#example-6")
     tab.wait_for_selector("#rl-explorer .rl-token")
+    tab.locator("#found").screenshot(path=HERE / f"report-found-{theme}.png")
     tab.locator("#examples").screenshot(path=HERE / f"report-examples-{theme}.png")
     tab.locator("#probes").screenshot(path=HERE / f"report-probes-{theme}.png")
     tab.locator("#certificate").screenshot(path=HERE / f"report-certificate-{theme}.png")

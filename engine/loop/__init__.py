@@ -7,7 +7,7 @@ has one `Turn` per step:
 |-----------|--------------------------------|-------------------------------------------------------------------------------|
 | admit     | `admission`, `planner`,        | plans a turn: the rows without KV, the number of drafts, and pages for both   |
 |           | `reservations`                 |                                                                               |
-| draft     | `drafters`                     | proposes chains of tokens; any KV written here is provisional                 |
+| draft     | `drafters`, `window`           | proposes chains of tokens; any KV written here is provisional                 |
 | verify    | `loop`, `verify`               | runs one canonical pass over the rows and drafts of all turns, then accepts   |
 |           |                                | each draft that equals the token chosen from the row before it                |
 | commit    | `commit`                       | adds accepted tokens, their KV and their captured rows, all or none           |
@@ -21,6 +21,10 @@ One turn, with three drafts of which one is accepted:
     chosen               d1 x           row C chooses d1, so d1 is accepted; row d1 chooses x, so d2 is rejected
     after        ... A B C d1 x         x comes from the canonical logits and is the next pending token
     rejected                  d2 d3     a branch that leaves after d1
+
+The drafter `self` is the model's own fast path. Its drafts share the fast batch with ordinary requests (deterministic=False):
+each step, one fast pass yields one token of every ordinary request and one draft of every `Window` that is not full, and one
+canonical pass verifies the windows that are full. Between steps drafts belong to the job, not to the tree.
 
 Every committed token is chosen from canonical logits, and every committed KV entry and row comes from a canonical pass. So
 the output is a function of weights, path and edits; drafts only change how many tokens one pass yields. Preemption is a

@@ -1,16 +1,20 @@
 """`Admission`: which jobs have a turn in a step of the loop, and with which rows, drafts and pages.
 
 Older jobs come first. When pages run out, younger jobs give theirs up (preemption) and are computed again later.
+
+A deterministic request that drafts by the fast path takes one draft per step, in the fast batch that also decodes one token of
+every ordinary request. Once its window is full, its turn is the verification. So all kinds of requests come on alike.
 """
 
 from collections.abc import Callable
 
 from replaylens.engine.errors import OutOfPages
-from replaylens.engine.loop.drafters import Drafter
+from replaylens.engine.loop.drafters import REPEATED, Drafter, SelfDrafter
 from replaylens.engine.loop.lane import Job
 from replaylens.engine.loop.planner import Planner
 from replaylens.engine.loop.reservations import Reservations
 from replaylens.engine.loop.turn import Turn
+from replaylens.engine.loop.window import Window
 from replaylens.engine.memory.tree import BranchTree
 from replaylens.engine.passes.runner import Runner
 
@@ -35,7 +39,7 @@ class Admission:
         self.max_rows, self.fail = max_rows, fail
         self.planner = Planner()
         self._jobs: list[Job] = []
-        self._alone = False
+        self._alone = self._drafting = False
         self._clock = 0
         self._deciding = 0
 
@@ -50,6 +54,7 @@ class Admission:
         self._clock += 1
         self._jobs, self._alone = jobs, alone
         self._deciding = sum(job.exact and job.remaining > 0 for job in jobs)
+        self._drafting = any(job.exact and job.remaining > 0 and self._stepwise(job) for job in jobs)
         budget = self.max_rows
         turns: list[Turn] = []
         for job in sorted(self._jobs, key=self._rank):
@@ -57,9 +62,10 @@ class Admission:
             if turn is not None and not self._make_room(turn):
                 # The oldest job could take the pages of all others and still lacks some. Waiting would not help: it would
                 # take them again in every step, and the younger jobs would compute them again in vain.
+                job.window_open = None  # its pages are gone
                 turn = self._last_resort(job) if job is self._jobs[0] and not turns else None
             if turn is not None:
-                budget -= (len(turn.rows) + turn.num_drafts) * len(turn.tables)
+                budget -= self._num_rows(turn)
                 job.lane.last_used = self._clock
                 turns.append(turn)
         return turns
@@ -70,6 +76,8 @@ class Admission:
         start = self._first_row(job, len(tokens))
         rows = tokens[start : start + budget]
         turn = Turn(job, start, rows, complete=start + len(rows) == len(tokens))
+        if turn.deciding and job.exact and self._stepwise(job):
+            return self._draft_or_verify(turn, budget)
         if turn.deciding and job.exact:
             num_drafts = self._num_drafts(job, turn.end)
             if len(rows) > 1:  # the lane lost its KV and catches up; then its windows are those of an undisturbed lane
@@ -82,14 +90,48 @@ class Admission:
             turn.burst = min(job.remaining, MAX_BURST)
         return turn
 
+    def _stepwise(self, job: Job) -> bool:
+        """Whether the job takes its drafts one per step from the fast batch."""
+        mine = isinstance(self.drafters[job.drafter], SelfDrafter) and job.forced_drafts is None
+        return mine and job.window != 1 and not (self._alone and job.window is None)
+
+    def _draft_or_verify(self, turn: Turn, budget: int) -> Turn | None:
+        """The next draft of the job's window, or the verification of a full one; None: it waits.
+
+        The first token after a prompt, or after KV was lost, comes directly out of the canonical pass.
+        """
+        job, window = turn.job, turn.job.window_open
+        if len(turn.rows) > 1 or turn.start < job.lane.computed:
+            job.window_open = None
+            return turn
+        if window is None or window.at != turn.end:
+            window = job.window_open = self._opened(job, turn.end)
+        turn.drafting, turn.num_drafts = not window.full, len(window.chain) if window.full else window.count
+        return turn if self._num_rows(turn) <= budget else None
+
+    def _opened(self, job: Job, at: int) -> Window:
+        """A new window. If others are full soon, it is shorter, so that one pass verifies all of them."""
+        count = self._num_drafts(job, at)
+        others = (other.window_open.num_missing for other in self._jobs if other.window_open is not None)
+        count = max((steps for steps in others if (count - 1) / 2 <= steps <= count), default=count)
+        path = self.tree.branch(job.lane.branch).past.path(at)
+        again = path.repetition(REPEATED, count) if count else []
+        return Window(at, count, again, ended=bool(again) and again[-1] in job.sampling.stop_tokens)
+
+    def _num_rows(self, turn: Turn) -> int:
+        """The rows that a turn takes in the passes of its step."""
+        if turn.drafting and turn.job.window_open is not None:
+            return turn.job.window_open.num_rows(turn.job.lane.table, self.runner.pool.page_size)
+        return (len(turn.rows) + turn.num_drafts) * max(1, len(turn.tables))
+
     def _may_burst(self, job: Job, start: int) -> bool:
         """Whether the device can decode on its own: no hook functions, no edits of patterns or of chosen tokens at positions to
-        come, and neither sampling nor lens needs the host."""
+        come, neither sampling nor lens needs the host, and no other request takes one step at a time."""
         lane = job.lane
         if any((edit.on_pattern or edit.tokens) and edit.touches(start, start + MAX_BURST) for edit in lane.edits):
             return False
         plain = not lane.hooks and self.runner.cache.chain is None and (lane.capture is None or lane.capture.on_device)
-        return self._alone and plain and job.sampling.bare and job.forced_drafts is None
+        return self._alone and plain and job.sampling.bare and job.forced_drafts is None and not self._drafting
 
     def _first_row(self, job: Job, num_tokens: int) -> int:
         """Where the next pass starts. Choosing the next token takes the last token's row, even if its KV is known."""
@@ -109,7 +151,7 @@ class Admission:
         if job.forced_drafts is not None:
             return min(max(map(len, job.forced_drafts.get(at, [[]]))), job.remaining - 1)
         window = job.window
-        if window is None and job.drafter == "self" and self._alone:
+        if window is None and isinstance(self.drafters[job.drafter], SelfDrafter) and self._alone:
             return 0  # the device's decode step is canonical: there is nothing to verify
         if window is None:
             drafter = self.drafters[job.drafter]
@@ -134,7 +176,7 @@ class Admission:
         """For the oldest job, whose window does not fit even with all pages to itself: a turn without drafts, or failure."""
         turn, pool = self._plan(job, self.max_rows), self.runner.pool
         assert turn is not None  # `submit` refuses windows larger than a pass
-        turn.num_drafts = turn.burst = 0
+        turn.num_drafts, turn.burst, turn.drafting, job.window_open = 0, 0, False, None
         if self._make_room(turn):
             return turn
         needed = pool.num_needed(job.lane.table, turn.start, turn.end)

@@ -12,7 +12,7 @@ from replaylens.engine.loop.captured import PassRows
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.loop.turn import Turn
 from replaylens.engine.memory.pages import PageTable
-from replaylens.engine.memory.tree import BranchTree, TokenState
+from replaylens.engine.memory.tree import ORDINARY, BranchTree, TokenState
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.request.recording import Chunk
 
@@ -61,7 +61,7 @@ class Committer:
 
     def abandon(self, turn: Turn) -> None:
         """Undo a turn whose pass failed: the branch is as it was before. Mutates tree, lane and pages."""
-        lane = turn.job.lane
+        lane, turn.job.window_open = turn.job.lane, None
         self.drop_drafts(turn)
         self._release_forks(turn)
         lane.computed = min(lane.computed, turn.start)
@@ -87,6 +87,8 @@ class Committer:
             lane.table = turn.tables[0]
         lane.computed = turn.end + outcome.accepted
         lane.exact = lane.exact and turn.job.exact
+        if not lane.exact:
+            self.tree.uncertify(lane.branch, turn.start, ORDINARY)
         pool.truncate(lane.table, lane.computed)
         self._release_forks(turn)
         self._seal(lane, turn.start)

@@ -71,20 +71,17 @@ REPEATED = 8
 
 
 class SelfDrafter:
-    """The model's own fast path: matrix-vector products, one token at a time. A path that repeats itself needs none."""
+    """The model's own fast path: matrix-vector products, one token at a time. A path that repeats itself needs none.
+
+    Its drafts come from the fast batch of the loop, one per step: see `Window`.
+    """
 
     width = 1
     reproducible = False
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
-
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
-        chains = [call.path.repetition(REPEATED, call.count) for call in calls]
-        return [[chain] for chain in extend_together(calls, [0] * len(calls), chains, self._step)]
-
-    def _step(self, segments: list[Segment]) -> PassResult:
-        return self.runner.fast(segments)
+        """The drafts that the calls' windows have collected."""
+        return [call.recorded or [[]] for call in calls]
 
     def settings(self) -> dict[str, str | int]:
         return {}

@@ -6,6 +6,7 @@ The `BranchTree` holds the tokens of a branch and outlives its lane.
 from dataclasses import dataclass, field
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.loop.window import Window
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.past import Mark
 from replaylens.engine.memory.prefix import Trail
@@ -137,6 +138,8 @@ class Job:
     statistics: Statistics = field(default_factory=Statistics)
     rejected: list[int] = field(default_factory=list)
     """branches of rejected drafts, in order"""
+    window_open: Window | None = None
+    """drafts of the fast path that are not verified yet"""
 
     def __post_init__(self) -> None:
         for name, value, least in (("n", self.new_tokens, 0), ("window", self.window, 1)):

@@ -4,6 +4,7 @@ The package's docstring (`engine/loop/__init__.py`) walks through one turn.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.reservations import Reservations
 from replaylens.engine.loop.stops import Stops
 from replaylens.engine.loop.turn import Turn
-from replaylens.engine.loop.verify import Verdict, judged
+from replaylens.engine.loop.verify import Verdict, drafted, judged, overruled
 from replaylens.engine.memory.prefix import PrefixIndex, Trail
 from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
 from replaylens.engine.model.text import Text
@@ -53,7 +54,7 @@ class Loop:
         self.lanes: dict[int, Lane] = {}
         self.lenses = lenses
         self.committer = Committer(runner, tree, self.lanes)
-        self.reservations = Reservations(runner, prefix, self.lanes, lambda job: self._notify("preempt", job))
+        self.reservations = Reservations(runner, prefix, self.lanes, self._preempted)
         self.admission = Admission(runner, tree, drafters, self.reservations, max_rows, self.end)
         self.jobs: list[Job] = []
         self.listeners: list[Listener] = []
@@ -81,11 +82,14 @@ class Loop:
         self._forget_done()
 
     def _by_arithmetic(self, turns: list[Turn]) -> list[tuple[bool, list[Turn]]]:
-        """(whether canonical, turns that run together). On a device both arithmetics take equally long, so fast-path requests
-        join the canonical pass: two passes would take twice as long."""
-        if self.bursts is not None and any(turn.job.exact for turn in turns):
+        """(whether canonical, turns that run together). Drafts and ordinary requests share the fast batch. On a device both
+        arithmetics take equally long, so ordinary requests join a canonical pass that is the only one: two would take twice as
+        long."""
+        fast = [turn for turn in turns if turn.drafting or not turn.job.exact]
+        exact = [turn for turn in turns if turn.job.exact and not turn.drafting]
+        if self.bursts is not None and exact and not any(turn.drafting for turn in turns):
             return [(True, turns)]
-        return [(exact, [turn for turn in turns if turn.job.exact is exact]) for exact in (True, False)]
+        return [(True, exact), (False, fast)]
 
     def admit(self) -> list[Turn]:
         """Turns for as many jobs as rows and pages allow; see `Admission`."""
@@ -93,15 +97,16 @@ class Loop:
         return self.admission.turns(self.jobs, alone=self.bursts is not None)
 
     def draft(self, turns: list[Turn]) -> list[Turn]:
-        """Fill in the chains of turns that have room for drafts. Draft KV goes to slots that the verification overwrites."""
-        for name in sorted({turn.job.drafter for turn in turns if turn.num_drafts}):
-            mine = [turn for turn in turns if turn.num_drafts and turn.job.drafter == name]
+        """Fill in the chains of turns that verify drafts. Draft KV goes to slots that the verification overwrites."""
+        for name in sorted({turn.job.drafter for turn in turns if turn.num_drafts and not turn.drafting}):
+            mine = [turn for turn in turns if turn.num_drafts and not turn.drafting and turn.job.drafter == name]
             for turn, chains in zip(mine, self._propose(name, mine), strict=True):
                 if turn.closed:
                     continue
+                turn.job.window_open = None
                 turn.chains = _verifiable(chains, turn.num_drafts, len(turn.tables), self.runner.model.config.vocab_size)
                 self.tree.append(turn.job.lane.branch, turn.chains[0], TokenState.DRAFT)
-                self._notify("draft", turn.job, at=turn.end, chains=turn.chains)
+                self._notify("draft", turn.job, at=turn.end, chains=turn.chains, after=turn.rows[-1])
         return turns
 
     def _propose(self, name: str, turns: list[Turn]) -> list[Chains]:
@@ -120,30 +125,35 @@ class Loop:
             return [[[]]]
 
     def verify(self, turns: list[Turn], exact: bool) -> None:
-        """One pass over the rows and drafts of all turns. Then each turn is judged and committed on its own."""
+        """One pass over the rows and drafts of all turns. Then each turn is judged and committed on its own. In the fast batch,
+        turns that draft gain a draft and commit nothing."""
         segments: list[Segment] = []
         for turn in turns:
-            turn.segments = []
-            for table, chain in zip(turn.tables, turn.chains, strict=False):
-                turn.segments.append(len(segments))
-                num_logits = len(chain) + 1 if turn.deciding else 0
-                lane = turn.job.lane
-                segments.append(Segment(table, turn.start, turn.rows + chain, num_logits, lane.edits, lane.hooks))
-        tap = PassTap(frozenset().union(*(self._needed(turn) for turn in turns)))
+            own = self._segments(turn)
+            turn.segments = list(range(len(segments), len(segments) + len(own)))
+            segments += own
+        drafting, committing = _parted(turns)
+        tap = PassTap(frozenset().union(*(self._needed(turn) for turn in committing)))
         try:
             for turn in turns:
                 self._check_canary(turn)
-            with self.admission.planner.timing("exact" if exact else "fast", sum(len(s.tokens) for s in segments)):
+            with self._timed(segments, exact, bool(drafting)):
                 result = self.runner.exact(segments, tap) if exact else self.runner.fast(segments, tap)
             rows = PassRows(self.runner, self.tree, self.lenses, tap, result)
-            rows.send(turns)
+            rows.send(committing)
             finite(result.residual[: result.batch.num_rows], "activations")
-            verdicts = judged([turn for turn in turns if turn.deciding], result, self.tree)
-            rows.read_ahead(turns, verdicts)
+            verdicts = judged([turn for turn in committing if turn.deciding], result, self.tree)
+            rows.read_ahead(committing, verdicts)
+            chosen = drafted(drafting, result, self.tree)
         except Exception as error:  # of the engine, or of a hook function
             self._isolate(turns, exact, error)
             return
-        for turn in turns:
+        for turn, token in chosen.items():
+            window, lane = turn.job.window_open, turn.job.lane
+            assert window is not None
+            window.add(token, turn.job.sampling.stop_tokens, lane.table, self.runner.pool.page_size)
+            turn.closed = True
+        for turn in committing:
             before = turn.job.generated, turn.job.finish_reason
             try:
                 self._conclude(turn, rows, verdicts.get(turn))
@@ -155,6 +165,25 @@ class Loop:
                 if not isinstance(error, Exception):
                     raise
                 self._abandon([turn], error)
+
+    def _segments(self, turn: Turn) -> list[Segment]:
+        """The rows of a turn in a pass: those of its next draft, or its own followed by each of its chains."""
+        lane, window = turn.job.lane, turn.job.window_open
+        if turn.drafting and window is not None:
+            path = self.tree.branch(lane.branch).past.path(turn.end)
+            start, tokens = window.rows(path, lane.table, self.runner.pool.page_size)
+            return [Segment(lane.table, start, tokens, 1, lane.edits, lane.hooks)]
+        pairs = zip(turn.tables, turn.chains, strict=False)
+        return [
+            Segment(table, turn.start, turn.rows + chain, len(chain) + 1 if turn.deciding else 0, lane.edits, lane.hooks)
+            for table, chain in pairs
+        ]
+
+    def _timed(self, segments: list[Segment], exact: bool, drafting: bool) -> AbstractContextManager[None]:
+        """Measures a pass for the planner. Of a fast batch with drafts it wants to know the cost of one request's row."""
+        if drafting:
+            return self.admission.planner.timing("draft", len(segments))
+        return self.admission.planner.timing("exact" if exact else "fast", sum(len(s.tokens) for s in segments))
 
     def burst(self, turns: list[Turn], exact: bool) -> None:
         """Several direct decode steps on the device. If `exact`, its choices are canonical and need no verification."""
@@ -200,6 +229,8 @@ class Loop:
         if len(turns) > 1:
             for turn in turns:
                 self.verify([turn], exact)
+        elif turns[0].drafting and isinstance(error, EngineError):
+            self._stop_drafting(turns[0], error)
         elif any(turns[0].chains):
             self.committer.drop_drafts(turns[0])
             turns[0].chains = [[]]
@@ -207,18 +238,27 @@ class Loop:
         else:
             self._abandon(turns, error)
 
+    def _stop_drafting(self, turn: Turn, error: EngineError) -> None:
+        """The fast path failed: what it drafted so far is verified in the next step. This costs the request no token."""
+        assert turn.job.window_open is not None
+        turn.job.window_open.ended = turn.closed = True
+        self._notify("draft_failed", turn.job, drafter=turn.job.drafter, error=f"{type(error).__name__}: {error}")
+
     def _conclude(self, turn: Turn, rows: PassRows, verdict: Verdict | None) -> None:
         """Commit one turn, with its verdict if it was deciding."""
-        job, outcome = turn.job, Outcome()
+        job, outcome, void = turn.job, Outcome(), list[int]()
         if verdict is not None:
+            if self.listeners and any(turn.chains):
+                void = overruled(turn, verdict, rows.result, self.tree)
             outcome = self._take(turn, verdict)
         rejected_before = len(job.rejected)
         self.committer.commit(turn, outcome, rows)
         if any(turn.chains):
             rejected = job.rejected[rejected_before:]
-            self._notify(
-                "verdict", job, chain=outcome.chain, accepted=outcome.accepted, pending=outcome.pending, rejected=rejected
-            )
+            said: dict[str, Any] = {"chain": outcome.chain, "accepted": outcome.accepted, "pending": outcome.pending}
+            if void and rejected:
+                said["overruled"] = void
+            self._notify("verdict", job, **said, rejected=rejected)
         self._finish_turn(turn)
 
     def _finish_turn(self, turn: Turn) -> None:
@@ -260,6 +300,8 @@ class Loop:
     def _call(self, turn: Turn) -> DraftCall:
         job, record = turn.job, self.tree.branch(turn.job.lane.branch)
         recorded = job.forced_drafts.get(turn.end) if job.forced_drafts is not None else None
+        if job.window_open is not None:
+            recorded = [job.window_open.chain]
         return DraftCall(
             path=record.past.path(len(record.tokens)),
             num_prompt=record.root_length,
@@ -323,11 +365,22 @@ class Loop:
     def end(self, job: Job, error: Exception | None = None) -> None:
         """Stop a job, cancelled or failed. Committed tokens stay; forced tokens without KV are removed."""
         job.done, job.error = True, error
+        self._drop_window(job)
         record = self.tree.branch(job.lane.branch)
         if TokenState.DRAFT in record.states:
             self.tree.rollback(record.id, record.states.index(TokenState.DRAFT))
             job.lane.tokens_gone(len(record.tokens))
         self._finish(job, "error" if error else "cancelled")
+
+    def _drop_window(self, job: Job) -> None:
+        """Mutates: forgets drafts that are not verified yet, with their pages."""
+        if job.window_open is not None:
+            job.window_open = None
+            self.runner.pool.truncate(job.lane.table, min(job.lane.computed, job.lane.table.length))
+
+    def _preempted(self, job: Job) -> None:
+        job.window_open = None
+        self._notify("preempt", job)
 
     def _close_if_done(self, job: Job) -> None:
         allowed = 1 if job.new_tokens and not job.final else 0  # a generated token's own row may stay pending
@@ -371,6 +424,11 @@ class Loop:
     def _notify(self, event: str, job: Job, **details: Any) -> None:
         for listener in self.listeners:
             listener({"event": event, "branch": job.lane.branch, **details})
+
+
+def _parted(turns: list[Turn]) -> tuple[list[Turn], list[Turn]]:
+    """(turns that draft, turns that commit)."""
+    return [turn for turn in turns if turn.drafting], [turn for turn in turns if not turn.drafting]
 
 
 def _verifiable(chains: Chains, most: int, width: int, vocab: int) -> Chains:

@@ -20,6 +20,8 @@ class Turn:
     complete: bool
     """whether the rows reach the branch's last token, so that the next one can be chosen"""
     num_drafts: int = 0
+    drafting: bool = False
+    """whether it takes one row of the fast batch, for the next draft of the job's open window, and decides nothing"""
     burst: int = 0
     """direct decode steps that the device takes on its own; 0: an ordinary pass"""
     tables: list[PageTable] = field(default_factory=list)
@@ -37,4 +39,4 @@ class Turn:
     @property
     def deciding(self) -> bool:
         """Whether the pass decides what comes next."""
-        return self.complete and self.job.remaining > 0
+        return self.complete and self.job.remaining > 0 and not self.drafting

@@ -56,6 +56,29 @@ def judged(turns: list[Turn], result: PassResult, tree: BranchTree) -> dict[Turn
     return verdicts | {turn: _by_host(turn, result, first[turn], tree) for turn in turns if turn not in verdicts}
 
 
+def overruled(turn: Turn, verdict: Verdict, result: PassResult, tree: BranchTree) -> list[int]:
+    """What the verifier chose in its rows after a rejected draft. They follow a token that is not part of the path, so they are
+    void; pictures of the verification show them."""
+    before = sum(segment.num_logits for segment in result.batch.segments[: turn.segments[verdict.chain]])
+    chain, record = turn.chains[verdict.chain], tree.branch(turn.job.lane.branch)
+    return [
+        result.choose(before + row, turn.job.sampling, record.past.path(turn.end, chain[:row]), record.root_length)
+        for row in range(verdict.num_accepted + 1, len(chain) + 1)
+    ]
+
+
+def drafted(turns: list[Turn], result: PassResult, tree: BranchTree) -> dict[Turn, int]:
+    """The next draft of every turn: what its sampling chooses from its row of the fast batch."""
+    before = list(accumulate((segment.num_logits for segment in result.batch.segments), initial=0))
+    chosen = {}
+    for turn in turns:
+        record, window = tree.branch(turn.job.lane.branch), turn.job.window_open
+        assert window is not None
+        path = record.past.path(turn.end, window.chain)
+        chosen[turn] = result.choose(before[turn.segments[0]], turn.job.sampling, path, record.root_length)
+    return chosen
+
+
 def _by_host(turn: Turn, result: PassResult, first: list[int], tree: BranchTree) -> Verdict:
     chains, sampling = turn.chains, turn.job.sampling
     if sampling.plain_greedy:

@@ -37,6 +37,8 @@ class TokenState(Enum):
 
 PROMPT, ACCEPTED, PENDING, DRAFT, REJECTED = TokenState
 _ORDER = {state: order for order, state in enumerate(TokenState)}
+ORDINARY, HOOKED = "ordinary: not verified", "hook functions: not certified"
+"""why nothing is promised of a token: it is of the fast path, or hook functions had a part in it"""
 TRANSITIONS = {DRAFT: (ACCEPTED,), PENDING: (ACCEPTED,)}
 """the changes that `mark` may make; only `rollback` turns drafts into rejected tokens, and prompt tokens never change"""
 
@@ -72,6 +74,11 @@ class BranchRecord:
     """of tokens[:fork_position], to detect later changes"""
     seal: int | None = None
     """hash of all tokens and states, set when the branch becomes immutable"""
+    uncertified_from: int | None = None
+    """the first position of which nothing is promised; None: there is none. Once there is one, later tokens are not certified
+    either, whatever computes them"""
+    uncertified_why: str = ""
+    """ORDINARY or HOOKED, in words for pictures"""
     past: Past = field(init=False)
     """what is known about the path, extended as it grows"""
 
@@ -159,6 +166,13 @@ class BranchTree:
             )
         branch.states[start:end] = [state] * (end - start)
 
+    def uncertify(self, branch_id: int, position: int, why: str) -> None:
+        """Note that nothing is promised of the tokens from `position` on. Mutates the branch; prompt tokens are as given."""
+        branch = self.branch(branch_id)
+        first = max(position, branch.root_length)
+        branch.uncertified_from = first if branch.uncertified_from is None else min(first, branch.uncertified_from)
+        branch.uncertified_why = branch.uncertified_why or why
+
     def fork(self, branch_id: int, length: int | None = None) -> int:
         """A new open branch with the first `length` tokens (default: all) and their states. The caller releases it.
 
@@ -177,6 +191,8 @@ class BranchTree:
             committed = cut == 0 or states[cut - 1] in (PROMPT, ACCEPTED)
             states[cut:] = [ACCEPTED if committed else DRAFT] * (length - cut)
         child = self._live[self._add(branch_id, length, parent.tokens[:length], states, root_length)]
+        if parent.uncertified_from is not None:
+            child.uncertified_from, child.uncertified_why = min(parent.uncertified_from, length), parent.uncertified_why
         parent.forks[child.id] = child
         child.above = (parent,)
         if parent.status is BranchStatus.REJECTED and parent.parent is not None:
@@ -203,6 +219,8 @@ class BranchTree:
         if pending:
             branch.states[-1] = PENDING
         branch.past.cut(length)
+        if branch.uncertified_from is not None:
+            branch.uncertified_from = min(branch.uncertified_from, length)
         if length < branch.fork_position:  # the branch now leaves its parent earlier
             branch.fork_position, branch.prefix_hash = length, hash(tuple(branch.tokens))
         branch.status, branch.finish_reason = BranchStatus.OPEN, None
@@ -282,6 +300,7 @@ class BranchTree:
         states = branch.states[:length] + [REJECTED] * (len(branch.tokens) - length)
         kept_id = self._add(branch.id, length, list(branch.tokens), states, branch.root_length)
         kept = self._live[kept_id]
+        kept.uncertified_from, kept.uncertified_why = branch.uncertified_from, branch.uncertified_why
         kept.status, kept.seal = BranchStatus.REJECTED, _seal(kept)
         branch.cut.append(kept)
         return kept_id

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures.palette import ORDINARY, kind_of
 from replaylens.engine.pictures.paths import visible
 
 
@@ -15,6 +16,7 @@ class Phase(Enum):
     FORK = "fork"
     FORCE = "force"
     DIRECT = "direct"
+    ORDINARY = "ordinary"
     DECODE = "decode"
     VERIFY = "verify"
     ACCEPT = "accept"
@@ -29,14 +31,23 @@ class Slot:
     state: TokenState
     number: int
     drafted: bool = False
+    why: str = ""
+    """why nothing is promised of it; empty: it is certified"""
+    label: str = ""
+    """its name, if it is not a token of the path but a thought"""
 
     @property
     def visible(self) -> str:
         return visible(self.text)
 
     @property
+    def kind(self) -> str:
+        """Its look: that of its state, or that of an ordinary token."""
+        return kind_of(self.state, self.why)
+
+    @property
     def name(self) -> str:
-        return f"T{self.number}{'′' if self.drafted else ''}"
+        return self.label or f"T{self.number}{'′' if self.drafted else ''}"
 
 
 @dataclass(frozen=True)
@@ -46,32 +57,46 @@ class Fill:
     prompt: int
     accepted: int = 0
     draft: int = 0
+    ordinary: int = 0
 
     @property
     def total(self) -> int:
-        return self.prompt + self.accepted + self.draft
+        return self.prompt + self.accepted + self.ordinary + self.draft
 
-    def by_state(self) -> list[tuple[TokenState, int]]:
+    def by_kind(self) -> list[tuple[str, int]]:
         """Non-empty sections, in order of position."""
         sections = [
-            (TokenState.PROMPT, self.prompt),
-            (TokenState.ACCEPTED, self.accepted),
-            (TokenState.DRAFT, self.draft),
+            (TokenState.PROMPT.value, self.prompt),
+            (TokenState.ACCEPTED.value, self.accepted),
+            (ORDINARY, self.ordinary),
+            (TokenState.DRAFT.value, self.draft),
         ]
-        return [(state, count) for state, count in sections if count]
+        return [(kind, count) for kind, count in sections if count]
 
 
 @dataclass(frozen=True)
 class Check:
-    """The verifier's check of one draft. `verifier` is None after the first mismatch."""
+    """The verifier's check of one draft."""
 
     draft: Slot | None
-    """None for the extra token that the verifier adds when it accepts every draft"""
+    """None for a token of the verifier beyond the drafts"""
     verifier: Slot | None
+    """None after the first mismatch in traces of earlier versions, which do not hold it"""
+
+    @property
+    def void(self) -> bool:
+        """Whether it comes after the first mismatch: the verifier's token follows a draft that was rejected."""
+        return self.verifier is None or self.verifier.state is TokenState.REJECTED
 
     @property
     def accepted(self) -> bool:
-        return self.draft is not None and self.verifier is not None and self.draft.text == self.verifier.text
+        """Whether the draft is accepted."""
+        return not self.void and self.draft is not None and self.draft.text == (self.verifier.text if self.verifier else None)
+
+    @property
+    def mark(self) -> str:
+        """Equal to the draft, instead of it, in addition to all drafts, or void."""
+        return "✗" if self.void else "✓ =" if self.accepted else "✓ ≠" if self.draft is not None else "✓ free"
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,26 @@ MAX_BRANCHES = 200
 """limit per tree"""
 
 
-def tree_of(trunk: BranchRecord, recordings: Mapping[int, Recording | None], text: Text, title: str = "") -> Tree:
+Thoughts = Mapping[int, Mapping[int, tuple[str, ...]]]
+
+
+def tree_of(
+    trunk: BranchRecord,
+    recordings: Mapping[int, Recording | None],
+    text: Text,
+    title: str = "",
+    thoughts: Thoughts | None = None,
+) -> Tree:
     """A branch as the trunk, with all forks and rejected drafts below it.
 
     recordings  captured rows by branch
+    thoughts    words thought after a position, by branch
     """
     every = _below(trunk)
     shown = {record.id: record for record in every[:MAX_BRANCHES]}
     readings = {i: Readings.of(recordings.get(i), partial(word, text)) for i in shown}
-    paths = [_path(record, shown, trunk.id, readings, text) for record in shown.values()]
+    said = thoughts or {}
+    paths = [_path(record, shown, trunk.id, readings, text, said.get(record.id, {})) for record in shown.values()]
     return Tree(tuple(paths), title or f"branch {trunk.id}", len(every) - len(shown))
 
 
@@ -41,6 +52,7 @@ def _path(
     trunk: int,
     readings: Mapping[int, Readings | None],
     text: Text,
+    thoughts: Mapping[int, tuple[str, ...]],
 ) -> DrawnPath:
     own = 0 if record.id == trunk else record.fork_position
     parent = None if record.id == trunk else _drawn_parent(record, shown, trunk)
@@ -53,7 +65,13 @@ def _path(
             logprob = before.logprob(position - 1, record.tokens[position])
         entropy, lens = (reading.entropy(position), reading.layers(position)) if reading else (None, ())
         shown_as = word(text, record.tokens[position])
-        tokens.append(Token(shown_as, position, record.states[position], logprob, entropy, lens))
+        promised = record.uncertified_from is None or position < record.uncertified_from
+        why = "" if promised else record.uncertified_why
+        tokens.append(
+            Token(
+                shown_as, position, record.states[position], logprob, entropy, lens, why=why, thought=thoughts.get(position, ())
+            )
+        )
     return DrawnPath(record.id, parent, own, record.status.value, tuple(tokens))
 
 

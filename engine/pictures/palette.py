@@ -1,7 +1,8 @@
 """The look of each token state, the same in notebooks, on the report page, in SVG files and in a terminal.
 
-The four fills are distinguishable with every common kind of colour blindness, and have the same dark text on light and dark
-pages. Pending tokens are checkered. No state is marked by colour alone: each also has a mark.
+The fills are distinguishable with every common kind of colour blindness, and have the same dark text on light and dark pages.
+Pending tokens are checkered. No state is marked by colour alone: each also has a mark. A token of which nothing is promised has
+a look of its own, `ORDINARY`, whatever its state: it must not look like an accepted one.
 """
 
 from typing import NamedTuple
@@ -44,6 +45,20 @@ LOOKS = {
     TokenState.DRAFT: Look("#f3d535", "?", "?", "bright_yellow", "italic"),
     TokenState.REJECTED: Look("#ee8a72", "✗", "x", "bright_red", "strike"),
 }
+ORDINARY = "ordinary"
+"""the kind of tokens that no canonical pass has verified"""
+KINDS = {state.value: look for state, look in LOOKS.items()} | {ORDINARY: Look("#a08fb0", "○", "o", "magenta")}
+"""the look of each kind of token"""
+
+NAMES = {ORDINARY: "ordinary: not verified"}
+"""legends of kinds whose name does not say enough"""
+
+
+def kind_of(state: TokenState, why: str = "") -> str:
+    """The kind of a token, a key of KINDS and a CSS class. `why`: why nothing is promised of it; empty: it is certified."""
+    return ORDINARY if why and state in (TokenState.ACCEPTED, TokenState.PENDING) else state.value
+
+
 PAGES = {
     "light": {
         "page": "#ffffff",
@@ -69,7 +84,7 @@ PAGES = {
 
 def css_variables(theme: str) -> str:
     """The palette as CSS custom properties: `--rl-prompt`, `--rl-page`, ..."""
-    fills = {state.value: look.fill for state, look in LOOKS.items()} | {
+    fills = {kind: look.fill for kind, look in KINDS.items()} | {
         "ink": INK,
         "check": CHECK,
         "other": OTHER,
@@ -80,8 +95,8 @@ def css_variables(theme: str) -> str:
 
 def svg_style() -> str:
     """The style of a standalone picture, in plain colours, for viewers without custom properties."""
-    rules = "".join(f".{state.value}{{fill:{look.fill}}}" for state, look in LOOKS.items())
-    fixed = f"{rules}.ink{{fill:{INK}}}.check{{fill:{CHECK}}}.other{{fill:{OTHER}}}.edge{{stroke:{INK}}}"
+    rules = "".join(f".{kind}{{fill:{look.fill}}}" for kind, look in KINDS.items())
+    fixed = f"{rules}.ink{{fill:{INK}}}.check{{fill:{CHECK}}}.other{{fill:{OTHER}}}.edge{{stroke:{INK}}}.sand{{fill:{SAND}}}"
     return f"{fixed}{_page_rules('light')}@media (prefers-color-scheme:dark){{{_page_rules('dark')}}}"
 
 

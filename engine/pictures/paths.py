@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures.palette import KINDS, ORDINARY, kind_of
 from replaylens.engine.pictures.readings import LensLayer
 
 
@@ -23,6 +24,20 @@ class Token:
     """each layer's next-token guesses at this row"""
     labels: tuple[tuple[str, str], ...] = ()
     """the task's labels here"""
+    why: str = ""
+    """why nothing is promised of it; empty: it is certified"""
+    thought: tuple[str, ...] = ()
+    """what a model that thinks thought after it, including <EOS>"""
+
+    @property
+    def kind(self) -> str:
+        """Its look: that of its state, or that of an ordinary token."""
+        return kind_of(self.state, self.why)
+
+    @property
+    def standing(self) -> str:
+        """Its state in words."""
+        return self.why if self.kind == ORDINARY else self.state.value
 
     @property
     def visible(self) -> str:
@@ -58,6 +73,12 @@ class Paths:
     @property
     def trunk(self) -> DrawnPath:
         return self.paths[0]
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of tokens for a legend: all states, and ordinary tokens if there are any."""
+        found = {token.kind for path in self.paths for token in path.tokens}
+        return [kind for kind in KINDS if kind != ORDINARY or kind in found]
 
     @cached_property
     def children(self) -> dict[int, list[DrawnPath]]:

@@ -1,7 +1,8 @@
 """Timelines from traces: the frames of one branch, from the engine's events.
 
 Every number in a frame comes from the run. Steps without drafts leave no event; their tokens are taken from the branch's path
-if it is known, and shown as unknown otherwise.
+if it is known, and shown as unknown otherwise. The first token after a prompt, unless it was drafted, is part of the prefill:
+it comes out of the same canonical arithmetic.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.memory.tree import HOOKED, ORDINARY, TokenState
 from replaylens.engine.pictures.frames import Check, Fill, Frame, Phase, Slot
 from replaylens.engine.pictures.paths import visible
 from replaylens.engine.pictures.timeline import Timeline
@@ -43,6 +44,17 @@ class _Line:
     prefilling: bool = False
     beside: int = 0
     """the largest number of other requests during its prefill"""
+    uncertified_from: int | None = None
+    why: str = ""
+    """why nothing is promised of tokens from `uncertified_from` on"""
+    first_token: bool = False
+    """whether its first token after the prompt came out of the prefill"""
+
+    def uncertify(self, position: int, why: str) -> None:
+        """Mutates: nothing is promised of the tokens from `position` on."""
+        first = max(self.num_prompt, position)
+        self.uncertified_from = first if self.uncertified_from is None else min(first, self.uncertified_from)
+        self.why = self.why or why
 
 
 class _Teller:
@@ -52,16 +64,20 @@ class _Teller:
         self.branch, self.decode, self.known = branch, decode, known
         self.lines: dict[int, _Line] = {}
         self.running: set[int] = set()
+        self.mine = False
+        """whether the current event is the branch's own; of other branches no frames are made"""
         self.frames: list[Frame] = []
 
     def hear(self, event: dict[str, Any]) -> None:
         """Mutates: process one event."""
-        line, mine = self.lines.get(event["branch"]), event["branch"] == self.branch
+        line, self.mine = self.lines.get(event["branch"]), event["branch"] == self.branch
         made: Iterator[Frame] = iter(())
         match event["event"]:
             case "plant":
                 count = len(event["tokens"])
-                self.lines[event["branch"]] = _Line(list(event["tokens"]), count, count, prefilling=True)
+                planted = self.lines[event["branch"]] = _Line(list(event["tokens"]), count, count, prefilling=True)
+                if event.get("hooks"):
+                    planted.uncertify(0, HOOKED)
                 self._start(event["branch"])
             case "fork" if line is not None:
                 self._fork(line, event)
@@ -71,6 +87,8 @@ class _Teller:
                 words = visible("".join(map(self.decode, event["tokens"])))
                 made = iter([self._frame(line, Phase.FORCE, f"forced: {words}")])
             case "generate":
+                if line is not None and not event.get("deterministic", True):
+                    line.uncertify(line.computed, ORDINARY)
                 self._start(event["branch"])
             case "draft" if line is not None:
                 made = self._draft(line, event)
@@ -82,9 +100,10 @@ class _Teller:
             case "rollback" if line is not None:
                 del line.tokens[event["to"] :]
                 line.computed = min(line.computed, event["to"])
+                line.uncertified_from = None if line.uncertified_from is None else min(line.uncertified_from, event["to"])
                 made = iter([self._frame(line, Phase.ROLLBACK, f"rolled back to {event['to']} tokens")])
         frames = list(made)  # consumed for every branch, because that updates its line
-        self.frames += frames if mine else []
+        self.frames += frames if self.mine else []
 
     def _start(self, branch: int) -> None:
         self.running.add(branch)
@@ -94,17 +113,23 @@ class _Teller:
     def _fork(self, line: _Line, event: dict[str, Any]) -> None:
         at = event["at"]
         child = self.lines[event["child"]] = _Line(line.tokens[:at], min(line.num_prompt, at), min(line.computed, at))
+        if line.uncertified_from is not None:
+            child.uncertify(min(line.uncertified_from, at), line.why)
+        if event.get("hooks"):
+            child.uncertify(0, HOOKED)
         if event["child"] == self.branch:
+            self.mine = True
             caption = f"forked from branch {event['branch']} at {at}: pages shared, nothing copied"
             self.frames.append(self._frame(child, Phase.FORK, caption))
+            self.mine = False  # the event is its parent's
 
     def _draft(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
-        yield from self._direct(line, event["branch"], event["at"])
+        yield from self._direct(line, event["branch"], event["at"], last=event.get("after"))
         line.at, line.chains = event["at"], event["chains"]
         if any(line.chains):
             width = f" in {len(line.chains)} chains" if len(line.chains) > 1 else ""
-            count = sum(map(len, line.chains))
-            yield self._frame(line, Phase.DECODE, f"{count} tokens drafted{width}, not verified yet")
+            drafted = _counted(sum(map(len, line.chains)))
+            yield self._frame(line, Phase.DECODE, f"{drafted} drafted{width}, not verified yet")
 
     def _verdict(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
         """The verification, then the sequence and cache after it."""
@@ -112,11 +137,14 @@ class _Teller:
         followed = chains[chain] if chains else []
         rows = 1 + max(map(len, chains), default=0)
         caption = f"one canonical pass over {rows} rows" + (f" of each of {len(chains)} chains" if len(chains) > 1 else "")
-        yield self._frame(line, Phase.VERIFY, caption, chain, self._checks(line, followed, accepted, pending))
+        said = [*followed[:accepted], *pending]
+        checks = self._checks(line, followed, accepted, said, list(event.get("overruled", ())))
+        yield self._frame(line, Phase.VERIFY, caption + _unless_promised(line), chain, checks)
         rejected = [c for i, c in enumerate(chains) if c and i != chain]
         rejected += [followed] if len(followed) > accepted else []
         for kept, path in zip(event["rejected"], rejected, strict=False):
-            self.lines[kept] = _Line([*line.tokens, *path], line.num_prompt, line.at + len(path))
+            cut = self.lines[kept] = _Line([*line.tokens, *path], line.num_prompt, line.at + len(path))
+            cut.uncertified_from, cut.why = line.uncertified_from, line.why
         num_rejected = sum(map(len, chains)) - accepted
         line.tokens = [*line.tokens[: line.at], *followed[:accepted], *pending]
         line.computed, line.chains = line.at + accepted, []
@@ -124,16 +152,17 @@ class _Teller:
         if num_rejected:
             gained = f"{accepted} accepted, {num_rejected} rejected" + (", the verifier's token is pending" if pending else "")
         phase = Phase.ROLLBACK if num_rejected else Phase.ACCEPT
-        yield self._frame(line, phase, f"{gained}; KV up to position {line.computed}")
+        yield self._frame(line, phase, f"{gained}; KV up to position {line.computed}{_unless_promised(line)}")
 
-    def _checks(self, line: _Line, followed: list[int], accepted: int, pending: list[int]) -> tuple[Check, ...]:
-        said = [*followed[:accepted], *pending]
+    def _checks(self, line: _Line, followed: list[int], accepted: int, said: list[int], void: list[int]) -> tuple[Check, ...]:
+        """The verifier's tokens: those that are committed, `said`, then those that follow a rejected draft, `void`."""
         checks = []
-        for i in range(max(len(followed), len(said))):
+        for i in range(max(len(followed), len(said) + len(void)) if self.mine else 0):
             number = line.at - line.num_prompt + i
-            draft = self._slot(followed[i], DRAFT, number, drafted=True) if i < len(followed) else None
-            state = ACCEPTED if i < accepted else PENDING
-            checks.append(Check(draft, self._slot(said[i], state, number) if i < len(said) else None))
+            draft = self._slot(line, followed[i], DRAFT, number, drafted=True) if i < len(followed) else None
+            state = ACCEPTED if i < accepted else PENDING if i < len(said) else REJECTED
+            verifier = self._slot(line, [*said, *void][i], state, number) if i < len(said) + len(void) else None
+            checks.append(Check(draft, verifier))
         return tuple(checks)
 
     def _finish(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
@@ -144,8 +173,10 @@ class _Teller:
         if event["generated"] == 0:
             line.computed = event["length"]
 
-    def _direct(self, line: _Line, branch: int, length: int, digest: str | None = None) -> Iterator[Frame]:
-        """Tokens committed one by one since the last event."""
+    def _direct(
+        self, line: _Line, branch: int, length: int, digest: str | None = None, last: int | None = None
+    ) -> Iterator[Frame]:
+        """Tokens committed one by one since the last event; `last` is the last of them, if the event names it."""
         count = length - len(line.tokens)
         if count <= 0:
             return
@@ -153,17 +184,38 @@ class _Teller:
         known = path[: len(line.tokens)] == line.tokens and len(path) == length
         if digest is not None and known:
             known = path_digest(path) == digest
-        line.tokens += path[len(line.tokens) :] if known else [None] * count
+        new = path[len(line.tokens) :] if known else [*[None] * (count - 1), last]
+        if len(line.tokens) == line.num_prompt and not line.why:
+            line.tokens, line.first_token, new = [*line.tokens, new[0]], True, new[1:]
+            yield from self._first_token(line, branch)
+        if not new:
+            return
+        line.tokens += new
         line.computed = max(line.num_prompt, length - 1)
-        yield self._frame(line, Phase.DIRECT, f"{count} decoded directly in canonical passes, no verification needed")
+        if line.why == ORDINARY:
+            yield self._frame(line, Phase.ORDINARY, f"{_counted(len(new))} of the fast path. {ORDINARY}")
+        elif line.why:
+            yield self._frame(line, Phase.ORDINARY, f"{_counted(len(new))} decoded. {line.why}")
+        else:
+            yield self._frame(line, Phase.DIRECT, f"{_counted(len(new))} decoded directly in canonical passes")
+
+    def _first_token(self, line: _Line, branch: int) -> Iterator[Frame]:
+        """T0 in the frame of the prefill; in a frame of its own if other frames came in between."""
+        if branch == self.branch and self.frames and self.frames[-1].phase is Phase.PREFILL:
+            before = self.frames.pop()
+            yield replace(self._frame(line, Phase.PREFILL, f"{before.caption}; the last row gives T0"), others=before.others)
+        else:
+            yield self._frame(line, Phase.DIRECT, "the prompt's last row, in a canonical pass, gives T0")
 
     # ---- frames -------------------------------------------------------------------------------------------------
 
     def _frame(self, line: _Line, phase: Phase, caption: str, chain: int = 0, checks: tuple[Check, ...] = ()) -> Frame:
         """The current state of the line. Drafts have their own KV slots after those of the sequence."""
+        if not self.mine:
+            return Frame(phase, caption, Fill(0))
         first = len(line.tokens) - line.num_prompt
-        slots = [self._slot(token, self._state(line, p), p - line.num_prompt) for p, token in enumerate(line.tokens)]
-        drafts = [tuple(self._slot(t, DRAFT, first + i, True) for i, t in enumerate(c)) for c in line.chains]
+        slots = [self._slot(line, token, self._state(line, p), p - line.num_prompt) for p, token in enumerate(line.tokens)]
+        drafts = [tuple(self._slot(line, t, DRAFT, first + i, True) for i, t in enumerate(c)) for c in line.chains]
         if checks:  # drafts that the verifier rejected
             kept = sum(check.accepted for check in checks)
             drafts = [
@@ -172,7 +224,8 @@ class _Teller:
             ]
         prompt = min(line.num_prompt, line.computed)
         waiting = len(line.tokens) - line.computed if line.chains else 0
-        fill = Fill(prompt, line.computed - prompt, waiting + sum(map(len, line.chains)))
+        certified = line.computed if line.uncertified_from is None else max(prompt, min(line.computed, line.uncertified_from))
+        fill = Fill(prompt, certified - prompt, waiting + sum(map(len, line.chains)), line.computed - certified)
         return Frame(
             phase,
             caption,
@@ -186,7 +239,20 @@ class _Teller:
     def _state(self, line: _Line, position: int) -> TokenState:
         if position < line.num_prompt:
             return PROMPT
-        return ACCEPTED if position < line.computed else PENDING
+        first = line.first_token and position == line.num_prompt
+        return ACCEPTED if position < line.computed or first else PENDING
 
-    def _slot(self, token: int | None, state: TokenState, number: int, drafted: bool = False) -> Slot:
-        return Slot("…" if token is None else self.decode(token), state, number, drafted)
+    def _slot(self, line: _Line, token: int | None, state: TokenState, number: int, drafted: bool = False) -> Slot:
+        promised = line.uncertified_from is None or line.num_prompt + number < line.uncertified_from
+        return Slot("…" if token is None else self.decode(token), state, number, drafted, "" if promised else line.why)
+
+
+def _counted(tokens: int) -> str:
+    return f"{tokens} token{'s' if tokens != 1 else ''}"
+
+
+def _unless_promised(line: _Line) -> str:
+    """The end of a caption about tokens that a canonical pass verified, on a branch of which nothing is promised."""
+    if line.why == ORDINARY:
+        return ". Not certified: it follows tokens of the fast path"
+    return f". {line.why}" if line.why else ""

@@ -8,7 +8,7 @@ from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.frames import Check, Fill, Frame, Phase, Slot
 from replaylens.engine.pictures.frames import capacity as most_positions
 from replaylens.engine.pictures.html import Attributes, join, tag
-from replaylens.engine.pictures.palette import svg_style
+from replaylens.engine.pictures.palette import ORDINARY, svg_style
 
 WIDTH, HEIGHT = 720, 232
 LEFT, RIGHT = 150, 708
@@ -72,24 +72,28 @@ def _cylinder(fill: Fill, capacity: int, unit: str = "KV slots") -> Markup:
     x, top, width, full, bulge = 28, 26, 84, 150, 9
     scale = full / max(capacity, 1)
     edges, bottom = [], float(top)
-    for state, count in fill.by_state():
-        edges.append((state, bottom, bottom + max(count * scale, 3)))
+    for kind, count in fill.by_kind():
+        edges.append((kind, bottom, bottom + max(count * scale, 3)))
         bottom = edges[-1][2]
     outline = f"M{x} {top}V{top + full}A{width / 2} {bulge} 0 0 0 {x + width} {top + full}V{top}"
     parts = [tag("path", d=outline, fill="none", class_="line", stroke_dasharray="3 3")]
-    for state, start, end in reversed(edges):
+    for kind, start, end in reversed(edges):
         arc = f"{width / 2} {bulge} 0 0"
         d = f"M{x} {start:.1f}V{end:.1f}A{arc} 0 {x + width} {end:.1f}V{start:.1f}A{arc} 1 {x} {start:.1f}Z"
-        parts.append(tag("path", d=d, class_=f"{state.value} edge", stroke_width=1.2))
+        parts.append(tag("path", d=d, class_=f"{kind} edge", stroke_width=1.2))
     parts.append(
-        tag("ellipse", cx=x + width / 2, cy=top, rx=width / 2, ry=bulge, class_=f"{edges[0][0].value} edge", stroke_width=1.2)
+        tag("ellipse", cx=x + width / 2, cy=top, rx=width / 2, ry=bulge, class_=f"{edges[0][0]} edge", stroke_width=1.2)
         if edges
         else tag("ellipse", cx=x + width / 2, cy=top, rx=width / 2, ry=bulge, fill="none", class_="line")
     )
-    for state, start, end in edges:
+    beside = float(top)  # where the last number beside the cylinder stands
+    for (_, count), (_, start, end) in zip(fill.by_kind(), edges, strict=True):
+        middle = (start + end) / 2 + bulge + 4
         if end - start >= 12:
-            count = dict(fill.by_state())[state]
-            parts.append(_text(x + width / 2, (start + end) / 2 + bulge + 4, count, size=11, look="ink", anchor="middle"))
+            parts.append(_text(x + width / 2, middle, count, size=11, look="ink", anchor="middle"))
+        else:  # too thin to hold its number
+            beside = max(middle - bulge, beside + 12)
+            parts.append(_text(x + width + 4, beside, count, size=11, look="text"))
     parts.append(_text(x + width / 2, top + full + 26, f"{fill.total} of {capacity} {unit}", 12, "quiet", "middle"))
     return tag("g", *parts)
 
@@ -101,16 +105,17 @@ def _strip(frame: Frame) -> Iterable[Markup]:
     shown, hidden = _window(frame.generated)
     x, y = float(LEFT), 62.0
     prompt = f"prompt {frame.kv.prompt}"
-    yield from _box(x, y, _width(prompt), prompt, TokenState.PROMPT)
+    yield from _box(x, y, _width(prompt), prompt, TokenState.PROMPT.value)
     x += _width(prompt) + 4
     if hidden:
-        yield from _box(x, y, _width(f"+{hidden}"), f"+{hidden}", TokenState.ACCEPTED)
+        kinds = [slot.kind for slot in frame.generated[:hidden]]
+        yield from _box(x, y, _width(f"+{hidden}"), f"+{hidden}", ORDINARY if ORDINARY in kinds else kinds[-1])
         x += _width(f"+{hidden}") + 4
     places: dict[tuple[int, bool], tuple[float, float]] = {}
     for slot in shown:
         wide = _slot_width(slot, frame.checks)
         places[slot.number, slot.drafted] = (x, wide)
-        yield from _box(x, y, wide, slot.visible, slot.state)
+        yield from _box(x, y, wide, slot.visible, slot.kind)
         yield _text(x + wide / 2, y + BOX + 13, slot.name, 11, "quiet", "middle")
         x += wide + 4
     if frame.phase is Phase.VERIFY:
@@ -120,7 +125,7 @@ def _strip(frame: Frame) -> Iterable[Markup]:
 
 
 def _verdicts(frame: Frame, places: dict[tuple[int, bool], tuple[float, float]], end: float, y: float) -> Iterable[Markup]:
-    """The verifier's token under each draft, with a tick if they are equal; a cross after the first mismatch."""
+    """The verifier's token under each draft: ticked up to the first mismatch, crossed out after it."""
     yield _text(LEFT, y + 15, "verifier", 12, "quiet")
     for check in frame.checks:
         said = check.verifier or check.draft
@@ -129,9 +134,8 @@ def _verdicts(frame: Frame, places: dict[tuple[int, bool], tuple[float, float]],
         if check.verifier is None:
             yield _text(x + wide / 2, y + 16, "✗", 15, "text", "middle")
             continue
-        yield from _box(x, y, wide, check.verifier.visible, check.verifier.state)
-        mark = "✓ =" if check.accepted else "≠" if check.draft else "free"
-        yield _text(x + wide / 2, y - 5, mark, 11, "text", "middle")
+        yield from _box(x, y, wide, check.verifier.visible, check.verifier.kind)
+        yield _text(x + wide / 2, y - 5, check.mark, 11, "text", "middle")
         yield _text(x + wide / 2, y + BOX + 13, check.verifier.name, 11, "quiet", "middle")
 
 
@@ -139,7 +143,7 @@ def _sibling(chain: Sequence[Slot], places: dict[tuple[int, bool], tuple[float, 
     x = places.get((chain[0].number, True), (LEFT, 0.0))[0]
     for slot in chain:
         wide = _width(slot.visible)
-        yield from _box(x, y, wide, slot.visible, slot.state)
+        yield from _box(x, y, wide, slot.visible, slot.kind)
         x += wide + 4
 
 
@@ -166,12 +170,12 @@ def _width(text: str) -> float:
     return max(26.0, min(len(text), 24) * CHARACTER + 12)
 
 
-def _box(x: float, y: float, width: float, text: str, state: TokenState) -> Iterable[Markup]:
+def _box(x: float, y: float, width: float, text: str, kind: str) -> Iterable[Markup]:
     shown = text if len(text) <= 24 else text[:23] + "…"
-    dash = "3 2" if state is TokenState.DRAFT else None
+    dash = {TokenState.DRAFT.value: "3 2", ORDINARY: "1 2"}.get(kind)
     shape: Attributes = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{width:.1f}", "height": BOX, "rx": 3}
-    yield tag("rect", class_=f"{state.value} edge", stroke_dasharray=dash, stroke_width=1, **shape)
-    if state is TokenState.PENDING:
+    yield tag("rect", class_=f"{kind} edge", stroke_dasharray=dash, stroke_width=1, **shape)
+    if kind == TokenState.PENDING.value:
         yield tag("path", class_="check", d=_checks(x + 1, y + 1, width - 2, BOX - 2))
         plate = len(shown) * CHARACTER + 4
         yield tag(
@@ -183,7 +187,7 @@ def _box(x: float, y: float, width: float, text: str, state: TokenState) -> Iter
             height=14,
             opacity=0.8,
         )
-    yield _text(x + width / 2, y + 15, shown, 12, "ink", "middle", mono=True, strike=state is TokenState.REJECTED)
+    yield _text(x + width / 2, y + 15, shown, 12, "ink", "middle", mono=True, strike=kind == TokenState.REJECTED.value)
 
 
 def _checks(x: float, y: float, width: float, height: float, size: float = 5.0) -> str:

@@ -5,10 +5,9 @@ from itertools import groupby
 
 from rich.text import Text
 
-from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.frames import Frame
-from replaylens.engine.pictures.palette import LOOKS
-from replaylens.engine.pictures.paths import DrawnPath, Paths, Token
+from replaylens.engine.pictures.palette import KINDS, NAMES, ORDINARY
+from replaylens.engine.pictures.paths import DrawnPath, Paths, Token, visible
 
 
 def tree_lines(tree: Paths) -> Iterator[Text]:
@@ -26,17 +25,23 @@ def _head(path: DrawnPath) -> tuple[str, str]:
 
 
 def _runs(tokens: tuple[Token, ...]) -> Iterator[Text | tuple[str, str]]:
-    for state, run in groupby(tokens, key=lambda token: token.state):
+    for (kind, standing), run in groupby(tokens, key=lambda token: (token.kind, token.standing)):
         some = list(run)
-        yield f" {LOOKS[state].ascii}{len(some)} ", "dim"
-        yield Text("".join(token.visible for token in some), style=LOOKS[state].terminal)
+        yield f" {KINDS[kind].ascii}{len(some)} ", "dim"
+        if kind == ORDINARY:
+            yield f"[{standing}]", "dim"
+        yield Text("".join(token.visible + _thought(token) for token in some), style=KINDS[kind].terminal)
+
+
+def _thought(token: Token) -> str:
+    return f"{{Z {' '.join(map(visible, token.thought))}}}" if token.thought else ""
 
 
 def legend() -> Text:
-    """The colours and marks of all token states."""
+    """The colours and marks of all kinds of tokens."""
     parts: list[tuple[str, str]] = []
-    for state in TokenState:
-        parts += [(f"{LOOKS[state].ascii} ", "dim"), (f" {state.value} ", LOOKS[state].terminal), ("  ", "")]
+    for kind, look in KINDS.items():
+        parts += [(f"{look.ascii} ", "dim"), (f" {NAMES.get(kind, kind)} ", look.terminal), ("  ", "")]
     return Text.assemble(*parts)
 
 
@@ -46,13 +51,17 @@ def frame_lines(frames: list[Frame], width: int = 24) -> Iterator[Text]:
     for number, frame in enumerate(frames, 1):
         line = Text.assemble((f"{number:>3} ", "dim"), (f"{frame.phase.value:<9}", "bold"))
         filled = 0
-        for state, count in frame.kv.by_state():
+        for kind, count in frame.kv.by_kind():
             cells = round((filled + count) * width / most) - round(filled * width / most)
-            line.append("█" * cells, LOOKS[state].colour)
+            line.append("█" * cells, KINDS[kind].colour)
             filled += count
         line.append("░" * (width - round(filled * width / most)), "dim")
         line.append(f" {frame.kv.total:>4}  ")
         for slot in frame.generated[-12:]:
-            line.append(slot.visible, LOOKS[slot.state].terminal)
-        line.append(f"  {frame.caption}", "dim")
+            line.append(slot.visible, KINDS[slot.kind].terminal)
+        for check in frame.checks:
+            if check.verifier is not None and not check.accepted:
+                line.append(f" {check.mark}{check.verifier.visible}", KINDS[check.verifier.kind].terminal)
+        beside = f"; beside {frame.others} other request{'s' if frame.others > 1 else ''}" if frame.others else ""
+        line.append(f"  {frame.caption}{beside}", "dim")
         yield line

@@ -1,8 +1,11 @@
 """The Thinking-States picture: chunks of input, the state added to each, and the thought after each.
 
-    Z   tails <EOS>   |   <EOS>      |   heads <EOS>      the thought of block T after the chunk
-    S   0             |   |S| = 4.1  |   0                the state that block C made of the thought before, added here
-    X   Alice flips,  |   then Bob   |   flips. A:        the chunk's tokens
+    Z      tails <EOS>   |   <EOS>      |   heads <EOS>      the thought of block T after the chunk
+    L_out                |              |                    the layer that T reads
+    KV     shared by all chunks: each attends to those before it
+    L_in   S = 0         |   |S| = 4.1  |   S = 0            the layer where the state that block C made of the thought before
+                         |              |                    is added
+    X      Alice flips,  |   then Bob   |   flips. A:        the chunk's tokens
 
 The picture is plain data, which a live run, a dump or a test can provide.
 """
@@ -63,6 +66,8 @@ class Thinking:
     chunks: tuple[DrawnChunk, ...]
     rounds: tuple[DrawnRound, ...] = ()
     title: str = "Thinking States"
+    layers: tuple[int, int] | None = None
+    """the blocks after which states are added (L_in) and which T reads (L_out); None: not known"""
 
     def __str__(self) -> str:
         lines = []
@@ -77,11 +82,14 @@ class Thinking:
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         table = Table("chunk", "tokens", "state added", "thought", title=self.title)
         for number, chunk in enumerate(self.chunks):
-            thought = Text(_said(chunk), style="bold" if chunk.thinks else "dim")
+            thought = Text(_said(chunk), style=LOOKS[TokenState.ACCEPTED].terminal if chunk.thinks else "dim")
             tokens = Text(visible("".join(chunk.tokens)), style=LOOKS[_origin(chunk)].terminal)
             table.add_row(str(number), tokens, _added(chunk, "{:.2f}", ""), thought)
         yield table
-        yield from (f"round {n}: {_told(each)}" for n, each in enumerate(self.rounds, 1))
+        for number, each in enumerate(self.rounds, 1):
+            struck = [Text(_said(chunk), style=LOOKS[TokenState.REJECTED].terminal) for chunk in each.dropped]
+            line = Text(f"round {number}: {_told(each, thoughts=False)}{', which had thought: ' if struck else ''}")
+            yield line.append_text(Text(" | ").join(struck))
 
     def _repr_html_(self) -> str:
         return fragment(draw(self))
@@ -93,30 +101,61 @@ def step_facts(likely: Iterable[float]) -> tuple[str, ...]:
 
 
 def draw(picture: Thinking) -> Markup:
-    """One column per chunk: thought, T and C, state, tokens; below, one line per round with the KV that was kept."""
+    """One column per chunk, from the tokens up: state added at L_in, KV cache, L_out, T and C, thought; below, one line per
+    round with the KV that was kept."""
     count = len(picture.chunks)
-    names = [tag("i", name, class_="rl-row", style=f"grid-row:{row}") for row, name in enumerate(("Z", "T C", "S", "X"), 1)]
+    names = [tag("i", name, class_="rl-row", style=f"grid-row:{row}") for row, name in enumerate(_row_names(picture), 1)]
     columns = [_column(chunk, number) for number, chunk in enumerate(picture.chunks)]
+    cache = tag(
+        "div",
+        *(tag("i", class_="rl-kv-cell") for _ in range(min(count, 12))),
+        tag("span", "KV cache: every chunk attends to those before it; no thought is in it"),
+        class_="rl-kv",
+        style=f"grid-row:{_KV};grid-column:2/{count + 2}",
+    )
+    columns.append(cache)
     bars = [bar for n, each in enumerate(picture.rounds) for bar in _bars(each, n)]
     grid = tag("div", *names, *columns, *bars, class_="rl-thinking", style=f"--n:{count}")
     return join([tag("div", tag("b", picture.title), class_="rl-head"), tag("div", grid, class_="rl-scroll")])
 
 
+_Z, _BLOCKS, _OUT, _KV, _IN, _UP, _X = range(1, 8)
+"""rows of the picture, from the top"""
+
+
+def _row_names(picture: Thinking) -> tuple[str, ...]:
+    after = ("", "") if picture.layers is None else tuple(f", after block {layer}" for layer in picture.layers)
+    return "Z, thought", "T, C", f"L_out{after[1]}", "KV", f"L_in{after[0]}", "", "X, input"
+
+
 def _column(chunk: DrawnChunk, number: int) -> Markup:
+    """Arrows go from the tokens (X) up to T, from T to the thought and to C, and from C to the state of the next chunk, which
+    is added (+) to that chunk's stream."""
+
     def at(row: int) -> str:
         return f"grid-row:{row};grid-column:{number + 2}"
 
     title = "\n".join([f"chunk {number}", *chunk.facts])
     tokens = (tag("span", visible(token), class_=f"rl-token rl-{_origin(chunk).value}") for token in chunk.tokens)
-    state = f"S{number} {_added(chunk, '+ {:.2f}', '= 0')}"
-    blocks = tag("div", tag("b", "T"), tag("b", "C"), tag("i", "↘"), class_="rl-blocks", style=at(2))
+    name = tag("span", _state(chunk, number), class_=f"rl-state{'' if chunk.state else ' rl-empty'}", data_tip=title)
+    plus = tag("div", name, tag("i", "→", class_="rl-arrow"), tag("b", "+", class_="rl-plus"), class_="rl-adds", style=at(_IN))
+    blocks = tag("div", tag("b", "T"), tag("i", "→"), tag("b", "C"), tag("i", f"↘ S{number + 1}"), class_="rl-blocks")
     return join(
         [
-            *([_thought(chunk, "prompt", at(1), title), blocks] if chunk.thought else []),
-            tag("div", state, class_=f"rl-state{'' if chunk.state else ' rl-empty'}", style=at(3), data_tip=title),
-            tag("div", *tokens, class_="rl-chunk", style=at(4)),
+            *([_thought(chunk, "accepted", at(_Z), title)] if chunk.thought else []),
+            *([tag("div", blocks, style=at(_BLOCKS)), tag("i", "↑", class_="rl-up", style=at(_OUT))] if chunk.thought else []),
+            plus,
+            tag("i", "↑", class_="rl-up", style=at(_UP)),
+            tag("div", *tokens, class_="rl-chunk", style=at(_X)),
         ]
     )
+
+
+def _state(chunk: DrawnChunk, number: int) -> str:
+    """The state and its norm. The norm is in bars, so that it does not read as a term of a sum."""
+    if chunk.state is None:
+        return f"S{number} not kept"
+    return f"|S{number}| = {chunk.state:.2f}" if chunk.state else f"S{number} = 0"
 
 
 def _thought(chunk: DrawnChunk, look: str, place: str, title: str) -> Markup:
@@ -128,9 +167,9 @@ def _bars(each: DrawnRound, number: int) -> Sequence[Markup]:
     """The chunks of one round: kept ones in green, rolled-back ones in red, with their thoughts if known."""
 
     def at(start: int, end: int) -> str:
-        return f"grid-row:{number + 5};grid-column:{start + 2}/{end + 2}"
+        return f"grid-row:{number + _X + 1};grid-column:{start + 2}/{end + 2}"
 
-    made = [tag("i", f"round {number + 1}", class_="rl-row", style=f"grid-row:{number + 5}")]
+    made = [tag("i", f"round {number + 1}", class_="rl-row", style=f"grid-row:{number + _X + 1}")]
     if each.kept > each.first:
         made.append(tag("div", "KV kept", class_="rl-bar rl-accepted", style=at(each.first, each.kept)))
     for i, chunk in enumerate(each.dropped, each.kept):
@@ -142,14 +181,14 @@ def _bars(each: DrawnRound, number: int) -> Sequence[Markup]:
     return made
 
 
-def _told(each: DrawnRound) -> str:
+def _told(each: DrawnRound, thoughts: bool = True) -> str:
     dropped = f", chunks {each.kept} to {each.last - 1} rolled back" if each.last > each.kept else ""
-    thoughts = f", which had thought: {' | '.join(map(_said, each.dropped))}" if each.dropped else ""
-    return f"chunks {each.first} to {each.last - 1} at once, KV kept up to chunk {each.kept - 1}{dropped}{thoughts}"
+    said = f", which had thought: {' | '.join(map(_said, each.dropped))}" if each.dropped and thoughts else ""
+    return f"chunks {each.first} to {each.last - 1} at once, KV kept up to chunk {each.kept - 1}{dropped}{said}"
 
 
 def _origin(chunk: DrawnChunk) -> TokenState:
-    """The state of its tokens: chunks with thoughts are prompt, the others are generated."""
+    """The state of its tokens: chunks with thoughts are prompt, the others are generated, in the colour of thoughts."""
     return TokenState.PROMPT if chunk.thought else TokenState.ACCEPTED
 
 

@@ -24,6 +24,11 @@ class Timeline:
         """The largest number of KV positions in any frame."""
         return capacity(self.frames)
 
+    @property
+    def interest(self) -> int:
+        """How much of the protocol it shows: most with a verification that accepts some drafts and rejects others."""
+        return max(map(_interest, self.frames), default=0)
+
     def first(self, *phases: Phase) -> list[Frame]:
         """One frame per phase, if there is one; decode, verify and rollback come from the most informative round."""
         best = max(range(len(self.frames)), key=lambda i: (_interest(self.frames[i]), -i), default=0)

@@ -7,7 +7,7 @@ from markupsafe import Markup
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.html import join, tag
 from replaylens.engine.pictures.layout import arrange
-from replaylens.engine.pictures.palette import LOOKS
+from replaylens.engine.pictures.palette import KINDS, NAMES
 from replaylens.engine.pictures.paths import DrawnPath, Paths, Token, visible
 from replaylens.engine.pictures.readings import LensLayer
 
@@ -15,7 +15,7 @@ from replaylens.engine.pictures.readings import LensLayer
 def draw(tree: Paths) -> Markup:
     """The tree with its title and legend."""
     stem = _stem_length(tree)
-    parts = [tag("div", tag("b", tree.title), legend(), class_="rl-head")]
+    parts = [tag("div", tag("b", tree.title), legend(tree.kinds), class_="rl-head")]
     if before := [chip(token, tree.trunk) for token in tree.trunk.tokens if token.position < stem]:
         parts.append(tag("div", *before, class_="rl-stem"))
     parts.append(tag("div", tag("div", *_grid(tree, stem), class_="rl-grid"), class_="rl-scroll"))
@@ -42,10 +42,12 @@ def _grid(tree: Paths, stem: int) -> Iterator[Markup]:
 
 def chip(token: Token, path: DrawnPath, place: str | None = None) -> Markup:
     """One token in its colour. Its title lists facts, one per line, with tabs between columns."""
+    thought = tag("small", f"Z {' '.join(map(visible, token.thought))}", class_="rl-said") if token.thought else ""
     return tag(
         "span",
         token.visible,
-        class_=f"rl-token rl-{token.state.value}",
+        thought,
+        class_=f"rl-token rl-{token.kind}",
         style=place,
         title="\n".join(_facts(token, path)),
         tabindex=0,
@@ -53,9 +55,11 @@ def chip(token: Token, path: DrawnPath, place: str | None = None) -> Markup:
 
 
 def _facts(token: Token, path: DrawnPath) -> Iterator[str]:
-    yield f"{LOOKS[token.state].mark} {visible(token.text)}"
+    yield f"{KINDS[token.kind].mark} {visible(token.text)}"
     yield f"position\t{token.position}"
-    yield f"state\t{token.state.value}, branch {path.branch}"
+    yield f"state\t{token.standing}, branch {path.branch}"
+    if token.thought:
+        yield f"thought\t{' '.join(map(visible, token.thought))}"
     if token.logprob is not None:
         yield f"log-prob\t{token.logprob:.3f}"
     if token.entropy is not None:
@@ -70,7 +74,7 @@ def _layer(layer: LensLayer) -> str:
     return "\t".join([layer.site, *(f"{visible(guess.token)} {guess.probability:.2f}" for guess in layer.guesses)])
 
 
-def legend(states: Iterable[TokenState] = tuple(TokenState)) -> Markup:
-    """The colours and marks of token states."""
-    chips = (tag("span", f"{LOOKS[s].mark} {s.value}", class_=f"rl-token rl-{s.value}") for s in states)
+def legend(kinds: Iterable[str]) -> Markup:
+    """The colours and marks of kinds of tokens."""
+    chips = (tag("span", f"{KINDS[kind].mark} {NAMES.get(kind, kind)}", class_=f"rl-token rl-{kind}") for kind in kinds)
     return tag("span", join(chips), class_="rl-legend")

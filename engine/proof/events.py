@@ -52,6 +52,7 @@ class _Generate(_Event):
 class _Draft(_Event):
     at: Count
     chains: tuple[TokenIds, ...]
+    after: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class _Verdict(_Event):
     accepted: Count
     pending: TokenIds
     rejected: TokenIds
+    overruled: TokenIds = ()
 
 
 @dataclass(frozen=True)

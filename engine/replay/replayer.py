@@ -1,11 +1,12 @@
 """Replays a trace: reproduces every committed and rejected row, bit for bit, in any process."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from replaylens.engine.errors import BadTrace, ReplayMismatch
 from replaylens.engine.loop.lane import Lane
+from replaylens.engine.memory.tree import ORDINARY
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.placed import PlacedEdit
@@ -30,7 +31,22 @@ def replay_trace(engine: Core, trace: Trace, sites: str | Sequence[str] | None =
     return _Replayer(engine, trace, sites).run()
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A recorded request that waits to be served with others."""
+
+    branch: Branch
+    request: Request
+    stop: int | None
+    """the number of tokens after which it was cancelled"""
+    events: list[dict[str, Any]]
+    """its draft, verdict and finish events"""
+    end: dict[str, Any] | None
+
+
 class _Replayer:
+    """Applies the events in order. Prompts and requests wait until an event needs their outcome, and are computed together."""
+
     def __init__(self, engine: Core, trace: Trace, sites: str | Sequence[str] | None) -> None:
         self.engine, self.trace = engine, trace
         self.capture = None if sites is None else engine.capture_spec(sites, rejected=True)
@@ -38,16 +54,22 @@ class _Replayer:
         self.left_out: set[int] = set()
         self.lanes: list[Lane] = []
         """all lanes made so far; if the replay fails, they are released"""
+        self.planted: list[Lane] = []
+        """prompts to compute"""
+        self.waiting: list[_Waiting] = []
 
     def run(self) -> dict[int, Branch]:
         with self.engine.forest.made() as self.lanes:
-            for number, event in enumerate(self.trace.events):
-                try:
+            number, kind = 0, "none"
+            try:
+                for number, event in enumerate(self.trace.events):
+                    kind = event["event"]
                     self._apply(number, event)
-                except BadTrace:
-                    raise
-                except (KeyError, TypeError, ValueError, AttributeError) as e:
-                    raise BadTrace(f"Event {number} ({event['event']}) does not fit the events before it: {e!r}.") from e
+                self._serve()
+            except BadTrace:
+                raise
+            except (KeyError, TypeError, ValueError, AttributeError) as e:
+                raise BadTrace(f"Event {number} ({kind}) or one before it does not fit the others: {e!r}.") from e
         return self.branches
 
     def _apply(self, number: int, event: dict[str, Any]) -> None:
@@ -55,6 +77,9 @@ class _Replayer:
         if event["branch"] in self.left_out:
             self.left_out.update([event["child"]] if event["event"] == "fork" else event.get("rejected", ()))
             return
+        if event["event"] in ("fork", "force", "rollback", "release"):
+            self._serve()
+            branch = self.branches.get(event["branch"])
         match event["event"]:
             case "plant":
                 self.branches[event["branch"]] = self._plant(number, event)
@@ -81,7 +106,7 @@ class _Replayer:
         lane = self.engine.forest.plant(self.engine._check_tokens(event["tokens"]), capture, _edits(event))
         self.lanes.append(lane)
         if not self._failure(number, event["branch"]):
-            self.engine.forest.compute([lane])
+            self.planted.append(lane)
         return Branch(self.engine, lane)
 
     def _failure(self, number: int, branch: int) -> dict[str, Any] | None:
@@ -90,11 +115,15 @@ class _Replayer:
 
     def _generate(self, number: int, event: dict[str, Any]) -> None:
         """Replay one request: the recorded drafts are verified again, with the same outcome."""
+        if event["branch"] not in self.branches or any(each.branch is self.branches[event["branch"]] for each in self.waiting):
+            self._serve()  # its own last request, or the one that rejected it, comes first
         branch = self.branches[event["branch"]]
         mine = self._own_events(number, event["branch"])
         end = next((e for e in mine if e["event"] == "finish"), None)
         if end is not None and "tokens" in end:  # fast-path tokens: they cannot be verified, so the recorded ones are taken
+            self._serve()
             branch.lane.exact = False
+            self.engine.tree.uncertify(branch.id, branch.length, ORDINARY)
             if more := end["tokens"][branch.length :]:
                 branch.force(more)
             if (ended := end.get("ended", end["reason"])) in ("eos", "stop"):
@@ -107,27 +136,39 @@ class _Replayer:
         drafts = {e["at"]: e["chains"] for e in mine if e["event"] == "draft"}
         sampling, keep, final = Sampling.from_json(event["sampling"]), event["keep_rejected"], event["final"]
         request = Request(event["n"], sampling, "forced", keep_rejected=keep, drafts=drafts, final=final)
-        generated, verdicts = self._again(branch, request, stop)
-        self._compare(mine, verdicts)
-        if end is not None and (end["generated"], end["path"]) != (generated, path_digest(branch.tokens)):
-            raise ReplayMismatch(f"Branch {event['branch']}: {end['generated']} tokens recorded, others replayed: {branch}.")
+        self.waiting.append(_Waiting(branch, request, stop, mine, end))
 
-    def _again(self, branch: Branch, request: Request, stop: int | None) -> tuple[int, list[dict[str, Any]]]:
-        """Run a request to its end, or to its `stop` tokens with unchanged windows. Returns the number of generated tokens and
-        the verdicts."""
-        verdicts: list[dict[str, Any]] = []
+    def _serve(self) -> None:
+        """Compute the planted prompts, then all waiting requests, together. ReplayMismatch names one with another outcome."""
+        planted, waiting, self.planted, self.waiting = self.planted, self.waiting, [], []
+        if planted:
+            self.engine.forest.compute(planted)
+        if not waiting:
+            return
+        for each, (generated, verdicts) in zip(waiting, self._again(waiting), strict=True):
+            self._compare(each.events, verdicts)
+            end, branch = each.end, each.branch
+            if end is not None and (end["generated"], end["path"]) != (generated, path_digest(branch.tokens)):
+                raise ReplayMismatch(f"Branch {end['branch']}: {end['generated']} tokens recorded, others replayed: {branch}.")
+
+    def _again(self, waiting: list[_Waiting]) -> list[tuple[int, list[dict[str, Any]]]]:
+        """Run requests to their end, or to their `stop` tokens with unchanged windows. Returns, for each, the number of
+        generated tokens and the verdicts."""
+        verdicts: dict[int, list[dict[str, Any]]] = {each.branch.id: [] for each in waiting}
 
         def listen(event: dict[str, Any]) -> None:
-            if event["event"] == "verdict" and event["branch"] == branch.id:
-                verdicts.append(event)
+            if event["event"] == "verdict" and event["branch"] in verdicts:
+                verdicts[event["branch"]].append(event)
 
         listeners, alone = self.engine.loop.listeners, self.engine.lock.alone
         alone(listeners.append, listen)
         try:
-            (job,) = self.engine.forest.serve(lambda: [replace(self.engine._job(branch, request), cancel_at=stop)])
+            jobs = self.engine.forest.serve(
+                lambda: [replace(self.engine._job(each.branch, each.request), cancel_at=each.stop) for each in waiting]
+            )
         finally:
             alone(listeners.remove, listen)
-        return job.generated, verdicts
+        return [(job.generated, verdicts[job.lane.branch]) for job in jobs]
 
     def _own_events(self, number: int, branch: int) -> list[dict[str, Any]]:
         """The draft, verdict and finish events of the work that event `number` started. Other events may lie between."""

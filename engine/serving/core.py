@@ -504,7 +504,7 @@ class Core(Uncopied):
     def _make_drafters(self, draft_model: Decoder | None, layer: int, width: int) -> dict[str, Drafter]:
         runner = self.runner
         drafters: dict[str, Drafter] = {
-            "self": SelfDrafter(runner),
+            "self": SelfDrafter(),
             "lens": LensDrafter(runner, layer),
             "ngram": NgramDrafter(),
             "tree": TreeDrafter(runner, layer, width),

@@ -16,7 +16,7 @@ from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
-from replaylens.engine.memory.tree import BranchTree, TokenState
+from replaylens.engine.memory.tree import HOOKED, BranchTree, TokenState
 from replaylens.engine.model import sites
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.trace import Trace
@@ -54,6 +54,8 @@ class Forest:
         if capture is None and not hooks:  # captured rows must be computed, even if their KV is cached
             table = self.prefix.adopt(path, page_keys(edits, len(path) // size, size), limit=len(path) - 1)
         lane = Lane(self.tree.plant(path), table, computed=table.length, edits=edits, hooks=hooks, capture=capture)
+        if hooks:
+            self.tree.uncertify(lane.branch, 0, HOOKED)
         if capture is not None:
             lane.recording = Recording()
             lane.recording.aliases, lane.recording.twins = self.aliases, self.twins(lane)
@@ -82,6 +84,8 @@ class Forest:
         new = Lane(child, table, table.length, lane.exact, capture=lane.capture, traced=lane.traced)
         new.edits = tuple(edit for edit in lane.edits if edit.needs <= at) + edits
         new.hooks, new.thoughts = lane.hooks + hooks, lane.thoughts
+        if hooks:
+            self.tree.uncertify(child, 0, HOOKED)
         recorded = lane.template if lane.recording is None else lane.recording
         if recorded is not None and lane.capture is not None:
             new.recording = self._inherited(lane, recorded, same, recorded.num_valid(at, lane.capture.lag))

@@ -16,13 +16,17 @@ from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.memory.tree import HOOKED
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.weights import weights_hash
 from replaylens.engine.passes.ferry import RING_BYTES
 from replaylens.engine.passes.runner import Keep
+from replaylens.engine.pictures.live import tree_of
 from replaylens.engine.pictures.summary import one_picture
 from replaylens.engine.pictures.thoughts import Thinking
+from replaylens.engine.pictures.timeline import Timeline
+from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
@@ -32,11 +36,11 @@ from replaylens.engine.request.placing import place
 from replaylens.engine.request.values import items, one_path, shown, token_ids, whole
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
 from replaylens.engine.serving.core import Core
-from replaylens.engine.serving.lock import changing
+from replaylens.engine.serving.lock import changing, reading
 from replaylens.engine.serving.variants import Variants
 from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder, padded
-from replaylens.engine.thinking.picture import picture
+from replaylens.engine.thinking.picture import picture, thoughts_by_branch, with_rounds
 from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefill, Prefiller, split
 from replaylens.engine.thinking.sites import ThinkingSites
 from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, ThinkingRecording, Thoughts, thoughts_of
@@ -211,6 +215,8 @@ class ThinkingCore(Core):
     def _first_chunk(self, path: list[int], hooks: tuple[Hook, ...]) -> Lane:
         """Mutates: a lane with the first chunk of a prompt."""
         lane = Lane(self.tree.plant(path[: self.thinking.chunk]), PageTable(), hooks=hooks)
+        if hooks:
+            self.tree.uncertify(lane.branch, len(path), HOOKED)
         self.forest.add(lane)
         return lane
 
@@ -316,6 +322,18 @@ class ThinkingBranch(Branch):
     def picture(self) -> Thinking:
         """The Thinking-States picture: chunks, states, thoughts, rounds. Draws itself in a notebook; `print` it elsewhere."""
         return picture(self.engine.text, self.tokens, self._thoughts)
+
+    @reading
+    def tree(self) -> Tree:
+        """As `Branch.tree`, with the thoughts after their chunks; those that were rolled back are struck out."""
+        recordings = {i: lane.recording for i, lane in self.engine.loop.lanes.items()}
+        said = thoughts_by_branch(self.engine.text, self.record, self._thoughts)
+        return tree_of(self.record, recordings, self.engine.text, thoughts=said)
+
+    @reading
+    def timeline(self) -> Timeline:
+        """As `Branch.timeline`, with the rounds of the prefill; thoughts that were rolled back are struck out."""
+        return with_rounds(super().timeline(), self.engine.text, self._thoughts)
 
     def _repr_html_(self) -> str:
         return one_picture(self._facts(), self.picture())

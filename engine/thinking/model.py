@@ -84,6 +84,11 @@ class ThinkingConfig:
         return self
 
     @property
+    def layers(self) -> tuple[int, int]:
+        """(L_in, L_out)"""
+        return self.write_layer, self.read_layer
+
+    @property
     def write_site(self) -> str:
         """The site at which the state is added."""
         return f"blocks.{self.write_layer}.hook_out"

@@ -192,7 +192,7 @@ class Prefiller:
             p.drafts |= {first + i: thought.tokens for i, thought in enumerate(found)}
         p.states = self._used(p)
         self._hand_on(p)
-        p.rounds.append(Round(first, first + kept, first + count))
+        p.rounds.append(Round(first, first + kept, first + count, tuple(thought.tokens for thought in found[kept:])))
 
     def _hand_on(self, p: Prefill) -> None:
         """Mutates: gives the first unsettled chunk the state of the last settled thought."""

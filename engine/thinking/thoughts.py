@@ -74,6 +74,8 @@ class Round:
     first: int
     kept: int
     last: int
+    dropped: tuple[tuple[int, ...], ...] = ()
+    """the thoughts of chunks [kept, last), which were rolled back with them"""
 
 
 @dataclass(frozen=True, eq=False)

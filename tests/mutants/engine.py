@@ -20,6 +20,22 @@ ENGINE = (
         ("tests/engine/loop/test_fast_path.py",),
     ),
     Mutant(
+        "ordinary-drawn-as-accepted",
+        "replaylens.engine.pictures.palette",
+        "return ORDINARY if why and state in",
+        "return ORDINARY if not why and state in",
+        "no view draws an uncertified token as accepted",
+        ("tests/engine/pictures/test_truth.py",),
+    ),
+    Mutant(
+        "drafts-kv-trusted-after-a-copy",
+        "replaylens.engine.loop.window",
+        "return self._pages is not None and self._pages == table.pages[(self.at - 1) // page_size :]",
+        "return self._pages is not None",
+        "drafts whose KV is gone are run again",
+        ("tests/engine/loop/test_shared_batch.py::test_forked_so_that_its_pages_are_shared",),
+    ),
+    Mutant(
         "sibling-judged-on-another-path",
         "replaylens.engine.loop.verify",
         "path(end, chains[chain][:row]), num_prompt",

@@ -11,7 +11,10 @@ import pytest
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.pictures.readings import word
+from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures.paths import DrawnPath, Token
+from replaylens.engine.pictures.readings import LensGuess, LensLayer, word
+from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.run import Run
 from replaylens.views.report import ReportPage
 
@@ -217,4 +220,23 @@ def test_a_script_that_slipped_through_would_not_run(browser: Any, report: Path,
     tab.goto((tmp_path / "planted.html").as_uri())
     tab.click("main b")
     assert tab.title() != "owned" and any("Content Security Policy" in text for text in refused)
+    tab.close()
+
+
+@pytest.mark.parametrize(("layers", "height"), [(30, 800), (48, 600), (4, 800)])
+def test_cards_stay_on_the_screen(browser: Any, tmp_path: Path, layers: int, height: int) -> None:
+    """A card with a line per layer, of tokens at the top, in the middle and at the bottom of the window."""
+    lens = tuple(LensLayer(f"S{i}", (LensGuess(" heads", 0.5), LensGuess(" tails", 0.3))) for i in range(layers))
+    tokens = tuple(Token(f" t{i}", i, TokenState.ACCEPTED, -0.1, 0.2, lens) for i in range(3))
+    view = str(Tree((DrawnPath(0, None, 0, "open", tokens),))._repr_html_())
+    space = f"<div style='height:{(height - 270) // 2}px'></div>"
+    (tmp_path / "a.html").write_text(f"<!DOCTYPE html><meta charset='utf-8'>{view}{space}{view}{space}{view}")
+    tab = browser.new_page(viewport={"width": 1100, "height": height})
+    tab.goto((tmp_path / "a.html").as_uri())
+    for token in (0, 4, 8):
+        tab.locator(".rl-grid .rl-token").nth(token).hover()
+        box = tab.locator(".rl-tip").bounding_box()
+        assert box["y"] >= 0 and box["y"] + box["height"] <= height and box["x"] + box["width"] <= 1100
+        assert tab.locator(".rl-tip tr").last.bounding_box()["y"] < height - 8, "its last line, too"
+        tab.mouse.move(1090, height - 2)
     tab.close()

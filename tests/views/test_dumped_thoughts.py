@@ -71,7 +71,10 @@ def test_a_dumped_picture_is_the_live_one(guess: Guess, tmp_path: Path) -> None:
             assert (mine.tokens, mine.thought, mine.facts) == (other.tokens, other.thought, other.facts)
             if mine.thought:  # an answer may be shorter than the state it receives
                 assert mine.state == pytest.approx(other.state, rel=1e-6)
-        assert [replace(each, dropped=()) for each in picture.rounds] == list(live.rounds)
+        without = [[replace(each, dropped=()) for each in rounds] for rounds in (picture.rounds, live.rounds)]
+        assert without[0] == without[1]
+        said = [[[c.thought for c in each.dropped] for each in rounds] for rounds in (picture.rounds, live.rounds)]
+        assert said[0] == said[1], "the words of thoughts that were rolled back"
         rolled_back = [path for path in result.rejected if path.fork_position < result.num_prompt]
         dropped = [each for each in picture.rounds if each.dropped]
         assert bool(dropped) == (guess != "sequential")

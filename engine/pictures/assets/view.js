@@ -1,4 +1,5 @@
 (() => {
+  const ROWS = 18;
   // A card with the facts of a title: one per line, tabs between columns.
   const card = (view, text) => {
     const tip = view.appendChild(document.createElement("div"));
@@ -6,15 +7,19 @@
     tip.setAttribute("role", "tooltip");
     tip.popover = "manual";  // above everything, and placed relative to the window, whatever the notebook's layout
     tip.showPopover?.();
-    let table = null;
+    let beside = null, table = null;  // a long list, such as all layers of a model, goes on in further columns
     for (const line of text.split("\n")) {
       const cells = line.split("\t");
       if (cells.length === 1) {
         tip.appendChild(document.createElement("b")).textContent = line;
-        table = null;
+        beside = table = null;
         continue;
       }
-      table ??= tip.appendChild(document.createElement("table"));
+      if (!beside) {
+        beside = tip.appendChild(document.createElement("div"));
+        beside.className = "rl-columns";
+      }
+      if (!table || table.rows.length === ROWS) table = beside.appendChild(document.createElement("table"));
       const row = table.insertRow();
       for (const cell of cells) row.insertCell().textContent = cell;
     }
@@ -23,7 +28,8 @@
   const place = (tip, target) => {
     const box = target.getBoundingClientRect();
     const below = box.bottom + 6 + tip.offsetHeight <= innerHeight || box.top < tip.offsetHeight + 6;
-    tip.style.top = (below ? box.bottom + 6 : box.top - tip.offsetHeight - 6) + "px";
+    const top = below ? box.bottom + 6 : box.top - tip.offsetHeight - 6;
+    tip.style.top = Math.max(4, Math.min(top, innerHeight - tip.offsetHeight - 4)) + "px";
     tip.style.left = Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 8)) + "px";
   };
   const takeTitle = (element) => {

@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 the verification found a mismatch, 2 bad input or a failure explained on stderr, 130 interrupted.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from replaylens import tasks
 from replaylens.commands.dump import QuietOption
+from replaylens.commands.engines import verify_command
 from replaylens.commands.lens import next_token_by_layer
 from replaylens.commands.reporting import reporting
 from replaylens.engine.dump.reader import Dump
@@ -43,7 +45,7 @@ def demo(
     """Replay coin-flip stories with a drafter; dump, verify and probe the activations; write a report page."""
     console = Console(highlight=False)
     with reporting():
-        engine = Engine.load(MODEL)
+        engine = Engine.load(MODEL, record=True)
         _tell(console, "1/5 The model", *_accuracy(engine), *_layers(engine, *_held_out(FACES[0], 3)))
         run = _replay(engine, examples, not quiet)
         _tell(console, "2/5 Replayed", *_replayed(run))
@@ -54,7 +56,7 @@ def demo(
         with modes.threads(1):  # small products gain nothing from more threads, and a report's bytes may depend on their number
             reports = _probe(engine, dump, out, not quiet)
         _tell(console, "4/5 Probed", *_probed(*reports))
-        page = _page(engine, dump, reports, verdict, out, not quiet)
+        page = _page(run, dump, reports, verdict, out, not quiet)
         _tell(console, "5/5 Look at it", *_what_to_look_at(page, dump, out))
     if not verdict:
         raise typer.Exit(1)
@@ -148,21 +150,26 @@ def _probed(swept: "Report", transferred: "Report") -> list[RenderableType]:
     ]
 
 
-def _page(engine: Engine, dump: Dump, reports: "tuple[Report, ...]", verdict: Verification, out: Path, progress: bool) -> Path:
+def _page(run: Run, dump: Dump, reports: "tuple[Report, ...]", verdict: Verification, out: Path, progress: bool) -> Path:
     from replaylens.views.report import ReportPage
 
-    made = ReportPage(dump, reports, verdict, lambda token: word(engine.text, token), title="replaylens demo")
+    told = (run.most_telling(),)
+    decode = partial(word, run.engine.text)
+    check = verify_command(dump.url)
+    made = ReportPage(dump, reports, verdict, decode, title="replaylens demo", decoded=told, check=check)
     return made.save(out / "report.html", progress=progress)
 
 
 def _what_to_look_at(page: Path, dump: Dump, out: Path) -> list[RenderableType]:
     lines = {
         page.resolve().as_uri(): "",
+        "  What was found": "the best probes with their controls, and one story",
+        "  How it was decoded": "prefill, drafts, verification and rollback of one story, step by step",
         "  Examples": "click a story for its tree, with rejected drafts in red, and the next token by layer",
         "  Probes": "layer x position heatmaps with controls; framed cells are significant over the whole grid",
         "  Determinism certificate": "digest, fingerprint, and the result of the verification",
         f"{out / 'sweep'}, {out / 'transfer'}": "tables, figures and summaries of the probes",
-        f"replaylens verify {dump.url} --all": "replays the dump again and compares every bit",
+        verify_command(dump.url): "replays the dump again and compares every bit",
         "notebooks/1_quickstart.ipynb": "the same from Python",
     }
     return [Text.assemble((name, "bold"), f"  {what}" if what else "") for name, what in lines.items()]

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a mismatch was found, 2 bad input, 3 store or cluster out 
 
 import json
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -231,13 +232,17 @@ def replay(
     seed: SeedOption = 0,
     max_new: MaxNewOption = None,
     batch: BatchOption = 32,
+    board: Annotated[
+        str | None, typer.Option(help="An SVG file to write: how one of the examples was decoded, verified and rolled back.")
+    ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Replay examples of a task; show the model's text and the rejected drafts."""
     with reporting():
         check_drafter(model, drafter, draft_model)
-        engine = Engine.load(model, device=device, draft_model=draft_model)
+        target = None if board is None else board_file(board)
+        engine = Engine.load(model, device=device, draft_model=draft_model, record=target is not None)
         examples = tasks.load(task)(**settings(knob)).examples(n)
         run = engine.replay(
             examples,
@@ -249,7 +254,10 @@ def replay(
             sites=[engine.sites.per_layer("S")[-1]],  # so that rejected drafts are kept
             progress=not quiet,
         )
-    assert isinstance(run, Run)
+        assert isinstance(run, Run)
+        if target is not None:
+            told = run.most_telling()
+            target.write_text(told.board(), encoding="utf-8")
     if as_json:
         shown = {"accuracy": run.accuracy, "acceptance": None if run.acceptance != run.acceptance else run.acceptance}
         typer.echo(json.dumps({**shown, "examples": [_record(engine, result) for result in run]}, indent=1))
@@ -260,6 +268,16 @@ def replay(
         if result.thoughts is not None:
             console.print(Text(str(run.picture(number))), soft_wrap=True)
     console.print(f"{len(run)} examples, {run.accuracy:.1%} correct, {run.drafting}")
+    if target is not None:
+        console.print(f"{target}: {told.title}", soft_wrap=True)
+
+
+def board_file(path: str) -> Path:
+    """The path to write a board to; BadRequest unless it names an SVG file in a folder that exists."""
+    target = Path(path)
+    if target.suffix != ".svg" or target.is_dir() or not target.parent.is_dir():
+        raise BadRequest(f"Cannot write a board to {path}. Name an SVG file in an existing folder, such as board.svg.")
+    return target
 
 
 def _record(engine: Engine, result: Result) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Options that choose an engine: model, device and drafter; and the engine that made a dump."""
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -52,6 +53,20 @@ def check_drafter(model: str, drafter: str, draft_model: str | None) -> None:
         raise BadRequest(f"--drafter model needs a draft model for {model}. Name it with --draft-model, such as coin-draft.")
     if draft_model is not None and drafter != "model":
         raise BadRequest(f"--draft-model {draft_model} would not be used with --drafter {drafter}. Give --drafter model.")
+
+
+def verify_command(
+    dump: str,
+    model: str | None = None,
+    task: str | None = None,
+    device: str = "cpu",
+    features: list[str] | None = None,
+) -> str:
+    """The command that verifies a dump, to paste into a shell."""
+    options = {"--model": model, "--task": task, "--device": None if device == "cpu" else device}
+    given = [part for name, value in options.items() if value is not None for part in (name, value)]
+    given += [part for each in features or () for part in ("--features", each)]
+    return shlex.join(["replaylens", "verify", dump, "--all", *given])
 
 
 def engine_that_made(dump: Dump, device: str) -> Engine | None:

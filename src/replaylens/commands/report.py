@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replaylens.commands.dump import JsonOption, QuietOption
-from replaylens.commands.engines import FeaturesOption, MakerOption, encoders, engine_that_made
+from replaylens.commands.engines import FeaturesOption, MakerOption, encoders, engine_that_made, verify_command
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.task_options import DumpTaskOption, know_task
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, Verification
 from replaylens.engine.dump.verify import verify as verify_dump
-from replaylens.engine.engine import Engine
+from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.pictures.readings import word
 from replaylens.views.page import MAX_TREES
@@ -53,7 +53,10 @@ def report(
             engine = engine_that_made(dump, device) if model is None else Engine.load(model, device=device)
         verdict = None if dump is None else _verify(dump, engine, verify, features, quiet)
         decode = (lambda token: word(engine.text, token)) if engine is not None else None
-        written = ReportPage(dump, probes, verdict, decode, trees, title).save(out, progress=not quiet)
+        check = "" if dump is None else verify_command(dump.url, model, task, device, features)
+        layers = engine.thinking.layers if isinstance(engine, ThinkingEngine) else None
+        page = ReportPage(dump, probes, verdict, decode, trees, title, check=check, layers=layers)
+        written = page.save(out, progress=not quiet)
     found, count = "not replayed" if verdict is None else verdict.status, written.stat().st_size
     if as_json:
         typer.echo(json.dumps({"path": str(written), "bytes": count, "verdict": None if verdict is None else asdict(verdict)}))

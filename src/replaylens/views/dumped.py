@@ -44,8 +44,14 @@ class DumpedExample:
     """only of a model that thinks"""
 
 
-def examples(dump: Dump, decode: Decode | None = None, with_lens: bool = True) -> Iterator[DumpedExample]:
-    """All examples in order. `decode`: texts of tokens that occur only in the lens; default: their ids."""
+def examples(
+    dump: Dump, decode: Decode | None = None, with_lens: bool = True, layers: tuple[int, int] | None = None
+) -> Iterator[DumpedExample]:
+    """All examples in order.
+
+    decode  texts of tokens that occur only in the lens; default: their ids
+    layers  of a model that thinks: the blocks where states are added and thoughts are read
+    """
     words, task = decode or _words(dump), _task(dump)
     lens = [name for name in _LENS if name in dump.sites] if with_lens else []
     for number, shard in enumerate(dump.manifest.shards):
@@ -55,7 +61,8 @@ def examples(dump: Dump, decode: Decode | None = None, with_lens: bool = True) -
         for index, rows in frame.groupby("example", sort=True):
             answer = task.example(int(index)).answer.strip() if task else ""
             example = _example(int(index), answer, rows, z, words, list(dump.labels))
-            yield replace(example, thinking=thoughts.picture(rows, example.tree)) if thoughts else example
+            thinking = replace(thoughts.picture(rows, example.tree), layers=layers) if thoughts else None
+            yield replace(example, thinking=thinking)
 
 
 def _task(dump: Dump) -> AnyTask | None:

@@ -1,7 +1,7 @@
 """Heatmaps of the logit lens (Z): each layer's next token for one example, and averages over a dump."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,11 +13,22 @@ from replaylens.views.dumped import DumpedExample
 from replaylens.views.heatmap import Heatmap, HeatmapCell, span
 
 MAX_COLUMNS = 40
+MIN_LAYERS = 3
+"""up to this many layers, none is left out of the colour scale"""
 MEASURES = {
     "Z.emitted": "log-prob of the next token",
     "Z.entropy": "entropy, nats",
     "Z.kl": "KL divergence from the model's output, nats",
 }
+
+
+def example_maps(tokens: tuple[Token, ...]) -> tuple[Heatmap | None, Heatmap | None]:
+    """(the prompt's map, the answer's map). The answer's starts at the row that predicts its first token. Of a text without an
+    answer, the second is the map of the text; None: the dump has no Z there."""
+    prompt = sum(token.state is TokenState.PROMPT for token in tokens)
+    if prompt in (0, len(tokens)):
+        return None, example_map(tokens)
+    return example_map(tokens[: prompt - 1]), example_map(tokens[prompt - 1 :])
 
 
 def example_map(tokens: tuple[Token, ...]) -> Heatmap | None:
@@ -28,8 +39,9 @@ def example_map(tokens: tuple[Token, ...]) -> Heatmap | None:
     names = [layer.site for layer in tokens[0].lens]
     cells = tuple(tuple(_word(token, layer) for token in tokens) for layer in reversed(range(len(names))))
     columns = tuple(visible(token.text) for token in tokens)
-    note = "Each cell shows the most likely next token; a stronger colour means a higher probability."
-    return Heatmap("Lens", tuple(reversed(names)), columns, cells, 0.0, 1.0, note)
+    _, high = clipped([cell.value for line in cells for cell in line])
+    note = f"Each cell shows the most likely next token; a stronger colour means a higher probability, up to {high:.2f}."
+    return Heatmap("Lens", tuple(reversed(names)), columns, cells, 0.0, high, note)
 
 
 def _word(token: Token, layer: int) -> HeatmapCell:
@@ -78,20 +90,24 @@ class LensAverages:
             return None
         means = {offset: np.stack(by_offset[offset]) for offset in offsets}  # [roots, layers]
         layers = next(iter(means.values())).shape[1]
-        low, high = span([float(x) for m in means.values() for x in m.mean(0)])
-        if name != "Z.emitted":
-            low = 0.0
+        inner = slice(1, -1) if layers > MIN_LAYERS else slice(None)  # the ends are extreme or trivial
+        low, high = clipped([float(x) for m in means.values() for x in m.mean(0)[inner]])
         cells = tuple(tuple(_average(means[o], layer) for o in offsets) for layer in reversed(range(layers)))
         names = tuple(layer_name(layer, layers) for layer in reversed(range(layers)))
-        note = "Columns count tokens from the first generated one (+0). Hover for the 95 % interval over roots."
+        note = (
+            f"Columns count tokens from the first generated one (+0). Colours go from {low:.2f} to {high:.2f}, where most "
+            "values of the inner layers lie; values beyond have the colour of that end. Hover for the 95 % interval over roots."
+        )
         return Heatmap(title, names, tuple(f"{o:+d}" for o in offsets), cells, low, high, note)
 
 
 def _well_filled(by_offset: dict[int, list[np.ndarray]]) -> list[int]:
-    """Offsets with at least a fifth as many roots as the fullest one; at most MAX_COLUMNS, nearest to the prompt's end."""
+    """Offsets with at least a fifth as many roots as the fullest one, at most MAX_COLUMNS: from the row that predicts the first
+    generated token on; the last of the prompt where nothing is generated."""
     most = max(map(len, by_offset.values()), default=0)
-    good = [offset for offset, found in by_offset.items() if len(found) * 5 >= most]
-    return sorted(sorted(good, key=abs)[:MAX_COLUMNS])
+    good = sorted(offset for offset, found in by_offset.items() if len(found) * 5 >= most)
+    answer = [offset for offset in good if offset >= -1]
+    return answer[:MAX_COLUMNS] if any(offset >= 0 for offset in good) else good[-MAX_COLUMNS:]
 
 
 def _average(values: np.ndarray, layer: int) -> HeatmapCell:
@@ -101,6 +117,16 @@ def _average(values: np.ndarray, layer: int) -> HeatmapCell:
         half = 1.96 * float(values[:, layer].std(ddof=1)) / math.sqrt(count)
         facts.insert(1, f"95 %\t{mean - half:.4f} to {mean + half:.4f}")
     return HeatmapCell(mean, f"{mean:.2f}", tuple(facts))
+
+
+def clipped(values: Sequence[float]) -> tuple[float, float]:
+    """The ends of a colour scale: the 5th and 95th percentile, so that a few extreme values do not make all others look alike.
+    The range of all values, if these are equal."""
+    known = np.array([value for value in values if not math.isnan(value)])
+    if not len(known):
+        return 0.0, 1.0
+    low, high = (float(x) for x in np.percentile(known, (5, 95)))
+    return (low, high) if high > low else span(known.tolist())
 
 
 def averages(examples: Iterable[DumpedExample]) -> LensAverages:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,14 +14,15 @@ from tqdm.auto import tqdm
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, VERIFIED, Verification
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.pictures import svg, tree_html
 from replaylens.engine.pictures import thoughts as thinking
-from replaylens.engine.pictures import tree_html
 from replaylens.engine.pictures.html import asset, join, tag, void
 from replaylens.engine.pictures.readings import Decode
 from replaylens.engine.pictures.rollout_tree import RolloutTree, rollout_style
 from replaylens.engine.pictures.summary import fact_list
+from replaylens.engine.pictures.timeline import Timeline
 from replaylens.probes.reports.report import Report
-from replaylens.views import dumped, heatmap, lens_map, page, probe_section, result_section
+from replaylens.views import dumped, heatmap, lens_map, opening, page, probe_section, result_section
 from replaylens.views.dumped import DumpedExample
 from replaylens.views.result_section import Reportable
 
@@ -33,6 +35,9 @@ class ReportPage:
     decode   texts of tokens that occur only in the lens
     trees    maximum number of examples with a tree
     results  what `lens`, `patch`, `ablate`, `steer`, `attention` and attributions return, in the order of the page
+    decoded  timelines of examples, which show how they were decoded
+    check    the command that verifies the dump; default: for an embedded model
+    layers   of a model that thinks: the blocks where states are added and thoughts are read; None: not known
     """
 
     dump: Dump | None = None
@@ -43,6 +48,9 @@ class ReportPage:
     title: str = ""
     results: tuple[Reportable, ...] = ()
     rollouts: tuple[RolloutTree, ...] = ()
+    decoded: tuple[Timeline, ...] = ()
+    check: str = ""
+    layers: tuple[int, int] | None = None
 
     def add(self, *results: Reportable) -> "ReportPage":
         """The same page with more results at its end."""
@@ -64,6 +72,10 @@ class ReportPage:
             digest = None if self.dump is None else self.dump.digest
             body = probe_section.draw_all(self.probes, digest)
             sections.insert(len(sections) - 1 if sections else 0, page.Section("probes", "Probes", body))
+        if self.decoded:
+            sections.append(page.Section("decoded", "How it was decoded", _decoded(self.decoded)))
+        if self.dump is None and self.probes:
+            sections.append(page.Section("found", "What was found", opening.draw(self.probes)))
         results = result_section.checked(self.results)
         if results:
             sections.append(page.Section("results", "Results", result_section.draw_all(results)))
@@ -71,6 +83,7 @@ class ReportPage:
             sections.append(page.Section("rollouts", "Rollouts", join(tree.draw() for tree in self.rollouts)))
         if not sections:
             raise BadRequest("The page would be empty. Give a dump, probe reports, results or rollouts.")
+        sections.sort(key=lambda section: opening.rank(section.key))
         tasks = [self.dump.manifest.plan.task] if self.dump is not None else [p.source["task"] or "arrays" for p in self.probes]
         title = self.title or f"replaylens: {', '.join(dict.fromkeys(tasks)) or ('results' if results else 'rollouts')}"
         lead += [f"{p.kind}, {len(p.lines)} lines" for p in self.probes]
@@ -115,12 +128,13 @@ def _about_dump(wanted: ReportPage, dump: Dump, progress: bool) -> tuple[list[pa
     """(sections, data for the script, parts of the page's first line) for a dump."""
     plan, manifest = dump.manifest.plan, dump.manifest
     seen = _Seen()
-    found = dumped.examples(dump, wanted.decode)
+    found = dumped.examples(dump, wanted.decode, layers=wanted.layers)
     counted = tqdm(found, total=len(plan.examples), unit="example", desc="report", disable=not progress)
     blocks = page.packed_blocks(seen.fragments(counted, wanted.trees))
     sections = [
+        page.Section("found", "What was found", opening.draw(wanted.probes, seen.told(), seen.example)),
         page.Section("overview", "Overview", _overview(dump, seen)),
-        page.Section("certificate", "Determinism certificate", _certificate(dump, wanted.verdict)),
+        page.Section("certificate", "Determinism certificate", _certificate(dump, wanted)),
         page.Section("examples", "Examples", _explorer(len(seen.rows), min(wanted.trees, len(seen.rows)))),
         page.Section("lens", "Logit lens by layer", _lens(seen.averages)),
     ]
@@ -146,7 +160,17 @@ def _overview(dump: Dump, seen: "_Seen") -> Markup:
     return fact_list(facts)
 
 
-def _certificate(dump: Dump, verdict: Verification | None) -> Markup:
+def _decoded(timelines: tuple[Timeline, ...]) -> Markup:
+    """Timelines to step through."""
+    about = (
+        "A drafter proposes tokens (yellow). One canonical pass over them decides: what it agrees with is accepted (green), "
+        "the rest is rolled back (red) with its KV. The verifier's own last token is pending (checkered). Grey: other requests."
+    )
+    steps = (svg.stepper(told.frames, told.title) for told in timelines)
+    return join([tag("p", about, class_="rl-quiet"), *steps])
+
+
+def _certificate(dump: Dump, wanted: ReportPage) -> Markup:
     manifest = dump.manifest
     facts: dict[str, str | int | float] = {
         "digest": tag("code", manifest.digest),
@@ -158,8 +182,9 @@ def _certificate(dump: Dump, verdict: Verification | None) -> Markup:
         "Every row of this dump is a function of weights, token path and edits alone, bit for bit, under the fingerprint "
         "below. The digest names all of its content."
     )
-    again = f"replaylens verify {dump.url.rstrip('/').rpartition('/')[2]} --all"
-    return join([_verdict(verdict), tag("p", promise), fact_list(facts), tag("p", "Check it: ", tag("code", again))])
+    again = wanted.check or f"replaylens verify {shlex.quote(dump.url)} --all"
+    check = tag("p", "Check it, where this page was made: ", tag("code", again, id="rl-check"))
+    return join([_verdict(wanted.verdict), tag("p", promise), fact_list(facts), check])
 
 
 def _verdict(verdict: Verification | None) -> Markup:
@@ -213,11 +238,21 @@ class _Seen:
     def __init__(self) -> None:
         self.rows: list[TableRow] = []
         self.averages = lens_map.LensAverages()
+        self.example: DumpedExample | None = None
+        """the one that the page opens with"""
+
+    def told(self) -> str:
+        """What was replayed, in words."""
+        scored = [row.right for row in self.rows if row.right is not None]
+        right = f", {sum(scored) / len(scored):.0%} answered right" if scored else ""
+        rejected = sum(row.rejected for row in self.rows)
+        return f"{len(self.rows)} examples{right}, with {rejected} rejected branch{'es' if rejected != 1 else ''}."
 
     def fragments(self, found: "Iterator[DumpedExample]", most: int) -> Iterator[str]:
         """Mutates: add table rows and averages; yields the pictures of the first `most` examples."""
         for example in found:
             self.averages.add(example)
+            self.example = opening.better(self.example, example)
             texts = example.prompt, example.generated, example.answer
             self.rows.append(TableRow(example.index, *texts, example.correct, example.num_rejected))
             if len(self.rows) <= most:
@@ -225,7 +260,10 @@ class _Seen:
 
 
 def _example(example: DumpedExample) -> Markup:
-    """Thoughts, tree and lens of one example, if the dump holds them."""
-    lens = lens_map.example_map(example.tree.trunk.tokens)
+    """Thoughts, tree and lens of one example, if the dump holds them. The lens starts where the answer does."""
+    prompt, answer = lens_map.example_maps(example.tree.trunk.tokens)
     thoughts = [thinking.draw(example.thinking)] if example.thinking else []
-    return join([*thoughts, tree_html.draw(example.tree), *([heatmap.draw(lens)] if lens else [])])
+    lens = [heatmap.draw(answer)] if answer else []
+    if prompt:
+        lens.append(tag("details", tag("summary", "Lens of the prompt"), heatmap.draw(prompt)))
+    return join([*thoughts, tree_html.draw(example.tree), *lens])

@@ -110,8 +110,11 @@ def test_drafts_stand_in_reserved_slots_and_nothing_is_promised_yet(t: list[int]
 
 def test_the_fast_path_drafts_into_the_slots_that_verification_overwrites(t: list[int]) -> None:
     stage = Stage([], drafter="self")
-    stage.t0()  # the window starts immediately: T0 to T2 are drafted
+    for _ in range(4):  # T0 comes out of the canonical pass, then the fast batch drafts T1 to T3, one per step
+        stage.engine.loop.step()
+        assert stage.branch.tokens == [*P, t[0]] and stage.branch.lane.computed == N
     turns = stage.draft(stage.admit())
+    assert stage.branch.states == [PROMPT] * N + [PENDING] + [DRAFT] * 3
     drafted = stage.engine.runner.cache.rows(stage.slots()[N:])
     assert drafted[:-1].abs().amax((1, 2, 3, 4)).min() > 0, "yellow: the draft step wrote KV (but for its last token)"
     stage.verify(turns)

@@ -7,7 +7,7 @@ import pytest
 
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.outcomes import FILLS, REST, colours
-from replaylens.engine.pictures.palette import CHECK, INK, LOOKS, PAGES, css_variables, svg_style
+from replaylens.engine.pictures.palette import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, svg_style
 
 # Machado, Oliveira and Fernandes (2009), severity 1: how linear RGB is perceived
 BLINDNESS = {
@@ -52,8 +52,8 @@ def contrast(a: str, b: str) -> float:
 
 @pytest.mark.parametrize("blindness", BLINDNESS)
 def test_states_keep_apart(blindness: str) -> None:
-    """Pending has a pattern, so the other four states must differ by colour."""
-    fills = [LOOKS[state].fill for state in TokenState if state is not TokenState.PENDING]
+    """Pending has a pattern, so the other kinds must differ by colour."""
+    fills = [look.fill for kind, look in KINDS.items() if kind != TokenState.PENDING.value]
     assert min(distance(a, b, blindness) for a, b in combinations(fills, 2)) > APART
 
 
@@ -72,16 +72,16 @@ def test_a_careless_palette_would_fail() -> None:
 
 
 def test_text_can_be_read() -> None:
-    assert all(contrast(INK, fill) > 4.5 for fill in [*(look.fill for look in LOOKS.values()), CHECK])
+    assert all(contrast(INK, fill) > 4.5 for fill in [*(look.fill for look in KINDS.values()), CHECK])
     for page in PAGES.values():
         assert contrast(page["text"], page["page"]) > 4.5 and contrast(page["quiet"], page["panel"]) > 4.5
         assert contrast(page["deep-ink"], page["deep"]) > 4.5
 
 
 def test_no_state_is_told_by_colour_alone() -> None:
-    for marks in ([look.mark for look in LOOKS.values()], [look.ascii for look in LOOKS.values()]):
-        assert len(set(marks)) == len(TokenState) and all(len(mark) == 1 for mark in marks)
-    assert all(look.ascii.isascii() for look in LOOKS.values())
+    for marks in ([look.mark for look in KINDS.values()], [look.ascii for look in KINDS.values()]):
+        assert len(set(marks)) == len(TokenState) + 1 and all(len(mark) == 1 for mark in marks)
+    assert all(look.ascii.isascii() for look in KINDS.values())
 
 
 def test_a_terminal_has_the_colours_of_the_docs() -> None:

@@ -43,12 +43,11 @@ def shown(frame: Frame) -> list[tuple[str, TokenState]]:
 def test_all_drafts_stand(t: list[int]) -> None:
     """The picture without a rollback: T1 to T3 are accepted, and T4 is the bonus token, still pending."""
     frames = frames_of({len(P) + 1: [t[1:4]]}, 5)
-    assert [frame.phase for frame in frames] == [Phase.PREFILL, Phase.DIRECT, Phase.DECODE, Phase.VERIFY, Phase.ACCEPT]
-    prefill, t0, decode, verify, accept = frames
-    assert (prefill.kv, prefill.generated) == (Fill(6), ())
-    assert (t0.kv, shown(t0)) == (Fill(6), [("T0", PENDING)])
+    assert [frame.phase for frame in frames] == [Phase.PREFILL, Phase.DECODE, Phase.VERIFY, Phase.ACCEPT]
+    prefill, decode, verify, accept = frames
+    assert (prefill.kv, shown(prefill)) == (Fill(6), [("T0", ACCEPTED)]), "out of the canonical pass; its KV comes later"
     assert decode.kv == verify.kv == Fill(6, 0, 4), "T0 and three drafts"
-    assert shown(decode) == [("T0", PENDING), ("T1′", DRAFT), ("T2′", DRAFT), ("T3′", DRAFT)]
+    assert shown(decode) == [("T0", ACCEPTED), ("T1′", DRAFT), ("T2′", DRAFT), ("T3′", DRAFT)]
     assert [check.accepted for check in verify.checks] == [True, True, True, False]
     assert verify.checks[-1].draft is None and verify.checks[-1].verifier is not None
     assert accept.kv == Fill(6, 4)
@@ -60,11 +59,12 @@ def test_a_draft_is_rejected(t: list[int]) -> None:
     """The picture with a rollback: T1 is accepted, the verifier's T2 replaces the draft, and the cache is cut after T1."""
     wrong = (t[2] + 1) % 61
     frames = frames_of({len(P) + 1: [[t[1], wrong, t[3]]]}, 5)
-    decode, verify, rollback = frames[2:5]
+    decode, verify, rollback = frames[1:4]
     assert [frame.phase for frame in (decode, verify, rollback)] == [Phase.DECODE, Phase.VERIFY, Phase.ROLLBACK]
-    assert shown(verify) == [("T0", PENDING), ("T1′", DRAFT), ("T2′", REJECTED), ("T3′", REJECTED)]
-    said = [(check.accepted, check.verifier.text if check.verifier else None) for check in verify.checks]
-    assert said == [(True, f" {t[1]}"), (False, f" {t[2]}"), (False, None)]
+    assert shown(verify) == [("T0", ACCEPTED), ("T1′", DRAFT), ("T2′", REJECTED), ("T3′", REJECTED)]
+    said = [(check.accepted, check.void, check.verifier.text if check.verifier else None) for check in verify.checks]
+    assert said[:2] == [(True, False, f" {t[1]}"), (False, False, f" {t[2]}")]
+    assert [(accepted, void) for accepted, void, _ in said[2:]] == [(False, True)] * 2, "T3 and T4 follow a rejected draft"
     assert (decode.kv, rollback.kv) == (Fill(6, 0, 4), Fill(6, 2))
     assert shown(rollback) == [("T0", ACCEPTED), ("T1", ACCEPTED), ("T2", PENDING)]
 
@@ -72,7 +72,7 @@ def test_a_draft_is_rejected(t: list[int]) -> None:
 def test_siblings(t: list[int]) -> None:
     wrong = (t[1] + 1) % 61
     frames = frames_of({len(P) + 1: [[wrong, wrong], t[1:3]]}, 4)
-    decode, verify, rollback = frames[2:5]
+    decode, verify, rollback = frames[1:4]
     assert decode.kv.draft == 5 and [[slot.text for slot in c] for c in decode.siblings] == [[f" {t[1]}", f" {t[2]}"]]
     assert [[slot.state for slot in chain] for chain in verify.siblings] == [[REJECTED, REJECTED]]
     assert [slot.text for slot in verify.generated] == [f" {token}" for token in t[:3]]
@@ -164,7 +164,7 @@ def test_stills_are_files_of_their_own(run: Run, tmp_path: Path) -> None:
 
 def test_the_cylinder_shows_the_fill(t: list[int]) -> None:
     """The height of each section is the number of cached positions in that state."""
-    decode = frames_of({len(P) + 1: [t[1:4]]}, 5)[2]
+    decode = frames_of({len(P) + 1: [t[1:4]]}, 5)[1]
     sections = [e for e in elements(svg.document([decode], 10)) if e.get("class", "") in ("prompt edge", "draft edge")]
     heights = {}
     for section in sections:

@@ -23,7 +23,7 @@ from replaylens.engine.errors import BadTrace, EngineError, NonFinite, OtherFing
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
-from tests.toy_model import Reference, continuation, engine, random_model, toy
+from tests.toy_model import Reference, continuation, engine, random_model, toy, watch_passes
 
 HOT = Sampling(temperature=1.1, top_p=0.95, presence_penalty=0.2, logit_bias={4: 0.5}, seed=77)
 SITES = ("blocks.0.hook_in", "blocks.1.mlp.hook_out")
@@ -113,6 +113,18 @@ def test_an_engine_of_another_shape_does_too(told: tuple[Path, dict[str, str]], 
     replayed = digests(subject.replay_trace(Trace.load(file)))
     assert replayed == expected
     subject.check_integrity()
+
+
+def test_requests_that_ran_together_are_replayed_together() -> None:
+    """One pass per step for all of them, as when they were recorded."""
+    recorded, again = engine(record=True), engine()
+    branches = recorded.prompts([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
+    recorded.generate(branches, 9, drafter="lens", window=4)
+    passes = watch_passes(again)
+    replayed = again.replay_trace(recorded.trace)
+    assert [replayed[b.id].tokens for b in branches] == [b.tokens for b in branches]
+    assert len(passes[0]) == len(passes[1]) == 3, "the prompts in one pass, then the requests"
+    assert max(map(len, passes[2:])) > 1
 
 
 def test_the_digests_have_teeth(told: tuple[Path, dict[str, str]]) -> None:

@@ -38,6 +38,29 @@ def test_the_pictures_sentence(guess: Guess) -> None:
     assert len(drawn.rounds) == {"sequential": 10, "empty": 3, "drafted": 3}[guess]
 
 
+def test_tree_and_timeline_strike_out_thoughts_that_were_rolled_back() -> None:
+    """Round 1 guesses that nobody thinks: Alice's chunk does, so what was thought after it is rolled back."""
+    recorded = Engine.load("coin-thinking", record=True)
+    assert isinstance(recorded, ThinkingEngine)
+    branch = recorded.prompt(SENTENCE).generate(2)
+    trunk, first, _ = branch.tree().paths
+    assert [token.thought for token in trunk.tokens if token.thought] == [(" tails", "<EOS>"), (" heads", "<EOS>")]
+    assert [token.text for token in trunk.tokens if token.thought] == [" flips", " flips"]
+    dropped = branch.thoughts.rounds[0].dropped
+    assert [token.thought[0] for token in first.tokens if token.thought] == [
+        recorded.text.token(said[0]) for said in dropped if len(said) > 1
+    ]
+    assert any(token.thought for token in first.tokens) and {t.state.value for t in first.tokens} == {"rejected"}
+    html = branch.tree()._repr_html_()
+    assert html.count('class="rl-said">Z  tails') >= 1 and "{Z  tails <EOS>}" in str(branch.tree())
+    frames = branch.timeline().frames
+    assert [frame.phase.value for frame in frames[:5]] == ["prefill", "rollback", "prefill", "rollback", "accept"]
+    struck = [slot for slot in frames[1].generated if slot.state.value == "rejected"]
+    assert len(struck) == len(dropped) and struck[0].name == "Z4"
+    assert (frames[0].kv.draft, frames[1].kv.total) == (20, 8)
+    assert "line-through" in branch.timeline().still(frames[1]) and "line-through" not in branch.timeline().still(frames[0])
+
+
 def test_another_state_in_its_place_turns_thought_and_answer() -> None:
     """The replacement is the state after the first flip of a story that begins with tails."""
     root = engine().prompt(SENTENCE, sites="S")
