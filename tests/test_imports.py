@@ -22,7 +22,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("engine/passes",),
     ("engine/lens", "engine/gradients"),
     ("engine/proof",),
-    ("engine/loop", "engine/pictures"),
+    ("engine/loop", "engine/pictures", "engine/resampling"),
     ("engine/serving",),
     ("engine/thinking", "engine/features"),
     ("engine/replay", "engine/attribution"),
