@@ -133,6 +133,10 @@ class BadRequest(EngineError, ValueError):
     """A prompt, a sampling parameter or an option that cannot be served. Nothing was started."""
 
 
+class EqualDraws(UserWarning):
+    """Forks of one branch sample with the same seed, so that they get the same tokens."""
+
+
 class BadTexts(BadRequest):
     """Texts, labels or a table that cannot be replayed. The message names the text, label or line."""
 

@@ -62,6 +62,7 @@ class Admission:
                 budget -= (len(turn.rows) + turn.num_drafts) * len(turn.tables)
                 job.lane.last_used = self._clock
                 turns.append(turn)
+        self._jobs = []  # a job keeps its branch open: hold none longer than needed
         return turns
 
     def _plan(self, job: Job, budget: int) -> Turn | None:

@@ -4,6 +4,7 @@ The `BranchTree` holds the tokens of a branch and outlives its lane.
 """
 
 from dataclasses import dataclass, field
+from weakref import ReferenceType
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.pages import PageTable
@@ -79,6 +80,10 @@ class Lane:
     """the last request whose tokens a stream yields"""
     offered: tuple[Trail, Mark] | None = None
     """where its last offer to the prefix index ended, and whether its path is still the same up to there"""
+    drawn: dict[tuple[object, ...], int] = field(default_factory=dict)
+    """what its forks sampled with: fork position, edits and sampling -> the fork that did so first, -1 once it was warned of"""
+    hold: "ReferenceType[object] | None" = None
+    """what the handles on it share; once that is gone, nobody can use it, and it is released"""
 
     @property
     def certified(self) -> bool:
@@ -137,8 +142,11 @@ class Job:
     statistics: Statistics = field(default_factory=Statistics)
     rejected: list[int] = field(default_factory=list)
     """branches of rejected drafts, in order"""
+    hold: object | None = field(init=False, repr=False)
+    """keeps the branch open, also if only the job, or a stream of it, is held"""
 
     def __post_init__(self) -> None:
+        self.hold = None if self.lane.hold is None else self.lane.hold()
         for name, value, least in (("n", self.new_tokens, 0), ("window", self.window, 1)):
             if value is not None and (type(value) is not int or value < least):
                 raise BadRequest(f"Invalid {name}={value!r}. Give a whole number of at least {least}.")
