@@ -3,6 +3,7 @@
 The `BranchTree` holds the tokens of a branch and outlives its lane.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import ReferenceType
 
@@ -131,6 +132,8 @@ class Job:
     """keep the pages of rejected drafts, so that they can be forked and continued"""
     forced_drafts: dict[int, list[list[int]]] | None = None
     """for the `forced` drafter: given or recorded chains by their start position"""
+    until: Callable[[Sequence[int]], bool] | None = None
+    """whether to end the job, with reason "answer", given all tokens that it generated so far; asked after each of them"""
     cancel_at: int | None = None
     """to replay a cancelled job: cancel after this many tokens, with windows planned for `new_tokens`"""
     generated: int = 0

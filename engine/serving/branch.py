@@ -33,6 +33,7 @@ from replaylens.engine.serving.hold import hold_of
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.logits import At, chosen, logits_of
 from replaylens.engine.serving.request import Request
+from replaylens.engine.serving.resampling import Resampled
 from replaylens.engine.serving.stream import Stream
 from replaylens.engine.serving.uncopied import Uncopied
 
@@ -76,7 +77,7 @@ class Owner(Protocol):
         ...
 
 
-class Branch(Differentiable, Uncopied):
+class Branch(Differentiable, Resampled, Uncopied):
     """One token path with its KV. Forks share pages; a page is copied only when it is written.
 
     A branch is released by `release`, at the end of a `with` block, or once nothing refers to it. Its forks stay open.
