@@ -54,7 +54,7 @@ class WaveRecord:
 
 
 class WaveFolder:
-    """The waves of one plan: wave i has the rollouts [i * wave, (i + 1) * wave). Several processes may write different waves."""
+    """The waves of one plan: wave i has the rollouts [i * wave, (i + 1) * wave). Processes may share the work."""
 
     def __init__(self, folder: str | Path, plan: ResamplePlan, wave: int) -> None:
         self.folder, self.plan, self.wave = Path(folder), plan, wave
@@ -138,7 +138,7 @@ class FileRows(Mapping[str, Tensor]):
 
     def __getitem__(self, site: str) -> Tensor:
         with self._opened() as file:
-            if site not in file.keys():
+            if site not in list(file.keys()):
                 raise KeyError(site)
             rows: Tensor = file.get_slice(site)[self._first : self._end]
             return rows

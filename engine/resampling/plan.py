@@ -122,8 +122,8 @@ def positions_of(at: At, tokens: Sequence[int], num_prompt: int, text: Text) -> 
     if isinstance(at, str) or callable(at):
         if first >= length:
             raise BadRequest(
-                f"at={shown(at)} looks at the tokens after the prompt, and there are none. Generate or force them first, or give "
-                "positions."
+                f"at={shown(at)} looks at the tokens after the prompt, and there are none. Generate or force them first, or "
+                "give positions."
             )
         found = _chosen(at, tokens, first, text)
     else:
@@ -164,7 +164,7 @@ def places_kept(keep: Keep) -> tuple[str | int, ...]:
         number = integer(each)
         if number is None and (not isinstance(each, str) or each not in PLACES):
             raise BadRequest(f"Invalid keep={shown(each)}. Give {KEEP}.")
-        found.append(each if number is None else number)
+        found.append(str(each) if number is None else number)
     if not found:
         raise BadRequest(f"keep is empty, but sites are captured. Give {KEEP}.")
     return tuple(dict.fromkeys(found))

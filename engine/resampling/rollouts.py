@@ -33,7 +33,7 @@ class Rollouts:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Rollouts":
-        """The rollouts that a folder holds. Rows are read when they are looked at. BadRollouts if some are missing or damaged."""
+        """The rollouts of a folder. Rows are read when they are looked at. BadRollouts if some are missing or damaged."""
         files = WaveFolder.open(folder)
         if missing := files.missing():
             raise BadRollouts(

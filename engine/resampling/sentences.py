@@ -60,7 +60,7 @@ def sentence_starts(text: str, offsets: Sequence[Offset]) -> list[int]:
     starts: list[int] = []
     token = 0
     for start, _ in sentence_spans(text):
-        while token < len(offsets) and (offsets[token][0] < start or offsets[token][0] == offsets[token][1] and token > 0):
+        while token < len(offsets) and (offsets[token][0] < start or (token and offsets[token][0] == offsets[token][1])):
             token += 1
         if token < len(offsets) and (not starts or starts[-1] < token):
             starts.append(token)

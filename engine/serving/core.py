@@ -477,7 +477,7 @@ class Core(Uncopied):
         return request.job(branch.lane, self.text.eos_id)
 
     def _warn_of_equal_draws(self, branch: Branch, request: Request) -> None:
-        """Warn, once for each such draw, if a live fork at the same place sampled with the same seed: it has the same tokens."""
+        """Warn, once for each such draw, if a live fork at the same place sampled with the same seed: to the same tokens."""
         record, parent = branch.record, self.loop.lanes.get(-1 if branch.record.parent is None else branch.record.parent)
         if parent is None or not request.sampling.temperature or len(record.tokens) > record.fork_position:
             return

@@ -98,7 +98,7 @@ class Resampled:
         >>> root.resample(20, max_new=2, answer=Answer.regex("heads|tails")).outcomes().outcomes
         ['tails']
         """
-        plan, wave = self._planned(n, at, sampling, max_new, answer, sites, keep, replace, wave)
+        plan, wave = self.plan_rollouts(n, at, sampling, max_new, answer, sites, keep, replace, wave)
         found = list(self._stream(plan, wave, folder, flag("progress", progress)))
         return Rollouts(plan, tuple(found))
 
@@ -120,20 +120,20 @@ class Resampled:
     ) -> Iterator[Rollout]:
         """Yield the rollouts of `resample` in their order, wave by wave. What is not yielded yet is not drawn, and what is not
         held is not kept."""
-        plan, wave = self._planned(n, at, sampling, max_new, answer, sites, keep, replace, wave)
+        plan, wave = self.plan_rollouts(n, at, sampling, max_new, answer, sites, keep, replace, wave)
         return self._stream(plan, wave, folder, flag("progress", progress))
 
-    def _planned(
+    def plan_rollouts(
         self,
         n: int,
-        at: At,
-        sampling: Sampling | None,
-        max_new: int,
-        answer: Answer | None,
-        sites: str | Sequence[str] | None,
-        keep: Keep,
-        replace: Replacement,
-        wave: int | None,
+        at: At = None,
+        sampling: Sampling | None = None,
+        max_new: int = 64,
+        answer: Answer | None = None,
+        sites: str | Sequence[str] | None = None,
+        keep: Keep = "last",
+        replace: Replacement = None,
+        wave: int | None = None,
     ) -> tuple[ResamplePlan, int]:
         """The plan and the size of its waves. BadRequest names the option that is invalid, before anything is drawn."""
         if not self.lane.certified:

@@ -74,7 +74,7 @@ class Waves:
         return found
 
     def forked(self, indices: Sequence[int], open_branches: ExitStack) -> list[Forked]:
-        """One fork per rollout, which `open_branches` releases. Forks at one place share its pages, replaced tokens included."""
+        """One fork per rollout, which `open_branches` releases. Forks at one place share pages, replaced tokens included."""
         places: dict[int, list[int]] = {}
         for index in indices:
             places.setdefault(self.plan.rollout(index)[0], []).append(index)

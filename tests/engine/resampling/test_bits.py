@@ -56,7 +56,7 @@ def test_as_one_branch_alone(edited: bool) -> None:
     """Tokens, captured rows and KV of a rollout in company are those of a fork that is computed by hand, alone."""
     subject = engine()
     branch = path_of(subject, edited)
-    plan, _ = branch._planned(N, AT, HOT, NEW, None, "S", EVERYTHING, None, None)
+    plan, _ = branch.plan_rollouts(N, AT, HOT, NEW, None, "S", EVERYTHING)
     indices = range(len(plan))
     with ExitStack() as opened:
         waves = waves_of(subject, branch, plan)
