@@ -68,6 +68,7 @@ NOT_RUN = {
     "README.md": {"make demo": MINUTES, "make test": CI},
     "docs/quickstart.md": {"git clone": NETWORK, "make test": CI, "source ": WORDS},
     "docs/texts.md": {'model = rl.Engine.load("smollm2")': NETWORK},
+    "docs/resampling.md": {'model = rl.Engine.load("smollm2")': NETWORK},
     "docs/feeding.md": {"from sae_lens import": PEER},
     "docs/thinking.md": {"replaylens train": MINUTES, "from replaylens.engine.training.thinking import train": MINUTES},
     "docs/training.md": {"replaylens train": MINUTES},
