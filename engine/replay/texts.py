@@ -32,6 +32,8 @@ def texts_of(engine: Core, given: Any, text: str | None = None, labels: NamedLab
     if isinstance(given, Rollouts):
         if text is not None or labels is not None:
             raise BadTexts("Rollouts have labels of their own: outcome, fork, rollout and place. Leave out text= and labels=.")
+        if engine.guesses():
+            raise BadRequest("Rollouts of a model that thinks cannot be replayed: their thoughts are part of their path.")
         return texts_of_rollouts(engine.text, given)
     if text is not None:
         names = [labels] if isinstance(labels, str) else [] if labels is None else labels

@@ -32,6 +32,8 @@ from replaylens.engine.serving.waves import Served, Waves
 
 MAX_WAVE = 1024
 """rollouts drawn together unless told: more do not make a pass quicker"""
+MAX_BYTES = 4 << 30
+"""captured rows of a wave, about, unless told"""
 REPLACE = "a text or token ids, or a list of texts with one for each position"
 Replacement = str | Sequence[int] | Sequence[str] | None
 
@@ -211,15 +213,21 @@ class Resampled:
 
 def waves_of(engine: Resampler, branch: Any, plan: ResamplePlan) -> Waves:
     """What draws the rollouts of a plan on a branch with its path."""
+    return Waves(engine, branch, plan, _capture_of(engine, plan))
+
+
+def _capture_of(engine: Resampler, plan: ResamplePlan) -> CaptureSpec | None:
     sites = plan.sites[0] if len(plan.sites) == 1 else plan.sites
-    return Waves(engine, branch, plan, engine.capture_spec(sites) if plan.sites else None)
+    return engine.capture_spec(sites) if plan.sites else None
 
 
 def wave_of(engine: Resampler, plan: ResamplePlan) -> int:
     """How many rollouts the KV cache has room for, besides their path: each has its new tokens, and a copy of the page that
-    they begin on."""
+    they begin on. Fewer if their captured rows, of which the wave's last step still holds all, would take too much memory."""
     pool, answer = engine.forest.runner.pool, plan.answer
     more = len(engine.text.encode(answer.after, special=False)) if answer is not None and answer.after else 0
     own = -(-(plan.max_new + more + max(map(len, plan.replace), default=0)) // pool.page_size) + 1
     free = pool.num_pages - -(-len(plan.tokens) // pool.page_size)
-    return max(1, min(free // own, MAX_WAVE))
+    capture, runner = _capture_of(engine, plan), engine.forest.runner
+    width = engine.config.d_model * runner.model.embed.element_size() * (len(capture.needed()) if capture is not None else 0)
+    return max(1, min(free // own, MAX_BYTES // ((plan.max_new + 1) * width) if width else MAX_WAVE, MAX_WAVE))

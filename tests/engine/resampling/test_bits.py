@@ -13,6 +13,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling.rollout import Rollout
 from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.engine.resampling.seeds import rollout_seed
+from replaylens.engine.serving import resampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.resampling import waves_of
 from tests.toy_model import engine
@@ -97,6 +98,17 @@ def test_preemption(reference: Rollouts) -> None:
     found = drawn(path_of(subject), wave=len(reference))
     assert found.digest == reference.digest and preempted
     subject.check_integrity()
+
+
+def test_waves_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default fits into the KV cache, so that nothing is preempted, and into a number of bytes."""
+    subject, preempted = engine(cache_tokens=160, page_size=4), []
+    subject.loop.listeners.append(lambda event: preempted.append(event) if event["event"] == "preempt" else None)
+    branch = path_of(subject)
+    _, wave = branch.plan_rollouts(N, AT, HOT, NEW)
+    assert wave == (40 - 5) // 4 and branch.resample(N, at=AT, sampling=HOT, max_new=NEW).plan.n == N and not preempted
+    monkeypatch.setattr(resampling, "MAX_BYTES", 10_000)
+    assert branch.plan_rollouts(N, AT, HOT, NEW, sites="S")[1] == 10_000 // (13 * 3 * 32 * 4) < wave
 
 
 @pytest.mark.parametrize("options", [{"max_rows": 16}, {"page_size": 1}, {"page_size": 5, "max_rows": 20}])
