@@ -10,6 +10,7 @@ What makes an op canonical:
 """
 
 import math
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import KV_BLOCK, Batch
 from replaylens.engine.passes.batched import BatchedProduct, by_torch
 from replaylens.engine.passes.edges import Cut, cuts
+from replaylens.engine.passes.prefixes import Prefixes, attend_prefixes, find_prefixes
 from replaylens.engine.passes.products import Products
 
 
@@ -54,12 +56,20 @@ class CachedOps(CpuOps):
         """product  gives the bits of `by_torch`"""
         self.batch, self.cache, self.product = batch, cache, product
 
+    @cached_property
+    def prefixes(self) -> Prefixes | None:
+        """Which rows share keys; None: no sharing is worth it."""
+        key_bytes = 2 * self.cache.data.shape[2] * self.cache.data.shape[4] * self.cache.data.element_size()
+        return find_prefixes(self.batch, -(-self.cache.worth_sharing // key_bytes))
+
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         q, kv = self._queries_and_kv(heads)
         batch = self.batch
         self.cache.write(spec.layer, batch.write_slots, kv[: batch.num_rows])
-        outs, patterns, scores = [], [], list[Tensor]()
         cut = cuts(batch, spec.layer, q.shape[1])
+        if observe is None and not cut and not spec.window and self.prefixes is not None:
+            return self._attend_prefixes(q, self.prefixes, spec)
+        outs, patterns, scores = [], [], list[Tensor]()
         for number, (group, rows) in enumerate(zip(batch.groups, batch.queries, strict=True)):
             keys, values = self.cache.gather(spec.layer, group.slots)
             queries = q.index_select(0, rows).view(*group.rows.shape, *q.shape[1:])
@@ -82,6 +92,21 @@ class CachedOps(CpuOps):
         if observe is not None and observe.pattern is not None:
             observe.pattern(self._assemble(patterns, q.shape[1], 0.0))
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, batch.query_of_row)
+
+    def _attend_prefixes(self, q: Tensor, prefixes: Prefixes, spec: AttentionSpec) -> Tensor:
+        """The same bits; keys that rows share are gathered and multiplied once."""
+        gather, kv_heads = partial(self.cache.gather, spec.layer), self.cache.data.shape[2]
+        outs = []
+        for group in prefixes.rest:
+            keys, values = gather(group.slots)
+            rows = group.rows.view(-1) * (group.rows.view(-1) < self.batch.padded)
+            queries = q.index_select(0, rows).view(*group.rows.shape, *q.shape[1:])
+            ceiling = group.ceiling(0)
+            outs.append(
+                attend_blocks(queries, keys, values, ceiling, spec.softcap, False, spec.scale, self.product)[0].flatten(0, 1)
+            )
+        outs += attend_prefixes(q, prefixes, gather, kv_heads, spec.scale, spec.softcap, self.product)
+        return torch.cat(outs).index_select(0, prefixes.query_of_row)
 
     def _queries_and_kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
         """Queries [rows, heads, d_head], and keys and values [rows, 2 kv_heads, d_head], with the pending rotation applied."""
