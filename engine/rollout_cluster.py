@@ -17,7 +17,7 @@ from replaylens.engine.errors import OtherFingerprint
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling.answers import Answer
 from replaylens.engine.resampling.folder import WaveFolder
-from replaylens.engine.resampling.plan import Keep, ResamplePlan
+from replaylens.engine.resampling.plan import KeptPlaces, ResamplePlan
 from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.resampling import Replacement, waves_of
@@ -75,7 +75,7 @@ def resample_on_cluster(
     max_new: int = 64,
     answer: Answer | None = None,
     sites: str | Sequence[str] | None = None,
-    keep: Keep = "last",
+    keep: KeptPlaces = "last",
     replace: Replacement = None,
     wave: int | None = None,
 ) -> Rollouts:

@@ -20,8 +20,8 @@ PLACES = ("fork", "sentences", "answer", "last", "all")
 AT = "'sentences', 'tokens', a position, several, or a function of position and token text"
 KEEP = f"some of {', '.join(map(repr, PLACES))}, or numbers of generated tokens (0 is the first, -1 the last)"
 MAX_ROLLOUTS = 1 << 20
-At = str | int | Sequence[int] | Callable[[int, str], bool] | None
-Keep = str | int | Sequence[str | int]
+ForkPositions = str | int | Sequence[int] | Callable[[int, str], bool] | None
+KeptPlaces = str | int | Sequence[str | int]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ResamplePlan:
     @classmethod
     def from_json(cls, raw: Any, answer: Answer | None = None) -> "ResamplePlan":
         """Inverse of `to_json`. `answer`: the one that reads by a function, which the file does not hold."""
-        read = build(PlanRecord, raw, "The plan of the rollouts", BadRequest)
+        read = build(ResamplePlanRecord, raw, "The plan of the rollouts", BadRequest)
         if answer is None and read.answer is not None and "function" not in read.answer:
             answer = Answer.from_json(read.answer)
         return cls(**{**vars(read), "sampling": Sampling.from_json(read.sampling), "answer": answer})
@@ -94,7 +94,7 @@ class ResamplePlan:
 
 
 @dataclass(frozen=True)
-class PlanRecord:
+class ResamplePlanRecord:
     """A plan as a file spells it."""
 
     fingerprint: str
@@ -112,7 +112,7 @@ class PlanRecord:
     edits: tuple[tuple[dict[str, Any], ...], ...]
 
 
-def positions_of(at: At, tokens: Sequence[int], num_prompt: int, text: Text) -> tuple[int, ...]:
+def positions_of(at: ForkPositions, tokens: Sequence[int], num_prompt: int, text: Text) -> tuple[int, ...]:
     """The fork positions that `at` chooses on a path, ascending. BadRequest if it chooses none, or one outside the path."""
     length, first = len(tokens), max(1, num_prompt)
     if at is None:
@@ -156,7 +156,7 @@ def offsets_of(text: Text, tokens: Sequence[int]) -> tuple[str, list[tuple[int, 
     return path_offsets(text.tokenizer, list(tokens))
 
 
-def places_kept(keep: Keep) -> tuple[str | int, ...]:
+def places_kept(keep: KeptPlaces) -> tuple[str | int, ...]:
     """The places of `keep`, checked."""
     given = [keep] if isinstance(keep, str) or integer(keep) is not None else items("keep", keep, KEEP)
     found: list[str | int] = []
