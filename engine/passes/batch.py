@@ -113,6 +113,11 @@ class Batch:
             self.offsets.append(self.offsets[-1] + len(s.tokens))
 
     @cached_property
+    def cuts_edges(self) -> bool:
+        """Whether an edit may change an edge of a row's attention."""
+        return any(edit.on_pattern and edit.touches(s.start, s.end) for s in self.segments for edit in s.edits)
+
+    @cached_property
     def write_slots(self) -> Tensor:
         """The slot of every row's KV: [rows]."""
         return torch.tensor([slot for s in self.segments for slot in self.pool.slots(s.table, s.start, s.end)])

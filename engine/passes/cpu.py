@@ -164,8 +164,10 @@ def attend_blocks(
     scores = softcap(product(folded, keys.transpose(1, 2)), cap)
     last = scores.view(kv_heads, pieces, rows, group, n)[..., n - ceiling.shape[-1] :]
     torch.minimum(last, ceiling, out=last)
+    shape = (kv_heads, pieces, rows, group, -1)
+    seen = scores.view(shape) > -math.inf if cut is not None and cut.put is not None else None
     if cut is not None:
-        scores.view(kv_heads, pieces, rows, group, n).masked_fill_(cut.masked(kv_heads), -math.inf)
+        cut.hide_(scores.view(shape))
     back = lambda x: x.view(kv_heads, pieces, rows, group, -1).permute(1, 2, 0, 3, 4)  # noqa: E731
     if seen_scores is not None:  # a copy: the weights take their place
         seen_scores.append(back(scores.clamp(min=MASKED)).reshape(pieces, rows, heads, n))
@@ -174,7 +176,7 @@ def attend_blocks(
     for first in range(KV_BLOCK, n, KV_BLOCK):  # this order defines the bits
         total += weights[..., first : first + KV_BLOCK].sum(-1, keepdim=True)
     if cut is not None:
-        weights.view(kv_heads, pieces, rows, group, n).masked_fill_(cut.zeroed(kv_heads), 0.0)
+        cut.weigh_(weights.view(shape), total.view(shape), seen)
     out = product(weights[..., :KV_BLOCK], values[:, :KV_BLOCK])
     for first in range(KV_BLOCK, n, KV_BLOCK):
         out += product(weights[..., first : first + KV_BLOCK], values[:, first : first + KV_BLOCK])

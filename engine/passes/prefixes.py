@@ -16,14 +16,14 @@ from torch import Tensor
 from replaylens.engine.model.ops import softcap
 from replaylens.engine.passes.batch import KV_BLOCK, AttentionGroup, Batch
 from replaylens.engine.passes.batched import BatchedProduct
-from replaylens.engine.passes.runs import Run, shared_runs
+from replaylens.engine.passes.runs import SharedRun, shared_runs
 
 Gather = Callable[[Tensor], tuple[Tensor, Tensor]]
 """slots -> keys and values, [kv_heads, slots, d_head] each"""
 
 
 @dataclass(frozen=True, eq=False)
-class SharedRows:
+class PrefixRows:
     """Rows that read the same first keys, as many as one product takes."""
 
     rows: Tensor
@@ -36,7 +36,7 @@ class SharedRows:
 class Prefixes:
     """How the rows of a batch are divided: shared keys, the tails behind them, and rows that share nothing."""
 
-    shared: list[SharedRows]
+    shared: list[PrefixRows]
     tails: list[AttentionGroup]
     """their keys begin where the shared ones end"""
     rest: list[AttentionGroup]
@@ -64,7 +64,7 @@ def find_prefixes(batch: Batch, worth: int) -> Prefixes | None:
     return Prefixes(shared, tails, rest, batch.places([*rest, *tails]))
 
 
-def _shared_rows(batch: Batch, run: Run) -> list[SharedRows]:
+def _shared_rows(batch: Batch, run: SharedRun) -> list[PrefixRows]:
     counts = sorted(batch.query_rows)
     rows = [row for i in run.sequences for row in range(batch.offsets[i], batch.offsets[i + 1])]
     table = batch.segments[run.sequences[0]].table
@@ -73,7 +73,7 @@ def _shared_rows(batch: Batch, run: Run) -> list[SharedRows]:
     for first in range(0, len(rows), counts[-1]):
         some = rows[first : first + counts[-1]]
         room = counts[bisect_left(counts, len(some))]
-        found.append(SharedRows(torch.tensor(some + [batch.padded] * (room - len(some))), slots))
+        found.append(PrefixRows(torch.tensor(some + [batch.padded] * (room - len(some))), slots))
     return found
 
 

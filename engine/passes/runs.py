@@ -1,4 +1,4 @@
-"""`Run`: keys that several sequences of a pass share, found from their page tables.
+"""`SharedRun`: keys that several sequences of a pass share, found from their page tables.
 
 Tables are sorted by their pages. Sequences that share a run of keys are then neighbours, and the largest rectangle under the
 numbers of units that neighbours have in common is the run that saves most. What its members still share behind it belongs to
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Run(NamedTuple):
+class SharedRun(NamedTuple):
     """Sequences whose tables agree on the keys [begin, end)."""
 
     level: int
@@ -26,7 +26,9 @@ class Run(NamedTuple):
         return (len(self.sequences) - 1) * (self.end - self.begin)
 
 
-def shared_runs(pages: NDArray[np.int32], computed: Sequence[int], unit: int, page_size: int, max_levels: int = 1) -> list[Run]:
+def shared_runs(
+    pages: NDArray[np.int32], computed: Sequence[int], unit: int, page_size: int, max_levels: int = 1
+) -> list[SharedRun]:
     """Runs of keys that several sequences share, up to `max_levels` behind each other, those that save most first in each.
 
     pages     of each sequence: [sequences, pages]
@@ -44,14 +46,14 @@ def shared_runs(pages: NDArray[np.int32], computed: Sequence[int], unit: int, pa
     ordered, limit = pages[order], units[order]
     differs = np.concatenate([ordered[1:] != ordered[:-1], np.ones((len(order) - 1, 1), dtype=bool)], axis=1)
     common = np.minimum(differs.argmax(1) * page_size // unit, np.minimum(limit[1:], limit[:-1])).tolist()
-    found, waiting = list[Run](), [(0, len(common), 0, 0)]
+    found, waiting = list[SharedRun](), [(0, len(common), 0, 0)]
     while waiting:
         first, end, base, level = waiting.pop()
         left, right, height = _largest_rectangle([count - base for count in common[first:end]])
         if not height:
             continue
         left, right = first + left, first + right
-        found.append(Run(level, tuple(order[left : right + 1].tolist()), base * unit, (base + height) * unit))
+        found.append(SharedRun(level, tuple(order[left : right + 1].tolist()), base * unit, (base + height) * unit))
         waiting += [(first, max(first, left - 1), base, level), (right + 1, end, base, level)]
         if level + 1 < max_levels:
             waiting.append((left, right, base + height, level + 1))

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from replaylens.engine.memory.cache import KVCache
-from replaylens.engine.passes.runs import Run, shared_runs
+from replaylens.engine.passes.runs import SharedRun, shared_runs
 from replaylens.kernels.launch import KV_BLOCK, attention_tile, next_power_of_2
 from replaylens.kernels.shared import SharedKeys, SharedLevel
 
@@ -60,7 +60,7 @@ class LevelShape(NamedTuple):
 class Sharing:
     """The shared keys of packed rows, on the host."""
 
-    def __init__(self, runs: Sequence[Run], counts: Sequence[int], layout: KeyLayout) -> None:
+    def __init__(self, runs: Sequence[SharedRun], counts: Sequence[int], layout: KeyLayout) -> None:
         """counts  number of rows of each sequence"""
         group = layout.heads // layout.kv_heads
         offsets = np.cumsum([0, *counts])
@@ -74,7 +74,7 @@ class Sharing:
             height = attention_tile(max(map(len, rows)) * group, layout.d_head, layout.dtype, group, split=False).rows
             self._add(level, mine, rows, height, group)
 
-    def _add(self, level: int, runs: list[Run], rows: list[NDArray[np.int64]], height: int, group: int) -> None:
+    def _add(self, level: int, runs: list[SharedRun], rows: list[NDArray[np.int64]], height: int, group: int) -> None:
         tiles, place, per_tile = [], 0, max(1, height // group)
         for run, own in zip(runs, rows, strict=True):
             self.begun[own] = run.end, level
@@ -121,7 +121,7 @@ def find_sharing(
         return None
     found = shared_runs(pages, computed, unit, layout.page_size, MAX_LEVELS)
     runs = [run for run in found if run.saved >= min(_WORTH_RUN, worth)]
-    kept: list[Run] = []
+    kept: list[SharedRun] = []
     for level in range(MAX_LEVELS):
         mine = [run for run in runs if run.level == level and _continues(run, kept)]
         if not mine or sum(run.saved for run in mine) * layout.key_bytes < worth:
@@ -130,7 +130,7 @@ def find_sharing(
     return Sharing(kept, counts, layout) if kept else None
 
 
-def _continues(run: Run, kept: list[Run]) -> bool:
+def _continues(run: SharedRun, kept: list[SharedRun]) -> bool:
     """Whether the run starts at key 0 or where a kept one of the level before ends."""
     return not run.begin or any(
         other.level == run.level - 1 and other.end == run.begin and set(run.sequences) <= set(other.sequences) for other in kept

@@ -7,6 +7,7 @@ again. Nothing of a variant is committed.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,14 +19,16 @@ from replaylens.engine.loop.lane import Lane
 from replaylens.engine.model.sites import SiteTable, layer_of
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.finite import finite
+from replaylens.engine.passes.runner import LENS_ROWS
 from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.engine.request.placing import place_all
 from replaylens.engine.serving.forest import Forest
 
 Read = Callable[[Tensor], Tensor]
 """logits [variants, positions, vocab] -> what is kept of them [variants, ...]"""
+Placed = Callable[[Sequence[Edit], int], tuple[PlacedEdit, ...]]
+"""edits, and the number of a branch's tokens -> the placed edits"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +48,14 @@ class Variants:
     """A path with all its residual streams, ready to be computed under edits. Use it in a `with` block."""
 
     def __init__(
-        self, forest: Forest, sites: SiteTable, path: Sequence[int], edits: Sequence[Edit] = (), keep: Sequence[str] = ()
+        self, forest: Forest, sites: SiteTable, placed: Placed, path: Sequence[int], edits: Sequence[Edit], keep: Sequence[str]
     ) -> None:
         """
         edits  of the base, which every variant has too
         keep   sites that `capture` can give
         """
         self.forest, self.runner, self.sites, self.path = forest, forest.runner, sites, list(path)
-        self.edits = place_all(edits, sites, len(self.path))
+        self.placed, self.edits = placed, placed(edits, len(self.path))
         self.streams = tuple(sites.per_layer("S"))
         self.keep = tuple(sites.resolve(name) for name in keep)
         self._lane: Lane | None = None
@@ -94,15 +97,21 @@ class Variants:
         placed = [self._variant(number, edits) for number, edits in enumerate(variants)]
         at = torch.tensor([position % len(self.path) for position in positions], dtype=torch.int64)
         last = self.stream(len(self.streams) - 1)[at]  # rows before the first edit are the base's
-        kept: dict[int, Tensor] = {}
+        final = last.repeat(len(placed), 1, 1)
         with tqdm(total=len(placed), unit="variant", disable=not progress) as bar:
             for chunk in self._chunks(placed):
                 rows = last.repeat(len(chunk), 1, 1)
                 self._compute(chunk, at, {self.streams[-1]: rows})
-                logits = self.forest.lock.alone(self.runner.logits, rows.flatten(0, 1)).cpu()
-                kept |= zip((v.number for v in chunk), read(logits.view(len(chunk), len(at), -1)), strict=True)
+                final[[variant.number for variant in chunk]] = rows
                 bar.update(len(chunk))
-        return torch.stack([kept[number] for number in range(len(placed))])
+        kept = []
+        for some in final.split(max(1, LENS_ROWS // len(at))):  # the unembedding is large: as many rows at once as it takes
+            logits = _on_host(self.forest.lock.alone(self.runner.logits, some.flatten(0, 1)))
+            found = read(logits.view(len(some), len(at), -1))
+            if found.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr():
+                found = found.clone()  # the memory of the logits is used again
+            kept.append(found)
+        return torch.cat(kept)
 
     def capture(self, variants: Sequence[Sequence[Edit]], progress: bool = False) -> dict[str, Tensor]:
         """The rows of every kept site under each list of edits: [variants, positions, ...]."""
@@ -119,7 +128,7 @@ class Variants:
         return kept
 
     def _variant(self, number: int, edits: Sequence[Edit]) -> EditedCopy:
-        own = place_all(edits, self.sites, len(self.path))
+        own = self.placed(edits, len(self.path))
         start = min([len(self.path), *(edit.first for edit in own)])
         layer = min((-1 if (found := layer_of(edit.site)) is None else found for edit in own), default=0)
         edited = {edit.site for edit in self.edits}
@@ -170,7 +179,8 @@ class Variants:
 
     def _pass(self, lane: Lane, chunk: list[EditedCopy], at: Tensor, out: dict[str, Tensor]) -> bool:
         """False: the base lacks KV. Precondition: the lock is held."""
-        pool, length, live = self.runner.pool, len(self.path), [v for v in chunk if v.start < len(self.path)]
+        pool, length = self.runner.pool, int(at.max()) + 1  # no row sees a later one
+        live = [variant for variant in chunk if variant.start < length]
         if lane.computed < length:
             return False
         if not live:
@@ -180,19 +190,36 @@ class Variants:
             self._make_room(lane, sum(pool.num_needed(table, table.length, length) for table in tables), len(live) == 1)
             for table in tables:
                 self.runner.reserve(table, table.length, length)
-            segments = [Segment(t, v.start, self.path[v.start :], 0, v.edits) for t, v in zip(tables, live, strict=True)]
+            segments = [Segment(t, v.start, self.path[v.start : length], 0, v.edits) for t, v in zip(tables, live, strict=True)]
             first = live[0].layer
-            entering = None if first < 0 else torch.cat([self.stream(first)[v.start :] for v in live])
+            stream = None if first < 0 else self.stream(first).to(self.runner.device)
+            entering = None if stream is None else torch.cat([stream[v.start : length] for v in live])
             tap = PassTap(frozenset(out) - {self.streams[-1]})
-            result = self.runner.resumed(segments, entering, max(first, 0), tap)
-            finite(result.residual[: result.batch.num_rows], "activations")
-            found = {**tap.values, self.streams[-1]: result.residual}  # a site below the first block keeps the base's rows
-            for index, variant in enumerate(live):
-                own = at >= variant.start
-                rows = (result.batch.offsets[index] + at[own] - variant.start).to(result.residual.device)
-                for site in out.keys() & found.keys():
-                    out[site][chunk.index(variant), own] = found[site][rows].to(out[site])
+            offsets = list(accumulate((length - v.start for v in live), initial=0))
+            which, places, packed = _places(live, chunk, at, offsets)
+            result = self.runner.resumed(segments, entering, max(first, 0), tap, packed.tolist())
+            packed = packed.to(result.residual.device)
+            found = {site: value[packed] for site, value in tap.values.items()}
+            found[self.streams[-1]] = finite(result.residual, "activations")
+            for site in out.keys() & found.keys():  # a site below the first block keeps the base's rows
+                out[site][which, places] = found[site].to(out[site])
         finally:
             for table in tables:
                 pool.release(table)
         return True
+
+
+def _places(live: list[EditedCopy], chunk: list[EditedCopy], at: Tensor, offsets: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every computed row at the positions `at`: the variant's place in the chunk, its place in `at`, its packed row."""
+    numbers = {variant.number: place for place, variant in enumerate(chunk)}
+    starts = torch.tensor([variant.start for variant in live])
+    index, places = (at[None, :] >= starts[:, None]).nonzero(as_tuple=True)
+    packed = torch.tensor(offsets[:-1])[index] + at[places] - starts[index]
+    return torch.tensor([numbers[variant.number] for variant in live])[index], places, packed
+
+
+def _on_host(logits: Tensor) -> Tensor:
+    """A copy on the host, in pinned memory: logits of a grid are many, and pinned memory is used again for the next ones."""
+    if not logits.is_cuda:
+        return logits
+    return torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True).copy_(logits)
