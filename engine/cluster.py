@@ -1,14 +1,15 @@
 """Dumps on a Ray cluster: one actor per device. Idle actors get the next shard; a dead actor's shard is written again.
 
 Actors write their shards directly to the store, so all machines must have access to it. They receive plain JSON. The dump is
-the same, bit for bit, on one worker or many, as long as all have the same fingerprint.
+the same, bit for bit, on one worker or many, as long as all have the same fingerprint. `rollout_cluster` does the same for
+waves of rollouts.
 """
 
 import json
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +29,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 
 ATTEMPTS = 3
-"""how often a shard is tried if its actors die"""
+"""how often a shard or wave is tried if its actors die"""
 
 
 class ShardWorker:
@@ -97,7 +98,7 @@ def dump_on_cluster(
     knobs     settings of the task
     others    those of `make_plan`; a function for positions, or a tuned lens, cannot be sent
     """
-    sent = _sendable(
+    sent = sendable(
         {
             "knobs": knobs or {},
             "sites": sites,
@@ -117,24 +118,25 @@ def dump_on_cluster(
         }
     )
     engine_options = engine_options or {}
-    with _connected(address) as ray:
-        pool = _Pool(ray, model, engine_options, workers)
+    with connected(address) as ray:
+        pool = Pool(ray, ShardWorker, model, engine_options, workers)
         head = pool.call("plan", task, json.dumps(examples), sent)
         plan, fingerprint = _read_head(head)
         writer = DumpWriter(path, plan, fingerprint)
         with writer.writing((0, 1), resume) as missing, writer.progress_bar(missing, (0, 1), progress) as bar:
-            for number in pool.write_all(missing, writer.store.url, head, batch):
+            url = writer.store.url
+            for number in pool.write_all(missing, lambda actor, number: actor.write.remote(url, head, number, batch), "Shard"):
                 bar.update(len(plan.indices(number)))
         return writer.finish()
 
 
-class _Pool:
+class Pool:
     """The actors and their current calls."""
 
-    def __init__(self, ray: Any, model: str, engine_options: dict[str, Any], workers: int | None) -> None:
+    def __init__(self, ray: Any, kind: type, model: str, engine_options: dict[str, Any], workers: int | None) -> None:
         self.ray, self._given = ray, (model, json.dumps(engine_options))
         gpus = 1 if engine_options.get("device") == "cuda" else 0
-        self._actor = ray.remote(ShardWorker).options(num_cpus=1, num_gpus=gpus, max_restarts=0)
+        self._actor = ray.remote(kind).options(num_cpus=1, num_gpus=gpus, max_restarts=0)
         known = int(ray.cluster_resources().get("GPU" if gpus else "CPU", 0))
         self.size = known if workers is None else workers
         if self.size < 1:
@@ -154,10 +156,13 @@ class _Pool:
             except self.ray.exceptions.RayActorError as error:
                 raise ClusterFailed(f"The first worker died before it could plan: {error}") from error
 
-    def write_all(self, numbers: list[int], path: str, head: str, batch: int) -> Iterator[int]:
-        """Have all shards written, and yield each number when it is done. Order and assignment do not affect the dump.
+    def write_all(self, numbers: list[int], write: Callable[[Any, int], Any], unit: str) -> Iterator[int]:
+        """Have all shards or waves written, and yield each number when it is done. Order and assignment change no bit.
 
-        An actor gets a shard only once it is ready, so no shard waits for an actor that the cluster has no room for.
+        write  starts the call of an actor that writes the one with this number
+        unit   what is written, for errors
+
+        An actor gets work only once it is ready, so nothing waits for an actor that the cluster has no room for.
         """
         waiting, idle, deaths = list(reversed(numbers)), [self._first], Counter[int | None]()
         calls: dict[Any, tuple[Any, int | None]] = {}
@@ -166,7 +171,7 @@ class _Pool:
         while waiting or any(number is not None for _, number in calls.values()):
             while waiting and idle:
                 actor, number = idle.pop(), waiting.pop()
-                calls[actor.write.remote(path, head, number, batch)] = actor, number
+                calls[write(actor, number)] = actor, number
             (done,), _ = self.ray.wait(list(calls), num_returns=1)
             actor, written = calls.pop(done)
             try:
@@ -175,7 +180,7 @@ class _Pool:
             except self.ray.exceptions.RayActorError as error:
                 deaths[written] += 1
                 if deaths[written] >= ATTEMPTS:
-                    whose = "A worker died before it was ready" if written is None else f"Shard {written}: its worker died"
+                    whose = "A worker died before it was ready" if written is None else f"{unit} {written}: its worker died"
                     raise ClusterFailed(f"{whose}, {ATTEMPTS} times. The last error: {error}") from error
                 waiting += [] if written is None else [written]
                 calls |= self._greet()
@@ -190,7 +195,7 @@ class _Pool:
         return {actor.ready.remote(): (actor, None)}
 
 
-def _sendable(options: dict[str, Any]) -> str:
+def sendable(options: dict[str, Any]) -> str:
     """The options as JSON; BadRequest if one is not a plain value."""
     for name, value in options.items():
         try:
@@ -201,7 +206,7 @@ def _sendable(options: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _connected(address: str) -> Iterator[Any]:
+def connected(address: str) -> Iterator[Any]:
     """The ray module, connected; disconnected at the end unless it was connected before."""
     try:
         import ray

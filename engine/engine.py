@@ -22,6 +22,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.options import named_options
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, shown, whole
+from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.engine.run import Run
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.request import SAMPLING
@@ -163,7 +164,8 @@ class Engine(TransformerLensVerbs):
         """Texts of your own as a task, to replay and dump like any other. `replay` makes it by itself.
 
         given   a list of strings, token lists, chats (lists of {"role", "content"}, by the tokenizer's template) or branches;
-                or a table: a pandas DataFrame, the path of a JSONL file, a Hugging Face dataset, a mapping of columns
+                or a table: a pandas DataFrame, the path of a JSONL file, a Hugging Face dataset, a mapping of columns; or
+                the Rollouts of `branch.resample`, whose labels are outcome, fork, rollout and place
         text    of a table: the column of the texts
         labels  of a table: the columns of the labels; of a list: a dict from label to values, one for each text. A value
                 belongs to the text, or is a list with one value per token, or a list of spans {"start", "end", "value"}
@@ -182,7 +184,7 @@ class Engine(TransformerLensVerbs):
         """Examples as they are; texts as those of their task."""
         if isinstance(given, GivenTexts):
             given = given.examples()
-        elif text is None and is_list(given):
+        elif text is None and is_list(given) and not isinstance(given, Rollouts):
             given = list(given)  # an iterator can be read only once
         named = labels is not None or text is not None
         if isinstance(given, list) and (any(isinstance(each, Example) for each in given) if given else not named):

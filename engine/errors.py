@@ -133,6 +133,10 @@ class BadRequest(EngineError, ValueError):
     """A prompt, a sampling parameter or an option that cannot be served. Nothing was started."""
 
 
+class EqualDraws(UserWarning):
+    """Forks of one branch sample with the same seed, so that they get the same tokens."""
+
+
 class BadTexts(BadRequest):
     """Texts, labels or a table that cannot be replayed. The message names the text, label or line."""
 
@@ -202,7 +206,7 @@ class DumpLocked(EngineError, RuntimeError):
 
 
 class OtherPlan(EngineError, ValueError):
-    """The unfinished dump was started with other options, and can only be resumed with those."""
+    """The unfinished dump, or folder of rollouts, was started with other options, and can only be resumed with those."""
 
 
 class StoreFailed(EngineError, OSError):
@@ -212,6 +216,10 @@ class StoreFailed(EngineError, OSError):
 
 class DumpWriteFailed(StoreFailed):
     """The store refused a write (disk full, no permission). Complete shards are kept: resume once there is room."""
+
+
+class BadRollouts(EngineError, ValueError):
+    """A folder of rollouts that is unfinished, damaged, or none. Nothing of it was used."""
 
 
 class ClusterFailed(EngineError, RuntimeError):

@@ -30,6 +30,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("engine/run", "engine/zoo"),
     ("engine/engine",),
     ("engine/cluster",),
+    ("engine/rollout_cluster",),
     ("probes/errors",),
     ("probes/checks",),
     ("probes/scoring", "probes/estimators"),

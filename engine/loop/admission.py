@@ -68,6 +68,7 @@ class Admission:
                 budget -= self._num_rows(turn)
                 job.lane.last_used = self._clock
                 turns.append(turn)
+        self._jobs = []  # a job keeps its branch open: hold none longer than needed
         return turns
 
     def _plan(self, job: Job, budget: int) -> Turn | None:

@@ -3,7 +3,9 @@
 The `BranchTree` holds the tokens of a branch and outlives its lane.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from weakref import ReferenceType
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.loop.window import Window
@@ -80,6 +82,10 @@ class Lane:
     """the last request whose tokens a stream yields"""
     offered: tuple[Trail, Mark] | None = None
     """where its last offer to the prefix index ended, and whether its path is still the same up to there"""
+    drawn: dict[tuple[object, ...], int] = field(default_factory=dict)
+    """what its forks sampled with: fork position, edits and sampling -> the fork that did so first, -1 once it was warned of"""
+    hold: "ReferenceType[object] | None" = None
+    """what the handles on it share; once that is gone, nobody can use it, and it is released"""
 
     @property
     def certified(self) -> bool:
@@ -127,6 +133,8 @@ class Job:
     """keep the pages of rejected drafts, so that they can be forked and continued"""
     forced_drafts: dict[int, list[list[int]]] | None = None
     """for the `forced` drafter: given or recorded chains by their start position"""
+    until: Callable[[Sequence[int]], bool] | None = None
+    """whether to end the job, with reason "answer", given all tokens that it generated so far; asked after each of them"""
     cancel_at: int | None = None
     """to replay a cancelled job: cancel after this many tokens, with windows planned for `new_tokens`"""
     generated: int = 0
@@ -140,8 +148,11 @@ class Job:
     """branches of rejected drafts, in order"""
     window_open: Window | None = None
     """drafts of the fast path that are not verified yet"""
+    hold: object | None = field(init=False, repr=False)
+    """keeps the branch open, also if only the job, or a stream of it, is held"""
 
     def __post_init__(self) -> None:
+        self.hold = None if self.lane.hold is None else self.lane.hold()
         for name, value, least in (("n", self.new_tokens, 0), ("window", self.window, 1)):
             if value is not None and (type(value) is not int or value < least):
                 raise BadRequest(f"Invalid {name}={value!r}. Give a whole number of at least {least}.")

@@ -278,6 +278,8 @@ class Loop:
                 job.finish_reason = "eos"
             elif job.sampling.stop and self._stops(turn, new[: i + 1]):
                 job.finish_reason = "stop"
+            elif job.until is not None and self._answered(turn, new[: i + 1]):
+                job.finish_reason = "answer"
             elif job.generated + i + 1 == job.new_tokens:
                 job.finish_reason = "length"
             if job.finish_reason:
@@ -296,6 +298,12 @@ class Loop:
         """Whether the last of the new tokens completes a stop string in the text after the prompt."""
         record = self.tree.branch(turn.job.lane.branch)
         return self.stops.completed(turn.job.sampling.stop, record.past.path(turn.end, new), record.root_length)
+
+    def _answered(self, turn: Turn, new: list[int]) -> bool:
+        """Whether the tokens that the job generated, ending with the new ones, are all that its caller wants."""
+        job, record = turn.job, self.tree.branch(turn.job.lane.branch)
+        assert job.until is not None
+        return job.until(record.past.path(turn.end, new)[turn.end - job.generated :])
 
     def _call(self, turn: Turn) -> DraftCall:
         job, record = turn.job, self.tree.branch(turn.job.lane.branch)

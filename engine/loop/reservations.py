@@ -51,6 +51,20 @@ class Reservations:
                 if not self.reclaim(full.needed - full.free, {job.lane.branch for job in jobs}, victims()):
                     raise
 
+    def _sharers(self, lane: Lane) -> int:
+        """How many tables, and prefix entries, use the lane's last page."""
+        return self.pool.refcount(lane.table.pages[-1])
+
+    def _drop_tail(self, lane: Lane) -> None:
+        """Mutates: drops the lane's last pages, as many as have no more sharers than the very last. Pages shared by more stay:
+        dropping them would free none, and later forks of the lane would compute them again."""
+        pages, sharers = lane.table.pages, self._sharers(lane)
+        kept = len(pages) - 1
+        while kept and self.pool.refcount(pages[kept - 1]) <= sharers:
+            kept -= 1
+        lane.computed = min(lane.computed, kept * self.pool.page_size)
+        self.pool.truncate(lane.table, lane.computed)
+
     def reclaim(self, num_pages: int, busy: set[int], victims: list[Job]) -> bool:
         """Mutates: frees some pages, of cached prefixes, of branches that are not `busy`, or of the last of the victims. False:
         there are none left to take."""
@@ -58,7 +72,7 @@ class Reservations:
             return True
         idle = [lane for lane in self.lanes.values() if lane.table.pages and lane.branch not in busy]
         if idle:
-            self.drop_pages(min(idle, key=lambda lane: (lane.last_used, lane.branch)))
+            self._drop_tail(min(idle, key=lambda lane: (self._sharers(lane), lane.last_used, lane.branch)))
             return True
         if len(self.prefix):  # the index keeps all pages before one that a branch still uses, even if no branch uses those
             self.prefix.clear()

@@ -5,8 +5,10 @@ from typing import Any
 
 from replaylens.engine.errors import BadRequest, BadTexts, MissingPackage, NoChatTemplate, NotCertified
 from replaylens.engine.replay.labelling import NamedLabels, label_columns, same_numbers, token_labels
+from replaylens.engine.replay.rollouts import texts_of_rollouts
 from replaylens.engine.replay.tables import TABLE, read_columns
 from replaylens.engine.request.values import items, shown
+from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.tasks.given import NOT_LABELS, GivenText
@@ -22,11 +24,17 @@ SUBJECTS = "a list of strings, of token lists, of chats (lists of {'role', 'cont
 def texts_of(engine: Core, given: Any, text: str | None = None, labels: NamedLabels = None) -> GivenTexts:
     """The task of some texts.
 
-    given   strings, token ids, chats and branches, in one list; or a table
+    given   strings, token ids, chats and branches, in one list; or a table; or rollouts, which have labels of their own
     text    of a table: the column of the texts
     labels  of a table: the columns of the labels; of a list: label -> values, one for each text. A value is that of the
             text, or a list with one value per token, or a list of character spans {"start", "end", "value"}
     """
+    if isinstance(given, Rollouts):
+        if text is not None or labels is not None:
+            raise BadTexts("Rollouts have labels of their own: outcome, fork, rollout and place. Leave out text= and labels=.")
+        if engine.guesses():
+            raise BadRequest("Rollouts of a model that thinks cannot be replayed: their thoughts are part of their path.")
+        return texts_of_rollouts(engine.text, given)
     if text is not None:
         names = [labels] if isinstance(labels, str) else [] if labels is None else labels
         if isinstance(names, Mapping):

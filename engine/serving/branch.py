@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from types import TracebackType
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -28,9 +29,11 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import integer, whole
 from replaylens.engine.serving.differentiable import Differentiable
 from replaylens.engine.serving.forest import Forest
+from replaylens.engine.serving.hold import hold_of
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.logits import At, chosen, logits_of
 from replaylens.engine.serving.request import Request
+from replaylens.engine.serving.resampling import Resampled
 from replaylens.engine.serving.stream import Stream
 from replaylens.engine.serving.uncopied import Uncopied
 
@@ -78,8 +81,10 @@ class Owner(Protocol):
         ...
 
 
-class Branch(Differentiable, Uncopied):
+class Branch(Differentiable, Resampled, Uncopied):
     """One token path with its KV. Forks share pages; a page is copied only when it is written.
+
+    A branch is released by `release`, at the end of a `with` block, or once nothing refers to it. Its forks stay open.
 
     >>> from replaylens import Engine
     >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips")
@@ -99,6 +104,8 @@ class Branch(Differentiable, Uncopied):
         self.lock: EngineLock = engine.lock
         self.record: BranchRecord = engine.tree.branch(lane.branch)
         """its record in the tree; kept here so that a released branch can still be read"""
+        self.hold = hold_of(engine.forest, lane)
+        """shared by all handles on the branch; once the last one is gone, the branch is released"""
 
     def __repr__(self) -> str:
         return f"Branch({self.id}, {self.length} tokens, {self.status.value}, {self.text[-40:]!r})"
@@ -234,7 +241,7 @@ class Branch(Differentiable, Uncopied):
 
     @named_options
     def fork(self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()) -> list[Self]:
-        """`n` new branches with this path, or its first `at` tokens. They share pages; release them when done.
+        """`n` new branches with this path, or its first `at` tokens. They share pages. A fork that nobody holds is released.
 
         edits  added to this branch's edits; KV is shared up to the first edited position
         hooks  TransformerLens-style (site, function) pairs; such a branch shares nothing and is not certified
@@ -307,6 +314,14 @@ class Branch(Differentiable, Uncopied):
         """Free the branch's pages and close it, together with its rejected branches. Its forks stay open."""
         self._check_open()
         self.engine.forest.release(self.lane)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Release the branch, unless it is released already."""
+        if self.status is not BranchStatus.RELEASED:
+            self.release()
 
     def _check_open(self) -> None:
         if self.status is BranchStatus.RELEASED:

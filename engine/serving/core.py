@@ -1,5 +1,6 @@
 """`Core`: a certified model and the branches it serves. `Engine` adds `load`, `replay` and `run_with_cache`."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -7,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from replaylens.engine.errors import BadEdit, BadRequest, ClosedBranch, NotRecorded, no_such
+from replaylens.engine.errors import BadEdit, BadRequest, ClosedBranch, EqualDraws, NotRecorded, no_such
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.lens.known import KnownLenses
 from replaylens.engine.lens.tuned import TunedLens
@@ -492,7 +493,26 @@ class Core(Uncopied):
             raise BadRequest(f"{branch.length} tokens and {request.n} more exceed the model's {most} positions. Ask for fewer.")
         if branch.finish_reason:
             raise ClosedBranch(f"Branch {branch.id} is finished. Roll it back or fork it to continue.")
+        self._warn_of_equal_draws(branch, request)
         return request.job(branch.lane, self.text.eos_id)
+
+    def _warn_of_equal_draws(self, branch: Branch, request: Request) -> None:
+        """Warn, once for each such draw, if a live fork at the same place sampled with the same seed: to the same tokens."""
+        record, parent = branch.record, self.loop.lanes.get(-1 if branch.record.parent is None else branch.record.parent)
+        if parent is None or not request.sampling.temperature or len(record.tokens) > record.fork_position:
+            return
+        edits = tuple(edit.key for edit in branch.lane.edits)
+        drawn = (record.fork_position, edits, len(branch.lane.hooks), hash(repr(request.sampling)))
+        first = parent.drawn.setdefault(drawn, branch.id)
+        if first != branch.id and first in self.loop.lanes:
+            parent.drawn[drawn] = -1  # no branch: warned
+            warnings.warn(
+                f"Branches {first} and {branch.id} are forks of branch {parent.branch} at the same position and "
+                f"sample with the same seed, {request.sampling.seed}, so they get the same tokens. Give each fork a Sampling "
+                "with its own seed, or use branch.resample(n), which does.",
+                EqualDraws,
+                stacklevel=2,
+            )
 
     def _own(self, branch: Branch) -> Branch:
         """The branch; BadRequest if it is not a Branch of this engine."""

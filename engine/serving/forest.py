@@ -159,6 +159,17 @@ class Forest:
         del self.loop.lanes[lane.branch]
         self.note(lane, "release")
 
+    def abandon(self, lane: Lane) -> None:
+        """Release a lane that nobody holds any more. It is not traced: when Python notices is a matter of chance.
+
+        Precondition: the lock is held. Does nothing if the lane was released, or if a new handle on it was made since.
+        """
+        held = None if lane.hold is None else lane.hold()
+        if held is None and self.loop.lanes.get(lane.branch) is lane:
+            for other in [lane, *(self.loop.lanes[i] for i in lane.rejected if i in self.loop.lanes)]:
+                other.traced = False
+            self.release(lane)
+
     @contextmanager
     def made(self) -> Iterator[list[Lane]]:
         """A list for new lanes. If the block fails, they are released, since no caller has a handle on them."""

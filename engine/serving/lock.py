@@ -126,6 +126,10 @@ class EngineLock:
             finally:
                 self._next.release()
 
+    def later(self, work: Callable[[], object]) -> None:
+        """Do `work` before the next call or step. For finalizers of handles: takes no lock and runs nothing."""
+        self._left_over.append(work)
+
     def tidy(self) -> None:
         """Do the work that finalizers left. Precondition: within `alone`, not within a step."""
         while self._left_over:

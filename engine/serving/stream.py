@@ -34,6 +34,7 @@ class Stream(Uncopied, Iterator[int]):
                 return token
             if ended:
                 self._closed = True  # it has yielded everything: there is nothing to cut
+                self._leave()
                 if self.job.error is not None:
                     raise self.job.error
                 raise StopIteration
@@ -66,14 +67,20 @@ class Stream(Uncopied, Iterator[int]):
     def _cut(self) -> None:
         job, lane = self.job, self.job.lane
         if job.done and job.num_yielded == job.generated:
-            return  # the branch may have had other requests since
+            return self._leave()  # the branch may have had other requests since
         self.forest.cancel(job)
-        lane.streamed = None
+        self._leave()
         if lane.branch not in self.forest.loop.lanes:
             return  # released: its record stays as it was
         end, pending = self._start + job.num_yielded, self._pending or job.num_yielded > 0
         if end < len(self.record.tokens) or (pending and self.record.states[-1] is not TokenState.PENDING):
             self.forest.rollback(lane, end, pending)
+
+    @changing
+    def _leave(self) -> None:
+        """The branch forgets the request, which would keep it open."""
+        if self.job.lane.streamed is self.job:
+            self.job.lane.streamed = None
 
     def __del__(self) -> None:
         if not self._closed:

@@ -390,7 +390,8 @@ class ThinkingBranch(Branch):
         tokens, end = self.tokens[:at], self._thought_along(at)
         self._grown(cut, tokens[:end], edits, hooks, self.engine.guess, lanes)
         if end < at:
-            type(self)(self.engine, lanes[-1]).force(tokens[end:])
+            self.engine.forest.force(lanes[-1], tokens[end:])
+            self.engine.forest.compute(lanes[-1:])
 
     def _grown(
         self,

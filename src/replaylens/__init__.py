@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.engine.proof.trace import Trace as Trace
     from replaylens.engine.request.edits import Edit as Edit
     from replaylens.engine.request.sampling import Sampling as Sampling
+    from replaylens.engine.resampling.answers import Answer as Answer
+    from replaylens.engine.resampling.rollouts import Rollouts as Rollouts
     from replaylens.engine.run import Run as Run
     from replaylens.engine.serving.branch import Branch as Branch
     from replaylens.views.report import report as report
@@ -31,10 +33,12 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Answer": "replaylens.engine.resampling.answers:Answer",
     "Branch": "replaylens.engine.serving.branch:Branch",
     "Dump": "replaylens.engine.dump.reader:Dump",
     "Edit": "replaylens.engine.request.edits:Edit",
     "Engine": "replaylens.engine.engine:Engine",
+    "Rollouts": "replaylens.engine.resampling.rollouts:Rollouts",
     "Run": "replaylens.engine.run:Run",
     "Sampling": "replaylens.engine.request.sampling:Sampling",
     "SparseFeatures": "replaylens.engine.features.features:SparseFeatures",
@@ -54,10 +58,12 @@ _WHERE = {
 }
 
 __all__ = [
+    "Answer",
     "Branch",
     "Dump",
     "Edit",
     "Engine",
+    "Rollouts",
     "Run",
     "Sampling",
     "SparseFeatures",

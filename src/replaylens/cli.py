@@ -31,6 +31,7 @@ COMMANDS = {
     "inspect": "inspect",
     "verify": "dump",
     "diff": "dump",
+    "resample": "resample",
     "report": "report",
     "probe": "probe",
     "steer": "probe",

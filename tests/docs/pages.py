@@ -67,6 +67,7 @@ NOT_RUN = {
     "docs/quickstart.md": {"git clone": NETWORK, "python3 -m venv": NETWORK, "pip install": NETWORK},
     "docs/five_things.md": {"replaylens fetch": NETWORK, "": NETWORK},
     "docs/texts.md": {'model = rl.Engine.load("smollm2")': NETWORK},
+    "docs/resampling.md": {'model = rl.Engine.load("smollm2")': NETWORK},
     "docs/feeding.md": {"from sae_lens import": PEER},
     "docs/thinking.md": {"replaylens train": MINUTES, "from replaylens.engine.training.thinking import train": MINUTES},
     "docs/training.md": {"replaylens train": MINUTES},

@@ -100,7 +100,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRay]:
         def connected(address: str) -> Iterator[FakeRay]:
             yield ray
 
-        monkeypatch.setattr(cluster, "_connected", connected)
+        monkeypatch.setattr(cluster, "connected", connected)
         return ray
 
     return install
@@ -236,20 +236,20 @@ def test_no_cluster_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ray, "init", nobody)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(ClusterFailed, match="not found at nowhere:1: ConnectionError: nobody"), cluster._connected("nowhere:1"):
+    with pytest.raises(ClusterFailed, match="not found at nowhere:1: ConnectionError: nobody"), cluster.connected("nowhere:1"):
         pass
 
     def too_slow(**options: Any) -> None:
         raise Exception("The current node timed out during startup.")  # as Ray does
 
     monkeypatch.setattr(ray, "init", too_slow)
-    with pytest.raises(ClusterFailed, match=r"could not be started on this machine: .* timed out"), cluster._connected("local"):
+    with pytest.raises(ClusterFailed, match=r"could not be started on this machine: .* timed out"), cluster.connected("local"):
         pass
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:1"))
-    with pytest.raises(ClusterFailed, match="already connected to the cluster at here:1"), cluster._connected("nowhere:1"):
+    with pytest.raises(ClusterFailed, match="already connected to the cluster at here:1"), cluster.connected("nowhere:1"):
         pass
-    with cluster._connected("local") as found:
+    with cluster.connected("local") as found:
         assert found is ray
 
 
@@ -260,5 +260,5 @@ def test_connecting_keeps_the_handler_of_sigterm(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ray, "init", lambda **options: signal.signal(signal.SIGTERM, lambda *given: None))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    with cluster._connected("local"):
+    with cluster.connected("local"):
         assert signal.getsignal(signal.SIGTERM) == before

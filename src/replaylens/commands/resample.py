@@ -1,0 +1,161 @@
+"""`replaylens resample`: rollouts at the sentences of a chain, into a folder that can be resumed."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from replaylens.commands.engines import MODEL, DeviceOption, ModelOption
+from replaylens.commands.reporting import reporting
+from replaylens.commands.tasks import JsonOption
+from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.records import parse
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.resampling.answers import Answer
+from replaylens.engine.resampling.rollouts import Rollouts
+from replaylens.engine.rollout_cluster import chain_of, resample_on_cluster
+
+CACHE = 8192
+"""tokens of the KV cache unless told"""
+
+
+def resample(
+    out: Annotated[str, typer.Option("--out", help="Folder for the rollouts; with --file, it gets one for each chain.")],
+    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    chain: Annotated[str, typer.Option(help="What follows the prompt: the text to resample.")] = "",
+    file: Annotated[
+        str | None, typer.Option(help='A JSONL file instead: lines with "prompt" (text, token ids or a chat) and "chain".')
+    ] = None,
+    model: ModelOption = MODEL,
+    device: DeviceOption = "cpu",
+    at: Annotated[
+        str | None, typer.Option(help="sentences, tokens, or positions separated by commas.  [default: the end of the chain]")
+    ] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Rollouts at each position.")] = 20,
+    max_new: Annotated[int, typer.Option(min=0, help="Maximum tokens of a rollout; 0 reads choices at the fork.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Every rollout has a seed made from it.")] = 0,
+    answer: Annotated[str | None, typer.Option(help="Regular expression that finds the answer; its first group is it.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="A token whose probability is read instead; give it at least twice.")
+    ] = None,
+    after: Annotated[str, typer.Option(help="Text that is forced before the choice.")] = "",
+    replace: Annotated[str | None, typer.Option(help="Text that comes at each position instead of the chain's.")] = None,
+    sites: Annotated[str | None, typer.Option(help="What to capture: letters of STCZ, or a site name.")] = None,
+    keep: Annotated[
+        str, typer.Option(help="Rows to keep: fork, sentences, answer, last, all, or numbers; separated by commas.")
+    ] = "sentences,answer,last",
+    wave: Annotated[
+        int | None, typer.Option(min=1, help="Rollouts drawn together; changes no bit.  [default: by the KV cache]")
+    ] = None,
+    cache_tokens: Annotated[int, typer.Option(min=16, help="Tokens that the KV cache holds.")] = CACHE,
+    dump: Annotated[str | None, typer.Option(help="Also write the kept rows as a dump into this folder.")] = None,
+    ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster, or 'local'.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Ray workers; without --ray, on this machine.")] = None,
+    as_json: JsonOption = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Hide progress bars.")] = False,
+) -> None:
+    """Draw rollouts at positions of a chain and count their outcomes. The same command goes on with an unfinished folder."""
+    with reporting(lambda: "the same command again"):
+        options: dict[str, Any] = {
+            "at": _at(at),
+            "sampling": Sampling(temperature=temperature, seed=seed),
+            "max_new": max_new,
+            "answer": _answer(answer, choice or [], after),
+            "sites": sites,
+            "keep": _keep(keep),
+            "replace": replace,
+            "wave": wave,
+            "progress": not quiet,
+        }
+        if dump is not None and not sites:
+            raise BadRequest("--dump writes the rows of --sites, and none are captured. Give --sites, such as S.")
+        chosen: dict[str, Any] = {"device": device, "cache_tokens": cache_tokens}
+        chains = list(_chains(prompt, chain, file))
+        engine = None if ray or workers else Engine.load(model, **chosen)
+        for number, (asked, given) in enumerate(chains):
+            folder = Path(out) / f"{number:05d}" if file is not None else Path(out)
+            if engine is None:
+                where: dict[str, Any] = {"address": ray or "local", "workers": workers, "engine_options": chosen}
+                found = resample_on_cluster(model, folder, asked, n, chain=given, **where, **options)
+            else:
+                with chain_of(engine, asked, given) as branch:
+                    found = branch.resample(n, folder=folder, **options)
+            _tell(found, str(folder), as_json)
+            if dump is not None:
+                engine = engine or Engine.load(model, **chosen)
+                _write_dump(engine, found, str(Path(dump) / f"{number:05d}") if file is not None else dump, not quiet)
+
+
+def _chains(prompt: str | None, chain: str, file: str | None) -> Iterator[tuple[Any, str | list[int]]]:
+    """Prompts with the chains that follow them."""
+    if (prompt is None) == (file is None) or (file is not None and chain):
+        raise BadRequest("Give --prompt, with --chain if one follows it; or --file.")
+    if file is None:
+        yield prompt, chain
+        return
+    for number, line in enumerate(Path(file).read_text().splitlines(), 1):
+        if line.strip():
+            raw = parse(line, f"Line {number} of {file}", BadRequest)
+            if not isinstance(raw, dict) or not raw.get("prompt") or raw.keys() - {"prompt", "chain"}:
+                raise BadRequest(f'Line {number} of {file} is not a record with "prompt" and "chain", and nothing else.')
+            yield raw["prompt"], raw.get("chain", "")
+
+
+def _at(given: str | None) -> str | list[int] | None:
+    if given is None or given in ("sentences", "tokens"):
+        return given
+    try:
+        return [int(each) for each in given.split(",")]
+    except ValueError:
+        raise BadRequest(f"Invalid --at {given}. Give sentences, tokens, or positions separated by commas.") from None
+
+
+def _keep(given: str) -> list[str | int]:
+    names = [each.strip() for each in given.split(",")]
+    return [int(each) if each.lstrip("-").isdigit() else each for each in names]
+
+
+def _answer(pattern: str | None, choices: Sequence[str], after: str) -> Answer | None:
+    if pattern is not None and choices:
+        raise BadRequest("--answer and --choice are two ways to read an answer. Give one of them.")
+    if after and not choices:
+        raise BadRequest("--after is forced before a choice. Give --choice, or leave it out.")
+    if choices:
+        return Answer.choices(choices, after=after)
+    return None if pattern is None else Answer.regex(pattern)
+
+
+def _tell(found: Rollouts, folder: str, as_json: bool) -> None:
+    counts = found.outcomes()
+    if as_json:
+        facts = {
+            "path": folder,
+            "digest": found.digest,
+            "rollouts": len(found),
+            "positions": counts.positions,
+            "outcomes": counts.outcomes,
+            "counts": counts.counts.tolist(),
+            "shares": counts.shares.tolist(),
+            "texts": counts.texts,
+        }
+        typer.echo(json.dumps(facts))
+        return
+    typer.echo("\t".join(["position", *counts.outcomes, "text"]))
+    for at, shares, text in zip(counts.positions, counts.shares, counts.texts, strict=True):
+        typer.echo("\t".join([str(at), *(f"{share:.3f}" for share in shares), repr(text.strip()[:60])]))
+    typer.echo(f"{folder}: {len(found)} rollouts, {len(found.index)} rows kept\ndigest {found.digest}")
+
+
+def _write_dump(engine: Engine, found: Rollouts, path: str, progress: bool) -> None:
+    task = engine.texts(found)
+    sites = found.plan.sites[0] if len(found.plan.sites) == 1 else found.plan.sites
+    plan = make_plan(engine, task, len(task), sites=sites, positions="label:place", rejected=False)
+    made = write_dump(engine, plan, path, resume=True, progress=progress)
+    assert made is not None  # it has one writer
+    typer.echo(f"{path}: a dump of {len(made)} rows, digest {made.digest}")

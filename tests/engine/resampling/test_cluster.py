@@ -1,0 +1,146 @@
+"""Rollouts on Ray: the same digest on one worker, on several, and when workers die. One test uses a real cluster."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaylens.engine import cluster
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.resampling.answers import Answer
+from replaylens.engine.resampling.folder import WaveFolder
+from replaylens.engine.resampling.rollouts import Rollouts
+from replaylens.engine.rollout_cluster import resample_on_cluster
+from tests.engine.dump.fake_ray import FakeRay
+
+PROMPT, CHAIN = "A coin's state is heads.", " Alice flips. Bob flips."
+OPTIONS: dict[str, Any] = {
+    "at": "sentences",
+    "sampling": Sampling(temperature=1.0, seed=3),
+    "max_new": 8,
+    "answer": Answer.regex("heads|tails"),
+    "sites": "S",
+    "keep": ["fork", "last"],
+    "wave": 4,
+}
+Dies = Callable[[int, str, tuple[Any, ...]], bool]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Rollouts:
+    """In this process, without waves."""
+    return Engine.load("coin-plain").prompt(PROMPT).force(CHAIN).resample(7, **{**OPTIONS, "wave": None})
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRay]:
+    """Replace Ray by a stand-in."""
+
+    def install(dies: Dies = lambda *call: False) -> FakeRay:
+        ray = FakeRay(2, dies)
+
+        @contextmanager
+        def connected(address: str) -> Iterator[FakeRay]:
+            yield ray
+
+        monkeypatch.setattr(cluster, "connected", connected)
+        return ray
+
+    return install
+
+
+def drawn(folder: Path, **more: Any) -> Rollouts:
+    return resample_on_cluster("coin-plain", folder, PROMPT, 7, chain=CHAIN, **{**OPTIONS, **more})
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_any_number_of_workers(fake: Any, reference: Rollouts, tmp_path: Path, workers: int) -> None:
+    ray = fake()
+    found = drawn(tmp_path, workers=workers)
+    assert found.digest == reference.digest and ray.started == workers
+    assert len(list(tmp_path.glob("wave-*.json"))) == 4
+
+
+def test_dead_workers_are_replaced(fake: Any, reference: Rollouts, tmp_path: Path) -> None:
+    """The first worker dies on its second wave."""
+    written: list[int] = []
+
+    def dies(actor: int, method: str, args: tuple[Any, ...]) -> bool:
+        written.extend([actor] * (actor == 1 and method == "write"))
+        return actor == 1 and len(written) > 1
+
+    ray = fake(dies)
+    assert drawn(tmp_path, workers=2).digest == reference.digest and ray.started == 3
+
+
+def test_a_wave_that_kills_every_worker(fake: Any, reference: Rollouts, tmp_path: Path) -> None:
+    """It ends with a named error; the others are kept, and the next call goes on with them."""
+    fake(lambda actor, method, args: method == "write" and args[1] == 2)
+    with pytest.raises(ClusterFailed, match="Wave 2"):
+        drawn(tmp_path, workers=1)
+    fake()
+    assert drawn(tmp_path, workers=2).digest == reference.digest
+
+
+def test_other_workers_are_refused(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake()
+    created = WaveFolder.create
+
+    def with_another_model(folder: Any, plan: Any, wave: int) -> WaveFolder:
+        from dataclasses import replace
+
+        return created(folder, replace(plan, fingerprint="0" * 64), wave)
+
+    monkeypatch.setattr(WaveFolder, "create", with_another_model)
+    with pytest.raises(OtherFingerprint):
+        drawn(tmp_path)
+
+
+def test_functions_are_not_sent(fake: Any, tmp_path: Path) -> None:
+    fake()
+    with pytest.raises(BadRequest, match="at cannot be sent"):
+        drawn(tmp_path, at=lambda position, text: True)
+    with pytest.raises(BadRequest, match="function"):
+        drawn(tmp_path, answer=Answer.function(str.upper))
+
+
+@pytest.mark.slow
+def test_two_real_workers_of_which_one_is_killed(reference: Rollouts, tmp_path: Path) -> None:
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")
+    ray, psutil = pytest.importorskip("ray"), pytest.importorskip("psutil")
+    ray.init(
+        address="local",
+        num_cpus=2,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+    )
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        deadline = time.monotonic() + 100
+        while not killed and time.monotonic() < deadline:
+            if (tmp_path / "plan.json").exists():
+                ours = psutil.Process().children(recursive=True)
+                for worker in [process for process in ours if "WaveWorker" in " ".join(process.cmdline())][:1]:
+                    os.kill(worker.pid, signal.SIGKILL)
+                    killed.append(worker.pid)
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    try:
+        found = drawn(tmp_path, workers=2, wave=1)
+    finally:
+        killer.join()
+        ray.shutdown()
+    assert killed and found.digest == reference.digest

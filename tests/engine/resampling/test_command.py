@@ -1,0 +1,88 @@
+"""`replaylens resample`: one command from a chain to counts, rows and a dump that verifies."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from replaylens.cli import app
+from replaylens.engine.engine import Engine
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.resampling.answers import Answer
+from replaylens.engine.resampling.rollouts import Rollouts
+
+PROMPT, CHAIN = "A coin's state is heads.", " Alice flips. Bob flips."
+DRAWN = ("--at", "sentences", "--n", "3", "--max-new", "8", "--seed", "4", "--answer", "heads|tails", "--quiet")
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(app, ["resample", *words])
+
+
+def test_from_a_chain_to_a_dump(tmp_path: Path) -> None:
+    out, dump = str(tmp_path / "out"), str(tmp_path / "dump")
+    words = ("--prompt", PROMPT, "--chain", CHAIN, *DRAWN, "--sites", "S", "--keep", "fork,sentences,-1", "--out", out)
+    done = call(*words, "--dump", dump, "--wave", "2")
+    assert done.exit_code == 0, done.output
+    branch = Engine.load("coin-plain").prompt(PROMPT).force(CHAIN)
+    mine = branch.resample(
+        3,
+        at="sentences",
+        max_new=8,
+        sampling=Sampling(temperature=1.0, seed=4),
+        answer=Answer.regex("heads|tails"),
+        sites="S",
+        keep=["fork", "sentences", -1],
+    )
+    assert mine.digest in done.output and Rollouts.load(out).digest == mine.digest
+    assert CliRunner().invoke(app, ["verify", dump, "--all", "--quiet"]).exit_code == 0
+    again = call(*words, "--json")
+    assert json.loads(again.output)["digest"] == mine.digest, "a finished folder is read"
+    other = call(*words, "--temperature", "0.5")
+    assert other.exit_code == 2 and "OtherPlan" in other.output
+
+
+def test_a_file_of_chains(tmp_path: Path) -> None:
+    file = tmp_path / "chains.jsonl"
+    tokens = Engine.load("coin-plain").tokens_of(PROMPT)
+    file.write_text(json.dumps({"prompt": PROMPT, "chain": CHAIN}) + "\n\n" + json.dumps({"prompt": tokens, "chain": CHAIN}))
+    done = call("--file", str(file), *DRAWN, "--out", str(tmp_path / "out"), "--json")
+    assert done.exit_code == 0, done.output
+    first, second = (json.loads(line) for line in done.output.splitlines())
+    assert first["digest"] == second["digest"] and first["positions"] == [6, 9]
+    assert (tmp_path / "out" / "00001" / "plan.json").exists()
+
+
+def test_choices_at_the_fork(tmp_path: Path) -> None:
+    asked = ("--choice", " heads", "--choice", " tails", "--after", " What's the state? A:", "--max-new", "0", "--n", "1")
+    done = call("--prompt", PROMPT, "--chain", CHAIN, "--at", "6,9", *asked, "--json", "--quiet", "--out", str(tmp_path / "o"))
+    assert done.exit_code == 0, done.output
+    assert [share[0] > 0.5 for share in json.loads(done.output)["shares"]] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ((), "Give --prompt"),
+        (("--prompt", "x", "--file", "y"), "Give --prompt"),
+        (("--prompt", PROMPT, "--at", "word"), "Invalid --at"),
+        (("--prompt", PROMPT, "--answer", "a", "--choice", "b"), "two ways"),
+        (("--prompt", PROMPT, "--after", "b"), "--after"),
+        (("--prompt", PROMPT, "--dump", "d"), "--dump writes"),
+        (("--prompt", PROMPT, "--at", "sentences"), "there are none"),
+        (("--file", "nowhere.jsonl"), "nowhere"),
+        (("--prompt", PROMPT, "--keep", "first"), "keep='first'"),
+    ],
+)
+def test_bad_options(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    done = call(*words, "--out", str(tmp_path / "out"), "--quiet")
+    assert done.exit_code == 2 and message in done.output and "Traceback" not in done.output
+
+
+def test_a_line_that_is_no_chain(tmp_path: Path) -> None:
+    file = tmp_path / "chains.jsonl"
+    for line in ("[]", "{", '{"chain": "a"}', '{"prompt": "a", "chian": "b"}'):
+        file.write_text(line)
+        done = call("--file", str(file), "--out", str(tmp_path / "out"), "--quiet")
+        assert done.exit_code == 2 and "Line 1" in done.output

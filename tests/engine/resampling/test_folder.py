@@ -1,0 +1,132 @@
+"""Waves on disk: killed and resumed gives the same digest; damage is found; another plan is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from replaylens.engine.errors import BadRollouts, OtherPlan
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.resampling.answers import Answer
+from replaylens.engine.resampling.rollouts import Rollouts
+from replaylens.engine.serving.branch import Branch
+from tests.toy_model import engine
+
+HOT = Sampling(temperature=1.2, seed=5, ignore_eos=True)
+ANSWER = Answer.regex(r"\b(1\d)\b")
+
+
+def path() -> Branch:
+    return engine().prompt([1, 2, 3]).force([4, 5, 6, 7])
+
+
+def drawn(branch: Branch, folder: Path | None = None, n: int = 6, wave: int | None = 4) -> Rollouts:
+    return branch.resample(
+        n, at=[4, 6], sampling=HOT, max_new=6, answer=ANSWER, sites="S", keep=["fork", 0], wave=wave, folder=folder
+    )
+
+
+@pytest.fixture(scope="module")
+def reference() -> Rollouts:
+    return drawn(path())
+
+
+def test_a_folder_has_what_was_drawn(tmp_path: Path, reference: Rollouts) -> None:
+    found = drawn(path(), tmp_path / "new" / "folder")
+    loaded = Rollouts.load(tmp_path / "new" / "folder")
+    assert found.digest == loaded.digest == reference.digest
+    assert loaded.plan == reference.plan and loaded.frame.equals(reference.frame) and loaded.index.equals(reference.index)
+    for site in reference.states:
+        assert torch.equal(loaded.states[site], reference.states[site])
+    assert sorted(file.name for file in (tmp_path / "new" / "folder").iterdir()) == [
+        "plan.json",
+        *(f"wave-0000{i}.{kind}" for i in range(3) for kind in ("json", "safetensors")),
+    ]
+
+
+def test_resumed_in_the_middle(tmp_path: Path, reference: Rollouts) -> None:
+    """A stream that is left after its second wave: the rest is drawn by the next call, which draws nothing twice."""
+    stream = path().stream_rollouts(
+        6, at=[4, 6], sampling=HOT, max_new=6, answer=ANSWER, sites="S", keep=["fork", 0], wave=4, folder=tmp_path
+    )
+    for _ in range(5):
+        next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    with pytest.raises(BadRollouts, match="1 unfinished waves"):
+        Rollouts.load(tmp_path)
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    (tmp_path / "wave-00002.json.77.part").write_bytes(b"{")  # a process was killed while it wrote
+    assert drawn(path(), tmp_path, wave=2).digest == reference.digest, "the folder keeps its size of waves"
+    assert all(file.stat().st_mtime_ns == time for file, time in before.items())
+
+
+SCRIPT = """
+import sys
+from tests.engine.resampling.test_folder import drawn, path
+from pathlib import Path
+from replaylens.engine.resampling.folder import WaveFolder
+write = WaveFolder.write
+def slow(self, number, rollouts):
+    write(self, number, rollouts)
+    print(number, flush=True)
+    sys.stdin.readline()
+WaveFolder.write = slow
+drawn(path(), Path(sys.argv[1]))
+"""
+
+
+def test_killed_and_resumed(tmp_path: Path, reference: Rollouts) -> None:
+    """SIGKILL on a process between two waves."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "0\n"
+        os.kill(process.pid, signal.SIGKILL)
+    assert (tmp_path / "wave-00000.json").exists() and not (tmp_path / "wave-00001.json").exists()
+    assert drawn(path(), tmp_path).digest == reference.digest
+
+
+def test_damage(tmp_path: Path) -> None:
+    drawn(path(), tmp_path)
+    rows = tmp_path / "wave-00001.safetensors"
+    content = bytearray(rows.read_bytes())
+    content[-1] ^= 1
+    rows.write_bytes(content)
+    with pytest.raises(BadRollouts, match="was changed"):
+        drawn(path(), tmp_path)
+    rows.unlink()
+    with pytest.raises(BadRollouts, match="cannot be read"):
+        Rollouts.load(tmp_path)
+    file = tmp_path / "wave-00000.json"
+    raw = json.loads(file.read_text())
+    for wrong in ({**raw, "rollouts": raw["rollouts"][1:]}, {**raw, "more": 1}, [], {"rollouts": [{}], "sha256": None}):
+        file.write_text(json.dumps(wrong))
+        with pytest.raises(BadRollouts):
+            Rollouts.load(tmp_path)
+
+
+def test_other_folders(tmp_path: Path) -> None:
+    drawn(path(), tmp_path / "a")
+    with pytest.raises(OtherPlan, match="n"):
+        drawn(path(), tmp_path / "a", n=5)
+    with pytest.raises(OtherPlan, match="tokens"):
+        drawn(engine().prompt([1, 2, 9]).force([4, 5, 6, 7]), tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "mine.txt").write_text("x")
+    with pytest.raises(BadRollouts, match="not empty"):
+        drawn(path(), tmp_path / "b")
+    for content in ("{", "[]", '{"wave": 0}', '{"wave": 2, "plan": {}}'):
+        (tmp_path / "b" / "plan.json").write_text(content)
+        with pytest.raises((BadRollouts, ValueError)):
+            Rollouts.load(tmp_path / "b")
+    with pytest.raises(BadRollouts):
+        Rollouts.load(tmp_path / "missing")
