@@ -24,7 +24,7 @@ from replaylens.probes.forks.distributions import outcome_curve
 from replaylens.probes.forks.drafts import draft_agreement
 from replaylens.probes.forks.forking_tokens import TokenFork, forking_tokens
 from replaylens.probes.forks.importance import counterfactual_importance, importance
-from replaylens.probes.forks.multinomials import Measure, distances, divergence, variation
+from replaylens.probes.forks.multinomials import DistanceKind, distances, divergence, variation
 from replaylens.probes.forks.outcome_probe import outcome_probe
 from replaylens.probes.forks.resilience import resilience
 from replaylens.probes.forks.rollout_texts import RolloutTexts
@@ -86,11 +86,11 @@ def joint_curve_covers(p: tuple[float, ...], rollouts: int, forks: int) -> Draw:
     return draw
 
 
-def truth_of(measure: Measure, p: tuple[float, ...], q: tuple[float, ...]) -> float:
+def truth_of(measure: DistanceKind, p: tuple[float, ...], q: tuple[float, ...]) -> float:
     return float((variation if measure == "tv" else divergence)(np.array(p), np.array(q)))
 
 
-def distance_covers(measure: Measure, p: tuple[float, ...], q: tuple[float, ...], rollouts: int) -> Draw:
+def distance_covers(measure: DistanceKind, p: tuple[float, ...], q: tuple[float, ...], rollouts: int) -> Draw:
     truth = truth_of(measure, p, q)
 
     def draw(generator: np.random.Generator) -> float:
@@ -101,7 +101,7 @@ def distance_covers(measure: Measure, p: tuple[float, ...], q: tuple[float, ...]
     return draw
 
 
-def distance_bias(measure: Measure, p: tuple[float, ...], q: tuple[float, ...], rollouts: int, plug_in: bool) -> Draw:
+def distance_bias(measure: DistanceKind, p: tuple[float, ...], q: tuple[float, ...], rollouts: int, plug_in: bool) -> Draw:
     truth = truth_of(measure, p, q)
 
     def draw(generator: np.random.Generator) -> float:
@@ -112,7 +112,9 @@ def distance_bias(measure: Measure, p: tuple[float, ...], q: tuple[float, ...], 
     return draw
 
 
-def importance_found(measure: Measure, rollouts: int, *stretches: tuple[int, tuple[float, ...]], at: int | None = None) -> Draw:
+def importance_found(
+    measure: DistanceKind, rollouts: int, *stretches: tuple[int, tuple[float, ...]], at: int | None = None
+) -> Draw:
     """Whether any unit is shown or, with `at`, whether that one is."""
 
     def draw(generator: np.random.Generator) -> float:

@@ -14,7 +14,7 @@ MAX_BRANCHES = 200
 """limit per tree"""
 
 
-Thoughts = Mapping[int, Mapping[int, tuple[str, ...]]]
+ThoughtsByBranch = Mapping[int, Mapping[int, tuple[str, ...]]]
 
 
 def tree_of(
@@ -22,7 +22,7 @@ def tree_of(
     recordings: Mapping[int, Recording | None],
     text: Text,
     title: str = "",
-    thoughts: Thoughts | None = None,
+    thoughts: ThoughtsByBranch | None = None,
 ) -> Tree:
     """A branch as the trunk, with all forks and rejected drafts below it.
 

@@ -11,7 +11,7 @@ from replaylens.engine.pictures.thoughts import END, DrawnChunk, DrawnRound, Thi
 from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.thinking.thoughts import Round, Thoughts
 
-Words = tuple[str, ...]
+ThoughtWords = tuple[str, ...]
 
 
 def picture(text: Text, tokens: list[int], thoughts: Thoughts, title: str = "Thinking States") -> Thinking:
@@ -22,7 +22,7 @@ def picture(text: Text, tokens: list[int], thoughts: Thoughts, title: str = "Thi
         state = thoughts.states.get(chunk)
         return 0.0 if state is None or state.value is None else float(state.value.norm())
 
-    def tokens_of(chunk: int) -> Words:
+    def tokens_of(chunk: int) -> ThoughtWords:
         return tuple(word(text, token) for token in tokens[chunk * c : (chunk + 1) * c])
 
     def dropped(each: Round) -> tuple[DrawnChunk, ...]:
@@ -40,7 +40,7 @@ def picture(text: Text, tokens: list[int], thoughts: Thoughts, title: str = "Thi
     return Thinking(tuple(chunks), rounds, title, thoughts.config.layers)
 
 
-def thoughts_by_branch(text: Text, record: BranchRecord, thoughts: Thoughts) -> dict[int, dict[int, Words]]:
+def thoughts_by_branch(text: Text, record: BranchRecord, thoughts: Thoughts) -> dict[int, dict[int, ThoughtWords]]:
     """The words of thoughts by branch and position, the last of their chunk: those of the branch, and those of the suffixes of
     its prompt that were rolled back. Empty thoughts are left out."""
     c = thoughts.config.chunk
@@ -83,11 +83,11 @@ def _frames(number: int, each: Round, text: Text, thoughts: Thoughts) -> Sequenc
     ]
 
 
-def _by_position(text: Text, thoughts: Thoughts, first: int, said: Sequence[tuple[int, ...]]) -> dict[int, Words]:
+def _by_position(text: Text, thoughts: Thoughts, first: int, said: Sequence[tuple[int, ...]]) -> dict[int, ThoughtWords]:
     c = thoughts.config.chunk
     words = {(chunk + 1) * c - 1: _said(text, thoughts, thought) for chunk, thought in enumerate(said, first)}
     return {position: each for position, each in words.items() if len(each) > 1}
 
 
-def _said(text: Text, thoughts: Thoughts, tokens: Sequence[int]) -> Words:
+def _said(text: Text, thoughts: Thoughts, tokens: Sequence[int]) -> ThoughtWords:
     return tuple(END if token == thoughts.config.eos_token else word(text, token) for token in tokens)

@@ -14,7 +14,7 @@ from replaylens.probes.checks import same_length
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.scoring.statistics import LEVEL, PERMUTATIONS, Estimate, difference_over_groups, mean_over_groups
 
-Unit = str | int
+DraftUnit = str | int
 """a text or a token"""
 
 
@@ -48,9 +48,9 @@ class DraftAgreement:
 
 
 def draft_agreement(
-    drafts: Sequence[Unit],
-    resamples: Sequence[Sequence[Unit]],
-    taken: Sequence[Unit],
+    drafts: Sequence[DraftUnit],
+    resamples: Sequence[Sequence[DraftUnit]],
+    taken: Sequence[DraftUnit],
     groups: np.ndarray,
     *,
     permutations: int = PERMUTATIONS,

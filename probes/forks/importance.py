@@ -18,8 +18,8 @@ from replaylens.probes.forks.multinomials import (
     MEASURES,
     PERMUTATIONS,
     RESAMPLES,
+    DistanceKind,
     Distances,
-    Measure,
     distances,
     whole_counts,
 )
@@ -36,7 +36,7 @@ class Importance:
 
     kind: str
     """resampling or counterfactual"""
-    measure: Measure
+    measure: DistanceKind
     positions: list[int]
     texts: list[str]
     distances: Distances
@@ -96,7 +96,7 @@ class Importance:
 def importance(
     counts: OutcomeCounts,
     *,
-    measure: Measure = "tv",
+    measure: DistanceKind = "tv",
     level: float = LEVEL,
     permutations: int = PERMUTATIONS,
     resamples: int = RESAMPLES,
@@ -122,7 +122,7 @@ def counterfactual_importance(
     rollouts: RolloutTexts,
     *,
     similar: Similar | None = None,
-    measure: Measure = "tv",
+    measure: DistanceKind = "tv",
     level: float = LEVEL,
     permutations: int = PERMUTATIONS,
     resamples: int = RESAMPLES,

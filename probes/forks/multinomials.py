@@ -13,7 +13,7 @@ from scipy import stats
 from replaylens.engine.resampling.counts import OutcomeCounts
 from replaylens.probes.errors import ProbeError
 
-Measure = Literal["tv", "kl"]
+DistanceKind = Literal["tv", "kl"]
 MEASURES = {"tv": "total variation", "kl": "KL divergence, nats"}
 PERMUTATIONS, RESAMPLES, LEVEL = 999, 999, 0.95
 PRIOR = 0.5
@@ -38,7 +38,7 @@ class Distances:
 def distances(
     first: np.ndarray,
     second: np.ndarray,
-    measure: Measure = "tv",
+    measure: DistanceKind = "tv",
     *,
     level: float = LEVEL,
     permutations: int = PERMUTATIONS,
