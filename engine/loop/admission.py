@@ -85,7 +85,10 @@ class Admission:
     def _may_burst(self, job: Job) -> bool:
         """Whether the device can decode on its own: no hook functions, and neither sampling nor lens needs the host."""
         lane = job.lane
-        plain = not lane.hooks and self.runner.cache.chain is None and (lane.capture is None or lane.capture.on_device)
+        there = lane.capture is None or lane.capture.on_device
+        if lane.capture is not None and lane.capture.lens is not None:
+            there = there and self.runner.model.config.plain_logits
+        plain = not lane.hooks and self.runner.cache.chain is None and there
         return self._alone and plain and job.sampling.bare and job.forced_drafts is None
 
     def _first_row(self, job: Job, num_tokens: int) -> int:

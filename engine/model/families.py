@@ -15,6 +15,7 @@ from replaylens.engine.model.raw_fields import (
     local_rope,
     main_rope,
     one_window,
+    positions,
     rotary_width,
     split_width,
 )
@@ -30,7 +31,7 @@ SIZES: Mapping[str, Read] = MappingProxyType(
         "d_head": head_width,
         "d_mlp": "intermediate_size",
         "vocab_size": "vocab_size",
-        "max_positions": "max_position_embeddings",
+        "max_positions": positions,
         "tied_embeddings": "tie_word_embeddings",
     }
 )
@@ -88,7 +89,9 @@ QWEN2 = replace(
     uses=frozenset({"attention_bias", "qkv_bias", "sliding_window"}),  # q, k and v always have biases
     layer_types=True,
 )
-QWEN3 = replace(MISTRAL, reads=reads_of(MISTRAL, windows=layer_windows, **BIASES), fixed={"qk_norm": True}, layer_types=True)
+QWEN3 = replace(
+    MISTRAL, reads={**reads_of(MISTRAL, windows=layer_windows), **BIASES}, fixed={"qk_norm": True}, layer_types=True
+)
 
 
 def _gemma_scale(raw: Raw) -> float:

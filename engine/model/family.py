@@ -14,7 +14,7 @@ from torch import Tensor
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model.config import Activation, ModelConfig
 from replaylens.engine.model.decoder import Block
-from replaylens.engine.model.ops import Linear
+from replaylens.engine.model.ops import Linear, Norm
 
 Raw = dict[str, Any]
 """a Hugging Face config"""
@@ -32,6 +32,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 _FLAGS = frozenset(f.name for f in fields(ModelConfig) if isinstance(f.default, bool))
 
@@ -59,11 +60,15 @@ class Names:
 
     embed: str
     final_norm: str
+    """empty: the norm has no weights"""
     block: str
     """the beginning of all names of a layer, with {} for its number"""
     parts: Mapping[str, str | tuple[str, ...]]
-    """our module within a block -> theirs, or theirs to be joined, in our order of outputs"""
+    """our module within a block -> theirs, or theirs to be joined, in our order of outputs. Empty: a norm without weights.
+    With {}: one norm for each head"""
     pos_embed: str = ""
+    pos_offset: int = 0
+    """rows of the table of positions before that of position 0"""
     head: str = "lm_head"
     transposed: bool = True
     """products are stored [outputs, inputs]; we store [inputs, outputs]"""
@@ -110,30 +115,42 @@ class Family:
         names = self.names
         out: Tensors = {"embed": get(f"{names.embed}.weight")}
         if config.learned_positions:
-            out["pos_embed"] = get(f"{names.pos_embed}.weight")
+            out["pos_embed"] = get(f"{names.pos_embed}.weight")[names.pos_offset :]
         if not config.tied_embeddings:
             out["unembed.weight"] = get(f"{names.head}.weight").T
+        if config.unembed_bias:
+            out["unembed_bias"] = get(f"{names.head}.bias")
         with torch.device("meta"):
             block = Block(config, 0)
-        for end in ("weight", "bias") if config.norm == "layer" else ("weight",):
-            out[f"ln_final.{end}"] = self._norm(get(f"{names.final_norm}.{end}"), end)
+            final = Norm(config.d_model, config.norm, config.norm_eps, config.norm_bias)
+        for end, like in final.named_parameters():
+            out[f"ln_final.{end}"] = self._norm(names.final_norm, end, like, get)
         for layer in range(config.num_layers):
-            for name, _ in block.named_parameters():
+            begin = names.block.format(layer)
+            for name, like in block.named_parameters():
                 part, _, end = name.rpartition(".")
-                x = self._part(config, part, end, lambda theirs, layer=layer: get(names.block.format(layer) + theirs))
-                is_product = isinstance(block.get_submodule(part), Linear)
-                if not is_product:
-                    x = self._norm(x, end)
-                out[f"blocks.{layer}.{name}"] = x.T if is_product and end == "weight" and names.transposed else x
+                theirs = names.parts[part]
+                if isinstance(block.get_submodule(part), Linear):
+                    pieces = [get(f"{begin}{each}.{end}") for each in ((theirs,) if isinstance(theirs, str) else theirs)]
+                    x = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                else:
+                    assert isinstance(theirs, str)  # norms are not joined
+                    x = self._norm(theirs and begin + theirs, end, like, get)
+                if part in self.arrange:
+                    x = self.arrange[part](config, x)
+                is_weight = isinstance(block.get_submodule(part), Linear) and end == "weight"
+                out[f"blocks.{layer}.{name}"] = x.T if is_weight and names.transposed else x
         return out
 
-    def _part(self, config: ModelConfig, part: str, end: str, get: Get) -> Tensor:
-        """The source of one of our tensors, joined and in our order of outputs."""
-        theirs = self.names.parts[part]
-        x = get(f"{theirs}.{end}") if isinstance(theirs, str) else torch.cat([get(f"{each}.{end}") for each in theirs])
-        return self.arrange[part](config, x) if part in self.arrange else x
-
-    def _norm(self, x: Tensor, end: str) -> Tensor:
+    def _norm(self, theirs: str, end: str, like: Tensor, get: Get) -> Tensor:
+        """The weights or biases of a norm, of the shape of `like`."""
+        if not theirs:
+            return torch.ones(like.shape) if end == "weight" else torch.zeros(like.shape)
+        x = (
+            torch.stack([get(f"{theirs.format(i)}.{end}") for i in range(len(like))])
+            if "{}" in theirs
+            else get(f"{theirs}.{end}")
+        )
         return self.norm_offset + x.float() if self.norm_offset and end == "weight" else x
 
 

@@ -66,7 +66,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _ROPE_READS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "longrope": frozenset({"factor", "short_factor", "long_factor", "attention_factor"}),
+    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
 }
 _ROPE_NAMES = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"})
 """entries of `rope_parameters` that are allowed with every kind of scaling"""

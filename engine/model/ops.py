@@ -32,12 +32,19 @@ class Norm(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, width: int, kind: NormKind, eps: float) -> None:
+    def __init__(self, shape: int | tuple[int, int], kind: NormKind, eps: float, bias: bool = True) -> None:
+        """shape  the width, or (heads, width): each head is normed on its own and has its own weights
+        bias   whether a LayerNorm has one"""
         super().__init__()
         self.kind = kind
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width)) if kind == "layer" else None
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape)) if kind == "layer" and bias else None
+
+    @property
+    def by_head(self) -> bool:
+        """Whether each head has its own weights."""
+        return self.weight.dim() > 1
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,8 @@ class AttentionSpec:
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> "AttentionSpec":
-        return cls(layer, config.scale, config.attn_softcap, config.window(layer))
+        scale = config.scale / (layer + 1) if config.scale_by_layer else config.scale
+        return cls(layer, scale, config.attn_softcap, config.window(layer))
 
 
 @dataclass(frozen=True)
@@ -144,9 +152,12 @@ class TorchOps:
         return F.linear(x, table)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        width, weight = (x.shape[-1],), None if norm.by_head else norm.weight
         if norm.kind == "layer":
-            return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.eps)
-        return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
+            out = F.layer_norm(x, width, weight, None if norm.by_head else norm.bias, norm.eps)
+        else:
+            out = F.rms_norm(x, width, weight, norm.eps)
+        return weighted(out, norm) if norm.by_head else out
 
     def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         if norm.kind == "layer":
@@ -184,7 +195,13 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
+
+
+def weighted(x: Tensor, norm: Norm) -> Tensor:
+    """x [..., heads, width], normed, times each head's weights, plus their biases. Elementwise, hence canonical anywhere."""
+    return x * norm.weight if norm.bias is None else x * norm.weight + norm.bias
 
 
 class SequenceOps(TorchOps):

@@ -1,5 +1,6 @@
 """Values of `ModelConfig` that a Hugging Face config says in several fields: widths, rotary embeddings, windows."""
 
+import math
 from typing import Any
 
 from replaylens.engine.errors import UnsupportedModel
@@ -25,37 +26,85 @@ def rotary_width(raw: Raw) -> int:
 
 def main_rope(raw: Raw) -> Rope:
     """The rotary embedding of layers that see all positions."""
-    return read_rope(_ropes(raw)[0])
+    return read_rope(_ropes(raw)[0], raw["max_position_embeddings"])
 
 
 def local_rope(raw: Raw) -> Rope | None:
     """The rotary embedding of layers with a window, if the config has one of its own."""
     local = _ropes(raw)[1]
-    return None if local is None else read_rope(local)
+    return None if local is None else read_rope(local, raw["max_position_embeddings"])
 
 
 def _ropes(raw: Raw) -> tuple[Raw, Raw | None]:
-    ropes = raw["rope_parameters"]
+    ropes = raw.get("rope_parameters") or {}
     return (ropes["full_attention"], ropes["sliding_attention"]) if "full_attention" in ropes else (ropes, None)
 
 
-def read_rope(raw: dict[str, Any]) -> Rope:
-    """A Hugging Face `rope_parameters` entry."""
-    kind = raw.get("rope_type", "default")
-    if kind == "default":
-        return Rope(theta=raw["rope_theta"])
-    if kind == "linear":
-        return Rope(theta=raw["rope_theta"], scaling="linear", factor=raw["factor"])
-    if kind == "llama3":
-        return Rope(
-            theta=raw["rope_theta"],
-            scaling="llama3",
-            factor=raw["factor"],
-            low_freq_factor=raw["low_freq_factor"],
-            high_freq_factor=raw["high_freq_factor"],
-            original_positions=raw["original_max_position_embeddings"],
-        )
-    raise UnsupportedModel(f"The rotary scaling {kind!r} is not supported. Known: default, linear, llama3.")
+def positions(raw: Raw) -> int:
+    """The longest sequence. With LongRoPE, that of the short factors: longer ones would turn every earlier key anew."""
+    longest: int = raw["max_position_embeddings"]
+    ropes = [rope for rope in _ropes(raw) if rope is not None]
+    short = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
+    return min([longest, *short])
+
+
+def read_rope(raw: dict[str, Any], longest: int = 0) -> Rope:
+    """A Hugging Face `rope_parameters` entry. `longest`: the config's number of positions."""
+    kind, theta = raw.get("rope_type", "default"), raw["rope_theta"]
+    match kind:
+        case "default" | "dynamic":  # dynamic scaling starts beyond the longest sequence, where nothing is computed here
+            return Rope(theta=theta)
+        case "linear":
+            return Rope(theta=theta, scaling="linear", factor=raw["factor"])
+        case "llama3":
+            return Rope(
+                theta=theta,
+                scaling="llama3",
+                factor=raw["factor"],
+                low_freq_factor=raw["low_freq_factor"],
+                high_freq_factor=raw["high_freq_factor"],
+                original_positions=raw["original_max_position_embeddings"],
+            )
+        case "yarn":
+            return _yarn(raw, longest)
+        case "longrope":
+            return _longrope(raw, longest)
+    known = "default, dynamic, linear, llama3, longrope, yarn"
+    raise UnsupportedModel(f"The rotary scaling {kind!r} is not supported. Known: {known}.")
+
+
+def _yarn(raw: dict[str, Any], longest: int) -> Rope:
+    original = raw["original_max_position_embeddings"]
+    factor = longest / original if raw["factor"] is None else raw["factor"]
+    grown = lambda by: 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0  # noqa: E731
+    by, by_all = raw.get("mscale"), raw.get("mscale_all_dim")
+    usual = grown(by) / grown(by_all) if by and by_all else grown(1)
+    truncate = raw.get("truncate")
+    return Rope(
+        theta=raw["rope_theta"],
+        scaling="yarn",
+        factor=factor,
+        original_positions=original,
+        beta_fast=float(raw.get("beta_fast") or 32),
+        beta_slow=float(raw.get("beta_slow") or 1),
+        truncate=True if truncate is None else truncate,
+        attention_factor=usual if raw.get("attention_factor") is None else raw["attention_factor"],
+    )
+
+
+def _longrope(raw: dict[str, Any], longest: int) -> Rope:
+    original = raw["original_max_position_embeddings"]
+    factor = longest / original if raw.get("factor") is None else raw["factor"]
+    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    given = raw.get("attention_factor")
+    divisors = tuple(float(x) for x in raw["short_factor"])
+    return Rope(
+        theta=raw["rope_theta"],
+        scaling="divided",
+        divisors=divisors,
+        original_positions=original,
+        attention_factor=usual if given is None else given,
+    )
 
 
 def one_window(raw: Raw) -> tuple[int, ...]:

@@ -196,3 +196,5 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
             return (x * math.sqrt(0.5)).erf_().add_(1).mul_(x).mul_(0.5)
         case "relu":
             return x.relu()
+        case "relu2":
+            return x.relu().square_()

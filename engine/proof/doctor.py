@@ -59,9 +59,9 @@ def require(certificate: Certificate) -> Certificate:
 def _examine_rowwise(model: Decoder, seen: Examination) -> None:
     """Norms, activations and rotary: each must give a row the same bits at any number of rows."""
     c, ops = model.config, cpu.CpuOps()
-    norms = {(m.weight.shape[0], m.kind): (name, m) for name, m in model.named_modules() if isinstance(m, Norm)}
-    for (width, kind), (name, norm) in norms.items():
-        _compare_rows(f"{kind} norm ({name})", seen.random(64, width), partial(ops.norm, norm=norm), seen)
+    norms = {(*m.weight.shape, m.kind): (name, m) for name, m in model.named_modules() if isinstance(m, Norm)}
+    for name, norm in norms.values():
+        _compare_rows(f"{norm.kind} norm ({name})", seen.random(64, *norm.weight.shape), partial(ops.norm, norm=norm), seen)
     wide = seen.random(64, c.d_mlp) * 3
     _compare_rows(f"activation {c.activation}", wide, lambda x: cpu.activate(x, c.activation), seen)
     if c.rotary_dim:
