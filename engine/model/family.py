@@ -87,6 +87,8 @@ class Family:
     """further config fields that the model computes with, beside those that `reads` names"""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """config fields that transformers computes with -> the values for which we compute the same"""
+    same: Mapping[str, str] = field(default_factory=dict)
+    """config fields that transformers computes with -> the field whose value they must have"""
     layer_types: bool = False
     """`layer_types` says which layers have a window"""
     nested_ropes: bool = False
@@ -95,6 +97,8 @@ class Family:
     """what is added to stored norm weights"""
     arrange: Mapping[str, Arrange] = field(default_factory=dict)
     """our module -> how its source tensor is rearranged"""
+    renamed: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
+    """names of parts that depend on the config"""
 
     @property
     def used(self) -> frozenset[str]:
@@ -112,7 +116,7 @@ class Family:
 
     def tensors(self, config: ModelConfig, get: Get) -> Tensors:
         """All tensors that a decoder of `config` has, by our names."""
-        names = self.names
+        names, parts = self.names, {**self.names.parts, **self.renamed(config)}
         out: Tensors = {"embed": get(f"{names.embed}.weight")}
         if config.learned_positions:
             out["pos_embed"] = get(f"{names.pos_embed}.weight")[names.pos_offset :]
@@ -129,7 +133,7 @@ class Family:
             begin = names.block.format(layer)
             for name, like in block.named_parameters():
                 part, _, end = name.rpartition(".")
-                theirs = names.parts[part]
+                theirs = parts[part]
                 if isinstance(block.get_submodule(part), Linear):
                     pieces = [get(f"{begin}{each}.{end}") for each in ((theirs,) if isinstance(theirs, str) else theirs)]
                     x = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -146,11 +150,8 @@ class Family:
         """The weights or biases of a norm, of the shape of `like`."""
         if not theirs:
             return torch.ones(like.shape) if end == "weight" else torch.zeros(like.shape)
-        x = (
-            torch.stack([get(f"{theirs.format(i)}.{end}") for i in range(len(like))])
-            if "{}" in theirs
-            else get(f"{theirs}.{end}")
-        )
+        each = [theirs.format(head) for head in range(len(like))] if "{}" in theirs else [theirs]
+        x = get(f"{theirs}.{end}") if each == [theirs] else torch.stack([get(f"{name}.{end}") for name in each])
         return self.norm_offset + x.float() if self.norm_offset and end == "weight" else x
 
 

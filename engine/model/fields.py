@@ -89,6 +89,11 @@ def require_readable(raw: dict[str, Any], family: Family) -> None:
             raise UnsupportedModel(
                 f"{name} with {field} = {raw[field]!r} is not supported. Supported: {', '.join(map(repr, values))}."
             )
+    for field, other in family.same.items():
+        if raw.get(field) not in (None, raw[other]):
+            raise UnsupportedModel(
+                f"{name} with {field} = {raw[field]!r} is not supported: it must be {other}, {raw[other]!r}."
+            )
     quantised = raw.get("quantization_config")
     if quantised and "gguf" not in str(quantised.get("quant_method")).lower():  # transformers dequantises GGUF files
         _refuse(name, "quantization_config", quantised)
@@ -97,7 +102,7 @@ def require_readable(raw: dict[str, Any], family: Family) -> None:
     if nested and not family.nested_ropes:
         _refuse(name, "rope_parameters", ropes)
     for each in nested.values() if nested else (ropes,):
-        _require_rope(each, name, partial="partial_rotary_factor" in used)
+        _require_rope(each, name, used)
 
 
 def require_described(raw: dict[str, Any], family: Family, config: ModelConfig) -> None:
@@ -111,13 +116,13 @@ def require_described(raw: dict[str, Any], family: Family, config: ModelConfig) 
         _refuse(config.family, "head_dim", raw["head_dim"])
 
 
-def _require_rope(rope: dict[str, Any], family: str, partial: bool) -> None:
+def _require_rope(rope: dict[str, Any], family: str, used: frozenset[str]) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in _ROPE_READS:
         return  # `read_rope` refuses it and lists the known kinds
-    if not partial and rope.get("partial_rotary_factor") not in _ONE:
+    if "partial_rotary_factor" not in used and rope.get("partial_rotary_factor") not in _ONE:
         _refuse(family, "partial_rotary_factor", rope["partial_rotary_factor"])
-    for name in rope.keys() - _ROPE_READS[kind] - _ROPE_NAMES:
+    for name in rope.keys() - _ROPE_READS[kind] - _ROPE_NAMES - used:
         if rope[name] not in (*_ONE, *_OFF):
             _refuse(f"{family} with rope_type {kind!r}", name, rope[name])
 

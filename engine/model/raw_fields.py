@@ -73,6 +73,15 @@ def read_rope(raw: dict[str, Any], longest: int = 0) -> Rope:
     raise UnsupportedModel(f"The rotary scaling {kind!r} is not supported. Known: {known}.")
 
 
+def alpha_rope(raw: Raw) -> Rope:
+    """HunYuan's: dynamic scaling with an `alpha` is a larger base at every length."""
+    rope = raw["rope_parameters"]
+    if rope.get("rope_type") != "dynamic" or not rope.get("alpha"):
+        return main_rope(raw)
+    width = head_width(raw)
+    return Rope(theta=rope["rope_theta"] * rope["alpha"] ** (width / (width - 2)))
+
+
 def _yarn(raw: dict[str, Any], longest: int) -> Rope:
     original = raw["original_max_position_embeddings"]
     factor = longest / original if raw["factor"] is None else raw["factor"]
