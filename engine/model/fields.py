@@ -92,7 +92,7 @@ def require_readable(raw: dict[str, Any], family: Family) -> None:
     for field, other in family.same.items():
         if raw.get(field) not in (None, raw[other]):
             raise UnsupportedModel(
-                f"{name} with {field} = {raw[field]!r} is not supported: it must be {other}, {raw[other]!r}."
+                f"{name} with {field} = {raw[field]!r} is not supported. It must equal {other}: {raw[other]!r}."
             )
     quantised = raw.get("quantization_config")
     if quantised and "gguf" not in str(quantised.get("quant_method")).lower():  # transformers dequantises GGUF files

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.family import Family, Field, Names, Raw
 from replaylens.engine.model.raw_fields import split_width
@@ -86,6 +87,14 @@ NEOX = Family(
     arrange={"attn.qkv": by_part},
 )
 
+
+def _rotary_dim(raw: Raw) -> int:
+    width: int | None = raw["rotary_dim"]
+    if width is None:
+        raise UnsupportedModel("gptj without rotary_dim is not supported: its angles would follow from d_model, not d_head.")
+    return width
+
+
 GPTJ = Family(
     names=Names(
         embed="transformer.wte",
@@ -102,7 +111,7 @@ GPTJ = Family(
     reads={
         **{name: GPT2.reads[name] for name in ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_head", "d_mlp")},
         **{name: GPT2.reads[name] for name in ("vocab_size", "max_positions", "norm_eps", "activation")},
-        "rotary_dim": "rotary_dim",
+        "rotary_dim": _rotary_dim,
         "tied_embeddings": Field("tie_word_embeddings", False),
     },
     fixed={
@@ -114,6 +123,7 @@ GPTJ = Family(
         "unembed_bias": True,
         "gated_mlp": False,
     },
+    uses=frozenset({"rotary_dim"}),
     arrange={"attn.qkv": pairs_apart},
 )
 
