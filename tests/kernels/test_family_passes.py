@@ -1,0 +1,35 @@
+"""The wirings of all families in a CUDA device's arithmetic: the same decoder with other ops gives the model's function."""
+
+import pytest
+import torch
+
+from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.memory.pages import PagePool, PageTable
+from replaylens.engine.model.weights import load
+from replaylens.engine.passes.batch import Batch, Segment
+from replaylens.engine.passes.cuda import CanonicalCudaOps, device_rows
+from tests.engine.passes.packed import alone
+from tests.families import MORE, hugging_face
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PATH = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
+QUICK = ("arcee", "olmo2", "granite", "cohere", "hunyuan")
+"""relu2, norms over and of each head, factors on stream and logits, norms after the rotation"""
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MORE])
+@torch.no_grad()
+def test_prefill_then_one_row_gives_hugging_faces_logits(name: str) -> None:
+    """Beyond the window of seven positions, on pages of two."""
+    model = load(hugging_face(name)).to(DEVICE)
+    config, pool, table = model.config, PagePool(8, 2), PageTable()
+    cache = KVCache(config, pool, torch.float32, DEVICE)
+    cache.data = torch.zeros(config.num_layers, 2, 18, config.num_kv_heads, config.d_head, device=DEVICE)
+    pool.reserve(table, 0, len(PATH))
+    rows = []
+    for start, end in ((0, len(PATH) - 1), (len(PATH) - 1, len(PATH))):
+        batch = Batch([Segment(table, start, PATH[start:end])], pool, (1, 2, 4, 8), tile=1, device=DEVICE)
+        ops = CanonicalCudaOps(cache, device_rows(batch, cache))
+        rows.append(model.logits(model(batch.tokens, batch.positions, ops)[: batch.num_rows], ops))
+    (theirs,) = alone(hugging_face(name), [torch.tensor(PATH)])
+    torch.testing.assert_close(torch.cat(rows).cpu(), theirs, rtol=1e-4, atol=2e-5)
