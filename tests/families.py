@@ -65,6 +65,10 @@ FALCON = dict(
     eos_token_id=0,
 )
 
+BIGCODE = dict(
+    vocab_size=97, n_embd=36, n_layer=2, n_head=6, n_positions=256, n_inner=52, bos_token_id=0, eos_token_id=0, pad_token_id=0
+)
+
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     # name: (config class, its fields). A second model of a family has a suffix
     "gemma": ("Gemma", dict(ONE_KV, head_dim=10, attention_bias=True)),
@@ -195,6 +199,22 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             eos_token_id=0,
         ),
     ),
+    "gpt-bigcode": ("GPTBigCode", dict(BIGCODE)),
+    "gpt-bigcode-heads": ("GPTBigCode", dict(BIGCODE, multi_query=False, tie_word_embeddings=False)),
+    "persimmon": ("Persimmon", dict(SMALL, rope_parameters=rope(partial_rotary_factor=0.67))),
+    "vaultgemma": (
+        "VaultGemma",
+        dict(
+            ONE_KV,
+            head_dim=10,
+            sliding_window=7,
+            layer_types=TYPES,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "cwm": ("Cwm", dict(TWO_KV, head_dim=10, sliding_window=7, layer_types=TYPES, rope_parameters=LLAMA3, mlp_bias=True)),
     "falcon": ("Falcon", dict(FALCON, bias=True)),
     "falcon-new": ("Falcon", dict(FALCON, new_decoder_architecture=True, num_kv_heads=2)),
     "falcon-new-one-norm": ("Falcon", dict(FALCON, new_decoder_architecture=True, num_kv_heads=3, num_ln_in_parallel_attn=1)),

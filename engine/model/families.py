@@ -4,6 +4,7 @@ from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model import tables_gpt as gpt
 from replaylens.engine.model import tables_llama as llama
 from replaylens.engine.model.family import Family, Raw
+from replaylens.engine.model.refusals import refusal
 
 FAMILIES: dict[str, Family] = {
     "llama": llama.LLAMA,
@@ -14,6 +15,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": llama.GEMMA,
     "gemma2": llama.GEMMA2,
     "gemma3_text": llama.GEMMA3,
+    "vaultgemma": llama.VAULTGEMMA,
     "phi": llama.PHI,
     "phi3": llama.PHI3,
     "olmo": llama.OLMO,
@@ -34,7 +36,10 @@ FAMILIES: dict[str, Family] = {
     "helium": llama.HELIUM,
     "ernie4_5": llama.ERNIE,
     "seed_oss": llama.SEED_OSS,
+    "cwm": llama.CWM,
     "gpt2": gpt.GPT2,
+    "gpt_bigcode": gpt.GPT_BIGCODE,
+    "persimmon": gpt.PERSIMMON,
     "gpt_neo": gpt.GPT_NEO,
     "gpt_neox": gpt.NEOX,
     "gptj": gpt.GPTJ,
@@ -44,8 +49,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(raw: Raw) -> str:
-    """The family of a Hugging Face config; UnsupportedModel if it is unknown."""
+    """The family of a Hugging Face config; UnsupportedModel says what an unknown one lacks, and what comes closest."""
     name = str(raw.get("model_type"))
     if name not in FAMILIES:
-        raise UnsupportedModel(f"The model_type {name!r} is not supported. Known: {', '.join(sorted(FAMILIES))}.")
+        raise UnsupportedModel(refusal(name, FAMILIES))
     return name

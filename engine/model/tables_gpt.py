@@ -1,4 +1,6 @@
-"""The tables of families whose tensors have names of their own: GPT-2, GPT-NeoX, GPT-J, GPT-Neo, OPT, Falcon."""
+"""The tables of families whose tensors have names of their own: GPT-2 and GPT-NeoX with their relatives, OPT, Falcon."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,6 +58,20 @@ def by_part(config: ModelConfig, x: Tensor) -> Tensor:
     return x.view(config.num_heads, 3, config.d_head, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
 
+def _heads_or_parts(config: ModelConfig, x: Tensor) -> Tensor:
+    """With one key head, q, k and v follow each other; else each head has its own three."""
+    return x if config.num_kv_heads == 1 else by_part(config, x)
+
+
+GPT_BIGCODE = replace(
+    GPT2,
+    names=replace(GPT2.names, transposed=True),
+    reads={
+        **{name: read for name, read in GPT2.reads.items() if name != "scale_by_layer"},
+        "num_kv_heads": lambda raw: 1 if raw["multi_query"] else raw["n_head"],
+    },
+    arrange={"attn.qkv": _heads_or_parts},
+)
 NEOX = Family(
     names=Names(
         embed="gpt_neox.embed_in",
@@ -85,6 +101,31 @@ NEOX = Family(
     fixed={"norm": "layer", "mlp_bias": True, "gated_mlp": False},
     uses=PARTIAL | {"rotary_pct"},
     arrange={"attn.qkv": by_part},
+)
+
+PERSIMMON = replace(
+    NEOX,
+    names=Names(
+        embed="model.embed_tokens",
+        final_norm="model.final_layernorm",
+        block="model.layers.{}.",
+        parts={
+            "ln1": "input_layernorm",
+            "ln2": "post_attention_layernorm",
+            "attn.qkv": "self_attn.query_key_value",
+            "attn.o": "self_attn.dense",
+            "attn.q_norm": "self_attn.q_layernorm",
+            "attn.k_norm": "self_attn.k_layernorm",
+            "mlp.up": "mlp.dense_h_to_4h",
+            "mlp.down": "mlp.dense_4h_to_h",
+        },
+    ),
+    reads={
+        **{name: NEOX.reads[name] for name in (*SIZES, *ROTARY, "norm_eps", "activation")},
+        "qk_norm": "qk_layernorm",
+    },
+    fixed={**NEOX.fixed, "qk_norm_kind": "layer", "qkv_bias": True, "out_bias": True},
+    uses=PARTIAL,
 )
 
 

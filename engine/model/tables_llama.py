@@ -136,11 +136,14 @@ GEMMA = replace(
     norm_offset=1.0,
 )
 
+VAULTGEMMA = replace(GEMMA2, fixed={})
+
 # ---- other biases, products and activations ------------------------------------------------------------------------------
 
 PARTIAL = frozenset({"partial_rotary_factor"})
 """the family rotates a part of each head"""
 MINISTRAL = replace(QWEN2, fixed={}, uses=frozenset({"sliding_window"}))
+CWM = replace(MINISTRAL, reads=reads_of(MINISTRAL, mlp_bias=Field("mlp_bias", False)))
 SEED_OSS = replace(LLAMA, reads=reads_of(LLAMA, out_bias=Field("attention_out_bias", False)))
 ARCEE = replace(LLAMA, names=names_of(LLAMA_NAMES, mlp__up="mlp.up_proj"), fixed={"gated_mlp": False})
 NEMOTRON = replace(
