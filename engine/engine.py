@@ -60,7 +60,7 @@ class Engine(TransformerLensVerbs):
         draft_model: Any = None,
         cache_tokens: int = 8192,
         page_size: int = 16,
-        max_rows: int = 512,
+        max_rows: int | None = None,
         lens_layer: int | None = None,
         tree_width: int = 3,
         canary: bool = False,

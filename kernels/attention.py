@@ -15,6 +15,9 @@ elementwise over the blocks of a split, and a float32 dot with ones sums them on
 **Two schedules, same bits.** With few tiles, each split runs in its own program (`split` below), and the last one to finish
 merges all partial results in order. With many tiles, one program loops over the splits and merges as it goes.
 
+**Shared keys.** Where rows of several sequences read the same pages, `kernels/shared.py` walks over them once for all rows, and
+each row continues from the state it left.
+
 **Pages.** Slot of key j of sequence s: `page_table[s, j // page_size] * page_size + j % page_size`. Page 0 is the null page.
 It is all zeros and never written. A table may hold 0 for positions that no row reads.
 """
@@ -42,99 +45,18 @@ from replaylens.kernels.launch import (
     require_same,
     require_shape,
 )
+from replaylens.kernels.shared import SharedKeys, shared_states
+from replaylens.kernels.softmax import closed, empty, load_merged, load_partial, load_running, merge, store_partial, walk
 
 
-@triton.jit
-def _merge(m, l, a, m1, l1, a1):
-    """Merge two partial softmaxes. The order of the arguments is part of the canonical order."""
-    top = tl.maximum(m, m1)
-    safe = tl.where(top == float("-inf"), 0.0, top)  # both empty: exp2(-inf - 0) = 0, not NaN
-    x, x1 = tl.exp2(m - safe), tl.exp2(m1 - safe)
-    return top, l * x + l1 * x1, a * x[:, None] + a1 * x1[:, None]
-
-
-@triton.jit
-def _block(
-    q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Accumulate the keys [start, start + BLOCK). Not MASKED: every row of the tile sees all of them."""
-    j = start + tl.arange(0, BLOCK)
-    if MASKED:
-        page = tl.load(TABLE + j // PAGE, mask=j <= tl.max(position, 0), other=0).to(tl.int64)
-    else:
-        page = tl.load(TABLE + j // PAGE).to(tl.int64)
-    slot = (page * PAGE + j % PAGE) * kv_stride
-    if HEAD == HEAD_BLOCK:
-        k = tl.load(K + slot[:, None] + d[None, :])
-        v = tl.load(V + slot[:, None] + d[None, :])
-    else:
-        k = tl.load(K + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
-        v = tl.load(V + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
-    s = tl.dot(q, k.T, input_precision="ieee") * scale
-    if CAPPED:  # tanh(u) = 1 - 2 / (1 + exp(2u)); here scale holds 2 log2(e) / cap and softcap holds cap log2(e)
-        s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s))
-    if MASKED:
-        seen = j[None, :] <= position[:, None]
-        if WINDOWED:
-            seen = seen & (j[None, :] > position[:, None] - window)
-        s = tl.where(seen, s, float("-inf"))
-    top = tl.maximum(m, tl.max(s, 1))
-    safe = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
-    shrink = tl.exp2(m - safe)
-    p = tl.exp2(s - safe[:, None])
-    even, odd = tl.split(tl.reshape(p, (ROWS, BLOCK // 2, 2)))  # neighbours: always in one thread
-    sums = sums * shrink[:, None] + (even + odd)
-    a = tl.dot(p.to(v.dtype), v, a * shrink[:, None], input_precision="ieee")
-    return top, sums, a
-
-
-@triton.jit
-def _walk(
-    q, K, V, TABLE, first, end, position, clear, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-):  # fmt: skip
-    """The partial result of the keys [first, end); `first` is a multiple of BLOCK.
-
-    Blocks up to `clear`, the last position that every row sees, need no mask unless a window hides some of their keys.
-    Masking a fully visible block changes nothing, so the boundaries between the loops affect speed only.
-    """
-    m = tl.full((ROWS,), float("-inf"), tl.float32)
-    sums = tl.zeros((ROWS, BLOCK // 2), tl.float32)
-    a = tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
-    middle = first
-    if WINDOWED:
-        middle = tl.minimum(tl.maximum(tl.cdiv(tl.max(position, 0) - window + 1, BLOCK) * BLOCK, first), end)
-        for start in tl.range(first, middle, BLOCK):
-            m, sums, a = _block(
-                q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
-                PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, True,
-            )  # fmt: skip
-    last = tl.minimum(tl.maximum((clear + 1) // BLOCK * BLOCK, middle), end)
-    for start in tl.range(middle, last, BLOCK):
-        m, sums, a = _block(
-            q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
-            PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, False,
-        )  # fmt: skip
-    for start in tl.range(last, end, BLOCK):
-        m, sums, a = _block(
-            q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
-            PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, True,
-        )  # fmt: skip
-    ones = tl.full((BLOCK // 2, 16), 1.0, tl.float32)
-    return m, tl.max(tl.dot(sums, ones, input_precision="ieee"), 1), a  # sixteen equal columns
-
-
-@triton.jit(do_not_specialize=["window", "max_splits", "stride_t"])
+@triton.jit(do_not_specialize=["window", "max_splits", "stride_t", "stride_s"])
 def _attention_kernel(
-    Q, K, V, OUT, PARTIAL, COUNT, TILES, SEQUENCE, POSITION, TABLES,
-    stride_qr, stride_qh, kv_stride, head_stride, stride_or, stride_oh, stride_t,
+    Q, K, V, OUT, PARTIAL, COUNT, TILES, SEQUENCE, POSITION, TABLES, STATE, BEGUN,
+    stride_qr, stride_qh, kv_stride, head_stride, stride_or, stride_oh, stride_t, stride_s,
     scale, softcap, window, max_splits,
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr, TILED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, SPLIT_GRID: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """One tile: up to ROWS (row, query head) pairs of one sequence and one KV head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -161,60 +83,68 @@ def _attention_kernel(
     first = 0
     if WINDOWED:  # the first key that any row of the tile sees
         first = tl.maximum(clear - window + 1, 0) // BLOCK * BLOCK
+    if SHARED:  # the keys before `first` are in the state of the rows
+        first, level = tl.load(BEGUN + first_row * 2), tl.load(BEGUN + first_row * 2 + 1)
+        begun = valid & (first > 0)
+        at = level * stride_s + (row * (tl.num_programs(1) * GROUP) + head) * (3 + 2 * HEAD_BLOCK + BLOCK // 2)
     low, high = first // SPLIT, tl.cdiv(end, SPLIT)
     write = high > low
     if SPLIT_GRID:
         split = low + tl.program_id(2)
         if split >= high:
             return
-        m, l, a = _walk(
-            q, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position, clear, d,
-            kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
+        if SHARED:
+            m, sums, a = load_running(STATE, at, d, begun & (split == low), BLOCK, HEAD_BLOCK)
+        else:
+            m, sums, a = empty(ROWS, BLOCK, HEAD_BLOCK)
+        m, sums, a = walk(
+            q, m, sums, a, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position,
+            clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
         )  # fmt: skip
+        l = closed(sums, BLOCK)
         if high - low > 1:
             work = (tile * tl.num_programs(1) + kv_head).to(tl.int64)
             PARTIAL += work * max_splits * ROWS * (HEAD_BLOCK + 2)
-            _store_partial(PARTIAL, split - low, m, l, a, pair, d, valid, mask, ROWS, HEAD_BLOCK)
+            store_partial(PARTIAL, split - low, m, l, a, pair, d, valid, mask, ROWS, HEAD_BLOCK)
             tl.debug_barrier()  # every thread has stored its part before the count goes up
             write = tl.atomic_add(COUNT + work, 1, sem="acq_rel") == high - low - 1
             if write:  # the last program to finish merges
                 tl.store(COUNT + work, 0)
-                m, l, a = _load_partial(PARTIAL, 0, pair, d, valid, mask, ROWS, HEAD_BLOCK)
+                m, l, a = load_partial(PARTIAL, 0, pair, d, valid, mask, ROWS, HEAD_BLOCK)
+                if SHARED:
+                    m0, l0, a0 = load_merged(STATE, at, d, begun, BLOCK, HEAD_BLOCK)
+                    m, l, a = merge(m0, l0, a0, m, l, a)
                 for i in tl.range(1, high - low):
-                    m1, l1, a1 = _load_partial(PARTIAL, i, pair, d, valid, mask, ROWS, HEAD_BLOCK)
-                    m, l, a = _merge(m, l, a, m1, l1, a1)
+                    m1, l1, a1 = load_partial(PARTIAL, i, pair, d, valid, mask, ROWS, HEAD_BLOCK)
+                    m, l, a = merge(m, l, a, m1, l1, a1)
+        elif SHARED:
+            m0, l0, a0 = load_merged(STATE, at, d, begun, BLOCK, HEAD_BLOCK)
+            m, l, a = merge(m0, l0, a0, m, l, a)
     else:
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         l = tl.zeros((ROWS,), tl.float32)
         a = tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
-        for split in tl.range(low, high):
-            m1, l1, a1 = _walk(
-                q, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position, clear, d,
+        start = low
+        if SHARED:  # the first split continues the running one
+            m1, sums, a1 = load_running(STATE, at, d, begun, BLOCK, HEAD_BLOCK)
+            m1, sums, a1 = walk(
+                q, m1, sums, a1, K, V, TABLE, first, tl.minimum(end, (low + 1) * SPLIT), position, clear, d,
                 kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
             )  # fmt: skip
-            m, l, a = _merge(m, l, a, m1, l1, a1)  # merging into an empty result gives the partial one, to the bit
+            m, l, a = load_merged(STATE, at, d, begun, BLOCK, HEAD_BLOCK)
+            m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1)
+            start = low + 1
+        for split in tl.range(start, high):
+            m1, sums, a1 = empty(ROWS, BLOCK, HEAD_BLOCK)
+            m1, sums, a1 = walk(
+                q, m1, sums, a1, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position,
+                clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
+            )  # fmt: skip
+            m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1)  # merging into an empty result gives the other, to the bit
     if write:
         out = OUT + row[:, None] * stride_or + head[:, None] * stride_oh + d[None, :]
         l = tl.where(valid, l, 1.0)  # padding pairs saw no key
         tl.store(out, (a / l[:, None]).to(OUT.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _store_partial(P, i, m, l, a, pair, d, valid, mask, ROWS: tl.constexpr, HEAD_BLOCK: tl.constexpr):
-    P += i * ROWS * (HEAD_BLOCK + 2)
-    tl.store(P + pair, m, mask=valid)
-    tl.store(P + ROWS + pair, l, mask=valid)
-    tl.store(P + 2 * ROWS + pair[:, None] * HEAD_BLOCK + d[None, :], a, mask=mask)
-
-
-@triton.jit
-def _load_partial(P, i, pair, d, valid, mask, ROWS: tl.constexpr, HEAD_BLOCK: tl.constexpr):
-    """Bypass the first-level cache, which may be stale: another program wrote the values."""
-    P += i * ROWS * (HEAD_BLOCK + 2)
-    m = tl.load(P + pair, mask=valid, other=float("-inf"), cache_modifier=".cg")
-    l = tl.load(P + ROWS + pair, mask=valid, other=0.0, cache_modifier=".cg")
-    a = tl.load(P + 2 * ROWS + pair[:, None] * HEAD_BLOCK + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-    return m, l, a
 
 
 @dataclass(frozen=True)
@@ -233,6 +163,8 @@ class PagedRows:
     """upper bound on position + 1; 0: as many as the page table can hold"""
     per_tile: int = 0
     """rows per tile that `tiles` was planned for; 0: the most that any plan has"""
+    shared: SharedKeys | None = None
+    """keys that are read once for many rows; None: every row reads its own"""
 
     def __post_init__(self) -> None:
         require_shape("position", self.position, tuple(self.sequence.shape))
@@ -308,11 +240,14 @@ def attention(
     split: bool | None = None,
     kv_block: int = KV_BLOCK,
     kv_split: int = KV_SPLIT,
+    shared_tile: AttentionTile | None = None,
+    split_shared: bool | None = None,
 ) -> Tensor:
     """q [rows, heads, d_head], caches [slots, kv_heads, d_head] -> [rows, heads, d_head].
 
     The keys and values of the rows themselves must be in the cache. `window` counts the visible positions, the row
-    included. 0 disables `softcap` or `window`. `tile` and `split` choose a schedule and move no bit. `kv_block` and `kv_split`
+    included. 0 disables `softcap` or `window`. `tile` and `split` choose a schedule, for shared keys `shared_tile` and
+    `split_shared`; they move no bit. `kv_block` and `kv_split`
     are canonical: only tests that show that bits move pass other values.
     """
     num_rows, heads, d_head = q.shape
@@ -335,13 +270,35 @@ def attention(
         workspace.check(num_tiles, kv_heads, splits, tile.rows, d_head)
     partial, count = (workspace.partial, workspace.count) if split and workspace is not None else (q, q)
     log2e = 1.4426950408889634
+    scale, softcap = (2 * log2e * scale / softcap if softcap else log2e * scale), softcap * log2e
+    shared = None if window else rows.shared  # a window bounds what a row reads
+    state, begun, level_stride = q, rows.position, 0
+    if shared is not None:
+        pairs = max(level.pairs for level in shared.levels)
+        tall = shared_tile or attention_tile(pairs, d_head, q.dtype, group, False)
+        state = shared_states(
+            q,
+            k_cache,
+            v_cache,
+            shared,
+            rows.sequence,
+            rows.page_table,
+            scale,
+            softcap,
+            page_size,
+            kv_block,
+            kv_split,
+            tall,
+            split_shared,
+        )
+        begun, level_stride = shared.begun, state.stride(0)
     _attention_kernel[(num_tiles, kv_heads, splits if split else 1)](
         q, k_cache, v_cache, out, partial, count, rows.tiles if rows.tiles is not None else rows.position,
-        rows.sequence, rows.position, rows.page_table,
+        rows.sequence, rows.position, rows.page_table, state, begun,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1),
-        rows.page_table.stride(0), 2 * log2e * scale / softcap if softcap else log2e * scale, softcap * log2e, window, splits,
+        rows.page_table.stride(0), level_stride, scale, softcap, window, splits,
         group, d_head, next_power_of_2(max(d_head, 16)), tile.rows, rows.tiles is not None,
-        page_size, kv_block, kv_split, split, softcap > 0, window > 0,
+        page_size, kv_block, kv_split, split, softcap > 0, window > 0, shared is not None,
         num_warps=tile.warps, num_stages=tile.stages, **EXACT,
     )  # fmt: skip
     return out
@@ -364,7 +321,8 @@ def _schedule(
     if split is None:  # more than two programs per multiprocessor gain nothing
         num_tiles = len(rows.position) if rows.tiles is None else len(rows.tiles)
         split = splits > 1 and num_tiles * kv_heads < 2 * num_multiprocessors(rows.position.device)
-    return tile or attention_tile(pairs, d_head, dtype, group, split), split, splits
+    short = rows.shared is not None and not window
+    return tile or attention_tile(pairs, d_head, dtype, group, split, short), split, splits
 
 
 def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:

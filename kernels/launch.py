@@ -138,16 +138,19 @@ def _few_rows(rows: int, columns: int, persistent: bool) -> GemmTile:
 
 
 @lru_cache(maxsize=1024)
-def attention_tile(pairs: int, d_head: int, dtype: torch.dtype, group: int = 1, split: bool = True) -> AttentionTile:
+def attention_tile(
+    pairs: int, d_head: int, dtype: torch.dtype, group: int = 1, split: bool = True, short: bool = False
+) -> AttentionTile:
     """The tile for at most `pairs` (row, query head) pairs of one sequence and KV head. It holds at least `group` pairs.
 
     `split`: each split has its own program. There are few programs, so each keeps more loads in flight.
+    `short`: the rows have few keys left, so that loads in flight do not pay.
     """
     least = max(16, next_power_of_2(group))
     if dtype == torch.float32:
         return AttentionTile(least, 4, 1)
     if pairs <= 16 and least == 16:
-        return AttentionTile(16, 4, 5 if split and d_head <= 128 else 3)
+        return AttentionTile(16, 2, 1) if short else AttentionTile(16, 4, 5 if split and d_head <= 128 else 3)
     if d_head > 128:
         return AttentionTile(max(64, least), 8, 2)
     if pairs <= 64:

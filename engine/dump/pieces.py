@@ -51,7 +51,7 @@ def _small_ones_joined(pieces: list[Tensor]) -> list[Tensor]:
     joined: list[Tensor] = []
     for small, some in groupby(pieces, key=_is_small):
         members = list(some)
-        joined += [torch.cat(members)] if small else members
+        joined += [torch.cat(members)] if small and len(members) > 1 else members
     return joined
 
 

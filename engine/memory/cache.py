@@ -12,6 +12,7 @@ from replaylens.engine.errors import BadRequest, KVCorruption
 from replaylens.engine.memory.pages import PageCopy, PagePool
 from replaylens.engine.model.config import ModelConfig
 
+WORTH_SHARING = 16 << 20
 _MIX = 0x5851F42D4C957F2D  # odd multiplier of a 64-bit congruential generator
 
 
@@ -33,6 +34,9 @@ class KVCache:
         inner = (config.num_kv_heads, slots) if device == "cpu" else (slots, config.num_kv_heads)
         self.pool, self.num_heads = pool, config.num_heads
         self.data = _zeros((config.num_layers, 2, *inner, config.d_head), dtype, device)
+        self.worth_sharing = WORTH_SHARING
+        """bytes of keys and values per layer that reading shared pages once must save, or every row reads its own (CUDA only);
+        reading less takes no longer than the launch. Moves no bit"""
         self.chain: dict[int, int] | None = {} if canary else None
         self.digest: dict[int, bytes] = {}
 

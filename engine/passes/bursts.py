@@ -19,15 +19,17 @@ from replaylens.engine.passes.choice import seeds, temperatures
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers
 from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, rows_of
 from replaylens.engine.passes.runner import Keep, Runner
+from replaylens.engine.passes.sharing import KeyLayout, LevelShape, Sharing, find_sharing, room
 from replaylens.engine.passes.shipment import Shipment, SiteGroup
 from replaylens.engine.request.capture import CaptureSpec, LensSpec, PassTap, Rows
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
+from replaylens.kernels import launch
 from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.launch import next_power_of_2
 from replaylens.kernels.sample import sample_logits
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """numbers of requests that have their own graph; others are padded up"""
 
 ReadLens = Callable[[LensSpec, Tensor, Tensor, Tensor], Rows]
@@ -69,6 +71,7 @@ class GraphKey:
     """captured in every step"""
     lenses: tuple[LensSpec, ...] = ()
     edits: EditShape = ()
+    shared: tuple[LevelShape, ...] = ()
 
 
 class BurstRows:
@@ -107,11 +110,8 @@ class StepRows(Mapping[str, Tensor]):
         self._rows: Rows = {}
 
     def __getitem__(self, site: str) -> Tensor:
-        burst = self._burst  # read once: another thread may be in `own`
-        if burst is None:
-            return self._rows[site]
-        name, i = self._names[site], self._request
-        return torch.stack([block[name][held.index(i)] for block, held in burst.steps[self._keep] if i in held])
+        self.own()  # all sites together: one by one, picking rows out of every step takes longer than copying them
+        return self._rows[site]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -127,9 +127,19 @@ class StepRows(Mapping[str, Tensor]):
 
     def own(self) -> None:
         """Mutates: copies the rows and lets go of the burst."""
-        if self._burst is not None:
-            self._rows = {site: self[site] for site in self._names}
-            self._burst = None
+        burst = self._burst  # read once: another thread may be here, too, with the same result
+        if burst is None:
+            return
+        mine = [(block, held.index(self._request)) for block, held in burst.steps[self._keep] if self._request in held]
+        wanted, found = set(self._names.values()), Rows()
+        for number, (names, _) in enumerate(mine[0][0].groups()):
+            if picked := [place for place, name in enumerate(names) if name in wanted]:
+                chosen = slice(None) if len(picked) == len(names) else picked
+                stacked = torch.stack([block.groups()[number][1][chosen, i] for block, i in mine], dim=1)  # [sites, steps, ...]
+                found |= {names[place]: rows for place, rows in zip(picked, stacked, strict=True)}
+        self._rows = {site: found[name] for site, name in self._names.items()}
+        self._burst = None
+        burst.dropped()
 
     def __del__(self) -> None:
         if self._burst is not None:
@@ -151,7 +161,8 @@ class DecodeGraph:
         self.temperatures = torch.zeros(size, dtype=torch.float64, device=device)
         self.pages = torch.full((size, key.max_pages), spare, dtype=torch.int32, device=device)
         sequence = torch.arange(size, dtype=torch.int32, device=device)
-        rows = PagedRows(sequence, self.short_positions, self.pages)
+        self.shared = room(key.shared, size, device) if key.shared else None
+        rows = PagedRows(sequence, self.short_positions, self.pages, shared=self.shared)
         self.ops = (CanonicalCudaOps if key.exact else FastCudaOps)(runner.cache, rows)
         self.edits = ProgramTap(key.edits, size, runner.vectors)
         self.staged: list[SiteGroup] = []
@@ -163,13 +174,14 @@ class DecodeGraph:
     def _capture(self) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())  # the inputs are being written there
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles the kernels; writes go to the spare page
-                self._step()
-        stream.synchronize()
-        # thread_local: other threads wait for captured rows meanwhile, which a global capture would take for an error
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.staged = self._step()
+        with launch.in_graph():
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # compiles the kernels; writes go to the spare page
+                    self._step()
+            stream.synchronize()
+            # thread_local: other threads wait for captured rows meanwhile, which a global capture would take for an error
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.staged = self._step()
 
     def _step(self) -> list[SiteGroup]:
         model, tap = self.runner.model, PassTap(self.key.sites.union(*(lens.sites for lens in self.key.lenses)))
@@ -188,15 +200,28 @@ class DecodeGraph:
         return groups
 
     @torch.inference_mode()
-    def run(self, places: list[Place], steps: int, program: EditProgram | None, rows: BurstRows) -> Tensor:
+    def run(
+        self,
+        places: list[Place],
+        steps: int,
+        pages: Tensor,
+        sharing: Sharing | None,
+        program: EditProgram | None,
+        rows: BurstRows,
+    ) -> Tensor:
         """Tokens chosen by `steps` steps: [steps, requests], on the device. NaN logits give a token beyond the vocabulary.
+
+        pages  of the requests: [requests, pages], on the host
 
         Mutates `rows`: adds what the requests capture.
         """
         size, rest = self.key.size, self.key.size - len(places)
         self.tokens.copy_(torch.tensor([p.token for p in places] + [0] * rest))
         self.positions.copy_(torch.tensor([p.position for p in places] + [0] * rest))
-        self.pages.copy_(page_numbers([p.table for p in places], (size, self.pages.shape[1]), self.spare))
+        self.pages.fill_(self.spare)
+        self.pages[: len(places)] = pages.to(self.pages.device, non_blocking=True)
+        if sharing is not None and self.shared is not None:
+            sharing.load(self.shared)
         if self.key.drawn:
             samplings = [p.sampling for p in places] + [Sampling()] * rest
             self.seeds.copy_(seeds(samplings, self.seeds.device))
@@ -289,27 +314,36 @@ class Bursts:
             more, others = self.run(places[SIZES[-1] :], steps, exact)
             return tokens + more, views + others
         program = self.runner.program([(place.position, steps, place.edits) for place in places])
-        key = self._key(places, exact, program)
+        tables = [place.table for place in places]
+        pages = page_numbers(
+            tables, (len(tables), next_power_of_2(max(len(table.pages) for table in tables))), self.spare.pages[0]
+        )
+        cache, starts = self.runner.cache, [place.position for place in places]
+        sharing = find_sharing(pages.numpy(), starts, [1] * len(places), KeyLayout.of(cache), cache.worth_sharing)
+        key = self._key(places, pages, sharing, exact, program)
         if key not in self._graphs:
             self._graphs[key] = DecodeGraph(self.runner, key, self.spare.pages[0], self.read_lens)
         graph, wanted = self._graphs[key], [place.wanted for place in places]
         rows = BurstRows(sum(each is not None and len(each.steps) > 0 for each in wanted), self._sparse.append)
-        chosen = graph.run(places, steps, program, rows)
+        chosen = graph.run(places, steps, pages, sharing, program, rows)
         names = {number: graph.names(spec) for number, spec in _specs(places).items()}
         return chosen.T.tolist(), [
             rows.view(i, each.spec.keep, names[id(each.spec)]) if each and each.steps else None for i, each in enumerate(wanted)
         ]
 
-    def _key(self, places: list[Place], exact: bool, program: EditProgram | None) -> GraphKey:
+    def _key(
+        self, places: list[Place], pages: Tensor, sharing: Sharing | None, exact: bool, program: EditProgram | None
+    ) -> GraphKey:
         specs = _specs(places).values()
         lenses = tuple(dict.fromkeys(spec.lens for spec in specs if spec.lens is not None))
         sites = {site for spec in specs for site in spec.sites}
         return GraphKey(
             next(size for size in SIZES if size >= len(places)),
-            next_power_of_2(max(len(place.table.pages) for place in places)),
+            pages.shape[1],
             exact,
             any(place.sampling.temperature for place in places),
             frozenset(sites),
             lenses,
             () if program is None else program.shape(),
+            () if sharing is None else sharing.shape,
         )

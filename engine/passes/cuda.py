@@ -16,6 +16,7 @@ from replaylens.engine.model.config import Activation
 from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, weighted
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import Batch
+from replaylens.engine.passes.sharing import KeyLayout, Sharing, find_sharing
 from replaylens.kernels.activation import activation
 from replaylens.kernels.attention import PagedRows, attention, plan_tiles, rows_per_tile
 from replaylens.kernels.matmul import matmul
@@ -107,11 +108,18 @@ def page_numbers(tables: Sequence[PageTable], shape: tuple[int, int], rest: int)
     return pages
 
 
+def sharing_of(batch: Batch, pages: Tensor, cache: KVCache) -> Sharing | None:
+    """Which rows of a batch share keys that are worth reading once. pages: [at least its segments, pages], on the host"""
+    starts, counts = [s.start for s in batch.segments], [len(s.tokens) for s in batch.segments]
+    return find_sharing(pages[: len(starts)].numpy(), starts, counts, KeyLayout.of(cache), cache.worth_sharing)
+
+
 def device_rows(batch: Batch, cache: KVCache) -> PagedRows:
     """The rows of a batch with the pages of their keys, on the cache's device."""
     heads = cache.num_heads
     tables = [s.table for s in batch.segments]
     pages = page_numbers(tables, (len(tables), max(len(table.pages) for table in tables)), rest=0)
+    sharing = sharing_of(batch, pages, cache)
     sequences = [i for i, s in enumerate(batch.segments) for _ in s.tokens]
     longest = max(len(s.tokens) for s in batch.segments)
     kv_heads, d_head = cache.data.shape[3:]
@@ -126,4 +134,5 @@ def device_rows(batch: Batch, cache: KVCache) -> PagedRows:
         tiles,
         max_keys,
         per_tile if tiles is not None else 0,
+        sharing.keys(cache.data.device) if sharing is not None else None,
     )

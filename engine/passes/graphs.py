@@ -16,8 +16,9 @@ from torch import Tensor
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Batch
-from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers
+from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers, sharing_of
 from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, Vectors
+from replaylens.engine.passes.sharing import LevelShape, Sharing, room
 from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import launch
 from replaylens.kernels.attention import PagedRows, plan_tiles, rows_per_tile
@@ -42,6 +43,7 @@ class PassShape:
     sites: frozenset[str]
     exact: bool
     edits: EditShape = ()
+    shared: tuple[LevelShape, ...] = ()
 
     @property
     def tiles(self) -> int:
@@ -62,7 +64,10 @@ class PassGraph:
         self.short_positions = zeros(shape.rows)
         self.pages = torch.full((shape.sequences + 1, shape.pages), spare, dtype=torch.int32, device="cuda")
         self.tiles = zeros(shape.tiles, 2) if shape.per_tile else None
-        rows = PagedRows(self.sequence, self.short_positions, self.pages, self.tiles, per_tile=shape.per_tile)
+        self.shared = room(shape.shared, shape.rows, self.pages.device) if shape.shared else None
+        rows = PagedRows(
+            self.sequence, self.short_positions, self.pages, self.tiles, per_tile=shape.per_tile, shared=self.shared
+        )
         self.ops = (CanonicalCudaOps if shape.exact else FastCudaOps)(cache, rows)
         self.graph = torch.cuda.CUDAGraph()
         self._capture(pool)  # torch's handle to the memory that all graphs share
@@ -84,7 +89,7 @@ class PassGraph:
         residual = self.model(self.tokens, self.positions, self.ops, self.edits)
         return residual, tap.values
 
-    def run(self, batch: Batch, program: EditProgram | None) -> None:
+    def run(self, batch: Batch, pages: Tensor, sharing: Sharing | None, program: EditProgram | None) -> None:
         """Replay the pass on a batch of its shape. The results are in `residual` and `values`, with padding rows at the end."""
         shape, pad = self.shape, self.shape.rows - batch.num_rows
         tokens = [token for s in batch.segments for token in s.tokens] + [0] * pad
@@ -94,8 +99,9 @@ class PassGraph:
         self.positions.copy_(torch.tensor(positions))
         self.short_positions.copy_(torch.tensor(positions, dtype=torch.int32))
         self.sequence.copy_(torch.tensor(sequence + [shape.sequences] * pad, dtype=torch.int32))
-        tables = [s.table for s in batch.segments]
-        self.pages.copy_(page_numbers(tables, (shape.sequences + 1, shape.pages), self.spare))
+        self.pages.copy_(pages)
+        if sharing is not None and self.shared is not None:
+            sharing.load(self.shared)
         if self.tiles is not None:
             self.tiles.copy_(plan_tiles(sequence, shape.per_tile, shape.tiles))
         if program is not None:
@@ -116,14 +122,18 @@ class PassGraphs:
         """The graph that ran the pass, or None if the pass must be launched: its shape is new, or it is too large."""
         if batch.num_rows > SIZES[-1]:
             return None
-        shape = self._shape(batch, sites, exact, () if program is None else program.shape())
+        tables = [s.table for s in batch.segments]
+        size = (launch.next_power_of_2(len(tables)) + 1, launch.next_power_of_2(max(len(table.pages) for table in tables)))
+        pages = page_numbers(tables, size, self.spare)
+        sharing = sharing_of(batch, pages, self.cache)
+        shape = self._shape(batch, pages, sites, exact, () if program is None else program.shape(), sharing)
         self._seen[shape] += 1
         if shape not in self.graphs:
             if self._seen[shape] < self.worth:
                 return None
             self._add(shape)
         self.graphs.move_to_end(shape)
-        self.graphs[shape].run(batch, program)
+        self.graphs[shape].run(batch, pages, sharing, program)
         return self.graphs[shape]
 
     def _add(self, shape: PassShape) -> None:
@@ -132,16 +142,19 @@ class PassGraphs:
         if len(self.graphs) > MAX_GRAPHS:
             self.graphs.popitem(last=False)
 
-    def _shape(self, batch: Batch, sites: frozenset[str], exact: bool, edits: EditShape) -> PassShape:
+    def _shape(
+        self, batch: Batch, pages: Tensor, sites: frozenset[str], exact: bool, edits: EditShape, sharing: Sharing | None
+    ) -> PassShape:
         longest = max(len(s.tokens) for s in batch.segments)
         kv_heads, d_head = self.cache.data.shape[3:]
         per_tile = rows_per_tile(self.cache.num_heads, kv_heads, d_head, self.cache.data.dtype, longest) if longest > 1 else 0
         return PassShape(
             rows=next(size for size in SIZES if size >= batch.num_rows),
-            sequences=launch.next_power_of_2(len(batch.segments)),
-            pages=launch.next_power_of_2(max(len(s.table.pages) for s in batch.segments)),
+            sequences=len(pages) - 1,
+            pages=pages.shape[1],
             per_tile=per_tile,
             sites=sites,
             exact=exact,
             edits=edits,
+            shared=() if sharing is None else sharing.shape,
         )

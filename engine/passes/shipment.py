@@ -33,6 +33,11 @@ class Shipment:
         stacked, i = self._at[site]
         return stacked[i]
 
+    def groups(self) -> list[SiteGroup]:
+        """All rows of all sites. The caller must not change them."""
+        self.wait()
+        return self._groups
+
     def wait(self) -> None:
         """Return when all rows are there; raises what went wrong on their way."""
         self._landed.wait()

@@ -51,6 +51,8 @@ from replaylens.engine.serving.uncopied import Uncopied
 from replaylens.engine.serving.variants import Variants
 
 AnyBranch = TypeVar("AnyBranch", bound=Branch)
+_CPU_ROWS, _CUDA_ROWS = 512, 1024
+"""default of `max_rows`; a device needs more rows to be busy"""
 
 SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
@@ -61,7 +63,7 @@ class Core(Uncopied):
 
     cache_tokens   positions in the KV cache; when it is full, requests wait or are preempted and computed again
     page_size      positions per page; changes no bit
-    max_rows       rows per pass; changes no bit
+    max_rows       rows per pass; changes no bit. Default: 512, on CUDA 1024
     draft_model    a smaller model with the same tokenizer, for the `model` drafter
     lens_layer     the early-exit layer of the `lens` and `tree` drafters; default: the middle
     tree_width     sibling chains of the `tree` drafter
@@ -81,7 +83,7 @@ class Core(Uncopied):
         *,
         cache_tokens: int = 8192,
         page_size: int = 16,
-        max_rows: int = 512,
+        max_rows: int | None = None,
         draft_model: "Decoder | None" = None,
         lens_layer: int | None = None,
         tree_width: int = 3,
@@ -91,7 +93,8 @@ class Core(Uncopied):
     ) -> None:
         self.model = instance("model", model, Decoder, "a Decoder; Engine.load takes other sources")
         self.config, page_size = model.config, whole("page_size", page_size, 1)
-        cache_tokens, max_rows = whole("cache_tokens", cache_tokens, page_size), whole("max_rows", max_rows, 16)
+        cache_tokens = whole("cache_tokens", cache_tokens, page_size)
+        max_rows = (_CUDA_ROWS if model.embed.is_cuda else _CPU_ROWS) if max_rows is None else whole("max_rows", max_rows, 16)
         require_memory(self.config, cache_tokens, model.embed.dtype, model.embed.device)
         canary, record = flag("canary", canary), flag("record", record)
         capture_buffer = whole("capture_buffer", capture_buffer, SMALLEST_RING)

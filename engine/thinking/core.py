@@ -61,7 +61,7 @@ class ThinkingCore(Core):
         guess: Guess = "empty",
         cache_tokens: int = 8192,
         page_size: int = 16,
-        max_rows: int = 512,
+        max_rows: int | None = None,
         draft_model: Decoder | None = None,
         lens_layer: int | None = None,
         tree_width: int = 3,

@@ -57,7 +57,7 @@ def lengths(case):
 
 def some(case):
     """Row numbers in no order: first and last rows of sequences, and rows around block and split boundaries."""
-    return [1299, 0, 511, 512, 513, 63, 64, 1300, 1308, 1309, 1908, 1024] if case.gpu else [36, 0, 31, 32, 37, 39, 48]
+    return [1299, 0, 511, 512, 513, 63, 64, 1300, 1308, 1309, 1908, 1024] if case.gpu else [36, 0, 31, 32, 37, 39]
 
 
 @pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (5.0, 0), (0.0, 19), (5.0, 600)])
@@ -74,7 +74,9 @@ def test_agrees_with_float64(case, softcap, window):
 
 @pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (5.0, 19), (0.0, 600)])
 def test_decode_window_and_prefill_agree(case, same, softcap, window):
-    s = setting(case, lengths(case))
+    if window == 600 and not case.gpu:
+        window = 21  # as many splits in the interpreter's small blocks
+    s = setting(case, lengths(case) if case.gpu else [37, 3])
     options = dict(softcap=softcap, window=window)
     full = s.attend(per_tile=8, tile=AttentionTile(16, 4, 1), split=False, **options)
     chosen = some(case)

@@ -148,6 +148,7 @@ def test_a_position_without_values_is_skipped(coin: ProbeRows) -> None:
 # Verdicts
 
 
+@pytest.mark.slow
 def test_noise_is_shown_in_one_of_twenty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small part of `make calibrate`: 60 sweeps over six cells of noise. Without new fits it errs more often."""
     noise = Noise("ridge", groups=50, width=32, estimator="ridge", permutations=39)

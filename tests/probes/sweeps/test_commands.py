@@ -62,7 +62,8 @@ def test_bad_input_is_one_line(coin_dump: Dump, words: tuple[str, ...], message:
     assert done.exit_code == 2 and message in done.output and "Traceback" not in done.output
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n == "branch_question" else []) for n in SCRIPTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The scripts are short, and run from scratch to their reports."""
     path = ROOT / "docs" / "examples" / f"{name}.py"

@@ -1,0 +1,197 @@
+"""`Sharing`: which rows of a pass read the same keys, so that the device reads them once (`kernels/shared.py`).
+
+Tables are sorted by their pages. Sequences that share a run of keys are then neighbours, and the largest rectangle under the
+numbers of units that neighbours have in common is the run that saves most. What its members still share behind it belongs to
+the next level. Whether a run is worth a tile is a matter of cost; the bits of a row do not depend on it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from replaylens.engine.memory.cache import KVCache
+from replaylens.kernels.launch import KV_BLOCK, attention_tile, next_power_of_2
+from replaylens.kernels.shared import SharedKeys, SharedLevel
+
+MAX_LEVELS = 3
+"""each level is one more launch per layer"""
+_WORTH_RUN = 512
+"""keys that a run must save"""
+
+
+@dataclass(frozen=True)
+class KeyLayout:
+    """What the keys of a layer look like."""
+
+    page_size: int
+    heads: int
+    kv_heads: int
+    d_head: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, cache: KVCache) -> "KeyLayout":
+        kv_heads, d_head = cache.data.shape[3:]
+        return cls(cache.pool.page_size, cache.num_heads, kv_heads, d_head, cache.data.dtype)
+
+    @property
+    def unit(self) -> int:
+        """Keys that are shared together: a block, or a page if it is larger. 0: pages and blocks do not fit together."""
+        small, large = sorted((self.page_size, KV_BLOCK))
+        return large if large % small == 0 else 0
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a key and its value."""
+        return 2 * self.kv_heads * self.d_head * self.dtype.itemsize
+
+
+class Run(NamedTuple):
+    """Sequences whose tables agree on the keys [begin, end)."""
+
+    level: int
+    sequences: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def saved(self) -> int:
+        """Keys that are not read again."""
+        return (len(self.sequences) - 1) * (self.end - self.begin)
+
+
+class LevelShape(NamedTuple):
+    """What the launch of a level depends on."""
+
+    tiles: int
+    pairs: int
+    max_keys: int
+
+
+class Sharing:
+    """The shared keys of packed rows, on the host."""
+
+    def __init__(self, runs: Sequence[Run], counts: Sequence[int], layout: KeyLayout) -> None:
+        """counts  number of rows of each sequence"""
+        group = layout.heads // layout.kv_heads
+        offsets = np.cumsum([0, *counts])
+        self.begun = np.zeros((int(offsets[-1]), 2), dtype=np.int32)
+        self.tiles: list[NDArray[np.int32]] = []
+        self.order: list[NDArray[np.int32]] = []
+        self.shape: tuple[LevelShape, ...] = ()
+        for level in range(max(run.level for run in runs) + 1):
+            mine = [run for run in runs if run.level == level]
+            rows = [np.concatenate([np.arange(offsets[s], offsets[s + 1]) for s in run.sequences]) for run in mine]
+            height = attention_tile(max(map(len, rows)) * group, layout.d_head, layout.dtype, group, split=False).rows
+            self._add(level, mine, rows, height, group)
+
+    def _add(self, level: int, runs: list[Run], rows: list[NDArray[np.int64]], height: int, group: int) -> None:
+        tiles, place, per_tile = [], 0, max(1, height // group)
+        for run, own in zip(runs, rows, strict=True):
+            self.begun[own] = run.end, level
+            for first in range(0, len(own), per_tile):
+                tiles.append((place + first, min(per_tile, len(own) - first), run.begin, run.end))
+            place += len(own)
+        self.tiles.append(np.array(tiles, dtype=np.int32))
+        self.order.append(np.concatenate(rows).astype(np.int32))
+        longest = max(run.end - run.begin for run in runs)
+        self.shape += (LevelShape(next_power_of_2(len(tiles)), height, next_power_of_2(longest)),)
+
+    def load(self, keys: SharedKeys) -> None:
+        """Mutates `keys`, which was made by `room` for this shape and at least as many rows."""
+        _fill(keys.begun, self.begun)
+        for level, tiles, order in zip(keys.levels, self.tiles, self.order, strict=True):
+            _fill(level.tiles, tiles)
+            _fill(level.order, order)
+
+    def keys(self, device: torch.device) -> SharedKeys:
+        """The same on a device."""
+        made = room(self.shape, len(self.begun), device)
+        self.load(made)
+        return made
+
+
+def room(shape: tuple[LevelShape, ...], rows: int, device: torch.device) -> SharedKeys:
+    """Tensors for any sharing of this shape: nothing is shared until it is loaded."""
+    zeros = lambda *size: torch.zeros(size, dtype=torch.int32, device=device)  # noqa: E731
+    levels = tuple(SharedLevel(zeros(tiles, 4), zeros(rows), pairs, keys) for tiles, pairs, keys in shape)
+    return SharedKeys(levels, zeros(rows, 2))
+
+
+def find_sharing(
+    pages: NDArray[np.int32], computed: Sequence[int], counts: Sequence[int], layout: KeyLayout, worth: int
+) -> Sharing | None:
+    """The sharing of a pass that saves most, or None if none is worth its launches.
+
+    pages     of each sequence: [sequences, pages]
+    computed  keys of each sequence that are in the cache before the pass
+    worth     bytes per layer that a level must save
+    """
+    unit = layout.unit
+    if not unit or len(pages) < 2 or len(np.unique(pages[:, 0])) == len(pages):
+        return None
+    least = min(_WORTH_RUN, worth)
+    runs = [run for run in _runs(pages, np.asarray(computed) // unit, unit, layout.page_size) if run.saved >= least]
+    kept: list[Run] = []
+    for level in range(MAX_LEVELS):
+        mine = [run for run in runs if run.level == level and _continues(run, kept)]
+        if not mine or sum(run.saved for run in mine) * layout.key_bytes < worth:
+            break
+        kept += mine
+    return Sharing(kept, counts, layout) if kept else None
+
+
+def _continues(run: Run, kept: list[Run]) -> bool:
+    """Whether the run starts at key 0 or where a kept one of the level before ends."""
+    return not run.begin or any(
+        other.level == run.level - 1 and other.end == run.begin and set(run.sequences) <= set(other.sequences) for other in kept
+    )
+
+
+def _runs(pages: NDArray[np.int32], units: NDArray[np.int64], unit: int, page_size: int) -> list[Run]:
+    """All runs of up to MAX_LEVELS levels."""
+    width = int(units.max()) * unit // page_size
+    if not width:
+        return []
+    pages = np.ascontiguousarray(pages[:, :width])
+    order = np.argsort(pages.view(np.dtype((np.void, pages.dtype.itemsize * width)))[:, 0], kind="stable")
+    ordered, limit = pages[order], units[order]
+    differs = np.concatenate([ordered[1:] != ordered[:-1], np.ones((len(order) - 1, 1), dtype=bool)], axis=1)
+    common = np.minimum(differs.argmax(1) * page_size // unit, np.minimum(limit[1:], limit[:-1])).tolist()
+    found, waiting = list[Run](), [(0, len(common), 0, 0)]
+    while waiting:
+        first, end, base, level = waiting.pop()
+        left, right, height = _largest_rectangle([count - base for count in common[first:end]])
+        if not height:
+            continue
+        left, right = first + left, first + right
+        found.append(Run(level, tuple(order[left : right + 1].tolist()), base * unit, (base + height) * unit))
+        waiting += [(first, max(first, left - 1), base, level), (right + 1, end, base, level)]
+        if level + 1 < MAX_LEVELS:
+            waiting.append((left, right, base + height, level + 1))
+    return found
+
+
+def _largest_rectangle(heights: Sequence[int]) -> tuple[int, int, int]:
+    """(first, end, height) of the largest rectangle under a histogram; height 0 if there is none."""
+    best, open_bars = (0, 0, 0), list[tuple[int, int]]()
+    for i, height in enumerate([*heights, 0]):
+        first = i
+        while open_bars and open_bars[-1][1] >= height:
+            first, tall = open_bars.pop()
+            if (i - first) * tall > (best[1] - best[0]) * best[2]:
+                best = (first, i, tall)
+        if height > 0:
+            open_bars.append((first, height))
+    return best
+
+
+def _fill(target: torch.Tensor, values: NDArray[np.int32]) -> None:
+    """Copies values into the first rows of the target; the rest is zero."""
+    padded = np.zeros(tuple(target.shape), dtype=np.int32)
+    padded[: len(values)] = values
+    target.copy_(torch.from_numpy(padded), non_blocking=True)

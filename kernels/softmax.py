@@ -1,0 +1,173 @@
+"""The steps of canonical attention, which its kernels share: a block of keys, a run of blocks, merging, states in memory.
+
+A partial softmax is (m, l, a): maximum, sum, weighted values. While its split is not complete, the sum is kept as `sums`: one
+column per pair of keys of a block, added up by `closed` at the end of the split. The order is described in
+`kernels/attention.py`.
+
+The state of a (row, query head) pair between two kernels is `state_width` numbers in float32 (`kernels/shared.py`): m and l of
+the complete splits, m of the running one, a of the complete splits, a of the running one, its sums. Storing it moves no bit.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def merge(m, l, a, m1, l1, a1):
+    """Merge two partial softmaxes. The order of the arguments is part of the canonical order."""
+    top = tl.maximum(m, m1)
+    safe = tl.where(top == float("-inf"), 0.0, top)  # both empty: exp2(-inf - 0) = 0, not NaN
+    x, x1 = tl.exp2(m - safe), tl.exp2(m1 - safe)
+    return top, l * x + l1 * x1, a * x[:, None] + a1 * x1[:, None]
+
+
+@triton.jit
+def _block(
+    q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Accumulate the keys [start, start + BLOCK). Not MASKED: every row of the tile sees all of them."""
+    j = start + tl.arange(0, BLOCK)
+    if MASKED:
+        page = tl.load(TABLE + j // PAGE, mask=j <= tl.max(position, 0), other=0).to(tl.int64)
+    else:
+        page = tl.load(TABLE + j // PAGE).to(tl.int64)
+    slot = (page * PAGE + j % PAGE) * kv_stride
+    if HEAD == HEAD_BLOCK:
+        k = tl.load(K + slot[:, None] + d[None, :])
+        v = tl.load(V + slot[:, None] + d[None, :])
+    else:
+        k = tl.load(K + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
+        v = tl.load(V + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
+    s = tl.dot(q, k.T, input_precision="ieee") * scale
+    if CAPPED:  # tanh(u) = 1 - 2 / (1 + exp(2u)); here scale holds 2 log2(e) / cap and softcap holds cap log2(e)
+        s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s))
+    if MASKED:
+        seen = j[None, :] <= position[:, None]
+        if WINDOWED:
+            seen = seen & (j[None, :] > position[:, None] - window)
+        s = tl.where(seen, s, float("-inf"))
+    top = tl.maximum(m, tl.max(s, 1))
+    safe = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
+    shrink = tl.exp2(m - safe)
+    p = tl.exp2(s - safe[:, None])
+    even, odd = tl.split(tl.reshape(p, (ROWS, BLOCK // 2, 2)))  # neighbours: always in one thread
+    sums = sums * shrink[:, None] + (even + odd)
+    a = tl.dot(p.to(v.dtype), v, a * shrink[:, None], input_precision="ieee")
+    return top, sums, a
+
+
+@triton.jit
+def empty(ROWS: tl.constexpr, BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+    """The partial result of no key: (m, sums, a)."""
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    return m, tl.zeros((ROWS, BLOCK // 2), tl.float32), tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
+
+
+@triton.jit
+def walk(
+    q, m, sums, a, K, V, TABLE, first, end, position, clear, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Continue a partial result with the keys [first, end) of one split; `first` is a multiple of BLOCK.
+
+    Blocks up to `clear`, the last position that every row sees, need no mask unless a window hides some of their keys.
+    Masking a fully visible block changes nothing, so the boundaries between the loops affect speed only.
+    """
+    middle = first
+    if WINDOWED:
+        middle = tl.minimum(tl.maximum(tl.cdiv(tl.max(position, 0) - window + 1, BLOCK) * BLOCK, first), end)
+        for start in tl.range(first, middle, BLOCK):
+            m, sums, a = _block(
+                q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
+                PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, True,
+            )  # fmt: skip
+    last = tl.minimum(tl.maximum((clear + 1) // BLOCK * BLOCK, middle), end)
+    for start in tl.range(middle, last, BLOCK):
+        m, sums, a = _block(
+            q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
+            PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, False,
+        )  # fmt: skip
+    for start in tl.range(last, end, BLOCK):
+        m, sums, a = _block(
+            q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
+            PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, True,
+        )  # fmt: skip
+    return m, sums, a
+
+
+@triton.jit
+def walk_seen(
+    q, m, sums, a, K, V, TABLE, first, end, d, kv_stride, scale, softcap, ROWS: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """`walk` over keys that every row sees; `end` is a multiple of BLOCK, too."""
+    for start in tl.range(first, end, BLOCK):
+        m, sums, a = _block(
+            q, m, sums, a, K, V, TABLE, start, 0, d, kv_stride, scale, softcap, 0, ROWS,
+            PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, False, False,
+        )  # fmt: skip
+    return m, sums, a
+
+
+@triton.jit
+def closed(sums, BLOCK: tl.constexpr):
+    """The sum l of a complete split."""
+    ones = tl.full((BLOCK // 2, 16), 1.0, tl.float32)
+    return tl.max(tl.dot(sums, ones, input_precision="ieee"), 1)  # sixteen equal columns
+
+
+@triton.jit
+def store_partial(P, i, m, l, a, pair, d, valid, mask, ROWS: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+    P += i * ROWS * (HEAD_BLOCK + 2)
+    tl.store(P + pair, m, mask=valid)
+    tl.store(P + ROWS + pair, l, mask=valid)
+    tl.store(P + 2 * ROWS + pair[:, None] * HEAD_BLOCK + d[None, :], a, mask=mask)
+
+
+@triton.jit
+def load_partial(P, i, pair, d, valid, mask, ROWS: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+    """Bypass the first-level cache, which may be stale: another program wrote the values."""
+    P += i * ROWS * (HEAD_BLOCK + 2)
+    m = tl.load(P + pair, mask=valid, other=float("-inf"), cache_modifier=".cg")
+    l = tl.load(P + ROWS + pair, mask=valid, other=0.0, cache_modifier=".cg")
+    a = tl.load(P + 2 * ROWS + pair[:, None] * HEAD_BLOCK + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+    return m, l, a
+
+
+@triton.jit
+def load_merged(STATE, at, d, mask, BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+    """(m, l, a) of the complete splits of pairs whose states lie at `at`; of nothing where `mask` is false."""
+    P = STATE + at
+    m = tl.load(P, mask=mask, other=float("-inf"))
+    l = tl.load(P + 1, mask=mask, other=0.0)
+    return m, l, tl.load(P[:, None] + 3 + d[None, :], mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def load_running(STATE, at, d, mask, BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+    """(m, sums, a) of the split that is not complete; of nothing where `mask` is false."""
+    P = STATE + at
+    m = tl.load(P + 2, mask=mask, other=float("-inf"))
+    a = tl.load(P[:, None] + 3 + HEAD_BLOCK + d[None, :], mask=mask[:, None], other=0.0)
+    half = tl.arange(0, BLOCK // 2)
+    return m, tl.load(P[:, None] + 3 + 2 * HEAD_BLOCK + half[None, :], mask=mask[:, None], other=0.0), a
+
+
+@triton.jit
+def store_merged(STATE, at, m, l, a, d, mask, BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+    P = STATE + at
+    tl.store(P, m, mask=mask)
+    tl.store(P + 1, l, mask=mask)
+    tl.store(P[:, None] + 3 + d[None, :], a, mask=mask[:, None])
+
+
+@triton.jit
+def store_running(STATE, at, m, sums, a, d, mask, BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+    P = STATE + at
+    tl.store(P + 2, m, mask=mask)
+    tl.store(P[:, None] + 3 + HEAD_BLOCK + d[None, :], a, mask=mask[:, None])
+    half = tl.arange(0, BLOCK // 2)
+    tl.store(P[:, None] + 3 + 2 * HEAD_BLOCK + half[None, :], sums, mask=mask[:, None])

@@ -1,0 +1,93 @@
+"""Branches whose shared keys are read once equal branches that read their own, on a CUDA device."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.baselines.subject import TINY_SHAPE, random_decoder
+from replaylens.engine.engine import Engine
+from replaylens.engine.model import weights
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.branch import Branch
+from tests.families import hugging_face
+
+pytestmark = pytest.mark.gpu
+NEVER = 1 << 60
+
+
+def engine(name: str, worth: int, **options: Any) -> Engine:
+    """A model of a family, with 256 positions, or "long", with 4096."""
+    if name == "long":
+        model = random_decoder(replace(TINY_SHAPE, max_positions=4096), "cuda", torch.bfloat16)
+    else:
+        model = weights.load(hugging_face(name), torch.bfloat16).to("cuda")
+    made = Engine(model, cache_tokens=1 << 15, **options)
+    made.runner.cache.worth_sharing = worth
+    return made
+
+
+def grow(served: Engine, seed: int) -> list[Branch]:
+    """A random tree: prompts, forks anywhere, forced and generated tokens; the same for the same seed."""
+    chance = random.Random(seed)
+    vocab, branches = served.config.vocab_size, list[Branch]()
+    for length in (1300, 650) if served.config.max_positions > 256 else (150, 100):
+        tokens = [chance.randrange(2, vocab) for _ in range(length)]
+        branches.append(
+            served.prompt(
+                tokens, sites="S", edits=[Edit("S", "zero", positions=3, layers=[0])] if chance.random() < 0.3 else []
+            )
+        )
+    for number in range(6):
+        parent = chance.choice(branches)
+        made = parent.fork(chance.randint(2, 9), at=chance.randint(1, parent.length))
+        served.force_all(
+            made,
+            [
+                [
+                    chance.randrange(2, vocab)
+                    for _ in range(chance.choice([1, 3, 40 if served.config.max_positions > 256 else 8]))
+                ]
+                for _ in made
+            ],
+        )
+        some = made + chance.sample(branches, min(2, len(branches)))
+        how = [Sampling(temperature=0.9, seed=100 * number + i, ignore_eos=True) for i in range(len(some))]
+        served.generate(some, chance.randint(1, 12), sampling=how, window=chance.choice([None, 4]))
+        branches += made
+    return branches
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "long"])
+def test_random_trees_have_the_same_bits_with_and_without_sharing(name: str) -> None:
+    shared, apart = engine(name, 1), engine(name, NEVER)
+    for served in (shared, apart):
+        served.runner.graphs.worth = 2
+    for seed in range(3):
+        pair = [grow(served, seed) for served in (shared, apart)]
+        for a, b in zip(*pair, strict=True):
+            assert a.tokens == b.tokens
+            assert torch.equal(a.kv(), b.kv())
+            assert all(torch.equal(a.activations[site], b.activations[site]) for site in a.activations.sites())
+        for branch in [*pair[0], *pair[1]]:
+            branch.release()
+    keys = shared.loop.bursts._graphs
+    assert any(key.shared for key in keys) and any(shape.shared for shape in shared.runner.graphs.graphs), "nothing was shared"
+    assert not any(key.shared for key in apart.loop.bursts._graphs)
+
+
+def test_shared_keys_are_read_once() -> None:
+    """Control: with sharing on, the pages of all but one table do not matter to the shared keys; a wrong first table does."""
+    served = engine("long", 1)
+    root = served.prompt([7 + i % 80 for i in range(640)])
+    branches = root.fork(40)
+    served.generate(branches, 2, sampling=Sampling(ignore_eos=True))
+    right = branches[5].tokens
+    again = root.fork(40)
+    served.runner.cache.data[:, :, again[0].lane.table.pages[2] * 16] += 1.0  # one shared slot
+    served.generate(again, 2, sampling=Sampling(ignore_eos=True))
+    assert all(branch.tokens == again[0].tokens for branch in again)
+    assert right == branches[0].tokens

@@ -1,0 +1,112 @@
+"""Attention that reads shared keys once has the bits of attention in which every row reads its own."""
+
+import random
+
+import pytest
+import torch
+
+from replaylens.kernels.attention import PagedRows, attention, plan_tiles
+from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile
+from replaylens.kernels.shared import SharedKeys, SharedLevel
+
+PAGE = 16
+
+
+class Tree:
+    """Sequences whose tables share the pages of a random tree, with the tiles that read them once."""
+
+    def __init__(self, case, seed, heads=4, kv_heads=2, d_head=16, decode=True):
+        self.case, self.chance = case, random.Random(seed)
+        self.block, self.split = (KV_BLOCK, KV_SPLIT) if case.gpu else (16, 32)
+        self.group = heads // kv_heads
+        self.tables, self.runs, self.free = [], [], 1
+        self._grow([], 0, 0, list(range(12 if case.gpu else 4)))
+        width = max(len(table) for table in self.tables)
+        pages = torch.tensor([table + [0] * (width - len(table)) for table in self.tables], dtype=torch.int32)
+        own = [1 if decode else self.chance.randint(1, 7) for _ in self.tables]
+        ends = [len(table) * PAGE - self.chance.randint(0, PAGE - 7) for table in self.tables]
+        self.sequences = [s for s, count in enumerate(own) for _ in range(count)]
+        positions = [end - count + i for end, count in zip(ends, own, strict=True) for i in range(count)]
+        self.rows_of = [[i for i, s in enumerate(self.sequences) if s == number] for number in range(len(own))]
+        cache = lambda i: case.randn(self.free * PAGE, kv_heads, d_head, seed=seed + i)  # noqa: E731
+        self.q, self.k, self.v = case.randn(len(positions), heads, d_head, seed=seed), cache(1), cache(2)
+        self.plain = (case.tensor(self.sequences), case.tensor(positions), pages.to(case.device))
+
+    def _grow(self, shared, keys, level, members):
+        """Give the members a run of pages in common, then divide them. The last page of a table is always its own."""
+        longest = (3 * self.split if self.case.gpu else self.split + self.block) // PAGE
+        if len(members) == 1 or level == 3:
+            for _ in members:
+                own = self.chance.randint(1, longest)
+                self.tables.append(shared + list(range(self.free, self.free + own)))
+                self.free += own
+            return
+        blocks = self.chance.randint(1, longest * PAGE // self.block)
+        more = blocks * self.block // PAGE
+        mine, first = shared + list(range(self.free, self.free + more)), len(self.tables)
+        self.free += more
+        cut = self.chance.randint(1, len(members) - 1)
+        self._grow(mine, keys + blocks * self.block, level + 1, members[:cut])
+        self._grow(mine, keys + blocks * self.block, level + 1, members[cut:])
+        self.runs.append((level, list(range(first, len(self.tables))), keys, keys + blocks * self.block))
+
+    def shared(self, per_tile, levels=3):
+        begun = torch.zeros(len(self.sequences), 2, dtype=torch.int32)
+        made = []
+        for level in range(levels):
+            order, tiles, longest = [], [(0, 0, 0, 0)], 0
+            for _, members, begin, end in (run for run in self.runs if run[0] == level):
+                rows = [row for s in members for row in self.rows_of[s]]
+                self.chance.shuffle(rows)
+                for i in range(0, len(rows), per_tile):
+                    tiles.append((len(order) + i, len(rows[i : i + per_tile]), begin, end))
+                order += rows
+                begun[rows] = torch.tensor([end, level], dtype=torch.int32)
+                longest = max(longest, end - begin)
+            if not order:
+                break
+            made.append(SharedLevel(self.case.tensor(tiles), self.case.tensor(order), per_tile * self.group, longest))
+        return SharedKeys(tuple(made), begun.to(self.case.device))
+
+    def attend(self, shared=None, per_tile=0, **options):
+        tiles = plan_tiles(self.sequences, per_tile).to(self.q.device) if per_tile else None
+        rows = PagedRows(*self.plain, tiles, shared=shared)
+        out = torch.full_like(self.q, float("nan"))
+        return attention(
+            self.q, self.k, self.v, rows, 0.3, out=out, page_size=PAGE, kv_block=self.block, kv_split=self.split, **options
+        )
+
+
+@pytest.mark.parametrize(("split", "split_shared", "softcap"), [(False, False, 0.0), (True, True, 5.0), (False, True, 0.0)])
+@pytest.mark.parametrize("decode", [True, False])
+def test_trees_of_any_shape_have_the_bits_of_each_row_alone(case, same, split, split_shared, softcap, decode):
+    tile = AttentionTile(16, 4, 1)
+    for seed in range(6 if case.gpu else 1):
+        tree = Tree(case, seed + 10 * split, decode=decode)
+        alone = tree.attend(softcap=softcap)
+        for levels, rows in ((3, 8), (1, 3), (2, 5)) if case.gpu else ((3, 2),):
+            schedule = dict(split=split, split_shared=split_shared, tile=tile, shared_tile=tile)
+            found = tree.attend(tree.shared(rows, levels), 0 if decode else 8, softcap=softcap, **schedule)
+            same(found, alone)
+
+
+def test_a_missing_block_of_shared_keys_is_seen(case):
+    """Control: the states matter."""
+    tree = Tree(case, 1)
+    shared = tree.shared(8)
+    tile = AttentionTile(16, 4, 1)
+    right = tree.attend(shared, tile=tile, shared_tile=tile)
+    shared.levels[0].tiles[1, 3] -= tree.block
+    assert not torch.equal(tree.attend(shared, tile=tile, shared_tile=tile), right)
+
+
+def test_windows_read_their_own_keys(case, same):
+    tree = Tree(case, 2)
+    window = 3 * tree.block
+    same(tree.attend(tree.shared(8), window=window), tree.attend(window=window))
+
+
+def test_tiles_that_cannot_hold_their_rows_are_refused(case):
+    tree = Tree(case, 2)
+    with pytest.raises(ValueError, match="cannot hold"):
+        tree.attend(tree.shared(9), shared_tile=AttentionTile(16, 4, 1))
