@@ -65,10 +65,14 @@ FALCON = dict(
     eos_token_id=0,
 )
 
+BLOOM = dict(vocab_size=97, n_layer=2, bos_token_id=0, eos_token_id=0)
+MPT = dict(vocab_size=97, d_model=36, n_layers=2, max_seq_len=256)
 BIGCODE = dict(
     vocab_size=97, n_embd=36, n_layer=2, n_head=6, n_positions=256, n_inner=52, bos_token_id=0, eos_token_id=0, pad_token_id=0
 )
 
+ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four")
+"""models with ALiBi, which the kernels do not have"""
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     # name: (config class, its fields). A second model of a family has a suffix
     "gemma": ("Gemma", dict(ONE_KV, head_dim=10, attention_bias=True)),
@@ -215,6 +219,10 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "cwm": ("Cwm", dict(TWO_KV, head_dim=10, sliding_window=7, layer_types=TYPES, rope_parameters=LLAMA3, mlp_bias=True)),
+    "bloom": ("Bloom", dict(BLOOM, hidden_size=36, n_head=6, seq_length=256)),
+    "bloom-eight": ("Bloom", dict(BLOOM, hidden_size=80, n_head=8)),
+    "mpt": ("Mpt", dict(MPT, n_heads=6, attn_config={"clip_qkv": 0.3, "softmax_scale": 0.2})),
+    "mpt-four": ("Mpt", dict(MPT, n_heads=4, tie_word_embeddings=False)),
     "falcon": ("Falcon", dict(FALCON, bias=True)),
     "falcon-new": ("Falcon", dict(FALCON, new_decoder_architecture=True, num_kv_heads=2)),
     "falcon-new-one-norm": ("Falcon", dict(FALCON, new_decoder_architecture=True, num_kv_heads=3, num_ln_in_parallel_attn=1)),

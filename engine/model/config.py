@@ -98,6 +98,8 @@ class ModelConfig:
     """factor on the outputs of attention and MLP before they are added to the residual stream (Granite)"""
     logit_scale: float = 1.0
     unembed_bias: bool = False
+    slopes: tuple[float, ...] = ()
+    """per head, what is added to a score for each position of its key (ALiBi); empty: nothing"""
 
     def __post_init__(self) -> None:
         for name in (
@@ -119,6 +121,8 @@ class ModelConfig:
         for name in ("windows", "rotary_layers"):
             if (given := getattr(self, name)) and len(given) != self.num_layers:
                 raise BadConfig(f"{name} has {len(given)} entries for {self.num_layers} layers.")
+        if self.slopes and len(self.slopes) != self.num_heads:
+            raise BadConfig(f"slopes has {len(self.slopes)} entries for {self.num_heads} heads.")
         if self.shared_norm and not (self.parallel_residual and self.pre_norms):
             raise BadConfig("shared_norm needs parallel_residual and pre_norms.")
         if self.post_norms and self.residual_scale != 1.0:
@@ -176,7 +180,7 @@ class ModelConfig:
             for name in ("rope", "local_rope"):
                 if isinstance(raw.get(name), dict):
                     raw[name] = Rope(**_with_tuples(raw[name], "divisors"))
-            raw = _with_tuples(raw, "windows", "rotary_layers")
+            raw = _with_tuples(raw, "windows", "rotary_layers", "slopes")
             return cls(**raw)
         except TypeError as e:
             raise BadConfig(f"The model config is incomplete or malformed: {e}.") from None

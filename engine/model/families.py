@@ -45,6 +45,8 @@ FAMILIES: dict[str, Family] = {
     "gptj": gpt.GPTJ,
     "opt": gpt.OPT,
     "falcon": gpt.FALCON,
+    "bloom": gpt.BLOOM,
+    "mpt": gpt.MPT,
 }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from replaylens.engine.errors import UnsupportedModel
@@ -69,6 +70,8 @@ class Names:
     pos_embed: str = ""
     pos_offset: int = 0
     """rows of the table of positions before that of position 0"""
+    embed_norm: str = ""
+    """a LayerNorm of the embedding, which is applied to the table once (BLOOM)"""
     head: str = "lm_head"
     transposed: bool = True
     """products are stored [outputs, inputs]; we store [inputs, outputs]"""
@@ -118,6 +121,9 @@ class Family:
         """All tensors that a decoder of `config` has, by our names."""
         names, parts = self.names, {**self.names.parts, **self.renamed(config)}
         out: Tensors = {"embed": get(f"{names.embed}.weight")}
+        if names.embed_norm:
+            weight, bias = (get(f"{names.embed_norm}.{end}").float() for end in ("weight", "bias"))
+            out["embed"] = F.layer_norm(out["embed"].float(), (config.d_model,), weight, bias, config.norm_eps)
         if config.learned_positions:
             out["pos_embed"] = get(f"{names.pos_embed}.weight")[names.pos_offset :]
         if not config.tied_embeddings:

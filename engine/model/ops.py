@@ -57,11 +57,13 @@ class AttentionSpec:
     """0: none"""
     window: int
     """positions that a row sees, including its own; 0: all"""
+    slopes: tuple[float, ...] = ()
+    """per head, what is added to a score for each position of its key; empty: nothing"""
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> "AttentionSpec":
         scale = config.scale / (layer + 1) if config.scale_by_layer else config.scale
-        return cls(layer, scale, config.attn_softcap, config.window(layer))
+        return cls(layer, scale, config.attn_softcap, config.window(layer), config.slopes)
 
 
 @dataclass(frozen=True)
@@ -234,8 +236,10 @@ class SequenceOps(TorchOps):
         group = heads // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         mask = visible(torch.arange(length, device=q.device), length, spec.window)
-        if spec.softcap or observe is not None:
+        if spec.softcap or spec.slopes or observe is not None:
             scores = softcap(q @ k.transpose(-1, -2) * spec.scale, spec.softcap)
+            if spec.slopes:
+                scores = scores + position_bias(spec.slopes, length, scores)[:, None]
             pattern = scores.masked_fill(~mask, float("-inf")).softmax(-1)
             shown = lambda x: x.transpose(1, 2).reshape(rows, heads, length)  # noqa: E731
             if observe is not None and observe.scores is not None:
@@ -255,6 +259,16 @@ def visible(positions: Tensor, num_keys: int, window: int) -> Tensor:
     keys = torch.arange(num_keys, device=positions.device)
     seen = keys[None, :] <= positions[:, None]
     return seen & (keys[None, :] > positions[:, None] - window) if window else seen
+
+
+def position_bias(slopes: Sequence[float], num_keys: int, like: Tensor) -> Tensor:
+    """What ALiBi adds to the scores of keys 0, 1, ...: [heads, num_keys].
+
+    It depends on the key alone: a row's distance to it differs by a constant, which a softmax does not see. So the sums of a
+    row do not depend on which rows are computed with it.
+    """
+    keys = torch.arange(num_keys, device=like.device, dtype=like.dtype)
+    return torch.tensor(slopes, device=like.device, dtype=like.dtype)[:, None] * keys
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:

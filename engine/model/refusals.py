@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 EXPERTS = "a mixture of experts"
 LATENT = "latent attention with a compressed KV cache"
-ALIBI = "a bias on scores that grows with the distance (ALiBi)"
 STATES = "layers with recurrent states or convolutions"
 ENCODER = "an encoder beside the decoder"
 
@@ -16,7 +15,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "bamba": (STATES, "llama"),
     "bart": (ENCODER, "opt"),
     "bitnet": ("products with ternary weights, and norms within attention and MLP", "llama"),
-    "bloom": (ALIBI + ", and a norm of the embedding", "gpt_neox falcon"),
     "codegen": ("its order of queries, keys and values", "gptj"),
     "cohere2_moe": (EXPERTS, "cohere2"),
     "dbrx": (EXPERTS, "cohere"),
@@ -44,7 +42,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "mamba2": (STATES, "llama"),
     "minicpm3": (LATENT, "llama"),
     "mixtral": (EXPERTS, "mistral"),
-    "mpt": (ALIBI, "gpt_neox falcon"),
     "nemotron_h": (STATES, "nemotron"),
     "olmo_hybrid": (STATES, "olmo3"),
     "olmoe": (EXPERTS, "olmo2"),

@@ -158,9 +158,13 @@ def _with_its_head(config: ModelConfig, tensors: Tensors, source: Source) -> Mod
 
     Mutates `tensors`: adds the head.
     """
-    if not config.tied_embeddings or source.find(HEAD) is None:
+    found = source.find(HEAD)
+    if found is None or found in source.shapes:
         return config
     head = source.get(HEAD)
+    if not config.tied_embeddings:  # the table was read in its place (BLOOM)
+        tensors["unembed.weight"] = head.T
+        return config
     if torch.equal(head, tensors["embed"]):
         return config
     tensors["unembed.weight"] = head.T

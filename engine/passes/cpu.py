@@ -16,7 +16,7 @@ from torch import Tensor
 
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.config import Activation
-from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Linear, Norm, Observer, TorchOps, softcap
+from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Linear, Norm, Observer, TorchOps, position_bias, softcap
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import KV_BLOCK, Batch
 from replaylens.engine.passes.batched import BatchedProduct, by_torch
@@ -74,6 +74,7 @@ class CachedOps(CpuOps):
                 self.product,
                 cut[number] if cut else None,
                 scores if observe is not None and observe.scores is not None else None,
+                spec.slopes,
             )
             outs.append(z.flatten(0, 1))
             patterns.append(pattern)
@@ -122,6 +123,7 @@ def attend_blocks(
     product: BatchedProduct = by_torch,
     cut: Cut | None = None,
     seen_scores: list[Tensor] | None = None,
+    slopes: tuple[float, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of queries, times `scale`, over gathered keys, without the edges of `cut`.
 
@@ -129,6 +131,7 @@ def attend_blocks(
     -> ([pieces, rows, heads, d], pattern [pieces, rows, heads, n] or an empty tensor)
 
     seen_scores  if given, the scores are appended to it, in the shape of the pattern
+    slopes       per head, what is added to a score for each position of its key
     """
     pieces, rows, heads, d = q.shape
     kv_heads = keys.shape[0]
@@ -137,6 +140,8 @@ def attend_blocks(
     folded = torch.mul(by_head, scale, out=q.new_empty(by_head.shape)).view(kv_heads * pieces, rows * group, d)
     keys, values = keys.view(kv_heads * pieces, n, d), values.view(kv_heads * pieces, n, d)
     scores = softcap(product(folded, keys.transpose(1, 2)), cap)
+    if slopes:  # keys are those of positions 0, 1, ...
+        scores.view(kv_heads, pieces, rows, group, n).add_(position_bias(slopes, n, q).view(kv_heads, 1, 1, group, n))
     last = scores.view(kv_heads, pieces, rows, group, n)[..., n - ceiling.shape[-1] :]
     torch.minimum(last, ceiling, out=last)
     if cut is not None:

@@ -83,6 +83,8 @@ class CanonicalCudaOps(HeadOps):
         return rotate(x, rotary.table, self.rows)
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
+        if spec.slopes:
+            raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
         if observe is not None:
             raise UnsupportedModel(
                 "Cannot capture attention patterns or scores on CUDA: the kernel never stores them. Use device='cpu'."

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.lens import cuda as cuda_lens
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
@@ -28,6 +29,8 @@ _ROWS = (1, 3, 16, 17, 33, 64, 129, 512)
 @torch.no_grad()
 def examine(model: Decoder) -> Certificate:
     """Examine every op and shape of the model on its device. Does not raise: the certificate lists the failures."""
+    if model.config.slopes:
+        raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
     device, dtype = model.embed.device, model.embed.dtype
     generator = torch.Generator(device).manual_seed(2024)
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)

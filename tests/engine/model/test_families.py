@@ -17,6 +17,7 @@ from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.fields import NEUTRAL
 from replaylens.engine.model.refusals import REFUSED as REFUSALS
+from replaylens.engine.model.site_names import KEY_SITES
 from replaylens.engine.model.source import Source
 from replaylens.engine.model.weights import build, from_hugging_face, load, save, weights_hash
 from tests.engine.gradients.reference import difference, of_decoder
@@ -31,12 +32,15 @@ HARMLESS = re.compile(
     r"_attn_implementation|attribute_map|dtype|get_text_config|return_dict|output_\w+|use_cache|problem_type|num_labels"
     r"|\w*attention_softmax_in_fp32|\w*dropout|\w+_pdrop|layerdrop|initializer_range|pad_token_id|is_decoder|reorder_and_upcast_attn|summary_\w+"
     r"|text_config|vision_config|image_token_id|mm_tokens_per_image"  # Gemma-3's classes for pictures
+    r"|pretraining_tp|slow_but_exact"  # another order of BLOOM's sums
     r"|use_sliding_window|sliding_window_pattern"  # `layer_types` says the same
     r"|original_max_position_embeddings|head_dim"  # copied into rope_parameters; checked against the heads
 )
 """config fields that do not change what a model computes from its tokens"""
 more = pytest.mark.parametrize("name", MORE)
-WIRINGS = ("gpt2-by-layer", "arcee", "phi", "stablelm", "granite", "olmo", "olmo2", "exaone4", "hunyuan", "cohere")
+WIRINGS = """
+gpt2-by-layer arcee phi stablelm granite olmo olmo2 exaone4 hunyuan cohere bloom mpt
+""".split()  # noqa: SIM905
 """models that cover all wirings; the others run the slower tests behind the marker"""
 some = pytest.mark.parametrize(
     "name", [name if name in WIRINGS else pytest.param(name, marks=pytest.mark.slow) for name in MORE]
@@ -105,6 +109,8 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "a kind of norm": ("phi", {"qk_norm_kind": "rms", "norm_bias": True}),
     "short factors": ("phi3", {"rope": Rope(1e4)}),
     "local layers": ("gpt-neo", {"windows": ()}),
+    "ALiBi": ("bloom", {"slopes": ()}),
+    "MPT's order of slopes": ("mpt", {"slopes": tuple(2.0 ** (-8 * i / 6) for i in range(1, 7))}),
     "rotary of local layers": ("olmo3", {"local_rope": None}),
 }
 
@@ -123,11 +129,24 @@ def test_a_feature_left_out_is_noticed(feature: str) -> None:
     assert worst(logits(wrong, tokens), alone(hugging_face(name), tokens)) > 3 * TOLERANCE
 
 
-# ---- gradients -----------------------------------------------------------------------------------------------------------
+# ---- bits and gradients --------------------------------------------------------------------------------------------------
 
 
 def metric(row: Tensor) -> Tensor:
     return row.log_softmax(-1)[5] - 0.3 * row[7]
+
+
+@some
+def test_rows_together_have_the_bits_of_rows_alone(name: str) -> None:
+    """The heart of the contract at every site; `tests/engine/test_contract.py` has the rest behind the marker `slow`."""
+    tokens = sequences((20,), seed=4)[0].tolist()
+    together, single = (Engine(load(hugging_face(name)), page_size=size) for size in (16, 4))
+    sites = [site for site in together.sites.in_order() if not site.endswith(KEY_SITES)]
+    whole, row = together.prompt(tokens, sites=sites), single.prompt(tokens[:1], sites=sites)
+    for token in tokens[1:]:
+        row.force([token])
+    assert torch.equal(whole.kv(), row.kv())
+    assert [site for site in sites if not torch.equal(whole.activations[site], row.activations[site])] == []
 
 
 @some
@@ -212,6 +231,7 @@ def test_a_forgotten_field_would_be_found(monkeypatch: pytest.MonkeyPatch) -> No
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "post-norm OPT": ("opt", {"do_layer_norm_before": False}, "opt with do_layer_norm_before = False is not supported"),
     "OPT with a projection": ("opt", {"word_embed_proj_dim": 18}, "must equal hidden_size: 36"),
+    "MPT with a norm of q and k": ("mpt", {"attn_config": {"qk_ln": True}}, "mpt with attn_config qk_ln = True"),
     "Falcon with ALiBi": ("falcon", {"alibi": True}, "alibi"),
     "a rotation that is not known": (
         "gemma",

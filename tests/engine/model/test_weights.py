@@ -428,9 +428,9 @@ def test_unsupported_live_model_is_named() -> None:
     """The same for a model in memory."""
     import transformers
 
-    config = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=11)
-    with pytest.raises(UnsupportedModel, match="'bloom' is not supported"):
-        load(transformers.BloomForCausalLM(config))
+    config = transformers.XGLMConfig(d_model=16, num_layers=1, attention_heads=2, vocab_size=11, ffn_dim=8)
+    with pytest.raises(UnsupportedModel, match=r"'xglm' is not supported. It needs sinusoidal positions. Closest: opt"):
+        load(transformers.XGLMForCausalLM(config))
 
 
 FEATURES: dict[str, tuple[dict[str, Any], str]] = {
