@@ -71,6 +71,9 @@ BIGCODE = dict(
     vocab_size=97, n_embd=36, n_layer=2, n_head=6, n_positions=256, n_inner=52, bos_token_id=0, eos_token_id=0, pad_token_id=0
 )
 
+NEW_WIRINGS = ("cohere", "hunyuan", "olmo2", "arcee", "granite")
+"""what the first families do not have and the kernels do: norms of each head or over all, norms after the rotation, no norm
+before a product, relu2, factors on stream and logits"""
 ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four")
 """models with ALiBi, which the kernels do not have"""
 MORE: dict[str, tuple[str, dict[str, Any]]] = {

@@ -23,7 +23,7 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.zoo import coin as zoo
 from tests.devices import DEVICES, with_devices
 from tests.engine.reference import GREEDY, Reference, decoder, differences, perturbed, random_decoder, reference_of, same_bits
-from tests.families import MORE, NAMES, ON_CPU_ONLY
+from tests.families import MORE, NAMES, NEW_WIRINGS
 
 NEW = 10
 LONGEST = 75
@@ -118,7 +118,11 @@ def subject_of(family: str, device: str) -> Subject:
 
 @pytest.fixture(
     scope="module",
-    params=with_devices((*NAMES, "coin-plain", *MORE), slow=(*WIRED_ALIKE, *MORE), cpu_only=ON_CPU_ONLY),
+    params=with_devices(
+        (*NAMES, "coin-plain", *MORE),
+        slow=(*WIRED_ALIKE, *MORE),
+        cpu_only=tuple(name for name in MORE if name not in NEW_WIRINGS),
+    ),
 )
 def subject(request: pytest.FixtureRequest) -> Subject:
     """Every family with random weights, and a trained model."""

@@ -11,12 +11,10 @@ from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.cuda import CanonicalCudaOps, device_rows
 from replaylens.engine.proof import doctor_cuda
 from tests.engine.passes.packed import alone
-from tests.families import MORE, ON_CPU_ONLY, hugging_face
+from tests.families import MORE, NEW_WIRINGS, ON_CPU_ONLY, hugging_face
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PATH = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
-QUICK = ("arcee", "olmo2", "granite", "cohere", "hunyuan")
-"""relu2, norms over and of each head, factors on stream and logits, norms after the rotation"""
 
 
 def logits(name: str) -> torch.Tensor:
@@ -37,7 +35,7 @@ def logits(name: str) -> torch.Tensor:
 SERVED = [name for name in MORE if name not in ON_CPU_ONLY]
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SERVED])
+@pytest.mark.parametrize("name", [n if n in NEW_WIRINGS[:3] else pytest.param(n, marks=pytest.mark.slow) for n in SERVED])
 @torch.no_grad()
 def test_a_pass_gives_hugging_faces_logits(name: str) -> None:
     """The path is longer than the windows of seven positions."""
