@@ -161,7 +161,7 @@ class NoGradient(EngineError, ValueError):
     """A gradient that is not computed: through hook functions or thoughts, on a GPU, or at a site that has none."""
 
 
-class BadMetric(EngineError, ValueError):
+class BadMetric(BadRequest):
     """A metric that is not a scalar of the last row's logits, or does not depend on them."""
 
 

@@ -13,7 +13,7 @@ memory first. The residual stream is the same whether y is captured or not.
 
 **Two kernels.** `_rows_kernel`: one program per tile, any shape, stride and dtype. `_persistent_kernel`: one program per
 multiprocessor, tiles fed by the bulk tensor copy engine, for many rows. Weights may be stored [K, N] or be a transposed
-view of [N, K], at about the same speed.
+view of [N, K], at about the same speed. `_batched_kernel` computes many small products at once, in the same order.
 """
 
 import torch
@@ -186,6 +186,43 @@ def matmul(
         x, w, *extras, out, rows, columns, depth, x.stride(0), w.stride(0), w.stride(1), *strides,
         tile.rows, tile.columns, tile.depth, depth % tile.depth == 0, columns % tile.columns == 0, **flags, **options,
     )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["M"])
+def _batched_kernel(
+    X, W, OUT, M, N, K, stride_xb, stride_xm, stride_wb, stride_wk, stride_wn, stride_ob, stride_om,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    batch = tl.program_id(2).to(tl.int64)
+    acc = dot_tile(
+        X + batch * stride_xb, W + batch * stride_wb, row, column, M, N, K, stride_xm, stride_wk, stride_wn,
+        ROWS, COLUMNS, DEPTH, EVEN_K, EVEN_N,
+    )  # fmt: skip
+    mask = (row[:, None] < M) & (column[None, :] < N)
+    out = OUT + batch * stride_ob + row.to(tl.int64)[:, None] * stride_om + column[None, :]
+    tl.store(out, acc.to(OUT.dtype.element_ty), mask=mask)
+
+
+def batched_matmul(x: Tensor, w: Tensor) -> Tensor:
+    """x [batch, M, K] @ w [batch, K, N] -> [batch, M, N]: `matmul` for each entry, to the bit. w may have any strides."""
+    require(x.dim() == w.dim() == 3, "x and w have shapes {} and {}. Expected three dimensions.", x.shape, w.shape)
+    batch, rows, depth = x.shape
+    require_float("x", x)
+    require_rows("x", x)
+    require_shape("w", w, (batch, depth, None))
+    require_same("w", w, x)
+    columns = w.shape[2]
+    out = torch.empty(batch, rows, columns, dtype=x.dtype, device=x.device)
+    if out.numel():
+        tile = gemm_tile(rows, depth, columns, x.dtype, False, False)
+        _batched_kernel[(ceil_div(rows, tile.rows), ceil_div(columns, tile.columns), batch)](
+            x, w, out, rows, columns, depth, x.stride(0), x.stride(1), *w.stride(), out.stride(0), out.stride(1),
+            tile.rows, tile.columns, tile.depth, depth % tile.depth == 0, columns % tile.columns == 0,
+            num_warps=tile.warps, num_stages=tile.stages, **EXACT,
+        )  # fmt: skip
     return out
 
 

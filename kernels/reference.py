@@ -87,8 +87,14 @@ def attention(
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
+    hidden: Tensor | None = None,
+    replaced: Tensor | None = None,
 ) -> Tensor:
-    """q [rows, heads, d_head] over the keys 0..position of each row's sequence -> [rows, heads, d_head]"""
+    """q [rows, heads, d_head] over the keys 0..position of each row's sequence -> [rows, heads, d_head]
+
+    hidden    [rows, heads, keys] bool: edges hidden from the softmax
+    replaced  [rows, heads, keys]: weights that edges have after it; NaN: those of the softmax
+    """
     out = torch.empty_like(q)
     group = q.shape[1] // k_cache.shape[1]
     for i, (s, position) in enumerate(zip(sequence.tolist(), positions.tolist(), strict=True)):
@@ -100,8 +106,23 @@ def attention(
         score = torch.einsum("hd,khd->hk", q[i], k) * scale
         if softcap:
             score = torch.tanh(score / softcap) * softcap
-        out[i] = torch.einsum("hk,khd->hd", score.softmax(-1), v)
+        if hidden is not None:
+            score = score.masked_fill(hidden[i][:, keys], -torch.inf)
+        weight = score.softmax(-1)
+        if replaced is not None:
+            weight = torch.where(replaced[i][:, keys].isnan(), weight, replaced[i][:, keys])
+        out[i] = torch.einsum("hk,khd->hd", weight, v)
     return out
+
+
+# edit
+
+
+def keep_lengths(before: Tensor, after: Tensor, kept: Tensor, heads: int) -> Tensor:
+    """Rows of `after` [rows, heads * width] with `kept` scaled to the lengths of the vectors in `before`"""
+    x, y = before.unflatten(1, (heads, -1)), after.unflatten(1, (heads, -1))
+    scaled = (y * (x.norm(dim=-1, keepdim=True) / y.norm(dim=-1, keepdim=True))).flatten(1)
+    return torch.where(kept.bool()[:, None], scaled, after)
 
 
 # sample

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _TITLES = {
     "hook_in": "residual stream",
+    "attn.o.hook_in": "attention heads",
     "attn.hook_out": "attention output",
     "ln1_post.hook_out": "attention output",
     "mlp.hook_out": "MLP output",
@@ -37,16 +39,24 @@ class Attribution:
     words: tuple[str, ...]
     """the text of each token of the patched prompt"""
     estimate: Tensor
-    """[sites, positions]: by gradients"""
+    """[sites, positions], or [sites, positions, heads]: by gradients"""
     real: Tensor | None
-    """[sites, positions]: by patching, one fork per row; None if it was not asked for"""
+    """likewise, by patching, one fork per row or head; None if it was not asked for"""
     certified: bool
     """whether the bits of both are promised"""
+    gap: float | None = None
+    """of integrated gradients: after - before, minus the sum of the estimates. None of other attributions, which need not add
+    up"""
 
     def __repr__(self) -> str:
-        size = f"{len(self.sites)} sites, {len(self.words)} positions"
+        size = f"{len(self.sites)} sites, {len(self.words)} positions{f', {self.heads} heads' if self.heads else ''}"
         compared = "" if self.real is None else f", correlation {self.correlation:.2f} with real effects"
         return f"Attribution({self.before:.4g} to {self.after:.4g}; {size}{compared})"
+
+    @property
+    def heads(self) -> int:
+        """The number of heads with effects of their own; 0: rows have one effect for all heads together."""
+        return self.estimate.shape[2] if self.estimate.dim() == 3 else 0
 
     @property
     def correlation(self) -> float:
@@ -59,12 +69,11 @@ class Attribution:
         """One line per row, the largest estimate first."""
         import pandas as pd
 
-        lines = [
-            {"site": site, "position": position, "token": word, "estimate": float(self.estimate[i, position])}
-            | ({} if self.real is None else {"real": float(self.real[i, position])})
-            for i, site in enumerate(self.sites)
-            for position, word in enumerate(self.words)
-        ]
+        lines = []
+        for at, estimate in zip(product(*map(range, self.estimate.shape)), self.estimate.flatten().tolist(), strict=True):
+            line = {"site": self.sites[at[0]], "position": at[1], "token": self.words[at[1]]}
+            line |= {"head": at[2]} if self.heads else {}
+            lines.append(line | {"estimate": estimate} | ({} if self.real is None else {"real": float(self.real[at])}))
         return pd.DataFrame(lines).sort_values("estimate", key=abs, ascending=False, kind="stable", ignore_index=True)
 
     def worst(self, n: int = 10) -> "pd.DataFrame":
@@ -81,24 +90,31 @@ class Attribution:
         return self.real
 
     def plot(self) -> "Figure":
-        """A heat map for each kind of site, layers by tokens; the real effects below, on a scale of their own."""
+        """A heat map for each kind of site, layers by tokens, or by heads as sums over positions; the real effects below, on a
+        scale of their own."""
         from matplotlib.figure import Figure
 
         kinds, grids = self._kinds(), {"estimate": self.estimate}
         if self.real is not None:
             grids["real"] = self.real
-        size = (1 + len(kinds) * max(3.0, 0.28 * len(self.words)), 0.8 + len(grids) * 3.0)
+        if self.heads:
+            grids = {what: grid.sum(1) for what, grid in grids.items()}
+        labels = [str(head) for head in range(self.heads)] or self._labels()
+        size = (1 + len(kinds) * max(3.0, 0.28 * len(labels)), 0.8 + len(grids) * 3.0)
         figure = Figure(figsize=size, layout="constrained")
         for line, (what, grid) in zip(figure.subplots(len(grids), len(kinds), squeeze=False), grids.items(), strict=True):
             most = float(grid.abs().max()) or 1.0
             colors = {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
             for axis, (kind, rows) in zip(line, kinds.items(), strict=True):
-                shown = axis.imshow(grid[rows].numpy(), aspect="auto", origin="lower", interpolation="nearest", **colors)
+                shown = axis.pcolormesh(grid[rows].numpy(), **colors)  # shapes, as a report page needs them
                 axis.set(title=_TITLES.get(kind, kind), ylabel="layer")
-                axis.yaxis.get_major_locator().set_params(integer=True)
-                axis.set_xticks(range(len(self.words)), [repr(word)[1:-1] for word in self.words], rotation=90, fontsize=6)
+                axis.set_yticks([i + 0.5 for i in range(len(rows))], [str(i) for i in range(len(rows))], fontsize=6)
+                axis.set_xticks([i + 0.5 for i in range(len(labels))], labels, rotation=0 if self.heads else 90, fontsize=6)
             figure.colorbar(shown, ax=line, label=f"change of the metric: {what}")
         return figure
+
+    def _labels(self) -> list[str]:
+        return [repr(word)[1:-1].replace("$", r"\$") for word in self.words]  # a dollar sign would start a formula
 
     def _kinds(self) -> dict[str, list[int]]:
         """Sites of one kind in layer order: their rows by the name within a block. The stream that leaves the last block
@@ -114,4 +130,6 @@ class Attribution:
         lead = f"<p>Metric: {self.before:.3f} of the patched prompt, {self.after:.3f} of the other one."
         if self.real is not None:
             lead += f" Correlation of estimates and real effects: {self.correlation:.3f}."
+        if self.gap is not None:
+            lead += f" The attributions miss the difference by {self.gap:.3f}."
         return lead + "</p>" + self.frame.head(12).to_html(index=False, float_format="{:.4f}".format)

@@ -30,7 +30,8 @@ def integrated_gradients(
 
     All rows of the site move together on a straight line from the baseline's to the prompt's. The attribution of a row is its
     move times its gradient, averaged over `steps` points of the line (the midpoint rule). At a site that everything
-    passes, such as the embedding or S of a layer, the attributions add up to `after - before`, up to the error of the rule.
+    passes, such as the embedding or S of a layer, the attributions add up to `after - before`, up to the error of the rule,
+    which is `gap`. From rows of zeros, `before` is the metric of the prompt with these rows set to zero.
 
     text      a prompt; its metric is `after`
     baseline  a prompt with as many tokens, whose metric is `before`; None: rows of zeros
@@ -57,13 +58,14 @@ def integrated_gradients(
         edit = Edit(name, "set", here + (there - here) * share, range(len(path)))
         return tape_of(engine, path, place_all([edit], engine.sites, len(path)), names)
 
-    mean = torch.zeros_like(there)
+    mean = torch.zeros_like(there, dtype=torch.float32)
     for step in range(steps):
         mean += moved((step + 0.5) / steps).gradients(function, engine.sites.aliases, promised)[name]
     estimate = row_sums((there - here) * (mean / steps))[None]
     before, after = (moved(0.0) if baseline is None else start).measure(function), end.measure(function)
     real = None
     if compare:
-        changed = {name: (there - here).flatten(1).any(1).tolist()}
+        changed = {name: (there - here).flatten(1).any(1)}
         real = patch_effects(engine, base, {name: there}, changed, function, before, progress=False)
-    return Attribution(before, after, names, words_of(engine, path), estimate, real, promised)
+    gap = after - before - float(estimate.double().sum())
+    return Attribution(before, after, names, words_of(engine, path), estimate, real, promised, gap)

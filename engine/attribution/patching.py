@@ -1,10 +1,10 @@
 """`attribution_patching`: the effects of all patches to first order, from two forward passes and one backward pass."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from replaylens.engine.attribution.effects import Attribution
 from replaylens.engine.errors import BadRequest, NoGradient
@@ -20,8 +20,6 @@ from replaylens.engine.serving.differentiable import differentiable, metric_of, 
 from replaylens.engine.thinking.core import ThinkingCore
 
 Prompt = str | Sequence[int]
-_TOGETHER = 64
-"""most forks that are computed together; changes no bit"""
 
 
 def attribution_patching(
@@ -29,8 +27,9 @@ def attribution_patching(
     clean: Prompt,
     corrupt: Prompt,
     metric: AnyMetric | Branch,
-    sites: str | Sequence[str] = "STC",
+    sites: str | Sequence[str] | None = None,
     *,
+    heads: bool = False,
     compare: bool = False,
     progress: bool = False,
 ) -> Attribution:
@@ -41,7 +40,8 @@ def attribution_patching(
 
     clean, corrupt  prompts with the same number of tokens
     metric          as in `Branch.gradients`, of the last position
-    sites           S, T and C, or site names
+    sites           S, T and C, or site names; default: "STC", or attn.hook_z of every layer with `heads`
+    heads           one effect for each head of sites with heads, instead of one for all of a row together
     compare         also patch every row, as forks of the corrupt prompt, for `real`, `correlation` and `worst`
 
     >>> from replaylens import Engine, attribution_patching
@@ -50,68 +50,75 @@ def attribution_patching(
     >>> found.estimate.shape, found.certified, found.words[int(found.real[0].argmax())]
     (torch.Size([13, 15]), True, ' tails')
     """
-    paths = paths_of(engine, clean, corrupt)
-    names = differentiable(engine, sites)
+    paths, heads = paths_of(engine, clean, corrupt), flag("heads", heads)
+    names = _sites(engine, sites, heads)
     function, promised = metric_of(engine, metric)
     source = tape_of(engine, paths[0], (), names, backward=False)
     found = tape_of(engine, paths[1], (), names).gradients(function, engine.sites.aliases, promised)
     rows = {site: source.value(site) for site in names}
     moved = {site: rows[site] - found.activations[site] for site in names}
-    estimate = torch.stack([row_sums(found.peek(site) * moved[site]) for site in names])
+    estimate = torch.stack([_sums(found.peek(site) * moved[site], heads) for site in names])
     real = None
     if flag("compare", compare):
-        changed = {site: moved[site].flatten(1).any(1).tolist() for site in names}
+        changed = {site: (moved[site] if heads else moved[site].flatten(1)).any(-1) for site in names}
         real = patch_effects(engine, paths[1], rows, changed, function, found.value, flag("progress", progress))
     words = words_of(engine, paths[1])
     return Attribution(found.value, source.measure(function), names, words, estimate, real, found.certified)
+
+
+def _sites(engine: Core, sites: str | Sequence[str] | None, heads: bool) -> tuple[str, ...]:
+    """The names of the sites; BadRequest if effects of heads are asked for and they have none, or not equally many."""
+    if sites is None:
+        sites = [f"blocks.{layer}.attn.hook_z" for layer in range(engine.config.num_layers)] if heads else "STC"
+    names = differentiable(engine, sites)
+    shapes = {engine.sites.sites[name].shape for name in names}
+    if heads and (len(shapes) > 1 or len(next(iter(shapes))) != 2 or 0 in next(iter(shapes))):
+        raise BadRequest(
+            "heads=True was given for sites without heads, or with different ones. Give e.g. 'blocks.0.attn.hook_z'."
+        )
+    return names
+
+
+def _sums(x: Tensor, heads: bool) -> Tensor:
+    """[rows, ...] -> [rows]; with heads, [rows, heads, width] -> [rows, heads]"""
+    return row_sums(x.flatten(0, 1)).view(x.shape[:2]) if heads else row_sums(x)
 
 
 def patch_effects(
     engine: Core,
     path: list[int],
     rows: Mapping[str, Tensor],
-    changed: Mapping[str, Sequence[bool]],
+    changed: Mapping[str, Tensor],
     function: LogitsFunction,
     before: float,
     progress: bool,
 ) -> Tensor:
-    """The change of the metric, from `before`, under each patch of one row: [sites, positions].
+    """The change of the metric, from `before`, under each patch of one row, or of one head of a row.
 
-    Every patch is a fork of the path. A row that is replaced by its own bits changes nothing, so only `changed` ones run.
+    changed  site -> bool [positions], or [positions, heads]. What is replaced by its own bits changes nothing, so only what
+             changed is computed, as forks of the path
+    -> [sites, positions], or [sites, positions, heads]
     """
-    last = f"blocks.{engine.config.num_layers - 1}.hook_out"
-    cells = [(i, site, at) for i, site in enumerate(rows) for at, differs in enumerate(changed[site]) if differs]
-    effects = torch.zeros(len(rows), len(path))
-    pool = engine.runner.pool
-    together = max(1, min(_TOGETHER, pool.num_pages * pool.page_size // len(path) - 1))
-    root = engine.prompt(path, sites=[last], positions="last")
-    try:
-        for first in tqdm(range(0, len(cells), together), unit="batch", disable=not progress):
-            some = cells[first : first + together]
-            values = _measured(
-                engine, root, [Edit.interchange(site, rows[site][at], at) for _, site, at in some], last, function
-            )
-            for (i, _, at), value in zip(some, values, strict=True):
-                effects[i, at] = value - before
-    finally:
-        root.release()
+    cells = [(i, site, at) for i, site in enumerate(rows) for at in changed[site].nonzero().tolist()]
+    effects = torch.zeros(len(rows), *next(iter(changed.values())).shape)
+    with engine.variants(path) as base:
+        edits = [[_patch(site, rows[site], *at)] for _, site, at in cells]
+        values = base.read(edits, [-1], partial(_measured, function), progress).tolist() if edits else []
+    for (i, _, at), value in zip(cells, values, strict=True):
+        effects[(i, *at)] = value - before
     return effects
 
 
-def _measured(engine: Core, root: Branch, edits: list[Edit], last: str, function: LogitsFunction) -> list[float]:
-    """The metric of `root` under each edit, all computed together."""
-    forks: list[Branch] = []
-    try:
-        for edit in edits:
-            forks += root.fork(edits=[edit])
-        engine.forest.compute([fork.lane for fork in forks])
-        residual = torch.cat([fork.activations[last] for fork in forks])
-        logits = engine.lock.alone(engine.runner.logits, residual)
-        with modes.canonical(1):
-            return [float(value_of(function, row)) for row in logits]
-    finally:
-        for fork in forks:
-            fork.release()
+def _patch(site: str, rows: Tensor, at: int, head: int | None = None) -> Edit:
+    if head is None:
+        return Edit.interchange(site, rows[at], at)
+    return Edit(site, "set", rows[at][[head]], at, heads=[head])
+
+
+def _measured(function: LogitsFunction, logits: Tensor) -> Tensor:
+    """The metric of each of several rows [rows, 1, vocab]: [rows], in double precision."""
+    with modes.canonical(1):
+        return torch.tensor([float(value_of(function, row)) for row in logits[:, 0]], dtype=torch.float64)
 
 
 def paths_of(engine: Core, *prompts: Prompt) -> list[list[int]]:

@@ -9,7 +9,7 @@ from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.loop.planner import FIXED_WINDOW
 from replaylens.engine.replay.examples import ReplayOptions
-from replaylens.engine.request.edits import Edit, listed
+from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, shown, whole
 from replaylens.engine.serving.core import Core
@@ -57,7 +57,7 @@ def make_plan(
                whether to store log-probability and entropy of every row, which takes the unembedding of all of them
     """
     require_own_name(type(task))
-    edits, drafter = listed(edits), instance("drafter", drafter, str, "the name of a drafter")
+    edits, drafter = engine.tokenized(edits), instance("drafter", drafter, str, "the name of a drafter")
     if not isinstance(positions, str) and (not callable(positions) or isinstance(positions, type)):
         raise BadRequest(f"positions={shown(positions)}: give one of {', '.join(POSITIONS)}, {FORMS}, or a function of a path")
     if isinstance(task, GivenTexts):

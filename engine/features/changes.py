@@ -12,6 +12,8 @@ from replaylens.engine.features.rows import FeatureRows, Ids, feature_ids
 from replaylens.engine.request.edits import Positions
 from replaylens.engine.request.values import integer, items, number, shown, whole
 
+_MAX = torch.finfo(torch.float32).max
+
 
 @dataclass(frozen=True)
 class FeatureChanges:
@@ -53,7 +55,10 @@ def _amounts(name: str, given: Mapping[int, float], width: int) -> list[tuple[in
     if not isinstance(given, Mapping):
         raise BadRequest(f"Invalid {name}={shown(given)}. Give a dict from features to numbers, such as {{7: 2.0}}.")
     ids = feature_ids(name, list(given), width)
-    return [(feature, number(name, amount)) for feature, amount in zip(ids, given.values(), strict=True)]
+    found = [(feature, number(name, amount)) for feature, amount in zip(ids, given.values(), strict=True)]
+    if large := [amount for _, amount in found if abs(amount) > _MAX]:
+        raise BadRequest(f"Invalid {name}={shown(given)}. {large[0]:.3g} is beyond float32, which ends at {_MAX:.3g}.")
+    return found
 
 
 def rows_at(positions: Positions, captured: list[int], length: int) -> list[int]:

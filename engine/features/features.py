@@ -17,7 +17,7 @@ from replaylens.engine import records
 from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, BadWeights, UnknownSite
 from replaylens.engine.features.changes import FeatureChanges, rows_at
 from replaylens.engine.features.config import FeatureConfig
-from replaylens.engine.features.product import RowProduct
+from replaylens.engine.features.product import KernelProduct, RowProduct
 from replaylens.engine.features.rows import FeatureRows, Ids
 from replaylens.engine.features.weights import FeatureWeights
 from replaylens.engine.memory.tree import TokenState
@@ -43,8 +43,14 @@ class SparseFeatures:
     act: ReLU (standard, transcoder), ReLU of the k largest (topk), ReLU above a threshold (jumprelu)
     """
 
-    def __init__(self, config: FeatureConfig, weights: FeatureWeights) -> None:
-        self.config, self.weights = config, weights
+    def __init__(self, config: FeatureConfig, weights: FeatureWeights, device: str = "cpu") -> None:
+        """
+        weights  on the CPU
+        device   "cpu" or "cuda": where rows are encoded; the two differ in the last bits
+        """
+        if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+            raise BadRequest(f"No device {shown(device)} found. Use device='cpu', or 'cuda' on a machine with a GPU.")
+        self.config, self.weights, self.device = config, weights, device
         self.digest = hashlib.sha256(f"{config!r} {weights.digest}".encode()).hexdigest()
         """hash of config and tensors"""
         self.decoder = weights.W_dec
@@ -56,13 +62,17 @@ class SparseFeatures:
             if bool((self._norms == 0).any()):
                 raise BadWeights("W_dec has a row of zeros, but features are in units of its rows' lengths. Check the weights.")
             self.decoder = weights.W_dec / self._norms[:, None]
-        self._product = RowProduct(weights.W_enc)
+            self._norms = self._norms.to(device)
+        self._encoder = weights if device == "cpu" else weights.to(device)
+        self._product = RowProduct(weights.W_enc) if device == "cpu" else KernelProduct(self._encoder.W_enc)
         self._last: tuple[bytes, FeatureRows] | None = None
         """hash of the rows that edits were last made from, and their features"""
 
     @classmethod
-    def load(cls, folder: str | Path) -> "SparseFeatures":
+    def load(cls, folder: str | Path, device: str = "cpu") -> "SparseFeatures":
         """Read a folder with `cfg.json` and `sae_weights.safetensors`, as SAELens saves it.
+
+        device  "cpu" or "cuda": where rows are encoded
 
         Raises BadConfig, UnsupportedModel or BadWeights; `require` checks that a model has its sites.
         """
@@ -73,7 +83,7 @@ class SparseFeatures:
         except OSError as problem:
             raise BadConfig(f"{path} cannot be read ({problem.strerror}). Give a folder that SAELens has saved.") from None
         config = FeatureConfig.of_json(records.parse(content, str(path), BadConfig), str(path))
-        return cls(config, FeatureWeights.read(folder / "sae_weights.safetensors", config))
+        return cls(config, FeatureWeights.read(folder / "sae_weights.safetensors", config), device)
 
     def __len__(self) -> int:
         """The number of features."""
@@ -112,7 +122,7 @@ class SparseFeatures:
 
     @torch.no_grad()
     def encode(self, rows: Tensor) -> FeatureRows:
-        """The active features of rows [n, d_in], or [n, heads, d_head]. Computed in float32 on the CPU.
+        """The active features of rows [n, d_in], or [n, heads, d_head], which may be on any device. Computed in float32.
 
         A row gets the same bits alone or with others, and on any number of threads. Raises BadRequest for rows of another
         width or that are not finite, NotCertified on a machine whose products cannot keep this promise.
@@ -121,7 +131,7 @@ class SparseFeatures:
         if not isinstance(rows, Tensor) or rows.dim() < 2 or rows.shape[1:].numel() != c.d_in:
             given = list(rows.shape) if isinstance(rows, Tensor) else shown(rows)
             raise BadRequest(f"Invalid rows: {given}. Give a tensor [n, {c.d_in}], such as branch.activations[{c.hook!r}].")
-        x = rows.detach().reshape(len(rows), c.d_in).to("cpu", torch.float32)
+        x = rows.detach().reshape(len(rows), c.d_in).to(self.device, torch.float32)
         if not bool(torch.isfinite(x).all()):
             raise BadRequest("Rows to encode contain NaN or infinity. Leave them out, or compute them again.")
         with modes.canonical():
@@ -129,7 +139,7 @@ class SparseFeatures:
 
     def _activations(self, x: Tensor) -> Iterator[Tensor]:
         """Dense activations, some rows at a time."""
-        c, w = self.config, self.weights
+        c, w = self.config, self._encoder
         for some in x.split(max(TILE, _NUMBERS // c.d_sae // TILE * TILE)):
             centred = some - w.b_dec if c.apply_b_dec_to_input else some
             pre = self._product(centred).add_(w.b_enc)
@@ -221,7 +231,7 @@ class SparseFeatures:
     def _measured(self, branch: Branch) -> tuple[list[int], FeatureRows]:
         """(positions, features) of a branch's tokens. The last generated one has no row yet: a twin computes it."""
         if branch.states[-1] is not TokenState.PENDING:
-            rows = branch.activations.peek(self._captured(branch))
+            rows = branch.activations.peek(self._captured(branch)).cpu()
             key = hashlib.sha256(rows.contiguous().view(torch.uint8).numpy().tobytes()).digest()
             if self._last is None or self._last[0] != key:  # edits of many features are often made from the same rows
                 self._last = key, self.encode(rows)

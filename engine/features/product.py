@@ -1,8 +1,9 @@
-"""`RowProduct`: the canonical product of an encoder.
+"""`RowProduct` and `KernelProduct`: the canonical product of an encoder, on a CPU and on a GPU.
 
-A row's bits depend neither on the other rows nor on the number of threads. It is the engine's product on zero-padded tiles of
-16 rows, on one thread (`engine/passes/products.py`). The doctor examines the shapes of the model only, so the encoder's shape
-is examined here, at its first use: tiles, and for many rows a larger count, which is used if it gives the bits of the tiles.
+A row's bits depend neither on the other rows nor on the number of threads. On a CPU, it is the engine's product on zero-padded
+tiles of 16 rows, on one thread (`engine/passes/products.py`); on a GPU, that of `kernels/matmul.py`. The doctor examines the
+shapes of the model only, so the encoder's shape is examined here, at its first use. On a CPU these are tiles, and for many rows
+a larger count, which is used if it gives the bits of the tiles.
 """
 
 import torch
@@ -44,14 +45,47 @@ class RowProduct:
         moved = torch.equal(_padded(rows[order], self.weight), together[order])
         alone = torch.equal(_padded(rows[3:4], self.weight), together[3:4])
         if not (moved and alone):
-            raise NotCertified(
-                f"On this machine, a product of shape {list(self.weight.shape)} gives a row other bits in another tile, so "
-                "features would depend on the rows they are encoded with. Run `replaylens doctor`; use another build of torch."
-            )
+            raise _not_certified(self.weight)
         self._certified = True
 
     def _random(self, n: int) -> Tensor:
         return torch.randn(n, self.weight.shape[0], generator=torch.Generator().manual_seed(0))
+
+
+class KernelProduct:
+    """The product with one weight on a GPU, which must not change afterwards."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight  [inputs, outputs]"""
+        self.weight = weight
+        self._certified = False
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows [n, inputs] -> [n, outputs], float32. Raises NotCertified."""
+        from replaylens.kernels.matmul import matmul  # needs triton
+
+        if not self._certified:
+            self._examine()
+        return matmul(rows.contiguous(), self.weight)
+
+    def _examine(self) -> None:
+        """Mutates: certified, or NotCertified if the bits of a row depend on the number of rows."""
+        from replaylens.kernels.matmul import matmul
+
+        generator = torch.Generator(self.weight.device).manual_seed(0)
+        many = torch.randn(TILE + 1, self.weight.shape[0], generator=generator, device=self.weight.device)
+        together = matmul(many, self.weight)
+        parts = (slice(0, 1), slice(3, 4), slice(1, 10))
+        if not all(torch.equal(matmul(many[some], self.weight), together[some]) for some in parts):
+            raise _not_certified(self.weight)
+        self._certified = True
+
+
+def _not_certified(weight: Tensor) -> NotCertified:
+    return NotCertified(
+        f"On this machine, a product of shape {list(weight.shape)} gives a row other bits in another tile, so "
+        "features would depend on the rows they are encoded with. Run `replaylens doctor`; use another build of torch."
+    )
 
 
 def _padded(rows: Tensor, weight: Tensor, counts: tuple[int, ...] = (TILE,)) -> Tensor:

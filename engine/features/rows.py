@@ -44,13 +44,13 @@ class FeatureRows:
 
     @classmethod
     def of_dense(cls, pieces: Iterable[Tensor], width: int) -> "FeatureRows":
-        """From activations [n, width], piece by piece, none of them below zero."""
+        """From activations [n, width] on any device, piece by piece, none of them below zero. The result is on the CPU."""
         counts, indices, values = [torch.zeros(1, dtype=torch.int64)], [], []
         for piece in pieces:
             row, index = piece.nonzero(as_tuple=True)  # row by row, features ascending
-            counts.append(torch.bincount(row, minlength=len(piece)))
-            indices.append(index.to(torch.int32))
-            values.append(piece[row, index])
+            values.append(piece[row, index].cpu())
+            counts.append(torch.bincount(row.cpu(), minlength=len(piece)))
+            indices.append(index.cpu().to(torch.int32))
         empty = torch.empty(0)
         return cls(
             torch.cat(counts).cumsum(0), torch.cat([empty.to(torch.int32), *indices]), torch.cat([empty, *values]), width

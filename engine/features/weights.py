@@ -1,7 +1,7 @@
 """The tensors of an SAE or transcoder: `sae_weights.safetensors`, checked against its config."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from replaylens.engine.features.config import FeatureConfig
 
 @dataclass(frozen=True, eq=False)
 class FeatureWeights:
-    """In float32 on the CPU, by SAELens' names."""
+    """In float32, by SAELens' names; `read` gives them on the CPU."""
 
     W_enc: Tensor
     """[d_in, d_sae]"""
@@ -35,6 +35,10 @@ class FeatureWeights:
             if value is not None:
                 digest.update(f"{name} {list(value.shape)}\n".encode() + value.numpy().tobytes())
         return digest.hexdigest()
+
+    def to(self, device: str) -> "FeatureWeights":
+        """The same weights on a device."""
+        return replace(self, **{name: value.to(device) for name, value in vars(self).items() if value is not None})
 
     @classmethod
     def read(cls, path: Path, config: FeatureConfig) -> "FeatureWeights":

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from replaylens.engine.gradients.products import BackwardProducts
 from replaylens.engine.gradients.rowwise import through_softcap
 from replaylens.engine.model.ops import AttentionSpec, position_bias, softcap, visible
 
@@ -26,7 +27,7 @@ class AttentionGradients(NamedTuple):
 
 
 def through_attention(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want_pattern: bool
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want_pattern: bool, products: BackwardProducts
 ) -> AttentionGradients:
     """g [rows, heads, d_head] is the gradient of z = p v with p = softmax(cap(scale q k^T)), rows at positions 0, 1, ...
 
@@ -42,7 +43,7 @@ def through_attention(
         part, keys = slice(first, end), slice(low, end)
         hidden = ~visible(torch.arange(first - low, end - low, device=q.device), end - low, spec.window)
         bias = position_bias(spec.slopes, end, q)[:, low:] if spec.slopes else None
-        dq[part], by_k, by_v, dp = _through_rows(g[part], q[part], k[:, keys], v[:, keys], spec, hidden, bias)
+        dq[part], by_k, by_v, dp = _through_rows(g[part], q[part], k[:, keys], v[:, keys], spec, hidden, bias, products)
         dk[:, keys] += by_k
         dv[:, keys] += by_v
         if pattern is not None:
@@ -51,7 +52,14 @@ def through_attention(
 
 
 def _through_rows(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, hidden: Tensor, bias: Tensor | None
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    hidden: Tensor,
+    bias: Tensor | None,
+    products: BackwardProducts,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """g, q [rows, heads, d], k, v [kv_heads, keys, d], hidden [rows, keys], bias [heads, keys]
     -> dq, dk, dv as these, dp [rows, heads, keys]"""
@@ -61,11 +69,12 @@ def _through_rows(
     fold = lambda x: x.reshape(rows, kv_heads, group, d).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, d)  # noqa: E731
     back = lambda x: x.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)  # noqa: E731
     g, q, unseen = fold(g), fold(q) * spec.scale, hidden.repeat(group, 1)
-    raw = torch.bmm(q, k.transpose(1, 2))
+    product = products.batched
+    raw = product(q, k.transpose(1, 2))
     scores = softcap(raw, spec.softcap)
     if bias is not None:
         scores = scores + bias.view(kv_heads, group, 1, -1).expand(-1, -1, rows, -1).reshape(scores.shape)
     p = scores.masked_fill(unseen, -torch.inf).softmax(-1)
-    dp = torch.bmm(g, v.transpose(1, 2)).masked_fill_(unseen, 0.0)
+    dp = product(g, v.transpose(1, 2)).masked_fill_(unseen, 0.0)
     ds = through_softcap(torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype), raw, spec.softcap)
-    return back(torch.bmm(ds, k).mul_(spec.scale)), torch.bmm(ds.transpose(1, 2), q), torch.bmm(p.transpose(1, 2), g), back(dp)
+    return back(product(ds, k).mul_(spec.scale)), product(ds.transpose(1, 2), q), product(p.transpose(1, 2), g), back(dp)

@@ -1,16 +1,19 @@
 """`Backward`: from the gradient of the logits to the gradients at the sites, block by block. Mirrors `Decoder`'s wiring.
 
-Each path is computed alone, on one thread, in shapes that follow from its length. So its gradients have the same bits in any
-company, after any fork and at any number of threads.
+Each path is computed alone, in shapes that follow from its length: on a CPU on one thread, on a GPU with the products of the
+canonical kernels. So its gradients have the same bits in any company, after any fork and at any number of threads. They are
+float32, whatever the dtype of the weights.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from replaylens.engine.gradients.attention import through_attention
-from replaylens.engine.gradients.rowwise import activated, through_activation, through_linear, through_norm, through_rotary
+from replaylens.engine.gradients.products import BackwardProducts
+from replaylens.engine.gradients.rowwise import activated, through_activation, through_norm, through_rotary
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Attention, Block, Decoder, Mlp
 from replaylens.engine.model.ops import Linear, Norm
@@ -52,10 +55,17 @@ def _both(layer: int, name: str) -> tuple[str, str]:
 class Backward:
     """Gradients of one path."""
 
-    def __init__(self, model: Decoder, forward: WholePass, edits: tuple[PlacedEdit, ...], asked: frozenset[str]) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        forward: WholePass,
+        edits: tuple[PlacedEdit, ...],
+        asked: frozenset[str],
+        products: BackwardProducts,
+    ) -> None:
         """forward  with the values of `needed_sites`
         asked    the sites whose gradients are kept in `found`"""
-        self.model, self.forward, self.values, self.asked = model, forward, forward.values, asked
+        self.model, self.forward, self.asked, self.products = model, forward, asked, products
         self.num_rows = num_rows = len(forward.residual)
         self.edits: dict[str, list[PlacedEdit]] = {}
         for edit in edits:
@@ -75,6 +85,10 @@ class Backward:
             self._at("embed.hook_out", x)
         return self.found
 
+    def _value(self, site: str) -> Tensor:
+        """The value at a site, in float32."""
+        return self.forward.values[site].float()
+
     def _at(self, site: str, g: Tensor) -> Tensor:
         """The gradient of a site's value before its edits, from that after them, which is kept if it is asked for."""
         if site in self.asked:
@@ -91,13 +105,13 @@ class Backward:
     def _logits(self, g: Tensor) -> Tensor:
         """[vocab] -> the gradient of the stream after the last block, [rows, d_model]"""
         model, cap = self.model, self.model.config.logit_softcap
-        residual, logits = self.forward.residual, self.forward.logits
+        residual, logits = self.forward.residual.float(), self.forward.logits
         if cap:  # logits = cap tanh(x / cap), so the slope is 1 - (logits / cap)^2
             g = g * (1 - (logits / cap).square())
         if (scale := model.config.logit_scale) != 1.0:
             g = g * scale
         g = self._last_row("unembed.hook_out", g[None])
-        g = self._last_row("ln_final.hook_out", torch.mm(g, model.unembedding))
+        g = self._last_row("ln_final.hook_out", self.products.unembed(g, model.unembedding))
         out = residual.new_zeros(residual.shape)
         out[-1:] = through_norm(g, residual[-1:], model.ln_final)
         return out
@@ -106,8 +120,8 @@ class Backward:
         """The gradient of the stream that leaves the block -> of the stream that enters it."""
         block: Block = self.model.blocks[layer]  # type: ignore[assignment]
         g = self._at(block.out_site, g)
-        x = self.values[block.in_site]
-        read = x if block.parallel else self.values[block.middle_site]
+        x = self._value(block.in_site)
+        read = x if block.parallel else self._value(block.middle_site)
         from_mlp = self._mlp(block.mlp, self._written(g, block.mlp.down, block.ln2_post, block))
         shared = from_mlp if block.ln2 is None and block.parallel else None  # it reads what attention reads
         if block.ln2 is not None:
@@ -125,27 +139,27 @@ class Backward:
         """The gradient of the stream -> of the input of the product that is added to it."""
         site, (*_, post_site) = block.attn_sites if linear is block.attn.o else block.mlp_sites
         if post is not None:
-            g = through_norm(self._at(post_site, g), self.values[site], post)
+            g = through_norm(self._at(post_site, g), self._value(site), post)
         g = self._at(site, g)
-        return through_linear(g if block.scale == 1.0 else g * block.scale, linear)
+        return self.products.linear(g if block.scale == 1.0 else g * block.scale, linear)
 
     def _mlp(self, mlp: Mlp, g: Tensor) -> Tensor:
         """[rows, d_mlp] -> the gradient of the normed stream, [rows, d_model]"""
         g = self._at(mlp.post_site, g)
-        up = self.values[mlp.up_site]
+        up = self._value(mlp.up_site)
         if not mlp.gated:
-            return through_linear(self._at(mlp.up_site, through_activation(g, up, mlp.kind)), mlp.up)
-        gate = self.values[mlp.gate_site]
+            return self.products.linear(self._at(mlp.up_site, through_activation(g, up, mlp.kind)), mlp.up)
+        gate = self._value(mlp.gate_site)
         by_gate = self._at(mlp.gate_site, through_activation(g * up, gate, mlp.kind))
         by_up = self._at(mlp.up_site, activated(gate, mlp.kind).mul_(g))
-        return through_linear(torch.cat([by_gate, by_up], dim=-1), mlp.up)
+        return self.products.linear(torch.cat([by_gate, by_up], dim=-1), mlp.up)
 
     def _attention(self, attn: Attention, g: Tensor, layer: int) -> Tensor:
         """[rows, heads * d_head] -> the gradient of the normed stream, [rows, d_model]"""
         g = self._at(attn.z_site, g.view(self.num_rows, attn.heads, attn.width))
         rotary, config = self.rotary[layer], self.model.config
-        q, k, v = (self.values[site] for site in (*_attended(config, layer), attn.v_site))
-        dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, attn.pattern_site in self.asked)
+        q, k, v = (self._value(site) for site in (*_attended(config, layer), attn.v_site))
+        dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, attn.pattern_site in self.asked, self.products)
         if pattern is not None:
             self.found[attn.pattern_site] = pattern
         if attn.norm_is_last:
@@ -158,16 +172,16 @@ class Backward:
         dq, dk, dv = self._at(attn.q_site, dq), self._at(attn.k_site, dk), self._at(attn.v_site, dv)
         joined = torch.cat([dq, dk, dv], dim=1)
         if attn.clip:  # what was cut off does not pass
-            value = torch.cat([self.values[site] for site in (attn.q_site, attn.k_site, attn.v_site)], dim=1)
+            value = torch.cat([self._value(site) for site in (attn.q_site, attn.k_site, attn.v_site)], dim=1)
             joined = joined * (value.abs() < attn.clip)
-        return through_linear(joined.view(self.num_rows, -1), attn.qkv)
+        return self.products.linear(joined.view(self.num_rows, -1), attn.qkv)
 
     def _qk_norms(self, attn: Attention, dq: Tensor, dk: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Through the norms of queries and keys, if there are any."""
         if attn.q_norm is None or attn.k_norm is None:
             return dq, dk
         dq, dk = self._at(attn.normed_q_site, dq), self._at(attn.normed_k_site, dk)
-        q, k = (self.values[site] for site in _normed(self.model.config, layer))
+        q, k = (self._value(site) for site in _normed(self.model.config, layer))
         if not attn.norm_spans_heads:
             return through_norm(dq, q, attn.q_norm), through_norm(dk, k, attn.k_norm)
         back = lambda g, x, norm: through_norm(g.flatten(1), x.flatten(1), norm).view(x.shape)  # noqa: E731
@@ -177,15 +191,23 @@ class Backward:
 def through_edits(g: Tensor, unedited: Tensor, edits: Sequence[PlacedEdit]) -> Tensor:
     """The gradient [rows, ...] before a site's edits, by autograd: an edit works on single rows, in whatever way it likes.
 
-    Added vectors let a gradient pass, replaced rows stop it, projections project it.
+    Added vectors let a gradient pass, replaced rows stop it, projections project it. Computed on the host.
 
     unedited  the site's value before the edits
     """
     with torch.inference_mode(False), torch.enable_grad():
-        leaf = unedited.clone().requires_grad_()
+        leaf = unedited.to("cpu", torch.float32, copy=True).requires_grad_()
         value = leaf.clone()
         for edit in edits:
             if positions := edit.positions(0, len(value)):
-                value[positions] = edit.apply(value[positions], positions)
-        (found,) = torch.autograd.grad(value, leaf, g.clone())
-    return found
+                value[positions] = _rounded(edit, unedited.dtype).apply(value[positions], positions)
+        (found,) = torch.autograd.grad(value, leaf, g.to("cpu", copy=True))
+    return found.to(g.device)
+
+
+def _rounded(edit: PlacedEdit, dtype: torch.dtype) -> PlacedEdit:
+    """The edit with its tensors as the pass uses them: a condition must not hold here that did not hold there."""
+    if dtype == torch.float32:
+        return edit
+    value, when = (x if x is None else x.to(dtype).float() for x in (edit.value, edit.when))
+    return replace(edit, value=value, when=when)

@@ -11,7 +11,7 @@ from replaylens.engine.errors import BadMetric
 from replaylens.engine.request.values import integer, shown
 
 LogitsFunction = Callable[[Tensor], Tensor]
-"""the last row's logits [vocab] -> a scalar"""
+"""the last row's logits [vocab] -> a scalar. Those of named metrics take [..., vocab] and return [...] too"""
 TokenId = Callable[[str | int], int]
 """a token, as text or id -> its id"""
 
@@ -26,7 +26,7 @@ class LogitDifference:
     def function(self, target: TokenId) -> LogitsFunction:
         """The metric as a function of the logits."""
         right, wrong = target(self.right), target(self.wrong)
-        return lambda logits: logits[right] - logits[wrong]
+        return lambda logits: logits[..., right] - logits[..., wrong]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LogProbability:
     def function(self, target: TokenId) -> LogitsFunction:
         """The metric as a function of the logits."""
         token = target(self.token)
-        return lambda logits: logits.log_softmax(-1)[token]
+        return lambda logits: logits.log_softmax(-1)[..., token]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +57,9 @@ class Divergence:
         expected = self.other.detach().log_softmax(-1)
 
         def divergence(logits: Tensor) -> Tensor:
-            if logits.shape != expected.shape:
-                raise BadMetric(f"Divergence from {len(expected)} logits, but the model has {len(logits)}. Give as many.")
-            return (expected.exp() * (expected - logits.log_softmax(-1))).sum()
+            if logits.shape[-1:] != expected.shape:
+                raise BadMetric(f"Divergence from {len(expected)} logits, but the model has {logits.shape[-1]}. Give as many.")
+            return (expected.exp() * (expected - logits.log_softmax(-1))).sum(-1)
 
         return divergence
 

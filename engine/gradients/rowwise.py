@@ -1,4 +1,4 @@
-"""Derivatives of products, norms, activations, rotations and soft caps. `g` is always the gradient of what the op returns."""
+"""Derivatives of norms, activations, rotations and soft caps. `g` is always the gradient of what the op returns."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,18 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from replaylens.engine.model.config import Activation
-from replaylens.engine.model.ops import Linear, Norm
+from replaylens.engine.model.ops import Norm
 from replaylens.engine.model.rotary import Rotary
-
-_FEW_ROWS = 64
-"""up to which the product runs with the weight in front"""
-
-
-def through_linear(g: Tensor, linear: Linear) -> Tensor:
-    """g [rows, outputs] -> [rows, inputs]. The order of the factors depends on the number of rows only, as bits must."""
-    if len(g) <= _FEW_ROWS:  # CPU libraries take half as long again for few rows times a transposed weight
-        return torch.mm(linear.weight, g.t()).t().contiguous()
-    return torch.mm(g, linear.weight.t())
 
 
 def through_norm(g: Tensor, x: Tensor, norm: Norm) -> Tensor:

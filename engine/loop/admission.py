@@ -78,13 +78,16 @@ class Admission:
             turn.num_drafts = num_drafts
             if num_drafts and (1 + num_drafts) * self._width(job, turn.end) > budget:
                 return None  # a shorter window would make the rejected branches depend on the load
-        if self._alone and turn.deciding and len(rows) == 1 and not turn.num_drafts and self._may_burst(job):
+        if self._alone and turn.deciding and len(rows) == 1 and not turn.num_drafts and self._may_burst(job, start):
             turn.burst = min(job.remaining, MAX_BURST)
         return turn
 
-    def _may_burst(self, job: Job) -> bool:
-        """Whether the device can decode on its own: no hook functions, and neither sampling nor lens needs the host."""
+    def _may_burst(self, job: Job, start: int) -> bool:
+        """Whether the device can decode on its own: no hook functions, no edits of patterns or of chosen tokens at positions to
+        come, and neither sampling nor lens needs the host."""
         lane = job.lane
+        if any((edit.on_pattern or edit.tokens) and edit.touches(start, start + MAX_BURST) for edit in lane.edits):
+            return False
         there = lane.capture is None or lane.capture.on_device
         if lane.capture is not None and lane.capture.lens is not None:
             there = there and self.runner.model.config.plain_logits

@@ -12,31 +12,37 @@ from replaylens.engine.errors import BadRequest, KVCorruption
 from replaylens.engine.memory.pages import PageCopy, PagePool
 from replaylens.engine.model.config import ModelConfig
 
-WORTH_SHARING = 16 << 20
+_WORTH_SHARING = {"cpu": 1 << 20, "cuda": 16 << 20}
 _MIX = 0x5851F42D4C957F2D  # odd multiplier of a 64-bit congruential generator
 
 
 class KVCache:
     """Keys and values of every layer in slots. A page is `page_size` consecutive slots; page 0 stays zero.
 
-    The layout on a CPU is [layers, 2, kv_heads, slots, d_head]: a gather of slots gives each head a contiguous block. On CUDA
-    it is [layers, 2, slots, kv_heads, d_head]: the kernels read the entries of a page in place.
+    The layout on a CPU is [layers, 2, kv_heads, slots, d_head]: a gather of slots gives each head a contiguous block. On CUDA,
+    or wherever `kernels` run, it is [layers, 2, slots, kv_heads, d_head]: they read the entries of a page in place.
 
     With `canary=True`, every slot also has a hash chained over (token, position, previous slot's hash) and a hash of its
     bytes. `check` recomputes both and reports the first slot that does not hold what its branch expects.
     """
 
     def __init__(
-        self, config: ModelConfig, pool: PagePool, dtype: torch.dtype, device: str = "cpu", canary: bool = False
+        self,
+        config: ModelConfig,
+        pool: PagePool,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        canary: bool = False,
+        kernels: bool = False,
     ) -> None:
-        slots = (pool.num_pages + 1) * pool.page_size
-        self.slot_dim = 3 if device == "cpu" else 2
-        inner = (config.num_kv_heads, slots) if device == "cpu" else (slots, config.num_kv_heads)
+        slots, by_slot = (pool.num_pages + 1) * pool.page_size, kernels or device != "cpu"
+        self.slot_dim = 2 if by_slot else 3
+        inner = (slots, config.num_kv_heads) if by_slot else (config.num_kv_heads, slots)
         self.pool, self.num_heads = pool, config.num_heads
         self.data = _zeros((config.num_layers, 2, *inner, config.d_head), dtype, device)
-        self.worth_sharing = WORTH_SHARING
-        """bytes of keys and values per layer that reading shared pages once must save, or every row reads its own (CUDA only);
-        reading less takes no longer than the launch. Moves no bit"""
+        self.worth_sharing = _WORTH_SHARING[device]
+        """bytes of keys and values per layer that reading shared pages once must save, or every row reads its own; below,
+        dividing the rows takes as long. Moves no bit"""
         self.chain: dict[int, int] | None = {} if canary else None
         self.digest: dict[int, bytes] = {}
 

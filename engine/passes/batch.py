@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -56,6 +57,8 @@ class AttentionGroup:
     """per piece, a multiple of KV_BLOCK"""
     masks: dict[int, Tensor]
     """window -> what `ceiling` returns"""
+    first_key: int = 0
+    """the position of the first key"""
 
     def ceiling(self, window: int) -> Tensor:
         """The `ceiling` of the scores of the last keys: [pieces, query rows, 1, last keys]. All queries see the earlier keys.
@@ -63,8 +66,8 @@ class AttentionGroup:
         Cached per window.
         """
         if window not in self.masks:
-            seen = visible(self.positions.view(-1), self.num_keys, window)
-            first = 0 if window else int(self.positions.min()) + 1
+            seen = visible(self.positions.view(-1) - self.first_key, self.num_keys, window)
+            first = 0 if window else int(self.positions.min()) - self.first_key + 1
             self.masks[window] = ceiling(seen.view(*self.positions.shape, 1, self.num_keys)[..., first:])
         return self.masks[window]
 
@@ -110,6 +113,11 @@ class Batch:
             self.offsets.append(self.offsets[-1] + len(s.tokens))
 
     @cached_property
+    def cuts_edges(self) -> bool:
+        """Whether an edit may change an edge of a row's attention."""
+        return any(edit.on_pattern and edit.touches(s.start, s.end) for s in self.segments for edit in s.edits)
+
+    @cached_property
     def write_slots(self) -> Tensor:
         """The slot of every row's KV: [rows]."""
         return torch.tensor([slot for s in self.segments for slot in self.pool.slots(s.table, s.start, s.end)])
@@ -117,7 +125,7 @@ class Batch:
     @cached_property
     def groups(self) -> list[AttentionGroup]:
         """The attention groups, used on a CPU only."""
-        return self._attention_groups(self.pool, self.query_rows)
+        return self.groups_of(range(len(self.segments)), 0)
 
     @cached_property
     def queries(self) -> list[Tensor]:
@@ -127,8 +135,12 @@ class Batch:
     @cached_property
     def query_of_row(self) -> Tensor:
         """Of every padded row, its place among the queries of all groups; padding rows take the first. [padded rows]"""
+        return self.places(self.groups)
+
+    def places(self, groups: Sequence[AttentionGroup]) -> Tensor:
+        """Of every padded row, its place among the queries of these groups; padding rows take the first. [padded rows]"""
         places = torch.zeros(self.padded + 1, dtype=torch.int64)
-        rows = torch.cat([group.rows.view(-1) for group in self.groups])
+        rows = torch.cat([group.rows.view(-1) for group in groups])
         places[rows] = torch.arange(rows.shape[0])
         return places[:-1]
 
@@ -141,28 +153,33 @@ class Batch:
         ends = self.offsets[1:]
         return [row for end, s in zip(ends, self.segments, strict=True) for row in range(end - s.num_logits, end)]
 
-    def _attention_groups(self, pool: PagePool, query_rows: tuple[int, ...]) -> list[AttentionGroup]:
-        """Split segments into pieces of at most max(query_rows) rows, and group pieces of equal padded size."""
-        query_rows = tuple(sorted(query_rows))
+    def groups_of(self, chosen: Sequence[int], first_key: int) -> list[AttentionGroup]:
+        """The attention groups of some segments over their keys from `first_key` on.
+
+        Segments are split into pieces of at most max(query_rows) rows. Pieces of equal padded size form a group.
+        """
+        query_rows = tuple(sorted(self.query_rows))
         largest = query_rows[-1]
         groups: dict[tuple[int, int], list[Piece]] = {}
-        for offset, s in zip(self.offsets, self.segments, strict=False):
+        for index in chosen:
+            offset, s = self.offsets[index], self.segments[index]
             for first in range(0, len(s.tokens), largest):
                 n = min(largest, len(s.tokens) - first)
-                keys = _roomy(-(-(s.start + first + n) // KV_BLOCK)) * KV_BLOCK
+                keys = _roomy(-(-(s.start + first + n - first_key) // KV_BLOCK)) * KV_BLOCK
                 piece = Piece(query_rows[bisect_left(query_rows, n)], keys, offset + first, n, s, s.start + first)
                 groups.setdefault(piece[:2], []).append(piece)
-        return [self._group(groups[size], pool) for size in sorted(groups)]
+        return [self._group(groups[size], first_key) for size in sorted(groups)]
 
-    def _group(self, pieces: list[Piece], pool: PagePool) -> AttentionGroup:
+    def _group(self, pieces: list[Piece], first_key: int) -> AttentionGroup:
         queries, keys = pieces[0].queries, pieces[0].keys
         query, n = np.arange(queries), np.array([piece.num_rows for piece in pieces])[:, None]
         first_row, position = (np.array([p.row for p in pieces])[:, None], np.array([p.position for p in pieces])[:, None])
         rows = np.where(query < n, first_row + query, self.padded)
         positions = position + np.where(query < n, query, 0)
-        slots = pool.slot_rows([p.segment.table for p in pieces], [p.position + p.num_rows for p in pieces], keys)
+        tables, ends = [p.segment.table for p in pieces], [p.position + p.num_rows for p in pieces]
+        slots = self.pool.slot_rows(tables, ends, keys, first_key)
         as_tensor = torch.from_numpy
-        return AttentionGroup(as_tensor(rows), as_tensor(slots.reshape(-1)), as_tensor(positions), keys, {})
+        return AttentionGroup(as_tensor(rows), as_tensor(slots.reshape(-1)), as_tensor(positions), keys, {}, first_key)
 
 
 @lru_cache(maxsize=4096)

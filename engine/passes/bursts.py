@@ -241,7 +241,7 @@ class DecodeGraph:
         return out[:, : len(places)]
 
     def _edited(self, program: EditProgram | None, requests: int, steps: int) -> tuple[Tensor, Tensor] | None:
-        """What the rows of every step do: numbers [steps, stages, 2, size] and masks [steps, projections, size]."""
+        """What the rows of every step do: numbers [steps, stages, NUMBERS, size] and masks [steps, projections, size]."""
         if program is None:
             return None
         self.edits.load_vectors(program)
@@ -313,7 +313,7 @@ class Bursts:
             tokens, views = self.run(places[: SIZES[-1]], steps, exact)
             more, others = self.run(places[SIZES[-1] :], steps, exact)
             return tokens + more, views + others
-        program = self.runner.program([(place.position, steps, place.edits) for place in places])
+        program = self.runner.program([(place.position, steps, place.edits, None) for place in places])
         tables = [place.table for place in places]
         pages = page_numbers(
             tables, (len(tables), next_power_of_2(max(len(table.pages) for table in tables))), self.spare.pages[0]

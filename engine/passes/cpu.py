@@ -10,6 +10,7 @@ What makes an op canonical:
 """
 
 import math
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import KV_BLOCK, Batch
 from replaylens.engine.passes.batched import BatchedProduct, by_torch
 from replaylens.engine.passes.edges import Cut, cuts
+from replaylens.engine.passes.prefixes import Prefixes, attend_prefixes, find_prefixes
 from replaylens.engine.passes.products import Products
 
 
@@ -54,12 +56,20 @@ class CachedOps(CpuOps):
         """product  gives the bits of `by_torch`"""
         self.batch, self.cache, self.product = batch, cache, product
 
+    @cached_property
+    def prefixes(self) -> Prefixes | None:
+        """Which rows share keys; None: no sharing is worth it."""
+        key_bytes = 2 * self.cache.data.shape[2] * self.cache.data.shape[4] * self.cache.data.element_size()
+        return find_prefixes(self.batch, -(-self.cache.worth_sharing // key_bytes))
+
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         q, kv = self._queries_and_kv(heads)
         batch = self.batch
         self.cache.write(spec.layer, batch.write_slots, kv[: batch.num_rows])
-        outs, patterns, scores = [], [], list[Tensor]()
         cut = cuts(batch, spec.layer, q.shape[1])
+        if observe is None and not cut and not spec.window and self.prefixes is not None:
+            return self._attend_prefixes(q, self.prefixes, spec)
+        outs, patterns, scores = [], [], list[Tensor]()
         for number, (group, rows) in enumerate(zip(batch.groups, batch.queries, strict=True)):
             keys, values = self.cache.gather(spec.layer, group.slots)
             queries = q.index_select(0, rows).view(*group.rows.shape, *q.shape[1:])
@@ -83,6 +93,21 @@ class CachedOps(CpuOps):
         if observe is not None and observe.pattern is not None:
             observe.pattern(self._assemble(patterns, q.shape[1], 0.0))
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, batch.query_of_row)
+
+    def _attend_prefixes(self, q: Tensor, prefixes: Prefixes, spec: AttentionSpec) -> Tensor:
+        """The same bits; keys that rows share are gathered and multiplied once."""
+        gather, kv_heads = partial(self.cache.gather, spec.layer), self.cache.data.shape[2]
+        outs = []
+        for group in prefixes.rest:
+            keys, values = gather(group.slots)
+            rows = group.rows.view(-1) * (group.rows.view(-1) < self.batch.padded)
+            queries = q.index_select(0, rows).view(*group.rows.shape, *q.shape[1:])
+            ceiling = group.ceiling(0)
+            outs.append(
+                attend_blocks(queries, keys, values, ceiling, spec.softcap, False, spec.scale, self.product)[0].flatten(0, 1)
+            )
+        outs += attend_prefixes(q, prefixes, gather, kv_heads, spec.scale, spec.softcap, self.product)
+        return torch.cat(outs).index_select(0, prefixes.query_of_row)
 
     def _queries_and_kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
         """Queries [rows, heads, d_head], and keys and values [rows, 2 kv_heads, d_head], with the pending rotation applied."""
@@ -144,8 +169,10 @@ def attend_blocks(
         scores.view(kv_heads, pieces, rows, group, n).add_(position_bias(slopes, n, q).view(kv_heads, 1, 1, group, n))
     last = scores.view(kv_heads, pieces, rows, group, n)[..., n - ceiling.shape[-1] :]
     torch.minimum(last, ceiling, out=last)
+    shape = (kv_heads, pieces, rows, group, -1)
+    seen = scores.view(shape) > -math.inf if cut is not None and cut.put is not None else None
     if cut is not None:
-        scores.view(kv_heads, pieces, rows, group, n).masked_fill_(cut.masked(kv_heads), -math.inf)
+        cut.hide_(scores.view(shape))
     back = lambda x: x.view(kv_heads, pieces, rows, group, -1).permute(1, 2, 0, 3, 4)  # noqa: E731
     if seen_scores is not None:  # a copy: the weights take their place
         seen_scores.append(back(scores.clamp(min=MASKED)).reshape(pieces, rows, heads, n))
@@ -154,7 +181,7 @@ def attend_blocks(
     for first in range(KV_BLOCK, n, KV_BLOCK):  # this order defines the bits
         total += weights[..., first : first + KV_BLOCK].sum(-1, keepdim=True)
     if cut is not None:
-        weights.view(kv_heads, pieces, rows, group, n).masked_fill_(cut.zeroed(kv_heads), 0.0)
+        cut.weigh_(weights.view(shape), total.view(shape), seen)
     out = product(weights[..., :KV_BLOCK], values[:, :KV_BLOCK])
     for first in range(KV_BLOCK, n, KV_BLOCK):
         out += product(weights[..., first : first + KV_BLOCK], values[:, first : first + KV_BLOCK])

@@ -16,9 +16,11 @@ from replaylens.engine.model.config import Activation
 from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, weighted
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import Batch
+from replaylens.engine.passes.cut_pairs import cut_pairs
 from replaylens.engine.passes.sharing import KeyLayout, Sharing, find_sharing
 from replaylens.kernels.activation import activation
 from replaylens.kernels.attention import PagedRows, attention, plan_tiles, rows_per_tile
+from replaylens.kernels.edges import cut_edges
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import norm as norm_kernel
 from replaylens.kernels.norm import norm_scale
@@ -76,8 +78,9 @@ class FastHeadOps(HeadOps):
 class CanonicalCudaOps(HeadOps):
     """The arithmetic of committed rows."""
 
-    def __init__(self, cache: KVCache, rows: PagedRows) -> None:
-        self.cache, self.rows = cache, rows
+    def __init__(self, cache: KVCache, rows: PagedRows, cut_by: Batch | None = None) -> None:
+        """cut_by  the batch of the rows, if edits cut edges of its attention"""
+        self.cache, self.rows, self.cut_by = cache, rows, cut_by
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         return rotate(x, rotary.table, self.rows)
@@ -95,7 +98,10 @@ class CanonicalCudaOps(HeadOps):
             store(heads.k, heads.v, self.rows, keys, values, size)
         else:
             q = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
-        return attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
+        out = attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
+        if self.cut_by is not None and (cut := cut_pairs(self.cut_by, spec, q.shape[1])) is not None:
+            cut_edges(out, q, keys, values, self.rows, cut, spec.scale, spec.softcap, spec.window, size)
+        return out
 
 
 class FastCudaOps(FastHeadOps, CanonicalCudaOps):

@@ -1,25 +1,31 @@
 """`EditProgram`: the edits of packed rows as tables of numbers, so that a CUDA graph can apply any of them.
 
 A site has stages: stage j holds the j-th edit of every row. Adding, setting, zeroing and resampling are one launch per stage
-(`kernels/edit.py`). Projecting out takes one product per direction.
+(`kernels/edit.py`), keeping lengths another. Projecting out takes one product per direction, and the conditions of a stage
+take one together.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from replaylens.engine.errors import EngineBug
 from replaylens.engine.model.decoder import Tap
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.request.placed import PlacedEdit, without_direction
-from replaylens.kernels.edit import ADD, KEEP, SET, ZERO, edit_rows
+from replaylens.kernels.edit import ADD, KEEP, SET, ZERO, edit_rows, keep_lengths
 from replaylens.kernels.launch import next_power_of_2
+from replaylens.kernels.matmul import matmul
 
 _MAX_TABLES = 256
 """edits whose vectors stay on the device"""
+NUMBERS = 4
+"""of a row in a stage: its code, its vector, whether it keeps its lengths, its condition"""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,17 @@ class EditedRows:
     """position of the first row"""
     count: int
     edits: tuple[PlacedEdit, ...]
+    tokens: Sequence[int] | None = None
+    """of the rows; None: not known, and no edit of them asks for tokens"""
+
+    def edited(self, edit: PlacedEdit) -> list[int]:
+        """The positions that one of the edits changes."""
+        if self.tokens is not None:
+            return edit.edited(self.start, self.tokens)
+        found = edit.positions(self.start, self.start + self.count)
+        if found and edit.tokens:
+            raise EngineBug(f"An edit of {edit.site} at chosen tokens is applied to rows whose tokens are not known.")
+        return found
 
 
 @dataclass
@@ -47,10 +64,25 @@ class EditStage:
     """heads of the site's rows"""
     projections: list[tuple[PlacedEdit, np.ndarray]] = field(default_factory=list)
     """edits that project out, with the rows they apply to: [rows] bool"""
+    conditions: list[PlacedEdit] = field(default_factory=list)
+    """edits with `when`, in order"""
 
-    @property
-    def num_vectors(self) -> int:
-        return sum(self.count(edit) for edit in self.tables)
+    def __post_init__(self) -> None:
+        self.kept = np.zeros_like(self.codes)
+        """[rows] int32: whether the row's vectors keep their lengths"""
+        self.when = np.zeros_like(self.codes)
+        """[rows] int32: 0, or the number of the row's condition, from 1 on"""
+        self.num_vectors = 0
+        """of all tables"""
+        self._firsts: dict[bytes, int] = {}
+
+    def first_vector(self, edit: PlacedEdit) -> int:
+        """The row of the table where an edit's vectors begin. Mutates: enters the edit if it is new."""
+        if edit.key not in self._firsts:
+            self._firsts[edit.key] = self.num_vectors
+            self.tables.append(edit)
+            self.num_vectors += self.count(edit)
+        return self._firsts[edit.key]
 
     def count(self, edit: PlacedEdit) -> int:
         """The vectors of an edit in the table."""
@@ -74,9 +106,24 @@ class EditStage:
         return out.reshape(-1, self.width)
 
 
-EditShape = tuple[tuple[str, tuple[tuple[int, int, tuple[int, ...], bool], ...]], ...]
-"""what the launches of a program depend on: for each site, for each stage, its width, the room for vectors, the number of
-directions of each projection, and whether vectors change only some heads"""
+class StageShape(NamedTuple):
+    """What the launches of a stage depend on."""
+
+    width: int
+    room: int
+    """for vectors; 0: nothing is added, set or zeroed"""
+    directions: tuple[int, ...]
+    """of each projection"""
+    by_head: bool
+    """whether vectors change only some heads"""
+    lengths: int
+    """vectors of a row that keep their lengths; 0: no row does"""
+    conditions: int
+    """room for directions of conditions; 0: there are none"""
+
+
+EditShape = tuple[tuple[str, tuple[StageShape, ...]], ...]
+"""what the launches of a program depend on: for each site, for each stage, its shape"""
 
 
 class EditProgram:
@@ -89,7 +136,9 @@ class EditProgram:
         for each in rows:
             seen: dict[str, int] = {}
             for edit in each.edits:
-                if positions := edit.positions(each.start, each.start + each.count):
+                if edit.on_pattern:  # attention applies it
+                    continue
+                if positions := each.edited(edit):
                     number = seen.get(edit.site, 0)
                     seen[edit.site] = number + 1
                     stage = self._stage(edit.site, number, table)
@@ -109,15 +158,27 @@ class EditProgram:
         return tuple((site, tuple(_stage_shape(stage) for stage in stages)) for site, stages in sorted(self.stages.items()))
 
 
-def _stage_shape(stage: EditStage) -> tuple[int, int, tuple[int, ...], bool]:
+def _stage_shape(stage: EditStage) -> StageShape:
     used = stage.tables or bool((stage.codes != KEEP).any())
-    directions = tuple(len(edit.vectors) for edit, _ in stage.projections)
-    return stage.width, next_power_of_2(max(1, stage.num_vectors)) if used else 0, directions, stage.by_head
+    return StageShape(
+        stage.width,
+        next_power_of_2(max(1, stage.num_vectors)) if used else 0,
+        tuple(len(edit.vectors) for edit, _ in stage.projections),
+        stage.by_head,
+        stage.num_heads if stage.kept.any() else 0,
+        next_power_of_2(len(stage.conditions)) if stage.conditions else 0,
+    )
 
 
 def _enter(stage: EditStage, edit: PlacedEdit, positions: list[int], shift: int, rank: int) -> None:
     """Mutates: adds an edit to the stage, at rows position + shift."""
     rows = np.asarray(positions) + shift
+    stage.kept[rows] = edit.keep_norm
+    if edit.when is not None:
+        keys = [other.key for other in stage.conditions]
+        if edit.key not in keys:
+            stage.conditions.append(edit)
+        stage.when[rows] = 1 + (keys.index(edit.key) if edit.key in keys else len(keys))
     if edit.op == "project_out":
         known = next((mask for other, mask in stage.projections if other.key == edit.key), None)
         if known is None:
@@ -126,21 +187,18 @@ def _enter(stage: EditStage, edit: PlacedEdit, positions: list[int], shift: int,
         known[rows] = True
         return
     stage.codes[rows] = {"add": ADD, "zero": ZERO}.get(edit.op, SET)
-    if edit.op == "zero":
-        return
-    first = 0
-    for other in stage.tables:
-        if other.key == edit.key:
-            break
-        first += stage.count(other)
-    else:
-        stage.tables.append(edit)
+    if edit.op != "zero":
+        stage.index[rows] = _vector_rows(stage, edit, positions, rank)
+
+
+def _vector_rows(stage: EditStage, edit: PlacedEdit, positions: list[int], rank: int) -> list[int]:
+    """The rows of the table with an edit's vectors, one per position. Mutates: enters the edit if it is new."""
+    first = stage.first_vector(edit)
     if edit.op == "resample":
-        stage.index[rows] = [first + draw for draw in edit.draws(positions)]
-    elif edit.vectors.dim() > rank:  # one vector per edited position
-        stage.index[rows] = [first + edit.place(p) for p in positions]
-    else:
-        stage.index[rows] = first
+        return [first + draw for draw in edit.draws(positions)]
+    if edit.vectors.dim() > rank:  # one vector per edited position
+        return [first + edit.place(p) for p in positions]
+    return [first] * len(positions)
 
 
 class Vectors:
@@ -152,56 +210,74 @@ class Vectors:
 
     def of(self, edit: PlacedEdit, width: int) -> Tensor:
         """[vectors, width]; of an `add`, times its factor."""
-        if edit.key not in self._known:
-            value = edit.vectors.reshape(-1, width).to(self.device, self.dtype)
-            self._known[edit.key] = value * edit.factor if edit.op == "add" else value
+        factor = edit.factor if edit.op == "add" else 1.0
+        return self._there(edit.key, edit.vectors.reshape(-1, width), factor)
+
+    def condition(self, edit: PlacedEdit) -> Tensor:
+        """[1, width]: the direction of an edit with `when`."""
+        assert edit.when is not None
+        return self._there(edit.key + b"when", edit.when.reshape(1, -1), 1.0)
+
+    def _there(self, key: bytes, value: Tensor, factor: float) -> Tensor:
+        if key not in self._known:
+            there = value.to(self.device, self.dtype)
+            self._known[key] = there if factor == 1.0 else there * factor
             if len(self._known) > _MAX_TABLES:
                 self._known.popitem(last=False)
-        self._known.move_to_end(edit.key)
-        return self._known[edit.key]
+        self._known.move_to_end(key)
+        return self._known[key]
 
 
 class _Loaded:
     """The tensors of one stage."""
 
-    def __init__(self, width: int, room: int, directions: tuple[int, ...], by_head: bool, rows: int, vectors: Vectors) -> None:
+    def __init__(self, shape: StageShape, rows: int, vectors: Vectors) -> None:
         make = lambda *size, dtype=torch.int32: torch.zeros(size, dtype=dtype, device=vectors.device)  # noqa: E731
-        self.width, self.vectors = width, vectors
-        self.numbers = make(2, rows)
-        """codes and index"""
-        self.table = make(room, width, dtype=vectors.dtype) if room else None
-        self.columns = make(room, width, dtype=torch.bool) if by_head else None
+        self.shape, self.vectors, width = shape, vectors, shape.width
+        self.numbers = make(NUMBERS, rows)
+        """codes, index, whether lengths are kept, number of the condition"""
+        self.table = make(shape.room, width, dtype=vectors.dtype) if shape.room else None
+        self.columns = make(shape.room, width, dtype=torch.bool) if shape.by_head else None
         """which columns each vector changes; None: all of them"""
-        self.directions = [make(count, width, dtype=vectors.dtype) for count in directions]
-        self.masks = make(len(directions), rows, dtype=torch.bool)
+        self.directions = [make(count, width, dtype=vectors.dtype) for count in shape.directions]
+        self.masks = make(len(shape.directions), rows, dtype=torch.bool)
+        self.conditions = make(width, shape.conditions, dtype=vectors.dtype)
         self._keys: tuple[bytes, ...] = ()
 
     def load(self, stage: EditStage) -> None:
         """Mutates: takes the vectors of a stage of the same shape. Its codes come by `point`."""
-        keys = tuple(edit.key for edit in [*stage.tables, *(edit for edit, _ in stage.projections)])
+        keys = tuple(edit.key for edit in [*stage.tables, *(edit for edit, _ in stage.projections), *stage.conditions])
         if keys == self._keys:
             return
         if self.table is not None and stage.tables:
-            together = torch.cat([self.vectors.of(edit, self.width) for edit in stage.tables])
+            together = torch.cat([self.vectors.of(edit, self.shape.width) for edit in stage.tables])
             self.table[: len(together)] = together
             if self.columns is not None:
                 self.columns[: len(together)] = torch.from_numpy(stage.columns()).to(self.columns.device)
         for target, (edit, _) in zip(self.directions, stage.projections, strict=True):
-            target.copy_(self.vectors.of(edit, self.width))
+            target.copy_(self.vectors.of(edit, self.shape.width))
+        if stage.conditions:
+            together = torch.cat([self.vectors.condition(edit) for edit in stage.conditions])
+            self.conditions[:, : len(together)] = together.t()
         self._keys = keys
 
     def apply(self, x: Tensor) -> Tensor:
-        """x [rows, width]"""
-        if self.table is not None:
-            edited = edit_rows(x, self.numbers[0], self.numbers[1], self.table)
-            if self.columns is not None:  # a row that is zeroed as a whole has no vector, hence no columns
-                changed = self.columns.index_select(0, self.numbers[1]) | (self.numbers[0] == ZERO)[:, None]
-                edited = torch.where(changed, edited, x)
-            x = edited
+        """x [rows, width]. In the order of `PlacedEdit.apply`."""
+        codes, index, kept, when = self.numbers
+        edited = x if self.table is None else edit_rows(x, codes, index, self.table)
         for directions, mask in zip(self.directions, self.masks, strict=True):
             for direction in directions:
-                x = torch.where(mask[:, None], without_direction(x, direction), x)
-        return x
+                edited = torch.where(mask[:, None], without_direction(edited, direction), edited)
+        if self.shape.lengths:
+            edited = keep_lengths(x, edited, kept, self.shape.lengths)
+        if self.shape.conditions:  # all directions in one product: a column's bits do not depend on the others
+            dots = matmul(x, self.conditions, out_dtype=torch.float32)
+            holds = dots.gather(1, (when.long() - 1).clamp(min=0)[:, None]) > 0
+            edited = torch.where(holds | (when == 0)[:, None], edited, x)
+        if self.columns is not None:  # a row that is zeroed as a whole has no vector, hence no columns
+            changed = self.columns.index_select(0, index) | (codes == ZERO)[:, None]
+            edited = torch.where(changed, edited, x)
+        return edited
 
 
 class ProgramTap:
@@ -209,7 +285,7 @@ class ProgramTap:
 
     def __init__(self, shape: EditShape, rows: int, vectors: Vectors, inner: Tap | None = None) -> None:
         self.inner, self._device = inner, vectors.device
-        self._stages = {site: [_Loaded(*stage, rows, vectors) for stage in stages] for site, stages in shape}
+        self._stages = {site: [_Loaded(stage, rows, vectors) for stage in stages] for site, stages in shape}
 
     def load(self, program: EditProgram, rows: int) -> None:
         """Mutates: takes a program of the same shape, padded to `rows` rows."""
@@ -224,7 +300,7 @@ class ProgramTap:
                 loaded.load(stage)
 
     def point(self, numbers: Tensor, masks: Tensor) -> None:
-        """Mutates: takes what the rows do. numbers [stages, 2, rows], masks [projections, rows], as `rows_of` lists them."""
+        """Mutates: takes what the rows do, as `rows_of` lists it. numbers [stages, NUMBERS, rows], masks [projections, rows]"""
         stage = projection = 0
         for stages in self._stages.values():
             for loaded in stages:
@@ -247,11 +323,11 @@ class ProgramTap:
 
 
 def rows_of(program: EditProgram, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers [stages, 2, rows] int32, masks [projections, rows] bool), padded with rows that are kept."""
+    """(numbers [stages, NUMBERS, rows] int32, masks [projections, rows] bool), padded with rows that are kept."""
     stages = [stage for _, stages in sorted(program.stages.items()) for stage in stages]
-    numbers = np.zeros((len(stages), 2, rows), dtype=np.int32)
+    numbers = np.zeros((len(stages), NUMBERS, rows), dtype=np.int32)
     for target, stage in zip(numbers, stages, strict=True):
-        target[0, : program.num_rows], target[1, : program.num_rows] = stage.codes, stage.index
+        target[:, : program.num_rows] = stage.codes, stage.index, stage.kept, stage.when
     found = [mask for stage in stages for _, mask in stage.projections]
     masks = np.zeros((len(found), rows), dtype=bool)
     for target, mask in zip(masks, found, strict=True):

@@ -99,6 +99,8 @@ class Runner:
         self.model, self.certificate, self.capture_buffer = model, certificate, capture_buffer
         self.pool = PagePool(num_pages, page_size)
         self.device = model.embed.device.type
+        self.kernels = self.device != "cpu"
+        """whether the arithmetic is that of our kernels. Tests set it on a CPU, where Triton's interpreter runs them"""
         self.products = Products(certificate.allowed)
         self._threads_for = cache(certificate.threads_for)
         self.worth_threads = _WORTH_THREADS
@@ -121,9 +123,12 @@ class Runner:
 
         return Vectors(self.model.embed.dtype, self.device)
 
-    def program(self, rows: "Sequence[tuple[int, int, tuple[PlacedEdit, ...]]]") -> "EditProgram | None":
-        """The edits of packed rows, each given as (first position, number of rows, edits). None: there are none to apply."""
-        if not any(edits for *_, edits in rows):
+    def program(self, rows: "Sequence[tuple[int, int, tuple[PlacedEdit, ...], Sequence[int] | None]]") -> "EditProgram | None":
+        """The edits of packed rows, each given as (first position, number of rows, edits, tokens). None: none to apply.
+
+        tokens  None: not known yet. Precondition: no edit of the rows asks for them
+        """
+        if not any(edits for *_, edits, _ in rows):
             return None
         from replaylens.engine.passes.program import EditedRows, EditProgram
 
@@ -164,7 +169,7 @@ class Runner:
         """A whole path with its edits in one canonical pass, in a cache of its own: needs no pages and changes no branch."""
         num_rows, pool = len(tokens), PagePool(-(-len(tokens) // KV_BLOCK), KV_BLOCK)
         pool.reserve(table := PageTable(), 0, num_rows)
-        cache = KVCache(self.model.config, pool, self.model.embed.dtype, self.device)
+        cache = KVCache(self.model.config, pool, self.model.embed.dtype, self.device, kernels=self.kernels)
         batch = Batch([Segment(table, 0, tokens, 1, edits)], pool, self.certificate.query_rows, self.tile, self.device)
         edited = self._edited(batch, tap)
         outer = None if edited is None else UneditedTap(frozenset(edit.site for edit in edits), edited)
@@ -211,6 +216,8 @@ class Runner:
         """The residual stream after the last block, from a graph. None if the pass has no graph and must be launched."""
         if self.graphs is None or not isinstance(tap, PassTap | None) or any(s.hooks for s in batch.segments):
             return None
+        if batch.cuts_edges:
+            return None
         ran = self.graphs.run(batch, tap.wanted if tap is not None else frozenset(), exact, self._program(batch))
         if ran is None:
             return None
@@ -220,18 +227,18 @@ class Runner:
 
     def ops(self, batch: Batch, cache: KVCache, exact: bool = True) -> Ops:
         """The arithmetic of a pass over a batch with pages in `cache`: the runner's cache, or another of the same layout."""
-        if self.device == "cpu":
+        if not self.kernels:
             c = self.model.config
             product = batched_product(_ANY_SIZE, c.num_heads // c.num_kv_heads, c.d_head)
             return CanonicalCpuOps(batch, cache, self.products, product) if exact else FastCpuOps(batch, cache, product)
         from replaylens.engine.passes import cuda  # its kernels need triton, which a CPU machine may lack
 
         rows = cuda.device_rows(batch, cache)
-        return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(cache, rows)
+        return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(cache, rows, batch if batch.cuts_edges else None)
 
     def head_ops(self, exact: bool = True) -> RowOps:
         """Ops for rows outside a pass: norms and products, no attention."""
-        if self.device == "cpu":
+        if not self.kernels:
             return CanonicalRowOps(self.products) if exact else TorchOps()
         from replaylens.engine.passes import cuda
 
@@ -265,7 +272,7 @@ class Runner:
         return torch.cat(out) if len(out) > 1 else out[0]
 
     def _program(self, batch: Batch) -> "EditProgram | None":
-        return self.program([(s.start, len(s.tokens), s.edits) for s in batch.segments])
+        return self.program([(s.start, len(s.tokens), s.edits, s.tokens) for s in batch.segments])
 
     def _edited(self, batch: Batch, tap: Tap | None) -> Tap | None:
         """The tap, behind the edits and hooks of the batch. None if nothing is kept or edited."""
@@ -273,7 +280,7 @@ class Runner:
             tap = None
         if not any(s.edits or s.hooks for s in batch.segments):
             return tap
-        if self.device == "cpu":
+        if not self.kernels:
             return EditTap(batch, tap)
         inner = EditTap(batch, tap, edits=False) if any(s.hooks for s in batch.segments) else tap
         if (program := self._program(batch)) is None:

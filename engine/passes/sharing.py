@@ -1,8 +1,6 @@
 """`Sharing`: which rows of a pass read the same keys, so that the device reads them once (`kernels/shared.py`).
 
-Tables are sorted by their pages. Sequences that share a run of keys are then neighbours, and the largest rectangle under the
-numbers of units that neighbours have in common is the run that saves most. What its members still share behind it belongs to
-the next level. Whether a run is worth a tile is a matter of cost; the bits of a row do not depend on it.
+Whether a run of shared keys is worth a tile is a matter of cost; the bits of a row do not depend on it.
 """
 
 from collections.abc import Sequence
@@ -14,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.passes.runs import SharedRun, shared_runs
 from replaylens.kernels.launch import KV_BLOCK, attention_tile, next_power_of_2
 from replaylens.kernels.shared import SharedKeys, SharedLevel
 
@@ -50,20 +49,6 @@ class KeyLayout:
         return 2 * self.kv_heads * self.d_head * self.dtype.itemsize
 
 
-class Run(NamedTuple):
-    """Sequences whose tables agree on the keys [begin, end)."""
-
-    level: int
-    sequences: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def saved(self) -> int:
-        """Keys that are not read again."""
-        return (len(self.sequences) - 1) * (self.end - self.begin)
-
-
 class LevelShape(NamedTuple):
     """What the launch of a level depends on."""
 
@@ -75,7 +60,7 @@ class LevelShape(NamedTuple):
 class Sharing:
     """The shared keys of packed rows, on the host."""
 
-    def __init__(self, runs: Sequence[Run], counts: Sequence[int], layout: KeyLayout) -> None:
+    def __init__(self, runs: Sequence[SharedRun], counts: Sequence[int], layout: KeyLayout) -> None:
         """counts  number of rows of each sequence"""
         group = layout.heads // layout.kv_heads
         offsets = np.cumsum([0, *counts])
@@ -89,7 +74,7 @@ class Sharing:
             height = attention_tile(max(map(len, rows)) * group, layout.d_head, layout.dtype, group, split=False).rows
             self._add(level, mine, rows, height, group)
 
-    def _add(self, level: int, runs: list[Run], rows: list[NDArray[np.int64]], height: int, group: int) -> None:
+    def _add(self, level: int, runs: list[SharedRun], rows: list[NDArray[np.int64]], height: int, group: int) -> None:
         tiles, place, per_tile = [], 0, max(1, height // group)
         for run, own in zip(runs, rows, strict=True):
             self.begun[own] = run.end, level
@@ -132,11 +117,11 @@ def find_sharing(
     worth     bytes per layer that a level must save
     """
     unit = layout.unit
-    if not unit or len(pages) < 2 or len(np.unique(pages[:, 0])) == len(pages):
+    if not unit:
         return None
-    least = min(_WORTH_RUN, worth)
-    runs = [run for run in _runs(pages, np.asarray(computed) // unit, unit, layout.page_size) if run.saved >= least]
-    kept: list[Run] = []
+    found = shared_runs(pages, computed, unit, layout.page_size, MAX_LEVELS)
+    runs = [run for run in found if run.saved >= min(_WORTH_RUN, worth)]
+    kept: list[SharedRun] = []
     for level in range(MAX_LEVELS):
         mine = [run for run in runs if run.level == level and _continues(run, kept)]
         if not mine or sum(run.saved for run in mine) * layout.key_bytes < worth:
@@ -145,49 +130,11 @@ def find_sharing(
     return Sharing(kept, counts, layout) if kept else None
 
 
-def _continues(run: Run, kept: list[Run]) -> bool:
+def _continues(run: SharedRun, kept: list[SharedRun]) -> bool:
     """Whether the run starts at key 0 or where a kept one of the level before ends."""
     return not run.begin or any(
         other.level == run.level - 1 and other.end == run.begin and set(run.sequences) <= set(other.sequences) for other in kept
     )
-
-
-def _runs(pages: NDArray[np.int32], units: NDArray[np.int64], unit: int, page_size: int) -> list[Run]:
-    """All runs of up to MAX_LEVELS levels."""
-    width = int(units.max()) * unit // page_size
-    if not width:
-        return []
-    pages = np.ascontiguousarray(pages[:, :width])
-    order = np.argsort(pages.view(np.dtype((np.void, pages.dtype.itemsize * width)))[:, 0], kind="stable")
-    ordered, limit = pages[order], units[order]
-    differs = np.concatenate([ordered[1:] != ordered[:-1], np.ones((len(order) - 1, 1), dtype=bool)], axis=1)
-    common = np.minimum(differs.argmax(1) * page_size // unit, np.minimum(limit[1:], limit[:-1])).tolist()
-    found, waiting = list[Run](), [(0, len(common), 0, 0)]
-    while waiting:
-        first, end, base, level = waiting.pop()
-        left, right, height = _largest_rectangle([count - base for count in common[first:end]])
-        if not height:
-            continue
-        left, right = first + left, first + right
-        found.append(Run(level, tuple(order[left : right + 1].tolist()), base * unit, (base + height) * unit))
-        waiting += [(first, max(first, left - 1), base, level), (right + 1, end, base, level)]
-        if level + 1 < MAX_LEVELS:
-            waiting.append((left, right, base + height, level + 1))
-    return found
-
-
-def _largest_rectangle(heights: Sequence[int]) -> tuple[int, int, int]:
-    """(first, end, height) of the largest rectangle under a histogram; height 0 if there is none."""
-    best, open_bars = (0, 0, 0), list[tuple[int, int]]()
-    for i, height in enumerate([*heights, 0]):
-        first = i
-        while open_bars and open_bars[-1][1] >= height:
-            first, tall = open_bars.pop()
-            if (i - first) * tall > (best[1] - best[0]) * best[2]:
-                best = (first, i, tall)
-        if height > 0:
-            open_bars.append((first, height))
-    return best
 
 
 def _fill(target: torch.Tensor, values: NDArray[np.int32]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadEdit
 from replaylens.engine.model.decoder import Tap
 from replaylens.engine.passes.batch import Batch
-from replaylens.engine.request.hooks import BatchHook
+from replaylens.engine.request.hooks import BatchHook, NamedHook
 
 
 class EditTap:
@@ -30,7 +30,7 @@ class EditTap:
                 first = self.batch.offsets[index]
                 for edit in segment.edits if self.edits else ():
                     if edit.site == site:
-                        positions = edit.positions(segment.start, segment.end)
+                        positions = edit.edited(segment.start, segment.tokens)
                         rows = [first + p - segment.start for p in positions]
                         if rows:
                             value[rows] = edit.apply(value[rows], positions)
@@ -39,7 +39,8 @@ class EditTap:
                         self._hook_batch(site, hook, index, value)
                     elif name == site:
                         rows_now = value[first : first + len(segment.tokens)][None]  # a batch of one, as hooks expect
-                        changed = hook(rows_now, HookContext(site, segment.start))
+                        asked = hook.name if isinstance(hook, NamedHook) else site
+                        changed = hook(rows_now, HookContext(asked, segment.start))
                         value[first : first + len(segment.tokens)] = _hooked(site, rows_now, changed)[0]
         return self.inner(site, value) if self.inner is not None and self.inner.wants(site) else value
 
@@ -56,7 +57,7 @@ class EditTap:
         ]
         together = torch.stack([value[each] for each in rows])
         try:
-            changed = _hooked(site, together, hook(together, HookContext(site, segments[0].start)))
+            changed = _hooked(site, together, hook(together, HookContext(hook.name, segments[0].start)))
         except Exception as error:
             hook.errors.append(error)  # the loop repeats a failed pass branch by branch, where this is no longer a batch
             raise hook.errors[0] from None
@@ -95,6 +96,7 @@ class HookContext:
     """The second argument of a hook function."""
 
     name: str
+    """as the hook was asked for"""
     start: int
     """position of the first row in the value"""
 

@@ -6,30 +6,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Block
 from replaylens.engine.serving.core import Core
+
+
+def tl_config(c: ModelConfig) -> SimpleNamespace:
+    """Sizes and settings by TransformerLens' names."""
+    return SimpleNamespace(
+        n_layers=c.num_layers,
+        n_heads=c.num_heads,
+        n_key_value_heads=c.num_kv_heads,
+        d_model=c.d_model,
+        d_mlp=c.d_mlp,
+        d_head=c.d_head,
+        d_vocab=c.vocab_size,
+        n_ctx=c.max_positions,
+        eps=c.norm_eps,
+        attn_only=False,
+        normalization_type="RMS" if c.norm == "rms" else "LN",
+        device="cpu",
+    )
 
 
 class CacheModel:
     """Weights in TransformerLens' shapes, the final norm, and tokens. On the CPU, where cached values are."""
 
     def __init__(self, engine: Core) -> None:
-        c = engine.config
         self._engine = engine
-        self.cfg = SimpleNamespace(
-            n_layers=c.num_layers,
-            n_heads=c.num_heads,
-            n_key_value_heads=c.num_kv_heads,
-            d_model=c.d_model,
-            d_mlp=c.d_mlp,
-            d_head=c.d_head,
-            d_vocab=c.vocab_size,
-            n_ctx=c.max_positions,
-            eps=c.norm_eps,
-            attn_only=False,
-            normalization_type="RMS" if c.norm == "rms" else "LN",
-            device="cpu",
-        )
+        self.cfg = tl_config(engine.config)
         self.blocks = [CacheBlock(block) for block in engine.model.blocks]
 
     def ln_final(self, x: Tensor) -> Tensor:

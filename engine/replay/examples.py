@@ -11,7 +11,7 @@ from replaylens.engine.memory.tree import BranchRecord
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.request.edits import Edit, listed
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.engine.request.placing import place_all, require_fit
+from replaylens.engine.request.placing import require_fit
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, whole
@@ -135,7 +135,7 @@ def prompt_examples(engine: Core, examples: Sequence[Example], o: ReplayOptions)
         )
     paths = [engine.tokens_of(prompt) for prompt in prompts]
     edits = [
-        own_edits(example, engine.sites) + place_all(o.edits, engine.sites, len(path))
+        own_edits(example, engine.sites) + engine.placed(o.edits, len(path))
         for example, path in zip(examples, paths, strict=True)
     ]
     capture = engine.capture_spec(o.sites, rejected=o.rejected) if o.sites else None
@@ -170,13 +170,19 @@ def _request(engine: Core, example: Example, branch: Branch, options: ReplayOpti
     o, n = options, options.max_new
     if n is None:
         n = 0 if example.given is not None else len(engine.text.encode(example.completion, special=False)) + 2
-    if not n:
+    if not n or _ended(engine, example):
         return None
     n = min(n, engine.config.max_positions - branch.length)
     if n < 1:
         raise BadRequest(f"Example {example.index}: its prompt of {branch.length} tokens leaves no room to generate.")
     sampling = replace(o.sampling, seed=(o.sampling.seed + example.index) % 2**64)
     return Request(n, sampling, o.drafter, o.window, o.deterministic, final=True)
+
+
+def _ended(engine: Core, example: Example) -> bool:
+    """Whether a branch that became a text had generated the token that ends a sequence."""
+    given = example.given
+    return given is not None and len(given.tokens) > given.num_prompt and given.tokens[-1] == engine.text.eos_id
 
 
 def result_of(engine: Core, example: Example, branch: Branch) -> Result:

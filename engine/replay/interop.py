@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.replay import tokens as text
-from replaylens.engine.replay.cache_model import CacheModel
+from replaylens.engine.replay.cache_model import CacheModel, tl_config
 from replaylens.engine.replay.names import HEADS_FIRST, NamesFilter, chosen, layer_number, residual_site, slice_of, sliced
 from replaylens.engine.replay.tokens import TokenInput
-from replaylens.engine.request.hooks import BatchHook
+from replaylens.engine.request.hooks import BatchHook, hook_at
 from replaylens.engine.request.options import named_options
 from replaylens.engine.request.values import flag, items, shown
 from replaylens.engine.serving.branch import Branch
@@ -29,8 +30,12 @@ class TransformerLensVerbs(Core):
     """The methods of an engine that are called as in TransformerLens. Their values are canonical, except after hooks.
 
     Sequences are of one length. Strings are padded on the right to the longest one, which changes no row before the padding.
+    In a batch, padding tokens at the end of a sequence do not count in a loss.
     prepend_bos  None: the tokenizer decides, as in `prompt`; True: with one; False: without
     """
+
+    _kept: tuple[FwdHook, ...] = ()
+    """what `add_hook` added"""
 
     @named_options
     def __call__(
@@ -119,6 +124,40 @@ class TransformerLensVerbs(Core):
         finally:
             _around.reset(before)
 
+    def add_hook(self, name: str | Callable[[str], bool], hook: Callable[[Tensor, Any], Tensor | None]) -> None:
+        """Mutates: `engine(tokens)`, `run_with_cache` and `run_with_hooks` run with this hook too, until `reset_hooks`.
+
+        Branches, verbs and dumps do not: give them edits, which are certified, or hooks of their own.
+        """
+        (pair,) = _pairs([(name, hook)])
+        if isinstance(name, str):
+            hook_at(name, hook, self.sites)
+        self._kept = (*self._kept, pair)
+
+    def reset_hooks(self) -> None:
+        """Mutates: removes the hooks of `add_hook`."""
+        self._kept = ()
+
+    @property
+    def cfg(self) -> SimpleNamespace:
+        """The sizes of the model by TransformerLens' names: n_layers, n_heads, d_model, d_vocab, ... `config` has all."""
+        return tl_config(self.config)
+
+    @property
+    def W_U(self) -> Tensor:
+        """The unembedding [d_model, vocab], on the CPU. Norms are not folded into it."""
+        return CacheModel(self).W_U
+
+    @property
+    def W_E(self) -> Tensor:
+        """The embedding [vocab, d_model], on the CPU."""
+        return self.model.embed.detach().cpu()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's own tokenizer; None if it has none."""
+        return self.text.tokenizer
+
     @named_options
     def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> Tensor:
         """Token ids [batch, positions] of a text or several; padded on the right with the tokenizer's padding token."""
@@ -156,7 +195,9 @@ def _run(
     wanted = residual_site(engine, stop)
     if return_type in ("loss", "both") and (stop is not None or len(paths[0]) < 2):
         raise BadRequest("A loss needs the whole model and at least two tokens. Ask for return_type='logits' instead.")
-    hooks = _batched(engine, [*(hook for owner, hook in _around.get() if owner is engine), *_pairs(fwd_hooks)], paths)
+    kept = engine._kept if isinstance(engine, TransformerLensVerbs) else ()
+    around = [hook for owner, hook in _around.get() if owner is engine]
+    hooks = _batched(engine, [*kept, *around, *_pairs(fwd_hooks)], paths)
     branches = engine.prompts(paths, sites=list(dict.fromkeys([*sites, wanted])), hooks=hooks)
     try:
         values = {site: torch.stack([branch.activations[site] for branch in branches]) for site in sites}
@@ -168,7 +209,7 @@ def _run(
             branch.release()
     if out is None or return_type == "logits" or stop is not None:
         return out, values
-    loss = _loss(out, paths, per_token)
+    loss = _loss(out, paths, text.lengths(engine, paths), per_token)
     return ((out, loss) if return_type == "both" else loss), values
 
 
@@ -176,11 +217,15 @@ def _residuals(branches: Sequence[Branch], site: str) -> Tensor:
     return torch.stack([branch.activations[site] for branch in branches])
 
 
-def _loss(logits: Tensor, paths: list[list[int]], per_token: bool) -> Tensor:
-    """Minus the log-probability of each next token: [batch, positions - 1], or its mean."""
+def _loss(logits: Tensor, paths: list[list[int]], lengths: list[int], per_token: bool) -> Tensor:
+    """Minus the log-probability of each next token: [batch, positions - 1], 0 for padding; or its mean without padding."""
     follows = torch.tensor(paths)[:, 1:, None]
     loss = -logits[:, :-1].log_softmax(-1).gather(-1, follows).squeeze(-1)
-    return loss if per_token else loss.mean()
+    padding = torch.arange(1, len(paths[0])) >= torch.tensor(lengths)[:, None]
+    if not padding.any():
+        return loss if per_token else loss.mean()
+    loss = loss.masked_fill(padding, 0.0)
+    return loss if per_token else loss.sum() / (~padding).sum()
 
 
 def _pairs(fwd_hooks: Sequence[FwdHook]) -> list[FwdHook]:

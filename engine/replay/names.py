@@ -49,21 +49,20 @@ def sliced(name: str, value: Tensor, where: slice) -> Tensor:
 
 
 def chosen(engine: Core, names_filter: NamesFilter, stop_at_layer: int | None) -> list[str]:
-    """The names in the cache: of every chosen site its own and the legacy one, and the other names that were asked for."""
+    """The names in the cache: those that a function accepts; of sites given by name, their own and the legacy one as well."""
     table, stop = engine.sites, layer_number(engine, stop_at_layer)
     every = _every(table)
     if names_filter is None or callable(names_filter):
         found = [name for name in every if names_filter is None or names_filter(name)]
         if names_filter is None and engine.runner.device != "cpu":
             found = [name for name in found if not name.endswith(KEY_SITES)]
-        found = [name for name in found if _runs(table.names.get(name, name), stop)]
-    else:
-        said = "a name, names or a function"
-        found = [names_filter] if isinstance(names_filter, str) else items("names_filter", names_filter, said)
-        for name in found:
-            site = name if isinstance(name, str) and name in text.INPUTS else table.resolve(name)
-            if not _runs(site, stop):
-                raise BadRequest(f"{name} is not computed with stop_at_layer={stop_at_layer}. Leave one of the two out.")
+        return [name for name in found if _runs(table.names.get(name, name), stop)]
+    said = "a name, names or a function"
+    found = [names_filter] if isinstance(names_filter, str) else items("names_filter", names_filter, said)
+    for name in found:
+        site = name if isinstance(name, str) and name in text.INPUTS else table.resolve(name)
+        if not _runs(site, stop):
+            raise BadRequest(f"{name} is not computed with stop_at_layer={stop_at_layer}. Leave one of the two out.")
     sites = {table.resolve(name) for name in found if name not in text.INPUTS}
     wanted = {*found, *sites, *(alias for site in sites for alias in table.sites[site].aliases)}
     return [name for name in every if name in wanted]

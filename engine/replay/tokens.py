@@ -62,6 +62,16 @@ def encoded(engine: Core, texts: str | Sequence[str], prepend_bos: bool | None) 
     return [path + [pad] * (longest - len(path)) for path in found]
 
 
+def lengths(engine: Core, paths: Sequence[Sequence[int]]) -> list[int]:
+    """The tokens of each sequence of a batch without the padding tokens at its end. A single sequence has none."""
+    pad = engine.text.pad_id
+    found = [len(path) for path in paths]
+    for number, path in enumerate(paths if len(paths) > 1 and pad is not None else ()):
+        while found[number] > 1 and path[found[number] - 1] == pad:
+            found[number] -= 1
+    return found
+
+
 def _with_bos(engine: Core, text: str, prepend_bos: bool | None) -> Any:
     """What to prompt with: the text itself if its tokenizer decides, or token ids that begin as asked for."""
     if prepend_bos is None:

@@ -22,6 +22,7 @@ from replaylens.engine.request.values import flag, instance, integer, items, num
 Positions = int | slice | Sequence[int] | None
 Hook = tuple[str, Callable[[Tensor, Any], Tensor | None]]
 _OPS = get_args(Op)
+TOKENS = "a token or several, as text or ids"
 HOOKS = "a list of (site name, function) pairs"
 
 
@@ -34,7 +35,7 @@ class Edit:
                as blocks.*.hook_out
     op         add: add value * factor; set: replace by value; zero: replace by zeros; project_out: remove the directions
                in value; resample: replace by a row of value, drawn by seed and position. On an attention pattern, mask: hide
-               keys from the softmax; zero: set weights to zero after it, without scaling up the others
+               keys from the softmax; zero or set: change weights after it, without scaling the others
     positions  None: all; a number, several, or a slice with step 1; negative ones count from the branch's tip. Numbers name
                tokens that the branch has; a slice may include tokens still to come
     value      a tensor, an array or a list: [*site shape] for all positions, or, for `set` and `add` at given positions,
@@ -42,10 +43,12 @@ class Edit:
     layers     of a letter or a pattern; without them all its layers are edited. They count from 0, never from the end
     factor     for `add` only
     heads      of a site with heads, such as attn.hook_z; without them all are edited. Those of hook_k and hook_v are key heads
-    keys       of attn.hook_pattern: the positions that the edited positions no longer attend to
+    keys       of attn.hook_pattern: the keys whose edges from the edited positions change. For `set`, value holds their
+               weights: [keys], [heads, keys] or [number of positions, heads, keys]; without keys, rows from key 0 on, as long
+               as what their position sees, such as captured ones
     keep_norm  for `add`: scale the result back to the length that the vector had
-    when       a direction [*site shape]: edit only rows with a positive projection on it. On a GPU, neither `keep_norm` nor
-               `when` nor edits of attention patterns are available: BadEdit says so
+    when       a direction [*site shape]: edit only rows with a positive projection on it
+    tokens     a token or several, as text or ids: edit only positions that hold one of them, also those still to come
 
     >>> from replaylens import Engine
     >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips. What's the state? A:")
@@ -65,6 +68,11 @@ class Edit:
     keys: Positions = None
     keep_norm: bool = False
     when: Tensor | None = None
+    tokens: str | int | Sequence[str | int] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.op, str) or self.op not in _OPS:
+            raise BadEdit(f"Unknown op {shown(self.op)}. Known: {', '.join(_OPS)}.")
 
     @classmethod
     def interchange(cls, site: str, source: Tensor, positions: Positions = None) -> "Edit":
@@ -79,13 +87,12 @@ class Edit:
         out |= {} if plain.heads is None else {"heads": plain.heads}
         out |= {} if plain.keys is None else {"keys": _positions_to_json(plain.keys)}
         out |= {"keep_norm": True} if plain.keep_norm else {}
+        out |= {} if plain.tokens is None else {"tokens": plain.tokens}
         tensors = {"value": plain.value, "when": plain.when}
         return out | {name: tensor_to_json(tensor) for name, tensor in tensors.items() if tensor is not None}
 
     def plain(self) -> "Edit":
         """The same edit in plain Python numbers and lists; BadEdit names the field that is invalid."""
-        if not isinstance(self.op, str) or self.op not in _OPS:
-            raise BadEdit(f"Unknown op {shown(self.op)}. Known: {', '.join(_OPS)}.")
         site = instance("site", self.site, str, "a site name, or S, T or C", BadEdit)
         factor = number("factor", self.factor, BadEdit)
         if factor != 1.0 and self.op != "add":
@@ -105,6 +112,7 @@ class Edit:
             _plain_positions("keys", self.keys),
             keep_norm,
             _plain_tensor("when", site, self.when),
+            _plain_tokens(self.tokens),
         )
 
     @classmethod
@@ -125,6 +133,7 @@ class Edit:
                 _positions_from_json(raw.get("keys")),
                 raw.get("keep_norm", False),
                 when,
+                raw.get("tokens"),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadEdit(f"Not an edit: {error!r}.") from error
@@ -142,6 +151,16 @@ def _plain_list(name: str, given: Any) -> list[int] | None:
     if given is None:
         return None
     return [whole(name, each, error=BadEdit) for each in items(name, given, "a list of whole numbers", BadEdit)]
+
+
+def _plain_tokens(given: Any) -> list[str | int] | None:
+    """Tokens as texts and plain ids."""
+    if given is None:
+        return None
+    several = [given] if isinstance(given, str) or integer(given) is not None else items("tokens", given, TOKENS, BadEdit)
+    if not several:
+        raise BadEdit("tokens is empty, so the edit changes nothing. Give at least one token, or leave it out.")
+    return [each if isinstance(each, str) else whole("tokens", each, 0, error=BadEdit) for each in several]
 
 
 def _plain_tensor(name: str, site: str, value: Any) -> Tensor | None:
@@ -188,3 +207,20 @@ def resolve_hooks(hooks: Iterable[Hook], table: SiteTable) -> tuple[Hook, ...]:
             raise BadEdit(f"Invalid hook {shown(pair)}. Give {HOOKS}.")
         out.append(hook_at(pair[0], pair[1], table))
     return tuple(out)
+
+
+def span(positions: Positions, length: int) -> tuple[int, int | None, tuple[int, ...]]:
+    """(start, stop, picks) on a branch of `length` tokens, with negative positions counted from the tip."""
+    if positions is None:
+        return 0, None, ()
+    if isinstance(positions, slice):
+        start, stop = (None if p is None else p + length if p < 0 else p for p in (positions.start, positions.stop))
+        start = start or 0
+        if start < 0 or (stop is not None and stop <= start):
+            raise BadEdit(f"Positions [{start}, {stop}) are empty or start before 0.")
+        return start, stop, ()
+    given = positions if isinstance(positions, Sequence) else [positions]
+    picks = tuple(sorted({p + length if p < 0 else p for p in given}))
+    if not picks or picks[0] < 0:
+        raise BadEdit(f"Invalid positions={positions} on a branch of {length} tokens. Give at least one, none before 0.")
+    return picks[0], picks[-1] + 1, picks

@@ -27,7 +27,18 @@ def hook_at(name: str, function: HookFunction, table: SiteTable) -> tuple[str, H
         if isinstance(function, BatchHook):
             return site, replace(function, function=_reading(name, function.function))
         return site, _reading(name, function)
-    return site, function
+    return site, function if name == site or isinstance(function, BatchHook) else NamedHook(function, name)
+
+
+@dataclass(frozen=True, eq=False)
+class NamedHook:
+    """A hook function, and the name that it was asked for by: another name of its site."""
+
+    function: HookFunction
+    name: str
+
+    def __call__(self, value: Tensor, hook: Any) -> Tensor | None:
+        return self.function(value, hook)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +69,7 @@ class BatchHook:
         if not self.heads_first:
             return self.function(value, hook)
         value = value.transpose(1, 2)
-        changed = self.function(value[..., : self.length] if hook.name.endswith(KEY_SITES) else value, hook)
+        changed = self.function(value[..., : self.length] if self.name.endswith(KEY_SITES) else value, hook)
         return None if changed is None else changed.transpose(1, 2)
 
 

@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -36,15 +36,17 @@ class PlacedEdit:
     heads: tuple[int, ...] = ()
     """edited heads, in order; empty: all"""
     keys: tuple[int, ...] = ()
-    """of an attention pattern: the positions that the edited rows no longer attend to"""
+    """of an attention pattern: the keys whose edges from the edited rows change"""
     keep_norm: bool = False
     when: Tensor | None = None
     """[*site shape]: only rows with a positive projection on it are edited"""
+    tokens: tuple[int, ...] = ()
+    """only positions that hold one of these tokens are edited; empty: all"""
 
     def keyed(self) -> "PlacedEdit":
         """The same edit with its content hash, which covers everything but `needs`."""
         parts: tuple[Any, ...] = (self.site, self.op, self.start, self.stop, self.picks, self.factor, self.seed)
-        if extra := {name: getattr(self, name) for name in ("heads", "keys", "keep_norm") if getattr(self, name)}:
+        if extra := {name: getattr(self, name) for name in ("heads", "keys", "keep_norm", "tokens") if getattr(self, name)}:
             parts = (*parts, extra)  # an edit without them keeps the hash that it has in older traces
         digest = hashlib.blake2b(repr(parts).encode(), digest_size=16)
         for name, tensor in (("", self.value), ("when", self.when)):
@@ -56,13 +58,6 @@ class PlacedEdit:
     def on_pattern(self) -> bool:
         """Whether it edits an attention pattern, inside attention rather than on rows."""
         return self.site.endswith(PATTERN)
-
-    @property
-    def needs_cpu(self) -> str:
-        """What of it only the CPU computes; empty: nothing."""
-        if self.on_pattern:
-            return "Editing an attention pattern"
-        return "keep_norm" if self.keep_norm else "" if self.when is None else "when"
 
     def touches(self, first: int, end: int) -> bool:
         """Whether any position of [first, end) is edited."""
@@ -80,16 +75,36 @@ class PlacedEdit:
             return [p for p in self.picks if first <= p < end]
         return list(range(max(first, self.start), end if self.stop is None else min(end, self.stop)))
 
+    def edited(self, start: int, tokens: Sequence[int]) -> list[int]:
+        """The edited positions among those of `tokens`, the first of which is at `start`, in order."""
+        found = self.positions(start, start + len(tokens))
+        return [p for p in found if tokens[p - start] in self.tokens] if self.tokens else found
+
+    def on_path(self, tokens: Sequence[int]) -> "PlacedEdit | None":
+        """The same edit of a whole path, at positions instead of tokens; None if it changes nothing there."""
+        if not self.tokens:
+            return self
+        found = tuple(self.edited(0, tokens))
+        return replace(self, start=found[0], stop=found[-1] + 1, picks=found, tokens=()) if found else None
+
     def apply(self, rows: Tensor, positions: list[int]) -> Tensor:
         """The edited rows [n, ...] at these positions. Precondition: all are edited. No row depends on another."""
+        if self.when is not None:
+            return self._where_positive(rows, positions, self.when.to(rows))
         edited = self._changed(rows, positions)
         if self.keep_norm:
             edited = edited * (_lengths(rows) / _lengths(edited))
-        if self.when is not None:
-            edited = torch.where(_dots(rows, self.when.to(rows)) > 0, edited, rows)
         if self.heads:
             chosen, edited = edited[:, list(self.heads)], rows.clone()
             edited[:, list(self.heads)] = chosen
+        return edited
+
+    def _where_positive(self, rows: Tensor, positions: list[int], direction: Tensor) -> Tensor:
+        """Rows with a positive projection are edited. The others are not computed: their derivative may not exist."""
+        chosen = (_dots(rows, direction) > 0).squeeze(-1).nonzero().squeeze(-1)
+        edited = rows.clone()
+        if len(chosen):
+            edited[chosen] = replace(self, when=None).apply(rows[chosen], [positions[i] for i in chosen.tolist()])
         return edited
 
     def _changed(self, rows: Tensor, positions: list[int]) -> Tensor:
@@ -107,7 +122,7 @@ class PlacedEdit:
 
     def draws(self, positions: list[int]) -> list[int]:
         """The vector that a `resample` draws at each position."""
-        return [int(hash_bits(self.seed, p, np.zeros(1, dtype=np.uint64))[0] % len(self.vectors)) for p in positions]
+        return drawn(self.seed, positions, len(self.vectors))
 
     def place(self, position: int) -> int:
         """The index of `position` among the edited positions. Precondition: it is edited."""
@@ -123,7 +138,7 @@ class PlacedEdit:
         """All fields, including tensors, for traces. Fields that older traces lack are left out if they are empty."""
         out: dict[str, Any] = {name: getattr(self, name) for name in ("site", "op", "start", "stop", "factor", "seed", "needs")}
         out["picks"] = list(self.picks)
-        out |= {name: list(getattr(self, name)) for name in ("heads", "keys") if getattr(self, name)}
+        out |= {name: list(getattr(self, name)) for name in ("heads", "keys", "tokens") if getattr(self, name)}
         out |= {"keep_norm": True} if self.keep_norm else {}
         tensors = {"value": self.value, "when": self.when}
         return out | {name: tensor_to_json(tensor) for name, tensor in tensors.items() if tensor is not None}
@@ -145,7 +160,13 @@ class PlacedEdit:
             keys=tuple(raw.get("keys", ())),
             keep_norm=raw.get("keep_norm", False),
             when=when,
+            tokens=tuple(raw.get("tokens", ())),
         ).keyed()
+
+
+def drawn(seed: int, positions: Iterable[int], count: int) -> list[int]:
+    """One of `count` rows for each position, by seed and position."""
+    return [int(hash_bits(seed, p, np.zeros(1, dtype=np.uint64))[0] % count) for p in positions]
 
 
 def tensor_to_json(value: Tensor) -> dict[str, Any]:

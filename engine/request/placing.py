@@ -8,15 +8,15 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadEdit, UnknownSite
+from replaylens.engine.errors import BadEdit, EngineBug, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable, layer_of
-from replaylens.engine.request.edits import Edit, Positions, listed
+from replaylens.engine.request.edits import Edit, listed, span
+from replaylens.engine.request.pattern_edits import on_pattern
 from replaylens.engine.request.placed import PATTERN, Op, PlacedEdit
 from replaylens.engine.request.values import instance
 
 _NOT_EDITABLE = ("ln_final.hook_out", "unembed.hook_out")
-_MAX_KEYS = 1 << 20
 
 
 def place_all(edits: Iterable[Edit], table: SiteTable, length: int) -> tuple[PlacedEdit, ...]:
@@ -30,7 +30,7 @@ def place(edit: Edit, table: SiteTable, length: int, later: bool = False) -> lis
     later  numbers may name positions that the branch does not have yet
     """
     edit = instance("edits", edit, Edit, "a list of Edits", BadEdit).plain()
-    start, stop, picks = _where(edit.positions, length)
+    start, stop, picks = span(edit.positions, length)
     edit = replace(edit, value=_in_order(edit, length))
     if picks and picks[0] >= length and not later:
         raise BadEdit(
@@ -44,11 +44,11 @@ def place(edit: Edit, table: SiteTable, length: int, later: bool = False) -> lis
         shape = table.sites[name].shape
         heads = _heads(edit, name, shape)
         if name.endswith(PATTERN):
-            keys = _keys(edit, name, start, picks, length)
-            made = PlacedEdit(name, edit.op, None, start, stop, picks, 1.0, edit.seed, heads=heads, keys=keys)
+            window = table.config.window(layer_of(name) or 0)
+            made = on_pattern(edit, name, shape[0], window, heads, (start, stop, picks), length)
         else:
             made = _on_rows(edit, name, shape, heads, (start, stop, picks))
-        placed.append(made.keyed())
+        placed.append(replace(made, tokens=_tokens(edit, made, len(shape))).keyed())
     return placed
 
 
@@ -56,15 +56,16 @@ def require_fit(edit: PlacedEdit, table: SiteTable) -> PlacedEdit:
     """A placed edit that came from elsewhere, for this model; BadEdit if the model has no such place or shape."""
     table.editable(edit.site)
     shape = table.sites[table.resolve(edit.site)].shape
-    numbers = [edit.start, *([] if edit.stop is None else [edit.stop]), *edit.picks, *edit.keys, *edit.heads]
+    numbers = [edit.start, *([] if edit.stop is None else [edit.stop]), *edit.picks, *edit.keys, *edit.heads, *edit.tokens]
     if edit.op not in get_args(Op) or any(type(number) is not int or number < 0 for number in numbers):
         raise BadEdit(f"An edit of {edit.site} has an unknown op or a position below 0. The file it comes from is damaged.")
     if bad := [head for head in edit.heads if head >= shape[0]]:
         raise BadEdit(
             f"An edit of {edit.site} names head {bad[0]}; this model has {shape[0]}. Replay on the model it was made with."
         )
+    shape = (shape[0], len(edit.keys)) if edit.on_pattern else shape
     tensors = [x for x in (edit.value, edit.when) if x is not None]
-    if not edit.on_pattern and any(tuple(x.shape[x.dim() - len(shape) :]) != shape for x in tensors):
+    if any(tuple(x.shape[x.dim() - len(shape) :]) != shape for x in tensors):
         raise BadEdit(
             f"An edit of {edit.site} is for rows of another shape than {shape}. Replay on the model it was made with."
         )
@@ -125,23 +126,6 @@ def _matching(edit: Edit, table: SiteTable) -> list[str]:
     return [name for name in table.in_order() if name in found]
 
 
-def _where(positions: Positions, length: int) -> tuple[int, int | None, tuple[int, ...]]:
-    """(start, stop, picks), with negative positions counted from the tip."""
-    if positions is None:
-        return 0, None, ()
-    if isinstance(positions, slice):
-        start, stop = (None if p is None else p + length if p < 0 else p for p in (positions.start, positions.stop))
-        start = start or 0
-        if start < 0 or (stop is not None and stop <= start):
-            raise BadEdit(f"Positions [{start}, {stop}) are empty or start before 0.")
-        return start, stop, ()
-    given = positions if isinstance(positions, Sequence) else [positions]
-    picks = tuple(sorted({p + length if p < 0 else p for p in given}))
-    if not picks or picks[0] < 0:
-        raise BadEdit(f"Invalid positions={positions} on a branch of {length} tokens. Give at least one, none before 0.")
-    return picks[0], picks[-1] + 1, picks
-
-
 def _in_order(edit: Edit, length: int) -> Tensor | None:
     """The value with its rows, one for each of several positions, in the order of the positions."""
     value, given = edit.value, edit.positions
@@ -153,6 +137,20 @@ def _in_order(edit: Edit, length: int) -> Tensor | None:
     if len(set(places)) < len(places):
         raise BadEdit(f"positions={list(given)} names a position twice, with a row for each. Give each position once.")
     return value[sorted(range(len(places)), key=places.__getitem__)]
+
+
+def _tokens(edit: Edit, made: PlacedEdit, dimensions: int) -> tuple[int, ...]:
+    """The token ids that an edit is for, in order; empty: all."""
+    if edit.tokens is None:
+        return ()
+    ids = [token for token in edit.tokens if isinstance(token, int)]  # type: ignore[union-attr]
+    if len(ids) < len(edit.tokens):  # type: ignore[arg-type]
+        raise EngineBug("The tokens of an edit are still text. `Core.placed` turns them into ids.")
+    if made.op in ("add", "set") and made.value is not None and made.value.dim() > dimensions:
+        raise BadEdit(
+            f"tokens was given with a value that has one row per position of {made.site}. Give one row for all positions."
+        )
+    return tuple(sorted(set(ids)))
 
 
 def _heads(edit: Edit, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -181,30 +179,6 @@ def _of_heads(value: Tensor, name: str, shape: tuple[int, ...], heads: list[int]
     full = value.new_zeros(*value.shape[:-2], *shape)
     full[..., heads, :] = value
     return full
-
-
-def _keys(edit: Edit, name: str, start: int, picks: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """The key positions of an edit of an attention pattern."""
-    if edit.op not in ("mask", "zero") or edit.keys is None:
-        raise BadEdit(
-            f"{name} takes the ops 'mask' (hide keys from the softmax) and 'zero' (zero weights after it), with keys: "
-            "Edit(site, 'mask', positions=queries, keys=keys, heads=heads)."
-        )
-    if edit.value is not None or edit.keep_norm or edit.when is not None:
-        raise BadEdit(f"Edits of {name} take neither value, keep_norm nor when.")
-    first, stop, some = _where(edit.keys, length)
-    if not some and stop is None:
-        raise BadEdit(f"keys={edit.keys} has no end. Name the keys, such as slice({first}, {max(length, first + 1)}).")
-    if not some and stop is not None and stop - first > _MAX_KEYS:
-        raise BadEdit(f"keys={edit.keys} names over {_MAX_KEYS} keys. Give a shorter range.")
-    keys = some or tuple(range(first, stop or first))
-    last = max(picks) if picks else None
-    if last is not None and min(keys) > last:
-        raise BadEdit(f"keys={edit.keys} changes nothing: they come after the edited positions, which do not attend to them.")
-    query = picks[0] if picks else start
-    if edit.op == "mask" and set(range(query + 1)) <= set(keys):
-        raise BadEdit(f"keys={edit.keys} hides every key from position {query}. Leave at least one, or use the op 'zero'.")
-    return keys
 
 
 def _check_value(op: str, value: Tensor | None, name: str, shape: tuple[int, ...], count: int | None) -> Tensor | None:

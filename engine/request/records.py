@@ -39,6 +39,7 @@ class EditRecord:
     keys: int | tuple[int, ...] | SliceRecord | UnsetType = UNSET
     keep_norm: bool | UnsetType = UNSET
     when: TensorRecord | UnsetType = UNSET
+    tokens: tuple[str | Count, ...] | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,4 @@ class PlacedEditRecord:
     keys: tuple[Count, ...] = ()
     keep_norm: bool = False
     when: TensorRecord | UnsetType = UNSET
+    tokens: tuple[Count, ...] = ()

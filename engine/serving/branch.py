@@ -22,7 +22,7 @@ from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.options import named_options
-from replaylens.engine.request.placing import place_all
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import integer, whole
@@ -59,6 +59,10 @@ class Owner(Protocol):
 
     def token_ids_of(self, tokens: Sequence[str | int]) -> list[int]:
         """Ids of single tokens, given as text or ids."""
+        ...
+
+    def placed(self, edits: Sequence[Edit], length: int) -> tuple[PlacedEdit, ...]:
+        """The edits of a branch with `length` tokens."""
         ...
 
     def open_stream(self, branch: "Branch", request: Request) -> Stream:
@@ -238,7 +242,7 @@ class Branch(Differentiable, Uncopied):
         n = whole("n", n, 1, MAX_FORKS)
         self._check_open()
         at, sites, forest = self.length if at is None else whole("at", at), self.engine.sites, self.engine.forest
-        placed, resolved = place_all(edits, sites, at), resolve_hooks(hooks, sites)
+        placed, resolved = self.engine.placed(edits, at), resolve_hooks(hooks, sites)
         with forest.made() as lanes, held_interrupt():
             lanes += [forest.fork(self.lane, at, placed, resolved) for _ in range(n)]
         return [type(self)(self.engine, lane) for lane in lanes]

@@ -1,6 +1,7 @@
 """`Core`: a certified model and the branches it serves. `Engine` adds `load`, `replay` and `run_with_cache`."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ from replaylens.engine.pictures.summary import MAX_TREES, cache_and_pictures, co
 from replaylens.engine.proof import certificates, fingerprint
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
-from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
+from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
 from replaylens.engine.request.options import named_options
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all
@@ -241,7 +242,7 @@ class Core(Uncopied):
         self.lenses.of(capture.lens if capture else None)  # an unknown lens fails before anything is computed
         paths = [self.tokens_of(text) for text in items("texts", texts, "a list of prompts; prompt(...) takes one")]
         edits = items("edits", edits, "a list of Edits", BadEdit)
-        placed = [place_all(edits, self.sites, len(path)) for path in paths]
+        placed = [self.placed(edits, len(path)) for path in paths]
         return self.planted(paths, capture, placed, resolve_hooks(hooks, self.sites))
 
     def planted(
@@ -345,7 +346,23 @@ class Core(Uncopied):
 
     def variants(self, text: str | Sequence[int] | Tensor, edits: Sequence[Edit] = (), keep: Sequence[str] = ()) -> Variants:
         """The text, to be computed under many lists of edits; see `Variants`."""
-        return Variants(self.forest, self.sites, self.tokens_of(text), items("edits", edits, "a list of Edits", BadEdit), keep)
+        return Variants(self.forest, self.sites, self.placed, self.tokens_of(text), edits, keep)
+
+    def placed(self, edits: Sequence[Edit], length: int) -> tuple[PlacedEdit, ...]:
+        """The edits of a branch with `length` tokens, in their order, one per site."""
+        return place_all(self.tokenized(edits), self.sites, length)
+
+    def tokenized(self, edits: Sequence[Edit]) -> list[Edit]:
+        """The edits with the ids of their tokens; BadEdit names a text that is several tokens."""
+        return [self._tokenized(edit) for edit in listed(edits)]
+
+    def _tokenized(self, edit: Edit) -> Edit:
+        if edit.tokens is None:
+            return edit
+        try:
+            return replace(edit, tokens=self.token_ids_of(edit.plain().tokens))  # type: ignore[arg-type]
+        except BadRequest as error:
+            raise BadEdit(f"Invalid tokens of an edit at {edit.site}. {error}") from error
 
     def token_ids_of(self, tokens: Sequence[str | int]) -> list[int]:
         """Ids of single tokens, given as text or ids; BadRequest names one that is several tokens."""

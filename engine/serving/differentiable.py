@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from replaylens.engine.errors import BadRequest, ClosedBranch, NoGradient
 from replaylens.engine.gradients.gradients import Gradients
 from replaylens.engine.gradients.metric import AnyMetric, Divergence, LogitsFunction, Named, function_of, named
@@ -11,8 +13,11 @@ from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.request.placed import PlacedEdit
+from replaylens.engine.request.values import items
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock
+
+SITES = "letters among S, T and C, a site name, or a list of these"
 
 
 class GradientSource(Protocol):
@@ -50,6 +55,10 @@ class Differentiable:
         function, promised = metric_of(self.engine, metric)
         return self.tape(names).gradients(function, self.engine.sites.names, self.lane.certified and promised)
 
+    def logits(self) -> Tensor:
+        """Of the next token: [vocab]."""
+        raise NotImplementedError
+
     def tape(self, sites: tuple[str, ...]) -> Tape:
         """The path computed alone, with the values that gradients at these sites need. Changes nothing."""
         lane, record = self.lane, self.record
@@ -63,8 +72,9 @@ class Differentiable:
 
     def _differentiable(self, sites: str | Sequence[str] | None) -> tuple[str, ...]:
         """The names of the sites; those that are captured if none are given."""
-        if sites is None or not len(sites):
-            sites = () if self.lane.capture is None else self.lane.capture.sites
+        if sites is None or (not isinstance(sites, str) and not items("sites", sites, SITES)):
+            captured = () if self.lane.capture is None else self.lane.capture.sites
+            sites = tuple(site for site in captured if site not in self.engine.sites.read_only)  # others have no gradient
         return differentiable(self.engine, sites)
 
 
@@ -80,17 +90,18 @@ def metric_of(engine: GradientSource, metric: AnyMetric | Differentiable) -> tup
     """A metric in any of its forms as a function of the logits, and whether its bits are promised."""
     promised = True
     if isinstance(metric, Differentiable):
-        promised, metric = metric.lane.certified, Divergence(metric.tape(()).logits)
+        promised, metric = metric.lane.certified, Divergence(metric.logits())  # its own edits and hooks need no gradient
     found = named(metric)
     return function_of(found, engine._target), promised and isinstance(found, Named)
 
 
 def differentiable(engine: GradientSource, sites: str | Sequence[str]) -> tuple[str, ...]:
     """The names of sites that have a gradient; NoGradient if one has none, BadRequest if there are none."""
-    names, lens = engine.sites.select(sites if isinstance(sites, str) else tuple(sites))
+    sites = sites if isinstance(sites, str) else tuple(items("sites", sites, SITES))
+    names, lens = engine.sites.select(sites)
     if lens:
         raise NoGradient("Z, the logit lens, is read from S and has no gradient of its own. Ask for S.")
-    given = (sites,) if isinstance(sites, str) else tuple(sites)
+    given = (sites,) if isinstance(sites, str) else sites
     if beside := [name for name in (*given, *names) if name in engine.sites.read_only]:
         raise NoGradient(f"{beside[0]} has no gradient of its own: nothing later is computed from it alone. Ask for another.")
     if not names:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from replaylens.engine.errors import BadEdit, BadRequest, ClosedBranch, IntegrityError
+from replaylens.engine.errors import BadRequest, ClosedBranch, IntegrityError
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.loop import Loop
@@ -50,7 +50,6 @@ class Forest:
     @changing
     def plant(self, path: list[int], capture: CaptureSpec | None, edits: Edits = (), hooks: Hooks = ()) -> Lane:
         """A new root lane, not computed yet. It may share the pages of an earlier prompt. The caller must release it."""
-        self._require_computable(edits)
         table, size = PageTable(), self.runner.pool.page_size
         if capture is None and not hooks:  # captured rows must be computed, even if their KV is cached
             table = self.prefix.adopt(path, page_keys(edits, len(path) // size, size), limit=len(path) - 1)
@@ -77,7 +76,6 @@ class Forest:
     @changing
     def fork(self, lane: Lane, at: int, edits: Edits = (), hooks: Hooks = ()) -> Lane:
         """A new lane with the first `at` tokens. Pages are shared up to the first edit. The caller must release it."""
-        self._require_computable(edits)
         same = 0 if hooks else min([at, *(edit.first for edit in edits)])  # below this position nothing changes
         child = self.tree.fork(lane.branch, at)
         table = self.runner.pool.fork(lane.table, min(same, lane.computed))
@@ -91,12 +89,6 @@ class Forest:
         self.add(new)
         self.note(lane, "fork", edits, hooks, child=child, at=at)
         return new
-
-    def _require_computable(self, edits: Edits) -> None:
-        """BadEdit if the device cannot compute one of the edits."""
-        for edit in edits if self.runner.device != "cpu" else ():
-            if edit.needs_cpu:
-                raise BadEdit(f"{edit.needs_cpu} is available on a CPU only ({edit.site}). Load the engine with device='cpu'.")
 
     def _inherited(self, lane: Lane, recording: Recording, same: int, known: int) -> Recording:
         """The captured rows that a fork inherits: those whose position and next token it shares.

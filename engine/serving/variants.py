@@ -21,11 +21,12 @@ from replaylens.engine.passes.finite import finite
 from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.engine.request.placing import place_all
 from replaylens.engine.serving.forest import Forest
 
 Read = Callable[[Tensor], Tensor]
 """logits [variants, positions, vocab] -> what is kept of them [variants, ...]"""
+Placed = Callable[[Sequence[Edit], int], tuple[PlacedEdit, ...]]
+"""edits, and the number of a branch's tokens -> the placed edits"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +46,14 @@ class Variants:
     """A path with all its residual streams, ready to be computed under edits. Use it in a `with` block."""
 
     def __init__(
-        self, forest: Forest, sites: SiteTable, path: Sequence[int], edits: Sequence[Edit] = (), keep: Sequence[str] = ()
+        self, forest: Forest, sites: SiteTable, placed: Placed, path: Sequence[int], edits: Sequence[Edit], keep: Sequence[str]
     ) -> None:
         """
         edits  of the base, which every variant has too
         keep   sites that `capture` can give
         """
         self.forest, self.runner, self.sites, self.path = forest, forest.runner, sites, list(path)
-        self.edits = place_all(edits, sites, len(self.path))
+        self.placed, self.edits = placed, placed(edits, len(self.path))
         self.streams = tuple(sites.per_layer("S"))
         self.keep = tuple(sites.resolve(name) for name in keep)
         self._lane: Lane | None = None
@@ -99,8 +100,11 @@ class Variants:
             for chunk in self._chunks(placed):
                 rows = last.repeat(len(chunk), 1, 1)
                 self._compute(chunk, at, {self.streams[-1]: rows})
-                logits = self.forest.lock.alone(self.runner.logits, rows.flatten(0, 1)).cpu()
-                kept |= zip((v.number for v in chunk), read(logits.view(len(chunk), len(at), -1)), strict=True)
+                logits = _on_host(self.forest.lock.alone(self.runner.logits, rows.flatten(0, 1)))
+                found = read(logits.view(len(chunk), len(at), -1))
+                if found.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr():
+                    found = found.clone()  # the memory of the logits is used again
+                kept |= zip((v.number for v in chunk), found, strict=True)
                 bar.update(len(chunk))
         return torch.stack([kept[number] for number in range(len(placed))])
 
@@ -119,7 +123,7 @@ class Variants:
         return kept
 
     def _variant(self, number: int, edits: Sequence[Edit]) -> EditedCopy:
-        own = place_all(edits, self.sites, len(self.path))
+        own = self.placed(edits, len(self.path))
         start = min([len(self.path), *(edit.first for edit in own)])
         layer = min((-1 if (found := layer_of(edit.site)) is None else found for edit in own), default=0)
         edited = {edit.site for edit in self.edits}
@@ -182,17 +186,33 @@ class Variants:
                 self.runner.reserve(table, table.length, length)
             segments = [Segment(t, v.start, self.path[v.start :], 0, v.edits) for t, v in zip(tables, live, strict=True)]
             first = live[0].layer
-            entering = None if first < 0 else torch.cat([self.stream(first)[v.start :] for v in live])
+            stream = None if first < 0 else self.stream(first).to(self.runner.device)
+            entering = None if stream is None else torch.cat([stream[v.start :] for v in live])
             tap = PassTap(frozenset(out) - {self.streams[-1]})
             result = self.runner.resumed(segments, entering, max(first, 0), tap)
             finite(result.residual[: result.batch.num_rows], "activations")
             found = {**tap.values, self.streams[-1]: result.residual}  # a site below the first block keeps the base's rows
-            for index, variant in enumerate(live):
-                own = at >= variant.start
-                rows = (result.batch.offsets[index] + at[own] - variant.start).to(result.residual.device)
-                for site in out.keys() & found.keys():
-                    out[site][chunk.index(variant), own] = found[site][rows].to(out[site])
+            which, places, packed = _places(live, chunk, at, result.batch.offsets)
+            packed = packed.to(result.residual.device)
+            for site in out.keys() & found.keys():
+                out[site][which, places] = found[site][packed].to(out[site])
         finally:
             for table in tables:
                 pool.release(table)
         return True
+
+
+def _places(live: list[EditedCopy], chunk: list[EditedCopy], at: Tensor, offsets: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every computed row at the positions `at`: the variant's place in the chunk, its place in `at`, its packed row."""
+    numbers = {variant.number: place for place, variant in enumerate(chunk)}
+    starts = torch.tensor([variant.start for variant in live])
+    index, places = (at[None, :] >= starts[:, None]).nonzero(as_tuple=True)
+    packed = torch.tensor(offsets[:-1])[index] + at[places] - starts[index]
+    return torch.tensor([numbers[variant.number] for variant in live])[index], places, packed
+
+
+def _on_host(logits: Tensor) -> Tensor:
+    """A copy on the host, in pinned memory: logits of a grid are many, and pinned memory is used again for the next chunk."""
+    if not logits.is_cuda:
+        return logits
+    return torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True).copy_(logits)

@@ -268,6 +268,8 @@ class ThinkingCore(Core):
                 and edit.site not in (STATE_SITE, THINK_SITE, COMPRESS_SITE)
             ):
                 raise BadEdit(f"{edit.site} can be captured but not edited. Edit {THINK_SITE} instead.")
+            if edit.tokens is not None:
+                raise BadEdit("Edits of chosen tokens are for plain models. Name the positions instead.")
             out += place(edit, self.sites, self._axis(getattr(edit, "site", ""), length), later=True)  # `extend` adds positions
         return out
 

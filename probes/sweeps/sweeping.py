@@ -94,18 +94,12 @@ def sweep(
     >>> best["layer"], best["accuracy"] > max(best["majority"], best["bag_of_tokens"], best["shuffled"])
     (3, True)
     """
-    rows = ProbeRows.of(given)
-    if engine is not None and untrained is not None:
-        raise ProbeError("Both an engine and rows of an untrained model are given. Give one of them.")
-    if engine is not None:
-        rows.require(engine)
-        rows = rows.renumbered()  # rows of the untrained model are numbered from 0 on
-    sites = rows.default_sites if sites is None else sites
+    rows = _numbered(ProbeRows.of(given), engine, untrained)
     places = _positions(rows, rows.default_positions if positions is None else positions)
     folds, seed = folds_and_seed(folds, seed)
     settings = SweepSettings(
         labels=names("label", label),
-        sites=names("sites", sites),
+        sites=names("sites", rows.default_sites if sites is None else sites),
         positions=once("positions", [place.spec for place in places]),
         estimators=names("estimators", estimators, UnknownEstimator),
         split=split if isinstance(split, str) else getattr(split, "__name__", "own"),
@@ -123,12 +117,27 @@ def sweep(
     )
     if whole("jobs", jobs, error=ProbeError) == 0:
         raise ProbeError("jobs=0 runs nothing. Give a number of processes, or -1 for one per core.")
+    blank = _blank(rows, settings, engine, untrained)
     make_split = _splitter(settings) if isinstance(split, str) else partial(_own_split, split)
-    blank = untrained_rows(rows, engine, _stored(rows, settings), settings.seed) if engine is not None else untrained
-    if untrained is not None:
-        require_same_rows(rows, untrained)
     with _backend(backend):
         return _Sweep(rows, settings, places, make_split, blank, resume, jobs, progress).run()
+
+
+def _numbered(rows: ProbeRows, engine: Engine | None, untrained: ProbeRows | None) -> ProbeRows:
+    """The rows, checked against the engine and numbered like those of its untrained model, from 0 on."""
+    if engine is not None and untrained is not None:
+        raise ProbeError("Both an engine and rows of an untrained model are given. Give one of them.")
+    if engine is None:
+        return rows
+    rows.require(engine)
+    return rows.renumbered()
+
+
+def _blank(rows: ProbeRows, settings: SweepSettings, engine: Engine | None, untrained: ProbeRows | None) -> ProbeRows | None:
+    """The same rows of an untrained model, made by the engine or given; None: without this control."""
+    if untrained is not None:
+        require_same_rows(rows, untrained)
+    return untrained if engine is None else untrained_rows(rows, engine, _stored(rows, settings), settings.seed)
 
 
 @dataclass

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.engine.request.sampling import Sampling as Sampling
     from replaylens.engine.run import Run as Run
     from replaylens.engine.serving.branch import Branch as Branch
+    from replaylens.views.report import report as report
     from replaylens.workbench.ablate import ablate as ablate
     from replaylens.workbench.attention import attention as attention
     from replaylens.workbench.lens import lens as lens
@@ -47,6 +48,7 @@ _WHERE = {
     "patch": "replaylens.workbench.patch:patch",
     "path_patch": "replaylens.workbench.path_patch:path_patch",
     "probes": "replaylens.probes",
+    "report": "replaylens.views.report:report",
     "steer": "replaylens.workbench.steer:steer",
     "tasks": "replaylens.tasks",
 }
@@ -70,6 +72,7 @@ __all__ = [
     "patch",
     "path_patch",
     "probes",
+    "report",
     "steer",
     "tasks",
 ]

@@ -28,7 +28,7 @@ COMMANDS = {
     "doctor": "doctor",
     "replay": "dump",
     "dump": "dump",
-    "inspect": "dump",
+    "inspect": "inspect",
     "verify": "dump",
     "diff": "dump",
     "report": "report",

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from replaylens.kernels.edit import ADD, KEEP, SET, ZERO, edit_rows
+from replaylens.kernels import reference
+from replaylens.kernels.edit import ADD, KEEP, SET, ZERO, edit_rows, keep_lengths
 
 
 def made(case, rows, width, vectors):
@@ -30,6 +31,20 @@ def test_a_kept_row_keeps_its_bits(case, same):
     kept = edit_rows(x, nothing, nothing, torch.zeros_like(x[:1]))
     same(kept.view(torch.uint8), x.view(torch.uint8))
     assert not torch.equal((x + 0).view(torch.uint8), x.view(torch.uint8))
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_lengths_are_kept(case, same, heads):
+    """Of single heads too; and a row's bits depend on no other row."""
+    rows, width = (129, 4096) if case.gpu else (9, 72)
+    before, after = case.randn(rows, width + 8, seed=1)[:, 8:], case.randn(rows, width, seed=2, scale=3.0)
+    kept = case.ints(rows, below=2, seed=3)
+    got = keep_lengths(before, after, kept, heads)
+    case.close(got, reference.keep_lengths(before.double(), after.double(), kept, heads))
+    same(got[kept == 0], after[kept == 0])
+    for some in (slice(3, 4), slice(2, 8), slice(1, 9, 3)):
+        same(keep_lengths(before[some], after[some], kept[some].contiguous(), heads), got[some])
+    assert not torch.equal(got, after), "control: some rows are scaled"
 
 
 def test_errors_say_what_is_wrong(case):

@@ -35,3 +35,38 @@ def test_edits_of_heads(case, same):
             truth[positions] = edit.apply(truth[positions], positions)
         same(got[5 * number : 5 * number + 5], truth)
     assert not torch.equal(got[:5], x[:5]), "control: the edits change something"
+
+
+def test_lengths_and_conditions(case):
+    """`keep_norm` and `when` of some rows, beside rows without, as the edits themselves compute them; and row by row."""
+    draw = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    site = "blocks.1.hook_in"
+    lists = [
+        [Edit(site, "add", draw[0], factor=3.0, keep_norm=True)],
+        [Edit(site, "add", draw[0], when=draw[1]), Edit(site, "zero", when=draw[2], positions=slice(1, None))],
+        [],
+        [Edit(site, "project_out", draw[2], when=-draw[1]), Edit(site, "add", draw[1], keep_norm=True, when=draw[0])],
+    ]
+    placed = [place_all(edits, TABLE, 5) for edits in lists]
+    x = case.randn(5 * len(lists), 32)
+    got = _run(case, [EditedRows(0, 5, edits) for edits in placed], site, x)
+    for number, edits in enumerate(placed):
+        truth = x[5 * number : 5 * number + 5].clone().cpu().float()
+        for edit in edits:
+            positions = edit.positions(0, 5)
+            truth[positions] = edit.apply(truth[positions], positions)
+        mine = got[5 * number : 5 * number + 5]
+        case.close(mine, truth.double().to(mine.device), slack=4)
+        for row in range(5):
+            alone = x[5 * number + row :][:1]
+            assert torch.equal(_run(case, [EditedRows(row, 1, edits)], site, alone), mine[row : row + 1])
+    assert torch.equal(got[10:15], x[10:15])
+    assert not torch.equal(got[:5], x[:5]) and not torch.equal(got[5:10], x[5:10]), "control: the edits change something"
+
+
+def _run(case, rows, site, x):
+    program = EditProgram(rows, TABLE)
+    tap = ProgramTap(program.shape(), len(x), Vectors(case.dtype, case.device))
+    if program.stages:
+        tap.load(program, len(x))
+    return tap(site, x) if tap.wants(site) else x

@@ -3,7 +3,7 @@ import torch
 
 from replaylens.kernels import reference
 from replaylens.kernels.launch import GemmTile
-from replaylens.kernels.matmul import matmul
+from replaylens.kernels.matmul import batched_matmul, matmul
 
 # rows, depth, columns: one row, odd numbers, a depth that no block divides, more columns than one tile
 SHAPES = [(1, 96, 64), (3, 40, 33), (17, 200, 80), (129, 72, 48)]
@@ -96,3 +96,15 @@ def test_errors_say_what_is_wrong(case):
     with pytest.raises(ValueError, match="residual has shape"):
         matmul(x, w, residual=x)
     assert matmul(x[:0], w).shape == (0, 33)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_many_small_products_have_the_bits_of_single_ones(case, same, transposed):
+    batch, rows, depth, columns = (5, 70, 130, 90) if case.gpu else (3, 18, 35, 70)
+    x = case.randn(batch, rows, depth, seed=1)
+    w = case.randn(batch, columns, depth, seed=2).transpose(1, 2) if transposed else case.randn(batch, depth, columns, seed=2)
+    got = batched_matmul(x, w)
+    case.close(got, torch.bmm(x.double(), w.double()))
+    for i in range(batch):
+        same(got[i], matmul(x[i], w[i]))
+    same(batched_matmul(x[1:2, 3:5].contiguous(), w[1:2]), got[1:2, 3:5])

@@ -110,8 +110,8 @@ DUMPS = (
     Mutant(
         "edits-of-a-branch-forgotten",
         "replaylens.engine.replay.examples",
-        "own_edits(example, engine.sites) + place_all(",
-        "place_all(",
+        "own_edits(example, engine.sites) + engine.placed(",
+        "engine.placed(",
         "a branch that is replayed as a text keeps its edits",
         ("tests/engine/replay/test_texts.py",),
     ),

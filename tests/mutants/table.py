@@ -1,6 +1,7 @@
 """All mutants."""
 
 from tests.mutants.arrays import ARRAYS
+from tests.mutants.device import DEVICE
 from tests.mutants.dumps import DUMPS
 from tests.mutants.engine import ENGINE
 from tests.mutants.gradients import GRADIENTS
@@ -12,4 +13,4 @@ from tests.mutants.questions import QUESTIONS
 from tests.mutants.tasks import TASKS
 from tests.mutants.thinking import THINKING
 
-MUTANTS = (*ENGINE, *MEMORY, *MODES, *DUMPS, *PROBES, *ARRAYS, *QUESTIONS, *TASKS, *THINKING, *GRADIENTS, *HOLES)
+MUTANTS = (*ENGINE, *MEMORY, *MODES, *DUMPS, *PROBES, *ARRAYS, *QUESTIONS, *TASKS, *THINKING, *GRADIENTS, *DEVICE, *HOLES)

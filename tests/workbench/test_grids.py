@@ -132,6 +132,58 @@ def test_a_function_is_a_metric() -> None:
         patch(served, COIN.format("heads"), COIN.format("tails"), metric=lambda logits: logits)
 
 
+LONGER = "A coin's state is tails. Bob flips. Bob flips. Alice flips. What's the state? A:"
+
+
+def test_prompts_of_different_lengths_are_aligned() -> None:
+    """Each cell is its edit made alone: the row of the counterpart, put at the position of the patched prompt."""
+    served, clean, pair = Engine.load("coin-plain"), COIN.format("heads"), (" tails", " heads")
+    lengths = len(served.tokens_of(clean)), len(served.tokens_of(LONGER))
+    assert lengths[0] < lengths[1]
+    rows = served.prompt(clean, sites="S").activations["blocks.1.hook_in"]
+    by_end = patch(served, clean, LONGER, metric=pair, align="end", layers=[1], positions=[-1, -4])
+    for column, back in enumerate((4, 1)):
+        edit = Edit("blocks.1.hook_in", "set", rows[-back], positions=lengths[1] - back)
+        logits = served.logits(LONGER, edits=[edit], tokens=pair)
+        assert torch.equal(by_end.raw["S"][0, column], logits[0] - logits[1])
+    by_pairs = patch(served, clean, LONGER, metric=pair, align=[(-1, -1), (-4, -4)], layers=[1])
+    assert torch.equal(by_pairs.raw["S"], by_end.raw["S"]) and by_pairs.numbers == by_end.numbers
+    by_text = patch(served, clean, LONGER, metric=pair, align="text:A:", layers=[1])
+    assert torch.equal(by_text.raw["S"], by_end.raw["S"][:, 1:])
+    noised = patch(served, LONGER, clean, metric=pair, align="start", layers=[1], direction="noise", positions=[4])
+    logits = served.logits(LONGER, edits=[Edit("blocks.1.hook_in", "set", rows[4], positions=4)], tokens=pair)
+    assert torch.equal(noised.raw["S"][0, 0], logits[0] - logits[1])
+    heads = patch(served, clean, LONGER, metric=pair, align="end", heads=[(1, 3)])
+    z = served.prompt(clean, sites=["blocks.1.attn.hook_z"]).activations["blocks.1.attn.hook_z"][:, [3]]
+    at = range(lengths[1] - lengths[0], lengths[1])
+    logits = served.logits(LONGER, edits=[Edit("blocks.1.attn.hook_z", "set", z, positions=at, heads=[3])], tokens=pair)
+    assert torch.equal(heads.raw["heads"][0, 0], logits[0] - logits[1])
+
+
+def test_layers_and_heads_choose_cells() -> None:
+    served, texts = Engine.load("coin-plain"), (COIN.format("heads"), COIN.format("tails"))
+    every = patch(served, *texts, metric=(" tails", " heads"), sites="ST")
+    some = patch(served, *texts, metric=(" tails", " heads"), sites="ST", layers=[3, 1])
+    assert some.layers == {"S": (1, 3), "T": (1, 3)} and torch.equal(some.raw["T"], every.raw["T"][[1, 3]])
+    assert set(some.frame["layer"]) == {1, 3}
+    heads = patch(served, *texts, metric=(" tails", " heads"), heads=True)
+    pairs = patch(served, *texts, metric=(" tails", " heads"), heads=[(1, 3), (2, 0)])
+    assert pairs.raw["heads"].shape == (2, 2) and pairs.raw["heads"].isnan().sum() == 2 and len(pairs.frame) == 2
+    assert pairs.raw["heads"][0, 1] == heads.raw["heads"][1, 3] and isinstance(pairs.plot(), Figure)
+    assert "2" in pairs._repr_html_()
+    numbers = patch(served, *texts, metric=(" tails", " heads"), heads=[3], layers=[1, 2])
+    assert torch.equal(numbers.raw["heads"][:, 0], heads.raw["heads"][1:3, 3])
+    ablated = ablate(served, texts, metric=(" tails", " heads"), heads=[3])
+    assert ablated.units == ("L0H3", "L1H3", "L2H3", "L3H3")
+
+
+def test_a_branch_is_a_metric() -> None:
+    served = Engine.load("coin-plain")
+    other = served.prompt(COIN.format("heads"))
+    result = patch(served, COIN.format("heads"), COIN.format("tails"), metric=other, positions=[4])
+    assert result.source == pytest.approx(0, abs=1e-6) and result.base > 1 and result.effect["S"][0, 0] == 1.0
+
+
 def test_patches_that_mean_nothing_are_refused() -> None:
     served = Engine.load("coin-plain")
     clean = COIN.format("heads")
@@ -141,9 +193,22 @@ def test_patches_that_mean_nothing_are_refused() -> None:
         (dict(corrupt=COIN.format("tails"), sites="SZ"), "letters among S, T and C"),
         (dict(corrupt=COIN.format("tails"), direction="sideways"), "denoise, noise"),
         (dict(corrupt=COIN.format("tails"), heads=[9]), "heads=9"),
+        (dict(corrupt=COIN.format("tails"), heads=[]), "heads is empty"),
+        (dict(corrupt=COIN.format("tails"), heads=None), "Invalid heads"),
+        (dict(corrupt=COIN.format("tails"), heads=[(1, 2)], layers=[1]), "Leave one of the two out"),
+        (dict(corrupt=COIN.format("tails"), sites=5), "Invalid sites"),
+        (dict(corrupt=COIN.format("tails"), layers=[]), "layers is empty"),
+        (dict(corrupt=COIN.format("tails"), layers=1), "Invalid layers"),
+        (dict(corrupt=COIN.format("tails"), layers=[4], sites="T"), "layers=4"),
+        (dict(corrupt=COIN.format("tails"), metric=lambda logits: logits[:, 0] * float("nan")), "NaN or infinite"),
+        (dict(corrupt="A coin's state is tails.", align="middle"), "Unknown align"),
+        (dict(corrupt="A coin's state is tails.", align=[(1, 2), (1, 3)]), "only once"),
+        (dict(corrupt="A coin's state is tails.", align=[3]), "not a pair"),
+        (dict(corrupt="A coin's state is tails.", align=[(1, 40)]), "align=40"),
+        (dict(corrupt="A coin's state is tails.", align="text:flips"), "occurs 1 times in the clean prompt and 0 times"),
     ):
         with pytest.raises(BadRequest, match=message):
-            patch(served, clean, metric=(" tails", " heads"), **options)  # type: ignore[arg-type]
+            patch(served, clean, **{"metric": (" tails", " heads"), **options})  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match="Invalid metric"):
         patch(served, clean, COIN.format("tails"), metric=3.5)  # type: ignore[arg-type]
     served.check_integrity()
@@ -172,6 +237,34 @@ def test_ablations_are_their_edits_made_alone(how: Any) -> None:
     assert (result.frame["low"] <= result.frame["effect"]).all() and (result.frame["effect"] <= result.frame["high"]).all()
 
 
+def test_neurons_and_directions_are_resampled() -> None:
+    """A neuron takes the values that the same draws give a head; a direction takes the rows' parts along it."""
+    served, post, pair = Engine.load("coin-plain"), "blocks.2.mlp.out.hook_in", METRICS[0]
+    units: Any = dict(neurons=[(2, 5)], directions=[(1, torch.eye(128)[7])])
+    result = ablate(served, PROMPTS, metric=METRICS, how="resample", seed=7, **units)
+    rows, other, third = (branch.activations[post] for branch in served.prompts(PROMPTS, sites=[post]))
+    pool = torch.cat([other, third])
+    (placed,) = served.placed([Edit(post, "resample", pool, seed=7)], len(rows))
+    rows[:, 5] = pool[placed.draws(list(range(len(rows)))), 5]
+    logits = served.logits(PROMPTS[0], edits=[Edit(post, "set", rows, positions=range(len(rows)))], tokens=pair)
+    assert torch.equal(result.ablated[0, 0], logits[0] - logits[1])
+    zero = ablate(served, PROMPTS, metric=METRICS, **units)
+    assert not torch.equal(result.ablated[1], zero.ablated[1])
+
+
+def test_a_metric_for_each_prompt_in_any_form() -> None:
+    served = Engine.load("coin-plain")
+    tails, heads = served.token_ids_of([" tails", " heads"])
+    functions = [lambda x: x[:, tails] - x[:, heads], lambda x: x[:, heads] - x[:, tails], (" heads", " tails")]
+    wanted = ablate(served, PROMPTS, metric=METRICS, heads=[(1, 3)])
+    assert torch.equal(ablate(served, PROMPTS, metric=functions, heads=[(1, 3)]).ablated, wanted.ablated)
+    tokens = ablate(served, PROMPTS, metric=[" tails", heads, " heads"], heads=[(1, 3)])
+    single = ablate(served, PROMPTS[1:2], metric=" heads", heads=[(1, 3)])
+    assert torch.equal(tokens.ablated[:, 1], single.ablated[:, 0])
+    two = ablate(served, PROMPTS[1:], metric=[(" heads",), (heads,)], heads=[(1, 3)])
+    assert torch.equal(two.ablated[:, 0], single.ablated[:, 0])
+
+
 def test_neurons_and_directions() -> None:
     """Zero ablation sets a neuron to zero, and mean ablation to its mean; a direction has no component left."""
     served, post = Engine.load("coin-plain"), "blocks.2.mlp.out.hook_in"
@@ -194,12 +287,21 @@ def test_ablations_that_mean_nothing_are_refused() -> None:
         (dict(), "Nothing to ablate"),
         (dict(heads=[(9, 0)]), "heads"),
         (dict(heads=True, how="median"), "Known: zero, mean, resample"),
-        (dict(neurons=[(0, 1)], how="resample"), "heads only"),
+        (dict(heads=[]), "heads is empty"),
+        (dict(heads="01"), "Invalid heads"),
+        (dict(heads=3), "Invalid heads"),
+        (dict(heads=[(1, 2, 3)]), "not a pair"),
+        (dict(heads=[0, (1, 2)]), "not a pair"),
+        (dict(neurons=5), "Invalid neurons"),
+        (dict(directions=[3]), "not a pair"),
+        (dict(directions=[(0, "text")]), "Invalid direction"),
+        (dict(heads=True, prompts=[]), "No prompts"),
+        (dict(heads=True, prompts=PROMPTS[:1], metric=METRICS[0], how="resample"), "2 prompts or more"),
         (dict(directions=[(0, torch.zeros(128))]), "not all zero"),
         (dict(heads=True, metric=METRICS[:2]), "2 metrics for 3 prompts"),
     ):
         with pytest.raises(BadRequest, match=message):
-            ablate(served, PROMPTS, **{"metric": METRICS, **options})  # type: ignore[arg-type]
+            ablate(served, **{"prompts": PROMPTS, "metric": METRICS, **options})  # type: ignore[arg-type]
     single = ablate(served, PROMPTS[:1], metric=METRICS[0], heads=True)
     assert single.frame["low"].isna().all() and isinstance(single.plot(), Figure) and "zero ablation" in single._repr_html_()
 
@@ -219,7 +321,8 @@ def test_the_lens_is_the_unembedded_residual_stream() -> None:
         torch.testing.assert_close(result.entropy[layer], -(log_p.exp() * log_p).sum(-1))
         torch.testing.assert_close(result.logprob[layer], log_p[:, tails])
         assert torch.equal(result.top_ids[layer, :, 0].long(), log_p.argmax(-1))
-        assert result.rank[layer].tolist() == [float((row > row[tails]).sum()) for row in log_p]
+        assert result.rank[layer].tolist() == [int((row > row[tails]).sum()) for row in log_p]
+    assert result.rank.dtype == torch.int64
     assert torch.equal(result.top_ids[-1, :, 0].long(), served.logits(text, positions=None).argmax(-1))
     assert not result.kl[-1].any() and (result.kl[0] > 0).any()
     assert result.top[-1][-1][0] == " tails" and result.rank[-1, -1] == 0
@@ -231,6 +334,7 @@ def test_the_lens_of_the_next_token_and_its_pictures() -> None:
     assert result.rank[:, -1].isnan().all() and not result.rank[:, :-1].isnan().any()
     frame = result.frame
     assert len(frame) == 5 * 15 and frame.iloc[-1]["top"] == " tails"
+    assert str(frame["rank"].dtype) == "Int64" and frame["rank"].isna().sum() == 5
     for measure in ("probability", "entropy", "kl", "rank", "logprob"):
         assert isinstance(result.plot(measure), Figure)  # type: ignore[arg-type]
     assert " tails" in result._repr_html_()

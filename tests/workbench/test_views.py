@@ -38,15 +38,47 @@ def test_steering_is_generating_under_an_edit() -> None:
     served.check_integrity()
 
 
+def test_a_model_that_thinks_can_be_steered() -> None:
+    """Continuations of any length; their perplexity is that of the tokens forced after the prompt."""
+    served = Engine.load("coin-thinking")
+    result = steer(served, torch.ones(served.config.d_model), [HEADS], layers=[1], strengths=[0.5], n=3)
+    assert result.frame["perplexity"].notna().all() and len(result.frame) == 2
+    root = served.prompt(HEADS)
+    plain = root.fork()[0].generate(3)
+    forced = root.fork()[0].force(plain.generated)
+    log_p = forced.logits(slice(root.length - 1, -1)).log_softmax(-1)[range(len(plain.generated)), plain.generated]
+    assert result.frame["perplexity"][0] == pytest.approx(math.exp(-float(log_p.double().mean())), rel=1e-5)
+
+
+def test_prompts_given_twice_are_steered_twice() -> None:
+    served = Engine.load("coin-plain")
+    result = steer(served, torch.ones(128), [HEADS, HEADS], layers=[2], strengths=[1], n=2)
+    assert len(result.frame) == 4 and result.frame["text"][0] == result.frame["text"][2]
+
+
 def test_options_of_steering() -> None:
     served = Engine.load("coin-plain")
     vector = torch.randn(128, generator=torch.Generator().manual_seed(2))
     drawn = steer(served, vector, [HEADS], layers=[2], strengths=[4], n=4, sampling=Sampling(temperature=1.0, seed=3))
     kept = steer(served, vector, [HEADS], layers=[2], strengths=[4], n=4, keep_norm=True, whole_prompt=True)
     assert len(drawn.frame) == len(kept.frame) == 2 and torch.equal(drawn.vectors[2], vector)
-    for bad, message in ((torch.zeros(3), "shape"), (([], [HEADS]), "at least one"), ("text", "Give a vector")):
+    for bad, message in (
+        (torch.zeros(3), "shape"),
+        (([], [HEADS]), "at least one"),
+        ("text", "Give a vector"),
+        ((1, 2), "Give a vector"),
+    ):
         with pytest.raises(BadRequest, match=message):
             steer(served, bad, [HEADS], layers=[2], strengths=[1])  # type: ignore[arg-type]
+    for options, message in (
+        (dict(layers=[]), "layers is empty"),
+        (dict(layers=2), "Invalid layers"),
+        (dict(strengths=[]), "nothing to steer"),
+        (dict(prompts=[]), "nothing to steer"),
+        (dict(prompts=[3]), "Invalid prompts"),
+    ):
+        with pytest.raises(BadRequest, match=message):
+            steer(served, vector, **{"prompts": [HEADS], "layers": [2], "strengths": [1], **options})  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match="layers=9"):
         steer(served, vector, [HEADS], layers=[9], strengths=[1])
 
@@ -87,3 +119,11 @@ def test_summary_of_heads() -> None:
     assert "L3H2" in result._repr_html_()
     with pytest.raises(BadRequest, match="head=7"):
         result.plot(3, 7)
+    with pytest.raises(BadRequest, match="has layers 1, 3"):
+        result.plot(2, 0)
+    with pytest.raises(BadRequest, match="layers is empty"):
+        attention(served, HEADS, layers=[])
+    single = attention(served, [5])
+    with pytest.raises(BadRequest, match="longer text"):
+        single.plot()
+    assert isinstance(single.plot(0), Figure) and "L0H0" in single._repr_html_()

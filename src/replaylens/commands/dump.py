@@ -1,11 +1,10 @@
-"""`replaylens dump`, `replay`, `inspect`, `verify`, `diff`: reproducible activation dumps from the shell.
+"""`replaylens dump`, `replay`, `verify`, `diff`: reproducible activation dumps from the shell.
 
 Exit codes: 0 done, 1 a mismatch was found, 2 bad input, 3 store or cluster out of reach, 130 Ctrl-C, 143 SIGTERM.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -24,7 +23,7 @@ from replaylens.commands.engines import (
     check_drafter,
     engine_that_made,
 )
-from replaylens.commands.reporting import reporting
+from replaylens.commands.reporting import reporting, size
 from replaylens.commands.task_options import DumpTaskOption, OwnTaskOption, TaskOption, know_task
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
 from replaylens.engine.dump.diff import diff as diff_dumps
@@ -46,9 +45,39 @@ TemperatureOption = Annotated[float, typer.Option(min=0, help="0: greedy.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the sampling; for the task's seed use --knob seed=...")]
 BatchOption = Annotated[int, typer.Option(min=1, help="Examples replayed together; changes no bit.")]
 MaxNewOption = Annotated[int | None, typer.Option(min=0, help="Maximum tokens per answer.  [default: by task; 0 for texts]")]
+LabelOption = Annotated[
+    list[str] | None,
+    typer.Option(help="A field of --texts that holds a label; several are separated by commas, or given one by one."),
+]
+ShardOption = Annotated[str | None, typer.Option(help="i/n: write every n-th shard from i on; other processes write the rest.")]
+WorkersOption = Annotated[
+    int | None, typer.Option(min=1, help="Ray workers; without --ray, on this machine.  [default: one per device]")
+]
+WritersOption = Annotated[
+    int | None, typer.Option(min=1, help="Threads that hash and write; each holds one shard in memory.  [default: 1]")
+]
 TASK, EXAMPLES = "coin", 100
 """what `dump` replays unless told"""
 QuietOption = Annotated[bool, typer.Option("--quiet", help="Hide progress bars.")]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What `dump` was asked for, apart from the plan's own options."""
+
+    out: str
+    task: str | None
+    n: int | None
+    texts: str | None
+    text: str
+    labels: list[str]
+    model: str
+    knobs: dict[str, Any]
+    sampling: Sampling
+    loaded: dict[str, Any]
+    """options of the engine"""
+    common: dict[str, Any]
+    """options of writing a dump, here or on a cluster"""
 
 
 def dump(
@@ -57,9 +86,7 @@ def dump(
     n: Annotated[int | None, typer.Option("--n", min=1, help="Number of examples.  [default: 100, or all texts]")] = None,
     texts: Annotated[str | None, typer.Option(help="A JSONL file with texts of your own, instead of a task.")] = None,
     text: Annotated[str, typer.Option(help="The field of --texts that holds the text, the token ids or the chat.")] = "text",
-    label: Annotated[
-        list[str] | None, typer.Option(help="A field of --texts that holds a label; can be given several times.")
-    ] = None,
+    label: LabelOption = None,
     model: ModelOption = MODEL,
     device: DeviceOption = "cpu",
     sites: Annotated[str, typer.Option(help="Letters of STCZ, or site names separated by commas.")] = "STCZ",
@@ -77,69 +104,68 @@ def dump(
     shard_examples: Annotated[int, typer.Option(min=1, help="Examples per shard file.")] = 128,
     batch: BatchOption = 32,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the dump in the folder.")] = False,
-    shard: Annotated[
-        str | None, typer.Option(help="i/n: write every n-th shard from i on; other processes write the rest.")
-    ] = None,
+    shard: ShardOption = None,
     ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster, or 'local'.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Ray workers; without --ray, on this machine.  [default: one per device]")
-    ] = None,
-    writers: Annotated[
-        int | None, typer.Option(min=1, help="Threads that hash and write; each holds one shard in memory.  [default: 1]")
-    ] = None,
+    workers: WorkersOption = None,
+    writers: WritersOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Replay examples of a task, or texts, and write every captured row, with labels and hashes. Can be interrupted and
     resumed."""
     with reporting(lambda: "the same command with --resume"):
-        options: dict[str, Any] = {
-            "sites": sites,
-            "drafter": drafter,
-            "window": window,
-            "positions": positions,
-            "dtype": dtype,
-            "rejected": rejected,
-            "probabilities": probabilities,
-            "max_new": max_new,
-            "examples_per_shard": shard_examples,
-        }
-        sampling = Sampling(temperature=temperature, seed=seed)
-        knobs = settings(knob)
-        chosen: dict[str, Any] = {"device": device, "draft_model": draft_model}
-        common: dict[str, Any] = {"batch": batch, "resume": resume, "progress": not quiet}
-        part = _part(shard)
         check_drafter(model, drafter, draft_model)
-        if not out.strip():
-            raise BadRequest("--out is empty. Name a folder for the dump.")
-        _check_texts(texts, label, task, knob)
-        if ray is not None or workers is not None:
-            if shard is not None:
-                raise BadRequest("--shard does not work with Ray. Give either --shard, or --ray and --workers.")
-            if texts is not None:
-                raise BadRequest("--texts does not work with Ray. Leave out --ray and --workers, or write parts with --shard.")
-            if task is not None and ":" in task:
-                raise BadRequest(f"--task {task} does not work with Ray: workers find tasks by name. Install its entry point.")
-            if writers is not None:
-                raise BadRequest("--writers does not work with Ray, whose workers write one shard each. Give more --workers.")
-            from replaylens.engine.cluster import dump_on_cluster
-
-            options |= {"knobs": knobs, "sampling": sampling}
-            where: dict[str, Any] = {"address": ray or "local", "workers": workers, "engine_options": chosen}
-            made = dump_on_cluster(model, out, task or TASK, n or EXAMPLES, **where, **common, **options)
+        _check_texts(out, texts, label, task, knob)
+        options = dict(sites=sites, drafter=drafter, window=window, positions=positions, dtype=dtype, rejected=rejected)
+        options |= dict(probabilities=probabilities, max_new=max_new, examples_per_shard=shard_examples)
+        labels = [name.strip() for each in label or () for name in each.split(",") if name.strip()]
+        loaded, common = dict(device=device, draft_model=draft_model), dict(batch=batch, resume=resume, progress=not quiet)
+        sampling = Sampling(temperature=temperature, seed=seed)
+        wanted = _Wanted(out, task, n, texts, text, labels, model, settings(knob), sampling, loaded, common)
+        if ray is None and workers is None:
+            made = _dump_here(wanted, options, _part(shard), writers or 1)
         else:
-            engine = Engine.load(model, **chosen)
-            if texts is not None:
-                given = engine.texts(texts, text=text, labels=label or ())
-                plan = make_plan(engine, given, min(n or len(given), len(given)), sampling=sampling, **options)
-            else:
-                plan = make_plan(engine, tasks.load(task or TASK)(**knobs), n or EXAMPLES, sampling=sampling, **options)
-            made = write_dump(engine, plan, out, part=part, writers=writers or 1, **common)
+            made = _dump_on_cluster(wanted, options, ray or "local", workers, shard, writers)
         _tell_dump(made, out, as_json)
 
 
-def _check_texts(texts: str | None, label: list[str] | None, task: str | None, knob: list[str] | None) -> None:
-    """Raise BadRequest if options of texts and of a task are mixed."""
+def _dump_here(wanted: _Wanted, options: dict[str, Any], part: tuple[int, int], writers: int) -> Dump | None:
+    """The dump; None if other processes have yet to write their shards."""
+    engine = Engine.load(wanted.model, **wanted.loaded)
+    if wanted.texts is not None:
+        given = engine.texts(wanted.texts, text=wanted.text, labels=wanted.labels)
+        plan = make_plan(engine, given, min(wanted.n or len(given), len(given)), sampling=wanted.sampling, **options)
+    else:
+        task = tasks.load(wanted.task or TASK)(**wanted.knobs)
+        plan = make_plan(engine, task, wanted.n or EXAMPLES, sampling=wanted.sampling, **options)
+    return write_dump(engine, plan, wanted.out, part=part, writers=writers, **wanted.common)
+
+
+def _dump_on_cluster(
+    wanted: _Wanted, options: dict[str, Any], address: str, workers: int | None, shard: str | None, writers: int | None
+) -> Dump | None:
+    """The dump, written by Ray workers; BadRequest if an option does not work there."""
+    if shard is not None:
+        raise BadRequest("--shard does not work with Ray. Give either --shard, or --ray and --workers.")
+    if wanted.texts is not None:
+        raise BadRequest("--texts does not work with Ray. Leave out --ray and --workers, or write parts with --shard.")
+    if wanted.task is not None and ":" in wanted.task:
+        raise BadRequest(f"--task {wanted.task} does not work with Ray: workers find tasks by name. Install its entry point.")
+    if writers is not None:
+        raise BadRequest("--writers does not work with Ray, whose workers write one shard each. Give more --workers.")
+    from replaylens.engine.cluster import dump_on_cluster
+
+    options = options | {"knobs": wanted.knobs, "sampling": wanted.sampling}
+    where: dict[str, Any] = {"address": address, "workers": workers, "engine_options": wanted.loaded}
+    return dump_on_cluster(
+        wanted.model, wanted.out, wanted.task or TASK, wanted.n or EXAMPLES, **where, **wanted.common, **options
+    )
+
+
+def _check_texts(out: str, texts: str | None, label: list[str] | None, task: str | None, knob: list[str] | None) -> None:
+    """Raise BadRequest if there is no folder, or if options of texts and of a task are mixed."""
+    if not out.strip():
+        raise BadRequest("--out is empty. Name a folder for the dump.")
     if texts is None and label:
         raise BadRequest("--label names a field of --texts. Give --texts, or leave it out: a task has labels of its own.")
     if texts is not None and (task is not None or knob):
@@ -147,13 +173,13 @@ def _check_texts(texts: str | None, label: list[str] | None, task: str | None, k
 
 
 def _tell_dump(made: Dump | None, out: str, as_json: bool) -> None:
-    facts: dict[str, Any] = _facts(made) if made is not None else {"path": out, "finished": False}
+    facts: dict[str, Any] = facts_of(made) if made is not None else {"path": out, "finished": False}
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
     elif made is None:
         typer.echo(f"{out}: this part is done; the dump is not finished yet")
     else:
-        typer.echo(f"{out}: {facts['rows']} rows in {facts['shards']} shards, {facts['bytes'] / 1e6:.1f} MB")
+        typer.echo(f"{out}: {facts['rows']} rows in {facts['shards']} shards, {size(facts['bytes'])}")
         typer.echo(f"digest {facts['digest']}\naccepted rows {facts['accepted_digest']}")
 
 
@@ -166,7 +192,7 @@ def _part(given: str | None) -> tuple[int, int]:
     return int(i), int(n)
 
 
-def _facts(found: Dump) -> dict[str, Any]:
+def facts_of(found: Dump) -> dict[str, Any]:
     manifest = found.manifest
     return {
         "path": found.url,
@@ -259,41 +285,6 @@ def _coloured(engine: Engine, result: Result) -> Text:
             if path.fork_position == position:
                 line.append(f" ({engine.text.decode(path.tokens[position:]).strip() or 'end'})", "red strike")
     return line.append(f"  {'right' if result.correct else 'wrong'}", "bold" if result.correct else "dim")
-
-
-def inspect(
-    path: Annotated[str, typer.Argument(help="A dump's folder.")],
-    as_json: JsonOption = False,
-) -> None:
-    """Show a dump's task, options, sites, labels, fingerprint and digests."""
-    with reporting():
-        found = Dump.open(path)
-    manifest = found.manifest
-    facts = _facts(found) | {
-        "plan": manifest.plan.to_json(),
-        "fingerprint": asdict(manifest.fingerprint),
-        "sites": {name: {"dtype": site.dtype, "shape": list(site.shape)} for name, site in manifest.sites.items()},
-        "labels": manifest.labels,
-    }
-    if as_json:
-        typer.echo(json.dumps(facts, indent=1))
-        return
-    for name, value in _lines(facts | {"plan": manifest.plan.to_json() | {"knobs": manifest.plan.cited_knobs}}):
-        typer.echo(f"{name:<30} {value}")
-
-
-def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The lines of `inspect` without --json."""
-    for name in ("path", "digest", "accepted_digest", "rows", "accepted_rows", "shards"):
-        yield name.replace("_", " "), str(facts[name])
-    yield "size", f"{facts['bytes'] / 1e6:.1f} MB"
-    for name, value in facts["plan"].items():
-        yield f"plan: {name}", ", ".join(value) if name == "sites" else str(value)
-    for name, value in facts["fingerprint"].items():
-        yield f"fingerprint: {name}", str(value)
-    for name, site in facts["sites"].items():
-        yield f"tensor: {name}", f"{site['dtype']} [{', '.join(map(str, ['rows', *site['shape']]))}]"
-    yield "labels", ", ".join(f"{name} ({kind})" for name, kind in facts["labels"].items())
 
 
 def verify(

@@ -13,7 +13,7 @@ import typer
 
 from replaylens.commands.dump import JsonOption, QuietOption
 from replaylens.commands.engines import MakerOption, engine_that_made
-from replaylens.commands.reporting import reporting
+from replaylens.commands.reporting import reporting, size
 from replaylens.commands.task_options import DumpTaskOption, know_task
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, Verification
@@ -53,11 +53,11 @@ def report(
         verdict = None if dump is None else _verify(dump, engine, verify, quiet)
         decode = (lambda token: word(engine.text, token)) if engine is not None else None
         written = ReportPage(dump, probes, verdict, decode, trees, title).save(out, progress=not quiet)
-    found, size = "not replayed" if verdict is None else verdict.status, written.stat().st_size
+    found, count = "not replayed" if verdict is None else verdict.status, written.stat().st_size
     if as_json:
-        typer.echo(json.dumps({"path": str(written), "bytes": size, "verdict": None if verdict is None else asdict(verdict)}))
+        typer.echo(json.dumps({"path": str(written), "bytes": count, "verdict": None if verdict is None else asdict(verdict)}))
     else:
-        typer.echo(f"{written}: {size / 1e6:.1f} MB; {found}")
+        typer.echo(f"{written}: {size(count)}; {found}")
     if verdict is not None and verdict.status == MISMATCH:
         raise typer.Exit(1)
 

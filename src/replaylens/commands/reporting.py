@@ -63,6 +63,14 @@ def _terminable() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
+def size(count: int) -> str:
+    """A number of bytes in kB, MB or GB, with at least two digits that count."""
+    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= one:
+            return f"{count / one:.1f} {unit}"
+    return f"{count} bytes"
+
+
 def say_error(error: Exception) -> None:
     """Print the error's name and message as one line."""
     say(f"{type(error).__name__}: {error}")

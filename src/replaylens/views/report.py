@@ -1,9 +1,9 @@
-"""`ReportPage`: a dump and its probe reports as one HTML file to share."""
+"""`ReportPage`: a dump, its probe reports and results of the workbench as one HTML file to share."""
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,17 +19,19 @@ from replaylens.engine.pictures.html import join, tag, void
 from replaylens.engine.pictures.readings import Decode
 from replaylens.engine.pictures.summary import fact_list
 from replaylens.probes.reports.report import Report
-from replaylens.views import dumped, heatmap, lens_map, page, probe_section
+from replaylens.views import dumped, heatmap, lens_map, page, probe_section, result_section
 from replaylens.views.dumped import DumpedExample
+from replaylens.views.result_section import Reportable
 
 
 @dataclass(frozen=True)
 class ReportPage:
-    """A page about a dump, probe reports, or both.
+    """A page about a dump, probe reports, results of the workbench, or several of these.
 
     verdict  verification of the dump; None: none was run, and the page says so
     decode   texts of tokens that occur only in the lens
     trees    maximum number of examples with a tree
+    results  what `lens`, `patch`, `ablate`, `steer`, `attention` and attributions return, in the order of the page
     """
 
     dump: Dump | None = None
@@ -38,6 +40,11 @@ class ReportPage:
     decode: Decode | None = None
     trees: int = page.MAX_TREES
     title: str = ""
+    results: tuple[Reportable, ...] = ()
+
+    def add(self, *results: Reportable) -> "ReportPage":
+        """The same page with more results at its end."""
+        return replace(self, results=(*self.results, *results))
 
     def save(self, path: str | Path, progress: bool = False) -> Path:
         """Write the page under a temporary name, then rename it."""
@@ -55,11 +62,39 @@ class ReportPage:
             digest = None if self.dump is None else self.dump.digest
             body = probe_section.draw_all(self.probes, digest)
             sections.insert(len(sections) - 1 if sections else 0, page.Section("probes", "Probes", body))
+        results = result_section.checked(self.results)
+        if results:
+            sections.append(page.Section("results", "Results", result_section.draw_all(results)))
+        if not sections:
+            raise BadRequest("The page would be empty. Give a dump, probe reports or results.")
         tasks = [self.dump.manifest.plan.task] if self.dump is not None else [p.source["task"] or "arrays" for p in self.probes]
-        title = self.title or f"replaylens: {', '.join(dict.fromkeys(tasks))}"
-        return page.assemble(
-            title, "; ".join([*lead, *(f"{p.kind}, {len(p.lines)} lines" for p in self.probes)]), sections, data
-        )
+        title = self.title or f"replaylens: {', '.join(dict.fromkeys(tasks)) or 'results'}"
+        lead += [f"{p.kind}, {len(p.lines)} lines" for p in self.probes]
+        lead += [f"{len(results)} result{'s' * (len(results) > 1)}"] if results else []
+        return page.assemble(title, "; ".join(lead), sections, data)
+
+
+def report(
+    path: str | Path,
+    *,
+    results: Sequence[Reportable] = (),
+    dump: Dump | None = None,
+    probes: Sequence[Report] = (),
+    title: str = "",
+) -> Path:
+    """Write results of the workbench, with a dump and probe reports if given, as one self-contained page.
+
+    results  what `lens`, `patch`, `path_patch`, `ablate`, `steer`, `attention` and attributions return
+
+    >>> import tempfile
+    >>> from replaylens import Engine, attention, lens, report
+    >>> engine, text = Engine.load("coin-plain"), "A coin's state is heads. Alice flips. What's the state? A:"
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     page = report(f"{folder}/page.html", results=[lens(engine, text), attention(engine, text, layers=[1])])
+    ...     page.read_text().count("<svg")
+    2
+    """
+    return ReportPage(dump, tuple(probes), title=title, results=result_section.checked(results)).save(path)
 
 
 def page_file(path: str | Path) -> Path:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,15 +12,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.request.edits import Edit, Positions
-from replaylens.engine.request.values import items, whole
+from replaylens.engine.request.edits import Positions
+from replaylens.engine.request.values import integer, items, shown
 from replaylens.engine.serving.core import Core
 from replaylens.probes.reports.figures import bars
 from replaylens.probes.scoring.statistics import difference_over_groups
 from replaylens.workbench.drawing import Grid, figure, paragraph, view
-from replaylens.workbench.metric import FORMS, Metric, MetricTokens, RowsFunction
+from replaylens.workbench.heads import HeadChoice
+from replaylens.workbench.metric import FORMS, Metric, RowMetric
+from replaylens.workbench.units import How, units_of
 
-How = Literal["zero", "mean", "resample"]
 MAX_BARS = 40
 
 
@@ -86,23 +87,12 @@ class AblateResult:
         return view([table], lead)
 
 
-@dataclass(frozen=True, eq=False)
-class _Unit:
-    kind: str
-    layer: int
-    number: int
-    name: str
-    site: str
-    vector: Tensor | None = None
-    """of a neuron or direction: what is projected out, of length 1"""
-
-
 def ablate(
     engine: Core,
     prompts: Sequence[str | list[int]],
     *,
-    metric: MetricTokens | RowsFunction | Sequence[MetricTokens],
-    heads: bool | Sequence[tuple[int, int]] = False,
+    metric: RowMetric | Sequence[RowMetric],
+    heads: HeadChoice = False,
     neurons: Sequence[tuple[int, int]] = (),
     directions: Sequence[tuple[int, Tensor]] = (),
     how: How = "zero",
@@ -112,13 +102,14 @@ def ablate(
 ) -> AblateResult:
     """Take single units away, one at a time, and measure the next token of every prompt.
 
-    metric      as in `patch`: a pair of tokens, one token, or a function of logits; or a list with a pair (as a tuple) or a
-                function for each prompt
-    heads       True: all; or (layer, head) pairs: the outputs of attention heads (hook_z)
+    metric      as in `patch`: a pair of tokens, one token, a branch, or a function of logits; or a list with one for each
+                prompt: pairs as tuples, tokens (of two prompts as tuples of one, since a list of two tokens is a pair),
+                branches or functions
+    heads       True (all), head numbers or (layer, head) pairs, as in `patch`: the outputs of attention heads (hook_z)
     neurons     (layer, neuron) pairs: activations of the MLP (hook_post)
     directions  (layer, vector) pairs: directions of the residual stream (S)
-    how         "zero"; "mean": by the mean over all prompts and positions; "resample", heads only: by rows of other prompts,
-                drawn by `seed` and position
+    how         "zero"; "mean": by the mean over all prompts and positions; "resample": by rows of other prompts, drawn by
+                `seed` and position
     positions   where, as in `Edit`; None: everywhere
 
     The units of a prompt are computed together; each has the bits of its edits made alone.
@@ -134,21 +125,21 @@ def ablate(
     >>> result.ablated.shape, bool(result.frame["effect"][0] < 0)  # [heads of all layers, prompts]; the largest one hurts
     (torch.Size([16, 2]), True)
     """
-    if how not in ("zero", "mean", "resample"):
-        raise BadRequest(f"Unknown how={how!r}. Known: zero, mean, resample.")
+    if not isinstance(how, str) or how not in ("zero", "mean", "resample"):
+        raise BadRequest(f"Unknown how={shown(how)}. Known: zero, mean, resample.")
     paths = [engine.tokens_of(prompt) for prompt in items("prompts", prompts, "a list of prompts")]
-    units = _units(engine, heads, neurons, directions)
+    if not paths:
+        raise BadRequest("No prompts. Give at least one.")
+    units = units_of(engine, heads, neurons, directions)
     measures = _metrics(engine, metric, len(paths))
-    if how == "resample" and (len(paths) < 2 or any(unit.kind != "head" for unit in units)):
-        raise BadRequest(
-            "Resampling takes rows of other prompts and is for heads only. Give 2 prompts or more, or another how."
-        )
+    if how == "resample" and len(paths) < 2:
+        raise BadRequest("Resampling takes rows of other prompts. Give 2 prompts or more, or another how.")
     rows = {} if how == "zero" else _rows(engine, paths, sorted({unit.site for unit in units}))
     plain, ablated = torch.empty(len(paths)), torch.empty(len(units), len(paths))
     for number, path in enumerate(tqdm(paths, unit="prompt", disable=not progress)):
         kept = [i for i in range(len(paths)) if how == "mean" or i != number]
         others = {site: torch.cat([each[i] for i in kept]) for site, each in rows.items()}
-        edits = [[], *(_edits(unit, how, others, positions, seed) for unit in units)]
+        edits = [[], *(unit.edits(how, others, positions, len(path), seed) for unit in units)]
         with engine.variants(path) as base:
             found = base.read(edits, [-1], lambda logits, measure=measures[number]: measure(logits[:, 0]))  # type: ignore[misc]
         plain[number], ablated[:, number] = found[0], found[1:]
@@ -157,46 +148,18 @@ def ablate(
     return AblateResult(title, how, names, where, plain, ablated)
 
 
-def _units(
-    engine: Core,
-    heads: bool | Sequence[tuple[int, int]],
-    neurons: Sequence[tuple[int, int]],
-    directions: Sequence[tuple[int, Tensor]],
-) -> list[_Unit]:
-    config, resolve = engine.config, engine.sites.resolve
-    if heads is True:
-        heads = [(layer, head) for layer in range(config.num_layers) for head in range(config.num_heads)]
-    made = []
-    for pair in heads or ():
-        layer, head = _pair("heads", pair, config.num_layers, config.num_heads)
-        made.append(_Unit("head", layer, head, f"L{layer}H{head}", resolve(f"blocks.{layer}.attn.hook_z")))
-    for pair in neurons:
-        layer, neuron = _pair("neurons", pair, config.num_layers, config.d_mlp)
-        unit = torch.zeros(config.d_mlp)
-        unit[neuron] = 1.0
-        made.append(_Unit("neuron", layer, neuron, f"L{layer}N{neuron}", resolve(f"blocks.{layer}.mlp.hook_post"), unit))
-    streams = engine.sites.per_layer("S")
-    for number, (at, vector) in enumerate(directions):
-        layer, vector = whole("directions", at, 0, len(streams) - 1), torch.as_tensor(vector).detach().float().cpu()
-        if vector.shape != (config.d_model,) or not float(vector.norm()) > 0:
-            raise BadRequest(f"Invalid direction of shape {tuple(vector.shape)}. Give {config.d_model} numbers, not all zero.")
-        made.append(_Unit("direction", layer, number, f"L{layer}D{number}", streams[layer], vector / vector.norm()))
-    if not made:
-        raise BadRequest("Nothing to ablate. Give heads=True, or some heads, neurons or directions.")
-    return made
-
-
-def _pair(name: str, pair: Any, layers: int, count: int) -> tuple[int, int]:
-    if not isinstance(pair, Sequence) or len(pair) != 2:
-        raise BadRequest(f"Invalid {name}: {pair!r} is not a pair. Give (layer, number) pairs.")
-    return whole(f"{name} (layer)", pair[0], 0, layers - 1), whole(name, pair[1], 0, count - 1)
-
-
 def _metrics(engine: Core, metric: Any, prompts: int) -> list[Metric]:
-    own = isinstance(metric, list) and all(isinstance(each, tuple | Metric) or callable(each) for each in metric)
-    if own and len(metric) != prompts:
+    """One metric for each prompt. A list of two tokens is a pair, for all prompts."""
+    if not isinstance(metric, list) or (len(metric) == 2 and all(_is_token(each) for each in metric)):
+        return [Metric.of(engine, metric)] * prompts
+    if len(metric) != prompts:
         raise BadRequest(f"Got {len(metric)} metrics for {prompts} prompts. Give one for each, or {FORMS}.")
-    return [Metric.of(engine, each) for each in metric] if own else [Metric.of(engine, metric)] * prompts
+    single = lambda each: each[0] if isinstance(each, tuple) and len(each) == 1 else each  # noqa: E731
+    return [Metric.of(engine, single(each)) for each in metric]
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, str) or integer(value) is not None
 
 
 def _rows(engine: Core, paths: list[list[int]], sites: list[str]) -> dict[str, list[Tensor]]:
@@ -207,19 +170,3 @@ def _rows(engine: Core, paths: list[list[int]], sites: list[str]) -> dict[str, l
     finally:
         for branch in branches:
             branch.release()
-
-
-def _edits(unit: _Unit, how: How, rows: dict[str, Tensor], positions: Positions, seed: int) -> list[Edit]:
-    """The edits that take a unit away."""
-    if unit.vector is None:
-        head = [unit.number]
-        if how == "zero":
-            return [Edit(unit.site, "zero", positions=positions, heads=head)]
-        own = rows[unit.site][:, head]  # [rows, 1, d_head]
-        if how == "mean":
-            return [Edit(unit.site, "set", own.mean(0), positions=positions, heads=head)]
-        return [Edit(unit.site, "resample", own, positions=positions, heads=head, seed=seed)]
-    gone = Edit(unit.site, "project_out", unit.vector, positions=positions)
-    if how == "zero":
-        return [gone]
-    return [gone, Edit(unit.site, "add", unit.vector * float((rows[unit.site] @ unit.vector).mean()), positions=positions)]

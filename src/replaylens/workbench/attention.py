@@ -9,9 +9,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from replaylens.engine.request.values import items, whole
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.request.values import integer, shown, whole
 from replaylens.engine.serving.core import Core
 from replaylens.workbench.drawing import Grid, figure, view
+from replaylens.workbench.heads import chosen_layers
 from replaylens.workbench.metric import words
 
 _MAX_CELLS = 20_000
@@ -67,7 +69,9 @@ class AttentionResult:
 
     def grid(self, layer: int, head: int) -> Grid:
         """One pattern, queries from top to bottom."""
-        at = self.layers.index(whole("layer", layer, min(self.layers), max(self.layers)))
+        if integer(layer) not in self.layers:
+            raise BadRequest(f"Invalid layer={shown(layer)}. This result has layers {', '.join(map(str, self.layers))}.")
+        at = self.layers.index(int(layer))
         p = self.pattern[at, whole("head", head, 0, self.pattern.shape[1] - 1)].numpy()
         hidden = np.where(np.tril(np.ones_like(p, dtype=bool)), p, np.nan)
         return Grid(f"L{layer}H{head}", self.tokens[::-1], self.tokens, hidden[::-1])
@@ -75,6 +79,8 @@ class AttentionResult:
     def plot(self, layer: int | None = None, head: int | None = None) -> Figure:
         """One head's pattern; all heads of a layer; or, without a layer, the summary: layers by heads."""
         if layer is None:
+            if len(self.tokens) == 1:
+                raise BadRequest("A single token attends to itself only, so there is nothing to sum up. Give a longer text.")
             return figure(self._summary(), "mean attention", "layer", "head")
         heads = range(self.pattern.shape[1]) if head is None else [head]
         return figure([self.grid(layer, h) for h in heads], "attention", "query", "key")
@@ -105,9 +111,7 @@ def attention(engine: Core, text: str | list[int], *, layers: Sequence[int] | No
     >>> result.pattern.shape  # [layers, heads, queries, keys]
     torch.Size([4, 4, 15, 15])
     """
-    count = engine.config.num_layers
-    wanted = range(count) if layers is None else items("layers", layers, "a list of layers")
-    chosen = [whole("layers", layer, 0, count - 1) for layer in wanted]
+    chosen = chosen_layers(layers, engine.config.num_layers)
     names = [engine.sites.resolve(f"blocks.{layer}.attn.hook_pattern") for layer in chosen]
     branch = engine.prompt(text, sites=names)
     try:

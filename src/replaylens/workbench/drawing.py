@@ -53,8 +53,8 @@ def figure(grids: Sequence[Grid], label: str, rows: str, columns: str) -> Figure
     uneven = len({len(grid.rows) for grid in grids}) > 1
     colours = "viridis" if grids[0].around is None else "RdBu_r"
     for axis, grid in zip(axes, grids, strict=True):
-        image = axis.imshow(grid.values, vmin=low, vmax=high, cmap=colours, aspect="auto", origin="lower")
-        axis.set(title=plain(grid.title), xlabel=columns, xticks=range(len(grid.columns)), yticks=range(len(grid.rows)))
+        image = axis.pcolormesh(grid.values, vmin=low, vmax=high, cmap=colours)  # shapes: a report page loads no images
+        axis.set(title=plain(grid.title), xlabel=columns, xticks=_middles(grid.columns), yticks=_middles(grid.rows))
         axis.set_xticklabels([plain(name) for name in grid.columns], rotation=90, fontsize=7)
         axis.set_yticklabels([plain(name) for name in grid.rows] if axis is axes[0] or uneven else [], fontsize=7)
         if grid.words is not None and grid.values.size <= _MAX_WORDS:
@@ -64,13 +64,17 @@ def figure(grids: Sequence[Grid], label: str, rows: str, columns: str) -> Figure
     return made
 
 
+def _middles(names: Sequence[str]) -> list[float]:
+    return [i + 0.5 for i in range(len(names))]
+
+
 def _write_words(axis, grid: Grid, low: float, high: float) -> None:  # type: ignore[no-untyped-def]
     assert grid.words is not None
     for i, line in enumerate(grid.words):
         for j, word in enumerate(line):
             dark = high > low and (grid.values[i, j] - low) / (high - low) < 0.5
             colour = "white" if dark and grid.around is None else "black"
-            axis.text(j, i, plain(word), ha="center", va="center", fontsize=6, color=colour)
+            axis.text(j + 0.5, i + 0.5, plain(word), ha="center", va="center", fontsize=6, color=colour)
 
 
 def plain(text: str) -> str:

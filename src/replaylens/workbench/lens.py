@@ -46,7 +46,8 @@ class LensResult:
     kl: Tensor
     """[layers, positions]: KL(model's output || layer), in nats"""
     rank: Tensor
-    """[layers, positions]: how many tokens are likelier"""
+    """[layers, positions]: how many tokens are likelier. Whole numbers if a token is given; else NaN in the last position,
+    and so floats"""
     logprob: Tensor
     """[layers, positions]"""
 
@@ -65,7 +66,8 @@ class LensResult:
         at = [(i, j) for i in range(len(self.layers)) for j in range(len(self.tokens))]
         columns = {name: getattr(self, name).flatten().numpy() for name in ("probability", "entropy", "kl", "rank", "logprob")}
         facts = [(i, self.layers[i], j, self.tokens[j], self.top[i][j][0]) for i, j in at]
-        return pd.DataFrame(facts, columns=["layer", "name", "position", "token", "top"]).assign(**columns)
+        frame = pd.DataFrame(facts, columns=["layer", "name", "position", "token", "top"]).assign(**columns)
+        return frame.astype({"rank": "Int64"})  # whole numbers that may be missing
 
     def grid(self, measure: Measure = "probability") -> Grid:
         """The numbers of one measure, with the likeliest tokens as words."""
@@ -123,6 +125,7 @@ def lens(
     top = tuple(tuple(tuple(text_of[i] for i in cell) for cell in line) for line in ids.tolist())
     names = tuple(layer_name(layer, stacked.shape[1]) for layer in range(stacked.shape[1]))
     about = None if target is None else word(engine.text, target)
+    rank = rank if target is None else rank.long()
     numbers = (ids, z["Z.top_logprobs"], z["Z.entropy"], z["Z.kl"], rank.T, logprob.T)
     return LensResult(words(engine, path), names, about, top, *numbers)
 
@@ -135,7 +138,7 @@ def _of_token(engine: Core, stacked: Tensor, tokens: list[int], tuned: TunedLens
             stacked = tuned.translate(stacked)
     layers = stacked.shape[1]
     wanted = torch.tensor(tokens).repeat_interleave(layers)
-    ranks, logprobs = np.empty(len(wanted), dtype=np.float32), np.empty(len(wanted), dtype=np.float32)
+    ranks, logprobs = np.empty(len(wanted)), np.empty(len(wanted), dtype=np.float32)
     for first in range(0, len(wanted), LENS_ROWS):
         some = slice(first, first + LENS_ROWS)
         logits = engine.runner.logits(stacked.flatten(0, 1)[some]).float().cpu()

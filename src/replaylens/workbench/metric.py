@@ -1,4 +1,4 @@
-"""`Metric`: one number per row of logits: a difference of two tokens' logits, a log-probability, or a function."""
+"""`Metric`: one number per row of logits, from the metrics that gradients know, or from a function."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,14 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadMetric
+from replaylens.engine.gradients.metric import Divergence, LogitDifference, LogProbability, Named, named
 from replaylens.engine.pictures.readings import word
-from replaylens.engine.request.values import integer, shown
+from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 
 RowsFunction = Callable[[Tensor], Tensor]
 MetricTokens = str | int | Sequence[str | int]
-FORMS = "a pair of tokens (their logit difference), one token (its log-probability), or a function of logits [rows, vocab]"
+RowMetric = MetricTokens | RowsFunction | Named | Branch
+FORMS = (
+    "a pair of tokens (their logit difference), one token (its log-probability), a branch (the KL divergence from its "
+    "distribution), or a function of logits [rows, vocab]"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,32 +30,37 @@ class Metric:
     function: RowsFunction
 
     @classmethod
-    def of(cls, engine: Core, given: "MetricTokens | RowsFunction | Metric") -> "Metric":
-        """A pair of tokens, one token, or a function of logits [rows, vocab] that returns [rows]; BadRequest for others."""
+    def of(cls, engine: Core, given: "RowMetric | Metric") -> "Metric":
+        """A metric in any of its forms; BadMetric for others."""
         if isinstance(given, Metric):
             return given
-        if isinstance(given, str) or integer(given) is not None:
-            (token,) = engine.token_ids_of([given])  # type: ignore[list-item]
-            return cls(f"log p({_word(engine, token)})", lambda logits: logits.float().log_softmax(-1)[:, token])
-        if isinstance(given, Sequence) and len(given) == 2:
-            right, wrong = engine.token_ids_of(given)
-            name = f"logit difference {_word(engine, right)} - {_word(engine, wrong)}"
-            return cls(name, lambda logits: (logits[:, right] - logits[:, wrong]).float())
-        if callable(given):
-            return cls(getattr(given, "__name__", "metric"), given)
-        raise BadRequest(f"Invalid metric={shown(given)}. Give {FORMS}.")
+        found = named(Divergence(given.logits()) if isinstance(given, Branch) else given)
+        if not isinstance(found, Named):
+            return cls(getattr(found, "__name__", "metric"), found)
+        function = found.function(engine._target)
+        exact = isinstance(found, LogitDifference)  # a difference needs no more digits than its logits have
+        return cls(_name(engine, found), function if exact else lambda logits: function(logits.float()))
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """logits [rows, vocab] -> [rows]; BadRequest if the function returns something else."""
+        """logits [rows, vocab] -> [rows]; BadMetric if the function returns something else, or numbers that are not finite."""
         found: Any = self.function(logits)
         if not isinstance(found, Tensor) or found.shape != logits.shape[:1]:
             got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise BadRequest(f"The metric {self.name} returned {got}. Return one number per row: shape ({len(logits)},).")
-        return found.detach().to("cpu", torch.float32)
+            raise BadMetric(f"The metric {self.name} returned {got}. Return one number per row: shape ({len(logits)},).")
+        values = found.detach().to("cpu", torch.float32)
+        if bad := int((~values.isfinite()).sum()):
+            raise BadMetric(f"The metric {self.name} is NaN or infinite in {bad} of {len(values)} rows. Return finite numbers.")
+        return values
 
 
-def _word(engine: Core, token: int) -> str:
-    return repr(word(engine.text, token))
+def _name(engine: Core, metric: Named) -> str:
+    shown = lambda token: repr(word(engine.text, engine._target(token)))  # noqa: E731
+    match metric:
+        case LogitDifference():
+            return f"logit difference {shown(metric.right)} - {shown(metric.wrong)}"
+        case LogProbability():
+            return f"log p({shown(metric.token)})"
+    return "KL divergence"
 
 
 def words(engine: Core, path: Sequence[int]) -> tuple[str, ...]:

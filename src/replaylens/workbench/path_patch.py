@@ -10,8 +10,11 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.serving.core import Core
-from replaylens.workbench.metric import Metric, MetricTokens, RowsFunction
-from replaylens.workbench.patch import Direction, PatchResult, activations, both, of_source
+from replaylens.workbench.aligned import Align, Aligned, Direction
+from replaylens.workbench.heads import pair_of
+from replaylens.workbench.metric import Metric, RowMetric
+from replaylens.workbench.patch import activations, of_source
+from replaylens.workbench.patch_result import PatchResult
 
 Into = Literal["q", "k", "v"]
 
@@ -21,10 +24,11 @@ def path_patch(
     clean: str | list[int],
     corrupt: str | list[int],
     *,
-    metric: MetricTokens | RowsFunction,
+    metric: RowMetric,
     receivers: Sequence[tuple[int, int]] | Literal["logits"] = "logits",
     into: Into = "v",
     direction: Direction = "denoise",
+    align: Align = None,
     progress: bool = False,
 ) -> PatchResult:
     """Patch the path from each head to the receivers: the sender's output changes, other heads in between stay as they are.
@@ -44,16 +48,16 @@ def path_patch(
     >>> result.raw["heads"].shape  # senders in layers below the receiver
     torch.Size([1, 4])
     """
-    path, other = both(engine, clean, corrupt, direction)
-    measure, count, everywhere = Metric.of(engine, metric), engine.config.num_heads, range(len(path))
+    two, measure = Aligned.of(engine, clean, corrupt, direction, align), Metric.of(engine, metric)
+    path, count, everywhere = two.base, engine.config.num_heads, range(len(two.base))
     ends = [] if isinstance(receivers, str) and receivers == "logits" else _receivers(engine, receivers, into)
     last = max((layer for layer, _, _ in ends), default=engine.config.num_layers)
     outputs = [engine.sites.resolve(f"blocks.{layer}.attn.hook_z") for layer in range(last)]
-    changed, held = activations(engine, other, outputs), activations(engine, path, outputs)
+    changed, held = activations(engine, two.source, outputs), activations(engine, path, outputs)
     senders = [(layer, head) for layer in range(last) for head in range(count)]
     sent = [
         [
-            Edit(outputs[layer], "set", changed[outputs[layer]], positions=everywhere, heads=[head]),
+            Edit(outputs[layer], "set", changed[outputs[layer]][two.there], positions=two.at, heads=[head]),
             *(Edit(name, "set", held[name], positions=everywhere) for name in outputs[layer + 1 :]),
         ]
         for layer, head in senders
@@ -63,10 +67,10 @@ def path_patch(
             arrived = base.capture(sent, progress)
             sent = [_received(ends, arrived, number, everywhere) for number in range(len(senders))]
         found = base.read([[], *sent], [-1], lambda logits: measure(logits[:, 0]), progress)
-    there = of_source(engine, other, measure, float(found[0]))
+    there = of_source(engine, two.source, measure, float(found[0]))
     raw, numbers = {"heads": found[1:].view(last, count)}, tuple(range(count))
-    columns = {"heads": tuple(map(str, numbers))}
-    return PatchResult(f"{measure.name}, by path", direction, float(found[0]), there, raw, columns, {"heads": numbers})
+    columns, rows = {"heads": tuple(map(str, numbers))}, {"heads": tuple(range(last))}
+    return PatchResult(f"{measure.name}, by path", direction, float(found[0]), there, raw, columns, {"heads": numbers}, rows)
 
 
 def _receivers(engine: Core, receivers: Sequence[tuple[int, int]], into: Into) -> list[tuple[int, str, int]]:
@@ -77,12 +81,8 @@ def _receivers(engine: Core, receivers: Sequence[tuple[int, int]], into: Into) -
     group = 1 if into == "q" else config.num_heads // config.num_kv_heads
     made = []
     for pair in items("receivers", receivers, "(layer, head) pairs, or 'logits'"):
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise BadRequest(f"Invalid receiver {pair!r:.60}. Give (layer, head) pairs, or 'logits'.")
-        layer, head = (
-            whole("receivers (layer)", pair[0], 1, config.num_layers - 1),
-            whole("receivers", pair[1], 0, config.num_heads - 1),
-        )
+        layer, head = pair_of("receivers", pair, config.num_layers, config.num_heads)
+        whole("receivers (layer)", layer, 1)
         made.append((layer, engine.sites.resolve(f"blocks.{layer}.attn.hook_{into}"), head // group))
     if not made:
         raise BadRequest("No receivers. Give (layer, head) pairs, or 'logits'.")

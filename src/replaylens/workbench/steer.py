@@ -11,16 +11,17 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.lens.readout import next_token
 from replaylens.engine.pictures.html import fragment, tag
 from replaylens.engine.pictures.paths import visible
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import items, number, whole
+from replaylens.engine.request.values import instance, items
+from replaylens.engine.request.values import number as finite
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.probes.fitting.probe import LinearProbe
 from replaylens.probes.reports.figures import Picture
+from replaylens.workbench.heads import chosen_layers
 
 Contrast = tuple[Sequence[str], Sequence[str]]
 
@@ -33,6 +34,10 @@ class SteerResult:
     """prompt, layer (NaN without steering), strength, text, and perplexity: of the text under the unsteered model"""
     vectors: dict[int, Tensor]
     """layer -> the vector that strength 1 adds"""
+
+    def __repr__(self) -> str:
+        prompts, layers = self.frame["prompt"].nunique(), ", ".join(map(str, self.vectors))
+        return f"SteerResult({prompts} prompts, layers {layers}, {len(self.frame)} continuations)"
 
     def plot(self) -> Figure:
         """Perplexity under the unsteered model against strength, one line per layer: the mean of logarithms over prompts."""
@@ -91,28 +96,30 @@ def steer(
 
     All continuations are generated together.
     """
-    texts = [str(text) for text in items("prompts", prompts, "a list of texts")]
+    texts = [instance("prompts", text, str, "a list of texts") for text in items("prompts", prompts, "a list of texts")]
     streams = engine.sites.per_layer("S")
-    chosen = [whole("layers", layer, 0, len(streams) - 1) for layer in items("layers", layers, "a list of layers")]
-    factors = [number("strengths", each, BadRequest) for each in items("strengths", strengths, "a list of numbers")]
+    chosen = chosen_layers(layers, len(streams))
+    factors = [finite("strengths", each, BadRequest) for each in items("strengths", strengths, "a list of numbers")]
+    if not texts or not factors:
+        raise BadRequest("There is nothing to steer. Give at least one prompt and one strength.")
     vectors = _vectors(engine, vector, chosen)
     made: list[Branch] = []
     try:
         roots = list(engine.prompts(texts))
         made += roots
-        told: list[tuple[str, float, float, Branch]] = []
-        for text, root in zip(texts, roots, strict=True):
+        asked: list[tuple[int, float, float, Branch]] = []
+        for number, root in enumerate(roots):
             made += (plain := root.fork())
-            told.append((text, math.nan, 0.0, plain[0]))
+            asked.append((number, math.nan, 0.0, plain[0]))
             where = slice(None if whole_prompt else root.length - 1, None)
             for layer in chosen:
                 for factor in [factor for factor in factors if factor]:
                     edit = Edit(streams[layer], "add", vectors[layer], where, factor=factor, keep_norm=keep_norm)
                     made += (steered := root.fork(edits=[edit]))
-                    told.append((text, float(layer), factor, steered[0]))
-        engine.generate([branch for *_, branch in told], n, sampling=sampling, progress=progress)
-        lines = [(text, at, factor, engine.text.decode(b.generated)) for text, at, factor, b in told]
-        surprise = _perplexities(engine, [branch for *_, branch in told])
+                    asked.append((number, float(layer), factor, steered[0]))
+        engine.generate([branch for *_, branch in asked], n, sampling=sampling, progress=progress)
+        lines = [(texts[i], at, factor, engine.text.decode(b.generated)) for i, at, factor, b in asked]
+        surprise = _perplexities(engine, roots, [(i, branch) for i, _, _, branch in asked])
     finally:
         for branch in made:
             branch.release()
@@ -132,10 +139,15 @@ def _vectors(engine: Core, given: Tensor | Contrast | LinearProbe, layers: list[
         if given.shape != (width,):
             raise BadRequest(f"The vector has shape {tuple(given.shape)}; expected ({width},).")
         return dict.fromkeys(layers, given.detach().float().cpu())
-    if not isinstance(given, tuple) or len(given) != 2 or any(isinstance(side, str) or not len(side) for side in given):
+    if not isinstance(given, tuple) or len(given) != 2 or not all(_is_side(side) for side in given):
         raise BadRequest("Give a vector, a probe, or a contrast: (positive texts, negative texts), both with at least one.")
     positive, negative = (_last_rows(engine, list(side), layers) for side in given)
     return {layer: positive[layer].mean(0) - negative[layer].mean(0) for layer in layers}
+
+
+def _is_side(side: object) -> bool:
+    """Whether this is a list of texts, with at least one."""
+    return isinstance(side, list | tuple) and bool(side) and all(isinstance(text, str) for text in side)
 
 
 def _last_rows(engine: Core, texts: list[str], layers: list[int]) -> dict[int, Tensor]:
@@ -149,18 +161,22 @@ def _last_rows(engine: Core, texts: list[str], layers: list[int]) -> dict[int, T
             branch.release()
 
 
-def _perplexities(engine: Core, branches: list[Branch]) -> list[float]:
-    """Of each branch's generated tokens, under the model without edits."""
-    last = engine.sites.per_layer("S")[-1]
-    found = []
-    plain = engine.prompts([branch.tokens for branch in branches], sites=[last])
+def _perplexities(engine: Core, roots: list[Branch], made: list[tuple[int, Branch]]) -> list[float]:
+    """Of each branch's generated tokens, under the model without edits: forced after its prompt, as a model that thinks needs.
+
+    made  (number of its prompt, branch)
+    """
+    forks: list[Branch] = []
     try:
-        for branch, read in zip(branches, plain, strict=True):
-            first = branch.root_length
-            rows = read.activations[last][first - 1 : -1]
-            logprobs, _ = engine.lock.alone(next_token, engine.runner, rows, branch.tokens[first:])
-            found.append(math.exp(-float(logprobs.double().mean())))
+        for number, _ in made:
+            forks += roots[number].fork()
+        engine.force_all(forks, [branch.generated for _, branch in made])
+        found = []
+        for fork in forks:
+            logits = fork.logits(slice(fork.root_length - 1, -1)).double()
+            own = logits.log_softmax(-1)[range(len(logits)), fork.generated]
+            found.append(math.exp(-float(own.mean())))
+        return found
     finally:
-        for branch in plain:
-            branch.release()
-    return found
+        for fork in forks:
+            fork.release()

@@ -98,7 +98,8 @@ def test_integrated_gradients_add_up(site: str) -> None:
     gaps = []
     for steps in (1, 4, 16):
         found = integrated_gradients(engine(model), CLEAN, CORRUPT, (3, 8), site, steps=steps)
-        gaps.append(abs(float(found.estimate.sum()) - (found.after - found.before)))
+        assert found.gap == pytest.approx(found.after - found.before - float(found.estimate.sum()), abs=1e-5)
+        gaps.append(abs(found.gap or 0.0))
     assert gaps[2] < gaps[1] / 10 < gaps[0] / 10
     assert found.certified and found.estimate.shape == (1, 9)
 
@@ -108,6 +109,27 @@ def test_integrated_gradients_from_zero() -> None:
     base = logits(engine(random_model(gain=1.0)), CLEAN, [Edit("blocks.1.hook_in", "zero")])
     assert found.before == pytest.approx(float(base.log_softmax(-1)[5]), abs=1e-6)
     assert float(found.estimate.sum()) == pytest.approx(found.after - found.before, rel=0.05)
+    assert found.gap == pytest.approx(found.after - found.before - float(found.estimate.sum()), abs=1e-5)
+    assert "miss the difference" in found._repr_html_()
+
+
+def test_effects_of_single_heads() -> None:
+    """They add up to the effect of the row, and the real ones are the forks' own."""
+    subject, pair = engine(), (3, 8)
+    found = attribution_patching(subject, CLEAN, CORRUPT, pair, heads=True, compare=True)
+    rows = attribution_patching(subject, CLEAN, CORRUPT, pair, [f"blocks.{i}.attn.hook_z" for i in range(2)])
+    assert found.heads == 4 and found.estimate.shape == (2, 9, 4) and found.gap is None
+    torch.testing.assert_close(found.estimate.sum(-1), rows.estimate)
+    site = "blocks.1.attn.hook_z"
+    source = subject.prompt(CLEAN, sites=[site]).activations[site]
+    edit = Edit(site, "set", source[5][[2]], positions=5, heads=[2])
+    after = logits(subject, CORRUPT, [edit])
+    assert found.real is not None
+    assert float(found.real[1, 5, 2]) == pytest.approx(float(after[3] - after[8]) - found.before, abs=1e-6)
+    assert list(found.frame.columns) == ["site", "position", "token", "head", "estimate", "real"]
+    assert len(found.plot().axes) == 2 * (1 + 1) and len(found.worst(3)) == 3
+    with pytest.raises(errors.BadRequest, match="without heads"):
+        attribution_patching(subject, CLEAN, CORRUPT, pair, "S", heads=True)
 
 
 def test_integrated_gradients_beside_patches() -> None:

@@ -14,12 +14,14 @@ import typer
 from typer.testing import CliRunner
 
 from replaylens.commands import dump as commands
+from replaylens.commands.inspect import inspect
+from replaylens.commands.reporting import size
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from tests.engine.dump.damage import flip_bit
 
 app = typer.Typer()
-for command in (commands.dump, commands.replay, commands.inspect, commands.verify, commands.diff):
+for command in (commands.dump, commands.replay, inspect, commands.verify, commands.diff):
     app.command()(command)
 
 SAME = ["--n", "10", "--knob", "flips=1,3", "--max-new", "7", "--shard-examples", "4"]
@@ -234,3 +236,7 @@ def test_interrupt_leaves_a_resumable_dump(dump_words: list[str], model_folder: 
     assert child.returncode == 130 and "Interrupted. To continue, run" in err and "Traceback" not in err
     assert not list((tmp_path / "d").glob("lock-*")) and not list((tmp_path / "d").glob("*.tmp"))
     assert (tmp_path / "d" / "plan.json").exists()
+
+
+def test_sizes_are_never_rounded_to_nothing() -> None:
+    assert [size(n) for n in (12, 20_500, 3_140_000, 2.5e9)] == ["12 bytes", "20.5 kB", "3.1 MB", "2.5 GB"]

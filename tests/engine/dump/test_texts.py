@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from replaylens import Dump, Engine
+from replaylens import Dump, Edit, Engine
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.planning import make_plan
@@ -121,7 +121,7 @@ def test_the_command(dump: Dump, tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     columns = [{"q": text} | {name: LABELS[name][i] for name in LABELS} for i, text in enumerate(TEXTS)]
     path.write_text("\n".join(map(json.dumps, columns)))
-    words = ["dump", "--texts", path, "--text", "q", "--label", "up", "--label", "score", "--label", "word"]
+    words = ["dump", "--texts", path, "--text", "q", "--label", "up,score", "--label", "word"]
     words += ["--sites", SITE, "--shard-examples", 2, "--quiet", "--out", tmp_path / "d"]
     code, out, err = command(*words)
     assert code == 0 and f"digest {dump.digest}" in out, err
@@ -146,3 +146,30 @@ def test_the_command(dump: Dump, tmp_path: Path) -> None:
 def test_commands_that_cannot_be(words: list[str], saying: str, tmp_path: Path) -> None:
     code, _, err = command("dump", *words, "--quiet", "--out", tmp_path / "d")
     assert code == 2 and saying in " ".join(err.split())
+
+
+def test_inspect_shows_the_edits_of_branches(coin: Engine, tmp_path: Path) -> None:
+    root = coin.prompt(TEXTS[0])
+    edits = [
+        Edit("blocks.1.attn.hook_z", "zero", positions=[2, 4], heads=[3]),
+        Edit("S", "add", torch.ones(128), layers=[2], positions=slice(3, None)),
+    ]
+    (edited,) = root.fork(edits=edits)
+    coin.replay([root, edited], sites="S", edits=[Edit("T", "zero", layers=[0])]).save(tmp_path / "d")
+    code, out, _ = command("inspect", tmp_path / "d")
+    lines = [" ".join(line.split()) for line in out.splitlines() if line.startswith("edit")]
+    assert code == 0 and lines == [
+        "edit of every example zero at T, all positions, layers [0]",
+        "edit of text 1 set of shape [4, 32] at blocks.1.attn.o.hook_in, positions [2, 4], heads [3]",
+        "edit of text 1 add of shape [128] at blocks.2.hook_in, positions 3 to the end",
+    ]
+
+
+def test_a_branch_that_ended_is_not_continued(coin: Engine) -> None:
+    """Replaying it with max_new generates nothing after its end; one that has not ended goes on."""
+    root = coin.prompt("A coin's state is heads. Alice flips. What's the state? A:")
+    (ended,), (cut,) = root.fork(), root.fork()
+    ended.generate(12), cut.generate(1)
+    assert ended.finish_reason == "eos" and cut.finish_reason is None
+    again, longer = coin.replay([ended, cut], max_new=3)
+    assert again.tokens == ended.tokens and len(longer.tokens) > cut.length

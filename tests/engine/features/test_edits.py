@@ -177,6 +177,8 @@ def test_edits_that_cannot_be_made(tmp_path: Path, served: Engine) -> None:
         features.edits(root, ablate=1, set={1: 3.0})
     with pytest.raises(BadRequest, match="a dict from features to numbers"):
         features.edits(root, scale=2.0)  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="beyond float32"):
+        features.edits(root, set={7: 1e39})
     with pytest.raises(BadRequest, match="between 0 and 47"):
         features.edits(root, ablate=48)
     last = served.prompt(PATH, sites=[HOOK], positions="last")

@@ -85,8 +85,8 @@ def _unturned(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unwindowed(real: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want: bool) -> Any:
-        return real(g, q, k, v, AttentionSpec(spec.layer, spec.scale, spec.softcap, 0), want)
+    def changed(g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want: bool, products: Any) -> Any:
+        return real(g, q, k, v, AttentionSpec(spec.layer, spec.scale, spec.softcap, 0), want, products)
 
     return changed
 

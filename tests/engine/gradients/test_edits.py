@@ -80,3 +80,15 @@ def test_no_gradient_through_an_edited_pattern() -> None:
     branch = engine().prompt(TOKENS, edits=[Edit("blocks.0.attn.hook_pattern", "mask", None, [5], keys=[2])])
     with pytest.raises(errors.NoGradient, match="hook_pattern"):
         branch.gradients(metric, "S")
+
+
+def test_a_row_that_the_condition_leaves_alone_keeps_its_gradient() -> None:
+    """Also where the edit would have no derivative: here it would shrink the row to nothing."""
+    subject = engine()
+    row = subject.prompt(TOKENS, sites="S").activations["blocks.1.hook_in"][5]
+    edit = Edit("blocks.1.hook_in", "add", -row, keep_norm=True, when=-row, positions=[5])
+    plain, edited = (subject.prompt(TOKENS, edits=edits).gradients(metric, "S") for edits in ([], [edit]))
+    assert all(torch.equal(plain[site], edited[site]) for site in plain)
+    turned = Edit("blocks.1.hook_in", "add", row, keep_norm=True, when=row.flip(0), positions=slice(4, None))
+    other = subject.prompt(TOKENS, edits=[turned]).gradients(metric, "S")
+    assert any(not torch.equal(plain[site], other[site]) for site in plain), "control"

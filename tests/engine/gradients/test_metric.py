@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from replaylens import Engine, errors
+from replaylens import Edit, Engine, errors
 from replaylens.engine.gradients.metric import Divergence, LogitDifference, LogProbability, derivative
 from tests.toy_model import VOCAB, engine
 
@@ -105,6 +105,7 @@ BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "a value beside the pass": (LogProbability(3), ["blocks.0.ln1.hook_scale"], errors.NoGradient, "hook_scale"),
     "one reader of several": (LogProbability(3), ["blocks.0.attn.q.hook_in"], errors.NoGradient, "q.hook_in"),
     "no sites": (LogProbability(3), None, errors.BadRequest, "Name some"),
+    "a number of sites": (LogProbability(3), 5, errors.BadRequest, "Invalid sites=5"),
     "an unknown site": (LogProbability(3), "blocks.7.hook_in", errors.UnknownSite, "Nearest"),
 }
 
@@ -116,14 +117,33 @@ def test_errors(what: str) -> None:
         engine().prompt(PATH).gradients(metric, sites)
 
 
+def test_the_other_branch_of_a_divergence_is_only_read() -> None:
+    """It may have hook functions and edited patterns."""
+    subject = engine()
+    branch, halved = subject.prompt(PATH), ("blocks.0.hook_in", lambda value, hook: value / 2)
+    cut = Edit("blocks.0.attn.hook_pattern", "mask", positions=5, keys=2)
+    for other, certified in (
+        (subject.prompt(PATH, edits=[cut]), True),
+        (subject.prompt(PATH, hooks=[halved]), False),
+        (subject.prompt(PATH[::-1]), True),
+    ):
+        found = branch.gradients(other, "S")
+        wanted = branch.gradients(Divergence(other.logits()), "S")
+        assert found.value > 0 and found.certified is certified
+        assert all(torch.equal(found[site], wanted[site]) for site in wanted)
+
+
+def test_captured_sites_without_a_gradient_are_left_out() -> None:
+    branch = engine().prompt(PATH, sites=["blocks.0.ln1.hook_scale", "blocks.1.hook_in"])
+    assert list(branch.gradients(LogProbability(3))) == ["blocks.1.hook_in"]
+
+
 def test_what_has_no_gradient() -> None:
     """Hook functions, models that think, released branches, and calls from within a pass."""
     subject = engine()
     hooked = subject.prompt(PATH, hooks=[("blocks.0.hook_in", lambda value, hook: value)])
     with pytest.raises(errors.NoGradient, match="hook functions"):
         hooked.gradients(LogProbability(3), "S")
-    with pytest.raises(errors.NoGradient, match="hook functions"):
-        subject.prompt(PATH).gradients(hooked, "S")
     thinking = Engine.load("coin-thinking").prompt("A coin's state is heads. Alice flips.")
     with pytest.raises(errors.NoGradient, match="thoughts"):
         thinking.gradients(LogProbability(3), "S")

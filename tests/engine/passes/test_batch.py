@@ -136,5 +136,6 @@ def test_padding_overrunning_a_captured_buffer(n: int) -> None:
         assert [len(one.activations[site]) for site in SITES] == [len(tokens)] * 3
         assert all(not row.equal(torch.zeros_like(row)) for site in SITES for row in one.activations[site])
         assert_canonical(one)
-    buffers = [{one.activations[site].untyped_storage().data_ptr() for site in SITES} for one in (branch, beside)]
+    rows = [[one.activations[site] for site in SITES] for one in (branch, beside)]  # held: freed memory is used again
+    buffers = [{x.untyped_storage().data_ptr() for x in own} for own in rows]
     assert not buffers[0] & buffers[1], "no two recordings share a buffer"

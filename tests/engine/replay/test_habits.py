@@ -305,6 +305,69 @@ def test_run_with_hooks(name: str) -> None:
         assert torch.equal(ours(TOKENS), theirs_plain), "and none are left"
 
 
+def test_a_hook_sees_the_name_that_was_asked_for(llama: Engine) -> None:
+    """On batches and on branches; a function of the name chooses among the sites' own names."""
+    asked = ["blocks.1.hook_mlp_out", "blocks.1.mlp.hook_out", "blocks.1.hook_resid_pre", "blocks.1.attn.hook_pattern"]
+    seen: list[str] = []
+
+    def note(value: Tensor, hook: Any) -> None:
+        seen.append(hook.name)
+
+    llama.run_with_hooks(TOKENS, fwd_hooks=[(name, note) for name in asked])
+    assert sorted(seen) == sorted(asked)
+    seen.clear()
+    llama.prompt(TOKENS[0].tolist(), hooks=[(name, note) for name in asked])
+    assert sorted(set(seen)) == sorted(asked)
+
+
+def test_hooks_that_are_kept(llama: Engine) -> None:
+    """Until they are reset, for TransformerLens' verbs only."""
+    plain, ours = llama(TOKENS), engine("llama")
+    with torch.no_grad():
+        halve = ("blocks.1.hook_mlp_out", lambda value, hook: value / 2)
+        ours.add_hook(*halve)
+        wanted = llama.run_with_hooks(TOKENS, fwd_hooks=[halve])
+        assert torch.equal(ours(TOKENS), wanted) and torch.equal(ours.run_with_cache(TOKENS, "blocks.0.hook_in")[0], wanted)
+        assert torch.equal(ours.logits(TOKENS[0].tolist()), plain[0, -1]), "a branch has hooks of its own"
+        ours.reset_hooks()
+        assert torch.equal(ours(TOKENS), plain) and not torch.equal(wanted, plain)
+    with pytest.raises(UnknownSite, match="Nearest"):
+        ours.add_hook("blocks.9.hook_in", halve[1])
+    with pytest.raises(BadRequest, match="Invalid hook"):
+        ours.add_hook("blocks.0.hook_in", 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attributes_of_a_model(name: str) -> None:
+    ours, theirs = engine(name), bridge(name)
+    for size in ("n_layers", "n_heads", "d_model", "d_head", "d_mlp", "d_vocab", "n_ctx"):
+        assert getattr(ours.cfg, size) == getattr(theirs.cfg, size)
+    near(ours.W_U, theirs.W_U.detach())
+    near(ours.W_E, theirs.W_E.detach())
+    assert ours.tokenizer is theirs.tokenizer
+
+
+def test_padding_does_not_count_in_a_loss() -> None:
+    """The mean over all real tokens of the batch, each predicted as in its text alone."""
+    ours = Engine.load("coin-plain")
+    texts = ["A coin's state is heads. Alice flips.", "A coin's state is tails. Bob flips. Alice flips."]
+    alone = [ours(text, "loss", loss_per_token=True)[0] for text in texts]
+    for given in (texts, ours.to_tokens(texts)):
+        together = ours(given, "loss", loss_per_token=True)
+        assert torch.equal(together[0, : len(alone[0])], alone[0]) and torch.equal(together[1], alone[1])
+        assert not together[0, len(alone[0]) :].any()
+        torch.testing.assert_close(ours(given, "loss"), torch.cat(alone).mean())
+    assert len(alone[0]) < len(alone[1]), "control: there is padding"
+
+
+def test_a_function_of_names_gets_the_names_it_accepts(llama: Engine) -> None:
+    _, cache = llama.run_with_cache(TOKENS, lambda name: name.endswith("hook_resid_post"), return_cache_object=False)
+    assert list(cache) == [f"blocks.{layer}.hook_resid_post" for layer in range(3)]
+    _, by_name = llama.run_with_cache(TOKENS, ["blocks.1.hook_resid_post"], return_cache_object=False)
+    assert set(by_name) == {"blocks.1.hook_resid_post", "blocks.1.hook_out"}
+    assert torch.equal(by_name["blocks.1.hook_out"], cache["blocks.1.hook_resid_post"])
+
+
 def test_hooks_that_do_not_fit(llama: Engine) -> None:
     small = Engine(weights.load(hugging_face("llama")), max_rows=16)
     with pytest.raises(BadRequest, match="max_rows=42 or more"):

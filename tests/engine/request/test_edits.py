@@ -224,7 +224,6 @@ def test_content_hash_sees_every_part_of_an_edit() -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (Edit("blocks.0.hook_in", "multiply", VECTOR), "Known: add, set"),  # type: ignore[arg-type]
         (Edit("blocks.0.hook_in", "add"), "needs a value"),
         (Edit("blocks.0.hook_in", "zero", VECTOR), "takes no value"),
         (Edit("blocks.0.hook_in", "add", VECTOR[:5]), "expected"),

@@ -1,0 +1,80 @@
+"""`replaylens inspect`: what a dump holds and how it was made.
+
+Exit codes: 0 done, 2 bad input, 3 the dump's store is out of reach.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from replaylens.commands.dump import facts_of
+from replaylens.commands.reporting import reporting, size
+from replaylens.commands.tasks import JsonOption
+from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.reader import Dump
+from replaylens.tasks.texts import GivenTexts
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="A dump's folder.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Show a dump's task, options, sites, labels, fingerprint and digests."""
+    with reporting():
+        found = Dump.open(path)
+    manifest = found.manifest
+    facts = facts_of(found) | {
+        "plan": manifest.plan.to_json(),
+        "fingerprint": asdict(manifest.fingerprint),
+        "sites": {name: {"dtype": site.dtype, "shape": list(site.shape)} for name, site in manifest.sites.items()},
+        "labels": manifest.labels,
+    }
+    edits = list(_edits(manifest.plan))
+    if as_json:
+        typer.echo(json.dumps(facts, indent=1))
+        return
+    for name, value in _lines(facts | {"plan": manifest.plan.to_json() | {"knobs": manifest.plan.cited_knobs}}):
+        typer.echo(f"{name:<30} {value}")
+    for name, value in edits:
+        typer.echo(f"{name:<30} {value}")
+
+
+def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The lines of `inspect` without --json."""
+    for name in ("path", "digest", "accepted_digest", "rows", "accepted_rows", "shards"):
+        yield name.replace("_", " "), str(facts[name])
+    yield "size", f"{size(facts['bytes'])}"
+    for name, value in facts["plan"].items():
+        if name != "edits":
+            yield f"plan: {name}", ", ".join(value) if name == "sites" else str(value)
+    for name, value in facts["fingerprint"].items():
+        yield f"fingerprint: {name}", str(value)
+    for name, site in facts["sites"].items():
+        yield f"tensor: {name}", f"{site['dtype']} [{', '.join(map(str, ['rows', *site['shape']]))}]"
+    yield "labels", ", ".join(f"{name} ({kind})" for name, kind in facts["labels"].items())
+
+
+def _edits(plan: DumpPlan) -> Iterator[tuple[str, str]]:
+    """One line per edit: those of every example, and those that branches brought with them."""
+    for raw in plan.edits:
+        yield "edit of every example", _words(raw, raw["positions"])
+    if plan.task != GivenTexts.name:
+        return
+    for number, text in enumerate(plan.knobs["texts"]):
+        for raw in text.get("edits", ()):
+            yield f"edit of text {number}", _words(raw, raw["picks"] or {"start": raw["start"], "stop": raw["stop"]})
+
+
+def _words(raw: dict[str, Any], where: Any) -> str:
+    """An edit in a few words, without its values."""
+    if isinstance(where, dict):
+        where = f"{where['start'] or 0} to {'the end' if where['stop'] is None else where['stop'] - 1}"
+    at = "all positions" if where is None else f"positions {where}"
+    more = [f"{name} {raw[name]}" for name in ("layers", "heads", "keys", "tokens") if raw.get(name)]
+    more += ["keep_norm"] if raw.get("keep_norm") else []
+    more += ["when"] if "when" in raw else []
+    shape = f" of shape {raw['value']['shape']}" if "value" in raw else ""
+    return ", ".join([f"{raw['op']}{shape} at {raw['site']}", at, *more])

@@ -1,0 +1,79 @@
+"""`PatchResult`: the metric after each patch of a grid."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pandas as pd
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from replaylens.engine.errors import BadRequest
+from replaylens.workbench.aligned import Direction
+from replaylens.workbench.drawing import Grid, figure, paragraph, plain, view
+
+Values = Literal["effect", "raw"]
+_NAMES = {"S": "residual stream", "T": "attention output", "C": "MLP output", "heads": "attention heads"}
+
+
+@dataclass(frozen=True, eq=False)
+class PatchResult:
+    """The metric after each patch, by site: [layers, positions], or [layers, heads] of `heads`. NaN: not asked for."""
+
+    metric: str
+    direction: Direction
+    base: float
+    """the metric of the prompt that is patched: the corrupt one if denoising, else the clean one"""
+    source: float
+    """the metric of the prompt that activations are taken from"""
+    raw: dict[str, Tensor]
+    """site -> the metric under each patch"""
+    columns: dict[str, tuple[str, ...]]
+    """site -> names of its columns: tokens of the patched prompt, or heads"""
+    numbers: dict[str, tuple[int, ...]]
+    """site -> the positions or heads of its columns"""
+    layers: dict[str, tuple[int, ...]]
+    """site -> the layers of its rows"""
+
+    def __repr__(self) -> str:
+        grids = ", ".join(f"{site} {tuple(values.shape)}" for site, values in self.raw.items())
+        return f"PatchResult({self.metric}, {self.direction}: {self.base:.4g} to {self.source:.4g}; {grids})"
+
+    @property
+    def effect(self) -> dict[str, Tensor]:
+        """(raw - base) / (source - base): 0 if a patch changes nothing, 1 if it carries the whole difference over."""
+        return {site: (values - self.base) / (self.source - self.base) for site, values in self.raw.items()}
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One line per patch, the strongest effect first."""
+        lines = []
+        for site, effect in self.effect.items():
+            kind = "head" if site == "heads" else "position"
+            for i, layer in enumerate(self.layers[site]):
+                for j, (name, number) in enumerate(zip(self.columns[site], self.numbers[site], strict=True)):
+                    if effect[i, j].isnan():
+                        continue
+                    known = {"site": site, "layer": layer, kind: number, "token": None if kind == "head" else name}
+                    lines.append(known | {"raw": float(self.raw[site][i, j]), "effect": float(effect[i, j])})
+        return pd.DataFrame(lines).sort_values("effect", ascending=False, key=abs, kind="stable", ignore_index=True)
+
+    def grids(self, values: Values = "effect") -> list[Grid]:
+        """One grid per site."""
+        if values not in ("effect", "raw"):
+            raise BadRequest(f"Unknown values {values!r}. Known: effect, raw.")
+        around = 0.0 if values == "effect" else self.base
+        return [
+            Grid(_NAMES[site], [str(layer) for layer in self.layers[site]], self.columns[site], grid.numpy(), around=around)
+            for site, grid in getattr(self, values).items()
+        ]
+
+    def plot(self, values: Values = "effect") -> Figure:
+        """A heat map per site: layers by positions, or layers by heads."""
+        label = "effect of the patch" if values == "effect" else "metric under the patch"
+        made = figure(self.grids(values), label, "layer", "head" if set(self.raw) == {"heads"} else "token")
+        made.suptitle(f"Patching ({self.direction}): {plain(self.metric)}", fontsize=9)
+        return made
+
+    def _repr_html_(self) -> str:
+        lead = f"{self.metric}: {self.base:.3f} unpatched, {self.source:.3f} in the source prompt."
+        return view(self.grids(), paragraph(lead), note="0: the patch changes nothing; 1: it carries the difference over.")

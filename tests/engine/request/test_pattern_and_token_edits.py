@@ -1,0 +1,209 @@
+"""Edits that set attention weights, and edits of the positions that hold a token: TransformerLens' numbers, same bits."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadEdit
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.placing import place
+from tests.engine.request.test_edits import LENGTH, TOKENS, VECTOR, bits, edited_logits, engine, lens_logits
+from tests.toy_model import engine as toy_engine
+
+PATTERN = "blocks.1.attn.hook_pattern"
+ROW = torch.rand(10, generator=torch.Generator().manual_seed(4)).softmax(-1)
+SHORT = [token % 60 for token in TOKENS[:12]]
+TOKEN = TOKENS[5]
+
+
+def set_row(value: Tensor, hook: Any = None) -> Tensor:
+    value = value.clone()
+    value[:, 1, 9, :10] = ROW
+    return value
+
+
+def set_keys(value: Tensor, hook: Any = None) -> Tensor:
+    value = value.clone()
+    value[:, :, 9:, 3], value[:, :, 9:, 7] = 0.25, 0.5
+    return value
+
+
+def at_token(value: Tensor, hook: Any = None) -> Tensor:
+    value = value.clone()
+    value[:, [i for i, token in enumerate(TOKENS) if token == TOKEN]] += 3 * VECTOR
+    return value
+
+
+CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "a row": (PATTERN, set_row, dict(op="set", value=ROW, positions=9, heads=[1])),
+    "keys": (PATTERN, set_keys, dict(op="set", value=[0.25, 0.5], positions=slice(9, None), keys=[3, 7])),
+    "keys in another order": (PATTERN, set_keys, dict(op="set", value=[0.5, 0.25], positions=slice(9, None), keys=[7, 3])),
+    "a token": ("blocks.1.hook_in", at_token, dict(op="add", value=VECTOR, factor=3.0, tokens=TOKEN)),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("case", CASES)
+def test_they_are_what_transformer_lens_hooks_do(name: str, case: str) -> None:
+    site, change, options = CASES[case]
+    ours = edited_logits(engine(name), Edit(site, **options))
+    theirs = lens_logits(name, site, change)
+    assert ((ours - theirs).norm() / theirs.norm()) < 2e-5
+    assert not torch.equal(ours, engine(name).logits(TOKENS, positions=None)), "control: the edit does something"
+
+
+def test_a_pattern_that_is_set_is_captured_to_the_bit_and_other_rows_keep_theirs() -> None:
+    served, source = toy_engine(), toy_engine().prompt(SHORT[::-1], sites=["blocks.0.attn.hook_pattern"])
+    site, at = "blocks.0.attn.hook_pattern", [4, 9]
+    wanted = source.activations[site][at]
+    plain = served.prompt(SHORT, sites=[site]).activations[site]
+    edited = served.prompt(SHORT, sites=[site], edits=[Edit(site, "set", wanted, positions=at)]).activations[site]
+    others = [i for i in range(len(SHORT)) if i not in at]
+    assert torch.equal(edited[at], wanted) and torch.equal(edited[others], plain[others])
+    assert not torch.equal(plain[at], wanted)
+    one = Edit(site, "set", 0.5, positions=9, keys=2, heads=[3])
+    row = served.prompt(SHORT, sites=[site], edits=[one]).activations[site][9]
+    same = plain[9].clone()
+    same[3, 2] = 0.5
+    assert torch.equal(row, same), "other weights keep their bits"
+
+
+def test_the_later_edit_of_an_edge_counts() -> None:
+    served, site = toy_engine(), "blocks.0.attn.hook_pattern"
+    put, zero = Edit(site, "set", 0.5, positions=9, keys=2), Edit(site, "zero", positions=9, keys=2)
+    weights = [
+        served.prompt(SHORT, sites=[site], edits=edits).activations[site][9, :, 2] for edits in ([put, zero], [zero, put])
+    ]
+    assert not weights[0].any() and (weights[1] == 0.5).all()
+
+
+def edits() -> list[Edit]:
+    rows = torch.rand(2, 2, 23, generator=torch.Generator().manual_seed(3)).tril(20)
+    return [
+        Edit("blocks.1.attn.hook_pattern", "set", rows, heads=[0, 2], positions=[21, 22]),
+        Edit("blocks.2.attn.hook_pattern", "set", 0.125, positions=slice(18, None), keys=[17, 20]),
+        Edit("blocks.0.hook_out", "add", VECTOR, factor=4.0, tokens=[TOKEN, TOKENS[20]]),
+        Edit("blocks.2.attn.hook_pattern", "mask", keys=[16], positions=slice(17, None), tokens=TOKENS[21]),
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_bits_do_not_depend_on_the_code_path(name: str) -> None:
+    """Direct or verified, forked or planted, alone or beside others, as a variant, from its own trace: one result."""
+    served = engine(name, record=True)
+    (reference,) = served.prompt(TOKENS, sites="STC").fork(edits=edits())
+    reference.generate(8, window=1, final=True)
+    other, branch = served.prompt([9] * 7), served.prompt(TOKENS, sites="STC", edits=edits())
+    served.generate([other, branch], 8, drafter="lens", window=5, final=True)
+    replayed = engine(name).replay_trace(served.trace)[reference.id]
+    for same in (branch, replayed):
+        assert same.tokens == reference.tokens and torch.equal(same.kv(), reference.kv())
+        assert all(bits(same.activations[s]) == bits(reference.activations[s]) for s in reference.activations.sites())
+    together = served.logits_under(TOKENS, [[edit] for edit in edits()])
+    for edit, logits in zip(edits(), together, strict=True):
+        assert torch.equal(logits, engine(name).logits(TOKENS, edits=[edit]))
+    (unedited,) = served.prompt(TOKENS, sites="STC").fork()
+    assert not torch.equal(unedited.generate(8, final=True).kv(), reference.kv()), "control: the edits do something"
+    served.check_integrity()
+
+
+def test_an_edit_of_a_token_reaches_those_to_come() -> None:
+    served = Engine.load("coin-plain")
+    text, vector = "A coin's state is heads. Alice flips. What's the state? A:", torch.ones(served.config.d_model)
+    plain = served.prompt(text).generate(3)
+    first = plain.generated[0]
+    late = Edit("S", "add", vector, layers=[1], factor=50.0, tokens=first)
+    branch = served.prompt(text, edits=[late]).generate(3)
+    assert branch.generated[0] == first and branch.certified
+    assert torch.equal(branch.kv()[: plain.root_length], plain.kv()[: plain.root_length])
+    assert not torch.equal(branch.kv()[plain.root_length], plain.kv()[plain.root_length])
+    wanted = served.logits(text, edits=[Edit("S", "zero", layers=[1], positions=4)])
+    for tokens in (" heads", [" heads"], served.token_ids_of([" heads"])):
+        assert torch.equal(served.logits(text, edits=[Edit("S", "zero", layers=[1], tokens=tokens)]), wanted)
+
+
+def test_gradients_pass_an_edit_of_a_token_as_one_of_its_positions() -> None:
+    served = engine()
+    at = [i for i, token in enumerate(TOKENS) if token == TOKEN]
+    found = [
+        served.prompt(TOKENS, edits=[edit]).gradients((3, 4), sites="S")
+        for edit in (Edit("blocks.1.hook_in", "zero", tokens=TOKEN), Edit("blocks.1.hook_in", "zero", positions=at))
+    ]
+    assert all(torch.equal(found[0][site], found[1][site]) for site in found[0])
+
+
+def test_they_are_part_of_the_hash_and_survive_json() -> None:
+    table = engine().sites
+    variants = [
+        Edit(PATTERN, "set", ROW, positions=9),
+        Edit(PATTERN, "set", ROW, positions=9, heads=[1]),
+        Edit(PATTERN, "set", 0.5, positions=9, keys=3),
+        Edit(PATTERN, "set", 0.5, positions=9, keys=4),
+        Edit("blocks.0.hook_in", "add", VECTOR),
+        Edit("blocks.0.hook_in", "add", VECTOR, tokens=4),
+        Edit("blocks.0.hook_in", "add", VECTOR, tokens=[4, 5]),
+    ]
+    keys = [place(edit, table, LENGTH)[0].key for edit in variants]
+    assert len(set(keys)) == len(variants)
+    assert [place(Edit.from_json(edit.to_json()), table, LENGTH)[0].key for edit in variants] == keys
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(op="set", positions=9), "needs a value"),
+        (dict(op="set", value=ROW), "later positions see more"),
+        (dict(op="set", value=ROW, positions=12), "position 12 sees 13"),
+        (dict(op="set", value=ROW, positions=5), "come after their position"),
+        (dict(op="set", value=torch.ones(3, 10), positions=9), "expected"),
+        (dict(op="set", value=[0.5, 0.5], positions=9, keys=[3, 3]), "names a key twice"),
+        (dict(op="set", value=[float("nan")], positions=9, keys=[3]), "NaN"),
+        (dict(op="mask", value=ROW, positions=9, keys=[3]), "only 'set' takes a value"),
+        (dict(op="add", value=ROW, positions=9), "takes the ops"),
+        (dict(op="zero", keys=[3], positions=9, tokens=[]), "tokens is empty"),
+        (dict(op="zero", keys=[3], positions=9, tokens=2.5), "Invalid tokens"),
+        (dict(op="zero", keys=[3], positions=9, tokens=97), "vocabulary"),
+        (dict(op="set", value=torch.ones(2, 4, 1), keys=[3], positions=[5, 9], tokens=3), "one row for all"),
+    ],
+)
+def test_edits_that_fit_nowhere_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadEdit, match=message):
+        engine().prompt(TOKENS, edits=[Edit(PATTERN, **options)])
+
+
+def test_hiding_or_setting_outside_a_window_is_refused() -> None:
+    served = engine("gemma2")
+    window = max(served.config.windows)
+    layer = served.config.windows.index(window)
+    assert 0 < window < LENGTH, "the model has a sliding window that is shorter than the prompt"
+    site, last = f"blocks.{layer}.attn.hook_pattern", LENGTH - 1
+    with pytest.raises(BadEdit, match="hide every key"):
+        served.prompt(TOKENS, edits=[Edit(site, "mask", positions=last, keys=slice(last - window + 1, last + 1))])
+    with pytest.raises(BadEdit, match="hide every key"):
+        served.prompt(TOKENS, edits=[Edit(site, "mask", positions=1, keys=0), Edit(site, "mask", positions=1, keys=1)])
+    for edit in (Edit(site, "set", 0.5, positions=last, keys=0), Edit(site, "set", [0.1] * LENGTH, positions=last)):
+        with pytest.raises(BadEdit, match="sliding window"):
+            served.prompt(TOKENS, edits=[edit])
+    served.prompt(TOKENS, edits=[Edit(site, "mask", positions=last, keys=slice(last - window + 2, last + 1))])
+    served.check_integrity()
+
+
+def test_no_weight_is_set_where_a_row_sees_no_key() -> None:
+    """An edit of a range of positions reaches those that see the key: none before it, none whose window has left it."""
+    served = engine("gemma2")
+    window = max(served.config.windows)
+    site = f"blocks.{served.config.windows.index(window)}.attn.hook_pattern"
+    edit = Edit(site, "set", 0.25, positions=slice(0, None), keys=[4])
+    plain, edited = (served.prompt(TOKENS, sites=[site], edits=edits).activations[site] for edits in ([], [edit]))
+    sees = [4 <= query < 4 + window for query in range(LENGTH)]
+    assert (edited[sees][:, :, 4] == 0.25).all() and 4 + window < LENGTH
+    blind = [not each for each in sees]
+    assert torch.equal(edited[blind], plain[blind]) and not edited[blind][:, :, 4].any()
+
+
+def test_an_unknown_op_is_refused_at_once() -> None:
+    with pytest.raises(BadEdit, match="Unknown op 'zeroo'"):
+        Edit("S", "zeroo")  # type: ignore[arg-type]
