@@ -67,7 +67,8 @@ class CachedOps(CpuOps):
         batch = self.batch
         self.cache.write(spec.layer, batch.write_slots, kv[: batch.num_rows])
         cut = cuts(batch, spec.layer, q.shape[1])
-        if observe is None and not cut and not spec.window and self.prefixes is not None:
+        alike = not cut and not spec.window and not spec.slopes  # shared keys have neither edges, windows nor a bias
+        if observe is None and alike and self.prefixes is not None:
             return self._attend_prefixes(q, self.prefixes, spec)
         outs, patterns, scores = [], [], list[Tensor]()
         for number, (group, rows) in enumerate(zip(batch.groups, batch.queries, strict=True)):
