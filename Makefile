@@ -39,6 +39,7 @@ mutants: $(STAMP)
 
 calibrate: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.calibrate
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.calibrate_forks
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow

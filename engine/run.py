@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import overload
 
 from replaylens.engine.dump.content import Content
+from replaylens.engine.dump.features import Encoders
 from replaylens.engine.dump.maker import describe_sites
 from replaylens.engine.dump.plan import Selector
 from replaylens.engine.dump.planning import plan_of_run
@@ -126,6 +128,8 @@ class Run(Sequence[Result]):
         dtype: str | None = None,
         examples_per_shard: int = 128,
         probabilities: bool = True,
+        features: Encoders = MappingProxyType({}),
+        keep: int | None = None,
         resume: bool = False,
     ) -> Dump:
         """Write the run as a dump: bit for bit the one that `write_dump` makes from the same plan.
@@ -143,7 +147,7 @@ class Run(Sequence[Result]):
             raise BadRequest("The examples are not of one task and setting, or some occur twice. Replay them as separate runs.")
         if self.options.sites is None:
             raise BadRequest("Nothing was captured. Replay with sites='STCZ' or site names.")
-        how = (positions, dtype, examples_per_shard, probabilities)
+        how = (positions, dtype, examples_per_shard, probabilities, features, keep)
         plan = plan_of_run(self.engine, makers.pop(), list(by_index), self.options, *how)
 
         def make(number: int, done: Callable[[int], object]) -> Content:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from IPython.display import display
 
 import replaylens as rl
 from replaylens.engine.dump.verify import verify
@@ -46,6 +47,12 @@ capital.generate(2, drafter="ngram").tree()
 # %%
 ids = capital.activations["Z.top_ids"][capital.root_length - 1, :, 0]  # the likeliest next token by layer, before " Paris"
 print(", ".join(f"{layer} {engine.text.token(int(token))!r}" for layer, token in enumerate(ids) if layer >= 20))
+
+# %% [markdown]
+# As a figure: the rank of *Paris* among all tokens, at every layer and position. 0 is the likeliest.
+
+# %%
+rl.lens(engine, "The capital of France is", token=" Paris").plot("rank")
 
 # %% [markdown]
 # ## The same bits, alone and together
@@ -86,7 +93,10 @@ def answers(task, n):
 words = {"flip": "flips the coin", "turn": "turns the coin over"}
 asked = [(verb, flips) for verb in words for flips in (1, 2, 4)]
 lines = [answers(rl.tasks.get("coin")(rendering="wei", verb=verb, flips=flips), 16) for verb, flips in asked]
-pd.DataFrame(lines, index=pd.MultiIndex.from_tuples([(words[v], n) for v, n in asked], names=["wording", "actors"]))
+told = pd.DataFrame(lines, index=pd.MultiIndex.from_tuples([(words[v], n) for v, n in asked], names=["wording", "actors"]))
+axis = told["right"].unstack("wording").plot.bar(ylim=(0, 16), rot=0, figsize=(5, 2.8), ylabel="right answers of 16")
+axis.axhline(8, color="black", linewidth=0.8, linestyle=":")  # one answer to everything is right in half of them
+display(told)
 
 # %% [markdown]
 # ## What its activations hold
@@ -110,6 +120,9 @@ report.table.query("~known_zero").set_index(["position", "site"])[
     ["accuracy", "low", "high", "majority", "token_identity", "bag_of_tokens", "control_task", "p_family"]
 ].round(2)
 
+# %%
+report.heatmap()
+
 # %% [markdown]
 # After two actors parity can be read, but mind the control task: a random label per kind of context is read well there too,
 # since two actions make few contexts. At the end of the question, where the answer would need it, these stories show nothing.
@@ -125,6 +138,9 @@ honest, lying = root.fork(2)
 engine.force_all([honest, lying], [" tails up. Bob turns the coin over.", " heads up. Bob turns the coin over."])
 for branch in engine.generate([honest, lying], 8, drafter="ngram"):
     print(branch.text[len(root.text) :])
+
+# %%
+root.tree()
 
 # %% [markdown]
 # The whole study, with ten times as many stories, chain of thought, steering and a report page: `make smollm2`. Any other

@@ -10,8 +10,8 @@
 # # 6. Coming from TransformerLens
 #
 # Names, `run_with_cache`, `ActivationCache` and hook functions are the ones you know (TransformerLens 4; the older names are
-# aliases). An engine adds branches, rollback, dumps and bitwise determinism. It has no gradients: train and attribute there,
-# replay here.
+# aliases). An engine adds branches, rollback, dumps and bitwise determinism. Captured rows carry no
+# autograd graph: `branch.gradients` computes gradients, and training stays there.
 #
 # **What to expect.** A bridge loaded into an engine; the same values under the same names, up to rounding; the cache's own
 # methods; a hook function and the `Edit` that does the same, with the same effect; a shared prefix with several continuations;
@@ -150,7 +150,7 @@ print("as captured:", torch.equal(stored["blocks.3.hook_in"][0], run[2].activati
 # | `bridge.generate(...)`, then a second run for the activations | `branch.generate(n)`, `branch.activations` | one pass |
 # | padding and attention masks for prompts of several lengths | `engine.prompts([...])` | no padding anywhere |
 # | `torch.save(cache)` | `run.save(folder)` | labels, digest, resumable |
-# | `loss.backward()` | stay there | rows carry no gradient |
+# | `metric.backward()` with hooks | `branch.gradients(metric, sites="STC")` | certified; rows carry no autograd graph |
 
 # %%
 print("gradients:", cache["blocks.0.hook_in"].requires_grad)

@@ -47,6 +47,17 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.probes.fitting.registry import ESTIMATORS as ESTIMATORS
     from replaylens.probes.fitting.registry import calibrated as calibrated
     from replaylens.probes.fitting.streaming import fit_streaming as fit_streaming
+    from replaylens.probes.forks.change_points import change_points as change_points
+    from replaylens.probes.forks.distributions import outcome_curve as outcome_curve
+    from replaylens.probes.forks.drafts import draft_agreement as draft_agreement
+    from replaylens.probes.forks.forking_tokens import TokenFork as TokenFork
+    from replaylens.probes.forks.forking_tokens import forking_tokens as forking_tokens
+    from replaylens.probes.forks.importance import counterfactual_importance as counterfactual_importance
+    from replaylens.probes.forks.importance import importance as importance
+    from replaylens.probes.forks.outcome_probe import outcome_probe as outcome_probe
+    from replaylens.probes.forks.resilience import resilience as resilience
+    from replaylens.probes.forks.rollout_texts import RolloutTexts as RolloutTexts
+    from replaylens.probes.forks.siblings import sibling_divergence as sibling_divergence
     from replaylens.probes.questions.across import transfer_across as transfer_across
     from replaylens.probes.questions.amnesic import amnesic as amnesic
     from replaylens.probes.questions.forced import forced_rows as forced_rows
@@ -81,9 +92,11 @@ _WHERE = {
     "MomentStream": "estimators.moments",
     "ProbeRows": "data.rows",
     "Report": "reports.report",
+    "RolloutTexts": "forks.rollout_texts",
     "Solution": "estimators.solvers",
     "SparseProbe": "estimators.sparse",
     "Split": "design.splits",
+    "TokenFork": "forks.forking_tokens",
     "ablate": "causal.interventions",
     "amnesic": "questions.amnesic",
     "area": "scoring.areas",
@@ -98,14 +111,19 @@ _WHERE = {
     "by_phrase": "design.splits",
     "by_root": "design.splits",
     "calibrated": "fitting.registry",
+    "change_points": "forks.change_points",
     "complexity_curve": "sweeps.curve",
+    "counterfactual_importance": "forks.importance",
     "cross_validate": "fitting.crossval",
+    "draft_agreement": "forks.drafts",
     "false_discovery": "scoring.statistics",
     "find_direction": "causal.das",
     "fit_probe": "fitting.probe",
     "fit_streaming": "fitting.streaming",
     "fold_of_groups": "design.splits",
     "forced_rows": "questions.forced",
+    "forking_tokens": "forks.forking_tokens",
+    "importance": "forks.importance",
     "interchange": "causal.interventions",
     "judge": "questions.judge",
     "mean_over_groups": "scoring.statistics",
@@ -113,10 +131,14 @@ _WHERE = {
     "one_hot": "estimators.solvers",
     "online_codes": "fitting.online_code",
     "outcome_at_fork": "questions.outcome_at_fork",
+    "outcome_curve": "forks.distributions",
+    "outcome_probe": "forks.outcome_probe",
     "permutation_test": "fitting.refit",
     "placebo_probes": "fitting.probe",
     "ratio_over_groups": "scoring.statistics",
+    "resilience": "forks.resilience",
     "sequences": "data.sequence_rows",
+    "sibling_divergence": "forks.siblings",
     "solve": "estimators.solvers",
     "steer": "causal.interventions",
     "steering_reach": "questions.steering_reach",

@@ -3,6 +3,7 @@
 The SVG files come from the engine's own trace and need nothing else; the PNG files are screenshots and need Chromium.
 """
 
+import runpy
 import shutil
 import sys
 import tempfile
@@ -76,7 +77,16 @@ def _pages(run: Run, told: Timeline, folder: Path) -> dict[str, Path]:
     verdict = verify(dump.url, run.engine, sample="all")
     page = ReportPage(dump, (found,), verdict, lambda token: word(run.engine.text, token))
     pages["report"] = page.save(folder / "report.html")
+    pages["rollouts"] = _rollouts(run.engine, folder)
     return pages
+
+
+def _rollouts(engine: Engine, folder: Path) -> Path:
+    """The tree of docs/examples/coin_forks.py."""
+    example = runpy.run_path(str(HERE.parent / "examples" / "coin_forks.py"))
+    drawn = example["rollouts_from"](engine, path := example["units_of"](example["TEXT"]), 100)
+    page: Path = drawn.tree("Where is the face of a coin decided?", prompt=path[0]).save(folder / "rollouts.html")
+    return page
 
 
 def _screenshots(pages: dict[str, Path], chromium: str) -> None:
@@ -88,6 +98,9 @@ def _screenshots(pages: dict[str, Path], chromium: str) -> None:
             tab = browser.new_page(viewport={"width": 1180, "height": 760}, color_scheme=theme)
             _tree(tab, pages["tree"], HERE / f"tree-{theme}.png")
             _sections(tab, pages["report"], theme)
+            tab.goto(pages["rollouts"].as_uri())
+            tab.locator(".rl-node").nth(1).click()
+            tab.locator(".rl-rollouts").screenshot(path=HERE / f"rollouts-{theme}.png")
             tab.close()
         tab = browser.new_page(viewport={"width": 860, "height": 400})
         tab.goto(pages["forks"].as_uri())

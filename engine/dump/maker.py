@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from replaylens.engine.dump.content import Content
+from replaylens.engine.dump.features import PREFIX
 from replaylens.engine.dump.manifest import SiteEntry
 from replaylens.engine.dump.pieces import pieces_of
 from replaylens.engine.dump.plan import DumpPlan
@@ -58,7 +59,8 @@ class ShardMaker:
         """The sites to capture: the stored ones, those that the lens reads, and the model's output for probabilities."""
         streams = self.plan.lens.sites if self.plan.lens is not None else ()
         final = self.engine.sites.per_layer("S")[-1:] if self.plan.probabilities else []
-        return [*self.plan.sites, *streams, *final]
+        encoded = [stored.site for stored in self.plan.features]
+        return [*self.plan.sites, *streams, *final, *encoded]
 
     @property
     def edits(self) -> list[Edit]:
@@ -92,7 +94,7 @@ def describe_sites(engine: Core, content: Content) -> dict[str, SiteEntry]:
     found = {}
     for name in content.tensors:
         x = pieces_of(content.tensors, name)[0]
-        aliases = () if name.startswith("Z.") else engine.sites.sites[name].aliases
+        aliases = () if name.startswith(("Z.", PREFIX)) else engine.sites.sites[name].aliases
         letter = "Z" if name.startswith("Z.") else letters.get(name)
         dtype = str(x.dtype).removeprefix("torch.")
         found[name] = SiteEntry(dtype, tuple(x.shape[1:]), layer_of(name), letter, aliases)

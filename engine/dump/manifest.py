@@ -207,6 +207,10 @@ class _Checks:
             self.need(site.row_bytes <= _MAX_ROW, f"site {name} has shape {list(site.shape)}, which is out of range")
         plan, row_bytes = manifest.plan, sum(site.row_bytes for site in manifest.sites.values())
         self.need(all(site in manifest.sites for site in plan.sites), "its plan names sites that the dump does not store")
+        for stored in plan.features:
+            shapes = [manifest.sites[name].shape if name in manifest.sites else None for name in stored.tensors]
+            fine = shapes == [(stored.keep,), (stored.keep,), ()]
+            self.need(fine, f"the features {stored.name!r} of its plan are not stored as planned")
         self.need(
             len(manifest.shards) == plan.num_shards,
             f"it lists {len(manifest.shards)} shards, but {plan.num_shards} are planned",

@@ -8,6 +8,7 @@ import torch
 from msgspec import UNSET, UnsetType
 
 from replaylens import tasks
+from replaylens.engine.dump.features import Encoders, StoredFeatures
 from replaylens.engine.dump.path import ExamplePath
 from replaylens.engine.dump.places import FORMS, NamedPlace
 from replaylens.engine.errors import BadRequest
@@ -58,8 +59,12 @@ class DumpPlan:
     """edits of every example, as written by `Edit.to_json`"""
     probabilities: bool = True
     """whether the index has log-probability and entropy of every row; False: both are null, and the unembedding is not run"""
+    features: tuple[StoredFeatures, ...] = ()
+    """sparse features to store, besides the sites"""
     selector: Selector | None = field(default=None, compare=False, repr=False)
     """the function named by custom:NAME; not stored in files"""
+    encoders: Encoders = field(default_factory=dict, compare=False, repr=False)
+    """the weights of `features`, by name; not stored in files"""
 
     def __post_init__(self) -> None:
         checks = {
@@ -69,6 +74,8 @@ class DumpPlan:
             f"Invalid examples_per_shard {self.examples_per_shard}. Give at least 1.": self.examples_per_shard >= 1,
             f"Invalid probabilities {self.probabilities!r:.60}. Use True or False.": isinstance(self.probabilities, bool),
             "The plan has no examples. Give at least one.": len(self.examples) > 0,
+            "Two sets of features have the same name. Give each its own.": len({each.name for each in self.features})
+            == len(self.features),
             f"Unknown positions {self.positions!r:.60}. Use one of {', '.join(POSITIONS)}, {FORMS}, or a function.": (
                 self.positions in POSITIONS or self.positions.startswith(CUSTOM) or NamedPlace.parse(self.positions) is not None
             ),
@@ -100,9 +107,12 @@ class DumpPlan:
         return cited(self.task, self.knobs)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON values; `from_json` restores it, except for a custom selector."""
-        usual = {"edits": (), "probabilities": True}  # left out, as in dumps that are older than these options
-        raw = {name: value for name, value in vars(self).items() if name != "selector" and value != usual.get(name, ...)}
+        """The plan as JSON values; `from_json` restores it, except for a custom selector and the weights of features."""
+        usual = {"edits": (), "probabilities": True, "features": ()}  # left out, as in dumps older than these options
+        unwritten = ("selector", "encoders")
+        raw = {name: value for name, value in vars(self).items() if name not in unwritten and value != usual.get(name, ...)}
+        if self.features:
+            raw["features"] = [asdict(each) for each in self.features]
         indices = self.examples
         spelled = {"start": indices.start, "stop": indices.stop} if isinstance(indices, range) else {"indices": list(indices)}
         lens = None if self.lens is None else asdict(self.lens)
@@ -117,7 +127,7 @@ class DumpPlan:
 
     def differences(self, other: "DumpPlan") -> list[str]:
         """One readable line per option that differs."""
-        mine, theirs = ({**plan.to_json(), "probabilities": plan.probabilities} for plan in (self, other))
+        mine, theirs = ({"features": [], **plan.to_json(), "probabilities": plan.probabilities} for plan in (self, other))
         if mine["knobs"] != theirs["knobs"]:  # texts are too long for a line
             mine["knobs"], theirs["knobs"] = self.cited_knobs, other.cited_knobs
         other_edits = ["edits: other interventions"] if mine.pop("edits", None) != theirs.pop("edits", None) else []
@@ -164,6 +174,7 @@ class PlanRecord:
     examples_per_shard: Positive
     edits: tuple[EditRecord, ...] = ()
     probabilities: bool = True
+    features: tuple[StoredFeatures, ...] = ()
 
 
 def compact(indices: int | Iterable[int]) -> range | tuple[int, ...]:

@@ -1,8 +1,10 @@
 """`make_plan`: from a user's options to a `DumpPlan` with every name resolved."""
 
 from collections.abc import Iterable, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from replaylens.engine.dump.features import Encoders, planned
 from replaylens.engine.dump.places import FORMS, NamedPlace
 from replaylens.engine.dump.plan import CUSTOM, POSITIONS, DumpPlan, Selector, compact, plain
 from replaylens.engine.errors import BadRequest, no_such
@@ -41,6 +43,8 @@ def make_plan(
     full: bool = False,
     lens: TunedLens | None = None,
     probabilities: bool = True,
+    features: Encoders = MappingProxyType({}),
+    keep: int | None = None,
 ) -> DumpPlan:
     """A plan for this engine, with every name resolved. It cites the task by name; TaskNameTaken if another task is
     registered under it.
@@ -55,6 +59,8 @@ def make_plan(
                how Z is stored, as in `Engine.capture_spec`
     probabilities
                whether to store log-probability and entropy of every row, which takes the unembedding of all of them
+    features   sparse features to store, name -> `SparseFeatures`; sites="" stores nothing else
+    keep       the largest number of features per row, the strongest; default: k of a TopK SAE, else 64
     """
     require_own_name(type(task))
     edits, drafter = engine.tokenized(edits), instance("drafter", drafter, str, "the name of a drafter")
@@ -63,7 +69,8 @@ def make_plan(
     if isinstance(task, GivenTexts):
         _check_texts(task, positions)
     spec = engine.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
-    if not spec.sites and not spec.thoughts and spec.lens is None:
+    stored = planned(engine, features, keep)
+    if not spec.sites and not spec.thoughts and spec.lens is None and not stored:
         raise BadRequest(f"sites={sites!r} stores nothing. Give letters of STCZ, or site names.")
     for name in spec.sites:
         if 0 in engine.sites.sites[name].shape:
@@ -88,7 +95,9 @@ def make_plan(
         examples_per_shard=whole("examples_per_shard", examples_per_shard, 1),
         edits=tuple(edit.to_json() for edit in edits),
         probabilities=flag("probabilities", probabilities),
+        features=stored,
         selector=custom,
+        encoders=dict(features),
     )
 
 
@@ -115,6 +124,8 @@ def plan_of_run(
     dtype: str | None = None,
     examples_per_shard: int = 128,
     probabilities: bool = True,
+    features: Encoders = MappingProxyType({}),
+    keep: int | None = None,
 ) -> DumpPlan:
     """The plan that would reproduce a run: the same task and the same options."""
     return make_plan(
@@ -132,6 +143,8 @@ def plan_of_run(
         dtype=dtype,
         examples_per_shard=examples_per_shard,
         probabilities=probabilities,
+        features=features,
+        keep=keep,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from replaylens.engine.dump.array import Located, RowNumbers, SiteArray, gather, row_numbers, shard_starts, to_numpy
 from replaylens.engine.dump.content import CORE
 from replaylens.engine.dump.export import to_dataset
+from replaylens.engine.dump.features import named, to_rows
 from replaylens.engine.dump.feed import Feed
 from replaylens.engine.dump.files import DumpFiles
 from replaylens.engine.dump.filter import Filter, Predicate, columns_needed, make_filters
@@ -23,6 +24,7 @@ from replaylens.engine.dump.order import RowOrder
 from replaylens.engine.dump.statistics import SiteStatistics, statistics
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump, UnknownSite, no_such
+from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.model.site_names import same_value
 from replaylens.engine.model.sites import at_layer
 from replaylens.engine.request.capture import Rows
@@ -216,6 +218,12 @@ class Dump:
         numbers, chosen = row_numbers(rows, len(self)), self._selected()
         located = Located.of(shard_starts(self.files), numbers if chosen is None else chosen[numbers])
         return {key: gather(self.files, *where, located) for key, where in self.resolve_all(sites).items()}
+
+    def features(self, name: str) -> FeatureRows:
+        """Stored sparse features: the strongest of each row. The site features.NAME.counts says how many were active in all."""
+        stored = named(self.manifest.plan.features, name)
+        indices, values, _ = stored.tensors
+        return to_rows(stored, self.to_torch(indices), self.to_torch(values))
 
     def to_torch(self, site: str, layer: int | None = None) -> Tensor:
         """Rows of one site, in the stored dtype: [rows, ...]."""

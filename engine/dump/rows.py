@@ -4,6 +4,7 @@ Rows are ordered by (example, branch, position). Branch 0 is the accepted path. 
 position, then by tokens, so that the order does not depend on when the engine computed them.
 """
 
+import re
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.dump.content import CORE, Content
+from replaylens.engine.dump.features import matched, to_tensors
 from replaylens.engine.dump.path import ExamplePath
 from replaylens.engine.dump.pieces import Pieces
 from replaylens.engine.dump.places import NamedPlace, ends_of
 from replaylens.engine.dump.plan import DTYPES, DumpPlan
-from replaylens.engine.errors import BadRequest, EngineBug, NotCertified
+from replaylens.engine.errors import BadRequest, EngineBug, NotCertified, UnknownSite
 from replaylens.engine.lens import readout
 from replaylens.engine.replay.examples import Result, own_edits
 from replaylens.engine.request.capture import LensSpec, Rows
@@ -234,7 +236,30 @@ def _tensors(engine: Core, plan: DumpPlan, paths: list[ExamplePath], rows: np.nd
     chosen = torch.from_numpy(rows)
     found = {site: [_cast(site, piece, plan.dtype) for piece in _pieces(paths, site, chosen)] for site in plan.sites}
     lens = _lens_rows(engine, plan.lens, paths, chosen) if plan.lens is not None else {}
-    return Pieces(found | {name: [x] for name, x in lens.items()})
+    sparse = _feature_rows(plan, paths, chosen) if plan.features else {}
+    return Pieces(found | {name: [x] for name, x in (lens | sparse).items()})
+
+
+def _feature_rows(plan: DumpPlan, paths: list[ExamplePath], chosen: Tensor) -> Rows:
+    """The features of the kept rows, encoded from the rows as they were captured."""
+    encoders, made = matched(plan.features, plan.encoders), Rows()
+    for stored in plan.features:
+        site = _captured(plan, paths, stored.site)
+        rows = _gather(paths, site, chosen if len(chosen) else torch.tensor([0]))
+        made |= {name: x[: len(chosen)] for name, x in to_tensors(stored, encoders[stored.name].encode(rows)).items()}
+    return made
+
+
+def _captured(plan: DumpPlan, paths: list[ExamplePath], site: str) -> str:
+    """The captured site that holds the rows of `site`: itself, or the stream entering the next block if nothing edits it."""
+    there = set.intersection(*(set(path.recording.sites()) for path in paths))
+    leaves = re.fullmatch(r"blocks\.(\d+)\.hook_out", site)
+    following = "" if leaves is None else f"blocks.{int(leaves[1]) + 1}.hook_in"
+    if site in there:
+        return site
+    if following in there and not plan.edits and not any(p.example.given and p.example.given.edits for p in paths):
+        return following
+    raise UnknownSite(f"{site}, the site of the features, was not captured. Ask for it: replay(..., sites=[..., {site!r}]).")
 
 
 def _pieces(paths: list[ExamplePath], site: str, chosen: Tensor) -> list[Tensor]:

@@ -64,7 +64,8 @@ class Salvage:
         name, indices = shard_name(number), self.plan.indices(number)
         with self.store.open(name) as file:
             tensors = safetensors.torch.load(file.read())
-        order = [*self.plan.sites, *_LENS, *sorted(tensors)]  # as they were captured; the file has them by name
+        sparse = [name for stored in self.plan.features for name in stored.tensors]
+        order = [*self.plan.sites, *_LENS, *sparse, *sorted(tensors)]  # as they were captured; the file has them by name
         tensors = {site: tensors[site] for site in dict.fromkeys(order) if site in tensors}
         content = Content(tensors, lines.drop_columns(list(LOCATORS)))
         digest, accepted_digest = content.digests()

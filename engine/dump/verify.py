@@ -11,11 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from tqdm.auto import tqdm
 
 from replaylens.engine.dump.content import Content
 from replaylens.engine.dump.difference import Difference, first_difference
+from replaylens.engine.dump.features import Encoders, matched
 from replaylens.engine.dump.maker import ShardMaker
 from replaylens.engine.dump.manifest import MANIFEST, Manifest
 from replaylens.engine.dump.plan import CUSTOM, Selector
@@ -65,6 +67,7 @@ def verify(
     batch: int = 32,
     task: AnyTask | None = None,
     selector: Selector | None = None,
+    features: Encoders = MappingProxyType({}),
     progress: bool = False,
 ) -> Verification:
     """Check files, digests and fingerprint, then replay a sample of the examples and compare every bit.
@@ -72,6 +75,7 @@ def verify(
     sample    share of the examples to replay, drawn with `seed`, at least one; or "all"
     task      required if the dump's task is not registered
     selector  required if the dump's positions were chosen by a function
+    features  required if the dump holds sparse features: name -> `SparseFeatures`
 
     A damaged dump is a mismatch. A folder without a manifest raises BadDump or UnfinishedDump.
     """
@@ -90,7 +94,7 @@ def verify(
         return Verification(OTHER, ("the dump was made under another fingerprint:", *differences))
     chosen = _sampled(dump.manifest, sample, seed)
     try:
-        return _Replay(dump, engine, batch, task, selector).run(chosen, progress)
+        return _Replay(dump, engine, batch, task, selector, features).run(chosen, progress)
     except BadDump as error:
         return Verification(MISMATCH, (str(error),))
 
@@ -107,11 +111,14 @@ def _sampled(manifest: Manifest, sample: float | str, seed: int) -> list[int]:
 class _Replay:
     """Recomputes the rows of some examples and compares them with the stored ones."""
 
-    def __init__(self, dump: Dump, engine: Core, batch: int, task: AnyTask | None, selector: Selector | None) -> None:
+    def __init__(
+        self, dump: Dump, engine: Core, batch: int, task: AnyTask | None, selector: Selector | None, features: Encoders
+    ) -> None:
         plan = dump.manifest.plan
         if plan.positions.startswith(CUSTOM) and selector is None:
             raise BadRequest(f"This dump keeps positions {plan.positions}. Pass that function as `selector`.")
-        self.dump, self.engine, self.plan = dump, engine, replace(plan, selector=selector)
+        self.dump, self.engine = dump, engine
+        self.plan = replace(plan, selector=selector, encoders=matched(plan.features, features))
         known = plan.drafter in engine.loop.drafters and drafter_settings(engine, plan.drafter) == plan.drafter_settings
         self.same_drafter = plan.reproducible and known
         if plan.rejected and not self.same_drafter and "thoughts" in plan.drafter_settings:

@@ -99,6 +99,10 @@ class SparseFeatures:
         self._sites(engine.sites)
         return self
 
+    def site_in(self, engine: Core) -> str:
+        """The site that is encoded, by its name in this model. Raises as `require`."""
+        return self._sites(engine.sites)[0]
+
     def _sites(self, table: SiteTable) -> tuple[str, str]:
         """The sites that are encoded and decoded to, by their names in this model."""
         found = []

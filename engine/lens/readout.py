@@ -28,6 +28,15 @@ def read(spec: LensSpec, runner: Runner, rows: Rows, emitted: list[int], tuned: 
 
 
 @torch.inference_mode()
+def read_ranked(spec: LensSpec, runner: Runner, rows: Rows, tokens: list[int], tuned: TunedLens | None = None) -> Rows:
+    """As `read`, with "Z.rank" [n, layers]: how many tokens are likelier than `tokens[i]`, NaN for -1. Ties go to the lowest
+    id, as in greedy decoding. Every row is unembedded once."""
+    stacked = torch.stack([rows[site].cpu() for site in spec.sites], dim=1)  # [n, layers, d]
+    with runner.canonical(stacked.shape[:2].numel()):
+        return _read(spec, runner, stacked if tuned is None else tuned.translate(stacked), tokens, ranked=True)
+
+
+@torch.inference_mode()
 def read_there(spec: LensSpec, runner: Runner, rows: Rows, emitted: list[int], tuned: TunedLens | None = None) -> Rows:
     """As `read`, but left on the device that computes it."""
     stacked = torch.stack([rows[site] for site in spec.sites], dim=1)  # [n, layers, d]
@@ -71,9 +80,9 @@ def _next_token(logits: Tensor, tokens: Tensor, logprob: Tensor, entropy: Tensor
     torch.sum(p.mul_(log_p), -1, out=entropy).neg_()
 
 
-def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int]) -> Rows:
+def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int], ranked: bool = False) -> Rows:
     n, layers, d = stacked.shape
-    if runner.device == "cuda":
+    if runner.device == "cuda" and not ranked:
         from replaylens.engine.lens import cuda as cuda_lens  # its kernel needs triton
 
         if spec.fits_kernel and runner.model.config.plain_logits:
@@ -83,10 +92,24 @@ def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int]) -
     for first in range(0, n, step):
         block = stacked[first : first + step]
         # on the CPU, where sums over a row do not depend on the number of rows; in CUDA libraries they do
-        log_p = runner.logits(block.reshape(-1, d)).float().cpu().log_softmax(-1).view(len(block), layers, -1)
-        for name, value in statistics(spec, log_p, emitted[first : first + step]).items():
+        logits = runner.logits(block.reshape(-1, d)).float().cpu()
+        log_p = logits.log_softmax(-1).view(len(block), layers, -1)
+        found = statistics(spec, log_p, emitted[first : first + step])
+        if ranked:
+            found["Z.rank"] = _ranks(logits.view(log_p.shape), emitted[first : first + step])
+        for name, value in found.items():
             parts.setdefault(name, []).append(value)
     return {name: torch.cat(pieces) for name, pieces in parts.items()}
+
+
+def _ranks(logits: Tensor, tokens: list[int]) -> Tensor:
+    """logits [n, layers, vocab], one token per row -> how many are likelier: [n, layers] float32, NaN for -1."""
+    wanted = torch.tensor(tokens)
+    own = logits.gather(-1, wanted.clamp_min(0)[:, None, None].expand(-1, logits.shape[1], 1))
+    above = (logits > own).sum(-1)
+    for i, layer in ((logits == own).sum(-1) > 1).nonzero().tolist():
+        above[i, layer] += (logits[i, layer, : int(wanted[i])] == own[i, layer]).sum()
+    return above.float().masked_fill_((wanted < 0)[:, None], float("nan"))
 
 
 def statistics(spec: LensSpec, log_p: Tensor, emitted: list[int]) -> Rows:

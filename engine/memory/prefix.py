@@ -53,6 +53,13 @@ class Trail:
     entry: PrefixEntry | None = None
     num_pages: int = 0
 
+    def upto(self, num_pages: int) -> "Trail":
+        """The trail of the path's first pages, as many of these as are indexed. Takes a step for every page that is cut off."""
+        entry = self.entry
+        for _ in range(self.num_pages - num_pages):
+            entry = entry.parent if entry is not None else None
+        return Trail(entry, min(self.num_pages, num_pages))
+
 
 @dataclass(frozen=True)
 class IndexNumbers:

@@ -161,10 +161,20 @@ class Block(nn.Module):
         self.ln1_post = norm() if config.post_norms else None
         self.ln2_post = norm() if config.post_norms else None
 
-    def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
+    @property
+    def late_sites(self) -> tuple[str, ...]:
+        """The sites after attention, where a row no longer depends on others."""
+        (attn, attn_norm), (mlp, mlp_norm), inner = self.attn_sites, self.mlp_sites, self.mlp
+        own = (attn, *attn_norm, self.middle_site, *self.ln2_sites, inner.gate_site, inner.up_site, inner.post_site)
+        return (*own, mlp, *mlp_norm, self.out_site)
+
+    def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None, rows: Tensor | None = None) -> Tensor:
+        """rows  the only rows to compute after attention; None: all. The tap must not want `late_sites` then"""
         x = tapped(tap, self.in_site, x)
         read = x if self.ln1 is None else normed(x, self.ln1, self.ln1_sites, ops, tap)
         z = self.attn(read, rotary, ops, tap)
+        if rows is not None:
+            x, z, read = x[rows], z[rows], read[rows]
         middle = self._write(x, z, self.attn.o, self.ln1_post, self.attn_sites, ops, tap)
         if not self.parallel:
             middle = x = read = tapped(tap, self.middle_site, middle)
@@ -218,6 +228,13 @@ class Decoder(nn.Module):
         for i, rope in enumerate(self._ropes):
             self.register_buffer(f"rotary_{i}", rotary_table(rope, config.rotary_dim, config.max_positions), persistent=False)
 
+    @property
+    def late_sites(self) -> tuple[str, ...]:
+        """The sites of the last block after its attention."""
+        last = self.blocks[-1]
+        assert isinstance(last, Block)
+        return last.late_sites
+
     def embedding(self, tokens: Tensor, positions: Tensor, tap: Tap | None = None) -> Tensor:
         """tokens, positions [rows] -> the residual stream entering block 0 [rows, d_model]"""
         x = self.embed[tokens]
@@ -237,11 +254,16 @@ class Decoder(nn.Module):
             raise ValueError(f"stop_at_layer {end} is not between 0 and {self.config.num_layers}.")
         return self.run_blocks(self.embedding(tokens, positions, tap), positions, ops, tap, 0, end)
 
-    def run_blocks(self, x: Tensor, positions: Tensor, ops: Ops, tap: Tap | None, first: int, end: int) -> Tensor:
-        """Blocks [first, end) over rows x [rows, d_model] at `positions` [rows]."""
+    def run_blocks(
+        self, x: Tensor, positions: Tensor, ops: Ops, tap: Tap | None, first: int, end: int, rows: Tensor | None = None
+    ) -> Tensor:
+        """Blocks [first, end) over rows x [rows, d_model] at `positions` [rows].
+
+        rows  the only rows of the result; None: all. The tap must not want the `late_sites` of the last of these blocks then
+        """
         rotary = self.rotary(positions)
         for layer in range(first, end):
-            x = self.blocks[layer](x, rotary[layer], ops, tap)
+            x = self.blocks[layer](x, rotary[layer], ops, tap, rows if layer == end - 1 else None)
         return x
 
     def rotary(self, positions: Tensor) -> list[Rotary | None]:

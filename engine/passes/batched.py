@@ -17,8 +17,8 @@ from replaylens.engine.passes.batch import KV_BLOCK
 
 BatchedProduct = Callable[[Tensor, Tensor], Tensor]
 """[batch, m, k] times [batch, k, n] -> [batch, m, n]"""
-_MAX_SIZE = 1 << 17
-"""m * k * n up to which NumPy is used: far below the size at which BLAS libraries start threads"""
+_MAX_SIZE = 3 << 16
+"""m * k * n up to which NumPy is used: below the size at which BLAS libraries start threads (OpenBLAS: 1 << 18)"""
 _MAX_KEYS = 4 * KV_BLOCK
 """the most keys for which it is used: the comparison covers every number up to this one"""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
-from replaylens.engine.model.decoder import Decoder, Tap
+from replaylens.engine.model.decoder import Decoder, Tap, wanted
 from replaylens.engine.model.ops import Ops, RowOps, TorchOps
 from replaylens.engine.passes.batch import KV_BLOCK, Batch, Segment
 from replaylens.engine.passes.batched import batched_product
@@ -180,10 +180,14 @@ class Runner:
         return WholePass(residual, logits, {site: value[:num_rows] for site, value in tap.values.items()}, before)
 
     @torch.inference_mode()
-    def resumed(self, segments: list[Segment], entering: Tensor | None, layer: int, tap: Tap | None = None) -> PassResult:
+    def resumed(
+        self, segments: list[Segment], entering: Tensor | None, layer: int, tap: Tap | None = None, ends: Sequence[int] = ()
+    ) -> PassResult:
         """The canonical pass from block `layer` on, without logits. Mutates the cache at the segments' rows.
 
         entering  the segments' rows of the residual stream that enters the block: [rows, d_model]; None: from the tokens
+        ends      the packed rows whose residual stream is the result, in order. What else follows the last attention is left
+                  out, unless it is tapped
         """
         batch = Batch(segments, self.pool, self.certificate.query_rows, self.tile, self.device)
         with self._held(batch.padded):
@@ -193,7 +197,12 @@ class Runner:
             else:
                 x = torch.zeros(batch.padded, entering.shape[1], dtype=self.model.embed.dtype, device=self.model.embed.device)
                 x[: batch.num_rows] = entering.to(x)
-            residual = self.model.run_blocks(x, batch.positions, ops, tap, layer, self.model.config.num_layers)
+            chosen = [*ends, *[0] * (-len(ends) % self.tile)]  # padded like the rows of a batch
+            rows = torch.tensor(chosen, dtype=torch.int64, device=x.device)
+            all_rows = wanted(tap, *self.model.late_sites)
+            number = self.model.config.num_layers
+            residual = self.model.run_blocks(x, batch.positions, ops, tap, layer, number, None if all_rows else rows)
+            residual = (residual[rows] if all_rows else residual)[: len(ends)]
         return PassResult(batch, residual, residual.new_empty(0, self.model.config.vocab_size))
 
     @torch.inference_mode()

@@ -86,6 +86,11 @@ class Forest:
         if recorded is not None and lane.capture is not None:
             new.recording = self._inherited(lane, recorded, same, recorded.num_valid(at, lane.capture.lag))
             new.recording.twins = self.twins(new)
+        if lane.offered is not None and not new.edits and not new.hooks:
+            trail, kept = lane.offered  # what the index knows of this path: the fork need not hash it again
+            size = self.runner.pool.page_size
+            own = trail.upto(min(kept.length, at) // size)
+            new.offered = own, self.tree.branch(child).past.mark(own.num_pages * size)
         self.add(new)
         self.note(lane, "fork", edits, hooks, child=child, at=at)
         return new

@@ -7,6 +7,7 @@ again. Nothing of a variant is committed.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from replaylens.engine.loop.lane import Lane
 from replaylens.engine.model.sites import SiteTable, layer_of
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.finite import finite
+from replaylens.engine.passes.runner import LENS_ROWS
 from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit
@@ -95,18 +97,21 @@ class Variants:
         placed = [self._variant(number, edits) for number, edits in enumerate(variants)]
         at = torch.tensor([position % len(self.path) for position in positions], dtype=torch.int64)
         last = self.stream(len(self.streams) - 1)[at]  # rows before the first edit are the base's
-        kept: dict[int, Tensor] = {}
+        final = last.repeat(len(placed), 1, 1)
         with tqdm(total=len(placed), unit="variant", disable=not progress) as bar:
             for chunk in self._chunks(placed):
                 rows = last.repeat(len(chunk), 1, 1)
                 self._compute(chunk, at, {self.streams[-1]: rows})
-                logits = _on_host(self.forest.lock.alone(self.runner.logits, rows.flatten(0, 1)))
-                found = read(logits.view(len(chunk), len(at), -1))
-                if found.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr():
-                    found = found.clone()  # the memory of the logits is used again
-                kept |= zip((v.number for v in chunk), found, strict=True)
+                final[[variant.number for variant in chunk]] = rows
                 bar.update(len(chunk))
-        return torch.stack([kept[number] for number in range(len(placed))])
+        kept = []
+        for some in final.split(max(1, LENS_ROWS // len(at))):  # the unembedding is large: as many rows at once as it takes
+            logits = _on_host(self.forest.lock.alone(self.runner.logits, some.flatten(0, 1)))
+            found = read(logits.view(len(some), len(at), -1))
+            if found.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr():
+                found = found.clone()  # the memory of the logits is used again
+            kept.append(found)
+        return torch.cat(kept)
 
     def capture(self, variants: Sequence[Sequence[Edit]], progress: bool = False) -> dict[str, Tensor]:
         """The rows of every kept site under each list of edits: [variants, positions, ...]."""
@@ -174,7 +179,8 @@ class Variants:
 
     def _pass(self, lane: Lane, chunk: list[EditedCopy], at: Tensor, out: dict[str, Tensor]) -> bool:
         """False: the base lacks KV. Precondition: the lock is held."""
-        pool, length, live = self.runner.pool, len(self.path), [v for v in chunk if v.start < len(self.path)]
+        pool, length = self.runner.pool, int(at.max()) + 1  # no row sees a later one
+        live = [variant for variant in chunk if variant.start < length]
         if lane.computed < length:
             return False
         if not live:
@@ -184,18 +190,19 @@ class Variants:
             self._make_room(lane, sum(pool.num_needed(table, table.length, length) for table in tables), len(live) == 1)
             for table in tables:
                 self.runner.reserve(table, table.length, length)
-            segments = [Segment(t, v.start, self.path[v.start :], 0, v.edits) for t, v in zip(tables, live, strict=True)]
+            segments = [Segment(t, v.start, self.path[v.start : length], 0, v.edits) for t, v in zip(tables, live, strict=True)]
             first = live[0].layer
             stream = None if first < 0 else self.stream(first).to(self.runner.device)
-            entering = None if stream is None else torch.cat([stream[v.start :] for v in live])
+            entering = None if stream is None else torch.cat([stream[v.start : length] for v in live])
             tap = PassTap(frozenset(out) - {self.streams[-1]})
-            result = self.runner.resumed(segments, entering, max(first, 0), tap)
-            finite(result.residual[: result.batch.num_rows], "activations")
-            found = {**tap.values, self.streams[-1]: result.residual}  # a site below the first block keeps the base's rows
-            which, places, packed = _places(live, chunk, at, result.batch.offsets)
+            offsets = list(accumulate((length - v.start for v in live), initial=0))
+            which, places, packed = _places(live, chunk, at, offsets)
+            result = self.runner.resumed(segments, entering, max(first, 0), tap, packed.tolist())
             packed = packed.to(result.residual.device)
-            for site in out.keys() & found.keys():
-                out[site][which, places] = found[site][packed].to(out[site])
+            found = {site: value[packed] for site, value in tap.values.items()}
+            found[self.streams[-1]] = finite(result.residual, "activations")
+            for site in out.keys() & found.keys():  # a site below the first block keeps the base's rows
+                out[site][which, places] = found[site].to(out[site])
         finally:
             for table in tables:
                 pool.release(table)
@@ -212,7 +219,7 @@ def _places(live: list[EditedCopy], chunk: list[EditedCopy], at: Tensor, offsets
 
 
 def _on_host(logits: Tensor) -> Tensor:
-    """A copy on the host, in pinned memory: logits of a grid are many, and pinned memory is used again for the next chunk."""
+    """A copy on the host, in pinned memory: logits of a grid are many, and pinned memory is used again for the next ones."""
     if not logits.is_cuda:
         return logits
     return torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True).copy_(logits)

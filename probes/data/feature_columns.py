@@ -6,13 +6,14 @@ from functools import lru_cache
 import numpy as np
 from torch import Tensor
 
+from replaylens.engine.dump.features import StoredFeatures, named, to_rows
 from replaylens.engine.errors import UnknownSite
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows, Ids, feature_ids
 from replaylens.engine.model.sites import by_letter
 from replaylens.engine.request.values import instance
 from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.data.sources import LETTERS, RowSource
+from replaylens.probes.data.sources import LETTERS, DumpSource, JoinedSource, RowSource
 from replaylens.probes.errors import BadRows
 
 _RENAMED = {".attn.hook_z": ".attn.o.hook_in", ".mlp.hook_post": ".mlp.out.hook_in", ".hook_resid_mid": ".ln2.hook_in"}
@@ -20,25 +21,36 @@ _RENAMED = {".attn.hook_z": ".attn.o.hook_in", ".mlp.hook_post": ".mlp.out.hook_
 
 
 def with_features(
-    rows: ProbeRows, features: SparseFeatures, columns: Ids | None = None, *, name: str = "features"
+    rows: ProbeRows, features: SparseFeatures | str, columns: Ids | None = None, *, name: str = "features"
 ) -> ProbeRows:
     """The same rows with one more site, `name`: the activations of chosen features, encoded when a probe asks for them.
 
     rows     of a dump, a run or arrays that hold the site of the features. What the stream leaving block l is called there
              (S at layer l + 1, hook_resid_post) makes no difference
+    features a sparse autoencoder; or the name of features that the dump stores, of which the strongest of each row are known
     columns  the features to keep, in this order; default: all, [rows, number of features]
     name     of the new site
 
     Raises UnknownSite if the rows lack the site, BadRows for a name that they already have.
     """
     rows = ProbeRows.of(instance("rows", rows, ProbeRows, "ProbeRows; of a dump or a run: ProbeRows.of(...)"))
-    features = instance("features", features, SparseFeatures, "the result of SparseFeatures.load")
-    chosen = list(range(len(features))) if columns is None else feature_ids("columns", columns, len(features))
+    stored = named(_planned(rows.source), features) if isinstance(features, str) else None
+    if stored is None:
+        features = instance(
+            "features", features, SparseFeatures, "the result of SparseFeatures.load, or the name of stored ones"
+        )
+    width = len(features) if stored is None else stored.width
+    chosen = list(range(width)) if columns is None else feature_ids("columns", columns, width)
     if not chosen:
         raise BadRows("No features were chosen. Give at least one in columns.")
     if name in (*rows.source.sites(), *LETTERS, "Z"):
         raise BadRows(f"The rows already have a site {name!r}. Give another name.")
-    source = FeatureSource(rows.source, features, chosen, name)
+    source: FeatureSource | StoredFeatureSource
+    if stored is not None:
+        source = StoredFeatureSource(rows.source, stored, chosen, name)
+    else:
+        assert isinstance(features, SparseFeatures)
+        source = FeatureSource(rows.source, features, chosen, name)
     wider = None if rows.wider is None else replace(rows.wider, source=source)
     return replace(rows, source=source, wider=wider)
 
@@ -67,6 +79,38 @@ class FeatureSource:
 
     def _encode(self, numbers: bytes) -> FeatureRows:
         return self.features.encode(self.source.take(*self.where, np.frombuffer(numbers, dtype=np.int64).copy()))
+
+
+class StoredFeatureSource:
+    """A source with one more site, made of the features that its dump stores."""
+
+    def __init__(self, source: RowSource, stored: StoredFeatures, chosen: list[int], name: str) -> None:
+        self.source, self.stored, self.chosen, self.name, self.about = source, stored, chosen, name, source.about
+
+    def sites(self) -> list[str]:
+        return [*self.source.sites(), self.name]
+
+    def letters(self, letter: str) -> dict[int, str]:
+        return {} if letter == self.name else self.source.letters(letter)
+
+    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
+        if site != self.name:
+            return self.source.take(site, layer, numbers)
+        if layer is not None:
+            raise UnknownSite(f"Site {site!r} has no layers. Leave out the layer.")
+        indices, values, _ = (self.source.take(tensor, None, numbers) for tensor in self.stored.tensors)
+        return to_rows(self.stored, indices, values).columns(self.chosen)
+
+
+def _planned(source: RowSource) -> tuple[StoredFeatures, ...]:
+    """The features that the dump of a source stores; of joined dumps, those that all of them store alike."""
+    if isinstance(source, DumpSource):
+        return source.dump.manifest.plan.features
+    if isinstance(source, JoinedSource):
+        first, *others = map(_planned, source.sources)
+        return tuple(each for each in first if all(each in other for other in others))
+    inner = getattr(source, "source", None)  # of a subset, or of rows with other features
+    return () if inner is None else _planned(inner)
 
 
 def _where(source: RowSource, hook: str) -> tuple[str, int | None]:

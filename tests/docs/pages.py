@@ -58,15 +58,14 @@ SMALLER = {
 }
 """text of a snippet -> its replacement in the test; only sizes change"""
 
-CI = "CI runs it"
 MINUTES = "takes minutes; the functions behind it are tested on small sizes"
 NETWORK = "needs a network"
-WORDS = "an illustration"
 PEER = "needs another version of transformer-lens than ours"
 
 NOT_RUN = {
-    "README.md": {"make demo": MINUTES, "make test": CI},
-    "docs/quickstart.md": {"git clone": NETWORK, "make test": CI, "source ": WORDS},
+    "README.md": {"pip install": NETWORK, "replaylens demo": MINUTES},
+    "docs/quickstart.md": {"git clone": NETWORK, "python3 -m venv": NETWORK, "pip install": NETWORK},
+    "docs/five_things.md": {"replaylens fetch": NETWORK, "": NETWORK},
     "docs/texts.md": {'model = rl.Engine.load("smollm2")': NETWORK},
     "docs/feeding.md": {"from sae_lens import": PEER},
     "docs/thinking.md": {"replaylens train": MINUTES, "from replaylens.engine.training.thinking import train": MINUTES},

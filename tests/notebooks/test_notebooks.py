@@ -14,7 +14,8 @@ from replaylens.engine.model import smollm2
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = [source.stem for source in sorted(FOLDER.glob("[0-9]_*.py"))]
-REAL = "5_real_model"
+REAL = ("5_real_model", "8_five_things")
+"""notebooks that need SmolLM2-135M"""
 MAX_BYTES = 600_000
 CACHE = smollm2.model_folder().parent
 """the user's cache; other tests change its environment variable later"""
@@ -47,8 +48,8 @@ def texts(notebook: Any) -> list[str]:
     return [str(o.get("text", "")) for o in shown] + [str(v) for o in shown for v in o.get("data", {}).values()]
 
 
-def test_all_seven_are_there() -> None:
-    assert [name[0] for name in NAMES] == list("1234567")
+def test_all_eight_are_there() -> None:
+    assert [name[0] for name in NAMES] == list("12345678")
 
 
 # ---- as committed -----------------------------------------------------------------------------------------------------
@@ -99,6 +100,7 @@ CLAIMS = {
         "Not shown: even",
         "direction: True",
     ],
+    "8_five_things": ["the eighth of 8 is the eighth of 48: True", "terrible", "amazing"],
 }
 """what the text around the cells relies on, on any machine"""
 
@@ -119,7 +121,7 @@ QUICK = ("1_quickstart",)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NAMES if name != REAL]
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NAMES if name not in REAL]
 )
 def test_notebook_runs(name: str, tmp_path: Path) -> None:
     """In a fresh kernel with its own cache folder: nothing is downloaded, and certificates are made anew."""
@@ -128,20 +130,22 @@ def test_notebook_runs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not smollm2.is_fetched(), reason="SmolLM2-135M is not in the cache folder")
-def test_real_model_runs() -> None:
-    check(REAL, run(REAL, REPLAYLENS_CACHE=str(CACHE)))
+@pytest.mark.parametrize("name", REAL)
+def test_real_model_runs(name: str) -> None:
+    check(name, run(name, REPLAYLENS_CACHE=str(CACHE)))
 
 
+@pytest.mark.parametrize("name", REAL)
 def test_without_the_real_model_its_notebook_says_what_to_do_and_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The user sees no traceback, and the build does not touch the committed file."""
     monkeypatch.setenv("REPLAYLENS_CACHE", str(tmp_path))
-    before = (FOLDER / f"{REAL}.ipynb").read_bytes()
-    build.main([REAL])
+    before = (FOLDER / f"{name}.ipynb").read_bytes()
+    build.main([name])
     said = capsys.readouterr().out
     assert "left as it was" in said and "replaylens fetch smollm2" in said
-    assert (FOLDER / f"{REAL}.ipynb").read_bytes() == before
+    assert (FOLDER / f"{name}.ipynb").read_bytes() == before
 
 
 # ---- controls ---------------------------------------------------------------------------------------------------------
@@ -165,5 +169,5 @@ def test_progress_bars_are_dropped_and_prints_joined(tmp_path: Path) -> None:
 
 
 def test_unknown_notebook_is_named() -> None:
-    with pytest.raises(SystemExit, match="no notebook 8_none; there are 1_quickstart"):
-        build.main(["8_none"])
+    with pytest.raises(SystemExit, match="no notebook 9_none; there are 1_quickstart"):
+        build.main(["9_none"])

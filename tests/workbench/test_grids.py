@@ -1,6 +1,7 @@
 """`patch`, `ablate` and `lens`: the numbers of hook functions, and in every cell the bits of its edit made alone."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from torch import Tensor
 
 from replaylens import Edit, Engine, ablate, lens, patch
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.features.features import SparseFeatures
+from replaylens.engine.lens.readout import _ranks
 from replaylens.engine.lens.tuned import TunedLens, unembed_hash
 from replaylens.engine.model import weights
+from tests.engine.features.tiny import write
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
 
@@ -341,6 +345,47 @@ def test_the_lens_of_the_next_token_and_its_pictures() -> None:
     with pytest.raises(BadRequest, match="Unknown measure"):
         result.plot("surprise")  # type: ignore[arg-type]
     assert served.runner.pool.num_free + len(served.prefix) == served.runner.pool.num_pages, "nothing is left behind"
+
+
+def test_the_lens_unembeds_every_row_once_with_the_bits_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, text = Engine.load("coin-plain"), COIN.format("heads")
+    captured = served.prompt(text, sites="Z").activations
+    rows: list[int] = []
+    head = served.runner._head
+    monkeypatch.setattr(served.runner, "_head", lambda x, tap: (rows.append(len(x)), head(x, tap))[1])
+    result = lens(served, text, top_k=8)
+    assert sum(rows) == 5 * 15
+    for name, found in (("Z.entropy", result.entropy), ("Z.kl", result.kl), ("Z.top_ids", result.top_ids)):
+        assert torch.equal(found.transpose(0, 1), captured[name])
+    assert torch.equal(result.logprob.T[:-1], captured["Z.emitted"][:-1])
+
+
+def test_ranks_of_equal_logits_go_to_the_lowest_id() -> None:
+    logits = torch.tensor([[[1.0, 2.0, 2.0, 2.0, 0.0]]])
+    assert [int(_ranks(logits, [token])) for token in range(5)] == [3, 0, 1, 2, 4] and _ranks(logits, [-1]).isnan().all()
+
+
+def test_features_are_a_line_of_the_lens(tmp_path: Path) -> None:
+    """Those of the branch itself, in the view and as a figure. Control: without features there is no such line."""
+    served, text = Engine.load("coin-plain"), COIN.format("heads")
+    first = SparseFeatures.load(write(tmp_path / "a", "topk", d_in=128, hook="blocks.1.hook_resid_post"))
+    second = SparseFeatures.load(write(tmp_path / "b", "standard", d_in=128, hook="blocks.2.hook_mlp_out"))
+    result = lens(served, text, features=[first, second])
+    branch = served.prompt(text, sites=["blocks.1.hook_resid_post", "blocks.2.hook_mlp_out"])
+    for line, sae in zip(result.features, (first, second), strict=True):
+        assert line.name == sae.config.hook and torch.equal(line.rows.dense(), sae.of(branch).dense())
+    strongest = result.features[0].top(4)
+    assert strongest[0][1] == float(first.of(branch).dense()[4].max()) and len(strongest) == 5
+    grid = result.grid("features")
+    assert grid.words is not None and grid.words[0][4] == str(strongest[0][0]) and grid.values.shape == (2, 15)
+    assert isinstance(result.plot("features"), Figure) and "Sparse features" in result._repr_html_()
+    plain = lens(served, text)
+    assert torch.equal(plain.top_ids, result.top_ids) and "Sparse features" not in plain._repr_html_()
+    assert lens(served, text, features=first).features[0].name == first.config.hook
+    with pytest.raises(BadRequest, match="has no features"):
+        plain.plot("features")
+    with pytest.raises(BadRequest, match=r"SparseFeatures\.load"):
+        lens(served, text, features=[3])  # type: ignore[list-item]
 
 
 def test_a_tuned_lens_that_does_nothing_is_the_plain_one() -> None:

@@ -17,10 +17,12 @@ from replaylens.commands.engines import (
     DeviceOption,
     DrafterOption,
     DraftModelOption,
+    FeaturesOption,
     MakerOption,
     ModelOption,
     WindowOption,
     check_drafter,
+    encoders,
     engine_that_made,
 )
 from replaylens.commands.reporting import reporting, size
@@ -98,6 +100,11 @@ def dump(
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}.  [default: the model's]")] = None,
     rejected: Annotated[bool, typer.Option(help="Keep rejected branches.")] = True,
     probabilities: Annotated[bool, typer.Option(help="Store log-probability and entropy of every row.")] = True,
+    features: FeaturesOption = None,
+    keep: Annotated[
+        int | None,
+        typer.Option(min=1, help="Features per row of --features, the strongest.  [default: k of a TopK SAE, or 64]"),
+    ] = None,
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = 0,
     max_new: MaxNewOption = None,
@@ -116,14 +123,19 @@ def dump(
     with reporting(lambda: "the same command with --resume"):
         check_drafter(model, drafter, draft_model)
         _check_texts(out, texts, label, task, knob)
-        options = dict(sites=sites, drafter=drafter, window=window, positions=positions, dtype=dtype, rejected=rejected)
+        options: dict[str, Any] = dict(
+            sites=sites, drafter=drafter, window=window, positions=positions, dtype=dtype, rejected=rejected
+        )
         options |= dict(probabilities=probabilities, max_new=max_new, examples_per_shard=shard_examples)
         labels = [name.strip() for each in label or () for name in each.split(",") if name.strip()]
         loaded, common = dict(device=device, draft_model=draft_model), dict(batch=batch, resume=resume, progress=not quiet)
         sampling = Sampling(temperature=temperature, seed=seed)
         wanted = _Wanted(out, task, n, texts, text, labels, model, settings(knob), sampling, loaded, common)
         if ray is None and workers is None:
+            options |= dict(features=encoders(features), keep=keep)
             made = _dump_here(wanted, options, _part(shard), writers or 1)
+        elif features:
+            raise BadRequest("--features does not work with Ray. Leave out --ray and --workers, or use --shard.")
         else:
             made = _dump_on_cluster(wanted, options, ray or "local", workers, shard, writers)
         _tell_dump(made, out, as_json)
@@ -294,6 +306,7 @@ def verify(
     sample: Annotated[str, typer.Option(help="Share of the examples to replay: 0.01, or 1%.")] = "0.01",
     every: Annotated[bool, typer.Option("--all", help="Replay every example.")] = False,
     task: DumpTaskOption = None,
+    features: FeaturesOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
     batch: BatchOption = 32,
     as_json: JsonOption = False,
@@ -305,7 +318,8 @@ def verify(
         know_task(task, path)
         maker = _maker(path, device) if model is None else Engine.load(model, device=device)
         engine = maker or Engine.load(MODEL, device=device)  # any engine can check the files
-        verdict = verify_dump(path, engine, sample=share, seed=seed, batch=batch, progress=not quiet)
+        how: dict[str, Any] = {"sample": share, "seed": seed, "batch": batch, "features": encoders(features)}
+        verdict = verify_dump(path, engine, progress=not quiet, **how)
         if verdict.status == OTHER and maker is None:
             verdict = replace(verdict, notes=("No embedded model made this dump. Name its model with --model.",))
     typer.echo(json.dumps(asdict(verdict), indent=1) if as_json else str(verdict))

@@ -8,6 +8,7 @@ from replaylens.commands.completion import DRAFTERS, complete_drafter, complete_
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 
@@ -37,6 +38,11 @@ WindowOption = Annotated[
     typer.Option(min=1, help="Rows per verification; 1: no drafts, tokens are decoded directly.  [default: 8]"),
 ]
 
+FeaturesOption = Annotated[
+    list[str] | None,
+    typer.Option(help="NAME=FOLDER of sparse features in SAELens' format; can be given several times.  [default: none]"),
+]
+
 
 def check_drafter(model: str, drafter: str, draft_model: str | None) -> None:
     """Raise BadRequest for drafters that the command cannot use, in terms of its options."""
@@ -53,3 +59,14 @@ def engine_that_made(dump: Dump, device: str) -> Engine | None:
     made_by = dump.manifest.fingerprint.weights
     loaded = (Engine.load(name, device=device) for name in (*zoo.names(), *thinking_zoo.names()))
     return next((engine for engine in loaded if engine.fingerprint.weights == made_by), None)
+
+
+def encoders(given: list[str] | None) -> dict[str, SparseFeatures]:
+    """The sparse features of --features NAME=FOLDER, by name."""
+    found: dict[str, SparseFeatures] = {}
+    for each in given or ():
+        name, equals, folder = each.partition("=")
+        if not equals or name in found:
+            raise BadRequest(f"Invalid --features {each}. Give NAME=FOLDER, each name once, such as sae=saes/block1.")
+        found[name] = SparseFeatures.load(folder)
+    return found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replaylens.commands.dump import JsonOption, QuietOption
-from replaylens.commands.engines import MakerOption, engine_that_made
+from replaylens.commands.engines import FeaturesOption, MakerOption, encoders, engine_that_made
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.task_options import DumpTaskOption, know_task
 from replaylens.engine.dump.reader import Dump
@@ -32,6 +32,7 @@ def report(
     out: Annotated[Path, typer.Option("--out", help="The HTML file to write.")] = Path("report.html"),
     model: MakerOption = None,
     task: DumpTaskOption = None,
+    features: FeaturesOption = None,
     device: Annotated[str, typer.Option(help="Device of the replay: cpu or cuda.")] = "cpu",
     verify: Annotated[float, typer.Option(min=0, max=1, help="Share of the examples to replay; 0: none.")] = 0.01,
     trees: Annotated[int, typer.Option(min=0, help="Maximum number of examples with a tree.")] = MAX_TREES,
@@ -50,7 +51,7 @@ def report(
         engine = None
         if dump is not None:
             engine = engine_that_made(dump, device) if model is None else Engine.load(model, device=device)
-        verdict = None if dump is None else _verify(dump, engine, verify, quiet)
+        verdict = None if dump is None else _verify(dump, engine, verify, features, quiet)
         decode = (lambda token: word(engine.text, token)) if engine is not None else None
         written = ReportPage(dump, probes, verdict, decode, trees, title).save(out, progress=not quiet)
     found, count = "not replayed" if verdict is None else verdict.status, written.stat().st_size
@@ -75,9 +76,9 @@ def _open(sources: list[str]) -> "tuple[Dump | None, tuple[Report, ...]]":
     return (Dump.open(dumps[0], check=False) if dumps else None), tuple(map(Report.load, probes))
 
 
-def _verify(dump: Dump, engine: Engine | None, share: float, quiet: bool) -> Verification | None:
+def _verify(dump: Dump, engine: Engine | None, share: float, features: list[str] | None, quiet: bool) -> Verification | None:
     if not share:
         return None
     if engine is None:
         raise BadRequest("No embedded model made this dump. Name its model with --model, or skip the replay with --verify 0.")
-    return verify_dump(dump.url, engine, sample=share, progress=not quiet)
+    return verify_dump(dump.url, engine, sample=share, features=encoders(features), progress=not quiet)

@@ -16,6 +16,7 @@ from markupsafe import Markup
 import replaylens
 from replaylens.engine.pictures.html import asset, join, script_json, style, tag, void
 
+NO_STYLE = Markup()
 MAX_TREES = 300
 """default limit of examples with trees"""
 PER_BLOCK = 32
@@ -31,9 +32,14 @@ class Section:
     body: Markup
 
 
-def assemble(title: str, lead: str, sections: Sequence[Section], data: Markup) -> str:
-    """The whole file. `data`: blocks for the page's script. Equal content gives equal bytes."""
-    code = asset("view.js") + asset("report.js", "replaylens.views")
+def assemble(
+    title: str, lead: str, sections: Sequence[Section], data: Markup, *, code: str = "", more_style: Markup = NO_STYLE
+) -> str:
+    """The whole file. `data`: blocks for the page's script. Equal content gives equal bytes.
+
+    code, more_style  of views that are not on every page
+    """
+    code = asset("view.js") + asset("report.js", "replaylens.views") + code
     allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; base-uri 'none'; form-action 'none'"
@@ -46,6 +52,7 @@ def assemble(title: str, lead: str, sections: Sequence[Section], data: Markup) -
         tag("title", title),
         style(),
         Markup(f"<style>{asset('report.css', 'replaylens.views')}</style>"),
+        more_style,
     ]
     menu = tag("nav", *(tag("a", section.title, href=f"#{section.key}") for section in sections), _theme_button())
     top = tag("header", tag("h1", title), tag("p", lead, class_="rl-quiet"), menu)

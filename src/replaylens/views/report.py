@@ -15,8 +15,9 @@ from replaylens.engine.dump.verify import MISMATCH, VERIFIED, Verification
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.pictures import thoughts as thinking
 from replaylens.engine.pictures import tree_html
-from replaylens.engine.pictures.html import join, tag, void
+from replaylens.engine.pictures.html import asset, join, tag, void
 from replaylens.engine.pictures.readings import Decode
+from replaylens.engine.pictures.rollout_tree import RolloutTree, rollout_style
 from replaylens.engine.pictures.summary import fact_list
 from replaylens.probes.reports.report import Report
 from replaylens.views import dumped, heatmap, lens_map, page, probe_section, result_section
@@ -26,7 +27,7 @@ from replaylens.views.result_section import Reportable
 
 @dataclass(frozen=True)
 class ReportPage:
-    """A page about a dump, probe reports, results of the workbench, or several of these.
+    """A page about a dump, probe reports, results of the workbench, trees of rollouts, or several of these.
 
     verdict  verification of the dump; None: none was run, and the page says so
     decode   texts of tokens that occur only in the lens
@@ -41,6 +42,7 @@ class ReportPage:
     trees: int = page.MAX_TREES
     title: str = ""
     results: tuple[Reportable, ...] = ()
+    rollouts: tuple[RolloutTree, ...] = ()
 
     def add(self, *results: Reportable) -> "ReportPage":
         """The same page with more results at its end."""
@@ -65,13 +67,17 @@ class ReportPage:
         results = result_section.checked(self.results)
         if results:
             sections.append(page.Section("results", "Results", result_section.draw_all(results)))
+        if self.rollouts:
+            sections.append(page.Section("rollouts", "Rollouts", join(tree.draw() for tree in self.rollouts)))
         if not sections:
-            raise BadRequest("The page would be empty. Give a dump, probe reports or results.")
+            raise BadRequest("The page would be empty. Give a dump, probe reports, results or rollouts.")
         tasks = [self.dump.manifest.plan.task] if self.dump is not None else [p.source["task"] or "arrays" for p in self.probes]
-        title = self.title or f"replaylens: {', '.join(dict.fromkeys(tasks)) or 'results'}"
+        title = self.title or f"replaylens: {', '.join(dict.fromkeys(tasks)) or ('results' if results else 'rollouts')}"
         lead += [f"{p.kind}, {len(p.lines)} lines" for p in self.probes]
         lead += [f"{len(results)} result{'s' * (len(results) > 1)}"] if results else []
-        return page.assemble(title, "; ".join(lead), sections, data)
+        lead += [repr(tree) for tree in self.rollouts]
+        code, look = (asset("rollouts.js"), rollout_style()) if self.rollouts else ("", page.NO_STYLE)
+        return page.assemble(title, "; ".join(lead), sections, data, code=code, more_style=look)
 
 
 def report(

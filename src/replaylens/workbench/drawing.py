@@ -14,7 +14,7 @@ from replaylens.views.heatmap import Heatmap, HeatmapCell, draw, span
 
 MAX_COLUMNS = 64
 """of a table in a notebook; figures show all"""
-_MAX_WORDS = 400
+_MAX_WORDS = 600
 """cells of a figure up to which their words fit"""
 
 

@@ -1,30 +1,49 @@
 """`lens`: what each layer predicts at each position of a text, by the logit lens, plain or tuned."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import pandas as pd
-import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.features.features import SparseFeatures
+from replaylens.engine.features.rows import FeatureRows
+from replaylens.engine.lens.readout import read_ranked
 from replaylens.engine.lens.tuned import TunedLens
-from replaylens.engine.passes.runner import LENS_ROWS
 from replaylens.engine.pictures.readings import layer_name, word
+from replaylens.engine.request.values import instance, items
 from replaylens.engine.serving.core import Core
 from replaylens.workbench.drawing import Grid, figure, view
 from replaylens.workbench.metric import words
 
-Measure = Literal["probability", "entropy", "kl", "rank", "logprob"]
+Measure = Literal["probability", "entropy", "kl", "rank", "logprob", "features"]
 _LABELS = {
     "probability": "probability of the likeliest token",
     "entropy": "entropy, nats",
     "kl": "KL divergence of the layer from the model's output, nats",
     "rank": "rank of the token, 0 is the likeliest",
     "logprob": "log-probability of the token",
+    "features": "activation of the strongest feature",
 }
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureLine:
+    """The sparse features of one site at every position of a text."""
+
+    name: str
+    """the site that they read"""
+    rows: FeatureRows
+
+    def top(self, position: int, n: int = 5) -> list[tuple[int, float]]:
+        """The strongest features of a position, (feature, activation), the strongest first."""
+        indices, values = self.rows.row(position)
+        order = values.argsort(descending=True, stable=True)[:n]
+        return [(int(indices[i]), float(values[i])) for i in order]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +69,8 @@ class LensResult:
     and so floats"""
     logprob: Tensor
     """[layers, positions]"""
+    features: tuple[FeatureLine, ...] = ()
+    """the sparse features at every position, one line per set of features"""
 
     def __repr__(self) -> str:
         about = "the next token" if self.token is None else repr(self.token)
@@ -71,12 +92,30 @@ class LensResult:
 
     def grid(self, measure: Measure = "probability") -> Grid:
         """The numbers of one measure, with the likeliest tokens as words."""
+        if measure == "features":
+            return self._feature_grid()
         if measure not in _LABELS:
             raise BadRequest(f"Unknown measure {measure!r}. Known: {', '.join(_LABELS)}.")
         best = [[self.top[i][j][0] for j in range(len(self.tokens))] for i in range(len(self.layers))]
         about = f" ({self.token!r})" if self.token is not None and measure in ("rank", "logprob") else ""
         title = f"Logit lens: {_LABELS[measure]}{about}"
         return Grid(title, self.layers, self.tokens, getattr(self, measure).numpy(), best, facts=self._facts)
+
+    def _feature_grid(self) -> Grid:
+        """One row per set of features: the strongest feature of each token, and its activation."""
+        if not self.features:
+            raise BadRequest("This lens has no features. Give some: lens(..., features=SparseFeatures.load(...)).")
+        strongest = [[line.top(position, 1) for position in range(len(self.tokens))] for line in self.features]
+        values = np.array([[cell[0][1] if cell else 0.0 for cell in line] for line in strongest])
+        best = [[str(cell[0][0]) if cell else "" for cell in line] for line in strongest]
+
+        def facts(row: int, position: int) -> tuple[str, ...]:
+            line = self.features[row]
+            strong = [f"{value:.3g}\tfeature {feature}" for feature, value in line.top(position)]
+            return (f"{line.name} after {self.tokens[position]!r}", *strong)
+
+        names = [line.name for line in self.features]
+        return Grid(f"Sparse features: {_LABELS['features']}", names, self.tokens, values, best, facts=facts)
 
     def _facts(self, layer: int, position: int) -> tuple[str, ...]:
         chances = self.top_logprobs[layer, position].exp().tolist()
@@ -85,10 +124,14 @@ class LensResult:
 
     def plot(self, measure: Measure = "probability") -> Figure:
         """A heat map, layers by positions, with each layer's likeliest token in its cell."""
-        return figure([self.grid(measure)], _LABELS[measure], "layer", "token")
+        return figure([self.grid(measure)], _LABELS[measure], "features" if measure == "features" else "layer", "token")
 
     def _repr_html_(self) -> str:
-        return view([self.grid()], note="Each cell shows the layer's likeliest next token; a stronger colour is more likely.")
+        note = "Each cell shows the layer's likeliest next token; a stronger colour is more likely."
+        if not self.features:
+            return view([self.grid()], note=note)
+        below = "Each cell shows the number of the token's strongest feature; a stronger colour is more active."
+        return view([self.grid()], note=note) + view([self._feature_grid()], note=below)
 
 
 def lens(
@@ -97,13 +140,15 @@ def lens(
     *,
     token: str | int | None = None,
     tuned: TunedLens | None = None,
+    features: SparseFeatures | Sequence[SparseFeatures] = (),
     top_k: int = 5,
 ) -> LensResult:
     """What each layer predicts at each position.
 
-    token  the token to rank at every position; None: the one that follows in the text
-    tuned  read through this tuned lens instead of the plain one
-    top_k  likeliest tokens kept per cell
+    token     the token to rank at every position; None: the one that follows in the text
+    tuned     read through this tuned lens instead of the plain one
+    features  sparse autoencoders or transcoders whose features are shown below the layers, one line each
+    top_k     likeliest tokens kept per cell
 
     >>> from replaylens import Engine, lens
     >>> result = lens(Engine.load("coin-plain"), "A coin's state is heads. Alice flips. What's the state? A:")
@@ -111,41 +156,24 @@ def lens(
     (' tails', torch.Size([5, 15]))
     """
     target = None if token is None else engine.token_ids_of([token])[0]
-    branch = engine.prompt(text, sites="SZ", top_k=top_k, lens=tuned)
+    own = [features] if isinstance(features, SparseFeatures) else items("features", features, "sparse features")
+    for each in own:
+        instance("features", each, SparseFeatures, "the result of SparseFeatures.load").require(engine)
+    spec = engine.capture_spec("Z", top_k=top_k, lens=tuned).lens
+    assert spec is not None
+    branch = engine.prompt(text, sites=[*spec.sites, *(each.site_in(engine) for each in own)])
     try:
-        path, rows = branch.tokens, branch.activations
-        z = {name: rows[name].transpose(0, 1) for name in ("Z.entropy", "Z.kl", "Z.top_ids", "Z.top_logprobs")}
-        stacked = torch.stack([rows[site].cpu() for site in engine.sites.per_layer("S")], dim=1)  # [positions, layers, d]
+        path, rows = branch.tokens, {site: branch.activations[site] for site in spec.sites}
+        lines = tuple(FeatureLine(each.config.hook, each.of(branch)) for each in own)
     finally:
         branch.release()
     followers = [*path[1:], -1] if target is None else [target] * len(path)
-    rank, logprob = engine.lock.alone(_of_token, engine, stacked, followers, tuned)
-    ids = z["Z.top_ids"]
+    z = engine.lock.alone(read_ranked, spec, engine.runner, rows, followers, engine.lenses.of(spec))
+    parts = ("Z.top_ids", "Z.top_logprobs", "Z.entropy", "Z.kl", "Z.rank", "Z.emitted")
+    ids, logprobs, entropy, kl, rank, logprob = (z[name].transpose(0, 1).clone() for name in parts)
     text_of = {i: word(engine.text, i) for i in set(ids.flatten().tolist())}
     top = tuple(tuple(tuple(text_of[i] for i in cell) for cell in line) for line in ids.tolist())
-    names = tuple(layer_name(layer, stacked.shape[1]) for layer in range(stacked.shape[1]))
+    names = tuple(layer_name(layer, len(spec.sites)) for layer in range(len(spec.sites)))
     about = None if target is None else word(engine.text, target)
     rank = rank if target is None else rank.long()
-    numbers = (ids, z["Z.top_logprobs"], z["Z.entropy"], z["Z.kl"], rank.T, logprob.T)
-    return LensResult(words(engine, path), names, about, top, *numbers)
-
-
-@torch.inference_mode()
-def _of_token(engine: Core, stacked: Tensor, tokens: list[int], tuned: TunedLens | None) -> tuple[Tensor, Tensor]:
-    """(rank, log-probability) of one token per position at every layer: [positions, layers] each. Token -1 gives NaN."""
-    if tuned is not None:
-        with engine.runner.canonical(stacked.shape[:2].numel()):
-            stacked = tuned.translate(stacked)
-    layers = stacked.shape[1]
-    wanted = torch.tensor(tokens).repeat_interleave(layers)
-    ranks, logprobs = np.empty(len(wanted)), np.empty(len(wanted), dtype=np.float32)
-    for first in range(0, len(wanted), LENS_ROWS):
-        some = slice(first, first + LENS_ROWS)
-        logits = engine.runner.logits(stacked.flatten(0, 1)[some]).float().cpu()
-        own = logits.gather(1, wanted[some].clamp_min(0)[:, None])
-        earlier = torch.arange(logits.shape[1]) < wanted[some][:, None]  # ties go to the lowest id, as in greedy decoding
-        ranks[some] = ((logits > own) | ((logits == own) & earlier)).sum(1).numpy()
-        logprobs[some] = (own[:, 0] - logits.logsumexp(1)).numpy()
-    missing = wanted.numpy() < 0
-    ranks[missing] = logprobs[missing] = np.nan
-    return tuple(torch.from_numpy(x).view(-1, layers) for x in (ranks, logprobs))  # type: ignore[return-value]
+    return LensResult(words(engine, path), names, about, top, ids, logprobs, entropy, kl, rank, logprob, lines)

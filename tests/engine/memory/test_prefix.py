@@ -9,6 +9,8 @@ from replaylens.engine.errors import BadRange, IntegrityError, OutOfPages
 from replaylens.engine.memory import prefix
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.memory.prefix import PrefixIndex, Trail, chain_key, root_key
+from replaylens.engine.request.sampling import Sampling
+from tests.toy_model import engine
 
 SIZE = 2
 Path = tuple[tuple[tuple[int, ...], bytes], ...]
@@ -333,3 +335,19 @@ def test_a_fault_is_named(fault: str, text: str) -> None:
         second.page = 6
     with pytest.raises(IntegrityError, match=text):
         index.check_integrity()
+
+
+def test_forks_do_not_hash_their_prefix_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork continues where the index knows its path, also if it is cut within it. After a rollback, nothing wrong is kept."""
+    subject = engine(cache_tokens=4096)
+    root = subject.prompt([3 + i % 7 for i in range(100)])
+    hashed = []
+    real = prefix.chain_key
+    monkeypatch.setattr(prefix, "chain_key", lambda *given: (hashed.append(1), real(*given))[1])
+    forks = [*root.fork(5), *root.fork(5, at=50)]
+    subject.generate(forks, 2, sampling=Sampling(ignore_eos=True))
+    assert len(hashed) <= len(forks), "at most the page that a fork completed"
+    for fork in forks:
+        fork.rollback(to=fork.length - 2).force([9] * 40)
+    subject.check_integrity()
+    assert forks[0].kv().equal(engine(cache_tokens=4096).prompt(forks[0].tokens).kv())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.pictures.outcomes import FILLS, REST, colours
 from replaylens.engine.pictures.palette import CHECK, INK, LOOKS, PAGES, css_variables, svg_style
 
 # Machado, Oliveira and Fernandes (2009), severity 1: how linear RGB is perceived
@@ -54,6 +55,15 @@ def test_states_keep_apart(blindness: str) -> None:
     """Pending has a pattern, so the other four states must differ by colour."""
     fills = [LOOKS[state].fill for state in TokenState if state is not TokenState.PENDING]
     assert min(distance(a, b, blindness) for a, b in combinations(fills, 2)) > APART
+
+
+@pytest.mark.parametrize("blindness", BLINDNESS)
+def test_outcomes_keep_apart(blindness: str) -> None:
+    """The first five as token states do, all eight nearly so; the rest share a grey."""
+    assert min(distance(a, b, blindness) for a, b in combinations(FILLS[:5], 2)) > APART
+    assert min(distance(a, b, blindness) for a, b in combinations(FILLS, 2)) > 0.8 * APART
+    assert all(contrast(INK, fill) > 4.5 for fill in (*FILLS, REST))
+    assert colours(2) == list(FILLS[:2]) and colours(10) == [*FILLS, REST, REST]
 
 
 def test_a_careless_palette_would_fail() -> None:

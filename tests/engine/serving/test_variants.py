@@ -39,6 +39,43 @@ def test_a_variant_has_the_bits_of_its_edits_alone(max_rows: int) -> None:
     served.check_integrity()
 
 
+LAST = ("attn.hook_z", "attn.hook_out", "ln2.hook_out", "mlp.hook_post", "mlp.hook_out", "hook_out")
+
+
+@pytest.mark.parametrize("positions", [[-1], [6, 3], None])
+@pytest.mark.parametrize("family", [{}, {"parallel_residual": True}, {"post_norms": True}], ids=str)
+def test_only_the_rows_that_are_read_leave_the_last_block(family: dict[str, Any], positions: list[int] | None) -> None:
+    """Edits in the last block, before and after its attention, alone and together; reads of some rows and of all."""
+    model = random_model(seed=3, **family)
+    served, alone = engine(model), engine(model)
+    wanted = list(range(len(PATH))) if positions is None else positions
+    made = {name: Edit(f"blocks.1.{name}", "zero", positions=slice(2, None)) for name in LAST}
+    made["attn.hook_pattern"] = Edit("blocks.1.attn.hook_pattern", "zero", positions=slice(2, None), keys=[1])
+    variants = [[], *([edit] for edit in made.values()), [made["attn.hook_z"], made["mlp.hook_post"]]]
+    variants.append([Edit("blocks.0.hook_in", "zero", positions=9)])  # after some of the rows, and after all of [6, 3]
+    found = served.logits_under(PATH, variants, positions=positions)
+    for edits, logits in zip(variants, found, strict=True):
+        branch = alone.prompt(PATH, sites=["unembed.hook_out"], edits=edits)
+        assert torch.equal(logits, branch.activations["unembed.hook_out"][wanted])
+    changed = [not torch.equal(logits, found[0]) for logits in found[1:]]
+    assert all(changed[:-1]) and changed[-1] == (positions != [6, 3]), (
+        "control: every edit before a row that is read changes it"
+    )
+    served.check_integrity()
+
+
+def test_the_last_block_computes_the_rows_that_are_read() -> None:
+    served = engine()
+    rows: list[int] = []
+    block = served.model.blocks[-1].mlp
+    block.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    variants = [[Edit("blocks.0.attn.hook_z", "zero", heads=[head])] for head in range(4)]
+    served.logits_under(PATH, variants, positions=[-1])
+    assert rows[1:] == [16], "four rows in one tile, after the prompt itself"
+    served.logits_under(PATH, [[*edits, Edit("blocks.1.mlp.hook_out", "zero", positions=0)] for edits in variants])
+    assert rows[-1] == 48, "control: 44 rows if one of them is edited after attention"
+
+
 @pytest.mark.parametrize("base", ["blocks.1.hook_in", "blocks.0.hook_in", "blocks.0.attn.hook_out", "embed.hook_out"])
 def test_edits_of_the_base_are_made_once(base: str) -> None:
     """A base edited at the stream where its variants start: the edit is not added twice."""
@@ -54,9 +91,9 @@ def test_rows_and_layers_before_an_edit_are_not_computed() -> None:
     rows: list[int] = []
     resumed = served.runner.resumed
 
-    def watched(segments, entering, layer, tap=None):  # type: ignore[no-untyped-def]
+    def watched(segments, entering, layer, tap=None, ends=()):  # type: ignore[no-untyped-def]
         rows.append(sum(len(s.tokens) for s in segments) * (2 - layer))
-        return resumed(segments, entering, layer, tap)
+        return resumed(segments, entering, layer, tap, ends)
 
     served.runner.resumed = watched  # type: ignore[method-assign]
     passes = watch_passes(served)

@@ -1,0 +1,1 @@
+"""What a fork decides: outcome distributions of rollouts, importance, change points, outcome probes."""

@@ -1,0 +1,130 @@
+"""Distances of outcome distributions, the curve and importance agree with textbook formulas and with exact enumeration."""
+
+from itertools import product
+from math import comb
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from replaylens.engine.resampling.counts import OutcomeCounts
+from replaylens.probes.errors import BadRows, ProbeError
+from replaylens.probes.forks.distributions import entropy, interval, outcome_curve
+from replaylens.probes.forks.importance import counterfactual_importance, holm, importance
+from replaylens.probes.forks.multinomials import distances, divergence, smoothed, variation, whole_counts
+from replaylens.probes.forks.rollout_texts import RolloutTexts
+from tests.calibrate_forks import counts_of, rollouts_of
+
+
+@pytest.mark.parametrize("right, total", [(0, 20), (3, 20), (20, 20), (97, 100)])
+def test_intervals_are_those_of_the_textbook(right: int, total: int) -> None:
+    """Clopper and Pearson as scipy has it; Jeffreys as quantiles of its posterior, with closed ends at 0 and 1."""
+    low, high = interval(np.array([right / total]), np.array([total]), exact=True)
+    known = stats.binomtest(right, total).proportion_ci(0.95, "exact")
+    assert (low[0], high[0]) == pytest.approx((known.low, known.high))
+    low, high = interval(np.array([right / total]), np.array([total]))
+    posterior = stats.beta(right + 0.5, total - right + 0.5)
+    assert low[0] == (0.0 if right == 0 else pytest.approx(posterior.ppf(0.025)))
+    assert high[0] == (1.0 if right == total else pytest.approx(posterior.ppf(0.975)))
+
+
+def test_the_curve_knows_where_nothing_is_known() -> None:
+    curve = outcome_curve(counts_of(np.array([[5, 5], [0, 0], [10, 0]])))
+    assert np.isnan(curve.value[1]).all() and np.isnan(curve.entropy[1])
+    assert (curve.low[1].tolist(), curve.high[1].tolist()) == ([0, 0], [1, 1])
+    assert curve.entropy[0] == pytest.approx(np.log(2)) and curve.entropy[2] == 0
+    assert len(curve.frame) == 6 and "<svg" in curve._repr_html_() and curve.plot().get_ylim() == (0, 1)
+    with pytest.raises(ProbeError, match="level=1"):
+        outcome_curve(counts_of(np.ones((1, 2))), level=1)
+
+
+def test_entropy_without_the_bias_of_counting() -> None:
+    """Miller and Madow's correction: the mean over samples is nearer to the truth than the plug-in mean."""
+    generator, p = np.random.default_rng(0), np.array([0.6, 0.3, 0.1])
+    shares = generator.multinomial(30, p, size=2000) / 30
+    truth = float(stats.entropy(p))
+    plain = float(stats.entropy(shares, axis=1).mean())
+    corrected = float(entropy(shares, np.full(2000, 30)).mean())
+    assert abs(corrected - truth) < 0.25 * abs(plain - truth)
+
+
+def test_probabilities_in_place_of_samples() -> None:
+    """Their means are the value; counts that stand for them keep the number of rollouts."""
+    share = np.array([[0.26, 0.74], [0.5, 0.5]])
+    counts = OutcomeCounts([0, 1], ["a", "b"], np.array([[3, 7], [5, 6]]), ["x", "y"], share)
+    assert np.array_equal(outcome_curve(counts).value, share)
+    assert whole_counts(counts).tolist() == [[3, 7], [6, 5]]
+
+
+def test_distances_are_those_of_the_formula() -> None:
+    a, b = np.array([[30, 10, 0]]), np.array([[10, 20, 10]])
+    tv, kl = (distances(a, b, measure) for measure in ("tv", "kl"))
+    assert tv.plug_in[0] == pytest.approx(0.5)
+    assert kl.plug_in[0] == pytest.approx(stats.entropy(smoothed(a[0]), smoothed(b[0])))
+    assert variation(np.array([1.0, 0]), np.array([0, 1.0])) == 1 and divergence(
+        np.array([1.0, 0]), np.array([0.5, 0.5])
+    ) == np.log(2)
+    for found in (tv, kl):
+        assert found.low[0] <= found.value[0] <= found.high[0] and found.p[0] == 0.001
+
+
+def test_the_permutation_test_is_exact() -> None:
+    """The p-value against the sum over all tables with these margins."""
+    a, b = np.array([7, 3]), np.array([3, 7])
+    drawn = distances(a[None], b[None], permutations=20000).p[0]
+    chances = {k: comb(10, k) * comb(10, 10 - k) / comb(20, 10) for k in range(11)}
+    exact = sum(p for k, p in chances.items() if abs(2 * k - 10) / 10 >= 0.4 - 1e-12)
+    assert drawn == pytest.approx(exact, abs=0.01)
+
+
+def test_pairs_without_rollouts_say_nothing() -> None:
+    found = distances(np.array([[0, 0], [9, 1]]), np.array([[5, 5], [5, 5]]))
+    assert np.isnan(found.value[0]) and (found.low[0], found.high[0], found.p[0]) == (0, 1, 1)
+    assert found.value[1] > 0
+    with pytest.raises(ProbeError, match="Unknown measure 'js'"):
+        distances(np.ones((1, 2)), np.ones((1, 2)), "js")  # type: ignore[arg-type]
+    with pytest.raises(ProbeError, match="permutations=0"):
+        distances(np.ones((1, 2), int), np.ones((1, 2), int), permutations=0)
+
+
+@pytest.mark.parametrize("outcomes", [1, 2, 20])
+def test_rollouts_that_all_agree_leave_room(outcomes: int) -> None:
+    """The high end of the interval is near the exact bound for outcomes that 40 rollouts did not show; others add nothing."""
+    table = np.zeros((1, outcomes), dtype=np.int64)
+    table[0, 0] = 40
+    for measure in ("tv", "kl"):
+        found = distances(table, table, measure)  # type: ignore[arg-type]
+        assert found.low[0] == 0 and found.p[0] == 1 and 0.02 < found.high[0] < 0.2
+
+
+def test_equal_input_gives_equal_bits() -> None:
+    a, b = np.array([[30, 20]]), np.array([[20, 30]])
+    one, again, other = (distances(a, b, seed=seed) for seed in (3, 3, 4))
+    assert one.low.tobytes() == again.low.tobytes() and one.p.tobytes() == again.p.tobytes()
+    assert one.value.tobytes() != other.value.tobytes()
+
+
+def test_holm() -> None:
+    assert holm(np.array([0.01, 0.04, 0.03])).tolist() == pytest.approx([0.03, 0.06, 0.06])
+    for p in product((0.01, 0.5, 1.0), repeat=3):  # never smaller than the p-value itself, and in the same order
+        found = holm(np.array(p))
+        assert (found >= p).all() and found.max() <= 1 and (np.diff(found[np.argsort(p)]) >= 0).all()
+
+
+def test_importance_finds_the_unit_that_decides() -> None:
+    counts = counts_of(np.array([[50, 50], [52, 48], [90, 10], [91, 9]]))
+    found = importance(counts)
+    assert found.shown.tolist() == [False, True, False] and len(found.frame) == 3
+    assert found.distances.value[1] == pytest.approx(0.38, abs=0.02) and 0.38 > found.distances.low[1] > 0.2
+    assert "unit 1." in found._repr_html_() and len(found.plot().collections) == 2
+
+
+def test_counterfactual_importance_leaves_out_what_says_the_same() -> None:
+    """Of rollouts that replace a unit by its like, none count; an unstable unit keeps its effect, resampling dilutes it."""
+    rollouts = rollouts_of(np.random.default_rng(0), same=0.7, effect=0.8, each=200)
+    diluted, clean = importance(rollouts.counts()), counterfactual_importance(rollouts)
+    assert clean.without[2].sum() < 0.5 * diluted.without[2].sum() and clean.with_it[2].sum() == 200
+    assert clean.distances.value[2] > 2 * diluted.distances.value[2] and clean.shown[2]
+    same = RolloutTexts([0, 1], ["a b.", "c d."], ["x", "y"], np.array([0, 1]), [("a b.",), ("c d.",)], ["x", "y"])
+    with pytest.raises(BadRows, match="nothing is counterfactual"):
+        counterfactual_importance(same)
