@@ -16,6 +16,7 @@ from replaylens.engine.errors import BadConfig, UnsupportedModel
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.fields import NEUTRAL
+from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.model.refusals import REFUSED as REFUSALS
 from replaylens.engine.model.site_names import KEY_SITES
 from replaylens.engine.model.source import Source
@@ -278,3 +279,14 @@ def test_the_text_of_a_config_knows_no_field_that_is_not_set() -> None:
     """So the fingerprints of models from before these fields stay as they are."""
     assert "residual_scale" not in load(hugging_face("llama")).config.to_json()
     assert "residual_scale" in load(hugging_face("granite")).config.to_json()
+
+
+@pytest.mark.parametrize("name", ["phi", "olmo2", "granite"])
+@torch.no_grad()
+def test_a_block_of_chosen_rows_gives_these_rows(name: str) -> None:
+    """The MLP reads what attention reads (Phi), or the stream itself (OLMo-2): of the chosen rows, not of all."""
+    model, chosen = load(hugging_face(name)), torch.tensor([7, 2])
+    x, positions = torch.randn(9, model.config.d_model, generator=torch.Generator().manual_seed(2)), torch.arange(9)
+    rotary = model.rotary(positions)[0]
+    block = lambda rows: model.blocks[0](x, rotary, SequenceOps([9]), None, rows)  # noqa: E731
+    torch.testing.assert_close(block(chosen), block(None)[chosen])
