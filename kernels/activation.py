@@ -13,7 +13,7 @@ from torch import Tensor
 
 from replaylens.kernels.launch import EXACT, ceil_div, require, require_float, require_rows
 
-KINDS = ("silu", "gelu", "gelu_tanh", "relu")
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 _BLOCK = 1024
 
 
@@ -28,6 +28,9 @@ def _activate(x, KIND: tl.constexpr):
         # 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)): one division, no overflow for large |u|
         u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         return x / (1.0 + tl.exp2(u * -2.8853900817779268))
+    elif KIND == "relu2":
+        above = tl.maximum(x, 0.0)
+        return above * above
     else:
         return tl.maximum(x, 0.0)
 

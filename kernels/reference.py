@@ -32,6 +32,8 @@ def activation(x: Tensor, kind: str, gated: bool) -> Tensor:
             return F.gelu(x, approximate="tanh")
         case "relu":
             return F.relu(x)
+        case "relu2":
+            return F.relu(x).square()
     raise ValueError(f"Unknown activation {kind!r}.")
 
 

@@ -1,6 +1,6 @@
 """Tiny random Hugging Face models of every supported family, built on demand."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,216 @@ LLAMA3 = {
 
 NAMES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "neox", "neox-sequential", "gemma2", "gemma3")
 
+SMALL = dict(
+    vocab_size=97,
+    hidden_size=36,
+    intermediate_size=52,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+"""two layers, six heads, no size a power of two"""
+ONE_KV = dict(SMALL, num_key_value_heads=1)
+TWO_KV = dict(SMALL, num_key_value_heads=2)
+TYPES = ["sliding_attention", "full_attention"]
+YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 5.0],
+    "original_max_position_embeddings": 128,
+}
+
+
+def rope(**more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e4, **more}
+
+
+FALCON = dict(
+    vocab_size=97,
+    hidden_size=36,
+    ffn_hidden_size=52,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    max_position_embeddings=256,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+
+BLOOM = dict(vocab_size=97, n_layer=2, bos_token_id=0, eos_token_id=0)
+MPT = dict(vocab_size=97, d_model=36, n_layers=2, max_seq_len=256)
+BIGCODE = dict(
+    vocab_size=97, n_embd=36, n_layer=2, n_head=6, n_positions=256, n_inner=52, bos_token_id=0, eos_token_id=0, pad_token_id=0
+)
+
+NEW_WIRINGS = ("cohere", "hunyuan", "olmo2", "arcee", "granite")
+"""what the first families do not have and the kernels do: norms of each head or over all, norms after the rotation, no norm
+before a product, relu2, factors on stream and logits"""
+ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four")
+"""models with ALiBi, which the kernels do not have"""
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    # name: (config class, its fields). A second model of a family has a suffix
+    "gemma": ("Gemma", dict(ONE_KV, head_dim=10, attention_bias=True)),
+    "gpt2-by-layer": (
+        "GPT2",
+        dict(
+            vocab_size=97,
+            n_embd=36,
+            n_layer=2,
+            n_head=6,
+            n_positions=256,
+            bos_token_id=0,
+            eos_token_id=0,
+            scale_attn_by_inverse_layer_idx=True,
+            scale_attn_weights=False,
+            n_inner=52,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "ministral": ("Ministral", dict(TWO_KV, head_dim=10, sliding_window=7, layer_types=TYPES)),
+    "seed-oss": ("SeedOss", dict(TWO_KV, head_dim=10, attention_bias=True, attention_out_bias=True, mlp_bias=True)),
+    "arcee": ("Arcee", dict(ONE_KV, head_dim=10, attention_bias=True, mlp_bias=True, rope_parameters=YARN)),
+    "nemotron": (
+        "Nemotron",
+        dict(TWO_KV, head_dim=12, attention_bias=True, mlp_bias=True, rope_parameters=rope(partial_rotary_factor=0.5)),
+    ),
+    "starcoder2": ("Starcoder2", dict(TWO_KV, sliding_window=7, use_bias=True)),
+    "starcoder2-plain": ("Starcoder2", dict(ONE_KV, sliding_window=None, use_bias=False, tie_word_embeddings=False)),
+    "phi": ("Phi", dict(TWO_KV, rope_parameters=rope(partial_rotary_factor=0.67), qk_layernorm=True)),
+    "phi-plain": ("Phi", dict(SMALL, rope_parameters=rope(partial_rotary_factor=0.34))),
+    "phi3": ("Phi3", dict(ONE_KV, rope_parameters=LONG, original_max_position_embeddings=128, sliding_window=7)),
+    "phi4-mini": (
+        "Phi3",
+        dict(TWO_KV, rope_parameters=rope(partial_rotary_factor=0.67), tie_word_embeddings=True, sliding_window=None),
+    ),
+    "stablelm": (
+        "StableLm",
+        dict(TWO_KV, rope_parameters=rope(partial_rotary_factor=0.34), use_qkv_bias=True, qk_layernorm=True),
+    ),
+    "stablelm-parallel": (
+        "StableLm",
+        dict(SMALL, num_key_value_heads=6, rope_parameters=rope(partial_rotary_factor=1.0), use_parallel_residual=True),
+    ),
+    "smollm3": (
+        "SmolLM3",
+        dict(
+            TWO_KV,
+            no_rope_layers=[1, 0],
+            use_sliding_window=True,
+            sliding_window=7,
+            layer_types=["full_attention", "sliding_attention"],
+            attention_bias=True,
+        ),
+    ),
+    "granite": (
+        "Granite",
+        dict(
+            ONE_KV,
+            embedding_multiplier=12.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.22,
+            logits_scaling=8.0,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
+    "olmo": ("Olmo", dict(TWO_KV, clip_qkv=0.3, attention_bias=True)),
+    "olmo-plain": ("Olmo", dict(SMALL, num_key_value_heads=6, tie_word_embeddings=True)),
+    "olmo2": ("Olmo2", dict(TWO_KV, attention_bias=True)),
+    "olmo3": (
+        "Olmo3",
+        dict(
+            ONE_KV, sliding_window=7, layer_types=TYPES, rope_parameters={"sliding_attention": rope(), "full_attention": YARN}
+        ),
+    ),
+    "exaone4": ("Exaone4", dict(TWO_KV, sliding_window=7, layer_types=TYPES)),
+    "exaone4-global": ("Exaone4", dict(ONE_KV, sliding_window=None, layer_types=["full_attention"] * 2)),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        dict(
+            TWO_KV,
+            head_dim=10,
+            attention_bias=True,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+        ),
+    ),
+    "cohere": ("Cohere", dict(TWO_KV, use_qk_norm=True, logit_scale=0.0625, attention_bias=True)),
+    "cohere-plain": (
+        "Cohere",
+        dict(ONE_KV, logit_scale=0.3, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+    ),
+    "cohere2": ("Cohere2", dict(TWO_KV, sliding_window=7, layer_types=TYPES)),
+    "glm": ("Glm", dict(ONE_KV, head_dim=12, attention_bias=True, rope_parameters=rope(partial_rotary_factor=0.5))),
+    "glm4": ("Glm4", dict(TWO_KV, head_dim=12, attention_bias=True, rope_parameters=rope(partial_rotary_factor=0.5))),
+    "helium": ("Helium", dict(ONE_KV, head_dim=6, attention_bias=True, mlp_bias=True)),
+    "ernie": ("Ernie4_5", dict(ONE_KV, head_dim=10, use_bias=True)),
+    "gptj": (
+        "GPTJ",
+        dict(vocab_size=97, n_embd=36, n_layer=2, n_head=6, n_positions=256, rotary_dim=4, bos_token_id=0, eos_token_id=0),
+    ),
+    "gpt-neo": (
+        "GPTNeo",
+        dict(
+            vocab_size=97,
+            hidden_size=36,
+            num_layers=2,
+            num_heads=6,
+            max_position_embeddings=256,
+            intermediate_size=52,
+            attention_types=[[["local", "global"], 1]],
+            window_size=7,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+    ),
+    "opt": (
+        "OPT",
+        dict(
+            vocab_size=97,
+            hidden_size=36,
+            ffn_dim=52,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            max_position_embeddings=256,
+            word_embed_proj_dim=36,
+            pad_token_id=1,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+    ),
+    "gpt-bigcode": ("GPTBigCode", dict(BIGCODE)),
+    "gpt-bigcode-heads": ("GPTBigCode", dict(BIGCODE, multi_query=False, tie_word_embeddings=False)),
+    "persimmon": ("Persimmon", dict(SMALL, rope_parameters=rope(partial_rotary_factor=0.67))),
+    "vaultgemma": (
+        "VaultGemma",
+        dict(
+            ONE_KV,
+            head_dim=10,
+            sliding_window=7,
+            layer_types=TYPES,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "cwm": ("Cwm", dict(TWO_KV, head_dim=10, sliding_window=7, layer_types=TYPES, rope_parameters=LLAMA3, mlp_bias=True)),
+    "bloom": ("Bloom", dict(BLOOM, hidden_size=36, n_head=6, seq_length=256)),
+    "bloom-eight": ("Bloom", dict(BLOOM, hidden_size=80, n_head=8)),
+    "mpt": ("Mpt", dict(MPT, n_heads=6, attn_config={"clip_qkv": 0.3, "softmax_scale": 0.2})),
+    "mpt-four": ("Mpt", dict(MPT, n_heads=4, tie_word_embeddings=False)),
+    "falcon": ("Falcon", dict(FALCON, bias=True)),
+    "falcon-new": ("Falcon", dict(FALCON, new_decoder_architecture=True, num_kv_heads=2)),
+    "falcon-new-one-norm": ("Falcon", dict(FALCON, new_decoder_architecture=True, num_kv_heads=3, num_ln_in_parallel_attn=1)),
+    "falcon-sequential": (
+        "Falcon",
+        dict(FALCON, multi_query=False, parallel_attn=False, tie_word_embeddings=False, activation="gelu_pytorch_tanh"),
+    ),
+}
+
 
 @cache
 def hugging_face(name: str) -> Any:
@@ -32,6 +242,7 @@ def hugging_face(name: str) -> Any:
     import transformers as tf
 
     configs = {
+        **{each: partial(getattr(tf, f"{kind}Config"), **fields) for each, (kind, fields) in MORE.items()},
         "llama": lambda: tf.LlamaConfig(**GROUPED),
         "llama3": lambda: tf.LlamaConfig(
             **GROUPED, rope_parameters=LLAMA3, tie_word_embeddings=True, attention_bias=True, mlp_bias=True

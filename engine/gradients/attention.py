@@ -7,7 +7,7 @@ from torch import Tensor
 
 from replaylens.engine.gradients.products import BackwardProducts
 from replaylens.engine.gradients.rowwise import through_softcap
-from replaylens.engine.model.ops import AttentionSpec, softcap, visible
+from replaylens.engine.model.ops import AttentionSpec, position_bias, softcap, visible
 
 QUERY_ROWS = 64
 """rows whose scores are computed together, from position 0 on: later keys are skipped, and memory grows with the length only"""
@@ -42,7 +42,8 @@ def through_attention(
         low = max(0, first + 1 - spec.window) if spec.window else 0  # the first key that any of these rows sees
         part, keys = slice(first, end), slice(low, end)
         hidden = ~visible(torch.arange(first - low, end - low, device=q.device), end - low, spec.window)
-        dq[part], by_k, by_v, dp = _through_rows(g[part], q[part], k[:, keys], v[:, keys], spec, hidden, products)
+        bias = position_bias(spec.slopes, end, q)[:, low:] if spec.slopes else None
+        dq[part], by_k, by_v, dp = _through_rows(g[part], q[part], k[:, keys], v[:, keys], spec, hidden, bias, products)
         dk[:, keys] += by_k
         dv[:, keys] += by_v
         if pattern is not None:
@@ -51,9 +52,17 @@ def through_attention(
 
 
 def _through_rows(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, hidden: Tensor, products: BackwardProducts
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    hidden: Tensor,
+    bias: Tensor | None,
+    products: BackwardProducts,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """g, q [rows, heads, d], k, v [kv_heads, keys, d], hidden [rows, keys] -> dq, dk, dv as these, dp [rows, heads, keys]"""
+    """g, q [rows, heads, d], k, v [kv_heads, keys, d], hidden [rows, keys], bias [heads, keys]
+    -> dq, dk, dv as these, dp [rows, heads, keys]"""
     rows, heads, d = q.shape
     kv_heads = len(k)
     group = heads // kv_heads
@@ -62,7 +71,10 @@ def _through_rows(
     g, q, unseen = fold(g), fold(q) * spec.scale, hidden.repeat(group, 1)
     product = products.batched
     raw = product(q, k.transpose(1, 2))
-    p = softcap(raw, spec.softcap).masked_fill(unseen, -torch.inf).softmax(-1)
+    scores = softcap(raw, spec.softcap)
+    if bias is not None:
+        scores = scores + bias.view(kv_heads, group, 1, -1).expand(-1, -1, rows, -1).reshape(scores.shape)
+    p = scores.masked_fill(unseen, -torch.inf).softmax(-1)
     dp = product(g, v.transpose(1, 2)).masked_fill_(unseen, 0.0)
     ds = through_softcap(torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype), raw, spec.softcap)
     return back(product(ds, k).mul_(spec.scale)), product(ds.transpose(1, 2), q), product(p.transpose(1, 2), g), back(dp)

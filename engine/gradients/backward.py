@@ -15,7 +15,7 @@ from replaylens.engine.gradients.attention import through_attention
 from replaylens.engine.gradients.products import BackwardProducts
 from replaylens.engine.gradients.rowwise import activated, through_activation, through_norm, through_rotary
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.decoder import Attention, Block, Decoder, Mlp, NormSites
+from replaylens.engine.model.decoder import Attention, Block, Decoder, Mlp
 from replaylens.engine.model.ops import Linear, Norm
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.passes.runner import WholePass
@@ -25,12 +25,31 @@ from replaylens.engine.request.placed import PlacedEdit
 def needed_sites(config: ModelConfig) -> frozenset[str]:
     """The sites whose values `Backward` reads: the inputs of everything that is not linear."""
     names = ["hook_in", "attn.v.hook_out", "mlp.in.hook_out"]
-    names += ["attn.hook_rot_q", "attn.hook_rot_k"] if config.rotary_dim else []
-    names += ["attn.q.hook_out", "attn.k.hook_out"] if config.qk_norm or not config.rotary_dim else []
+    names += ["attn.q.hook_out", "attn.k.hook_out"] if config.clip_qkv else []
     names += ["mlp.gate.hook_out"] if config.gated_mlp else []
     names += [] if config.parallel_residual else ["ln2.hook_in"]
     names += ["attn.hook_out", "mlp.hook_out"] if config.post_norms else []
-    return frozenset(f"blocks.{layer}.{name}" for layer in range(config.num_layers) for name in names)
+    layers = range(config.num_layers)
+    heads = {site for layer in layers for site in _attended(config, layer)}
+    heads |= {site for layer in layers for site in _normed(config, layer) if config.qk_norm}
+    return frozenset(f"blocks.{layer}.{name}" for layer in layers for name in names) | heads
+
+
+def _attended(config: ModelConfig, layer: int) -> tuple[str, str]:
+    """The sites of the queries and keys that attention compares."""
+    turned = config.rotates(layer)
+    if config.qk_norm and (config.qk_norm_rotated or not turned):
+        return _both(layer, "{}_norm.hook_out")
+    return _both(layer, "hook_rot_{}" if turned else "{}.hook_out")
+
+
+def _normed(config: ModelConfig, layer: int) -> tuple[str, str]:
+    """The sites of the queries and keys that their norms read; of no use in a model without them."""
+    return _both(layer, "hook_rot_{}" if config.qk_norm_rotated and config.rotates(layer) else "{}.hook_out")
+
+
+def _both(layer: int, name: str) -> tuple[str, str]:
+    return f"blocks.{layer}.attn.{name.format('q')}", f"blocks.{layer}.attn.{name.format('k')}"
 
 
 class Backward:
@@ -89,6 +108,8 @@ class Backward:
         residual, logits = self.forward.residual.float(), self.forward.logits
         if cap:  # logits = cap tanh(x / cap), so the slope is 1 - (logits / cap)^2
             g = g * (1 - (logits / cap).square())
+        if (scale := model.config.logit_scale) != 1.0:
+            g = g * scale
         g = self._last_row("unembed.hook_out", g[None])
         g = self._last_row("ln_final.hook_out", self.products.unembed(g, model.unembedding))
         out = residual.new_zeros(residual.shape)
@@ -101,20 +122,26 @@ class Backward:
         g = self._at(block.out_site, g)
         x = self._value(block.in_site)
         read = x if block.parallel else self._value(block.middle_site)
-        post = self._written(g, block.mlp.down, block.ln2_post, block.mlp_sites)
-        from_mlp = through_norm(self._at(block.ln2_sites[2], self._mlp(block.mlp, post)), read, block.ln2)
+        from_mlp = self._mlp(block.mlp, self._written(g, block.mlp.down, block.ln2_post, block))
+        shared = from_mlp if block.ln2 is None and block.parallel else None  # it reads what attention reads
+        if block.ln2 is not None:
+            from_mlp = through_norm(self._at(block.ln2_sites[2], from_mlp), read, block.ln2)
         middle = g if block.parallel else self._at(block.middle_site, g + from_mlp)
-        z = self._written(middle, block.attn.o, block.ln1_post, block.attn_sites)
-        from_attn = through_norm(self._at(block.ln1_sites[2], self._attention(block.attn, z, layer)), x, block.ln1)
+        from_attn = self._attention(block.attn, self._written(middle, block.attn.o, block.ln1_post, block), layer)
+        if shared is not None:
+            from_attn = from_attn + shared
+        if block.ln1 is not None:
+            from_attn = through_norm(self._at(block.ln1_sites[2], from_attn), x, block.ln1)
         entering = middle + from_attn
-        return self._at(block.in_site, entering + from_mlp if block.parallel else entering)
+        return self._at(block.in_site, entering + from_mlp if block.parallel and shared is None else entering)
 
-    def _written(self, g: Tensor, linear: Linear, post: Norm | None, sites: tuple[str, NormSites]) -> Tensor:
+    def _written(self, g: Tensor, linear: Linear, post: Norm | None, block: Block) -> Tensor:
         """The gradient of the stream -> of the input of the product that is added to it."""
-        site, (*_, post_site) = sites
+        site, (*_, post_site) = block.attn_sites if linear is block.attn.o else block.mlp_sites
         if post is not None:
             g = through_norm(self._at(post_site, g), self._value(site), post)
-        return self.products.linear(self._at(site, g), linear)
+        g = self._at(site, g)
+        return self.products.linear(g if block.scale == 1.0 else g * block.scale, linear)
 
     def _mlp(self, mlp: Mlp, g: Tensor) -> Tensor:
         """[rows, d_mlp] -> the gradient of the normed stream, [rows, d_model]"""
@@ -130,20 +157,35 @@ class Backward:
     def _attention(self, attn: Attention, g: Tensor, layer: int) -> Tensor:
         """[rows, heads * d_head] -> the gradient of the normed stream, [rows, d_model]"""
         g = self._at(attn.z_site, g.view(self.num_rows, attn.heads, attn.width))
-        rotary = self.rotary[layer]
-        q_site, k_site = (attn.q_site, attn.k_site) if rotary is None else (attn.rotated_q_site, attn.rotated_k_site)
-        q, k, v = (self._value(site) for site in (q_site, k_site, attn.v_site))
+        rotary, config = self.rotary[layer], self.model.config
+        q, k, v = (self._value(site) for site in (*_attended(config, layer), attn.v_site))
         dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, attn.pattern_site in self.asked, self.products)
         if pattern is not None:
             self.found[attn.pattern_site] = pattern
+        if attn.norm_is_last:
+            dq, dk = self._qk_norms(attn, dq, dk, layer)
         if rotary is not None:
             dq = through_rotary(self._at(attn.rotated_q_site, dq), rotary)
             dk = through_rotary(self._at(attn.rotated_k_site, dk), rotary)
-        if attn.q_norm is not None and attn.k_norm is not None:
-            dq = through_norm(self._at(attn.normed_q_site, dq), self._value(attn.q_site), attn.q_norm)
-            dk = through_norm(self._at(attn.normed_k_site, dk), self._value(attn.k_site), attn.k_norm)
+        if not attn.norm_is_last:
+            dq, dk = self._qk_norms(attn, dq, dk, layer)
         dq, dk, dv = self._at(attn.q_site, dq), self._at(attn.k_site, dk), self._at(attn.v_site, dv)
-        return self.products.linear(torch.cat([dq, dk, dv], dim=1).view(self.num_rows, -1), attn.qkv)
+        joined = torch.cat([dq, dk, dv], dim=1)
+        if attn.clip:  # what was cut off does not pass
+            value = torch.cat([self._value(site) for site in (attn.q_site, attn.k_site, attn.v_site)], dim=1)
+            joined = joined * (value.abs() < attn.clip)
+        return self.products.linear(joined.view(self.num_rows, -1), attn.qkv)
+
+    def _qk_norms(self, attn: Attention, dq: Tensor, dk: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Through the norms of queries and keys, if there are any."""
+        if attn.q_norm is None or attn.k_norm is None:
+            return dq, dk
+        dq, dk = self._at(attn.normed_q_site, dq), self._at(attn.normed_k_site, dk)
+        q, k = (self._value(site) for site in _normed(self.model.config, layer))
+        if not attn.norm_spans_heads:
+            return through_norm(dq, q, attn.q_norm), through_norm(dk, k, attn.k_norm)
+        back = lambda g, x, norm: through_norm(g.flatten(1), x.flatten(1), norm).view(x.shape)  # noqa: E731
+        return back(dq, q, attn.q_norm), back(dk, k, attn.k_norm)
 
 
 def through_edits(g: Tensor, unedited: Tensor, edits: Sequence[PlacedEdit]) -> Tensor:

@@ -44,6 +44,7 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tens
     "gelu": (F.gelu, _ATEN.gelu_backward),
     "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(_ATEN.gelu_backward, approximate="tanh")),
     "relu": (F.relu, lambda g, x: g * (x > 0)),
+    "relu2": (lambda x: F.relu(x).square(), lambda g, x: g * 2 * F.relu(x)),
 }
 
 

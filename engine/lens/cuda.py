@@ -5,6 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.kernels.lens import lens
@@ -33,15 +34,20 @@ def columns(model: Decoder, spec: LensSpec, x: Tensor, follows: Tensor, logits: 
     logits  the model's own [rows, vocab], if they are known already
     -> name -> [rows, layers, ...]. Waits for nothing, so that a graph can hold it.
     """
-    norm, table = model.ln_final, model.unembedding.t()  # [d, vocab]
+    if not model.config.plain_logits:
+        raise UnsupportedModel(
+            f"Z of {model.config.family} inside a burst is not supported on CUDA: its unembedding has a bias, or a factor that "
+            "is not a power of two. Capture S instead, or use device='cpu'."
+        )
+    norm, table, scale = model.ln_final, model.unembedding.t(), model.config.logit_scale  # table: [d, vocab]
     targets = follows.clamp_min(0)[:, None]
     if spec.targets:
         targets = torch.cat([targets, _tokens(spec.targets, x.device).expand(len(follows), -1)], dim=1)
     found = lens(
         x,
         table,
-        norm.weight,
-        norm.bias,
+        norm.weight if scale == 1.0 else norm.weight * scale,  # a power of two: moves no bit of the logits but the exponent
+        norm.bias if scale == 1.0 or norm.bias is None else norm.bias * scale,
         norm.eps,
         norm.kind,
         final=len(x) - 1,

@@ -131,7 +131,10 @@ class Admission:
         lane = job.lane
         if any((edit.on_pattern or edit.tokens) and edit.touches(start, start + MAX_BURST) for edit in lane.edits):
             return False
-        plain = not lane.hooks and self.runner.cache.chain is None and (lane.capture is None or lane.capture.on_device)
+        there = lane.capture is None or lane.capture.on_device
+        if lane.capture is not None and lane.capture.lens is not None:
+            there = there and self.runner.model.config.plain_logits
+        plain = not lane.hooks and self.runner.cache.chain is None and there
         return self._alone and plain and job.sampling.bare and job.forced_drafts is None and not self._drafting
 
     def _first_row(self, job: Job, num_tokens: int) -> int:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from replaylens.engine.errors import BadRequest, OtherModel
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import SequenceOps, softcap
+from replaylens.engine.model.decoder import Decoder, scaled_logits
+from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.model.rotary import inverse_frequencies
 
 NUM_TOKENS = 32
@@ -81,7 +81,8 @@ def _require_angles(config: ModelConfig, source: nn.Module) -> None:
 
     `model.to(torch.bfloat16)` rounds the frequencies; `from_pretrained(..., dtype=torch.bfloat16)` does not.
     """
-    ours = [inverse_frequencies(config.rope_of(layer), config.rotary_dim) for layer in range(config.num_layers)]
+    turned = [layer for layer in range(config.num_layers) if config.rotates(layer)]
+    ours = [inverse_frequencies(config.rope_of(layer), config.rotary_dim) for layer in turned]
     for name, theirs in source.named_buffers():
         if name.endswith("inv_freq") and "original" not in name and "vision" not in name and config.rotary_dim:
             found = theirs.detach().to("cpu", torch.float32)
@@ -126,9 +127,9 @@ def _normed(model: Decoder, x: Tensor) -> Tensor:
 def _logits(model: Decoder, x: Tensor) -> Tensor:
     """As `Decoder.logits`, with the unembedding converted in pieces."""
     x = _normed(model, x)
-    table = model.unembedding
+    table, bias = model.unembedding, model.unembed_bias
     logits = torch.cat([x @ rows.to("cpu", torch.float32).t() for rows in table.split(_ROWS)], dim=-1)
-    return softcap(logits, model.config.logit_softcap)
+    return scaled_logits(logits if bias is None else logits + bias.to("cpu", torch.float32), model.config)
 
 
 # ---- theirs --------------------------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """`ModelConfig`: everything that distinguishes one decoder from another, except its weights."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from replaylens.engine.errors import BadConfig
 
 NormKind = Literal["rms", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+QkSpan = Literal["head", "each", "all"]
 
 
 @dataclass(frozen=True)
@@ -16,12 +18,20 @@ class Rope:
 
     theta: float = 10000.0
     """base of the geometric series of wavelengths"""
-    scaling: Literal["none", "linear", "llama3"] = "none"
+    scaling: Literal["none", "linear", "llama3", "yarn", "divided"] = "none"
     """how the wavelengths are stretched for contexts longer than the trained one"""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """whole numbers as the bounds of YaRN's ramp"""
+    divisors: tuple[float, ...] = ()
+    """what each frequency is divided by (LongRoPE's short factors)"""
+    attention_factor: float = 1.0
+    """factor on cos and sin (YaRN, LongRoPE)"""
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,29 @@ class ModelConfig:
     activation: Activation = "silu"
     embed_scale: float = 1.0
     tied_embeddings: bool = True
+    norm_bias: bool = True
+    """LayerNorms have a bias; RMSNorms never do"""
+    pre_norms: bool = True
+    """norms before attention and MLP; False: both read the residual stream itself (OLMo-2)"""
+    shared_norm: bool = False
+    """the MLP of a parallel block reads what attention reads, so there is no second norm (Phi, GPT-J)"""
+    rotary_layers: tuple[bool, ...] = ()
+    """per layer, whether queries and keys are rotated. Empty: all layers, if `rotary_dim` is not 0"""
+    qk_norm_kind: NormKind = "rms"
+    qk_norm_span: QkSpan = "head"
+    """"head": one weight for all heads; "each": one for each head (Cohere); "all": one norm over all heads (OLMo-2)"""
+    qk_norm_rotated: bool = False
+    """the norm comes after the rotation (HunYuan)"""
+    clip_qkv: float = 0.0
+    """bound on the size of q, k and v; 0: none (OLMo)"""
+    scale_by_layer: bool = False
+    """q.k is divided by the number of the layer, counted from 1 (GPT-2)"""
+    residual_scale: float = 1.0
+    """factor on the outputs of attention and MLP before they are added to the residual stream (Granite)"""
+    logit_scale: float = 1.0
+    unembed_bias: bool = False
+    slopes: tuple[float, ...] = ()
+    """per head, what is added to a score for each position of its key (ALiBi); empty: nothing"""
 
     def __post_init__(self) -> None:
         for name in (
@@ -85,13 +118,25 @@ class ModelConfig:
             raise BadConfig(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}.")
         if self.rotary_dim % 2 or self.rotary_dim > self.d_head:
             raise BadConfig(f"rotary_dim {self.rotary_dim} must be even and at most d_head {self.d_head}.")
-        if self.windows and len(self.windows) != self.num_layers:
-            raise BadConfig(f"windows has {len(self.windows)} entries for {self.num_layers} layers.")
+        for name in ("windows", "rotary_layers"):
+            if (given := getattr(self, name)) and len(given) != self.num_layers:
+                raise BadConfig(f"{name} has {len(given)} entries for {self.num_layers} layers.")
+        if self.slopes and len(self.slopes) != self.num_heads:
+            raise BadConfig(f"slopes has {len(self.slopes)} entries for {self.num_heads} heads.")
+        if self.shared_norm and not (self.parallel_residual and self.pre_norms):
+            raise BadConfig("shared_norm needs parallel_residual and pre_norms.")
+        if self.post_norms and self.residual_scale != 1.0:
+            raise BadConfig(f"residual_scale {self.residual_scale} with post_norms is not supported.")
 
     @property
     def scale(self) -> float:
         """The factor on q.k."""
         return self.attn_scale or self.d_head**-0.5
+
+    @property
+    def plain_logits(self) -> bool:
+        """Whether logits are the product with the unembedding, times a power of two at most: what a GPU's lens computes."""
+        return not self.unembed_bias and math.frexp(self.logit_scale)[0] == 0.5
 
     @property
     def group(self) -> int:
@@ -102,13 +147,24 @@ class ModelConfig:
         """The number of positions that a row of `layer` sees, including its own; 0: all."""
         return self.windows[layer] if self.windows else 0
 
+    def rotates(self, layer: int) -> bool:
+        """Whether queries and keys of `layer` are rotated."""
+        return self.rotary_dim > 0 and (self.rotary_layers[layer] if self.rotary_layers else True)
+
     def rope_of(self, layer: int) -> Rope:
         """The rotary embedding of `layer`."""
         return self.local_rope if self.local_rope is not None and self.window(layer) else self.rope
 
     def to_json(self) -> str:
-        """A stable text form: the same config gives the same bytes."""
-        return json.dumps(asdict(self), sort_keys=True, indent=1)
+        """A stable text form: the same config gives the same bytes, also in versions that know fewer fields.
+
+        So the fields of `_LATER` are written only if they differ from their defaults.
+        """
+        raw = _without_defaults(self, asdict(self))
+        for name in ("rope", "local_rope"):
+            if (rope := getattr(self, name)) is not None:
+                raw[name] = _without_defaults(rope, raw[name])
+        return json.dumps(raw, sort_keys=True, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "ModelConfig":
@@ -123,9 +179,25 @@ class ModelConfig:
         try:
             for name in ("rope", "local_rope"):
                 if isinstance(raw.get(name), dict):
-                    raw[name] = Rope(**raw[name])
-            if "windows" in raw:
-                raw["windows"] = tuple(raw["windows"])
+                    raw[name] = Rope(**_with_tuples(raw[name], "divisors"))
+            raw = _with_tuples(raw, "windows", "rotary_layers", "slopes")
             return cls(**raw)
         except TypeError as e:
             raise BadConfig(f"The model config is incomplete or malformed: {e}.") from None
+
+
+_LATER = frozenset(
+    f.name
+    for part, last in ((ModelConfig, "tied_embeddings"), (Rope, "original_positions"))
+    for f in fields(part)[[f.name for f in fields(part)].index(last) + 1 :]
+)
+"""fields that came after the first checkpoints and certificates"""
+
+
+def _without_defaults(config: ModelConfig | Rope, raw: dict[str, Any]) -> dict[str, Any]:
+    unset = {f.name for f in fields(config) if f.name in _LATER and getattr(config, f.name) == f.default}
+    return {name: value for name, value in raw.items() if name not in unset}
+
+
+def _with_tuples(raw: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: tuple(value) if name in names else value for name, value in raw.items()}

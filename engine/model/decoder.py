@@ -72,28 +72,38 @@ class Attention(nn.Module):
         self.spec = AttentionSpec.of(config, layer)
         self.qkv = Linear(config.d_model, (heads + 2 * kv_heads) * width, config.qkv_bias)
         self.o = Linear(heads * width, config.d_model, config.out_bias)
-        self.q_norm = Norm(width, "rms", config.norm_eps) if config.qk_norm else None
-        self.k_norm = Norm(width, "rms", config.norm_eps) if config.qk_norm else None
+        self.q_norm = _qk_norm(config, heads) if config.qk_norm else None
+        self.k_norm = _qk_norm(config, kv_heads) if config.qk_norm else None
+        self.norm_spans_heads, self.norm_is_last = config.qk_norm_span == "all", config.qk_norm_rotated
+        self.clip = config.clip_qkv
 
     def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
         """x [rows, d_model], normed -> the heads' outputs, [rows, heads * d_head]"""
         qkv = ops.linear(x, self.qkv).view(len(x), -1, self.width)  # [rows, heads + 2 kv_heads, d_head]
+        if self.clip:
+            qkv = qkv.clamp(-self.clip, self.clip)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         joined: Tensor | None = qkv
         if wanted(tap, self.q_site, self.k_site, self.v_site):
             q, k, v = tapped(tap, self.q_site, q), tapped(tap, self.k_site, k), tapped(tap, self.v_site, v)
             joined = None
-        if self.q_norm is not None and self.k_norm is not None:
-            q = tapped(tap, self.normed_q_site, ops.norm(q, self.q_norm))
-            k = tapped(tap, self.normed_k_site, ops.norm(k, self.k_norm))
-            joined = None
-        if rotary is not None and wanted(tap, self.rotated_q_site, self.rotated_k_site):
+        if self.q_norm is not None and self.k_norm is not None and not self.norm_is_last:
+            q, k, joined = self._normed(q, self.q_norm, ops), self._normed(k, self.k_norm, ops), None
+            q, k = tapped(tap, self.normed_q_site, q), tapped(tap, self.normed_k_site, k)
+        if rotary is not None and (self.norm_is_last or wanted(tap, self.rotated_q_site, self.rotated_k_site)):
             q = tapped(tap, self.rotated_q_site, ops.rotate(q, rotary))
             k = tapped(tap, self.rotated_k_site, ops.rotate(k, rotary))
             rotary = joined = None
+        if self.q_norm is not None and self.k_norm is not None and self.norm_is_last:
+            q, k, joined = self._normed(q, self.q_norm, ops), self._normed(k, self.k_norm, ops), None
+            q, k = tapped(tap, self.normed_q_site, q), tapped(tap, self.normed_k_site, k)
         observe = None if tap is None else self._observer(tap)
         z = ops.attend(Heads(q, k, v, rotary, joined), self.spec, observe)
         return tapped(tap, self.z_site, z).reshape(x.shape[0], -1)
+
+    def _normed(self, x: Tensor, norm: Norm, ops: Ops) -> Tensor:
+        """The norm of q or k [rows, heads, d_head], of each head or over all of them."""
+        return ops.norm(x.flatten(1), norm).view(x.shape) if self.norm_spans_heads else ops.norm(x, norm)
 
     def _observer(self, tap: Tap) -> Observer | None:
         pattern, scores = tap.wants(self.pattern_site), tap.wants(self.scores_site)
@@ -102,6 +112,12 @@ class Attention(nn.Module):
         return Observer(
             partial(tap, self.pattern_site) if pattern else None, partial(tap, self.scores_site) if scores else None
         )
+
+
+def _qk_norm(config: ModelConfig, heads: int) -> Norm:
+    width = config.d_head
+    shape = (heads, width) if config.qk_norm_span == "each" else heads * width if config.qk_norm_span == "all" else width
+    return Norm(shape, config.qk_norm_kind, config.norm_eps, config.norm_bias and config.qk_norm_span == "head")
 
 
 class Mlp(nn.Module):
@@ -133,15 +149,15 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        norm = lambda: Norm(config.d_model, config.norm, config.norm_eps)  # noqa: E731
-        self.parallel = config.parallel_residual
+        norm = lambda: Norm(config.d_model, config.norm, config.norm_eps, config.norm_bias)  # noqa: E731
+        self.parallel, self.scale = config.parallel_residual, config.residual_scale
         site = f"blocks.{layer}."
         self.in_site, self.middle_site, self.out_site = site + "hook_in", site + "ln2.hook_in", site + "hook_out"
         self.ln1_sites, self.ln2_sites = norm_sites(site + "ln1"), norm_sites(site + "ln2")
         self.attn_sites = site + "attn.hook_out", norm_sites(site + "ln1_post")
         self.mlp_sites = site + "mlp.hook_out", norm_sites(site + "ln2_post")
-        self.ln1, self.attn = norm(), Attention(config, layer)
-        self.ln2, self.mlp = norm(), Mlp(config, layer)
+        self.ln1, self.attn = norm() if config.pre_norms else None, Attention(config, layer)
+        self.ln2, self.mlp = norm() if config.pre_norms and not config.shared_norm else None, Mlp(config, layer)
         self.ln1_post = norm() if config.post_norms else None
         self.ln2_post = norm() if config.post_norms else None
 
@@ -155,28 +171,43 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None, rows: Tensor | None = None) -> Tensor:
         """rows  the only rows to compute after attention; None: all. The tap must not want `late_sites` then"""
         x = tapped(tap, self.in_site, x)
-        z = self.attn(normed(x, self.ln1, self.ln1_sites, ops, tap), rotary, ops, tap)
+        read = x if self.ln1 is None else normed(x, self.ln1, self.ln1_sites, ops, tap)
+        z = self.attn(read, rotary, ops, tap)
         if rows is not None:
-            x, z = x[rows], z[rows]
-        middle = _write(x, z, self.attn.o, self.ln1_post, self.attn_sites, ops, tap)
+            x, z, read = x[rows], z[rows], read[rows]
+        middle = self._write(x, z, self.attn.o, self.ln1_post, self.attn_sites, ops, tap)
         if not self.parallel:
-            middle = x = tapped(tap, self.middle_site, middle)
-        post = self.mlp(normed(x, self.ln2, self.ln2_sites, ops, tap), ops, tap)
-        out = _write(middle, post, self.mlp.down, self.ln2_post, self.mlp_sites, ops, tap)
+            middle = x = read = tapped(tap, self.middle_site, middle)
+        if self.ln2 is not None:  # None: the MLP reads what attention reads, or the stream itself
+            read = normed(x, self.ln2, self.ln2_sites, ops, tap)
+        post = self.mlp(read, ops, tap)
+        out = self._write(middle, post, self.mlp.down, self.ln2_post, self.mlp_sites, ops, tap)
         return tapped(tap, self.out_site, out)
 
+    def _write(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        linear: Linear,
+        post: Norm | None,
+        sites: tuple[str, NormSites],
+        ops: RowOps,
+        tap: Tap | None,
+    ) -> Tensor:
+        """The residual stream [rows, d_model] plus the product of x, normed if `post` is given. `sites`: of both."""
+        site, post_sites = sites
+        if post is None and self.scale == 1.0 and not wanted(tap, site):
+            return ops.linear_add(x, linear, residual)
+        wrote = ops.linear(x, linear)
+        wrote = tapped(tap, site, wrote if self.scale == 1.0 else wrote * self.scale)
+        if post is not None:
+            wrote = normed(wrote, post, post_sites, ops, tap)
+        return residual + wrote
 
-def _write(
-    residual: Tensor, x: Tensor, linear: Linear, post: Norm | None, sites: tuple[str, NormSites], ops: RowOps, tap: Tap | None
-) -> Tensor:
-    """The residual stream [rows, d_model] plus the product of x, normed if `post` is given. `sites`: of product and norm."""
-    site, post_sites = sites
-    if post is None and not wanted(tap, site):
-        return ops.linear_add(x, linear, residual)
-    wrote = tapped(tap, site, ops.linear(x, linear))
-    if post is not None:
-        wrote = normed(wrote, post, post_sites, ops, tap)
-    return residual + wrote
+
+def scaled_logits(x: Tensor, config: ModelConfig) -> Tensor:
+    """What leaves the unembedding [rows, vocab] -> logits."""
+    return softcap(x if config.logit_scale == 1.0 else x * config.logit_scale, config.logit_softcap)
 
 
 class Decoder(nn.Module):
@@ -188,11 +219,13 @@ class Decoder(nn.Module):
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         self.pos_embed = nn.Parameter(torch.empty(config.max_positions, config.d_model)) if config.learned_positions else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.ln_final = Norm(config.d_model, config.norm, config.norm_eps)
+        self.ln_final = Norm(config.d_model, config.norm, config.norm_eps, config.norm_bias)
         self.unembed = None if config.tied_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
-        self._ropes = sorted({config.rope_of(layer) for layer in range(config.num_layers)}, key=repr)
-        self._rope_index = [self._ropes.index(config.rope_of(layer)) for layer in range(config.num_layers)]
-        for i, rope in enumerate(self._ropes if config.rotary_dim else ()):
+        self.unembed_bias = nn.Parameter(torch.empty(config.vocab_size)) if config.unembed_bias else None
+        ropes = [config.rope_of(layer) if config.rotates(layer) else None for layer in range(config.num_layers)]
+        self._ropes = sorted({rope for rope in ropes if rope is not None}, key=repr)
+        self._rope_index = [None if rope is None else self._ropes.index(rope) for rope in ropes]
+        for i, rope in enumerate(self._ropes):
             self.register_buffer(f"rotary_{i}", rotary_table(rope, config.rotary_dim, config.max_positions), persistent=False)
 
     @property
@@ -234,11 +267,9 @@ class Decoder(nn.Module):
         return x
 
     def rotary(self, positions: Tensor) -> list[Rotary | None]:
-        """The rotation of rows at `positions` [rows], by layer. Layers with the same angles share one."""
-        if not self.config.rotary_dim:
-            return [None] * self.config.num_layers
+        """The rotation of rows at `positions` [rows], by layer; None: none. Layers with the same angles share one."""
         made = [Rotary(getattr(self, f"rotary_{i}"), positions) for i in range(len(self._ropes))]
-        return [made[i] for i in self._rope_index]
+        return [None if i is None else made[i] for i in self._rope_index]
 
     @property
     def unembedding(self) -> Tensor:
@@ -248,8 +279,12 @@ class Decoder(nn.Module):
     def logits(self, x: Tensor, ops: RowOps, tap: Tap | None = None) -> Tensor:
         """Residual stream [rows, d_model] -> logits [rows, vocab]. On an earlier layer's stream, this is the logit lens."""
         x = normed(x, self.ln_final, FINAL_NORM, ops, tap)
-        out = ops.unembed(x, self.unembedding)
-        return softcap(tapped(tap, "unembed.hook_out", out), self.config.logit_softcap)
+        out = tapped(tap, "unembed.hook_out", self.with_bias(ops.unembed(x, self.unembedding)))
+        return scaled_logits(out, self.config)
+
+    def with_bias(self, logits: Tensor) -> Tensor:
+        """The product with the unembedding [rows, vocab], plus its bias if it has one."""
+        return logits if self.unembed_bias is None else logits + self.unembed_bias
 
     @torch.no_grad()
     def initialize(self, seed: int) -> "Decoder":

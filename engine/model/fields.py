@@ -1,4 +1,4 @@
-"""Config fields that change what a model computes, and which of them each family reads.
+"""Config fields that change what a model computes, and what becomes of one that a family does not read.
 
 Transformers silently ignores a field that a family does not read: a Llama config with a `sliding_window` is computed without
 one. The config then describes another model than the one that would be served. So it is refused by the field's name, unless
@@ -8,6 +8,8 @@ the field has a value that changes nothing.
 from typing import Any
 
 from replaylens.engine.errors import UnsupportedModel
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.family import Family
 
 _OFF: tuple[Any, ...] = (None, False, 0)
 _ONE: tuple[Any, ...] = (None, 1)
@@ -61,71 +63,66 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """the values of each field that change nothing"""
 
-READS: dict[str, frozenset[str]] = {
-    "llama": frozenset({"attention_bias", "mlp_bias"}),
-    "mistral": frozenset({"sliding_window"}),
-    "qwen2": frozenset({"attention_bias", "qkv_bias", "sliding_window"}),  # q, k and v always have biases
-    "qwen3": frozenset({"attention_bias", "sliding_window"}),
-    "gemma2": frozenset(
-        {"attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "sliding_window"}
-    ),
-    "gemma3_text": frozenset({"attention_bias", "final_logit_softcapping", "query_pre_attn_scalar", "sliding_window"}),
-    "gpt2": frozenset(),
-    "gpt_neox": frozenset({"attention_bias", "partial_rotary_factor", "rotary_pct", "use_parallel_residual"}),
-}
-"""the fields of the table above that the family's model in transformers uses"""
-
-_LAYER_TYPES = ("qwen2", "qwen3", "gemma2", "gemma3_text")
-"""families that read `layer_types`"""
 _ROPE_READS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "longrope": frozenset({"factor", "short_factor", "long_factor", "attention_factor"}),
+    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
 }
 _ROPE_NAMES = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"})
 """entries of `rope_parameters` that are allowed with every kind of scaling"""
 
 
-def require_readable(raw: dict[str, Any], family: str) -> None:
+def require_readable(raw: dict[str, Any], family: Family) -> None:
     """Raise UnsupportedModel, naming the first field that is set but not used by `family`."""
-    for name, neutral in NEUTRAL.items():
-        if name in READS[family] or raw.get(name) in neutral:
+    used, name = family.used, str(raw.get("model_type"))
+    for field, neutral in NEUTRAL.items():
+        if field in used or raw.get(field) in neutral:
             continue
-        if name == "sliding_window" and raw[name] >= raw.get("max_position_embeddings", 0):
+        if field == "sliding_window" and raw[field] >= raw.get("max_position_embeddings", 0):
             continue  # the window covers all positions
-        _refuse(family, name, raw[name])
+        _refuse(name, field, raw[field])
+    for field, values in family.only.items():
+        if raw.get(field) not in values:
+            raise UnsupportedModel(
+                f"{name} with {field} = {raw[field]!r} is not supported. Supported: {', '.join(map(repr, values))}."
+            )
+    for field, other in family.same.items():
+        if raw.get(field) not in (None, raw[other]):
+            raise UnsupportedModel(
+                f"{name} with {field} = {raw[field]!r} is not supported. It must equal {other}: {raw[other]!r}."
+            )
     quantised = raw.get("quantization_config")
     if quantised and "gguf" not in str(quantised.get("quant_method")).lower():  # transformers dequantises GGUF files
-        _refuse(family, "quantization_config", quantised)
-    _require_layers(raw, family)
+        _refuse(name, "quantization_config", quantised)
     ropes = raw.get("rope_parameters") or {}
     nested = {kind: each for kind, each in ropes.items() if isinstance(each, dict)}
-    if nested and family != "gemma3_text":
-        _refuse(family, "rope_parameters", ropes)
+    if nested and not family.nested_ropes:
+        _refuse(name, "rope_parameters", ropes)
     for each in nested.values() if nested else (ropes,):
-        _require_rope(each, family)
+        _require_rope(each, name, used)
 
 
-def _require_layers(raw: dict[str, Any], family: str) -> None:
-    """Refuse layers of different kinds if the family does not have them."""
-    kinds = set(raw.get("layer_types") or ())
-    same = {"sliding_attention"} if family == "mistral" and raw.get("sliding_window") else {"full_attention"}
-    if family not in _LAYER_TYPES and kinds - same:
-        _refuse(family, "layer_types", raw["layer_types"])
-    width = raw.get("head_dim")
-    if family in ("gpt2", "gpt_neox") and width:
-        heads = raw.get("num_attention_heads") or raw.get("n_head") or 1
-        if width * heads != (raw.get("hidden_size") or raw.get("n_embd")):
-            _refuse(family, "head_dim", width)
+def require_described(raw: dict[str, Any], family: Family, config: ModelConfig) -> None:
+    """Raise UnsupportedModel if the config describes layers or heads that the family does not have."""
+    kinds = raw.get("layer_types")
+    if kinds and not family.layer_types:
+        has = ["sliding_attention" if config.window(layer) else "full_attention" for layer in range(config.num_layers)]
+        if list(kinds) != has:
+            _refuse(config.family, "layer_types", kinds)
+    if raw.get("head_dim") not in (None, 0, config.d_head):
+        _refuse(config.family, "head_dim", raw["head_dim"])
 
 
-def _require_rope(rope: dict[str, Any], family: str) -> None:
+def _require_rope(rope: dict[str, Any], family: str, used: frozenset[str]) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in _ROPE_READS:
         return  # `read_rope` refuses it and lists the known kinds
-    if "partial_rotary_factor" not in READS[family] and rope.get("partial_rotary_factor") not in _ONE:
+    if "partial_rotary_factor" not in used and rope.get("partial_rotary_factor") not in _ONE:
         _refuse(family, "partial_rotary_factor", rope["partial_rotary_factor"])
-    for name in rope.keys() - _ROPE_READS[kind] - _ROPE_NAMES:
+    for name in rope.keys() - _ROPE_READS[kind] - _ROPE_NAMES - used:
         if rope[name] not in (*_ONE, *_OFF):
             _refuse(f"{family} with rope_type {kind!r}", name, rope[name])
 

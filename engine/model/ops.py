@@ -32,12 +32,19 @@ class Norm(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, width: int, kind: NormKind, eps: float) -> None:
+    def __init__(self, shape: int | tuple[int, int], kind: NormKind, eps: float, bias: bool = True) -> None:
+        """shape  the width, or (heads, width): each head is normed on its own and has its own weights
+        bias   whether a LayerNorm has one"""
         super().__init__()
         self.kind = kind
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width)) if kind == "layer" else None
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape)) if kind == "layer" and bias else None
+
+    @property
+    def by_head(self) -> bool:
+        """Whether each head has its own weights."""
+        return self.weight.dim() > 1
 
 
 @dataclass(frozen=True)
@@ -50,10 +57,13 @@ class AttentionSpec:
     """0: none"""
     window: int
     """positions that a row sees, including its own; 0: all"""
+    slopes: tuple[float, ...] = ()
+    """per head, what is added to a score for each position of its key; empty: nothing"""
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> "AttentionSpec":
-        return cls(layer, config.scale, config.attn_softcap, config.window(layer))
+        scale = config.scale / (layer + 1) if config.scale_by_layer else config.scale
+        return cls(layer, scale, config.attn_softcap, config.window(layer), config.slopes)
 
 
 @dataclass(frozen=True)
@@ -144,9 +154,12 @@ class TorchOps:
         return F.linear(x, table)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        width, weight = (x.shape[-1],), None if norm.by_head else norm.weight
         if norm.kind == "layer":
-            return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.eps)
-        return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
+            out = F.layer_norm(x, width, weight, None if norm.by_head else norm.bias, norm.eps)
+        else:
+            out = F.rms_norm(x, width, weight, norm.eps)
+        return weighted(out, norm) if norm.by_head else out
 
     def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         if norm.kind == "layer":
@@ -184,7 +197,13 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
+
+
+def weighted(x: Tensor, norm: Norm) -> Tensor:
+    """x [..., heads, width], normed, times each head's weights, plus their biases. Elementwise, hence canonical anywhere."""
+    return x * norm.weight if norm.bias is None else x * norm.weight + norm.bias
 
 
 class SequenceOps(TorchOps):
@@ -217,8 +236,10 @@ class SequenceOps(TorchOps):
         group = heads // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         mask = visible(torch.arange(length, device=q.device), length, spec.window)
-        if spec.softcap or observe is not None:
+        if spec.softcap or spec.slopes or observe is not None:
             scores = softcap(q @ k.transpose(-1, -2) * spec.scale, spec.softcap)
+            if spec.slopes:
+                scores = scores + position_bias(spec.slopes, length, scores)[:, None]
             pattern = scores.masked_fill(~mask, float("-inf")).softmax(-1)
             shown = lambda x: x.transpose(1, 2).reshape(rows, heads, length)  # noqa: E731
             if observe is not None and observe.scores is not None:
@@ -238,6 +259,16 @@ def visible(positions: Tensor, num_keys: int, window: int) -> Tensor:
     keys = torch.arange(num_keys, device=positions.device)
     seen = keys[None, :] <= positions[:, None]
     return seen & (keys[None, :] > positions[:, None] - window) if window else seen
+
+
+def position_bias(slopes: Sequence[float], num_keys: int, like: Tensor) -> Tensor:
+    """What ALiBi adds to the scores of keys 0, 1, ...: [heads, num_keys].
+
+    It depends on the key alone: a row's distance to it differs by a constant, which a softmax does not see. So the sums of a
+    row do not depend on which rows are computed with it.
+    """
+    keys = torch.arange(num_keys, device=like.device, dtype=like.dtype)
+    return torch.tensor(slopes, device=like.device, dtype=like.dtype)[:, None] * keys
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:

@@ -36,6 +36,10 @@ def inverse_frequencies(rope: Rope, rotary_dim: int) -> Tensor:
         return frequency / rope.factor
     if rope.scaling == "llama3":
         return _stretch_long_waves(frequency, rope)
+    if rope.scaling == "yarn":
+        return _blend_by_turns(frequency, rope, rotary_dim)
+    if rope.scaling == "divided":
+        return frequency / torch.tensor(rope.divisors, dtype=torch.float32, device="cpu")
     return frequency
 
 
@@ -50,8 +54,24 @@ def _stretch_long_waves(frequency: Tensor, rope: Rope) -> Tensor:
     return torch.where((wavelength <= longest) & (wavelength >= shortest), blended, slowed)
 
 
+def _blend_by_turns(frequency: Tensor, rope: Rope, rotary_dim: int) -> Tensor:
+    """YaRN's rule: waves that turn more than `beta_fast` times within the trained context stay, those that turn less than
+    `beta_slow` times are slowed by `factor`, and a ramp over the dimensions blends the rest."""
+
+    def dimension(turns: float) -> float:
+        return rotary_dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    width = high - low if high != low else 0.001
+    kept = 1 - ((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0, 1)
+    return frequency / rope.factor * (1 - kept) + frequency * kept
+
+
 def rotary_table(rope: Rope, rotary_dim: int, num_positions: int) -> Tensor:
-    """cos and sin for every position: [num_positions, 2, rotary_dim / 2], float32.
+    """cos and sin for every position, times the rope's factor: [num_positions, 2, rotary_dim / 2], float32.
 
     The angle is rounded to float32, as in transformers. cos and sin are computed in float64, so that an entry does not depend
     on the size of the table. The table is made on the CPU whatever the default device: on the meta device, torch would load
@@ -59,4 +79,4 @@ def rotary_table(rope: Rope, rotary_dim: int, num_positions: int) -> Tensor:
     """
     with modes.canonical():
         angle = torch.arange(num_positions, device="cpu").float()[:, None] * inverse_frequencies(rope, rotary_dim)[None, :]
-        return torch.stack([angle.double().cos(), angle.double().sin()], dim=1).float()
+        return torch.stack([angle.double().cos(), angle.double().sin()], dim=1).mul_(rope.attention_factor).float()

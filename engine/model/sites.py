@@ -50,7 +50,7 @@ class SiteTable:
                 self._add(name, None, shape, alias)
         for layer in range(config.num_layers):
             for name, (shape, alias) in LAYER_SITES.items():
-                if self._has(name):
+                if self._has(name, layer):
                     self._add(f"blocks.{layer}.{name}", layer, shape, f"blocks.{layer}.{alias}" if alias else None)
         if config.gated_mlp:  # the linear half of a gated MLP has its own legacy name
             for layer in range(config.num_layers):
@@ -67,11 +67,13 @@ class SiteTable:
         for layer in range(last + 1):
             for name, (site, editable) in SAME_VALUES.items():
                 full = f"blocks.{layer}.{name}"
-                if self._has(name):
+                if self._has(name, layer):
+                    if not self._has(site, layer):
+                        site, editable = self._read_instead(site), False
                     self.same[full] = f"blocks.{layer}.{site}"
                     if not editable and not (name == "mlp.in.hook_in" and not self.config.gated_mlp):
                         self.read_only.add(full)
-            if self.config.parallel_residual:  # the MLP's norm reads what enters the block
+            if self.config.parallel_residual and self._has("ln2.hook_out", layer):  # the MLP's norm reads what enters the block
                 self.same[f"blocks.{layer}.ln2.hook_in"] = f"blocks.{layer}.hook_in"
                 self.read_only.add(f"blocks.{layer}.ln2.hook_in")
         self.read_only |= {name for name in self.sites if name.endswith(READ_ONLY)}
@@ -87,17 +89,29 @@ class SiteTable:
         pairs = [(f"blocks.{l}.hook_out", f"blocks.{l + 1}.hook_in") for l in range(self.config.num_layers - 1)]
         return {a: b for one, other in pairs for a, b in ((one, other), (other, one))}
 
-    def _has(self, name: str) -> bool:
+    def _read_instead(self, norm: str) -> str:
+        """What attention or MLP reads in a model that lacks the norm."""
+        if self.config.shared_norm:
+            return "ln1.hook_out"
+        return "hook_in" if norm == "ln1.hook_out" or self.config.parallel_residual else "ln2.hook_in"
+
+    def _has(self, name: str, layer: int) -> bool:
         config = self.config
+        if name == "ln2.hook_in":  # the residual stream between attention and MLP, also without a norm there
+            return not config.parallel_residual
+        scaled = config.residual_scale != 1.0
         absent = {
+            "ln1": not config.pre_norms,
+            "ln2": not config.pre_norms or config.shared_norm,
+            "attn.o.hook_out": scaled,  # before the factor, which `attn.hook_out` is after
+            "mlp.out.hook_out": scaled,
             "ln1_post": not config.post_norms,
             "ln2_post": not config.post_norms,
             "attn.q_norm": not config.qk_norm,
             "attn.k_norm": not config.qk_norm,
             "mlp.gate": not config.gated_mlp,
-            "attn.hook_rot_q": not config.rotary_dim,
-            "attn.hook_rot_k": not config.rotary_dim,
-            "ln2.hook_in": config.parallel_residual,
+            "attn.hook_rot_q": not config.rotates(layer),
+            "attn.hook_rot_k": not config.rotates(layer),
         }
         return not (absent.get(name, False) or absent.get(name.rpartition(".")[0], False))
 

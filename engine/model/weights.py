@@ -19,8 +19,9 @@ from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, Unsuppor
 from replaylens.engine.model.check import require_same
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.families import FAMILIES, Tensors, family_of
-from replaylens.engine.model.fields import require_readable
+from replaylens.engine.model.families import FAMILIES, family_of
+from replaylens.engine.model.family import Tensors
+from replaylens.engine.model.fields import require_described, require_readable
 from replaylens.engine.model.source import HEAD, WEIGHTS_FILE, Source, safetensors
 
 M = TypeVar("M", bound=nn.Module)
@@ -127,15 +128,16 @@ def from_hugging_face(
 
     reference  makes the transformers model to compare the result with
     """
-    family = family_of(raw)
+    name = family_of(raw)
+    family = FAMILIES[name]
     require_readable(raw, family)
-    read_config, read_tensors = FAMILIES[family]
     try:
-        config = read_config(raw)
+        config = family.config(raw)
     except KeyError as e:
-        raise UnsupportedModel(f"The {family} config lacks {e}.") from None
+        raise UnsupportedModel(f"The {name} config lacks {e}.") from None
+    require_described(raw, family, config)
     try:
-        tensors = read_tensors(config, source.get)
+        tensors = family.tensors(config, source.get)
     except RuntimeError as e:  # q, k and v, or gate and up, cannot be joined
         near = ", ".join(f"{name} {shape}" for name, shape in list(source.shapes.items())[-3:])
         raise BadWeights(f"These shapes do not fit: {near} ({e}). Check that config and weights belong together.") from e
@@ -156,9 +158,13 @@ def _with_its_head(config: ModelConfig, tensors: Tensors, source: Source) -> Mod
 
     Mutates `tensors`: adds the head.
     """
-    if not config.tied_embeddings or source.find(HEAD) is None:
+    found = source.find(HEAD)
+    if found is None or found in source.shapes:
         return config
     head = source.get(HEAD)
+    if not config.tied_embeddings:  # the table was read in its place (BLOOM)
+        tensors["unembed.weight"] = head.T
+        return config
     if torch.equal(head, tensors["embed"]):
         return config
     tensors["unembed.weight"] = head.T

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.config import Activation
-from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Linear, Norm, Observer, TorchOps, softcap
+from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Linear, Norm, Observer, TorchOps, position_bias, softcap
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import KV_BLOCK, Batch
 from replaylens.engine.passes.batched import BatchedProduct, by_torch
@@ -67,7 +67,8 @@ class CachedOps(CpuOps):
         batch = self.batch
         self.cache.write(spec.layer, batch.write_slots, kv[: batch.num_rows])
         cut = cuts(batch, spec.layer, q.shape[1])
-        if observe is None and not cut and not spec.window and self.prefixes is not None:
+        alike = not cut and not spec.window and not spec.slopes  # shared keys have neither edges, windows nor a bias
+        if observe is None and alike and self.prefixes is not None:
             return self._attend_prefixes(q, self.prefixes, spec)
         outs, patterns, scores = [], [], list[Tensor]()
         for number, (group, rows) in enumerate(zip(batch.groups, batch.queries, strict=True)):
@@ -84,6 +85,7 @@ class CachedOps(CpuOps):
                 self.product,
                 cut[number] if cut else None,
                 scores if observe is not None and observe.scores is not None else None,
+                spec.slopes,
             )
             outs.append(z.flatten(0, 1))
             patterns.append(pattern)
@@ -147,6 +149,7 @@ def attend_blocks(
     product: BatchedProduct = by_torch,
     cut: Cut | None = None,
     seen_scores: list[Tensor] | None = None,
+    slopes: tuple[float, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of queries, times `scale`, over gathered keys, without the edges of `cut`.
 
@@ -154,6 +157,7 @@ def attend_blocks(
     -> ([pieces, rows, heads, d], pattern [pieces, rows, heads, n] or an empty tensor)
 
     seen_scores  if given, the scores are appended to it, in the shape of the pattern
+    slopes       per head, what is added to a score for each position of its key
     """
     pieces, rows, heads, d = q.shape
     kv_heads = keys.shape[0]
@@ -162,6 +166,8 @@ def attend_blocks(
     folded = torch.mul(by_head, scale, out=q.new_empty(by_head.shape)).view(kv_heads * pieces, rows * group, d)
     keys, values = keys.view(kv_heads * pieces, n, d), values.view(kv_heads * pieces, n, d)
     scores = softcap(product(folded, keys.transpose(1, 2)), cap)
+    if slopes:  # keys are those of positions 0, 1, ...
+        scores.view(kv_heads, pieces, rows, group, n).add_(position_bias(slopes, n, q).view(kv_heads, 1, 1, group, n))
     last = scores.view(kv_heads, pieces, rows, group, n)[..., n - ceiling.shape[-1] :]
     torch.minimum(last, ceiling, out=last)
     shape = (kv_heads, pieces, rows, group, -1)
@@ -223,3 +229,5 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
             return (x * math.sqrt(0.5)).erf_().add_(1).mul_(x).mul_(0.5)
         case "relu":
             return x.relu()
+        case "relu2":
+            return x.relu().square_()

@@ -13,7 +13,7 @@ from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.model.config import Activation
-from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer
+from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, weighted
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.passes.cut_pairs import cut_pairs
@@ -43,14 +43,20 @@ class HeadOps:
         return activation(matmul(x, linear.weight, linear.bias), kind, gated)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        if norm.by_head:
+            return weighted(norm_kernel(x, _ones(x), None, norm.eps, norm.kind), norm)
         return norm_kernel(x, norm.weight, norm.bias, norm.eps, norm.kind)
 
     def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        plain = norm_kernel(x, torch.ones_like(norm.weight), None, norm.eps, norm.kind)  # times 1: the bits before the weights
+        plain = norm_kernel(x, _ones(x), None, norm.eps, norm.kind)  # times 1: the bits before the weights
         return norm_scale(x, norm.eps, norm.kind), plain
 
     def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
         return activation(x, kind, gated)
+
+
+def _ones(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
 
 
 class FastHeadOps(HeadOps):
@@ -80,6 +86,8 @@ class CanonicalCudaOps(HeadOps):
         return rotate(x, rotary.table, self.rows)
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
+        if spec.slopes:
+            raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
         if observe is not None:
             raise UnsupportedModel(
                 "Cannot capture attention patterns or scores on CUDA: the kernel never stores them. Use device='cpu'."

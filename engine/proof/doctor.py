@@ -59,9 +59,9 @@ def require(certificate: Certificate) -> Certificate:
 def _examine_rowwise(model: Decoder, seen: Examination) -> None:
     """Norms, activations and rotary: each must give a row the same bits at any number of rows."""
     c, ops = model.config, cpu.CpuOps()
-    norms = {(m.weight.shape[0], m.kind): (name, m) for name, m in model.named_modules() if isinstance(m, Norm)}
-    for (width, kind), (name, norm) in norms.items():
-        _compare_rows(f"{kind} norm ({name})", seen.random(64, width), partial(ops.norm, norm=norm), seen)
+    norms = {(*m.weight.shape, m.kind): (name, m) for name, m in model.named_modules() if isinstance(m, Norm)}
+    for name, norm in norms.values():
+        _compare_rows(f"{norm.kind} norm ({name})", seen.random(64, *norm.weight.shape), partial(ops.norm, norm=norm), seen)
     wide = seen.random(64, c.d_mlp) * 3
     _compare_rows(f"activation {c.activation}", wide, lambda x: cpu.activate(x, c.activation), seen)
     if c.rotary_dim:
@@ -131,13 +131,33 @@ def _examine_attention(model: Decoder, seen: Examination) -> tuple[int, ...]:
         torch.equal(_unblocked(q, k, v, positions, c.attn_softcap), reference),
         control=True,
     )
-    same = lambda size: torch.equal(pieces(size), reference) and beside(size)  # noqa: E731
+    few = partial(_few_keys, q, k, v, c.attn_softcap)
+    same = lambda size: torch.equal(pieces(size), reference) and beside(size) and few(size)  # noqa: E731
     sizes = [size for size in _QUERY_ROWS if same(size)]
     seen.on_more_threads("attention", shape, lambda: same(TILE))
     for count in seen.more:
         with modes.canonical(count):
             sizes = [size for size in sizes if same(size)]
     return tuple(sorted([*sizes, TILE]))
+
+
+def _few_keys(q: Tensor, k: Tensor, v: Tensor, cap: float, size: int) -> bool:
+    """Whether pieces of `size` agree with pieces of 16 for one and for two blocks of keys, where libraries may choose other
+    kernels than for more."""
+
+    rows = max(size, TILE)
+
+    def pieces(keys: int, count: int) -> Tensor:
+        """The last rows of `keys` positions, in pieces of `count`."""
+        return torch.cat([piece(keys, at, count) for at in range(0, rows, count)])
+
+    def piece(keys: int, at: int, count: int) -> Tensor:
+        positions = torch.arange(keys - rows + at, keys - rows + at + count)
+        bounds = ceiling(visible(positions, keys, 0)[None, :, None, :])
+        few_k, few_v = (x[:, :keys].contiguous() for x in (k, v))  # as the cache gathers them
+        return cpu.attend_blocks(q[None, at : at + count], few_k, few_v, bounds, cap, False)[0][0]
+
+    return all(torch.equal(pieces(keys, size), pieces(keys, TILE)) for keys in (KV_BLOCK, 2 * KV_BLOCK) if rows <= keys)
 
 
 def _several_sequences(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cap: float, size: int) -> Tensor:

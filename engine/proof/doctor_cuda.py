@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.lens import cuda as cuda_lens
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
@@ -28,6 +29,8 @@ _ROWS = (1, 3, 16, 17, 33, 64, 129, 512)
 @torch.no_grad()
 def examine(model: Decoder) -> Certificate:
     """Examine every op and shape of the model on its device. Does not raise: the certificate lists the failures."""
+    if model.config.slopes:
+        raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
     device, dtype = model.embed.device, model.embed.dtype
     generator = torch.Generator(device).manual_seed(2024)
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
@@ -64,9 +67,9 @@ def _control(name: str, x: Tensor, weight: Tensor, findings: list[Finding]) -> N
 
 def _rowwise(model: Decoder, random: Random, findings: list[Finding]) -> None:
     c, ops = model.config, HeadOps()
-    norms = {(m.weight.shape[0], m.kind): (name, m) for name, m in model.named_modules() if isinstance(m, Norm)}
-    for (width, kind), (name, norm) in norms.items():
-        _compare(f"{kind} norm ({name})", random(max(_ROWS), width), partial(ops.norm, norm=norm), findings)
+    norms = {(*m.weight.shape, m.kind): (name, m) for name, m in model.named_modules() if isinstance(m, Norm)}
+    for name, norm in norms.values():
+        _compare(f"{norm.kind} norm ({name})", random(max(_ROWS), *norm.weight.shape), partial(ops.norm, norm=norm), findings)
     wide = random(max(_ROWS), c.d_mlp * (2 if c.gated_mlp else 1)) * 3
     _compare(f"activation {c.activation}", wide, partial(ops.activate, kind=c.activation, gated=c.gated_mlp), findings)
     if c.rotary_dim:
@@ -89,7 +92,9 @@ def _compare(op: str, x: Tensor, f: Callable[[Tensor], Tensor], findings: list[F
 
 
 def _lens(model: Decoder, random: Random, findings: list[Finding]) -> None:
-    """The parts of Z that are sums over the vocabulary."""
+    """The parts of Z that are sums over the vocabulary, if the kernel computes them and not the host."""
+    if not model.config.plain_logits:
+        return
 
     def sums(rows: Tensor) -> Tensor:
         read = cuda_lens.read(LensSpec(()), model, rows, [0] * len(rows))

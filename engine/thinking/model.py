@@ -135,11 +135,11 @@ class ThinkingDecoder(nn.Module):
         last = config.num_layers - 1
         self.backbone = Decoder(config)
         self.think, self.compress = _alone(Block(config, last)), _alone(Block(config, 0))
-        self.think_norm = Norm(config.d_model, config.norm, config.norm_eps)
+        self.think_norm = Norm(config.d_model, config.norm, config.norm_eps, config.norm_bias)
         self.think_unembed = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         for name, layer in (("think", last), ("compress", 0)):
             length = thinking.chunk + thinking.compressed
-            table = rotary_table(config.rope_of(layer), config.rotary_dim, length) if config.rotary_dim else torch.empty(0)
+            table = rotary_table(config.rope_of(layer), config.rotary_dim, length) if config.rotates(layer) else torch.empty(0)
             self.register_buffer(f"{name}_rotary", table, persistent=False)
 
     @classmethod
@@ -170,7 +170,7 @@ class ThinkingDecoder(nn.Module):
 
     def run_think(self, x: Tensor, positions: Tensor, ops: Ops, tap: Tap | None = None) -> Tensor:
         """T over rows x [rows, d_model]: a chunk's rows at positions 0 to c - 1, its thought from c on."""
-        rotary = Rotary(self.think_rotary, positions) if self.config.rotary_dim else None
+        rotary = Rotary(self.think_rotary, positions) if self.think_rotary.numel() else None
         return tapped(tap, THINK_SITE, self.think(x, rotary, ops, None))
 
     def thought_logits(self, x: Tensor, ops: RowOps) -> Tensor:
@@ -179,7 +179,7 @@ class ThinkingDecoder(nn.Module):
 
     def run_compress(self, tokens: Tensor, positions: Tensor, ops: Ops, tap: Tap | None = None) -> Tensor:
         """C over thought tokens [rows] at their positions within the thought: [rows, d_model]."""
-        rotary = Rotary(self.compress_rotary, positions) if self.config.rotary_dim else None
+        rotary = Rotary(self.compress_rotary, positions) if self.compress_rotary.numel() else None
         return tapped(tap, COMPRESS_SITE, self.compress(self.thought_embedding(tokens, positions), rotary, ops, None))
 
 

@@ -23,7 +23,7 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.zoo import coin as zoo
 from tests.devices import DEVICES, with_devices
 from tests.engine.reference import GREEDY, Reference, decoder, differences, perturbed, random_decoder, reference_of, same_bits
-from tests.families import NAMES
+from tests.families import MORE, NAMES, NEW_WIRINGS
 
 NEW = 10
 LONGEST = 75
@@ -116,11 +116,18 @@ def subject_of(family: str, device: str) -> Subject:
     return Subject(family, model, perturbed(model), reference_of(family, device))
 
 
-@pytest.fixture(scope="module", params=with_devices((*NAMES, "coin-plain"), slow=WIRED_ALIKE))
+@pytest.fixture(
+    scope="module",
+    params=with_devices(
+        (*NAMES, "coin-plain", *MORE),
+        slow=(*WIRED_ALIKE, *MORE),
+        cpu_only=tuple(name for name in MORE if name not in NEW_WIRINGS),
+    ),
+)
 def subject(request: pytest.FixtureRequest) -> Subject:
     """Every family with random weights, and a trained model."""
     name, device = request.param
-    if name in NAMES:
+    if name != "coin-plain":
         return subject_of(name, device)
     model, draft_model = (zoo.load_embedded(each)[0].to(device) for each in (name, "coin-draft"))
     return Subject(name, model, draft_model, Reference(model))

@@ -55,7 +55,7 @@ def test_agrees_with_float64_at_every_site(name: str) -> None:
     assert max(difference(ours[site], truth[site]) for site in sites) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_activation(kind: Activation, gated: bool) -> None:
     """Also for combinations that no family has. Without rotation, with partial rotation and with one key head."""

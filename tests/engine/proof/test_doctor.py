@@ -16,14 +16,15 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NotCertified
 from replaylens.engine.lens import readout
 from replaylens.engine.model import weights
-from replaylens.engine.model.config import Activation
+from replaylens.engine.model.config import Activation, ModelConfig
 from replaylens.engine.model.ops import Linear
 from replaylens.engine.passes import cpu
+from replaylens.engine.passes.batch import KV_BLOCK
 from replaylens.engine.passes.certificate import Certificate, Finding
 from replaylens.engine.passes.products import Allowed, Products
 from replaylens.engine.proof import certificates, doctor
 from replaylens.engine.request.capture import LensSpec, Rows
-from tests.engine.reference import decoder
+from tests.engine.reference import decoder, random_decoder
 from tests.families import NAMES
 
 FAMILY = "llama"
@@ -233,6 +234,34 @@ def test_query_rows_that_give_other_bits_are_left_out(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cpu, "attend_blocks", wrong)
     certificate = doctor.examine(decoder(FAMILY))
     assert certificate.certified and {*before} - {*certificate.query_rows} == {*before} & {1, 64}
+
+
+def test_query_rows_that_give_other_bits_with_few_keys_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library may choose its kernel by the number of keys: here by whether they are one block."""
+    right = cpu.attend_blocks
+
+    def wrong(q: Tensor, keys: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        out, pattern = right(q, keys, *rest)  # type: ignore[arg-type]
+        few = q.shape[1] == 4 and keys.shape[1] == q.shape[0] * KV_BLOCK
+        return (torch.nextafter(out, out + 1) if few else out), pattern
+
+    before = doctor.examine(decoder(FAMILY)).query_rows
+    monkeypatch.setattr(cpu, "attend_blocks", wrong)
+    certificate = doctor.examine(decoder(FAMILY))
+    assert certificate.certified and {*before} - {*certificate.query_rows} == {4}
+
+
+@pytest.mark.parametrize("width", [4, 5, 6, 7, 8])
+def test_heads_narrower_than_a_vector_register_keep_their_bits(width: int) -> None:
+    """Some libraries multiply a single narrow row by one block of keys with another kernel than by several blocks."""
+    config = ModelConfig(1, 6 * width, 6, 6, width, 24, 61, 64, learned_positions=True)
+    model = random_decoder(config)
+    tokens = [(7 * i * i + 3 * i) % 61 for i in range(20)]
+    together, single = Engine(model).prompt(tokens, sites="S"), Engine(model).prompt(tokens[:1], sites="S")
+    for token in tokens[1:]:
+        single.force([token])
+    assert torch.equal(together.kv(), single.kv())
+    assert all(torch.equal(together.activations[site], single.activations[site]) for site in together.activations)
 
 
 # ---- certificates ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,93 @@
+"""The tables of docs/models.md, from what the tests find. `python -m tests.engine.model.models_page` writes them."""
+
+import math
+import re
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.families import FAMILIES
+from replaylens.engine.model.refusals import REFUSED
+from replaylens.engine.model.sites import table
+from replaylens.engine.model.weights import load
+from tests.engine.passes.packed import alone, logits, sequences, worst
+from tests.families import MORE, NAMES, hugging_face
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+NO_BRIDGE = {
+    "ministral": "there is no adapter",
+    "helium": "there is no adapter",
+    "persimmon": "there is no adapter",
+    "cwm": "there is no adapter",
+    "gpt-bigcode-heads": "the adapter refuses more than one key head",
+    "gpt2-by-layer": "the bridge scales the scores of all layers alike",
+    "phi": "the adapter refuses norms of queries and keys",
+    "falcon-new": "the adapter splits q, k and v for one key head",
+    "falcon-new-one-norm": "the adapter asks for two norms",
+}
+"""models that TransformerLens 4.3 cannot bridge, with the reason"""
+
+
+BOUNDS = (2e-6, 2e-5)
+"""of errors in the table: coarse, so that another machine's rounding does not change it"""
+
+
+@cache
+def oracle_error(name: str) -> float:
+    """The largest relative error of a tiny model's logits against Hugging Face; infinite if another token is the likeliest."""
+    tokens, model = sequences(), hugging_face(name)
+    ours, theirs = logits(load(model), tokens), alone(model, tokens)
+    same = all(torch.equal(a.argmax(-1), b.argmax(-1)) for a, b in zip(ours, theirs, strict=True))
+    return worst(ours, theirs) if same else math.inf
+
+
+def by_family() -> dict[str, list[str]]:
+    """The tiny models of every family."""
+    found: dict[str, list[str]] = {}
+    for name in (*NAMES, *MORE):
+        found.setdefault(hugging_face(name).config.model_type, []).append(name)
+    return found
+
+
+def page(old: str) -> str:
+    """The page with its tables as they are now."""
+    for name, lines in {"families": families(), "refused": refused()}.items():
+        block = "\n".join([f"<!-- {name} -->", *lines, f"<!-- end of {name} -->"])
+        old = re.sub(rf"<!-- {name} -->.*?<!-- end of {name} -->", lambda _, text=block: text, old, flags=re.DOTALL)
+    return old
+
+
+def families() -> list[str]:
+    rows = ["| `model_type` | error | sites per layer | TransformerLens | GPU | refused |", "|---|---|---|---|---|---|"]
+    for family, names in sorted(by_family().items()):
+        error = max(oracle_error(name) for name in names)
+        bound = next((bound for bound in BOUNDS if error < bound), error)
+        config = load(hugging_face(names[0])).config
+        bridged = "no bridge" if all(name in NO_BRIDGE for name in names) else "S, T, C equal"
+        device = "interpreter" if config.plain_logits else "interpreter, Z on the host"
+        device = "refused: ALiBi" if config.slopes else "bits on an H200" if names[0] in NAMES else device
+        rows.append(f"| {family} | < {bound:.0e} | {_sites(config)} | {bridged} | {device} | {_limits(family)} |")
+    return rows
+
+
+def _sites(config: ModelConfig) -> int:
+    sites = table(config).sites.values()
+    return max(sum(site.layer == layer for site in sites) for layer in range(config.num_layers))
+
+
+def _limits(family: str) -> str:
+    """The values of fields that transformers computes with and we do not."""
+    limits = [f"`{field}` other than {' or '.join(map(str, values))}" for field, values in FAMILIES[family].only.items()]
+    limits += [f"`{field}` other than `{other}`" for field, other in FAMILIES[family].same.items()]
+    return ", ".join([*limits, *{"falcon": ["`alibi`"]}.get(family, [])])
+
+
+def refused() -> list[str]:
+    rows = ["| `model_type` | needs | closest |", "|---|---|---|"]
+    return rows + [f"| {name} | {why} | {near.replace(' ', ', ')} |" for name, (why, near) in sorted(REFUSED.items())]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,0 +1,292 @@
+"""Every family beyond the first eight: its logits are Hugging Face's, and nothing that its config says is overlooked."""
+
+import inspect
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadConfig, UnsupportedModel
+from replaylens.engine.model.config import ModelConfig, Rope
+from replaylens.engine.model.families import FAMILIES
+from replaylens.engine.model.fields import NEUTRAL
+from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.refusals import REFUSED as REFUSALS
+from replaylens.engine.model.site_names import KEY_SITES
+from replaylens.engine.model.source import Source
+from replaylens.engine.model.weights import build, from_hugging_face, load, save, weights_hash
+from tests.engine.gradients.reference import difference, of_decoder
+from tests.engine.model.models_page import NO_BRIDGE, PAGE, by_family, oracle_error, page
+from tests.engine.passes.packed import alone, logits, sequences, worst
+from tests.engine.replay.bridges import bridge
+from tests.families import MORE, hugging_face
+
+TOLERANCE = 2e-5
+"""relative, of float32 logits against Hugging Face"""
+HARMLESS = re.compile(
+    r"_attn_implementation|attribute_map|dtype|get_text_config|return_dict|output_\w+|use_cache|problem_type|num_labels"
+    r"|\w*attention_softmax_in_fp32|\w*dropout|\w+_pdrop|layerdrop|initializer_range|pad_token_id|is_decoder|reorder_and_upcast_attn|summary_\w+"
+    r"|text_config|vision_config|image_token_id|mm_tokens_per_image"  # Gemma-3's classes for pictures
+    r"|pretraining_tp|slow_but_exact"  # another order of BLOOM's sums
+    r"|use_sliding_window|sliding_window_pattern"  # `layer_types` says the same
+    r"|original_max_position_embeddings|head_dim"  # copied into rope_parameters; checked against the heads
+)
+"""config fields that do not change what a model computes from its tokens"""
+more = pytest.mark.parametrize("name", MORE)
+WIRINGS = """
+gpt2-by-layer arcee phi stablelm granite olmo olmo2 exaone4 hunyuan cohere bloom mpt
+""".split()  # noqa: SIM905
+"""models that cover all wirings; the others run the slower tests behind the marker"""
+some = pytest.mark.parametrize(
+    "name", [name if name in WIRINGS else pytest.param(name, marks=pytest.mark.slow) for name in MORE]
+)
+
+
+@more
+def test_logits_are_hugging_faces(name: str) -> None:
+    """Ragged lengths, beyond every window. The same tokens are the most likely ones; `check` compares block by block."""
+    assert oracle_error(name) < TOLERANCE
+    load(hugging_face(name), check=True)
+
+
+def test_the_page_of_models_is_up_to_date() -> None:
+    """`python -m tests.engine.model.models_page` writes it."""
+    assert PAGE.read_text() == page(PAGE.read_text())
+
+
+def test_every_refused_model_has_a_known_neighbour() -> None:
+    for model_type, (missing, closest) in REFUSALS.items():
+        assert model_type not in FAMILIES and missing and set(closest.split()) <= set(FAMILIES)
+
+
+@more
+def test_folders_round_trip_to_the_bit(name: str, tmp_path: Path) -> None:
+    """A Hugging Face folder and a checkpoint of ours give the bits of the model in memory."""
+    live = load(hugging_face(name))
+    hugging_face(name).save_pretrained(tmp_path / "theirs")
+    save(live, tmp_path / "ours")
+    for folder in ("theirs", "ours"):
+        loaded = load(tmp_path / folder)
+        assert loaded.config == live.config and weights_hash(loaded) == weights_hash(live)
+
+
+@more
+def test_every_tensor_matters(name: str) -> None:
+    """Negative control: a tensor changed by a tenth moves the logits outside the tolerance."""
+    model, tokens = load(hugging_face(name)), sequences((5, 16))
+    right, generator, unnoticed = logits(model, tokens), torch.Generator().manual_seed(1), []
+    for parameter_name, parameter in model.named_parameters():
+        kept = parameter.clone()
+        parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+        if worst(logits(model, tokens), right) < TOLERANCE and bool(kept.any()):
+            unnoticed.append(parameter_name)
+        parameter.copy_(kept)
+    assert unnoticed == []
+
+
+FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a scale by layer": ("gpt2-by-layer", {"scale_by_layer": False}),
+    "no scale": ("gpt2-by-layer", {"attn_scale": 0.0}),
+    "relu2": ("arcee", {"activation": "relu"}),
+    "yarn": ("arcee", {"rope": Rope(5000.0)}),
+    "yarn's factor on cos and sin": ("arcee", {"rope": Rope(5000.0, "yarn", 4.0, original_positions=64)}),
+    "part of a head": ("nemotron", {"rotary_dim": 12}),
+    "a factor on logits": ("cohere", {"logit_scale": 1.0}),
+    "a factor on what is added": ("granite", {"residual_scale": 1.0}),
+    "a factor on scores": ("granite", {"attn_scale": 0.0}),
+    "a factor on embeddings": ("granite", {"embed_scale": 1.0}),
+    "layers that do not rotate": ("smollm3", {"rotary_layers": ()}),
+    "layers that rotate": ("exaone4", {"rotary_layers": (False, True)}),
+    "windows": ("exaone4", {"windows": ()}),
+    "a bound on q, k and v": ("olmo", {"clip_qkv": 0.0}),
+    "norms after the rotation": ("hunyuan", {"qk_norm_rotated": False}),
+    "a larger base": ("hunyuan", {"rope": Rope(1e4)}),
+    "a kind of norm": ("phi", {"qk_norm_kind": "rms", "norm_bias": True}),
+    "short factors": ("phi3", {"rope": Rope(1e4)}),
+    "local layers": ("gpt-neo", {"windows": ()}),
+    "ALiBi": ("bloom", {"slopes": ()}),
+    "MPT's order of slopes": ("mpt", {"slopes": tuple(2.0 ** (-8 * i / 6) for i in range(1, 7))}),
+    "rotary of local layers": ("olmo3", {"local_rope": None}),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_left_out_is_noticed(feature: str) -> None:
+    """Negative control: with one feature off or wrong, the logits are far outside the tolerance."""
+    name, change = FEATURES[feature]
+    right = load(hugging_face(name))
+    assert any(getattr(right.config, field) != value for field, value in change.items())
+    config = replace(right.config, **change)
+    with torch.device("meta"):
+        wanted = type(right)(config).state_dict()
+    wrong = build(config, {k: x for k, x in right.state_dict().items() if k in wanted}, torch.float32)
+    tokens = sequences()
+    assert worst(logits(wrong, tokens), alone(hugging_face(name), tokens)) > 3 * TOLERANCE
+
+
+# ---- bits and gradients --------------------------------------------------------------------------------------------------
+
+
+def metric(row: Tensor) -> Tensor:
+    return row.log_softmax(-1)[5] - 0.3 * row[7]
+
+
+@some
+def test_rows_together_have_the_bits_of_rows_alone(name: str) -> None:
+    """The heart of the contract at every site; `tests/engine/test_contract.py` has the rest behind the marker `slow`."""
+    tokens = sequences((20,), seed=4)[0].tolist()
+    together, single = (Engine(load(hugging_face(name)), page_size=size) for size in (16, 4))
+    sites = [site for site in together.sites.in_order() if not site.endswith(KEY_SITES)]
+    whole, row = together.prompt(tokens, sites=sites), single.prompt(tokens[:1], sites=sites)
+    for token in tokens[1:]:
+        row.force([token])
+    assert torch.equal(whole.kv(), row.kv())
+    assert [site for site in sites if not torch.equal(whole.activations[site], row.activations[site])] == []
+
+
+@some
+def test_gradients_are_autograds_at_every_site(name: str) -> None:
+    """Against autograd through the decoder in float64, whose logits the tests above compare with Hugging Face's."""
+    tokens = sequences((23,), seed=3)[0].tolist()
+    subject = Engine.load(hugging_face(name), check=False)
+    sites = [site for site in subject.sites.in_order() if site not in subject.sites.read_only and "pattern" not in site]
+    ours = subject.prompt(tokens).gradients(metric, sites)
+    truth = of_decoder(load(hugging_face(name)).double(), tokens, metric)
+    assert set(ours) == set(truth) == set(sites)
+    assert max(difference(ours[site], truth[site]) for site in sites) < 2e-5
+
+
+# ---- sites ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MORE if name not in NO_BRIDGE])
+@torch.no_grad()
+def test_letters_are_the_bridges(name: str) -> None:
+    """S, T and C of every layer, as TransformerLens names them."""
+    tokens = sequences((19,))[0]
+    subject = Engine.load(hugging_face(name), check=False)
+    branch = subject.prompt(tokens.tolist(), sites="STC")
+    theirs = bridge(name).run_with_cache(tokens[None])[1]
+    for letter, legacy in (("S", "hook_resid_pre"), ("T", "hook_attn_out"), ("C", "hook_mlp_out")):
+        for layer in range(subject.config.num_layers):
+            ours = branch.activations[subject.sites.per_layer(letter)[layer]]
+            assert float((ours - theirs[f"blocks.{layer}.{legacy}"][0]).abs().max()) < 1e-5, (letter, layer)
+
+
+# ---- configs -------------------------------------------------------------------------------------------------------------
+
+
+class Seen(dict[str, Any]):
+    """A config that remembers which fields were read."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        super().__init__(raw)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, otherwise: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, otherwise)
+
+
+def overlooked(family: str, names: list[str]) -> set[str]:
+    """The config fields that transformers' code for the family mentions, and that none of its tables reads or refuses."""
+    table, known, mentioned = FAMILIES[family], set(NEUTRAL), set()
+    for name in names:
+        model = hugging_face(name)
+        raw = Seen(model.config.to_dict())
+        table.config(raw)
+        known |= raw.read | table.used | set(table.only) | set(table.same)
+        source = inspect.getsource(sys.modules[type(model).__module__])
+        found = re.findall(r"config\.(\w+)", source) + re.findall(r'getattr\((?:self\.)?config, "(\w+)"', source)
+        mentioned |= {model.config.attribute_map.get(field, field) for field in found}
+    return {field for field in mentioned - known if not HARMLESS.fullmatch(field)}
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    assert set(by_family()) == set(FAMILIES)
+
+
+def test_no_field_that_transformers_computes_with_is_overlooked() -> None:
+    """Otherwise a checkpoint that sets the field would load as another model. The control: one table forgets a field."""
+    assert {family: found for family, names in by_family().items() if (found := overlooked(family, names))} == {}
+
+
+def test_a_forgotten_field_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    granite = FAMILIES["granite"]
+    reads = {name: read for name, read in granite.reads.items() if name != "norm_eps"}
+    monkeypatch.setitem(FAMILIES, "granite", replace(granite, reads=reads))
+    assert overlooked("granite", ["granite"]) == {"rms_norm_eps"}
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "post-norm OPT": ("opt", {"do_layer_norm_before": False}, "opt with do_layer_norm_before = False is not supported"),
+    "OPT with a projection": ("opt", {"word_embed_proj_dim": 18}, "must equal hidden_size: 36"),
+    "MPT with a norm of q and k": ("mpt", {"attn_config": {"qk_ln": True}}, "mpt with attn_config qk_ln = True"),
+    "Falcon with ALiBi": ("falcon", {"alibi": True}, "alibi"),
+    "a rotation that is not known": (
+        "gemma",
+        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
+        "rotary scaling 'proportional' is not supported",
+    ),
+    "an alpha that is not read": (
+        "gemma",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "alpha": 8.0}},
+        "sets alpha to 8.0",
+    ),
+    "GPT-J that rotates the whole head": ("gptj", {"rotary_dim": None}, "rotary_dim"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_computed_is_refused(what: str) -> None:
+    name, changes, text = REFUSED[what]
+    raw = {**hugging_face(name).config.to_dict(), **changes}
+    state = hugging_face(name).state_dict()
+    with pytest.raises(UnsupportedModel, match=re.escape(text)):
+        from_hugging_face(raw, Source(state, state.__getitem__), torch.float32)
+
+
+def test_longrope_ends_where_its_short_factors_do() -> None:
+    """Beyond, transformers turns every key by other factors, so that no KV entry would be a function of its path."""
+    assert load(hugging_face("phi3")).config.max_positions == 128 < hugging_face("phi3").config.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"shared_norm": True}, "shared_norm needs parallel_residual"),
+        ({"rotary_layers": (True,)}, "rotary_layers has 1 entries for 2 layers"),
+        ({"post_norms": True, "residual_scale": 0.5}, "residual_scale 0.5 with post_norms"),
+    ],
+)
+def test_wiring_that_fits_no_family_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(BadConfig, match=re.escape(text)):
+        ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, **changes)
+
+
+def test_the_text_of_a_config_knows_no_field_that_is_not_set() -> None:
+    """So the fingerprints of models from before these fields stay as they are."""
+    assert "residual_scale" not in load(hugging_face("llama")).config.to_json()
+    assert "residual_scale" in load(hugging_face("granite")).config.to_json()
+
+
+@pytest.mark.parametrize("name", ["phi", "olmo2", "granite"])
+@torch.no_grad()
+def test_a_block_of_chosen_rows_gives_these_rows(name: str) -> None:
+    """The MLP reads what attention reads (Phi), or the stream itself (OLMo-2): of the chosen rows, not of all."""
+    model, chosen = load(hugging_face(name)), torch.tensor([7, 2])
+    x, positions = torch.randn(9, model.config.d_model, generator=torch.Generator().manual_seed(2)), torch.arange(9)
+    rotary = model.rotary(positions)[0]
+    block = lambda rows: model.blocks[0](x, rotary, SequenceOps([9]), None, rows)  # noqa: E731
+    torch.testing.assert_close(block(chosen), block(None)[chosen])
