@@ -51,7 +51,7 @@ class Field:
         return self.otherwise if value is None and self.otherwise is not _REQUIRED else value
 
 
-Read = str | Field | Callable[[Raw], Any]
+ReadField = str | Field | Callable[[Raw], Any]
 """how a field of `ModelConfig` is read: a field that must be there, one that may be missing, or a function of the config"""
 
 
@@ -82,7 +82,7 @@ class Family:
     """One `model_type` of transformers."""
 
     names: Names
-    reads: Mapping[str, Read]
+    reads: Mapping[str, ReadField]
     """field of `ModelConfig` -> where its value comes from"""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """field of `ModelConfig` -> its value in every model of the family"""

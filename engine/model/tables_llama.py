@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.family import Arrange, Family, Field, Names, Raw, Read
+from replaylens.engine.model.family import Arrange, Family, Field, Names, Raw, ReadField
 from replaylens.engine.model.raw_fields import (
     alpha_rope,
     head_width,
@@ -22,7 +22,7 @@ from replaylens.engine.model.raw_fields import (
 
 # ---- Llama and its relatives ---------------------------------------------------------------------------------------------
 
-SIZES: Mapping[str, Read] = MappingProxyType(
+SIZES: Mapping[str, ReadField] = MappingProxyType(
     {
         "num_layers": "num_hidden_layers",
         "d_model": "hidden_size",
@@ -35,8 +35,8 @@ SIZES: Mapping[str, Read] = MappingProxyType(
         "tied_embeddings": "tie_word_embeddings",
     }
 )
-ROTARY: Mapping[str, Read] = MappingProxyType({"rotary_dim": rotary_width, "rope": main_rope})
-BIASES: Mapping[str, Read] = MappingProxyType(
+ROTARY: Mapping[str, ReadField] = MappingProxyType({"rotary_dim": rotary_width, "rope": main_rope})
+BIASES: Mapping[str, ReadField] = MappingProxyType(
     {"qkv_bias": Field("attention_bias", False), "out_bias": Field("attention_bias", False)}
 )
 LLAMA_NAMES = Names(
@@ -67,7 +67,7 @@ LLAMA = Family(
 )
 
 
-def reads_of(family: Family, *, without: tuple[str, ...] = (), **more: Read) -> dict[str, Read]:
+def reads_of(family: Family, *, without: tuple[str, ...] = (), **more: ReadField) -> dict[str, ReadField]:
     """The `reads` of a family, some left out and some changed."""
     return {**{name: read for name, read in family.reads.items() if name not in without}, **more}
 
@@ -219,7 +219,7 @@ SMOLLM3 = replace(
 )
 
 
-def _inverse(field: str) -> Read:
+def _inverse(field: str) -> ReadField:
     def read(raw: Raw) -> float:
         factor: float = 1.0 / raw[field]
         return factor
