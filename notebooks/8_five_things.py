@@ -85,23 +85,16 @@ steered.plot()
 # How sure is the model of its continuation? Fork the prompt, and sample every fork with a seed of its own. All forks are
 # generated together, and each gets the tokens that it would get alone, so a single one can be repeated later from its seed.
 
-
 # %%
-def resample(root, n, new):
-    """n continuations of a branch, one seed each."""
-    seeds = [rl.Sampling(temperature=1.0, seed=seed) for seed in range(n)]
-    return engine.generate(root.fork(n), new, sampling=seeds)
-
-
 root = engine.prompt("Question: Which animal says meow?\nAnswer: The animal that says meow is the")
-rollouts = resample(root, 48, 2)
-answers = Counter(branch.generated_text.strip().split(" ")[0].strip(".,\n") for branch in rollouts)
+rollouts = root.resample(48, max_new=2)
+answers = Counter(text.strip().split(" ")[0].strip(".,\n") for text in rollouts.frame["text"])
 counts = pd.Series(answers, name="continuations").sort_values()
 axis = counts.tail(8).plot.barh(xlabel="continuations of 48", figsize=(5, 2.6))
 
 # %%
-again = resample(root, 8, 2)[7]
-print("the eighth of 8 is the eighth of 48:", again.tokens == rollouts[7].tokens)
+again = root.resample(8, max_new=2)
+print("the eighth of 8 is the eighth of 48:", again.frame["tokens"][7] == rollouts.frame["tokens"][7])
 
 # %% [markdown]
 # ## 5. Ablation of heads
