@@ -16,7 +16,7 @@ GRADIENTS = (
     Mutant(
         "parallel-mlp-forgotten",
         "replaylens.engine.gradients.backward",
-        "entering + from_mlp if block.parallel else entering",
+        "entering + from_mlp if block.parallel and shared is None else entering",
         "entering",
         "in a parallel block, the MLP reads the block's input too",
         (f"{AUTOGRAD}::test_agrees_with_float64_at_every_site",),

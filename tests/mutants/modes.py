@@ -32,8 +32,8 @@ MODES = (
     Mutant(
         "lens-without-hold",
         "replaylens.engine.lens.readout",
-        "    with runner.canonical(stacked.shape[:2].numel()):\n",
-        "    if True:\n",
+        "    with runner.canonical(stacked.shape[:2].numel()):\n        if tuned is not None:",
+        "    if True:\n        if tuned is not None:",
         "the sums of a lens are taken in the canonical modes",
         (f"{_TESTS}::test_every_pass_is_held_and_given_back",),
     ),
