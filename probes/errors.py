@@ -64,3 +64,7 @@ class OtherSweep(ProbeError):
 
 class SeveralTasks(ProbeError):
     """The question needs one task, and the rows are of several."""
+
+
+class CutFeatures(UserWarning):
+    """A dump stores only the strongest features of some rows: the others read as 0, as if they were not active."""

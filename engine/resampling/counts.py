@@ -1,6 +1,7 @@
 """`OutcomeCounts`: how often each outcome followed each fork. What statistics of forks start from."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,10 @@ class OutcomeCounts:
             given = getattr(self, name)
             if given is not None and np.shape(given) != shape:
                 raise BadRequest(f"{name} is of shape {np.shape(given)}, for {shape[0]} positions and {shape[1]} outcomes.")
+        if not np.issubdtype(np.asarray(self.counts).dtype, np.integer) or (np.asarray(self.counts) < 0).any():
+            raise BadRequest("counts are numbers of rollouts. Give an array of whole numbers of at least 0.")
+        if any(later <= earlier for earlier, later in pairwise(self.positions)):
+            raise BadRequest(f"Positions {self.positions[:8]} are not in ascending order. Sort them, each once.")
         if len(self.texts) != shape[0]:
             raise BadRequest(f"Got {len(self.texts)} texts for {shape[0]} positions. Give one for each.")
 

@@ -1,5 +1,6 @@
 """`with_features`: features of a sparse autoencoder as one more site of rows."""
 
+import warnings
 from dataclasses import replace
 from functools import lru_cache
 
@@ -14,7 +15,7 @@ from replaylens.engine.model.sites import by_letter
 from replaylens.engine.request.values import instance
 from replaylens.probes.data.rows import ProbeRows
 from replaylens.probes.data.sources import LETTERS, DumpSource, JoinedSource, RowSource
-from replaylens.probes.errors import BadRows
+from replaylens.probes.errors import BadRows, CutFeatures
 
 _RENAMED = {".attn.hook_z": ".attn.o.hook_in", ".mlp.hook_post": ".mlp.out.hook_in", ".hook_resid_mid": ".ln2.hook_in"}
 """older names of sites, which dumps and runs store under their names in TransformerLens 4"""
@@ -98,7 +99,14 @@ class StoredFeatureSource:
             return self.source.take(site, layer, numbers)
         if layer is not None:
             raise UnknownSite(f"Site {site!r} has no layers. Leave out the layer.")
-        indices, values, _ = (self.source.take(tensor, None, numbers) for tensor in self.stored.tensors)
+        indices, values, counts = (self.source.take(tensor, None, numbers) for tensor in self.stored.tensors)
+        if int((cut := counts > indices.shape[1]).sum()):
+            warnings.warn(
+                f"The dump keeps {indices.shape[1]} features a row, but {int(cut.sum())} of {len(cut)} rows have more (up to "
+                f"{int(counts.max())}). The rest reads as 0. Give the weights instead of a name, or dump with a larger keep.",
+                CutFeatures,
+                stacklevel=2,
+            )
         return to_rows(self.stored, indices, values).columns(self.chosen)
 
 

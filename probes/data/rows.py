@@ -32,7 +32,9 @@ from replaylens.probes.data.from_arrays import FromArrays
 from replaylens.probes.data.positions import Position, PositionFunction, add_last, add_places
 from replaylens.probes.data.sources import LETTERS, About, DumpSource, JoinedSource, MemorySource, RowSource, Subset
 from replaylens.probes.errors import BadRows, MissingLabel, NoTask, ProbeError
+from replaylens.tasks.reading import SHUFFLED
 from replaylens.tasks.splits import is_test_root
+from replaylens.tasks.texts import GivenTexts
 
 MAX_CLASSES = 64
 """an integer label with more values than this is a number to regress on, not classes"""
@@ -142,7 +144,7 @@ class ProbeRows(FromArrays):
                 raise OtherFingerprint(f"{first!r} and {name!r} come from different engines ({lines}). Join one engine's rows.")
         _require_widths(parts)
         whole = {name: rows.whole for name, rows in parts.items()}
-        frame = pd.concat([rows.frame.assign(part=name) for name, rows in whole.items()], join=how, ignore_index=True)
+        frame = pd.concat([_part(name, rows) for name, rows in whole.items()], join=how, ignore_index=True)
         source = JoinedSource([Subset(rows.source, rows.numbers) for rows in whole.values()], [len(r) for r in whole.values()])
         joined = cls(frame, source, np.arange(len(frame)))
         kept = np.concatenate([np.isin(whole[name].numbers, rows.numbers) for name, rows in parts.items()])
@@ -308,6 +310,15 @@ class ProbeRows(FromArrays):
             own = [n for n in known if n in self.frame]
             raise MissingLabel(no_such("label", label, own))
         return make_target(label, self.frame[name], kind)
+
+
+def _part(name: str, rows: ProbeRows) -> pd.DataFrame:
+    """The table of a part. Texts of several dumps have equal numbers, and with them equal coins `shuffled`, which a probe could
+    read off what the number stands for: each part turns its coins over by a coin of its own."""
+    frame = rows.frame.assign(part=name)
+    if rows.about.task == GivenTexts.name and SHUFFLED in frame and hashlib.blake2b(name.encode()).digest()[0] % 2:
+        frame[SHUFFLED] = 1 - frame[SHUFFLED]
+    return frame
 
 
 def _require_widths(parts: "dict[str, ProbeRows]") -> None:

@@ -24,6 +24,8 @@ from replaylens.probes.forks.multinomials import LEVEL, PRIOR, shares, variation
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_LEAST_MEANS = 20
+"""rollouts a position that probabilities must stand for, or rounding them to counts would say more than they do"""
 MAX_CHANGES = 10
 
 
@@ -107,6 +109,11 @@ def change_points(
     most = whole("most", most, 1, error=ProbeError)
     if not prior > 0 or not 0 < level < 1:
         raise ProbeError(f"prior={prior} and level={level} are not valid. Give a prior above 0 and a level between 0 and 1.")
+    if counts.probabilities is not None and counts.counts.sum(1).min(initial=_LEAST_MEANS) < _LEAST_MEANS:
+        raise BadRows(
+            f"The answers are probabilities, of {int(counts.counts.sum(1).min())} rollouts at some position. Change points are "
+            f"those of counts: draw at least {_LEAST_MEANS} rollouts a position, or look at `counts.shares` and `importance`."
+        )
     table = whole_counts(counts)
     rolled = np.flatnonzero(table.sum(1))  # forks without rollouts say nothing: a change there would be free
     table, length = table[rolled], len(rolled)

@@ -93,8 +93,9 @@ def outcome_curve(counts: OutcomeCounts, *, level: float = LEVEL, joint: bool = 
         if joint
         else interval(value, total[:, None], level)
     )
+    seen = np.where(total > 0, np.inf, 0) if counts.probabilities is not None else total  # probabilities are not counted
     return OutcomeCurve(
-        counts.positions, counts.texts, counts.outcomes, total, value, low, high, entropy(value, total), level, joint
+        counts.positions, counts.texts, counts.outcomes, total, value, low, high, entropy(value, seen), level, joint
     )
 
 

@@ -22,6 +22,7 @@ from replaylens.probes.forks.multinomials import (
     Distances,
     distances,
     whole_counts,
+    with_known_means,
 )
 from replaylens.probes.forks.rollout_texts import RolloutTexts
 from replaylens.probes.forks.similarity import Similar, overlap
@@ -114,6 +115,8 @@ def importance(
     """
     whole = whole_counts(counts)
     found = distances(whole[:-1], whole[1:], measure, level=level, permutations=permutations, resamples=resamples, seed=seed)
+    if counts.probabilities is not None:
+        found = with_known_means(found, counts.probabilities[:-1], counts.probabilities[1:], measure)
     names = counts.positions[:-1], counts.texts[:-1]
     return Importance("resampling", measure, *names, found, holm(found.p), whole[:-1], whole[1:], level)
 

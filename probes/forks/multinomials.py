@@ -90,6 +90,19 @@ def smoothed(counts: np.ndarray) -> np.ndarray:
     return mean
 
 
+def with_known_means(found: Distances, first: np.ndarray, second: np.ndarray, measure: DistanceKind) -> Distances:
+    """The distances of pairs whose distributions, [pairs, outcomes], are means of probabilities, not shares of samples: as given,
+    without the bias of counting. Intervals and tests stay those of as many samples, and hold the distance."""
+    value = variation(first, second) if measure == "tv" else divergence(first, np.where(second > 0, second, np.nan))
+    known = np.isfinite(value)
+    value = np.where(known, value, found.value)
+    low, high = (
+        np.where(known, np.minimum(found.low, value), found.low),
+        np.where(known, np.maximum(found.high, value), found.high),
+    )
+    return Distances(value, np.where(known, value, found.plug_in), low, high, found.p)
+
+
 def whole_counts(counts: OutcomeCounts) -> np.ndarray:
     """int64 [positions, outcomes]: the counts or, where answers are probabilities, the rollouts that these stand for.
 

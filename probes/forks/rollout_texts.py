@@ -8,6 +8,8 @@ import pandas as pd
 
 from replaylens.engine.pictures.rollout_tree import RolloutTree
 from replaylens.engine.resampling.counts import OutcomeCounts
+from replaylens.engine.resampling.rollouts import Rollouts
+from replaylens.engine.resampling.sentences import sentence_spans
 from replaylens.probes.checks import mask_of
 from replaylens.probes.errors import BadRows
 
@@ -49,6 +51,12 @@ class RolloutTexts:
 
     def __repr__(self) -> str:
         return f"RolloutTexts({len(self)} from {len(self.positions)} forks, {', '.join(self.outcomes)})"
+
+    @classmethod
+    def of(cls, rollouts: Rollouts) -> "RolloutTexts":
+        """Of what `branch.resample` returns; units are sentences (docs/resampling.md)."""
+        split = lambda text: [text[start:end] for start, end in sentence_spans(text)]  # noqa: E731
+        return cls.of_frame(rollouts.frame, rollouts.outcomes().texts, split=split)
 
     @classmethod
     def of_frame(

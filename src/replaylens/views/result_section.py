@@ -13,6 +13,7 @@ from replaylens.engine.request.values import items, shown
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _SALT = "replaylens"
@@ -27,7 +28,7 @@ class Reportable(Protocol):
     @property
     def frame(self) -> "pd.DataFrame": ...
 
-    def plot(self) -> "Figure": ...
+    def plot(self) -> "Figure | Axes": ...
 
     def _repr_html_(self) -> str: ...
 
@@ -51,7 +52,8 @@ def _draw(result: Reportable) -> Markup:
     """One result: its figure, and below it the view that a notebook shows."""
     kind = re.sub(r"(?<!^)([A-Z])", r" \1", type(result).__name__.removesuffix("Result")).lower()
     view = result._repr_html_().removeprefix(style()).removesuffix(script())
-    figure = tag("figure", svg(result.plot()), class_="rl-figure")
+    drawn: Any = result.plot()
+    figure = tag("figure", svg(getattr(drawn, "figure", drawn)), class_="rl-figure")  # of axes, their figure
     about = tag("p", repr(result), class_="rl-quiet")
     return join([tag("h3", kind), about, figure, tag("details", tag("summary", "Table"), Markup(view))])
 
