@@ -91,8 +91,10 @@ def smoothed(counts: np.ndarray) -> np.ndarray:
 
 
 def with_known_means(found: Distances, first: np.ndarray, second: np.ndarray, measure: DistanceKind) -> Distances:
-    """The distances of pairs whose distributions, [pairs, outcomes], are means of probabilities, not shares of samples: as given,
-    without the bias of counting. Intervals and tests stay those of as many samples, and hold the distance."""
+    """The distances of pairs whose distributions, [pairs, outcomes], are means of probabilities instead of shares of samples.
+
+    They are taken as given, without the bias of counting. Intervals and tests stay those of as many samples.
+    """
     value = variation(first, second) if measure == "tv" else divergence(first, np.where(second > 0, second, np.nan))
     known = np.isfinite(value)
     value = np.where(known, value, found.value)
