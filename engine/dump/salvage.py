@@ -1,19 +1,24 @@
 """`Salvage`: what a damaged manifest still vouches for. Shards that it does not vouch for are made again.
 
-A manifest is text, and damage rarely reaches all of it. A file is intact if the manifest still contains its SHA-256. A plan is
-the dump's if the manifest still contains it. The shards' entries are computed again from the shards and the index.
+A manifest is text, and damage rarely reaches all of it. A file is intact if its own entry still contains its SHA-256. A plan is
+the dump's if the manifest still contains it. The shards' entries are computed again from the shards and the index. Digests that
+are still legible must come out again.
 """
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import safetensors.torch
+from safetensors import SafetensorError
 
-from replaylens.engine.dump.content import LOCATORS, Content, count_accepted
+from replaylens.engine.dump.content import LOCATORS, Content, combine, count_accepted
 from replaylens.engine.dump.manifest import INDEX, MANIFEST, ShardEntry, SiteEntry, shard_name
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.store import Store
@@ -42,23 +47,51 @@ class Salvage:
     def _states(self, name: str, value: Any) -> bool:
         return json.dumps({name: value}, indent=1)[2:-2].encode() in self.raw
 
-    def _is_intact(self, name: str) -> bool:
+    def _is_intact(self, name: str, entry: bytes) -> bool:
+        wanted = _legible("sha256", entry)
         try:
-            return self.store.sha256(name).encode() in self.raw
+            return wanted is not None and self.store.sha256(name) == wanted
         except FileNotFoundError:
             return False
 
+    @cached_property
+    def _entries(self) -> dict[str, bytes]:
+        """What is left of the shards' entries, by name. A name that stands twice has none: one of them is another's."""
+        found: list[tuple[bytes, bytes]] = re.findall(rb'\{"name": "(shard-\d{5,9}\.safetensors)"([^{}]*)', self.raw)
+        times = Counter(name for name, _ in found)
+        return {name.decode(): entry for name, entry in found if times[name] == 1}
+
+    def _shard(self, number: int) -> bytes:
+        return self._entries.get(shard_name(number), b"")
+
+    def digests(self, intact: dict[int, str]) -> tuple[str | None, dict[int, str]]:
+        """The digests of the dump and of its shards, as far as they are known. `intact`: those of intact shards.
+
+        If the dump's contradicts those of its shards, theirs are kept: those of intact shards are computed from the files.
+        """
+        legible = {number: _legible("digest", self._shard(number)) for number in range(self.plan.num_shards)}
+        shards = {number: digest for number, digest in legible.items() if digest is not None} | intact
+        if len(shards) == self.plan.num_shards:
+            return combine(shards[number] for number in range(self.plan.num_shards)), shards
+        head = re.search(rb'^ "digest": [^\n]*', self.raw, re.MULTILINE)
+        return _legible("digest", head[0]) if head else None, shards
+
     def shards(self, describe: Describe) -> Iterator[Salvaged]:
         """The intact shards, one at a time. None if the index is not intact."""
-        if not self._is_intact(INDEX):
+        entry = re.search(rb'^ "index": \{([^{}]*)', self.raw, re.MULTILINE)
+        if entry is None or not self._is_intact(INDEX, entry[1]):
             return
         with self.store.open(INDEX) as file:
             index = pq.ParquetFile(file)
             for group in range(index.num_row_groups):
                 lines = index.read_row_group(group)
                 number = lines.column("shard")[0].as_py()
-                if self._is_intact(shard_name(number)):
-                    yield number, *self._entry(number, lines, describe)
+                if self._is_intact(shard_name(number), self._shard(number)):
+                    try:
+                        found = self._entry(number, lines, describe)
+                    except SafetensorError:  # an edited entry can name the hash of any file
+                        continue
+                    yield number, *found
 
     def _entry(self, number: int, lines: pa.Table, describe: Describe) -> tuple[ShardEntry, pa.Table, dict[str, SiteEntry]]:
         name, indices = shard_name(number), self.plan.indices(number)
@@ -81,3 +114,9 @@ class Salvage:
             accepted_digest=accepted_digest,
         )
         return entry, lines, describe(content)
+
+
+def _legible(field: str, entry: bytes) -> str | None:
+    """A hash in what is left of an entry."""
+    found = re.search(rb'"%b": "([0-9a-f]{64})"' % field.encode(), entry)
+    return found[1].decode() if found else None

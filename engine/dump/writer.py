@@ -35,7 +35,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.salvage import Describe, Salvage
 from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import TEMPORARY, Store
-from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch
+from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch, UnfinishedDump
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.records import read
 
@@ -45,7 +45,11 @@ _MAX_PART = 1 << 28
 _PATIENCE = 60.0
 """seconds to wait for another writer that finishes the dump or reopens a damaged one"""
 _COMPRESSION = "zstd"
-_TEMPORARY = re.compile(r"(?:shard|part)-(\d{1,9})\..*" + re.escape(TEMPORARY))
+_SHARD_FILE = r"(?:shard-(?P<shard>\d{5,9})\.safetensors|part-(?P<part>\d{5,9})\.(?:json|parquet))"
+_ENDING = r"(?:\.\d+-[0-9a-f]+)?" + re.escape(TEMPORARY)
+_OF_SHARD = re.compile(_SHARD_FILE)
+_TEMPORARY = re.compile(_SHARD_FILE + _ENDING)
+_TEMPORARY_OF_DUMP = re.compile(f"(?:{'|'.join(map(re.escape, (HEAD, INDEX, MANIFEST)))}){_ENDING}")
 
 
 Make = Callable[[int, Callable[[int], object]], Content]
@@ -135,7 +139,7 @@ class DumpWriter:
         try:
             yield
         except BaseException:
-            ours = [name for name in self.store.sizes() if name == HEAD or name.startswith(("shard-", "part-"))]
+            ours = [name for name in self.store.sizes() if name == HEAD or _OF_SHARD.fullmatch(name)]
             done = any(name.endswith(".json") and name != HEAD for name in ours)
             if part[1] == 1 and not done and self.head.digest is None:
                 for name in ours:
@@ -159,7 +163,7 @@ class DumpWriter:
     def _remove_temporaries(self, part: WorkerPart) -> None:
         """Remove what killed writers of this part left incomplete. Precondition: the part's lock is held."""
         for name in self.store.sizes():
-            if (found := _TEMPORARY.fullmatch(name)) and int(found[1]) in self.numbers(part):
+            if (found := _TEMPORARY.fullmatch(name)) and int(found["shard"] or found["part"]) in self.numbers(part):
                 self.store.remove(name)
 
     def begin(self, part: WorkerPart, resume: bool, describe: Describe | None = None) -> list[int]:
@@ -230,7 +234,8 @@ class DumpWriter:
     def finish(self) -> Dump | None:
         """If every shard is complete, merge the indices, write the manifest and clean up. Exactly one writer does this.
 
-        Returns None while shards are missing. Raises DumpLocked if another writer holds the lock for too long.
+        Returns None while shards are missing. Raises DumpLocked if another writer holds the lock for too long, UnfinishedDump
+        if the index of a shard is not the recorded one.
         """
         try:
             with DumpLock(self.store, FINISH, _PATIENCE):
@@ -239,12 +244,23 @@ class DumpWriter:
                     whole = [part for part in parts if part is not None]
                     if len(whole) < len(parts):
                         return None
+                    self._check_indices(whole)
                     self._merge(whole)
                 self._clean_up()
         except DumpLocked:
             if not self.store.exists(MANIFEST):
                 raise
         return Dump.open(self.store.url)
+
+    def _check_indices(self, parts: list[ShardPart]) -> None:
+        """Each writer has checked its own shards only."""
+        wrong = [_index(number) for number, part in enumerate(parts) if not self._is_whole(_index(number), part.index)]
+        if wrong:
+            more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise UnfinishedDump(
+                f"{self.store.url}: files are missing or were changed after they were written: {', '.join(wrong[:8])}{more}. "
+                f"Resume the dump to make the shards of these numbers again."
+            )
 
     def _merge(self, parts: list[ShardPart]) -> None:
         """Write index and manifest. Each shard is one row group of the index; shards without rows have none."""
@@ -272,10 +288,11 @@ class DumpWriter:
             return pq.read_table(file)
 
     def _clean_up(self) -> None:
-        """Remove files that only writers need. Locks of live processes stay."""
+        """Remove files that only writers need. Locks of live processes stay, and so do files that no writer makes."""
         sweep(self.store)
         for name in self.store.sizes():
-            if name == HEAD or name.startswith("part-") or name.endswith(TEMPORARY):
+            part = (found := _OF_SHARD.fullmatch(name)) is not None and found["part"] is not None
+            if name == HEAD or part or _TEMPORARY.fullmatch(name) or _TEMPORARY_OF_DUMP.fullmatch(name):
                 self.store.remove(name)
 
     # ---- repair -------------------------------------------------------------------------------------------------
@@ -314,9 +331,11 @@ class DumpWriter:
                 if raw is None or Manifest.from_bytes(raw, self.store.url):
                     return  # another writer has reopened or repaired the dump
             salvage = Salvage(self.store, raw or b"", self.plan, self.fingerprint)
-            self.head.rewrite()
+            intact = {}
             for number, entry, lines, sites in salvage.shards(describe):
                 self._write_part(number, entry, lines, sites)
+                intact[number] = entry.digest
+            self.head.rewrite(*salvage.digests(intact))
             self.store.remove(MANIFEST)
             self.store.remove(INDEX)
 

@@ -1,6 +1,7 @@
 """A damaged dump is repaired to its original digest or not at all."""
 
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,60 @@ def test_a_damaged_manifest_and_a_damaged_shard(engine: Engine, planned: Planned
     assert repaired is not None and repaired.digest == reference.digest
 
 
+def test_a_damaged_manifest_and_swapped_shards(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
+    """A hash vouches for the shard in whose entry it stands, and for no other."""
+    first, second = copy / "shard-00000.safetensors", copy / DAMAGED
+    one, other = first.read_bytes(), second.read_bytes()
+    first.write_bytes(other)
+    second.write_bytes(one)
+    _rebuilt(engine, planned, reference, copy)
+
+
+@pytest.mark.parametrize("given", ["index.parquet", "a vouched-for text"])
+def test_a_damaged_manifest_and_a_shard_that_is_none(
+    engine: Engine, planned: Planned, reference: Dump, copy: Path, given: str
+) -> None:
+    """The shard is made again, even if its entry holds the hash of what lies there."""
+    raw = (copy / "index.parquet").read_bytes() if given == "index.parquet" else b"no tensors"
+    (copy / DAMAGED).write_bytes(raw)
+    if given != "index.parquet":
+        manifest, entry = (copy / "manifest.json").read_bytes(), reference.manifest.shards[1]
+        (copy / "manifest.json").write_bytes(manifest.replace(entry.sha256.encode(), sha256(raw).hexdigest().encode()))
+    _rebuilt(engine, planned, reference, copy)
+
+
+def test_a_name_that_stands_twice_vouches_for_nothing(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
+    manifest = (copy / "manifest.json").read_bytes()
+    (copy / "manifest.json").write_bytes(manifest.replace(b"shard-00000", b"shard-00001"))
+    (copy / DAMAGED).write_bytes((copy / "shard-00000.safetensors").read_bytes())
+    _rebuilt(engine, planned, reference, copy)
+
+
+@pytest.mark.parametrize("damage", ["a broken seal", "a flipped bit in a digest", "cut before the shards"])
+def test_a_rebuilt_manifest_has_the_digest_that_was(
+    engine: Engine, planned: Planned, reference: Dump, copy: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """What a damaged manifest still says of digests is compared: other bits are refused, the right ones are written."""
+    flip_bit(copy / DAMAGED)
+    (copy / "manifest.json").write_bytes(DAMAGES[damage][0]((copy / "manifest.json").read_bytes()))
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardMaker, "make", _with_a_flipped_bit(ShardMaker.make, 0))
+        with pytest.raises(ReplayMismatch, match="before, it was"):
+            write_dump(engine, planned(), copy, resume=True)
+    assert not (copy / "manifest.json").exists() and not (copy / "part-00001.json").exists()
+    repaired = write_dump(engine, planned(), copy, resume=True)
+    assert repaired is not None and repaired.digest == reference.digest
+
+
+def _rebuilt(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
+    """Break the seal, resume, and compare every file with the reference."""
+    raw = (copy / "manifest.json").read_bytes()
+    (copy / "manifest.json").write_bytes(raw.replace(b'"seal": "', b'"seal": "0', 1))
+    assert write_dump(engine, planned(), copy, resume=True) is not None
+    for name in reference.files.store.sizes():
+        assert (copy / name).read_bytes() == Path(reference.url, name).read_bytes(), name
+
+
 @pytest.mark.parametrize("left", [b"", b"{", b"plan"])
 def test_a_manifest_without_its_plan_is_not_rebuilt(engine: Engine, planned: Planned, copy: Path, left: bytes) -> None:
     """Shards of other options must not be taken for these; the way out is named, and works."""
@@ -154,6 +209,31 @@ def test_a_shard_of_an_unfinished_dump_counts_only_whole(
     resumed = write_dump(engine, planned(), folder, resume=True)
     assert resumed is not None and resumed.digest == reference.digest
     assert made == [0, 1, 2, 0, 2]
+
+
+@pytest.mark.parametrize("damage", ["swapped", "empty", "gone"])
+def test_the_index_of_another_writers_shard_is_checked(
+    engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, damage: str
+) -> None:
+    """The writer who finishes names the shard whose index is not the recorded one; resuming makes it again."""
+    assert write_dump(engine, planned(), tmp_path, part=(0, 2)) is None
+    first, second = tmp_path / "part-00000.parquet", tmp_path / "part-00002.parquet"
+    one, other = first.read_bytes(), second.read_bytes()
+    if damage == "swapped":
+        first.write_bytes(other)
+        second.write_bytes(one)
+    elif damage == "empty":
+        first.write_bytes(b"")
+    else:
+        first.unlink()
+    wrong = "part-00000.parquet, part-00002.parquet" if damage == "swapped" else "part-00000.parquet"
+    with pytest.raises(UnfinishedDump, match=rf"written: {wrong}\. Resume"):
+        write_dump(engine, planned(), tmp_path, part=(1, 2))
+    assert not (tmp_path / "manifest.json").exists()
+    finished = write_dump(engine, planned(), tmp_path, part=(0, 2), resume=True)
+    assert finished is not None
+    for name in reference.files.store.sizes():
+        assert (tmp_path / name).read_bytes() == Path(reference.url, name).read_bytes(), name
 
 
 def _with_a_flipped_bit(original: Callable[..., Content], row: int) -> Callable[..., Content]:

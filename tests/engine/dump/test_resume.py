@@ -204,6 +204,52 @@ def test_a_failure_before_the_first_shard_leaves_nothing(
     assert write_dump(engine, planned(examples=5), tmp_path / "new") is not None
 
 
+MINE = (
+    "My_notes.tmp",
+    "notes.tmp",
+    "part-notes.md",
+    "part-one.json",
+    "part-1.parquet",
+    "part-00000.parquet.bak",
+    "part-00000.md.tmp",
+    "shard-list.txt",
+    "shard-00000.safetensors.txt",
+    "shard-00000.mine.tmp",
+    "plan.json.tmp.txt",
+)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_files_of_the_user_stay(
+    engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Whether the dump is finished or fails early, it removes only files that writers make, those of killed ones included."""
+    left = ("manifest.json.77-0123abcd.tmp", "index.parquet.77-0123abcd.tmp", "shard-00001.safetensors.77-0123abcd.tmp")
+    for name in (*MINE, *left):
+        (tmp_path / name).write_text("mine")
+    if fails:
+        monkeypatch.setattr(ShardMaker, "make", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write_dump(engine, planned(), tmp_path)
+        made = set(left[:2])  # the writer who finishes removes these
+    else:
+        finished = write_dump(engine, planned(), tmp_path)
+        assert finished is not None and finished.digest == reference.digest
+        made = set(reference.files.store.sizes())
+    assert {path.name for path in tmp_path.iterdir()} == {*MINE, *made}
+    assert all((tmp_path / name).read_text() == "mine" for name in MINE)
+
+
+def test_files_of_the_user_that_look_like_locks_stay(engine: Engine, planned: Planned, reference: Dump) -> None:
+    """On a store without flock, where claims on locks are files too."""
+    store, mine = Store("memory://like-locks"), ("lock-Notes", "takeover-Notes", "takeover-notes")
+    store.make()
+    for name in mine:
+        store.fs.pipe_file(f"{store.root}/{name}", b"mine")
+    assert write_dump(engine, planned(), store.url) is not None
+    assert sorted(store.sizes()) == sorted({*reference.files.store.sizes(), *mine})
+
+
 def test_a_failure_after_the_first_shard_leaves_it(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
