@@ -43,11 +43,11 @@ class Cut:
         if self.put is None or seen is None:
             return
         put = _by_key_heads(self.put, len(weights)).to(weights)
-        given = ~put.isnan()
+        given = ~put.isnan() & seen
         rows = given.any(-1, keepdim=True)
         torch.where(rows, weights / total, weights, out=weights)
         total.masked_fill_(rows, 1.0)
-        torch.where(given & seen, put, weights, out=weights)
+        torch.where(given, put, weights, out=weights)
 
 
 def _by_key_heads(edges: Tensor, kv_heads: int) -> Tensor:

@@ -51,6 +51,9 @@ class WaveRecord:
 
     rollouts: tuple[RolloutRecord, ...]
     sha256: Hash | None
+    """of the file with the rows; None: there are none"""
+    digest: Hash
+    """of the rollouts and `sha256`"""
 
 
 class WaveFolder:
@@ -108,19 +111,27 @@ class WaveFolder:
             content = save({site: torch.cat([each.states[site].cpu() for each in kept]) for site in kept[0].states})
             digest = hashlib.sha256(content).hexdigest()
             _write(self._file(number, "safetensors"), content)
-        raw = {"rollouts": [each.to_json() for each in rollouts], "sha256": digest}
+        records = json.loads(json.dumps([each.to_json() for each in rollouts]))
+        raw = {"rollouts": records, "sha256": digest, "digest": _digest(records, digest)}
         _write(self._file(number, "json"), json.dumps(raw).encode())
 
     def read(self, number: int) -> list[Rollout]:
         """The rollouts of a finished wave, whose rows are read when they are looked at. BadRollouts if a file is damaged."""
         file, rows = self._file(number, "json"), self._file(number, "safetensors")
-        record = build(WaveRecord, parse(_content(file), str(file), BadRollouts), str(file), BadRollouts)
+        raw = parse(_content(file), str(file), BadRollouts)
+        record = build(WaveRecord, raw, str(file), BadRollouts)
+        if _digest(raw["rollouts"], record.sha256) != record.digest:
+            raise BadRollouts(f"{file} was changed: its rollouts do not have their digest. Delete it, and resume.")
         if len(record.rollouts) != len(self.indices(number)):
             raise BadRollouts(f"{file} has {len(record.rollouts)} rollouts instead of {len(self.indices(number))}. Delete it.")
         if record.sha256 is not None and hashlib.sha256(_content(rows)).hexdigest() != record.sha256:
             raise BadRollouts(f"{rows} was changed: it does not have the SHA-256 of {file.name}. Delete both, and resume.")
         found, first = [], 0
-        for each in record.rollouts:
+        for index, each in zip(self.indices(number), record.rollouts, strict=True):
+            place, own = self.plan.rollout(index)
+            planned = (self.plan.positions[place], own, self.plan.sampling_of(index).seed)
+            if (each.position, each.number, each.seed) != planned:
+                raise BadRollouts(f"{file} holds other rollouts than the plan. Delete it, and resume.")
             end = first + len(each.rows)
             found.append(replace(Rollout(**vars(each)), states=FileRows(rows, first, end) if first < end else {}))
             first = end
@@ -155,6 +166,11 @@ class FileRows(Mapping[str, Tensor]):
             return safe_open(self._file, "pt")
         except (OSError, SafetensorError) as error:
             raise BadRollouts(f"The rows in {self._file} cannot be read: {error}.") from error
+
+
+def _digest(records: list[Any], rows: str | None) -> str:
+    """The SHA-256 of rollouts as JSON values, and of the hash of their rows."""
+    return hashlib.sha256(json.dumps([records, rows], sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _content(file: Path) -> bytes:

@@ -87,10 +87,9 @@ class EngineLock:
             raise BadRequest("A hook function called its own engine to compute during a pass. Hook functions may only read.")
 
     def _step(self, step: Callable[[], object]) -> None:
-        with self._next:  # waiting threads come first
-            pass
-        with self._held:
+        with self._next, self._held:  # waiting threads come first; what finalizers left takes both locks, in this order
             self.tidy()
+        with self._held:
             self._stepping = threading.get_ident()
             self._depth += 1
             try:

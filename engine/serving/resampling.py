@@ -101,7 +101,7 @@ class Resampled:
         ['tails']
         """
         plan, wave = self.plan_rollouts(n, at, sampling, max_new, answer, sites, keep, replace, wave)
-        found = list(self._stream(plan, wave, folder, flag("progress", progress)))
+        found = list(self._stream(self._held_path(), plan, wave, folder, flag("progress", progress)))
         return Rollouts(plan, tuple(found))
 
     @named_options
@@ -123,7 +123,7 @@ class Resampled:
         """Yield the rollouts of `resample` in their order, wave by wave. What is not yielded yet is not drawn, and what is not
         held is not kept."""
         plan, wave = self.plan_rollouts(n, at, sampling, max_new, answer, sites, keep, replace, wave)
-        return self._stream(plan, wave, folder, flag("progress", progress))
+        return self._stream(self._held_path(), plan, wave, folder, flag("progress", progress))
 
     def plan_rollouts(
         self,
@@ -193,8 +193,18 @@ class Resampled:
         edits = self.lane.edits
         return tuple(tuple(edit.to_json() for edit in edits if edit.needs <= at) for at in positions) if edits else ()
 
-    def _stream(self, plan: ResamplePlan, wave: int, folder: str | Path | None, progress: bool) -> Iterator[Rollout]:
-        waves = waves_of(self.engine, self, plan)
+    def _held_path(self) -> Any:
+        """A fork that stays on this path while rollouts are drawn, whatever becomes of the branch."""
+        branch: Any = self
+        with self.engine.forest.quiet():
+            return branch.fork()[0]
+
+    def _stream(self, path: Any, plan: ResamplePlan, wave: int, folder: str | Path | None, progress: bool) -> Iterator[Rollout]:
+        with path:
+            yield from self._drawn(path, plan, wave, folder, progress)
+
+    def _drawn(self, path: Any, plan: ResamplePlan, wave: int, folder: str | Path | None, progress: bool) -> Iterator[Rollout]:
+        waves = waves_of(self.engine, path, plan)
         files = None if folder is None else WaveFolder.create(folder, plan, wave)
         wave = wave if files is None else files.wave
         missing = set() if files is None else set(files.missing())

@@ -48,7 +48,7 @@ def test_other_bits_after_a_restart_are_found() -> None:
 
 
 def test_sessions_are_counted_and_left_to_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(soak.Small, "sessions", 4)
+    monkeypatch.setattr(soak.Small, "sessions", 8)
     monkeypatch.setattr(soak.Small, "steps", 12)
     assert soak.work("Small", 1, tmp_path) >= 8
     left = json.loads((tmp_path / "Small.json").read_text())

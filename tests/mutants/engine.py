@@ -137,7 +137,7 @@ ENGINE = (
         "np.minimum(limit[1:], limit[:-1])",
         "np.maximum(limit[1:], limit[:-1])",
         "only keys that are in the cache before the pass are shared",
-        ("tests/engine/passes/test_sharing.py",),
+        ("tests/kernels/test_sharing.py",),
     ),
     Mutant(
         "own-keys-before-shared-ones",

@@ -11,6 +11,7 @@ from replaylens.engine.errors import BadEdit
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place
 from tests.engine.request.test_edits import LENGTH, TOKENS, VECTOR, bits, edited_logits, engine, lens_logits
+from tests.families import hugging_face
 from tests.toy_model import engine as toy_engine
 
 PATTERN = "blocks.1.attn.hook_pattern"
@@ -207,3 +208,13 @@ def test_no_weight_is_set_where_a_row_sees_no_key() -> None:
 def test_an_unknown_op_is_refused_at_once() -> None:
     with pytest.raises(BadEdit, match="Unknown op 'zeroo'"):
         Edit("S", "zeroo")  # type: ignore[arg-type]
+
+
+def test_a_set_weight_outside_the_window_changes_nothing() -> None:
+    """Rows whose sliding window hides the set key have no such edge, and keep their bits."""
+    subject = Engine.load(hugging_face("mistral"), page_size=4, check=False)
+    site, ids = "blocks.0.attn.hook_z", [2 + 7 * i % 90 for i in range(40)]
+    edit = Edit("blocks.0.attn.hook_pattern", "set", [0.5], positions=slice(2, None), keys=[1])
+    plain, edited = (subject.prompt(ids, sites=[site], edits=edits).activations[site] for edits in ((), [edit]))
+    changed = (plain != edited).flatten(1).any(1).nonzero().flatten().tolist()
+    assert changed == list(range(2, 1 + subject.config.windows[0]))

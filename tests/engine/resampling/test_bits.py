@@ -148,3 +148,17 @@ def test_replacement() -> None:
     again = branch.resample(3, at=[7, 16], sampling=HOT, max_new=6, replace=[4, 4, 2], sites="S", keep=["fork", "last"], wave=1)
     assert again.digest == found.digest
     assert found.digest != branch.resample(3, at=[7, 16], sampling=HOT, max_new=6, sites="S", keep=["fork", "last"]).digest
+
+
+def test_a_stream_stays_on_its_path_when_the_branch_moves_on() -> None:
+    """Waves that are drawn later belong to the path of the call, not to what the branch has become."""
+    engine = Engine.load("coin-plain")
+    start = "A coin's state is heads."
+    chain = engine.prompt(start).force(" Alice flips. Bob flips. What's the state? A:")
+    wanted = chain.resample(3, at="sentences", max_new=6, wave=2)
+    stream = chain.stream_rollouts(3, at="sentences", max_new=6, wave=2)
+    first = next(stream)
+    chain.rollback(engine.prompt(start).length)
+    chain.force(" Bob does not flip. Carol flips. What's the state? A:")
+    chain.release()
+    assert [each.digest for each in (first, *stream)] == [each.digest for each in wanted.rollouts]

@@ -12,6 +12,7 @@ import torch
 
 from replaylens.engine.errors import BadRollouts, OtherPlan
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.resampling import folder
 from replaylens.engine.resampling.answers import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.engine.serving.branch import Branch
@@ -112,6 +113,30 @@ def test_damage(tmp_path: Path) -> None:
         file.write_text(json.dumps(wrong))
         with pytest.raises(BadRollouts):
             Rollouts.load(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["outcome", "tokens", "seed", "position", "order", "rows"])
+def test_changed_records(tmp_path: Path, change: str) -> None:
+    """Whatever was changed in the file of a wave, it is refused, also if the digest was made anew for what the plan knows."""
+    drawn(path(), tmp_path)
+    file = tmp_path / "wave-00000.json"
+    raw = json.loads(file.read_text())
+    first = raw["rollouts"][0]
+    match change:
+        case "outcome":
+            first["outcome"] = "other"
+        case "tokens":
+            first["tokens"][0] = -7
+        case "order":
+            raw["rollouts"].reverse()
+        case "rows":
+            raw["sha256"] = None
+        case _:
+            first[change] += 1
+            raw["digest"] = folder._digest(raw["rollouts"], raw["sha256"])
+    file.write_text(json.dumps(raw))
+    with pytest.raises(BadRollouts, match=r"was changed|other rollouts"):
+        Rollouts.load(tmp_path)
 
 
 def test_other_folders(tmp_path: Path) -> None:

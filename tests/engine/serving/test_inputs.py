@@ -1,6 +1,7 @@
 """User input: scalars of every library are numbers. Anything else is refused by name and changes nothing."""
 
 import copy
+import gc
 import math
 import pickle
 from collections.abc import Callable
@@ -30,6 +31,7 @@ def branch(served: Engine) -> Branch:
 
 def state(e: Engine, branch: Branch) -> tuple[Any, ...]:
     """Everything that a call could change."""
+    gc.collect()  # branches that nobody holds are released at any time; here, before
     kv = branch.kv()
     pool, tree = e.runner.pool, e.tree
     return (

@@ -521,3 +521,31 @@ def test_errors_stay_with_their_thread() -> None:
     seen = all_at_once(*works)
     assert seen[:4] == [continuation(toy(), [1, 2, i], 8) for i in range(4)]
     assert all(isinstance(error, EngineError) for error in seen[4:])
+
+
+def test_dropped_forks_do_not_stop_other_threads() -> None:
+    """What finalizers left is done before a step, while other threads wait for the engine. Neither may wait for the other."""
+    subject = engine()
+    root, end = subject.prompt([3, 4, 5]), threading.Event()
+
+    def fork() -> None:
+        for _ in range(60):
+            root.fork()  # dropped at once
+            subject.prompt([5, 6]).generate(1)
+        end.set()
+
+    def until_end(work: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            while not end.is_set():
+                work()
+
+        return run
+
+    works = [fork, until_end(lambda: root.tokens), until_end(lambda: subject.prompt([7, 8]).generate(2))]
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert end.is_set() and not any(thread.is_alive() for thread in threads), "deadlock"
+    subject.check_integrity()
