@@ -1,7 +1,7 @@
 """`CheckedShards`: every shard is hashed once, when it is first opened, so that damage does not pass for data.
 
-The result is kept in the cache folder by the file's path, size, time of change and inode; while these stay, no later process
-hashes the shard again.
+The result is kept in the cache folder by the file's path, size, inode and times of change; while these stay, no later process
+hashes the shard again. The time of writing can be set back by any program, that of the inode's change cannot.
 """
 
 import hashlib
@@ -74,14 +74,14 @@ class CheckedShards:
             if not self.store.local:
                 return str(self.store.fs.ukey(path))
             found = os.stat(path)
-            return f"{found.st_size} {found.st_mtime_ns} {found.st_ino}"
+            return f"{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
         return "none"
 
     def _settled(self, number: int) -> bool:
         if not self.store.local:
             return True
-        changed = os.stat(self.store.path(self.manifest.shards[number].name)).st_mtime_ns
-        return time.time_ns() - changed > _SETTLED_NS
+        found = os.stat(self.store.path(self.manifest.shards[number].name))
+        return time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > _SETTLED_NS
 
     def _line(self, number: int, stamp: str) -> str:
         shard = self.manifest.shards[number]

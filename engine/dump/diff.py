@@ -1,4 +1,4 @@
-"""`diff`: the first row in which two dumps differ."""
+"""`diff`: the first row in which two dumps differ; if there is none, the first site or label that they describe differently."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import torch
 from tqdm.auto import tqdm
 
 from replaylens.engine.dump.content import Content, concatenate
+from replaylens.engine.dump.described import index_problems, labels_differ, sites_differ
 from replaylens.engine.dump.difference import Difference, first_difference
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump
@@ -19,7 +20,7 @@ class Comparison:
     """The result of `diff`."""
 
     difference: Difference | None
-    """the first row that differs; None: the content is the same"""
+    """the first row, site or label that differs; None: the content is the same"""
     remarks: tuple[str, ...]
     """differences between fingerprints and plans; the content can still be the same"""
 
@@ -33,12 +34,15 @@ class Comparison:
 def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, progress: bool = False) -> Comparison:
     """Compare two dumps row by row, whatever their shard sizes. `accepted`: ignore rejected branches.
 
-    Hashes all files first and raises BadDump, with their names, if any are damaged.
+    Hashes all files first and raises BadDump, with their names, if any are damaged, or if index and manifest contradict each
+    other.
     """
     mine, yours = (given if isinstance(given, Dump) else Dump.open(given) for given in (a, b))
     for dump in {mine.url: mine, yours.url: yours}.values():
         if problems := dump.files.problems(progress):
             raise BadDump(f"{dump.url} is damaged: {'; '.join(problems)}. Resume the dump to repair it.")
+        if problems := index_problems(dump.files):
+            raise BadDump(f"{dump.url} contradicts itself: {'; '.join(problems)}. Copy it again from an intact dump.")
     remarks = [f"fingerprint: {line}" for line in mine.manifest.fingerprint.differences(yours.manifest.fingerprint)]
     remarks += [f"plan: {line}" for line in mine.manifest.plan.differences(yours.manifest.plan)]
     every = sorted({*mine.manifest.plan.examples, *yours.manifest.plan.examples})
@@ -50,7 +54,9 @@ def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, 
         here, there = _load(mine, some, accepted), _load(yours, some, accepted)
         if found := first_difference(here, there):
             return Comparison(found, tuple(remarks))
-    return Comparison(None, tuple(remarks))
+    ours, others = mine.manifest, yours.manifest
+    described = sites_differ(ours.sites, others.sites) or labels_differ(ours.labels, others.labels, accepted)
+    return Comparison(described, tuple(remarks))
 
 
 def _same_shard(a: Dump, b: Dump, indices: Sequence[int], accepted: bool) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, no_such
+from replaylens.engine.errors import BadDump, BadRequest, no_such
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.records import Hash, Positive
@@ -111,7 +111,12 @@ def to_tensors(stored: StoredFeatures, found: FeatureRows) -> dict[str, Tensor]:
 
 
 def to_rows(stored: StoredFeatures, indices: Tensor, values: Tensor) -> FeatureRows:
-    """Inverse of `to_tensors`, up to the features that were not kept."""
+    """Inverse of `to_tensors`, up to the features that were not kept. BadDump for numbers that no feature has."""
+    if len(wrong := indices[(indices < -1) | (indices >= stored.width)]):
+        raise BadDump(
+            f"The stored features {stored.name!r} include number {wrong[0].item()}, but there are {stored.width} features. The "
+            "dump was changed after it was made: copy it again from an intact one, or make it again."
+        )
     there = indices >= 0
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), there.sum(1).cumsum(0)])
     return FeatureRows(offsets, indices[there], values[there], stored.width)

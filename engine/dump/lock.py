@@ -7,10 +7,13 @@ An owner that was suspended for longer than that notices at its next renewal, an
 wrote meanwhile has the same bits.
 """
 
+import errno
 import fcntl
+import hashlib
 import math
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +23,7 @@ from replaylens.engine.dump import lease
 from replaylens.engine.dump.lease import Lease, is_live, is_renewed, owner_in, owner_of
 from replaylens.engine.dump.owner import LockOwner
 from replaylens.engine.dump.store import Store
-from replaylens.engine.errors import DumpLocked
+from replaylens.engine.errors import DumpLocked, DumpWriteFailed
 
 FINISH = "lock-finish"
 _PAUSE = 0.01
@@ -85,7 +88,7 @@ class DumpLock:
     def _take_local(self) -> None:
         path, deadline = self.store.path(self.name), time.monotonic() + _PROBE
         while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            handle = _open(self.store, self.name, os.O_RDWR | os.O_CREAT)
             if _flock(handle, fcntl.LOCK_EX):
                 if _same_file(handle, path):
                     break
@@ -101,8 +104,12 @@ class DumpLock:
         if owner is not None and not owner.is_here and is_renewed(self.store, self.name, owner):
             os.close(handle)  # on a shared disk, flock may not cover other machines
             raise _locked(self.store, self.name)
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, self.owner.to_bytes(), 0)
+        try:
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, self.owner.to_bytes(), 0)
+        except OSError as error:
+            os.close(handle)
+            raise _refused(self.store, self.name, f"{error.strerror}. Make room") from error
         self._handle = handle
 
     def _take_remote(self) -> None:
@@ -127,7 +134,8 @@ class DumpLock:
         """Claim the right to remove the lock of a dead owner, or raise DumpLocked. Mutates `claims`: files to remove then.
 
         A claim is a file that is named after the owner it is about. Who finds one of a process that died over it claims that
-        one's right, and so on: there is one live claimant at most, wherever the others were killed.
+        one's right, and so on: there is one live claimant at most, wherever the others were killed. Claims that were cut all
+        name the same unknown owner; so as not to go in a circle, no name is followed twice.
         """
         mark, dead_claims = dead.mark, list[str]()
         while not self.store.create(name := _CLAIM + mark, self.owner.to_bytes()):
@@ -140,6 +148,8 @@ class DumpLock:
             if claimant.mark == self.owner.mark:
                 break
             mark = claimant.mark
+            while _CLAIM + mark in dead_claims:
+                mark = _after(mark)
         claims += [*dead_claims, name]
 
     def _give_back(self) -> None:
@@ -187,8 +197,10 @@ def _sweep_claims(store: Store) -> None:
     names = [name for name in store.sizes() if _LOCK_OR_CLAIM.fullmatch(name)]
     owners = {name: owner for name in names if (owner := owner_of(store, name)) is not None}
     while True:
-        marks = {owner.mark for owner in owners.values()}
-        gone = [name for name in owners if name.startswith(_CLAIM) and name.removeprefix(_CLAIM) not in marks]
+        named = {(name, owner.mark) for name, owner in owners.items()}
+        named |= {(name, _after(name.removeprefix(_CLAIM))) for name in owners if name.startswith(_CLAIM)}
+        subjects = {_CLAIM + mark for name, mark in named if name != _CLAIM + mark}  # a claim does not keep itself
+        gone = [name for name in owners if name.startswith(_CLAIM) and name not in subjects]
         if not gone:
             return
         for name in gone:
@@ -198,7 +210,7 @@ def _sweep_claims(store: Store) -> None:
 
 def _remove_if_free(store: Store, name: str) -> None:
     """Remove a lock file that no process holds. Writes no owner into it, so that a writer who wants the lock now waits."""
-    with _opened(store, name) as handle:
+    with suppress(DumpWriteFailed), _opened(store, name) as handle:  # what cannot be opened stays
         if handle is None:
             return
         owner = owner_in(handle)
@@ -211,7 +223,7 @@ def _remove_if_free(store: Store, name: str) -> None:
 def _opened(store: Store, name: str) -> Iterator[int | None]:
     """An open local lock file; None if there is none."""
     try:
-        handle = os.open(store.path(name), os.O_RDWR)
+        handle = _open(store, name, os.O_RDWR)
     except FileNotFoundError:
         yield None
         return
@@ -232,6 +244,33 @@ def _is_held(store: Store, name: str) -> bool:
         owner = owner_in(handle)
         distant = owner is not None and not owner.is_here
         return not _flock(handle, fcntl.LOCK_SH) or (distant and owner is not None and is_renewed(store, name, owner))
+
+
+def _open(store: Store, name: str, flags: int) -> int:
+    """Open a local lock file. A link is not followed: it could lead to any file, which the owner would overwrite."""
+    try:
+        handle = os.open(store.path(name), flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except FileNotFoundError:
+        if flags & os.O_CREAT:
+            raise _refused(store, name, "there is no such folder. Create it") from None
+        raise
+    except OSError as error:
+        said = {errno.ELOOP: "it is a symbolic link. Remove it", errno.EISDIR: "it is a folder. Remove it"}
+        why = said.get(error.errno or 0, f"{error.strerror}. Make the folder writable, with room for new files")
+        raise _refused(store, name, why) from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise _refused(store, name, "it is not a regular file. Remove it")
+    return handle
+
+
+def _refused(store: Store, name: str, why: str) -> DumpWriteFailed:
+    return DumpWriteFailed(f"Cannot take the lock {store.url}/{name}: {why}, or choose another folder.")
+
+
+def _after(mark: str) -> str:
+    """The mark that stands for one that is taken: every process finds the same."""
+    return hashlib.sha256(mark.encode()).hexdigest()[:32]
 
 
 def _flock(handle: int, kind: int) -> bool:

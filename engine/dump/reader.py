@@ -142,8 +142,8 @@ class Dump:
         layer = None if layer is None else whole("layer", layer, error=UnknownSite)
         if stored := self.manifest.layers(site) if site in tuple("STC") else {}:
             return at_layer(site, stored, layer), None
-        names = (site, same_value(site))
-        name = next((n for n, entry in sites.items() if n in names or site in entry.aliases), None)
+        aliased = (name for name, entry in sites.items() if site in entry.aliases)
+        name = next((name for name in (site, same_value(site)) if name in sites), None) or next(aliased, None)
         if name is None:
             raise UnknownSite(f"{site!r} is not in this dump. It holds {', '.join(sites)}.")
         if sites[name].letter == "Z":
@@ -300,7 +300,8 @@ class Dump:
         cache: dict[str, Tensor] = {}
         for name, x in rows.items():
             for alias in (name, *self.manifest.sites[name].aliases):
-                cache[alias] = x[None]
+                if alias == name or alias not in rows:  # a stored name comes before an alias
+                    cache[alias] = x[None]
         return ActivationCache(cache, None)
 
     # ---- internals ----------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """`verify`: does a replay of a dump's examples give the stored rows, bit for bit?
 
-Checks the files (missing, truncated, changed), then the digests of their content, then a replay of a sample. Under another
-fingerprint, bits are not comparable, and no replay is run.
+Checks the files (missing, truncated, changed) and what manifest and index say about each other, then the digests of their
+content, then a replay of a sample. Under another fingerprint, bits are not comparable, and no replay is run.
 """
 
 import random
@@ -16,6 +16,7 @@ from types import MappingProxyType
 from tqdm.auto import tqdm
 
 from replaylens.engine.dump.content import Content
+from replaylens.engine.dump.described import index_problems, sites_differ
 from replaylens.engine.dump.difference import Difference, first_difference
 from replaylens.engine.dump.features import Encoders, matched
 from replaylens.engine.dump.maker import ShardMaker
@@ -42,7 +43,7 @@ class Verification:
     problems: tuple[str, ...] = ()
     """damage to the files, or differences between the fingerprints"""
     difference: Difference | None = None
-    """the first row that differs"""
+    """the first row that differs, or entry of a site"""
     examples: int = 0
     """number of examples replayed"""
     rows: int = 0
@@ -83,7 +84,7 @@ def verify(
         raise BadRequest(f"Invalid sample {sample!r}. Give a share above 0 and up to 1, or 'all'.")
     try:
         dump = Dump.open(path, check_files=False)
-        problems = dump.files.problems(progress)
+        problems = dump.files.problems(progress) or index_problems(dump.files)
     except BadDump as error:
         if not Store(path).exists(MANIFEST):
             raise
@@ -149,7 +150,8 @@ class _Replay:
                     self.notes = [note]
                 made = self.maker.rows_of(some, bar.update, self._with_stored_branches(stored))
                 rows += len(stored)
-                if found := first_difference(stored, made):
+                described = self.dump.manifest.sites
+                if found := first_difference(stored, made) or sites_differ(described, self.maker.sites(made)):
                     return Verification(MISMATCH, ("replay and dump differ:",), found, bar.n, rows)
         return Verification(VERIFIED, (), None, len(examples), rows, tuple(self.notes))
 

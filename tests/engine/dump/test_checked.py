@@ -1,7 +1,6 @@
 """Shards are hashed once, when they are first opened: a flipped bit is found, unless the check is switched off."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from replaylens.cli import app
+from replaylens.engine.dump import checked as dump_checked
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, DamagedShard
@@ -32,10 +32,10 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def settle(folder: Path) -> None:
-    """As if the files had been written an hour ago."""
-    for path in folder.iterdir():
-        os.utime(path, ns=(time.time_ns(), time.time_ns() - 3600 * 10**9))
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every file had been written an hour ago; the time of an inode's change cannot be set."""
+    monkeypatch.setattr(dump_checked, "_SETTLED_NS", -3600 * 10**9)
 
 
 READERS = {
@@ -79,9 +79,8 @@ def test_shards_that_are_not_read_are_not_hashed(copy: Path, hashed: list[str]) 
     assert hashed == ["shard-00000.safetensors"]
 
 
-def test_hashed_once(copy: Path, hashed: list[str], cache: Path) -> None:
+def test_hashed_once(copy: Path, hashed: list[str], cache: Path, settled: None) -> None:
     """The next process takes the result from the cache folder, for each file as long as it stays as it is."""
-    settle(copy)
     names = [f"shard-0000{number}.safetensors" for number in range(3)]
     Dump.open(copy).to_torch("S", 0)
     assert sorted(hashed) == names
@@ -93,11 +92,22 @@ def test_hashed_once(copy: Path, hashed: list[str], cache: Path) -> None:
     assert hashed == names[1:2], "another time of change: hashed again"
 
 
-def test_damage_after_the_check_is_found(copy: Path) -> None:
+def test_damage_after_the_check_is_found(copy: Path, settled: None) -> None:
     """Writing changes the time, though not the size."""
-    settle(copy)
     Dump.open(copy).to_torch("S", 0)
     flip_bit(copy / "shard-00001.safetensors")
+    with pytest.raises(DamagedShard, match="shard-00001"):
+        Dump.open(copy).to_torch("S", 0)
+
+
+def test_damage_with_the_old_time_is_found(copy: Path, settled: None) -> None:
+    """The time of writing can be set back, that of the inode's change cannot."""
+    path = copy / "shard-00001.safetensors"
+    Dump.open(copy).to_torch("S", 0)
+    before = os.stat(path)
+    flip_bit(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert os.stat(path).st_mtime_ns == before.st_mtime_ns
     with pytest.raises(DamagedShard, match="shard-00001"):
         Dump.open(copy).to_torch("S", 0)
 
@@ -113,8 +123,7 @@ def test_a_result_is_not_kept_for_a_file_that_may_still_change(copy: Path, hashe
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\0", b"shard-00000.safetensors 1 2 3 x\n" * 5])
-def test_a_damaged_record_costs_time_only(copy: Path, hashed: list[str], cache: Path, content: bytes) -> None:
-    settle(copy)
+def test_a_damaged_record_costs_time_only(copy: Path, hashed: list[str], cache: Path, content: bytes, settled: None) -> None:
     Dump.open(copy).to_torch("S", 0)
     (record,) = (cache / "shards").iterdir()
     record.write_bytes(content)
@@ -123,10 +132,9 @@ def test_a_damaged_record_costs_time_only(copy: Path, hashed: list[str], cache: 
     assert len(hashed) == 3
 
 
-def test_no_cache_folder(copy: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_cache_folder(copy: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settled: None) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
-    settle(copy)
     assert len(Dump.open(copy).to_torch("S", 0))
 
 

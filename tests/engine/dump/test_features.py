@@ -1,5 +1,6 @@
 """Sparse features in dumps: stored as the strongest of each row, covered by the digest, replayed by verify."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -179,3 +180,21 @@ def test_from_the_shell(sae: SparseFeatures, model_folder: Path, tmp_path: Path)
     refused = runner.invoke(app, command)
     assert refused.exit_code == 2 and "Pass them" in refused.output
     assert runner.invoke(app, [*command, "--features", "sae"]).exit_code == 2
+
+
+def test_a_feature_number_out_of_range(dump: Dump, tmp_path: Path) -> None:
+    """Forged with every digest corrected: a named error, before any of it is used. Control: the last feature is fine."""
+    folder = tmp_path / "forged"
+    shutil.copytree(dump.url, folder)
+    for number, fine in ((COUNT - 1, True), (COUNT, False), (-2, False)):
+
+        def forge(tensors: dict[str, torch.Tensor], number: int = number) -> None:
+            tensors[INDICES][0, -1] = number
+
+        forge_shard(folder, 0, forge)
+        forge_digests(folder)
+        if fine:
+            Dump.open(folder).features("sae").dense()
+            continue
+        with pytest.raises(BadDump, match=rf"'sae'.* {number}.*{COUNT} features"):
+            Dump.open(folder).features("sae")

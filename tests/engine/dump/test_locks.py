@@ -1,5 +1,6 @@
 """Locks of a dump: one holder at a time, on a local disk and elsewhere. Exactly one writer takes over a dead process's lock."""
 
+import errno
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from replaylens.commands.reporting import OUT_OF_REACH, exit_code
 from replaylens.engine.dump import lease as dump_lease
 from replaylens.engine.dump import lock as dump_lock
 from replaylens.engine.dump import owner as dump_owner
@@ -21,7 +23,7 @@ from replaylens.engine.dump.lease import Lease
 from replaylens.engine.dump.lock import DumpLock, lock_name
 from replaylens.engine.dump.owner import LockOwner
 from replaylens.engine.dump.store import Store
-from replaylens.engine.errors import DumpLocked, StoreFailed
+from replaylens.engine.errors import DumpLocked, DumpWriteFailed, StoreFailed
 
 NAME = "lock-0-of-1"
 DEAD = json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "started": "1"}).encode()
@@ -286,3 +288,77 @@ def test_sweeping_leaves_no_free_lock(tmp_path: Path) -> None:
         store.write("lock-1-of-2", DISTANT)
         dump_lock.sweep(store)
         assert list(store.sizes()) == ["lock-1-of-2"], "of another machine it cannot be told"
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    """Who can write into the folder must not make others overwrite files elsewhere. Sweeping leaves the link alone."""
+    store, target = Store(tmp_path / "dump"), tmp_path / "precious"
+    store.make()
+    target.write_text("thesis")
+    for name in (NAME, dump_lock.FINISH):
+        (tmp_path / "dump" / name).symlink_to(target)
+        with pytest.raises(DumpWriteFailed, match=f"{name}.*symbolic link"), DumpLock(store, name):
+            pytest.fail("a link is no lock")
+    with pytest.raises(DumpWriteFailed, match="symbolic link"), DumpLock(store, lock_name((1, 3))):
+        pytest.fail("whether the other lock is held cannot be told")
+    dump_lock.sweep(store)
+    assert target.read_text() == "thesis" and (tmp_path / "dump" / NAME).is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_lock_that_is_no_file(tmp_path: Path, kind: str) -> None:
+    if kind == "folder":
+        (tmp_path / NAME).mkdir()
+    else:
+        os.mkfifo(tmp_path / NAME)
+    with pytest.raises(DumpWriteFailed, match=f"lock {tmp_path}/{NAME}"), DumpLock(Store(tmp_path), NAME):
+        pytest.fail("it cannot be locked")
+
+
+@pytest.mark.parametrize("call, error", [("open", errno.EROFS), ("open", errno.ENOSPC), ("pwrite", errno.ENOSPC)])
+def test_a_disk_that_takes_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int) -> None:
+    """Read-only, without inodes, or full: a named error with the exit code of a store that cannot be used."""
+
+    def refuse(*given: Any) -> int:
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch, pytest.raises(DumpWriteFailed, match=os.strerror(error)) as caught:
+        patch.setattr(os, call, refuse)
+        DumpLock(Store(tmp_path), NAME).__enter__()
+    assert exit_code(caught.value) == OUT_OF_REACH
+    with DumpLock(Store(tmp_path), NAME):
+        pass  # what failed holds nothing
+
+
+@pytest.mark.parametrize("content", [b"", DEAD])
+def test_claims_that_lead_in_a_circle(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    """A claim that was cut names nobody, as a lock that was cut does; a claim may also name its own subject."""
+    monkeypatch.setattr(dump_lease, "LEASE", 0.02)
+    store, plain, tries = Store("memory://circle"), Store.create, list[str]()
+
+    def counted(self: Store, name: str, data: bytes) -> bool:
+        tries.append(name)
+        assert len(tries) < 50, "an endless loop"
+        return plain(self, name, data)
+
+    monkeypatch.setattr(Store, "create", counted)
+    store.write(NAME, content)
+    first = "takeover-" + LockOwner.parse(content).mark
+    store.write(first, content)
+    live, held = DumpLock(store, NAME), list[str]()
+    live._claim(LockOwner.parse(content), held)
+    dump_lock._sweep_claims(store)
+    assert sorted(held) == sorted(name for name in store.sizes() if name != NAME), "a claim in use is not swept"
+    with pytest.raises(DumpLocked, match=f"process {os.getpid()}"), DumpLock(store, NAME):
+        pytest.fail("one live claimant at most")
+    store.remove(held[-1])
+    with DumpLock(store, NAME):
+        assert list(store.sizes()) == [NAME]
+    assert store.sizes() == {}
+
+
+def test_a_claim_that_names_itself_is_swept() -> None:
+    store = Store("memory://itself")
+    store.write("takeover-" + LockOwner.parse(b"").mark, b"")
+    dump_lock._sweep_claims(store)
+    assert store.sizes() == {}
