@@ -286,8 +286,8 @@ ENGINE = (
     Mutant(
         "weights-of-later-keys-set",
         "replaylens.engine.passes.edges",
-        "torch.where(given & seen, put, weights, out=weights)",
-        "torch.where(given, put, weights, out=weights)",
+        "given = ~put.isnan() & seen",
+        "given = ~put.isnan()",
         "a row gives no weight to keys outside its sliding window",
         ("tests/engine/request/test_pattern_and_token_edits.py::test_no_weight_is_set_where_a_row_sees_no_key",),
     ),
