@@ -48,11 +48,11 @@ def test_dropped_forks_are_released_before_the_next_call() -> None:
 
 
 def test_rounds_of_dropped_forks_leave_nothing_behind() -> None:
-    """Ten rounds of forks, which together take more pages than there are. No branch of a round is left to the next."""
-    subject = engine(cache_tokens=1024)
+    """Rounds of forks, which together take more pages than there are. No branch of a round is left to the next."""
+    subject = engine(cache_tokens=256)
     root = subject.prompt(list(range(40)))
-    for number in range(10):
-        subject.generate(root.fork(20), 12, sampling=seeds(20, 100 * number))
+    for number in range(6):
+        subject.generate(root.fork(8), 12, sampling=seeds(8, 100 * number))
         gc.collect()
         assert root.length == 40 and list(subject.loop.lanes) == [root.id]
     assert root.lane.computed == 40, "the root kept its pages"

@@ -78,7 +78,7 @@ def growth(subject: Engine, cycle: Cycle, count: int, warm_up: int = 60) -> tupl
 
 def test_thousands_of_requests_leave_nothing_behind() -> None:
     subject = engine(small(), cache_tokens=128)
-    objects, tensors = growth(subject, plain, 800)
+    objects, tensors = growth(subject, plain, 400)
     assert objects < 0.02 and tensors < 1
     assert len(subject.tree) == 0 and subject.loop.lanes == {}
 
@@ -114,7 +114,7 @@ def test_forks_of_a_branch_that_stays() -> None:
         (fork,) = root.fork()
         fork.force(prompt_of(draw, 2)).release()
 
-    objects, tensors = growth(subject, cycle, 300)
+    objects, tensors = growth(subject, cycle, 160)
     assert objects < 0.1 and tensors < 10 and subject.tree.children(root.id) == []
 
 
@@ -128,7 +128,7 @@ def test_a_branch_that_goes_to_and_fro() -> None:
         assert root.record.cut
         root.rollback(3)
 
-    objects, tensors = growth(subject, cycle, 100)
+    objects, tensors = growth(subject, cycle, 60)
     assert objects < 1 and tensors < 10 and subject.tree.children(root.id) == []
 
 
@@ -139,7 +139,7 @@ def test_requests_that_fail() -> None:
         with pytest.raises(EngineError):
             subject.prompts([[1, 2, 3], prompt_of(draw, 80)])
 
-    objects, tensors = growth(subject, cycle, 100)
+    objects, tensors = growth(subject, cycle, 60)
     assert objects < 1 and tensors < 10 and len(subject.tree) == 0
 
 
