@@ -1,4 +1,4 @@
-"""`python -m tests.soak` (`make soak`): the contract machine for hours, in many processes. Exit code 1 at the first difference.
+"""`python -m tests.soak` (`make soak`): the contract machines for hours, in many processes. Exit code 1 at the first difference.
 
 Every process has its own seed, number of threads and model. They are printed before it starts, so that a failure can be
 reproduced with `--seed SEED --only NUMBER`. Each process recomputes the paths of the one before it from scratch, with another
@@ -23,6 +23,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from replaylens.engine.engine import Engine
 from tests.engine.reference import random_decoder
 from tests.engine.test_machine import CONFIG, Sessions
+from tests.engine.test_tree_machine import Trees
 
 ROOT = Path(__file__).parents[1]
 THREADS = (1, 2, 3, 8, 16, 4)
@@ -57,8 +58,9 @@ class Inputs14336(Sessions):
     sessions, steps = 6, 30
 
 
-MACHINES: dict[str, Any] = {cls.__name__: cls for cls in (Small, AsWideAsSmolLM2, Inputs4096, Inputs14336)}
-ORDER = ("Small", "AsWideAsSmolLM2", "Small", "Inputs4096", "Small", "Inputs14336")
+MACHINES: dict[str, Any] = {cls.__name__: cls for cls in (Small, AsWideAsSmolLM2, Inputs4096, Inputs14336, Trees)}
+ORDER = ("Small", "AsWideAsSmolLM2", "Small", "Inputs4096", "Trees", "Small", "Inputs14336")
+"""one more than `THREADS`, so that each machine meets every number of threads"""
 
 
 # ---- one process -------------------------------------------------------------------------------------------------------
