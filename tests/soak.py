@@ -1,4 +1,4 @@
-"""`python -m tests.soak` (`make soak`): the contract machines for hours, in many processes. Exit code 1 at the first difference.
+"""`python -m tests.soak` (`make soak`): the contract machines for hours, in many processes. Exit 1 at the first difference.
 
 Every process has its own seed, number of threads and model. They are printed before it starts, so that a failure can be
 reproduced with `--seed SEED --only NUMBER`. Each process recomputes the paths of the one before it from scratch, with another
