@@ -53,14 +53,13 @@ class Reservations:
 
     def _sharers(self, lane: Lane) -> int:
         """How many tables, and prefix entries, use the lane's last page."""
-        return self.pool.refcount(lane.table.pages[-1])
+        return self.pool.sharers(lane.table, len(lane.table.pages) - 1)
 
     def _drop_tail(self, lane: Lane) -> None:
         """Mutates: drops the lane's last pages, as many as have no more sharers than the very last. Pages shared by more stay:
         dropping them would free none, and later forks of the lane would compute them again."""
-        pages, sharers = lane.table.pages, self._sharers(lane)
-        kept = len(pages) - 1
-        while kept and self.pool.refcount(pages[kept - 1]) <= sharers:
+        sharers, kept = self._sharers(lane), len(lane.table.pages) - 1
+        while kept and self.pool.sharers(lane.table, kept - 1) <= sharers:
             kept -= 1
         lane.computed = min(lane.computed, kept * self.pool.page_size)
         self.pool.truncate(lane.table, lane.computed)

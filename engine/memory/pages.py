@@ -7,21 +7,22 @@
 | [length, end of the last page)          | nobody before a `reserve`        | freed with its page                 |
 | page 0, the null page                   | nobody: it stays zero            | never owned, never free             |
 
-A table of `length` positions always has exactly ceil(length / page_size) pages.
+A table of `length` positions always has exactly ceil(length / page_size) pages. Its first ones may belong to a `PageRun` that
+other tables hold as well; the others have a reference of the table's own.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylens.engine.errors import BadPage, BadPoolSize, BadRange, ClosedTable, IntegrityError, OutOfPages
-
-NULL_PAGE = 0
-"""padding of page tables points here; it is never a real page, so that a zeroed entry is recognised as a fault"""
+from replaylens.engine.errors import BadPage, BadPoolSize, BadRange, ClosedTable, OutOfPages
+from replaylens.engine.memory.page_runs import PageRun
+from replaylens.engine.memory.page_runs import PageTable as PageTable
+from replaylens.engine.memory.recount import NULL_PAGE as NULL_PAGE
+from replaylens.engine.memory.recount import PoolNumbers, recount
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,37 +32,6 @@ class PageCopy:
     source: int
     target: int
     num_slots: int
-
-
-@dataclass(slots=True, eq=False)
-class PageTable:
-    """The pages of positions [0, length) of one branch. Only `PagePool` changes it; its owner releases it."""
-
-    pages: list[int] = field(default_factory=list)
-    length: int = 0
-    closed: bool = False
-
-
-@dataclass(frozen=True)
-class PoolNumbers:
-    """The counts of `PagePool.check_integrity`."""
-
-    num_pages: int
-    page_size: int
-    num_free: int
-    num_shared: int
-    num_tables: int
-    num_positions: int
-    num_table_references: int
-    num_retained: int
-
-    def __str__(self) -> str:
-        return (
-            f"pool: {self.num_pages} pages of {self.page_size} = {self.num_free} free "
-            f"+ {self.num_pages - self.num_free} used ({self.num_shared} shared); "
-            f"references: {self.num_table_references} from {self.num_tables} tables of {self.num_positions} positions "
-            f"+ {self.num_retained} retained"
-        )
 
 
 class PagePool:
@@ -81,10 +51,16 @@ class PagePool:
         return len(self._free)
 
     def refcount(self, page: int) -> int:
-        """How many references `page` has; 0 for a free page and for the null page."""
+        """How many references `page` has: of tables, runs and `retain`. 0 for a free page and for the null page."""
         if not 0 <= page <= self.num_pages:
             raise BadPage(f"Page {page} does not exist. Pages are {NULL_PAGE} to {self.num_pages}.")
         return self._refcounts[page]
+
+    def sharers(self, table: PageTable, index: int) -> int:
+        """How many references the page at `index` has, those of the tables that hold its run counted one by one. Where forks
+        of forks hold it, it may be more."""
+        runs = [] if table.run is None else [run for run in table.run.chain() if run.end > index]
+        return self.refcount(table.pages[index]) + sum(run.holders - 1 for run in runs)
 
     def num_needed(self, table: PageTable, start: int, end: int) -> int:
         """How many free pages `reserve` takes for the same arguments. Changes nothing."""
@@ -105,6 +81,7 @@ class PagePool:
         if len(shared) + num_missing > self.num_free:
             raise OutOfPages(len(shared) + num_missing, self.num_free, self.num_pages)
         copies = []
+        self._own(table, start // self.page_size if start < end else table.num_held)
         for index in shared:
             source, target = table.pages[index], self._take()
             table.pages[index] = target
@@ -120,22 +97,32 @@ class PagePool:
         """Remove the positions from `length` on. Mutates the table; drops the pages that lie wholly beyond."""
         self._check_range(table, 0, length)
         num_kept = self._num_pages_of(length)
-        dropped = table.pages[num_kept:]
+        dropped = table.pages[max(num_kept, table.num_held) :]
         self._check_used(dropped)
         del table.pages[num_kept:]
         table.length = length
         for page in dropped:
             self.drop(page)
+        if table.run is not None and table.run.end > num_kept:
+            kept = table.run.hold(num_kept)
+            self._let_go(table.run)
+            table.run = kept
 
     def fork(self, table: PageTable, length: int | None = None) -> PageTable:
-        """A new table for the first `length` positions (default: all) that shares every page. Nothing is copied.
+        """A new table for the first `length` positions (default: all) that shares every page. No page is copied or counted:
+        both tables hold the same run. Mutates `table`: pages of its own become a run.
 
         The caller owns the new table and must release it. `table` keeps its pages, but its next write to a shared page
         needs a copy.
         """
         length = table.length if length is None else length
         self._check_range(table, 0, length)
-        return self.share(table.pages[: self._num_pages_of(length)], length)
+        count = self._num_pages_of(length)
+        if count > table.num_held:
+            own = table.pages[table.num_held : count]
+            self._check_used(own)
+            table.run = PageRun(table.run, table.num_held, own)
+        return PageTable(table.pages[:count], length, run=None if table.run is None else table.run.hold(count))
 
     def share(self, pages: list[int], length: int) -> PageTable:
         """A new table of these used pages, with one more reference on each. The caller must release it."""
@@ -153,6 +140,29 @@ class PagePool:
         """Drop all references of `table`. It is empty and closed afterwards. A second release is an error."""
         self.truncate(table, 0)
         table.closed = True
+
+    def _own(self, table: PageTable, first: int) -> None:
+        """Mutates: the table's pages from index `first` on belong to no run any more, but to the table itself."""
+        while table.run is not None and table.run.end > first:
+            run, others = table.run, table.run.holders > 1
+            if run.start < first:
+                run.split(first)
+            table.run = run.below
+            if others:
+                run.holders -= 1
+                for page in run.pages:
+                    self._refcounts[page] += 1
+                if run.below is not None:
+                    run.below.holders += 1
+
+    def _let_go(self, run: PageRun) -> None:
+        """Mutates: one holder less. A run without holders drops its pages and lets go of the one below."""
+        for each in run.chain():
+            each.holders -= 1
+            if each.holders:
+                return
+            for page in each.pages:
+                self.drop(page)
 
     def retain(self, page: int) -> None:
         """Add a reference to a page in use. The caller must `drop` it once."""
@@ -205,58 +215,7 @@ class PagePool:
         tables    all live tables, each once
         retained  the pages that `retain` holds, once per reference
         """
-        tables, retained = list(tables), list(retained)
-        references: Counter[int] = Counter()
-        for number, table in enumerate(tables):
-            self._check_table(number, table)
-            references.update(table.pages)
-        num_table_references = references.total()
-        references.update(retained)
-        self._check_free_list()
-        if self._refcounts[NULL_PAGE] or references[NULL_PAGE]:
-            owned = max(self._refcounts[NULL_PAGE], references[NULL_PAGE])
-            raise IntegrityError(f"The null page {NULL_PAGE} has {owned} references. It must have none.")
-        for page in range(1, self.num_pages + 1):
-            if self._refcounts[page] != references[page]:
-                raise IntegrityError(
-                    f"Page {page}: reference count {self._refcounts[page]}, but {references[page]} references found."
-                )
-        return PoolNumbers(
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            num_free=self.num_free,
-            num_shared=sum(count > 1 for count in self._refcounts),
-            num_tables=len(tables),
-            num_positions=sum(table.length for table in tables),
-            num_table_references=num_table_references,
-            num_retained=len(retained),
-        )
-
-    def _check_table(self, number: int, table: PageTable) -> None:
-        pages, length = table.pages, table.length
-        if table.closed and (pages or length):
-            raise IntegrityError(f"Table {number} is closed but has {len(pages)} pages and length {length}.")
-        if length < 0 or len(pages) != self._num_pages_of(length):
-            raise IntegrityError(f"Table {number}: length {length} with {len(pages)} pages of {self.page_size}.")
-        for index, page in enumerate(pages):
-            if not 1 <= page <= self.num_pages:
-                raise IntegrityError(f"Table {number}: entry {index} is page {page}, outside 1..{self.num_pages}.")
-        for page, count in Counter(pages).items():
-            if count > 1:
-                raise IntegrityError(f"Table {number}: page {page} occurs {count} times.")
-
-    def _check_free_list(self) -> None:
-        for page, count in Counter(self._free).items():
-            if not 1 <= page <= self.num_pages:
-                raise IntegrityError(f"Free list: page {page} is outside 1..{self.num_pages}.")
-            if count > 1:
-                raise IntegrityError(f"Free list: page {page} occurs {count} times.")
-            if self._refcounts[page]:
-                raise IntegrityError(f"Free list: page {page} has reference count {self._refcounts[page]}.")
-        lost = set(range(1, self.num_pages + 1)) - set(self._free)
-        for page in sorted(lost):
-            if self._refcounts[page] == 0:
-                raise IntegrityError(f"Free list: page {page} has reference count 0 but is not listed (leaked).")
+        return recount(self, list(tables), list(retained))
 
     def _plan(self, table: PageTable, start: int, end: int) -> tuple[list[int], int]:
         """Indices of the shared pages in [start, end), and the number of missing pages. Changes nothing."""
@@ -271,8 +230,18 @@ class PagePool:
         num_pages = self._num_pages_of(end)
         touched = table.pages[start // self.page_size : num_pages]
         self._check_used(touched)
-        shared = [index for index, page in enumerate(touched, start // self.page_size) if self._refcounts[page] > 1]
+        held = self._num_held_by_others(table)
+        shared = [
+            index for index, page in enumerate(touched, start // self.page_size) if index < held or self._refcounts[page] > 1
+        ]
         return shared, max(0, num_pages - len(table.pages))
+
+    def _num_held_by_others(self, table: PageTable) -> int:
+        """How many of the table's first pages other tables have as well, because they hold its runs."""
+        for run in [] if table.run is None else table.run.chain():
+            if run.holders > 1:
+                return run.end
+        return 0
 
     def _num_carried(self, length: int, index: int, start: int, end: int) -> int:
         first = index * self.page_size

@@ -68,7 +68,7 @@ class Differentiable:
             raise NoGradient(f"Branch {record.id} thinks, and no gradient flows through thoughts. Use a plain model.")
         if lane.hooks:
             raise NoGradient(f"Branch {record.id} has hook functions, which have no gradient. Use edits instead.")
-        return tape_of(self.engine, record.tokens, lane.edits, sites)
+        return tape_of(self.engine, record.tokens[:], lane.edits, sites)
 
     def _differentiable(self, sites: str | Sequence[str] | None) -> tuple[str, ...]:
         """The names of the sites; those that are captured if none are given."""

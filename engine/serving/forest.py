@@ -308,8 +308,9 @@ class Forest:
         """The number of committed tokens, none if the lane is released; and whether another token follows them."""
         if lane.branch not in self.loop.lanes:
             return 0, False
-        states, waiting = self.tree.branch(lane.branch).states, (TokenState.PENDING, TokenState.DRAFT)
-        committed = next((position for position, state in enumerate(states) if state in waiting), len(states))
+        states = self.tree.branch(lane.branch).states
+        waiting = TokenState.PENDING in states or TokenState.DRAFT in states
+        committed = states.num_committed if waiting else len(states)
         return committed, committed < len(states)
 
     @reading

@@ -13,6 +13,7 @@ from benchmarks.hostwork import WAYS, branches, generate, host_engine
 from replaylens.engine.loop.commit import Committer, Outcome
 from replaylens.engine.loop.planner import Planner
 from replaylens.engine.loop.turn import Turn
+from replaylens.engine.memory.path import PathStates, TokenPath
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import Reference, engine, toy
@@ -38,11 +39,29 @@ class Counted(list[Any]):
             yield element
 
 
+class CountedPath(TokenPath):
+    """A path that counts the tokens read from it."""
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        Counted.reads += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+class CountedStates(PathStates):
+    """States that count those that are listed."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for state in super().__iter__():
+            Counted.reads += 1
+            yield state
+
+
 def count(branch: Branch) -> None:
-    """Mutates: replaces every list of the branch that grows with its path by one that counts."""
+    """Mutates: replaces everything of the branch that grows with its path by something that counts what is read."""
     record, table = branch.record, branch.lane.table
-    record.tokens = record.past.tokens = Counted(record.tokens)
-    record.states, table.pages = Counted(record.states), Counted(table.pages)
+    record.tokens = record.past.tokens = CountedPath(record.tokens)
+    record.states, table.pages = CountedStates(record.states.counts), Counted(table.pages)
     if branch.lane.recording is not None:
         branch.lane.recording.chunks = Counted(branch.lane.recording.chunks)
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from replaylens.engine.errors import BadRange, BadRollback, BadTransition, ClosedBranch, IntegrityError, UnknownBranch
 from replaylens.engine.memory.pages import PagePool, PageTable
+from replaylens.engine.memory.path import PathStates, TokenPath
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree, TokenState
 
 PROMPT, DRAFT = TokenState.PROMPT, TokenState.DRAFT
@@ -419,21 +420,21 @@ def test_a_discarded_branch_is_gone() -> None:
 
 def corrupt(tree: BranchTree, fault: str) -> None:
     root, child, gone = (tree.branch(branch_id) for branch_id in (0, 1, 2))
-    strange = BranchRecord(77, 0, 0, [], [], 0)
+    strange = BranchRecord(77, 0, 0, TokenPath(), PathStates(), 0)
     actions: dict[str, Any] = {
         "parent unknown": lambda: setattr(child, "parent", 99),
         "parent younger": lambda: setattr(child, "parent", 2),
         "child lost": lambda: root.forks.pop(1),
         "child strange": lambda: root.cut.append(strange),
-        "prefix": lambda: child.tokens.__setitem__(0, 55),
+        "prefix": lambda: setattr(child, "tokens", TokenPath([55, *child.tokens[1:]])),
+        "shared token": lambda: child.base._parts[0].tokens.__setitem__(0, 55),
         "fork position": lambda: setattr(child, "fork_position", 9),
-        "states short": lambda: child.states.pop(),
-        "accepted after draft": lambda: child.states.__setitem__(-1, ACCEPTED),
-        "two pending": lambda: child.states.__setitem__(slice(2, 4), [PENDING, PENDING]),
-        "rejected open": lambda: child.states.__setitem__(-1, REJECTED),
+        "states short": lambda: child.states.truncate(4),
+        "two pending": lambda: setattr(child, "states", PathStates([2, 0, 2, 1, 0])),
+        "rejected open": lambda: setattr(child, "states", PathStates([2, 0, 1, 1, 1])),
         "root length": lambda: setattr(child, "root_length", 1),
         "reason left": lambda: setattr(child, "finish_reason", "eos"),
-        "released changed": lambda: gone.tokens.__setitem__(-1, 55),
+        "released changed": lambda: gone.tokens._parts[2].__setitem__(-1, 55),
         "filed wrong": lambda: setattr(child, "id", 5),
     }
     actions[fault]()
@@ -447,9 +448,9 @@ def corrupt(tree: BranchTree, fault: str) -> None:
         ("child lost", "Branch 1 is not among its parent's children"),
         ("child strange", "Branch 0: child 77 is unknown"),
         ("prefix", "Branch 1: its first 2 tokens changed after the fork"),
+        ("shared token", "Branch 0: its shared tokens 0 to 1 changed"),
         ("fork position", "Branch 1: fork position 9 of 5 tokens"),
         ("states short", "Branch 1: 5 tokens but 4 states"),
-        ("accepted after draft", "Branch 1: draft at 3 before accepted at 4"),
         ("two pending", "Branch 1: pending at 2 before pending at 3"),
         ("rejected open", "Branch 1: status open with 1 rejected tokens"),
         ("root length", "Branch 1: root length 1, 2 prompt tokens"),
