@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections import Counter
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -399,6 +400,49 @@ def test_a_fault_is_named(fault: str, text: str) -> None:
     faulty(pool, table, fault)
     with pytest.raises(IntegrityError, match=text):
         pool.check_integrity([table, other])
+
+
+@pytest.mark.parametrize("fault", ["holders", "pages", "forgotten"])
+def test_a_fault_of_a_run_is_named(fault: str) -> None:
+    pool = PagePool(8, 2)
+    table = filled(pool, 5)
+    child = pool.fork(table, 3)
+    tables = [table, child]
+    pool.check_integrity(tables)
+    assert child.run is not None and child.run.holders == 2
+    if fault == "holders":
+        child.run.holders += 1
+    elif fault == "pages":
+        child.pages[0] = 5
+    else:
+        tables.remove(child)
+    with pytest.raises(IntegrityError, match="not those of the run" if fault == "pages" else r"holders counted, \d found"):
+        pool.check_integrity(tables)
+
+
+def test_a_fork_and_its_release_count_no_page() -> None:
+    """Whatever the length of the table: its pages become a run once, and forks hold that."""
+    pool = PagePool(600, 16)
+    table = filled(pool, 4096)
+    pool.release(pool.fork(table))
+
+    class Watched(list[int]):
+        reads = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            Watched.reads += 1
+            return super().__getitem__(index)
+
+    pool._refcounts = Watched(pool._refcounts)
+    forks = [pool.fork(table, length) for length in (4096, 4096, 4000)]
+    for fork in forks:
+        pool.release(fork)
+    assert Watched.reads == 0
+    pool.check_integrity([table])
+    forks = [pool.fork(table) for _ in range(3)]
+    assert pool.sharers(table, 0) == 4 and pool.refcount(table.pages[0]) == 1
+    pool.release(table)
+    assert pool.num_free == 600 - 256, "forks keep the pages"
 
 
 def test_a_forgotten_table_or_retainer_is_found() -> None:
