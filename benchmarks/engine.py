@@ -4,8 +4,10 @@ Uses SmolLM2-135M if it is fetched, and a random model of the same shape otherwi
 the outputs of the engine's code paths are compared once more before they are timed.
 """
 
+import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -17,6 +19,8 @@ from replaylens.engine.model import smollm2, weights
 from replaylens.engine.request.sampling import Sampling
 
 ENDLESS = Sampling(ignore_eos=True)
+PEER_BRANCHES = 64
+"""of the 256 sequences, those that TransformerLens computes; its time is scaled: no sequence helps another"""
 
 
 def subject() -> tuple[Any, str]:
@@ -114,7 +118,7 @@ def prefill(table: Table, engine: Engine, model: Any) -> None:
 
 
 def branches(table: Table, engine: Engine, model: Any) -> None:
-    """256 branches of 8 tokens from one 64-token prefix, with all S, T, C captured."""
+    """256 branches of 8 tokens from one 64-token prefix, with all S, T, C captured. CPU seconds of all threads."""
     prefix, tails = prompts(1, 64)[0], prompts(256, 8, seed=1)
 
     def mine() -> None:
@@ -130,19 +134,29 @@ def branches(table: Table, engine: Engine, model: Any) -> None:
 
     def lens(batch: int) -> None:
         with torch.inference_mode():
-            for first in range(0, len(x), batch):
+            for first in range(0, PEER_BRANCHES, batch):
                 bridge.run_with_cache(x[first : first + batch], names_filter=wanted)
 
-    a = seconds(mine, 2)
-    b = min(seconds(lambda size=size: lens(size), 1, warm=0) for size in (32, 64))
+    works = (mine, lambda: lens(32), lambda: lens(64))
+    times = [[_cpu_seconds(work) for work in works] for _ in range(2)]  # in turns; the best of each counts
+    a, small, large = (min(mine) for mine in zip(*times, strict=True))
+    b = min(small, large) * len(tails) / PEER_BRANCHES
     table.add(
         "256 branches of 8 off a 64-token prefix, captured",
         ratio=b / a,
-        aim=">= 8",
-        met=b / a >= 8,
-        ours_s=a,
-        transformer_lens_s=b,
+        aim=">= 10",
+        met=b / a >= 10,
+        ours_cpu_s=a,
+        transformer_lens_cpu_s=b,
+        transformer_lens_sequences=PEER_BRANCHES,
+        threads=torch.get_num_threads(),
     )
+
+
+def _cpu_seconds(work: Callable[[], Any]) -> float:
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
 
 
 def _bridge(model: Any) -> Any:
@@ -190,16 +204,20 @@ def memory(table: Table, engine: Engine) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["branches"], help="measure only this, and keep the other lines of the file")
+    only = parser.parse_args().only
     model, name = subject()
     table = Table("engine-cpu", f"{name}, float32, CPU")
     print(table.about, f"{torch.get_num_threads()} threads")
     engine = Engine(weights.load(model), cache_tokens=16384)
-    generation(table, engine, model)
-    prefill(table, engine, model)
-    forking(table, engine)
-    memory(table, engine)
+    if only is None:
+        generation(table, engine, model)
+        prefill(table, engine, model)
+        forking(table, engine)
+        memory(table, engine)
     branches(table, engine, model)
-    table.save()
+    table.save(beside=only is not None)
 
 
 if __name__ == "__main__":

@@ -137,6 +137,10 @@ class EqualDraws(UserWarning):
     """Forks of one branch sample with the same seed, so that they get the same tokens."""
 
 
+class NothingEdited(UserWarning):
+    """An edit is for tokens that none of the edited positions holds, so that it changes nothing so far."""
+
+
 class BadTexts(BadRequest):
     """Texts, labels or a table that cannot be replayed. The message names the text, label or line."""
 

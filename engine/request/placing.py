@@ -1,6 +1,7 @@
 """Placing edits: an `Edit` on a branch of known length becomes one `PlacedEdit` per site, or a BadEdit that says why not."""
 
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import get_args
@@ -8,7 +9,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadEdit, EngineBug, UnknownSite
+from replaylens.engine.errors import BadEdit, EngineBug, NothingEdited, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable, layer_of
 from replaylens.engine.request.edits import Edit, listed, span
@@ -50,6 +51,23 @@ def place(edit: Edit, table: SiteTable, length: int, later: bool = False) -> lis
             made = _on_rows(edit, name, shape, heads, (start, stop, picks))
         placed.append(replace(made, tokens=_tokens(edit, made, len(shape))).keyed())
     return placed
+
+
+def warn_of_no_match(edits: Sequence[tuple[PlacedEdit, ...]], paths: Sequence[Sequence[int]]) -> None:
+    """NothingEdited for edits of tokens that no path holds where they apply.
+
+    edits  of each path: the same ones, placed on it
+    """
+    for same in zip(*edits, strict=True):
+        if same[0].tokens and not any(edit.edited(0, path) for edit, path in zip(same, paths, strict=True)):
+            texts = "the text" if len(paths) == 1 else f"{len(paths)} texts"
+            warnings.warn(
+                f"The edit of {same[0].site} is for tokens {[*same[0].tokens]}, and no edited position of {texts} holds one, "
+                "so it changes nothing there. Mind the leading space of words.",
+                NothingEdited,
+                stacklevel=3,
+            )
+            return  # once, not for every layer
 
 
 def require_fit(edit: PlacedEdit, table: SiteTable) -> PlacedEdit:

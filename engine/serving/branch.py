@@ -24,6 +24,7 @@ from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.options import named_options
 from replaylens.engine.request.placed import PlacedEdit
+from replaylens.engine.request.placing import warn_of_no_match
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import integer, whole
@@ -250,6 +251,8 @@ class Branch(Differentiable, Resampled, Uncopied):
         self._check_open()
         at, sites, forest = self.length if at is None else whole("at", at), self.engine.sites, self.engine.forest
         placed, resolved = self.engine.placed(edits, at), resolve_hooks(hooks, sites)
+        if placed:
+            warn_of_no_match([placed], [self.record.tokens[:at]])
         with forest.made() as lanes, held_interrupt():
             lanes += [forest.fork(self.lane, at, placed, resolved) for _ in range(n)]
         return [type(self)(self.engine, lane) for lane in lanes]

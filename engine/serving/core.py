@@ -39,7 +39,7 @@ from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
 from replaylens.engine.request.options import named_options
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.engine.request.placing import place_all
+from replaylens.engine.request.placing import place_all, warn_of_no_match
 from replaylens.engine.request.positions import Where
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, integer, items, one_path, shown, token_ids, whole
@@ -244,6 +244,7 @@ class Core(Uncopied):
         paths = [self.tokens_of(text) for text in items("texts", texts, "a list of prompts; prompt(...) takes one")]
         edits = items("edits", edits, "a list of Edits", BadEdit)
         placed = [self.placed(edits, len(path)) for path in paths]
+        warn_of_no_match(placed, paths)
         return self.planted(paths, capture, placed, resolve_hooks(hooks, self.sites))
 
     def planted(

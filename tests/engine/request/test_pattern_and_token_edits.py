@@ -1,5 +1,6 @@
 """Edits that set attention weights, and edits of the positions that hold a token: TransformerLens' numbers, same bits."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit
+from replaylens.engine.errors import BadEdit, NothingEdited
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place
 from tests.engine.request.test_edits import LENGTH, TOKENS, VECTOR, bits, edited_logits, engine, lens_logits
@@ -218,3 +219,25 @@ def test_a_set_weight_outside_the_window_changes_nothing() -> None:
     plain, edited = (subject.prompt(ids, sites=[site], edits=edits).activations[site] for edits in ((), [edit]))
     changed = (plain != edited).flatten(1).any(1).nonzero().flatten().tolist()
     assert changed == list(range(2, 1 + subject.config.windows[0]))
+
+
+def test_tokens_that_match_nothing_are_warned_of() -> None:
+    """Once for all layers of an edit. Where one of several texts holds the token, nothing is said."""
+    served = toy_engine()
+    absent = Edit("S", "add", torch.ones(32), tokens=[next(t for t in range(60) if t not in SHORT)])
+    there = Edit("S", "add", torch.ones(32), tokens=[SHORT[2]])
+    root = served.prompt(SHORT)
+    for work in (
+        lambda: served.prompt(SHORT, edits=[absent]),
+        lambda: root.fork(edits=[absent]),
+        lambda: served.logits(SHORT, edits=[absent]),
+        lambda: served.logits_under(SHORT, [[there], [absent]]),
+        lambda: served.prompts([SHORT[3:5], SHORT[6:8]], edits=[absent]),
+    ):
+        with pytest.warns(NothingEdited, match="Mind the leading space") as caught:
+            work()
+        assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        served.prompts([SHORT[3:], SHORT], edits=[there])
+        root.fork(edits=[there])
