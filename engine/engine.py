@@ -165,7 +165,8 @@ class Engine(TransformerLensVerbs):
 
         given   a list of strings, token lists, chats (lists of {"role", "content"}, by the tokenizer's template) or branches;
                 or a table: a pandas DataFrame, the path of a JSONL file, a Hugging Face dataset, a mapping of columns; or
-                the Rollouts of `branch.resample`, whose labels are outcome, fork, rollout and place
+                the Rollouts of `branch.resample`, whose labels are outcome, fork, rollout and place; or a list of those, of
+                several chains, with the number of the chain as the label chain
         text    of a table: the column of the texts
         labels  of a table: the columns of the labels; of a list: a dict from label to values, one for each text. A value
                 belongs to the text, or is a list with one value per token, or a list of spans {"start", "end", "value"}

@@ -24,12 +24,15 @@ SUBJECTS = "a list of strings, of token lists, of chats (lists of {'role', 'cont
 def texts_of(engine: Core, given: Any, text: str | None = None, labels: NamedLabels = None) -> GivenTexts:
     """The task of some texts.
 
-    given   strings, token ids, chats and branches, in one list; or a table; or rollouts, which have labels of their own
+    given   strings, token ids, chats and branches, in one list; or a table; or rollouts, of one chain or a list of
+            several, which have labels of their own
     text    of a table: the column of the texts
     labels  of a table: the columns of the labels; of a list: label -> values, one for each text. A value is that of the
             text, or a list with one value per token, or a list of character spans {"start", "end", "value"}
     """
-    if isinstance(given, Rollouts):
+    if isinstance(given, Rollouts) or (isinstance(given, list | tuple) and any(isinstance(each, Rollouts) for each in given)):
+        if not isinstance(given, Rollouts) and not all(isinstance(each, Rollouts) for each in given):
+            raise BadTexts("Rollouts and other texts were given in one list. Give them in separate calls.")
         if text is not None or labels is not None:
             raise BadTexts("Rollouts have labels of their own: outcome, fork, rollout and place. Leave out text= and labels=.")
         if engine.guesses():

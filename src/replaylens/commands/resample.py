@@ -54,7 +54,9 @@ def resample(
         int | None, typer.Option(min=1, help="Rollouts drawn together; changes no bit.  [default: by the KV cache]")
     ] = None,
     cache_tokens: Annotated[int, typer.Option(min=16, help="Tokens that the KV cache holds.")] = CACHE,
-    dump: Annotated[str | None, typer.Option(help="Also write the kept rows as a dump into this folder.")] = None,
+    dump: Annotated[
+        str | None, typer.Option(help="Also write the kept rows as a dump into this folder, one for all chains.")
+    ] = None,
     ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster, or 'local'.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Ray workers; without --ray, on this machine.")] = None,
     as_json: JsonOption = False,
@@ -78,6 +80,7 @@ def resample(
         chosen: dict[str, Any] = {"device": device, "cache_tokens": cache_tokens}
         chains = list(_chains(prompt, chain, file))
         engine = None if ray or workers else Engine.load(model, **chosen)
+        every = list[Rollouts]()
         for number, (asked, given) in enumerate(chains):
             folder = Path(out) / f"{number:05d}" if file is not None else Path(out)
             if engine is None:
@@ -87,9 +90,9 @@ def resample(
                 with chain_of(engine, asked, given) as branch:
                     found = branch.resample(n, folder=folder, **options)
             _tell(found, str(folder), as_json)
-            if dump is not None:
-                engine = engine or Engine.load(model, **chosen)
-                _write_dump(engine, found, str(Path(dump) / f"{number:05d}") if file is not None else dump, not quiet)
+            every.append(found)
+        if dump is not None:
+            _write_dump(engine or Engine.load(model, **chosen), every if file is not None else every[0], dump, not quiet)
 
 
 def _chains(prompt: str | None, chain: str, file: str | None) -> Iterator[tuple[Any, str | list[int]]]:
@@ -152,9 +155,11 @@ def _tell(found: Rollouts, folder: str, as_json: bool) -> None:
     typer.echo(f"{folder}: {len(found)} rollouts, {len(found.index)} rows kept\ndigest {found.digest}")
 
 
-def _write_dump(engine: Engine, found: Rollouts, path: str, progress: bool) -> None:
+def _write_dump(engine: Engine, found: Rollouts | list[Rollouts], path: str, progress: bool) -> None:
+    """One dump of the kept rows of all chains; of a file's chains, rows have the number of theirs as a label."""
     task = engine.texts(found)
-    sites = found.plan.sites[0] if len(found.plan.sites) == 1 else found.plan.sites
+    asked = (found if isinstance(found, Rollouts) else found[0]).plan.sites
+    sites = asked[0] if len(asked) == 1 else asked
     plan = make_plan(engine, task, len(task), sites=sites, positions="label:place", rejected=False)
     made = write_dump(engine, plan, path, resume=True, progress=progress)
     assert made is not None  # it has one writer

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from replaylens.cli import app
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling.answers import Answer
@@ -47,9 +48,11 @@ def test_a_file_of_chains(tmp_path: Path) -> None:
     file = tmp_path / "chains.jsonl"
     tokens = Engine.load("coin-plain").tokens_of(PROMPT)
     file.write_text(json.dumps({"prompt": PROMPT, "chain": CHAIN}) + "\n\n" + json.dumps({"prompt": tokens, "chain": CHAIN}))
-    done = call("--file", str(file), *DRAWN, "--out", str(tmp_path / "out"), "--json")
+    kept = ("--sites", "S", "--dump", str(tmp_path / "dump"))
+    done = call("--file", str(file), *DRAWN, "--out", str(tmp_path / "out"), "--json", *kept)
     assert done.exit_code == 0, done.output
-    first, second = (json.loads(line) for line in done.output.splitlines())
+    first, second = (json.loads(line) for line in done.output.splitlines()[:2])
+    assert Dump.open(tmp_path / "dump").to_pandas()["chain"].unique().tolist() == [0, 1], "one dump for all chains"
     assert first["digest"] == second["digest"] and first["positions"] == [6, 9]
     assert (tmp_path / "out" / "00001" / "plan.json").exists()
 

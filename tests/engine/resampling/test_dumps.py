@@ -43,3 +43,23 @@ def test_a_replay_of_rollouts(served: Engine) -> None:
     assert [result.tokens for result in run] == [[*branch.tokens[: each.position], *each.tokens] for each in found]
     with pytest.raises(BadTexts, match="labels of their own"):
         served.replay(found, labels={"x": [1] * 6})
+
+
+def test_one_dump_of_several_chains(served: Engine, tmp_path: Path) -> None:
+    """Rows of all chains lie in one dump, with the number of their chain, and have the bits that were captured."""
+    options = {"max_new": 6, "sites": "S", "keep": ["fork", "last"]}
+    chains = [
+        served.prompt(f"A coin's state is {face}.").force(" Alice flips. Bob flips.").resample(2, at="sentences", **options)  # type: ignore[arg-type]
+        for face in ("heads", "tails", "heads")
+    ]
+    task = served.texts(chains)
+    dump = write_dump(
+        served, make_plan(served, task, len(task), sites="S", positions="label:place", rejected=False), tmp_path / "dump"
+    )
+    assert dump is not None and verify(dump.url, served, sample="all").status == VERIFIED
+    frame = dump.to_pandas()
+    assert frame["chain"].tolist() == [number for number, found in enumerate(chains) for _ in range(len(found.index))]
+    rows = torch.cat([found.states["blocks.1.hook_in"] for found in chains])
+    assert torch.equal(dump.to_torch("blocks.1.hook_in"), rows)
+    with pytest.raises(BadTexts, match="separate calls"):
+        served.texts([chains[0], "A coin's state is heads."])
