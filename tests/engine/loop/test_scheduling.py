@@ -12,6 +12,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.loop.lane import Job, Statistics
 from replaylens.engine.loop.planner import FIXED_WINDOW, Planner
 from replaylens.engine.loop.window import Window
+from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import DRAFT
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
@@ -39,6 +40,18 @@ def assert_right(branch: Branch, prompt: list[int], n: int, sampling: Sampling |
 
 
 # ---- admission -------------------------------------------------------------------------------------------------------
+
+
+def test_cached_prefixes_are_given_up_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each search for the oldest looks at all of them, and a full cache takes a page for every few tokens."""
+    subject = engine(cache_tokens=640)
+    for number in range(32):
+        subject.prompt([*path(15, number + 1), number]).release()
+    searches, evict = [], PrefixIndex.evict
+    monkeypatch.setattr(PrefixIndex, "evict", lambda index, pages: searches.append(evict(index, pages)) or searches[-1])
+    branch = subject.prompt(path(9, 50)).generate(240, sampling=Sampling(ignore_eos=True))
+    assert branch.generated == continuation(toy(), path(9, 50), 240)
+    assert sum(searches) > 4 * len(searches) > 0, f"{len(searches)} searches for {sum(searches)} pages"
 
 
 def test_a_window_is_opened_without_asking_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
