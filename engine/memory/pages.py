@@ -34,6 +34,14 @@ class PageCopy:
     num_slots: int
 
 
+def page_matrix(tables: Sequence[PageTable], shape: tuple[int, int] | None = None, rest: int = NULL_PAGE) -> NDArray[np.int32]:
+    """The pages of the tables, one row per table, padded with `rest`. shape: at least (tables, pages of the longest)"""
+    pages = np.full(shape or (len(tables), max(len(table.pages) for table in tables)), rest, dtype=np.int32)
+    for row, table in zip(pages, tables, strict=False):
+        row[: len(table.pages)] = table.pages
+    return pages
+
+
 class PagePool:
     """Pages 1..num_pages and their reference counts. The free page with the lowest id is allocated first."""
 

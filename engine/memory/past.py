@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from replaylens.engine.memory.path import TokenPath
 
-Tokens = TokenPath | list[int]
+PathTokens = TokenPath | list[int]
 
 
 class Past:
@@ -23,7 +23,7 @@ class Past:
 
     __slots__ = ("_distinct", "_marks", "_ngrams", "tokens")
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: PathTokens) -> None:
         self.tokens = tokens
         self._distinct: dict[int, Distinct] | None = None
         self._ngrams: dict[int, Ngrams] | None = None
@@ -157,7 +157,7 @@ class Distinct:
         self._known: set[int] = set()
         self._ids = np.empty(64, dtype=np.int64)
 
-    def until(self, tokens: Tokens, end: int) -> NDArray[np.int64]:
+    def until(self, tokens: PathTokens, end: int) -> NDArray[np.int64]:
         """Mutates: extends to positions [start, end), and returns their distinct tokens."""
         for token in tokens[self.end : end]:
             if token not in self._known:
@@ -178,7 +178,7 @@ class Ngrams:
         self.size, self.end = size, 0
         self._latest: dict[tuple[int, ...], int] = {}
 
-    def until(self, tokens: Tokens, end: int) -> dict[tuple[int, ...], int]:
+    def until(self, tokens: PathTokens, end: int) -> dict[tuple[int, ...], int]:
         """Mutates: extends to the runs within the first `end` tokens, and returns their positions."""
         for first in range(max(0, self.end - self.size + 1), end - self.size + 1):
             self._latest[tuple(tokens[first : first + self.size])] = first

@@ -27,12 +27,12 @@ _ORDER = {state: order for order, state in enumerate(TokenState)}
 _STATES = tuple(TokenState)
 
 
-class Piece:
+class TokenPiece:
     """Tokens [start, end) of all paths that share it, behind those of `below`. It never changes."""
 
     __slots__ = ("below", "seal", "start", "tokens")
 
-    def __init__(self, below: "Piece | None", tokens: list[int]) -> None:
+    def __init__(self, below: "TokenPiece | None", tokens: list[int]) -> None:
         self.below, self.tokens = below, tokens
         self.start: int = 0 if below is None else below.end
         self.seal = hash(tuple(tokens))
@@ -48,7 +48,7 @@ class TokenPath(Sequence[int]):
     __slots__ = ("_parts",)
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self._parts: tuple[Piece | None, int, list[int]] = (None, 0, list(tokens))
+        self._parts: tuple[TokenPiece | None, int, list[int]] = (None, 0, list(tokens))
         """the last piece; how many tokens are the pieces', of which the last may be longer; the tokens behind. Replaced as a
         whole, so that another thread never reads half of a change"""
 
@@ -117,7 +117,7 @@ class TokenPath(Sequence[int]):
         while below is not None and (below.end > cut or cut - below.start < 2 * len(tokens)):
             tokens, cut = [*below.tokens[: cut - below.start], *tokens], below.start
             below = below.below
-        piece = Piece(below, tokens)
+        piece = TokenPiece(below, tokens)
         self._parts = (piece, piece.end, [])
 
     def seal(self) -> int:
@@ -136,7 +136,7 @@ class TokenPath(Sequence[int]):
             piece = piece.below
 
 
-def _between(parts: tuple[Piece | None, int, list[int]], first: int, last: int) -> list[int]:
+def _between(parts: tuple[TokenPiece | None, int, list[int]], first: int, last: int) -> list[int]:
     """Tokens [first, last), of which at least the first is a piece's."""
     piece, cut, own = parts
     found, end = list[list[int]](), min(last, cut)

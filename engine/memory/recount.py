@@ -12,7 +12,7 @@ NULL_PAGE = 0
 """padding of page tables points here; it is never a real page, so that a zeroed entry is recognised as a fault"""
 
 
-class Counts(Protocol):
+class CountedPool(Protocol):
     """What is counted again: a `PagePool`."""
 
     num_pages: int
@@ -43,7 +43,7 @@ class PoolNumbers:
         )
 
 
-def recount(pool: Counts, tables: Sequence[PageTable], retained: Sequence[int]) -> PoolNumbers:
+def recount(pool: CountedPool, tables: Sequence[PageTable], retained: Sequence[int]) -> PoolNumbers:
     """`PagePool.check_integrity`."""
     users: Counter[int] = Counter(retained)
     references: Counter[int] = Counter(retained)
@@ -74,7 +74,7 @@ def recount(pool: Counts, tables: Sequence[PageTable], retained: Sequence[int]) 
     )
 
 
-def _check_table(pool: Counts, number: int, table: PageTable) -> None:
+def _check_table(pool: CountedPool, number: int, table: PageTable) -> None:
     pages, length = table.pages, table.length
     if table.closed and (pages or length):
         raise IntegrityError(f"Table {number} is closed but has {len(pages)} pages and length {length}.")
@@ -110,7 +110,7 @@ def _check_runs(tables: Sequence[PageTable]) -> list[PageRun]:
     return list(found.values())
 
 
-def _check_free_list(pool: Counts) -> None:
+def _check_free_list(pool: CountedPool) -> None:
     for page, count in Counter(pool._free).items():
         if not 1 <= page <= pool.num_pages:
             raise IntegrityError(f"Free list: page {page} is outside 1..{pool.num_pages}.")
