@@ -99,6 +99,8 @@ class Forks:
     chain: list[int]
     sentence: list[int]
     false: list[bool]
+    stated: list[str]
+    """the face that the sentence before the fork ends with; empty before the first"""
     right: list[float]
     heads: list[float]
     tokens: list[np.ndarray]
@@ -114,7 +116,7 @@ def steps_forks(
     engine: rl.Engine, examples: Sequence[Example], before: str, layers: Sequence[int], answer: rl.Answer, n: int, new: int
 ) -> Forks:
     """Outcomes from before each sentence of true chains, and after each of their steps with the other face in its place."""
-    forks = Forks([], [], [], [], [], [], [])
+    forks = Forks([], [], [], [], [], [], [], [])
     sites = [f"blocks.{layer}.hook_in" for layer in layers]
     for number, example in enumerate(examples):
         sentences = [example.completion[a:b] for a, b in sentence_spans(example.completion)]
@@ -131,6 +133,8 @@ def steps_forks(
                     forks.chain.append(number)
                     forks.sentence.append(place)
                     forks.false.append(lie)
+                    last = false_of(sentences[place]) if lie else sentences[place - 1] if place else ""
+                    forks.stated.append(last.strip(" .").rpartition(" ")[2])
                     forks.heads.append(heads[place])
                     forks.right.append(heads[place] if truth == "heads" else 1 - heads[place])
                     forks.tokens.append(np.array(found.plan.prefix(place)))
@@ -166,6 +170,14 @@ def sentences_that_decide(forks: Forks, layers: Sequence[int], n: int) -> dict[s
     report = rl.probes.outcome_probe(states, counts, chain, tokens=forks.tokens)
     lines = report.lines
     return {"sentences": table, "chains": int(chain.max()) + 1, "forks": len(chain), "probe": str(report), "lines": lines}
+
+
+def stated_face(forks: Forks, layers: Sequence[int]) -> str:
+    """The same probe, asked for the face that the last sentence states, true or false."""
+    at = [i for i, face in enumerate(forks.stated) if face]
+    counts = np.array([[1, 0] if forks.stated[i] == "heads" else [0, 1] for i in at])
+    states = {("S", layer): np.stack([forks.states[i][k] for i in at]) for k, layer in enumerate(layers)}
+    return str(rl.probes.outcome_probe(states, counts, np.array(forks.chain)[at], tokens=[forks.tokens[i] for i in at]))
 
 
 # ---- rejected drafts -------------------------------------------------------------------------------------------------------
@@ -240,6 +252,7 @@ def coin_plain(scale: float) -> dict[str, Any]:
     return {
         "tokens": tokens_that_decide(engine, int(4 * scale), 24),
         "steps": sentences_that_decide(forks, layers, n),
+        "stated": stated_face(forks, layers),
         "drafts": rejected_drafts(engine, int(40 * scale), 20),
     }
 
@@ -296,7 +309,7 @@ def tables(found: dict[str, Any]) -> str:
             cells = [f"{100 * row[k]['value']:.1f} [{100 * row[k]['low']:.1f}, {100 * row[k]['high']:.1f}]" for k in row]
             lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append(found["steps"]["probe"])
-    lines += [f"{name}: {json.dumps(found[name])}" for name in ("drafts", "rollouts", "asked_now") if name in found]
+    lines += [f"{name}: {json.dumps(found[name])}" for name in ("stated", "drafts", "rollouts", "asked_now") if name in found]
     return "\n".join(lines)
 
 
