@@ -76,6 +76,7 @@ NOT_RUN = {
         "rl.probes.": MINUTES,
         "for label in": MINUTES,
         "make smollm2": NETWORK,
+        "python docs/examples/decided.py": MINUTES,
     },
 }
 """page -> prefixes of shell lines and Python blocks that are not run, each with its reason"""
