@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadConfig, UnsupportedModel
-from replaylens.engine.model.config import ModelConfig, Rope
+from replaylens.engine.errors import BadConfig, NoGradient, UnsupportedModel
+from replaylens.engine.model.config import MixtureConfig, ModelConfig, Rope
 from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.fields import NEUTRAL
 from replaylens.engine.model.ops import SequenceOps
@@ -26,6 +26,7 @@ from tests.engine.model.models_page import NO_BRIDGE, PAGE, by_family, oracle_er
 from tests.engine.passes.packed import alone, logits, sequences, worst
 from tests.engine.replay.bridges import bridge
 from tests.families import MORE, hugging_face
+from tests.mixtures import MIXTURES, YARN
 
 TOLERANCE = 2e-5
 """relative, of float32 logits against Hugging Face"""
@@ -42,6 +43,7 @@ HARMLESS = re.compile(
 more = pytest.mark.parametrize("name", MORE)
 WIRINGS = """
 gpt2-by-layer arcee phi stablelm granite olmo olmo2 exaone4 hunyuan cohere bloom mpt
+qwen2-moe-dense gpt-oss phimoe
 """.split()  # noqa: SIM905
 """models that cover all wirings; the others run the slower tests behind the marker"""
 some = pytest.mark.parametrize(
@@ -91,6 +93,13 @@ def test_every_tensor_matters(name: str) -> None:
     assert unnoticed == []
 
 
+def _mixture(name: str, **routing: Any) -> MixtureConfig:
+    """The mixture of a tiny model, with another routing."""
+    mixture = FAMILIES[hugging_face(name).config.model_type].config(hugging_face(name).config.to_dict()).mixture
+    assert mixture is not None
+    return replace(mixture, routing=replace(mixture.routing, **routing))
+
+
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "a scale by layer": ("gpt2-by-layer", {"scale_by_layer": False}),
     "no scale": ("gpt2-by-layer", {"attn_scale": 0.0}),
@@ -114,6 +123,14 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "ALiBi": ("bloom", {"slopes": ()}),
     "MPT's order of slopes": ("mpt", {"slopes": tuple(2.0 ** (-8 * i / 6) for i in range(1, 7))}),
     "rotary of local layers": ("olmo3", {"local_rope": None}),
+    "sinks": ("gpt-oss", {"sinks": False}),
+    "a clamped activation": ("gpt-oss", {"activation": "silu"}),
+    "normalised weights": ("qwen3-moe", {"mixture": _mixture("qwen3-moe", normalised=False)}),
+    "weights that are not normalised": ("olmoe", {"mixture": _mixture("olmoe", normalised=True)}),
+    "fewer experts": ("mixtral", {"mixture": _mixture("mixtral", top=1)}),
+    "sparsemixer": ("phimoe", {"mixture": _mixture("phimoe", kind="softmax")}),
+    "the reach of sparsemixer": ("phimoe", {"mixture": _mixture("phimoe", jitter=0.01)}),
+    "a shared expert's gate": ("qwen2-moe", {"mixture": replace(_mixture("qwen2-moe"), shared_gate=False)}),
 }
 
 
@@ -151,7 +168,13 @@ def test_rows_together_have_the_bits_of_rows_alone(name: str) -> None:
     assert [site for site in sites if not torch.equal(whole.activations[site], row.activations[site])] == []
 
 
-@some
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_gradients_of_mixtures_are_refused(name: str) -> None:
+    with pytest.raises(NoGradient, match="a mixture of experts, whose backward pass is not implemented"):
+        Engine.load(hugging_face(name), check=False).prompt([1, 2, 3]).gradients(metric, ["blocks.1.hook_in"])
+
+
+@pytest.mark.parametrize("name", [each for each in some.args[1] if str(getattr(each, "values", (each,))[0]) not in MIXTURES])
 def test_gradients_are_autograds_at_every_site(name: str) -> None:
     """Against autograd through the decoder in float64, whose logits the tests above compare with Hugging Face's."""
     tokens = sequences((23,), seed=3)[0].tolist()
@@ -245,6 +268,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "alpha": 8.0}},
         "sets alpha to 8.0",
     ),
+    "OLMoE that clips queries": ("olmoe", {"clip_qkv": 2.0}, "clip_qkv"),
+    "GPT-OSS with another limit": ("gpt-oss", {"swiglu_limit": 5.0}, "gpt_oss with swiglu_limit = 5.0 is not supported"),
+    "PhiMoE with YaRN": ("phimoe-plain", {"rope_parameters": YARN}, "phimoe with the rotary scaling 'yarn'"),
     "GPT-J that rotates the whole head": ("gptj", {"rotary_dim": None}, "rotary_dim"),
 }
 
