@@ -13,7 +13,7 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadConfig, NoGradient, UnsupportedModel
-from replaylens.engine.model.config import MixtureConfig, ModelConfig, Rope
+from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.fields import NEUTRAL
 from replaylens.engine.model.ops import SequenceOps
@@ -46,9 +46,9 @@ gpt2-by-layer arcee phi stablelm granite olmo olmo2 exaone4 hunyuan cohere bloom
 qwen2-moe-dense gpt-oss phimoe
 """.split()  # noqa: SIM905
 """models that cover all wirings; the others run the slower tests behind the marker"""
-some = pytest.mark.parametrize(
-    "name", [name if name in WIRINGS else pytest.param(name, marks=pytest.mark.slow) for name in MORE]
-)
+marked = [name if name in WIRINGS else pytest.param(name, marks=pytest.mark.slow) for name in MORE]
+some = pytest.mark.parametrize("name", marked)
+some_dense = pytest.mark.parametrize("name", [each for name, each in zip(MORE, marked, strict=True) if name not in MIXTURES])
 
 
 @more
@@ -93,13 +93,6 @@ def test_every_tensor_matters(name: str) -> None:
     assert unnoticed == []
 
 
-def _mixture(name: str, **routing: Any) -> MixtureConfig:
-    """The mixture of a tiny model, with another routing."""
-    mixture = FAMILIES[hugging_face(name).config.model_type].config(hugging_face(name).config.to_dict()).mixture
-    assert mixture is not None
-    return replace(mixture, routing=replace(mixture.routing, **routing))
-
-
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "a scale by layer": ("gpt2-by-layer", {"scale_by_layer": False}),
     "no scale": ("gpt2-by-layer", {"attn_scale": 0.0}),
@@ -125,13 +118,22 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "rotary of local layers": ("olmo3", {"local_rope": None}),
     "sinks": ("gpt-oss", {"sinks": False}),
     "a clamped activation": ("gpt-oss", {"activation": "silu"}),
-    "normalised weights": ("qwen3-moe", {"mixture": _mixture("qwen3-moe", normalised=False)}),
-    "weights that are not normalised": ("olmoe", {"mixture": _mixture("olmoe", normalised=True)}),
-    "fewer experts": ("mixtral", {"mixture": _mixture("mixtral", top=1)}),
-    "sparsemixer": ("phimoe", {"mixture": _mixture("phimoe", kind="softmax")}),
-    "the reach of sparsemixer": ("phimoe", {"mixture": _mixture("phimoe", jitter=0.01)}),
-    "a shared expert's gate": ("qwen2-moe", {"mixture": replace(_mixture("qwen2-moe"), shared_gate=False)}),
+    "normalised weights": ("qwen3-moe", {"routing": {"normalised": False}}),
+    "weights that are not normalised": ("olmoe", {"routing": {"normalised": True}}),
+    "fewer experts": ("mixtral", {"routing": {"top": 1}}),
+    "sparsemixer": ("phimoe", {"routing": {"kind": "softmax"}}),
+    "the reach of sparsemixer": ("phimoe", {"routing": {"jitter": 0.01}}),
+    "a shared expert's gate": ("qwen2-moe", {"mixture": {"shared_gate": False}}),
 }
+
+
+def changed(config: ModelConfig, change: dict[str, Any]) -> ModelConfig:
+    """The config with other fields; those of "mixture" and "routing" are fields of these."""
+    mixture = config.mixture
+    if mixture is None or not change.keys() & {"mixture", "routing"}:
+        return replace(config, **change)
+    routing = replace(mixture.routing, **change.get("routing", {}))
+    return replace(config, mixture=replace(mixture, routing=routing, **change.get("mixture", {})))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -139,8 +141,8 @@ def test_a_feature_left_out_is_noticed(feature: str) -> None:
     """Negative control: with one feature off or wrong, the logits are far outside the tolerance."""
     name, change = FEATURES[feature]
     right = load(hugging_face(name))
-    assert any(getattr(right.config, field) != value for field, value in change.items())
-    config = replace(right.config, **change)
+    config = changed(right.config, change)
+    assert config != right.config
     with torch.device("meta"):
         wanted = type(right)(config).state_dict()
     wrong = build(config, {k: x for k, x in right.state_dict().items() if k in wanted}, torch.float32)
@@ -174,7 +176,7 @@ def test_gradients_of_mixtures_are_refused(name: str) -> None:
         Engine.load(hugging_face(name), check=False).prompt([1, 2, 3]).gradients(metric, ["blocks.1.hook_in"])
 
 
-@pytest.mark.parametrize("name", [each for each in some.args[1] if str(getattr(each, "values", (each,))[0]) not in MIXTURES])
+@some_dense
 def test_gradients_are_autograds_at_every_site(name: str) -> None:
     """Against autograd through the decoder in float64, whose logits the tests above compare with Hugging Face's."""
     tokens = sequences((23,), seed=3)[0].tolist()
