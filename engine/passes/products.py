@@ -3,7 +3,7 @@
 | variant | what runs                                                | where                                                |
 |---------|----------------------------------------------------------|------------------------------------------------------|
 | tile    | the library's product on zero-padded tiles of 16 rows    | everywhere: on one thread this defines the bits      |
-| counts  | the library's product on certified larger row counts     | long inputs                                          |
+| counts  | the library's product on certified other row counts      | long inputs; the few rows of an expert               |
 | packed  | the product with a weight that was packed once (MKL)     | short inputs, any row count, down to a single row    |
 
 The doctor certifies only variants that give the same bits, so they differ in speed alone. On more than one thread, a library
@@ -26,7 +26,8 @@ from replaylens.engine.passes.batch import TILE
 Shape = tuple[int, int]
 """(inputs, outputs) of a product"""
 RowCounts = dict[Shape, tuple[int, ...]]
-"""shape -> row counts, largest first, that give the bits of the 16-row tile on one thread"""
+"""shape -> row counts, largest first, that give the bits of the 16-row tile on one thread. Shapes of experts may have counts
+below the tile"""
 PACKED_ROWS = 64
 """most rows for which the packed variant is faster; beyond, packing on every call costs little"""
 
@@ -107,15 +108,28 @@ class Products:
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """x [rows, inputs] -> [rows, outputs]"""
-        out = self._product(x, linear.weight)
+        out = self.product(x, linear.weight)
         return out if linear.bias is None else out.add_(linear.bias)
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         """x [rows, d] times the transposed table [vocab, d] -> [rows, vocab]"""
-        return self._product(x, table.t())
+        return self.product(x, table.t())
 
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """As many rows as certified on the current number of threads, the rest on one."""
+    def few(self, x: Tensor, weight: Tensor) -> Tensor:
+        """As `product`, of any number of rows: those of one expert, filled up to the smallest certified count."""
+        one, shape = self.allowed[1], (weight.shape[0], weight.shape[1])
+        missing = 0 if shape in one.packed else -len(x) % one.row_counts.get(shape, (TILE,))[-1]
+        if not missing:
+            return self.product(x, weight)
+        filled = x.new_zeros(len(x) + missing, x.shape[1])
+        filled[: len(x)] = x
+        return self.product(filled, weight)[: len(x)]
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [rows, inputs] times weight [inputs, outputs] -> [rows, outputs].
+
+        As many rows as certified on the current number of threads, the rest on one.
+        """
         shape, threads = (weight.shape[0], weight.shape[1]), torch.get_num_threads()
         one = self.allowed[1]
         if threads == 1:
@@ -128,7 +142,7 @@ class Products:
         out = x.new_empty(len(x), weight.shape[1])
         tiled(x[:whole], out[:whole], counts, lambda a, b: torch.mm(a, weight, out=b))
         with modes.threads(1):
-            out[whole:] = self._product(x[whole:], weight)
+            out[whole:] = self.product(x[whole:], weight)
         return out
 
     def _product_here(self, x: Tensor, weight: Tensor, counts: tuple[int, ...], pack: bool) -> Tensor:

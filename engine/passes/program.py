@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import EngineBug
-from replaylens.engine.model.decoder import Tap
 from replaylens.engine.model.sites import SiteTable
+from replaylens.engine.model.tap import Tap
 from replaylens.engine.request.placed import PlacedEdit, without_direction
 from replaylens.kernels.edit import ADD, KEEP, SET, ZERO, edit_rows, keep_lengths
 from replaylens.kernels.launch import next_power_of_2
@@ -186,6 +186,8 @@ def _enter(stage: EditStage, edit: PlacedEdit, positions: list[int], shift: int,
             stage.projections.append((edit, known))
         known[rows] = True
         return
+    if edit.op == "reweight":
+        raise EngineBug(f"The kernel of edits cannot reweight {edit.site}. Models with experts do not run on this device yet.")
     stage.codes[rows] = {"add": ADD, "zero": ZERO}.get(edit.op, SET)
     if edit.op != "zero":
         stage.index[rows] = _vector_rows(stage, edit, positions, rank)

@@ -12,8 +12,9 @@ from torch import Tensor
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
-from replaylens.engine.model.decoder import Decoder, Tap, wanted
+from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import Ops, RowOps, TorchOps
+from replaylens.engine.model.tap import Tap, wanted
 from replaylens.engine.passes.batch import KV_BLOCK, Batch, Segment
 from replaylens.engine.passes.batched import batched_product
 from replaylens.engine.passes.certificate import Certificate
@@ -199,6 +200,8 @@ class Runner:
                 x[: batch.num_rows] = entering.to(x)
             chosen = [*ends, *[0] * (-len(ends) % self.tile)]  # padded like the rows of a batch
             rows = torch.tensor(chosen, dtype=torch.int64, device=x.device)
+            if isinstance(ops, CanonicalCpuOps):
+                ops.read_only_last(len(chosen), len(ends))
             all_rows = wanted(tap, *self.model.late_sites)
             number = self.model.config.num_layers
             residual = self.model.run_blocks(x, batch.positions, ops, tap, layer, number, None if all_rows else rows)
