@@ -127,6 +127,7 @@ class Backward:
         if block.ln2 is not None:
             from_mlp = through_norm(self._at(block.ln2_sites[2], from_mlp), read, block.ln2)
         middle = g if block.parallel else self._at(block.middle_site, g + from_mlp)
+        assert isinstance(block.attn, Attention)  # `Tape.of` refuses latent attention
         from_attn = self._attention(block.attn, self._written(middle, block.attn.o, block.ln1_post, block), layer)
         if shared is not None:
             from_attn = from_attn + shared

@@ -1,59 +1,17 @@
 """`Decoder`: one config-driven transformer over packed rows. Wiring only: the arithmetic is in `Ops`."""
 
 import math
-from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, Ops, RowOps, softcap
+from replaylens.engine.model.latent import LatentAttention
+from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Ops, RowOps, softcap
 from replaylens.engine.model.rotary import Rotary, rotary_table
-
-
-class Tap(Protocol):
-    """Sees, and may replace, the values at the named sites."""
-
-    def wants(self, site: str) -> bool:
-        """Whether to call `__call__` at this site; called once per site and pass."""
-        ...
-
-    def __call__(self, site: str, value: Tensor) -> Tensor:
-        """The value to continue with: [rows, ...]. Must not change `value` in place."""
-        ...
-
-
-NormSites = tuple[str, str, str]
-"""the sites of a norm: what it divides by, its result before the weights, its result"""
-
-
-def norm_sites(name: str) -> NormSites:
-    return name + ".hook_scale", name + ".hook_normalized", name + ".hook_out"
-
+from replaylens.engine.model.tap import NormSites, Tap, norm_sites, normed, observer, tapped, wanted
 
 FINAL_NORM = norm_sites("ln_final")
-
-
-def wanted(tap: Tap | None, *sites: str) -> bool:
-    """Whether the tap wants any of the sites."""
-    return tap is not None and any(tap.wants(site) for site in sites)
-
-
-def tapped(tap: Tap | None, site: str, value: Tensor) -> Tensor:
-    return tap(site, value) if tap is not None and tap.wants(site) else value
-
-
-def normed(x: Tensor, norm: Norm, sites: NormSites, ops: RowOps, tap: Tap | None) -> Tensor:
-    """The norm of x. Its scale and its result before the weights are computed beside it, and only if the tap wants them."""
-    if tap is None:
-        return ops.norm(x, norm)
-    scale_site, normalized_site, out_site = sites
-    if wanted(tap, scale_site, normalized_site):
-        scale, normalized = ops.norm_parts(x, norm)
-        tapped(tap, scale_site, scale)
-        tapped(tap, normalized_site, normalized)
-    return tapped(tap, out_site, ops.norm(x, norm))
 
 
 class Attention(nn.Module):
@@ -97,21 +55,13 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None and self.norm_is_last:
             q, k, joined = self._normed(q, self.q_norm, ops), self._normed(k, self.k_norm, ops), None
             q, k = tapped(tap, self.normed_q_site, q), tapped(tap, self.normed_k_site, k)
-        observe = None if tap is None else self._observer(tap)
+        observe = observer(tap, self.pattern_site, self.scores_site)
         z = ops.attend(Heads(q, k, v, rotary, joined), self.spec, observe)
         return tapped(tap, self.z_site, z).reshape(x.shape[0], -1)
 
     def _normed(self, x: Tensor, norm: Norm, ops: Ops) -> Tensor:
         """The norm of q or k [rows, heads, d_head], of each head or over all of them."""
         return ops.norm(x.flatten(1), norm).view(x.shape) if self.norm_spans_heads else ops.norm(x, norm)
-
-    def _observer(self, tap: Tap) -> Observer | None:
-        pattern, scores = tap.wants(self.pattern_site), tap.wants(self.scores_site)
-        if not pattern and not scores:
-            return None
-        return Observer(
-            partial(tap, self.pattern_site) if pattern else None, partial(tap, self.scores_site) if scores else None
-        )
 
 
 def _qk_norm(config: ModelConfig, heads: int) -> Norm:
@@ -156,7 +106,8 @@ class Block(nn.Module):
         self.ln1_sites, self.ln2_sites = norm_sites(site + "ln1"), norm_sites(site + "ln2")
         self.attn_sites = site + "attn.hook_out", norm_sites(site + "ln1_post")
         self.mlp_sites = site + "mlp.hook_out", norm_sites(site + "ln2_post")
-        self.ln1, self.attn = norm() if config.pre_norms else None, Attention(config, layer)
+        self.ln1 = norm() if config.pre_norms else None
+        self.attn = Attention(config, layer) if config.latent is None else LatentAttention(config, layer)
         self.ln2, self.mlp = norm() if config.pre_norms and not config.shared_norm else None, Mlp(config, layer)
         self.ln1_post = norm() if config.post_norms else None
         self.ln2_post = norm() if config.post_norms else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model.config import Activation, ModelConfig
 from replaylens.engine.model.decoder import Block
-from replaylens.engine.model.ops import Linear, Norm
+from replaylens.engine.model.ops import HeadLinear, Linear, Norm
 
 Raw = dict[str, Any]
 """a Hugging Face config"""
@@ -23,7 +23,8 @@ Get = Callable[[str], Tensor]
 """the source tensor of a Hugging Face name"""
 Tensors = dict[str, Tensor]
 Arrange = Callable[[ModelConfig, Tensor], Tensor]
-"""a source tensor (weights: [outputs, inputs], biases: [outputs]) -> the same in our order of outputs"""
+"""a source tensor (weights: [outputs, inputs], biases: [outputs]) -> the same in our order of outputs. Of products by head:
+[heads, inputs, outputs]"""
 
 _REQUIRED = object()
 _ACTIVATIONS: dict[str, Activation] = {
@@ -139,8 +140,8 @@ class Family:
             begin = names.block.format(layer)
             for name, like in block.named_parameters():
                 part, _, end = name.rpartition(".")
-                theirs = parts[part]
-                if isinstance(block.get_submodule(part), Linear):
+                theirs, module = parts[part], block.get_submodule(part)
+                if isinstance(module, Linear | HeadLinear):
                     pieces = [get(f"{begin}{each}.{end}") for each in ((theirs,) if isinstance(theirs, str) else theirs)]
                     x = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
                 else:
@@ -148,7 +149,7 @@ class Family:
                     x = self._norm(theirs and begin + theirs, end, like, get)
                 if part in self.arrange:
                     x = self.arrange[part](config, x)
-                is_weight = isinstance(block.get_submodule(part), Linear) and end == "weight"
+                is_weight = isinstance(module, Linear) and end == "weight"
                 out[f"blocks.{layer}.{name}"] = x.T if is_weight and names.transposed else x
         return out
 

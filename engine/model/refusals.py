@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 
 EXPERTS = "a mixture of experts"
-LATENT = "latent attention with a compressed KV cache"
+LATENT = "latent attention with factors on stream and embedding"
 STATES = "layers with recurrent states or convolutions"
 ENCODER = "an encoder beside the decoder"
 
@@ -18,8 +18,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "codegen": ("its order of queries, keys and values", "gptj"),
     "cohere2_moe": (EXPERTS, "cohere2"),
     "dbrx": (EXPERTS, "cohere"),
-    "deepseek_v2": (LATENT + ", and " + EXPERTS, "llama"),
-    "deepseek_v3": (LATENT + ", and " + EXPERTS, "llama"),
     "diffllama": ("differential attention", "llama"),
     "dots1": (EXPERTS, "qwen3"),
     "ernie4_5_moe": (EXPERTS, "ernie4_5"),
@@ -40,7 +38,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "llama4_text": (EXPERTS + ", and attention in chunks", "llama"),
     "mamba": (STATES, "llama"),
     "mamba2": (STATES, "llama"),
-    "minicpm3": (LATENT, "llama"),
+    "minicpm3": (LATENT, "deepseek_v2"),
     "mixtral": (EXPERTS, "mistral"),
     "nemotron_h": (STATES, "nemotron"),
     "olmo_hybrid": (STATES, "olmo3"),

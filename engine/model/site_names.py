@@ -17,11 +17,16 @@ LAYER_SITES = {
     "attn.v.hook_out": ("kv_heads d_head", "attn.hook_v"),
     "attn.q_norm.hook_out": ("heads d_head", "attn.hook_q_normed"),
     "attn.k_norm.hook_out": ("kv_heads d_head", "attn.hook_k_normed"),
-    "attn.hook_rot_q": ("heads d_head", None),
-    "attn.hook_rot_k": ("kv_heads d_head", None),
+    "attn.hook_q_latent": ("query_rank", None),
+    "attn.hook_kv_latent": ("rank", None),
+    "attn.hook_rot_q": ("heads d_turned", None),
+    "attn.hook_rot_k": ("turned_heads d_turned", None),
+    "attn.hook_q": ("heads d_head", None),
+    "attn.hook_k": ("kv_heads d_head", None),
+    "attn.hook_v": ("kv_heads d_value", None),
     "attn.hook_attn_scores": ("heads keys", None),
     "attn.hook_pattern": ("heads keys", None),
-    "attn.o.hook_in": ("heads d_head", "attn.hook_z"),
+    "attn.o.hook_in": ("heads d_value", "attn.hook_z"),
     "attn.hook_out": ("d_model", "hook_attn_out"),
     "ln1_post.hook_scale": ("one", None),
     "ln1_post.hook_normalized": ("d_model", None),
@@ -55,8 +60,9 @@ SAME_VALUES = {
     "ln2_post.hook_in": ("mlp.hook_out", True),
 }
 """TransformerLens has a name on either side of every module. Where nothing happens in between, both have one value"""
-READ_ONLY = ("hook_scale", "hook_normalized", "hook_attn_scores")
-"""the ends of names of sites that are computed beside the pass"""
+READ_ONLY = ("hook_scale", "hook_normalized", "hook_attn_scores", "attn.hook_k", "attn.hook_v")
+"""the ends of names of sites that are computed beside the pass. Keys and values have these names with latent attention only,
+which computes with neither"""
 GLOBAL_SITES = {
     "embed.hook_out": ("d_model", "hook_embed"),
     "pos_embed.hook_out": ("d_model", "hook_pos_embed"),

@@ -12,8 +12,9 @@ from torch import Tensor
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
-from replaylens.engine.model.decoder import Decoder, Tap, wanted
+from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import Ops, RowOps, TorchOps
+from replaylens.engine.model.tap import Tap, wanted
 from replaylens.engine.passes.batch import KV_BLOCK, Batch, Segment
 from replaylens.engine.passes.batched import batched_product
 from replaylens.engine.passes.certificate import Certificate
@@ -237,8 +238,8 @@ class Runner:
     def ops(self, batch: Batch, cache: KVCache, exact: bool = True) -> Ops:
         """The arithmetic of a pass over a batch with pages in `cache`: the runner's cache, or another of the same layout."""
         if not self.kernels:
-            c = self.model.config
-            product = batched_product(_ANY_SIZE, c.num_heads // c.num_kv_heads, c.d_head)
+            _, kv_heads, width = self.model.config.kv_shape
+            product = batched_product(_ANY_SIZE, self.model.config.num_heads // kv_heads, width)
             return CanonicalCpuOps(batch, cache, self.products, product) if exact else FastCpuOps(batch, cache, product)
         from replaylens.engine.passes import cuda  # its kernels need triton, which a CPU machine may lack
 

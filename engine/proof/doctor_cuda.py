@@ -31,6 +31,8 @@ def examine(model: Decoder) -> Certificate:
     """Examine every op and shape of the model on its device. Does not raise: the certificate lists the failures."""
     if model.config.slopes:
         raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
+    if model.config.latent is not None:
+        raise UnsupportedModel("Latent attention is not supported on CUDA: no kernel multiplies by head. Use device='cpu'.")
     device, dtype = model.embed.device, model.embed.dtype
     generator = torch.Generator(device).manual_seed(2024)
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
