@@ -9,9 +9,29 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.latent import LatentAttention
 from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Ops, RowOps, softcap
 from replaylens.engine.model.rotary import Rotary, rotary_table
-from replaylens.engine.model.tap import NormSites, Tap, norm_sites, normed, observer, tapped, wanted
+from replaylens.engine.model.tap import Tap, observer, tapped, wanted
+
+NormSites = tuple[str, str, str]
+"""the sites of a norm: what it divides by, its result before the weights, its result"""
+
+
+def norm_sites(name: str) -> NormSites:
+    return name + ".hook_scale", name + ".hook_normalized", name + ".hook_out"
+
 
 FINAL_NORM = norm_sites("ln_final")
+
+
+def normed(x: Tensor, norm: Norm, sites: NormSites, ops: RowOps, tap: Tap | None) -> Tensor:
+    """The norm of x. Its scale and its result before the weights are computed beside it, and only if the tap wants them."""
+    if tap is None:
+        return ops.norm(x, norm)
+    scale_site, normalized_site, out_site = sites
+    if wanted(tap, scale_site, normalized_site):
+        scale, normalized = ops.norm_parts(x, norm)
+        tapped(tap, scale_site, scale)
+        tapped(tap, normalized_site, normalized)
+    return tapped(tap, out_site, ops.norm(x, norm))
 
 
 class Attention(nn.Module):

@@ -1,11 +1,11 @@
-"""`Tap`: whoever sees, and may replace, what passes the sites of a decoder."""
+"""`Tap`: who sees, and may replace, the values at the sites of a pass."""
 
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
-from replaylens.engine.model.ops import Norm, Observer, RowOps
+from replaylens.engine.model.ops import Observer
 
 
 class Tap(Protocol):
@@ -20,14 +20,6 @@ class Tap(Protocol):
         ...
 
 
-NormSites = tuple[str, str, str]
-"""the sites of a norm: what it divides by, its result before the weights, its result"""
-
-
-def norm_sites(name: str) -> NormSites:
-    return name + ".hook_scale", name + ".hook_normalized", name + ".hook_out"
-
-
 def wanted(tap: Tap | None, *sites: str) -> bool:
     """Whether the tap wants any of the sites."""
     return tap is not None and any(tap.wants(site) for site in sites)
@@ -35,18 +27,6 @@ def wanted(tap: Tap | None, *sites: str) -> bool:
 
 def tapped(tap: Tap | None, site: str, value: Tensor) -> Tensor:
     return tap(site, value) if tap is not None and tap.wants(site) else value
-
-
-def normed(x: Tensor, norm: Norm, sites: NormSites, ops: RowOps, tap: Tap | None) -> Tensor:
-    """The norm of x. Its scale and its result before the weights are computed beside it, and only if the tap wants them."""
-    if tap is None:
-        return ops.norm(x, norm)
-    scale_site, normalized_site, out_site = sites
-    if wanted(tap, scale_site, normalized_site):
-        scale, normalized = ops.norm_parts(x, norm)
-        tapped(tap, scale_site, scale)
-        tapped(tap, normalized_site, normalized)
-    return tapped(tap, out_site, ops.norm(x, norm))
 
 
 def observer(tap: Tap | None, pattern_site: str, scores_site: str) -> Observer | None:

@@ -67,7 +67,8 @@ def families() -> list[str]:
         config = load(hugging_face(names[0])).config
         bridged = "no bridge" if all(name in NO_BRIDGE for name in names) else "S, T, C equal"
         device = "interpreter" if config.plain_logits else "interpreter, Z on the host"
-        device = "refused: ALiBi" if config.slopes else "bits on an H200" if names[0] in NAMES else device
+        missing = "ALiBi" if config.slopes else "latent attention" if config.latent is not None else ""
+        device = f"refused: {missing}" if missing else "bits on an H200" if names[0] in NAMES else device
         rows.append(f"| {family} | < {bound:.0e} | {_sites(config)} | {bridged} | {device} | {_limits(family)} |")
     return rows
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadConfig, UnsupportedModel
-from replaylens.engine.model.config import ModelConfig, Rope
+from replaylens.engine.errors import BadConfig, NoGradient, UnsupportedModel
+from replaylens.engine.model.config import Latent, ModelConfig, Rope
 from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.fields import NEUTRAL
 from replaylens.engine.model.ops import SequenceOps
@@ -40,7 +40,7 @@ HARMLESS = re.compile(
 """config fields that do not change what a model computes from its tokens"""
 more = pytest.mark.parametrize("name", MORE)
 WIRINGS = """
-gpt2-by-layer arcee phi stablelm granite olmo olmo2 exaone4 hunyuan cohere bloom mpt
+gpt2-by-layer arcee phi stablelm granite olmo olmo2 exaone4 hunyuan cohere bloom mpt deepseek-v2 deepseek-v3
 """.split()  # noqa: SIM905
 """models that cover all wirings; the others run the slower tests behind the marker"""
 some = pytest.mark.parametrize(
@@ -113,6 +113,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "ALiBi": ("bloom", {"slopes": ()}),
     "MPT's order of slopes": ("mpt", {"slopes": tuple(2.0 ** (-8 * i / 6) for i in range(1, 7))}),
     "rotary of local layers": ("olmo3", {"local_rope": None}),
+    "YaRN's factor on the scores of latent attention": ("deepseek-v3", {"attn_scale": 0.0}),
 }
 
 
@@ -156,6 +157,10 @@ def test_gradients_are_autograds_at_every_site(name: str) -> None:
     tokens = sequences((23,), seed=3)[0].tolist()
     subject = Engine.load(hugging_face(name), check=False)
     sites = [site for site in subject.sites.in_order() if site not in subject.sites.read_only and "pattern" not in site]
+    if subject.config.latent is not None:
+        with pytest.raises(NoGradient, match="No gradient through latent attention"):
+            subject.prompt(tokens).gradients(metric, sites)
+        return
     ours = subject.prompt(tokens).gradients(metric, sites)
     truth = of_decoder(load(hugging_face(name)).double(), tokens, metric)
     assert set(ours) == set(truth) == set(sites)
@@ -245,6 +250,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "sets alpha to 8.0",
     ),
     "GPT-J that rotates the whole head": ("gptj", {"rotary_dim": None}, "rotary_dim"),
+    "other pairs": ("deepseek-v3", {"rope_interleave": False}, "deepseek_v3 with rope_interleave = False is not supported"),
+    "shared latent heads": ("deepseek-v2", {"num_key_value_heads": 2}, "must equal num_attention_heads: 6"),
 }
 
 
@@ -268,11 +275,14 @@ def test_longrope_ends_where_its_short_factors_do() -> None:
         ({"shared_norm": True}, "shared_norm needs parallel_residual"),
         ({"rotary_layers": (True,)}, "rotary_layers has 1 entries for 2 layers"),
         ({"post_norms": True, "residual_scale": 0.5}, "residual_scale 0.5 with post_norms"),
+        ({"latent": Latent(4, 6)}, "as many key heads as heads, not 2 of 4"),
+        ({"latent": Latent(4, 6), "num_kv_heads": 4}, "rotates part of every head, not 0 of 8"),
+        ({"latent": Latent(4, 6), "num_kv_heads": 4, "rotary_dim": 2, "qk_norm": True}, "with qk_norm, clip_qkv or slopes"),
     ],
 )
 def test_wiring_that_fits_no_family_is_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(BadConfig, match=re.escape(text)):
-        ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, **changes)
+        ModelConfig(2, 32, 4, **{"num_kv_heads": 2, "d_head": 8, "d_mlp": 48, "vocab_size": 61, "max_positions": 64, **changes})
 
 
 def test_the_text_of_a_config_knows_no_field_that_is_not_set() -> None:
