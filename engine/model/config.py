@@ -6,9 +6,12 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from replaylens.engine.errors import BadConfig
+from replaylens.engine.model.routing import Routing
 
 NormKind = Literal["rms", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
+"""clamped_swiglu: gated only, with gate and up clamped at `SWIGLU_LIMIT` (GPT-OSS)"""
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 QkSpan = Literal["head", "each", "all"]
 
 
@@ -48,6 +51,36 @@ class Latent:
     def __post_init__(self) -> None:
         if self.rank < 1 or self.d_value < 1 or self.query_rank < 0:
             raise BadConfig(f"Invalid latent attention {self}: rank and d_value must be at least 1, query_rank at least 0.")
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """The mixtures of experts that stand in the place of MLPs."""
+
+    num_experts: int
+    d_expert: int
+    """width of an expert's hidden layer"""
+    routing: Routing
+    layers: tuple[bool, ...] = ()
+    """per layer, whether it has a mixture; the others have an MLP. Empty: all layers"""
+    bias: bool = False
+    """the experts' products have biases (GPT-OSS)"""
+    router_bias: bool = False
+    d_shared: int = 0
+    """width of the hidden layer of the shared expert, which every row goes to; 0: none"""
+    shared_gate: bool = False
+    """the shared expert's output is multiplied by a sigmoid of the row (Qwen2-MoE)"""
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 1 or self.d_expert < 1:
+            raise BadConfig(f"A mixture needs experts: num_experts {self.num_experts}, d_expert {self.d_expert}.")
+        groups, top = self.routing.groups, self.routing.top
+        if self.num_experts % groups or self.routing.group_best > self.num_experts // groups:
+            raise BadConfig(f"{self.num_experts} experts do not divide into {groups} groups of equal size.")
+        if top > self.num_experts // groups * self.routing.chosen_groups:
+            raise BadConfig(f"{top} experts cannot be chosen among {self.num_experts} in {self.routing.chosen_groups} groups.")
+        if self.shared_gate and not self.d_shared:
+            raise BadConfig("shared_gate needs a shared expert: d_shared is 0.")
 
 
 @dataclass(frozen=True)
@@ -118,6 +151,10 @@ class ModelConfig:
     """per head, what is added to a score for each position of its key (ALiBi); empty: nothing"""
     latent: Latent | None = None
     """latent attention; `rotary_dim` of the `d_head` dimensions of a key are then rotated and the same for all heads"""
+    mixture: MixtureConfig | None = None
+    """the mixtures of experts; None: every layer has an MLP"""
+    sinks: bool = False
+    """each head has a trained score that takes part in its softmax and belongs to no key (GPT-OSS)"""
 
     def __post_init__(self) -> None:
         for name in (
@@ -139,6 +176,10 @@ class ModelConfig:
         for name in ("windows", "rotary_layers"):
             if (given := getattr(self, name)) and len(given) != self.num_layers:
                 raise BadConfig(f"{name} has {len(given)} entries for {self.num_layers} layers.")
+        if self.mixture is not None and self.mixture.layers and len(self.mixture.layers) != self.num_layers:
+            raise BadConfig(f"mixture.layers has {len(self.mixture.layers)} entries for {self.num_layers} layers.")
+        if self.activation == "clamped_swiglu" and not self.gated_mlp:
+            raise BadConfig("clamped_swiglu needs a gated MLP.")
         if self.slopes and len(self.slopes) != self.num_heads:
             raise BadConfig(f"slopes has {len(self.slopes)} entries for {self.num_heads} heads.")
         if self.shared_norm and not (self.parallel_residual and self.pre_norms):
@@ -153,8 +194,8 @@ class ModelConfig:
             raise BadConfig(f"Latent attention needs as many key heads as heads, not {self.num_kv_heads} of {self.num_heads}.")
         if not 0 < self.rotary_dim < self.d_head or self.rotary_layers:
             raise BadConfig(f"Latent attention rotates part of every head, not {self.rotary_dim} of {self.d_head} dimensions.")
-        if self.qk_norm or self.clip_qkv or self.slopes:
-            raise BadConfig("Latent attention with qk_norm, clip_qkv or slopes is not supported.")
+        if self.qk_norm or self.clip_qkv or self.slopes or self.sinks:
+            raise BadConfig("Latent attention with qk_norm, clip_qkv, slopes or sinks is not supported.")
 
     @property
     def scale(self) -> float:
@@ -187,6 +228,10 @@ class ModelConfig:
     def window(self, layer: int) -> int:
         """The number of positions that a row of `layer` sees, including its own; 0: all."""
         return self.windows[layer] if self.windows else 0
+
+    def sparse(self, layer: int) -> bool:
+        """Whether `layer` has a mixture of experts in the place of its MLP."""
+        return self.mixture is not None and (self.mixture.layers[layer] if self.mixture.layers else True)
 
     def rotates(self, layer: int) -> bool:
         """Whether queries and keys of `layer` are rotated."""
@@ -223,9 +268,12 @@ class ModelConfig:
                     raw[name] = Rope(**_with_tuples(raw[name], "divisors"))
             if isinstance(raw.get("latent"), dict):
                 raw["latent"] = Latent(**raw["latent"])
+            if isinstance(mixture := raw.get("mixture"), dict):
+                parts = {**_with_tuples(mixture, "layers"), "routing": Routing(**mixture["routing"])}
+                raw["mixture"] = MixtureConfig(**parts)
             raw = _with_tuples(raw, "windows", "rotary_layers", "slopes")
             return cls(**raw)
-        except TypeError as e:
+        except (TypeError, KeyError) as e:
             raise BadConfig(f"The model config is incomplete or malformed: {e}.") from None
 
 

@@ -277,7 +277,7 @@ def test_longrope_ends_where_its_short_factors_do() -> None:
         ({"post_norms": True, "residual_scale": 0.5}, "residual_scale 0.5 with post_norms"),
         ({"latent": Latent(4, 6)}, "as many key heads as heads, not 2 of 4"),
         ({"latent": Latent(4, 6), "num_kv_heads": 4}, "rotates part of every head, not 0 of 8"),
-        ({"latent": Latent(4, 6), "num_kv_heads": 4, "rotary_dim": 2, "qk_norm": True}, "with qk_norm, clip_qkv or slopes"),
+        ({"latent": Latent(4, 6), "num_kv_heads": 4, "rotary_dim": 2, "qk_norm": True}, "with qk_norm, clip_qkv, slopes or sinks"),
     ],
 )
 def test_wiring_that_fits_no_family_is_refused(changes: dict[str, Any], text: str) -> None:
