@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from tests.mixtures import MIXTURES
+
 SHAPE = dict(
     vocab_size=97,
     hidden_size=32,
@@ -67,6 +69,15 @@ LATENT = dict(
 """latent attention, no two widths equal, all layers dense"""
 ODD = dict(LATENT, kv_lora_rank=13, qk_nope_head_dim=7)
 """widths with which transformers cannot compute DeepSeek-V2"""
+EXPERTS = dict(
+    first_k_dense_replace=0,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_shared_experts=2,
+    moe_intermediate_size=14,
+    routed_scaling_factor=1.7,
+)
+SPARSE, ODD_SPARSE = LATENT | EXPERTS, ODD | EXPERTS
 GROWN = dict(YARN, mscale=0.8, mscale_all_dim=0.7)
 
 FALCON = dict(
@@ -90,7 +101,10 @@ NEW_WIRINGS = ("cohere", "hunyuan", "olmo2", "arcee", "granite")
 """what the first families do not have and the kernels do: norms of each head or over all, norms after the rotation, no norm
 before a product, relu2, factors on stream and logits"""
 LATENT_NAMES = ("deepseek-v2", "deepseek-v2-queries", "deepseek-v3", "deepseek-v3-plain")
-ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four", *LATENT_NAMES)
+"""models with latent attention and without mixtures"""
+BOTH_NAMES = ("deepseek-v2-lite", "deepseek-v2-groups", "deepseek-v3-groups", "deepseek-v3-sparse")
+"""models with both"""
+ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four", *LATENT_NAMES, *BOTH_NAMES)
 """models with ALiBi or latent attention, which the kernels do not have"""
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     # name: (config class, its fields). A second model of a family has a suffix
@@ -192,6 +206,16 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2-queries": ("DeepseekV2", dict(LATENT, q_lora_rank=11, attention_bias=True)),
     "deepseek-v3": ("DeepseekV3", dict(ODD, q_lora_rank=11, attention_bias=True, rope_parameters=GROWN)),
     "deepseek-v3-plain": ("DeepseekV3", dict(ODD, qk_rope_head_dim=2, tie_word_embeddings=True)),
+    "deepseek-v2-lite": ("DeepseekV2", dict(SPARSE, first_k_dense_replace=1, rope_parameters=GROWN)),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        dict(SPARSE, q_lora_rank=11, topk_method="group_limited_greedy", n_group=4, topk_group=2, mlp_bias=True),
+    ),
+    "deepseek-v3-groups": (
+        "DeepseekV3",
+        dict(ODD_SPARSE, q_lora_rank=11, first_k_dense_replace=1, n_group=4, topk_group=2, rope_parameters=GROWN),
+    ),
+    "deepseek-v3-sparse": ("DeepseekV3", dict(ODD_SPARSE, n_group=1, topk_group=1, norm_topk_prob=False)),
     "gptj": (
         "GPTJ",
         dict(vocab_size=97, n_embd=36, n_layer=2, n_head=6, n_positions=256, rotary_dim=4, bos_token_id=0, eos_token_id=0),
@@ -253,6 +277,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         "Falcon",
         dict(FALCON, multi_query=False, parallel_attn=False, tie_word_embeddings=False, activation="gelu_pytorch_tanh"),
     ),
+    **MIXTURES,
 }
 
 
@@ -295,5 +320,9 @@ def hugging_face(name: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():  # default initialisation leaves biases and norms at their trivial values
             parameter.add_(torch.randn_like(parameter) * 0.08)
+        for part, buffer in model.named_buffers():
+            if part.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
+    model.config._experts_implementation = "eager"  # the faster one needs rows of a multiple of 16 bytes
     model.config.architectures = [type(model).__name__]
     return model

@@ -1,4 +1,4 @@
-"""The tables of DeepSeek-V2 and V3: Llama's names, with latent attention."""
+"""The tables of DeepSeek-V2 and V3: latent attention, and mixtures of experts behind the first layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,16 +6,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import UnsupportedModel
-from replaylens.engine.model.config import Latent, ModelConfig
+from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig
 from replaylens.engine.model.family import Arrange, Raw
 from replaylens.engine.model.raw_fields import grown_by_yarn
-from replaylens.engine.model.tables_llama import LLAMA, LLAMA_NAMES, names_of, reads_of
+from replaylens.engine.model.tables_llama import LLAMA, names_of, reads_of
+from replaylens.engine.model.tables_moe import COUNTS, DEEPSEEK_PARTS, MOE_NAMES, deepseek_v2_mixture, deepseek_v3_mixture
 
 
 def _latent(raw: Raw) -> Latent:
-    if raw["first_k_dense_replace"] < raw["num_hidden_layers"]:
-        raise UnsupportedModel(f"{raw['model_type']} with a mixture of experts is not supported. Only dense layers are.")
     return Latent(rank=raw["kv_lora_rank"], d_value=raw["v_head_dim"], query_rank=raw.get("q_lora_rank") or 0)
 
 
@@ -31,6 +29,19 @@ def _scale(raw: Raw) -> float:
     grown = grown_by_yarn(rope["factor"], by) if by else 1.0
     scale: float = _width(raw) ** -0.5 * grown * grown
     return scale
+
+
+def _v2_mixture(raw: Raw) -> MixtureConfig | None:
+    return deepseek_v2_mixture(raw) if _has_mixtures(raw) else None
+
+
+def _v3_mixture(raw: Raw) -> MixtureConfig | None:
+    return deepseek_v3_mixture(raw) if _has_mixtures(raw) else None
+
+
+def _has_mixtures(raw: Raw) -> bool:
+    has: bool = raw["first_k_dense_replace"] < raw["num_hidden_layers"]
+    return has
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------------
@@ -73,28 +84,43 @@ def _query_name(config: ModelConfig) -> Mapping[str, str]:
 
 # ---- families ------------------------------------------------------------------------------------------------------------
 
-_SIZES = {"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
-_EXPERTS = {"first_k_dense_replace", "n_routed_experts", "num_experts", "num_local_experts"}
+_SIZES = frozenset({"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
+_NAMES = names_of(
+    MOE_NAMES,
+    attn__q_a="self_attn.q_a_proj",
+    attn__q_a_norm="self_attn.q_a_layernorm",
+    attn__kv_a="self_attn.kv_a_proj_with_mqa",
+    attn__kv_a_norm="self_attn.kv_a_layernorm",
+    attn__k="self_attn.kv_b_proj",
+    attn__v="self_attn.kv_b_proj",
+)
+_EVERY = {"moe_layer_freq": (None, 1)}
+"""every layer behind the first ones has a mixture"""
 DEEPSEEK_V2 = replace(
     LLAMA,
-    names=names_of(
-        LLAMA_NAMES,
-        attn__q_a="self_attn.q_a_proj",
-        attn__q_a_norm="self_attn.q_a_layernorm",
-        attn__kv_a="self_attn.kv_a_proj_with_mqa",
-        attn__kv_a_norm="self_attn.kv_a_layernorm",
-        attn__k="self_attn.kv_b_proj",
-        attn__v="self_attn.kv_b_proj",
+    names=replace(_NAMES, parts={**_NAMES.parts, **DEEPSEEK_PARTS}),
+    reads=reads_of(
+        LLAMA,
+        num_kv_heads="num_attention_heads",
+        d_head=_width,
+        latent=_latent,
+        attn_scale=_scale,
+        mixture=_v2_mixture,
     ),
-    reads=reads_of(LLAMA, num_kv_heads="num_attention_heads", d_head=_width, latent=_latent, attn_scale=_scale),
-    uses=frozenset(_SIZES | _EXPERTS),
+    uses=_SIZES | COUNTS,
+    only={
+        **_EVERY,
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "scoring_func": (None, "softmax"),
+        "norm_topk_prob": (None, False),  # transformers does not normalise, whatever the field says
+    },
     same={"num_key_value_heads": "num_attention_heads"},
     arrange=ARRANGE,
     renamed=_query_name,
 )
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
-    reads=reads_of(DEEPSEEK_V2, without=("mlp_bias",)),
+    reads=reads_of(DEEPSEEK_V2, without=("mlp_bias",), mixture=_v3_mixture),
     uses=DEEPSEEK_V2.uses | {"rope_interleave"},
-    only={"rope_interleave": (True,)},
+    only={**_EVERY, "rope_interleave": (True,), "scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
 )

@@ -1,0 +1,125 @@
+"""Configs of tiny models with mixtures of experts; `tests/families.py` builds them."""
+
+from typing import Any
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=97,
+    hidden_size=36,
+    intermediate_size=20,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+ONE_KV, TWO_KV = dict(SHAPE, num_key_value_heads=1), dict(SHAPE, num_key_value_heads=2)
+TYPES = ["sliding_attention", "full_attention"]
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 5.0],
+    "short_mscale": 1.2,
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": 128,
+}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    # name: (config class, its fields)
+    "mixtral": ("Mixtral", dict(TWO_KV, num_local_experts=5, num_experts_per_tok=2, sliding_window=7, head_dim=10)),
+    "mixtral-one": ("Mixtral", dict(ONE_KV, num_local_experts=3, num_experts_per_tok=2, tie_word_embeddings=True)),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        dict(
+            TWO_KV,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=14,
+            shared_expert_intermediate_size=22,
+            use_sliding_window=True,
+            sliding_window=7,
+            layer_types=TYPES,
+        ),
+    ),
+    "qwen2-moe-dense": (
+        "Qwen2Moe",
+        dict(
+            ONE_KV,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=14,
+            shared_expert_intermediate_size=22,
+            norm_topk_prob=True,
+            qkv_bias=False,
+            mlp_only_layers=[0],
+        ),
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        dict(TWO_KV, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=14, norm_topk_prob=True, head_dim=10),
+    ),
+    "qwen3-moe-dense": (
+        "Qwen3Moe",
+        dict(
+            ONE_KV,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=14,
+            decoder_sparse_step=2,
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=7,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "olmoe": ("Olmoe", dict(TWO_KV, num_experts=6, num_experts_per_tok=3, attention_bias=True)),
+    "olmoe-normalised": ("Olmoe", dict(ONE_KV, num_experts=3, num_experts_per_tok=2, norm_topk_prob=True)),
+    "gpt-oss": (
+        "GptOss",
+        dict(
+            TWO_KV,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            head_dim=10,
+            sliding_window=7,
+            layer_types=TYPES,
+            rope_parameters=YARN,
+        ),
+    ),
+    "granite-moe": (
+        "GraniteMoe",
+        dict(
+            ONE_KV,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            embedding_multiplier=12.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.22,
+            logits_scaling=8.0,
+            attention_bias=True,
+        ),
+    ),
+    "phimoe": (
+        "Phimoe",
+        dict(
+            TWO_KV,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            router_jitter_noise=0.2,
+            rope_parameters=LONG,
+            original_max_position_embeddings=128,
+            lm_head_bias=True,
+            attention_bias=True,
+        ),
+    ),
+    "phimoe-plain": ("Phimoe", dict(ONE_KV, num_local_experts=4, num_experts_per_tok=2, sliding_window=7)),
+}
