@@ -4,6 +4,7 @@ What a family computes is said by `ModelConfig`; which tensors it has follows fr
 part of the wiring, and the few functions that rearrange a tensor.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -109,6 +110,8 @@ class Family:
     """our module -> how its source tensor is rearranged"""
     renamed: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
     """names of parts that depend on the config"""
+    later_layers: bool = False
+    """checkpoints may hold layers behind the last one, which guess further tokens and which transformers leaves out"""
 
     @property
     def used(self) -> frozenset[str]:
@@ -163,6 +166,15 @@ class Family:
                 is_weight = isinstance(module, Linear) and end == "weight"
                 out[f"blocks.{layer}.{name}"] = x.T if is_weight and names.transposed else x
         return out
+
+    def unused(self, config: ModelConfig, unread: list[str]) -> list[str]:
+        """The names of tensors that were not read, and that the family does not leave out on purpose."""
+        if not self.later_layers:
+            return unread
+        first, last = self.names.block.split("{}")
+        later = re.compile(rf"{re.escape(first)}(\d+){re.escape(last)}")
+        layer = lambda name: int(found[1]) if (found := later.match(name)) else -1  # noqa: E731
+        return [name for name in unread if layer(name) < config.num_layers]
 
     def _single(self, block: Block, name: str, begin: str, get: Get) -> Tensor:
         """A parameter that is neither of a product nor of a norm."""

@@ -122,5 +122,6 @@ DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     reads=reads_of(DEEPSEEK_V2, without=("mlp_bias",), mixture=_v3_mixture),
     uses=DEEPSEEK_V2.uses | {"rope_interleave"},
+    later_layers=True,
     only={**_EVERY, "rope_interleave": (True,), "scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
 )
