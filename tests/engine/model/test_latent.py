@@ -21,6 +21,7 @@ from replaylens.engine.proof.doctor_products import _also
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.run import Run
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.training.score import generate
 from replaylens.tasks import WordTokenizer, get
 from tests.engine.passes.packed import relative, sequences
 from tests.engine.reference import decoder, random_decoder
@@ -119,26 +120,38 @@ def test_latents_and_pattern_are_hugging_faces(name: str) -> None:
 @pytest.mark.slow
 @each
 @torch.no_grad()
-def test_sites_are_the_bridges(name: str) -> None:
-    """DeepSeek-V2's bridge has the pairs of rotated dimensions side by side, ours and V3's apart."""
+def test_names_and_values_are_the_bridges(name: str) -> None:
+    """By TransformerLens' verb, in its layout. Its hook_z takes the width of values for the number of heads, and DeepSeek-V2's
+    bridge has the pairs of rotated dimensions side by side, V3's and ours apart."""
+    names = [LAYER + site for site in INNER]
+    names += [LAYER + "kv_a_layernorm.hook_out", LAYER + "kv_b_proj.hook_in", LAYER + "hook_z", LAYER + "hook_out"]
     theirs = bridge(name).run_with_cache(torch.tensor([TOKENS]))[1]
-    branch = captured(name, *INNER, "o.hook_in")
-    heads_first = ("hook_q", "hook_k", "hook_v", "hook_attn_scores", "hook_pattern")
-    for site in (*INNER, "o.hook_in"):
-        ours, other = branch.activations[LAYER + site], theirs[LAYER + site][0]
-        if site.endswith(("rot_q", "rot_k", "hook_q", "hook_k")):
-            if name.startswith("deepseek-v2"):
-                continue
-            other = other.transpose(0, 1) if site in heads_first or other.shape[0] != len(TOKENS) else other
-        elif site in heads_first:
-            other = other.transpose(0, 1)
-        seen = ours > torch.finfo(torch.float32).min
-        assert relative(ours[seen], other.reshape(ours.shape)[seen]) < 3e-6, site
+    ours = Engine(decoder(name)).run_with_cache(TOKENS, names_filter=names, return_cache_object=False)[1]
+    for site in names:
+        if name.startswith("deepseek-v2") and site.endswith(("rot_q", "rot_k", "hook_q", "hook_k")):
+            continue
+        other = theirs[site].reshape(ours[site].shape) if site.endswith("hook_z") else theirs[site]
+        seen = ours[site] > torch.finfo(torch.float32).min
+        assert ours[site].shape == other.shape and relative(ours[site][seen], other[seen]) < 3e-6, site
 
 
 # ---- edits ---------------------------------------------------------------------------------------------------------------
 
-WIDTHS = {"hook_q_latent": (11,), "hook_kv_latent": (13,), "hook_rot_q": (6, 6), "hook_rot_k": (1, 6), "hook_q": (6, 13)}
+WIDTHS = {
+    "q_b_proj.hook_in": (11,),
+    "hook_q_latent": (11,),
+    "hook_kv_latent": (13,),
+    "hook_rot_q": (6, 6),
+    "hook_rot_k": (1, 6),
+    "hook_q": (6, 13),
+}
+    "q_b_proj.hook_in": (11,),
+    "hook_q_latent": (11,),
+    "hook_kv_latent": (13,),
+    "hook_rot_q": (6, 6),
+    "hook_rot_k": (1, 6),
+    "hook_q": (6, 13),
+}
 
 
 @pytest.mark.parametrize("site", [*WIDTHS, "hook_z"])
@@ -175,6 +188,11 @@ def test_an_edge_can_be_cut() -> None:
     branch = engine.prompt(TOKENS, edits=cut, sites=[LAYER + "hook_pattern"])
     pattern = branch.activations[LAYER + "hook_pattern"]
     assert not pattern[20, 2, 3:5].any() and pattern[20, 1, 3:5].all() and pattern[19, 2, 3:5].all()
+
+
+def test_plain_decoding_for_training_writes_the_same_tokens() -> None:
+    model = decoder("deepseek-v3")
+    assert generate(model, [TOKENS, TOKENS[:7]], 6)[0] == Engine(model).prompt(TOKENS).generate(6).generated
 
 
 # ---- dumps ---------------------------------------------------------------------------------------------------------------
