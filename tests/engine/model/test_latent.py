@@ -145,13 +145,6 @@ WIDTHS = {
     "hook_rot_k": (1, 6),
     "hook_q": (6, 13),
 }
-    "q_b_proj.hook_in": (11,),
-    "hook_q_latent": (11,),
-    "hook_kv_latent": (13,),
-    "hook_rot_q": (6, 6),
-    "hook_rot_k": (1, 6),
-    "hook_q": (6, 13),
-}
 
 
 @pytest.mark.parametrize("site", [*WIDTHS, "hook_z"])
