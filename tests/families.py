@@ -100,9 +100,9 @@ BIGCODE = dict(
 NEW_WIRINGS = ("cohere", "hunyuan", "olmo2", "arcee", "granite")
 """what the first families do not have and the kernels do: norms of each head or over all, norms after the rotation, no norm
 before a product, relu2, factors on stream and logits"""
-LATENT_NAMES = ("deepseek-v2", "deepseek-v2-queries", "deepseek-v3", "deepseek-v3-plain")
+LATENT_NAMES = ("deepseek-v2", "deepseek-v2-queries", "deepseek-v3", "deepseek-v3-plain", "minicpm3", "youtu")
 """models with latent attention and without mixtures"""
-BOTH_NAMES = ("deepseek-v2-lite", "deepseek-v2-groups", "deepseek-v3-groups", "deepseek-v3-sparse")
+BOTH_NAMES = ("deepseek-v2-lite", "deepseek-v2-groups", "deepseek-v3-groups", "deepseek-v3-sparse", "glm4-moe-lite")
 """models with both"""
 ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four", *LATENT_NAMES, *BOTH_NAMES)
 """models with ALiBi or latent attention, which the kernels do not have"""
@@ -206,6 +206,9 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2-queries": ("DeepseekV2", dict(LATENT, q_lora_rank=11, attention_bias=True)),
     "deepseek-v3": ("DeepseekV3", dict(ODD, q_lora_rank=11, attention_bias=True, rope_parameters=GROWN)),
     "deepseek-v3-plain": ("DeepseekV3", dict(ODD, qk_rope_head_dim=2, tie_word_embeddings=True)),
+    "minicpm3": ("MiniCPM3", dict(ODD, q_lora_rank=11, attention_bias=True, mlp_bias=True, dim_model_base=12)),
+    "youtu": ("Youtu", dict(ODD, rope_parameters=GROWN, tie_word_embeddings=True)),
+    "glm4-moe-lite": ("Glm4MoeLite", dict(ODD_SPARSE, q_lora_rank=11, n_group=1, topk_group=1)),
     "deepseek-v2-lite": ("DeepseekV2", dict(SPARSE, first_k_dense_replace=1, rope_parameters=GROWN)),
     "deepseek-v2-groups": (
         "DeepseekV2",

@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Iterable
 
 EXPERTS = "a mixture of experts"
-LATENT = "latent attention with factors on stream and embedding"
 STATES = "layers with recurrent states or convolutions"
 ENCODER = "an encoder beside the decoder"
 
@@ -36,7 +35,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "llama4_text": (EXPERTS + ", and attention in chunks", "llama"),
     "mamba": (STATES, "llama"),
     "mamba2": (STATES, "llama"),
-    "minicpm3": (LATENT, "deepseek_v2"),
     "nemotron_h": (STATES, "nemotron"),
     "olmo_hybrid": (STATES, "olmo3"),
     "qwen3_5_text": (STATES, "qwen3"),

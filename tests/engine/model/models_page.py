@@ -21,6 +21,7 @@ NO_BRIDGE = {
     "helium": "there is no adapter",
     "persimmon": "there is no adapter",
     "cwm": "there is no adapter",
+    "minicpm3": "there is no adapter",
     "gpt-bigcode-heads": "the adapter refuses more than one key head",
     "gpt2-by-layer": "the bridge scales the scores of all layers alike",
     "phi": "the adapter refuses norms of queries and keys",

@@ -23,6 +23,7 @@ from replaylens.engine.run import Run
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.training.score import generate
 from replaylens.tasks import WordTokenizer, get
+from tests.engine.model.models_page import NO_BRIDGE
 from tests.engine.passes.packed import relative, sequences
 from tests.engine.reference import decoder, random_decoder
 from tests.engine.replay.bridges import bridge
@@ -118,7 +119,7 @@ def test_latents_and_pattern_are_hugging_faces(name: str) -> None:
 
 
 @pytest.mark.slow
-@each
+@pytest.mark.parametrize("name", [name for name in LATENT_NAMES if name not in NO_BRIDGE])
 @torch.no_grad()
 def test_names_and_values_are_the_bridges(name: str) -> None:
     """By TransformerLens' verb, in its layout. Its hook_z takes the width of values for the number of heads, and DeepSeek-V2's

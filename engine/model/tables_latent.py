@@ -1,7 +1,8 @@
-"""The tables of DeepSeek-V2 and V3: latent attention, and mixtures of experts behind the first layers."""
+"""The tables of DeepSeek-V2 and V3 and their relatives: latent attention, most with mixtures of experts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import sqrt
 
 import torch
 from torch import Tensor
@@ -31,17 +32,22 @@ def _scale(raw: Raw) -> float:
     return scale
 
 
+def _after_the_first(raw: Raw) -> tuple[bool, ...]:
+    """The layers with a mixture: all but the first ones."""
+    return tuple(layer >= raw["first_k_dense_replace"] for layer in range(raw["num_hidden_layers"]))
+
+
 def _v2_mixture(raw: Raw) -> MixtureConfig | None:
-    return deepseek_v2_mixture(raw) if _has_mixtures(raw) else None
+    return deepseek_v2_mixture(raw, layers) if any(layers := _after_the_first(raw)) else None
 
 
 def _v3_mixture(raw: Raw) -> MixtureConfig | None:
-    return deepseek_v3_mixture(raw) if _has_mixtures(raw) else None
+    return deepseek_v3_mixture(raw, layers) if any(layers := _after_the_first(raw)) else None
 
 
-def _has_mixtures(raw: Raw) -> bool:
-    has: bool = raw["first_k_dense_replace"] < raw["num_hidden_layers"]
-    return has
+def _glm_mixture(raw: Raw) -> MixtureConfig | None:
+    layers = tuple(kind == "sparse" for kind in raw["mlp_layer_types"])
+    return deepseek_v3_mixture(raw, layers) if any(layers) else None
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------------
@@ -69,9 +75,7 @@ def _by_head(config: ModelConfig, x: Tensor, values: bool) -> Tensor:
     return (both[:, keys:] if values else both[:, :keys]).transpose(1, 2)
 
 
-ARRANGE: dict[str, Arrange] = {
-    "attn.q": _queries,
-    "attn.kv_a": _compressed,
+PARTS: dict[str, Arrange] = {
     "attn.k": lambda config, x: _by_head(config, x, values=False),
     "attn.v": lambda config, x: _by_head(config, x, values=True),
 }
@@ -85,43 +89,79 @@ def _query_name(config: ModelConfig) -> Mapping[str, str]:
 # ---- families ------------------------------------------------------------------------------------------------------------
 
 _SIZES = frozenset({"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
-_NAMES = names_of(
-    MOE_NAMES,
-    attn__q_a="self_attn.q_a_proj",
-    attn__q_a_norm="self_attn.q_a_layernorm",
-    attn__kv_a="self_attn.kv_a_proj_with_mqa",
-    attn__kv_a_norm="self_attn.kv_a_layernorm",
-    attn__k="self_attn.kv_b_proj",
-    attn__v="self_attn.kv_b_proj",
+LATENT = replace(
+    LLAMA,
+    names=names_of(
+        MOE_NAMES,
+        attn__q_a="self_attn.q_a_proj",
+        attn__q_a_norm="self_attn.q_a_layernorm",
+        attn__kv_a="self_attn.kv_a_proj_with_mqa",
+        attn__kv_a_norm="self_attn.kv_a_layernorm",
+        attn__k="self_attn.kv_b_proj",
+        attn__v="self_attn.kv_b_proj",
+    ),
+    reads=reads_of(LLAMA, num_kv_heads="num_attention_heads", d_head=_width, latent=_latent, attn_scale=_scale),
+    uses=_SIZES,
+    same={"num_key_value_heads": "num_attention_heads"},
+    arrange=PARTS,
+    renamed=_query_name,
 )
+"""rotates the halves of a part of each head"""
+PAIRED = replace(
+    LATENT,
+    reads=reads_of(LATENT, without=("mlp_bias",)),
+    uses=LATENT.uses | {"rope_interleave"},
+    only={"rope_interleave": (True,)},
+    arrange={"attn.q": _queries, "attn.kv_a": _compressed, **PARTS},
+)
+"""rotates neighbours"""
+
+
+def _factor_on_depth(raw: Raw) -> float:
+    factor: float = raw["scale_depth"] / sqrt(raw["num_hidden_layers"])
+    return factor
+
+
+def _factor_on_logits(raw: Raw) -> float:
+    factor: float = raw["dim_model_base"] / raw["hidden_size"]
+    return factor
+
+
+MINICPM3 = replace(
+    LATENT,
+    reads=reads_of(LATENT, embed_scale="scale_emb", residual_scale=_factor_on_depth, logit_scale=_factor_on_logits),
+    uses=LATENT.uses | {"scale_depth"},
+)
+YOUTU = PAIRED
+
+# ---- with mixtures -------------------------------------------------------------------------------------------------------
+
+_MIXED = replace(LATENT.names, parts={**LATENT.names.parts, **DEEPSEEK_PARTS})
 _EVERY = {"moe_layer_freq": (None, 1)}
 """every layer behind the first ones has a mixture"""
 DEEPSEEK_V2 = replace(
-    LLAMA,
-    names=replace(_NAMES, parts={**_NAMES.parts, **DEEPSEEK_PARTS}),
-    reads=reads_of(
-        LLAMA,
-        num_kv_heads="num_attention_heads",
-        d_head=_width,
-        latent=_latent,
-        attn_scale=_scale,
-        mixture=_v2_mixture,
-    ),
-    uses=_SIZES | COUNTS,
+    LATENT,
+    names=_MIXED,
+    reads=reads_of(LATENT, mixture=_v2_mixture),
+    uses=LATENT.uses | COUNTS,
     only={
         **_EVERY,
         "topk_method": ("greedy", "group_limited_greedy"),
         "scoring_func": (None, "softmax"),
         "norm_topk_prob": (None, False),  # transformers does not normalise, whatever the field says
     },
-    same={"num_key_value_heads": "num_attention_heads"},
-    arrange=ARRANGE,
-    renamed=_query_name,
+    arrange=PAIRED.arrange,
 )
 DEEPSEEK_V3 = replace(
-    DEEPSEEK_V2,
-    reads=reads_of(DEEPSEEK_V2, without=("mlp_bias",), mixture=_v3_mixture),
-    uses=DEEPSEEK_V2.uses | {"rope_interleave"},
+    PAIRED,
+    names=_MIXED,
+    reads=reads_of(PAIRED, mixture=_v3_mixture),
+    uses=PAIRED.uses | COUNTS,
+    only={**_EVERY, **PAIRED.only, "scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
     later_layers=True,
-    only={**_EVERY, "rope_interleave": (True,), "scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
+)
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    reads=reads_of(PAIRED, mixture=_glm_mixture),
+    only={**PAIRED.only, "scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
 )
