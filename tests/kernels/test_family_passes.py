@@ -11,7 +11,7 @@ from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.cuda import CanonicalCudaOps, device_rows
 from replaylens.engine.proof import doctor_cuda
 from tests.engine.passes.packed import alone
-from tests.families import LATENT_NAMES, MORE, NEW_WIRINGS, ON_CPU_ONLY, hugging_face
+from tests.families import MORE, NEW_WIRINGS, ON_CPU_ONLY, hugging_face
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PATH = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
@@ -46,7 +46,7 @@ def test_a_pass_gives_hugging_faces_logits(name: str) -> None:
 @pytest.mark.parametrize("name", ON_CPU_ONLY)
 @torch.no_grad()
 def test_what_the_kernels_do_not_have_is_refused(name: str) -> None:
-    missing = "Latent attention" if name in LATENT_NAMES else "ALiBi"
+    missing = "Latent attention" if load(hugging_face(name)).config.latent is not None else "ALiBi"
     with pytest.raises(UnsupportedModel, match=f"{missing} is not supported on CUDA"):
         logits(name)
     with pytest.raises(UnsupportedModel, match=f"{missing} is not supported on CUDA"):

@@ -27,6 +27,8 @@ NO_BRIDGE = {
     "phi": "the adapter refuses norms of queries and keys",
     "falcon-new": "the adapter splits q, k and v for one key head",
     "falcon-new-one-norm": "the adapter asks for two norms",
+    "phimoe": "the adapter does not know the class by its name in transformers",
+    "phimoe-plain": "the adapter does not know the class by its name in transformers",
 }
 """models that TransformerLens 4.3 cannot bridge, with the reason"""
 
@@ -68,8 +70,9 @@ def families() -> list[str]:
         config = load(hugging_face(names[0])).config
         bridged = "no bridge" if all(name in NO_BRIDGE for name in names) else "S, T, C equal"
         device = "interpreter" if config.plain_logits else "interpreter, Z on the host"
-        missing = "ALiBi" if config.slopes else "latent attention" if config.latent is not None else ""
-        device = f"refused: {missing}" if missing else "bits on an H200" if names[0] in NAMES else device
+        missing = {"ALiBi": config.slopes, "latent attention": config.latent, "experts": config.mixture}
+        refused = next((what for what, has in missing.items() if has), "")
+        device = f"refused: {refused}" if refused else "bits on an H200" if names[0] in NAMES else device
         rows.append(f"| {family} | < {bound:.0e} | {_sites(config)} | {bridged} | {device} | {_limits(family)} |")
     return rows
 

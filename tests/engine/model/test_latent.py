@@ -11,7 +11,7 @@ from torch import Tensor
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import VERIFIED, verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, NotCertified
+from replaylens.engine.errors import BadEdit, NoGradient, NotCertified
 from replaylens.engine.model.config import Latent, ModelConfig
 from replaylens.engine.model.ops import HeadLinear
 from replaylens.engine.model.weights import load
@@ -187,6 +187,11 @@ def test_an_edge_can_be_cut() -> None:
 def test_plain_decoding_for_training_writes_the_same_tokens() -> None:
     model = decoder("deepseek-v3")
     assert generate(model, [TOKENS, TOKENS[:7]], 6)[0] == Engine(model).prompt(TOKENS).generate(6).generated
+
+
+def test_gradients_are_refused() -> None:
+    with pytest.raises(NoGradient, match="No gradient through latent attention"):
+        Engine(decoder("deepseek-v3")).prompt(TOKENS).gradients((4, 7), "S")
 
 
 # ---- dumps ---------------------------------------------------------------------------------------------------------------
