@@ -52,8 +52,6 @@ class Tape:
             raise NoGradient(f"No gradient at {inside[0]} on a GPU, whose kernels never store it. Use device='cpu'.")
         if fixed := [edit.site for edit in edits if edit.site.endswith("attn.hook_pattern")]:
             raise NoGradient(f"No gradient through an edit of {fixed[0]}. Edit attn.hook_z or attn.hook_v instead.")
-        if backward and runner.model.config.latent is not None:
-            raise NoGradient("No gradient through latent attention: it has no backward pass. Patch values instead.")
         edits = tuple(known for edit in edits if (known := edit.on_path(tokens)) is not None)
         head = [site for site in asked if site in HEAD_SITES]
         needed = needed_sites(runner.model.config) if backward else frozenset()

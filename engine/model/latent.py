@@ -29,6 +29,7 @@ class LatentAttention(nn.Module):
         self.plain = config.d_head - turned
         """dimensions of queries and keys that are not rotated"""
         site = f"blocks.{layer}.attn."
+        self.q_a_site, self.kv_a_site = site + "q_a_layernorm.hook_in", site + "kv_a_layernorm.hook_in"
         self.q_latent_site, self.latent_site = site + "hook_q_latent", site + "hook_kv_latent"
         self.rotated_q_site, self.rotated_k_site = site + "hook_rot_q", site + "hook_rot_k"
         self.q_site, self.k_site, self.v_site = (f"{site}hook_{part}" for part in "qkv")
@@ -51,7 +52,7 @@ class LatentAttention(nn.Module):
         plain, turned = self._queries(x, ops, tap).split([self.plain, self.turned], dim=-1)
         turned = tapped(tap, self.rotated_q_site, ops.rotate(turned, rotary))
         latent, shared = ops.linear(x, self.kv_a).split([self.rank, self.turned], dim=-1)
-        latent = tapped(tap, self.latent_site, ops.norm(latent, self.kv_a_norm))
+        latent = tapped(tap, self.latent_site, ops.norm(tapped(tap, self.kv_a_site, latent), self.kv_a_norm))
         shared = tapped(tap, self.rotated_k_site, ops.rotate(shared[:, None], rotary))  # [rows, 1, turned]
         if wanted(tap, self.q_site):
             q = tapped(tap, self.q_site, torch.cat([plain, turned], dim=-1))
@@ -66,7 +67,8 @@ class LatentAttention(nn.Module):
     def _queries(self, x: Tensor, ops: Ops, tap: Tap | None) -> Tensor:
         """[rows, heads, d_head], before the rotation"""
         if self.q_a is not None and self.q_a_norm is not None:
-            x = tapped(tap, self.q_latent_site, ops.norm(ops.linear(x, self.q_a), self.q_a_norm))
+            x = tapped(tap, self.q_a_site, ops.linear(x, self.q_a))
+            x = tapped(tap, self.q_latent_site, ops.norm(x, self.q_a_norm))
         return ops.linear(x, self.q).view(len(x), self.heads, -1)
 
     def _show(self, latent: Tensor, shared: Tensor, ops: Ops, tap: Tap | None) -> None:

@@ -123,7 +123,8 @@ class SiteTable:
             **dict.fromkeys(("attn.hook_q", "attn.hook_k", "attn.hook_v"), latent is None),
             **dict.fromkeys(("attn.hook_kv_latent", "attn.kv_a_layernorm", "attn.kv_b_proj"), latent is None),
             **dict.fromkeys(
-                ("attn.hook_q_latent", "attn.q_a_layernorm", "attn.q_b_proj"), latent is None or not latent.query_rank
+                ("attn.hook_q_latent", "attn.q_a_proj", "attn.q_a_layernorm", "attn.q_b_proj"),
+                latent is None or not latent.query_rank,
             ),
             "attn.hook_rot_q": not config.rotates(layer),
             "attn.hook_rot_k": not config.rotates(layer),

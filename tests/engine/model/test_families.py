@@ -25,7 +25,7 @@ from tests.engine.gradients.reference import difference, of_decoder
 from tests.engine.model.models_page import NO_BRIDGE, PAGE, by_family, oracle_error, page
 from tests.engine.passes.packed import alone, logits, sequences, worst
 from tests.engine.replay.bridges import bridge
-from tests.families import BOTH_NAMES, LATENT_NAMES, MORE, hugging_face
+from tests.families import BOTH_NAMES, MORE, hugging_face
 from tests.mixtures import MIXTURES, YARN
 
 TOLERANCE = 2e-5
@@ -48,7 +48,7 @@ qwen2-moe-dense gpt-oss phimoe deepseek-v2 deepseek-v3 deepseek-v3-groups
 """models that cover all wirings; the others run the slower tests behind the marker"""
 marked = [name if name in WIRINGS else pytest.param(name, marks=pytest.mark.slow) for name in MORE]
 some = pytest.mark.parametrize("name", marked)
-NO_GRADIENTS = (*MIXTURES, *LATENT_NAMES, *BOTH_NAMES)
+NO_GRADIENTS = (*MIXTURES, *BOTH_NAMES)
 differentiable = pytest.mark.parametrize(
     "name", [each for name, each in zip(MORE, marked, strict=True) if name not in NO_GRADIENTS]
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import VERIFIED, verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, NoGradient, NotCertified
+from replaylens.engine.errors import BadEdit, NotCertified
 from replaylens.engine.model.config import Latent, ModelConfig
 from replaylens.engine.model.ops import HeadLinear
 from replaylens.engine.model.weights import load
@@ -139,8 +139,10 @@ def test_names_and_values_are_the_bridges(name: str) -> None:
 # ---- edits ---------------------------------------------------------------------------------------------------------------
 
 WIDTHS = {
+    "q_a_layernorm.hook_in": (11,),
     "q_b_proj.hook_in": (11,),
     "hook_q_latent": (11,),
+    "kv_a_layernorm.hook_in": (13,),
     "hook_kv_latent": (13,),
     "hook_rot_q": (6, 6),
     "hook_rot_k": (1, 6),
@@ -159,7 +161,7 @@ def test_edits_reach_what_follows_and_have_the_same_bits_in_a_fork(site: str) ->
     assert torch.equal(fork.kv(), edited.kv())
     changed = (edited.kv() != plain.kv()).flatten(2).any(-1)  # [positions, layers]
     assert not changed[:17].any() and changed[17, 1]
-    assert bool(changed[17, 0]) == (site in ("hook_kv_latent", "hook_rot_k"))
+    assert bool(changed[17, 0]) == (site in ("kv_a_layernorm.hook_in", "hook_kv_latent", "hook_rot_k"))
     for name in edited.activations.sites():
         assert torch.equal(fork.activations[name], edited.activations[name])
 
@@ -187,11 +189,6 @@ def test_an_edge_can_be_cut() -> None:
 def test_plain_decoding_for_training_writes_the_same_tokens() -> None:
     model = decoder("deepseek-v3")
     assert generate(model, [TOKENS, TOKENS[:7]], 6)[0] == Engine(model).prompt(TOKENS).generate(6).generated
-
-
-def test_gradients_are_refused() -> None:
-    with pytest.raises(NoGradient, match="No gradient through latent attention"):
-        Engine(decoder("deepseek-v3")).prompt(TOKENS).gradients((4, 7), "S")
 
 
 # ---- dumps ---------------------------------------------------------------------------------------------------------------
