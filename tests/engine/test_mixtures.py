@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens import probes, tasks
+from replaylens import ablate, lens, patch, probes, tasks
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import NotCertified, UnsupportedModel
+from replaylens.engine.errors import BadEdit, NotCertified, UnsupportedModel
 from replaylens.engine.model.config import MixtureConfig, ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import TorchOps
@@ -111,6 +111,25 @@ def test_sites_of_a_router_fit_together(model: Decoder) -> None:
     torch.testing.assert_close(branch.activations["blocks.1.mlp.hook_out"], mixed + shared * torch.sigmoid(gate))
     dense = engine.sites.sites
     assert "blocks.0.mlp.dense_gate.hook_out" in dense and "blocks.0.mlp.gate.hook_out" not in dense
+
+
+@pytest.mark.parametrize("name", ["blocks.1.mlp.hook_expert_indices", "blocks.1.mlp.gate.hook_expert_indices"])
+def test_a_hook_that_changes_the_chosen_experts_is_refused(model: Decoder, name: str) -> None:
+    """Under any name of the site: changing them has no effect, and must not seem to."""
+    engine, seen = Engine(model), list[Tensor]()
+    engine.run_with_hooks(PROMPT, fwd_hooks=[(name, lambda value, hook: seen.append(value))])  # reading is fine
+    assert seen[0].shape == (1, 23, 2)
+    with pytest.raises(BadEdit, match="can be read but not changed"):
+        engine.run_with_hooks(PROMPT, fwd_hooks=[(name, lambda value, hook: value * 0)])
+
+
+def test_the_verbs_of_the_workbench_take_mixtures(model: Decoder) -> None:
+    engine, other = Engine(model), [*PROMPT[:5], 50, *PROMPT[6:]]
+    _, cache = engine.run_with_cache(PROMPT)
+    assert cache["blocks.1.mlp.hook_expert_indices"].dtype == torch.int64
+    assert "blocks.1.mlp.hook_pre" not in cache and "blocks.0.mlp.hook_pre" in cache
+    assert len(lens(engine, PROMPT).frame) and len(patch(engine, PROMPT, other, metric=(5, 6)).frame)
+    assert len(ablate(engine, [PROMPT, other], metric=(5, 6), heads=True).frame)
 
 
 def test_rejected_drafts_keep_the_routing_of_their_own_path(model: Decoder) -> None:
