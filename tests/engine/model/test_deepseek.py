@@ -9,12 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from replaylens.engine.errors import BadWeights, UnsupportedModel
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadEdit, BadWeights, UnsupportedModel
 from replaylens.engine.model.config import Latent, ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.fields import require_described, require_readable
 from replaylens.engine.model.weights import load, weights_hash
+from replaylens.engine.request.edits import Edit
+from tests.engine.reference import decoder
 from tests.families import hugging_face
 
 YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
@@ -158,3 +161,28 @@ def test_the_layer_that_guesses_further_tokens_is_left_out(tmp_path: Path) -> No
     save_file(weights | {"model.layers.1.eh_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadWeights, match=r"such as model.layers.1.eh_proj.weight"):
         load(tmp_path)
+
+
+# ---- routing in groups ---------------------------------------------------------------------------------------------------
+
+ROUTER = "blocks.1.mlp.gate."
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-groups", "deepseek-v3-groups"])
+def test_forced_experts_bring_their_groups_along(name: str) -> None:
+    """Eight experts in four groups, two of which are chosen; three experts a row."""
+    engine = Engine(decoder(name))
+    for experts in ([7], [0, 1], [2, 5]):
+        edit = Edit(ROUTER + "hook_out", "force", experts=experts)
+        chosen = engine.prompt(range(3, 30), sites=[ROUTER + "hook_expert_indices"], edits=[edit])
+        rows = chosen.activations[ROUTER + "hook_expert_indices"]
+        assert all(bool((rows == expert).any(-1).all()) for expert in experts)
+        assert all(len({int(each) // 2 for each in row}) <= 2 for row in rows)
+
+
+def test_experts_of_too_many_groups_cannot_be_forced() -> None:
+    edit = Edit(ROUTER + "hook_out", "force", experts=[0, 2, 5])
+    with pytest.raises(
+        BadEdit, match=r"experts \[0, 2, 5\] are in 3 groups, but a row goes to 2. Force those of fewer groups."
+    ):
+        Engine(decoder("deepseek-v3-groups")).prompt([1, 2, 3], edits=[edit])
