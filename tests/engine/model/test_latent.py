@@ -46,7 +46,9 @@ WIDE = ModelConfig(
 )
 """products that are long enough to round differently in another order"""
 
-each = pytest.mark.parametrize("name", LATENT_NAMES)
+each = pytest.mark.parametrize(
+    "name", [n if n in ("deepseek-v2", "deepseek-v3") else pytest.param(n, marks=pytest.mark.slow) for n in LATENT_NAMES]
+)
 
 
 def captured(name: str, *sites: str) -> Branch:
