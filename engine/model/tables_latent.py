@@ -7,7 +7,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig
+from replaylens.engine.model.config import Latent, ModelConfig
 from replaylens.engine.model.family import Arrange, Raw
 from replaylens.engine.model.raw_fields import grown_by_yarn
 from replaylens.engine.model.tables_llama import LLAMA, names_of, reads_of
@@ -30,24 +30,6 @@ def _scale(raw: Raw) -> float:
     grown = grown_by_yarn(rope["factor"], by) if by else 1.0
     scale: float = _width(raw) ** -0.5 * grown * grown
     return scale
-
-
-def _after_the_first(raw: Raw) -> tuple[bool, ...]:
-    """The layers with a mixture: all but the first ones."""
-    return tuple(layer >= raw["first_k_dense_replace"] for layer in range(raw["num_hidden_layers"]))
-
-
-def _v2_mixture(raw: Raw) -> MixtureConfig | None:
-    return deepseek_v2_mixture(raw, layers) if any(layers := _after_the_first(raw)) else None
-
-
-def _v3_mixture(raw: Raw) -> MixtureConfig | None:
-    return deepseek_v3_mixture(raw, layers) if any(layers := _after_the_first(raw)) else None
-
-
-def _glm_mixture(raw: Raw) -> MixtureConfig | None:
-    layers = tuple(kind == "sparse" for kind in raw["mlp_layer_types"])
-    return deepseek_v3_mixture(raw, layers) if any(layers) else None
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------------
@@ -142,7 +124,7 @@ _EVERY = {"moe_layer_freq": (None, 1)}
 DEEPSEEK_V2 = replace(
     LATENT,
     names=_MIXED,
-    reads=reads_of(LATENT, mixture=_v2_mixture),
+    reads=reads_of(LATENT, mixture=deepseek_v2_mixture),
     uses=LATENT.uses | COUNTS,
     only={
         **_EVERY,
@@ -155,13 +137,9 @@ DEEPSEEK_V2 = replace(
 DEEPSEEK_V3 = replace(
     PAIRED,
     names=_MIXED,
-    reads=reads_of(PAIRED, mixture=_v3_mixture),
+    reads=reads_of(PAIRED, mixture=deepseek_v3_mixture),
     uses=PAIRED.uses | COUNTS,
     only={**_EVERY, **PAIRED.only, "scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
     later_layers=True,
 )
-GLM4_MOE_LITE = replace(
-    DEEPSEEK_V3,
-    reads=reads_of(PAIRED, mixture=_glm_mixture),
-    only={**PAIRED.only, "scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
-)
+GLM4_MOE_LITE = DEEPSEEK_V3

@@ -8,7 +8,17 @@ from replaylens.engine.model.expert_names import ExpertNames
 from replaylens.engine.model.family import Family, Field, Raw
 from replaylens.engine.model.raw_fields import layer_windows, main_rope
 from replaylens.engine.model.routing import Routing
-from replaylens.engine.model.tables_llama import BIASES, GRANITE, LLAMA, LLAMA_NAMES, MISTRAL, names_of, reads_of
+from replaylens.engine.model.tables_llama import (
+    BIASES,
+    GRANITE,
+    LLAMA,
+    LLAMA_NAMES,
+    MISTRAL,
+    OLMO2,
+    PARTIAL,
+    names_of,
+    reads_of,
+)
 
 COUNTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
 """fields that say how many experts there are"""
@@ -165,10 +175,19 @@ GPT_OSS: Family = replace(
     layer_types=True,
 )
 
+# ---- OLMo-2 with experts -------------------------------------------------------------------------------------------------
+
+FLEX_OLMO = replace(
+    OLMO2,
+    names=replace(names_of(OLMO2.names, mlp__router="mlp.gate"), experts=STACKED),
+    reads=reads_of(OLMO2, mixture=_olmoe),
+    uses=COUNTS,
+)
+
 # ---- DeepSeek's routing --------------------------------------------------------------------------------------------------
 
 
-def deepseek_v2_mixture(raw: Raw, layers: tuple[bool, ...]) -> MixtureConfig:
+def deepseek_v2_mixture(raw: Raw) -> MixtureConfig | None:
     """Softmax over all experts; with groups, only those in the best groups are chosen, a group being as good as its best."""
     groups = raw["n_group"] if raw["topk_method"] == "group_limited_greedy" else 1
     routing = Routing(
@@ -178,10 +197,10 @@ def deepseek_v2_mixture(raw: Raw, layers: tuple[bool, ...]) -> MixtureConfig:
         groups=groups,
         chosen_groups=raw["topk_group"] if groups > 1 else 1,
     )
-    return _deepseek(raw, routing, layers)
+    return _deepseek(raw, routing)
 
 
-def deepseek_v3_mixture(raw: Raw, layers: tuple[bool, ...]) -> MixtureConfig:
+def deepseek_v3_mixture(raw: Raw) -> MixtureConfig | None:
     """Sigmoids; the choice adds a trained bias to them. A group is as good as its two best experts together."""
     routing = Routing(
         _top(raw),
@@ -193,11 +212,18 @@ def deepseek_v3_mixture(raw: Raw, layers: tuple[bool, ...]) -> MixtureConfig:
         group_best=2,
         correction=True,
     )
-    return _deepseek(raw, routing, layers)
+    return _deepseek(raw, routing)
 
 
-def _deepseek(raw: Raw, routing: Routing, layers: tuple[bool, ...]) -> MixtureConfig:
-    """Shared experts are one, as wide as all together."""
+def _deepseek(raw: Raw, routing: Routing) -> MixtureConfig | None:
+    """The first layers have MLPs, if nothing else is said. Shared experts are one, as wide as all together."""
+    kinds: list[str] | None = raw.get("mlp_layer_types")
+    if kinds is not None:
+        layers = tuple(kind == "sparse" for kind in kinds)
+    else:
+        layers = tuple(layer >= raw["first_k_dense_replace"] for layer in range(raw["num_hidden_layers"]))
+    if not any(layers):
+        return None
     shared = raw["moe_intermediate_size"] * (raw["n_shared_experts"] or 0)
     count = next(raw[name] for name in ("n_routed_experts", "num_local_experts", "num_experts") if name in raw)
     return MixtureConfig(count, raw["moe_intermediate_size"], routing, () if all(layers) else layers, d_shared=shared)
@@ -210,3 +236,18 @@ DEEPSEEK_PARTS: dict[str, str | tuple[str, ...]] = {
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
 """the names of the mixture's parts; its experts are `STACKED`"""
+DEEPSEEK_NAMES = replace(LLAMA_NAMES, parts={**LLAMA_NAMES.parts, **DEEPSEEK_PARTS}, experts=STACKED)
+DOTS1 = replace(
+    MISTRAL,
+    names=DEEPSEEK_NAMES,
+    reads={**reads_of(MISTRAL, windows=layer_windows, mixture=deepseek_v3_mixture), **BIASES},
+    fixed={"qk_norm": True},
+    uses=MISTRAL.uses | COUNTS,
+    layer_types=True,
+)
+GLM4_MOE = replace(
+    LLAMA,
+    names=DEEPSEEK_NAMES,
+    reads=reads_of(LLAMA, without=("out_bias", "mlp_bias"), mixture=deepseek_v3_mixture, qk_norm=Field("use_qk_norm", False)),
+    uses=PARTIAL | COUNTS,
+)
